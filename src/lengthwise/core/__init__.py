@@ -1,0 +1,1 @@
+"""Records only: sequences, clusters, shapes, plans, and the error tree. Imports nothing of the package but itself."""

@@ -1,0 +1,108 @@
+"""The error tree. Every error a user can cause or meet says where, what was expected, what was got, and what to change.
+
+`exit_status` is the status of the command line: 2 for what a user can mend in their own input, 1 for what went wrong
+while running. `code` is a short stable name that can be searched for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class LengthwiseError(Exception):
+    """One problem, told in one line.
+
+    `where` names a file and row (`train.jsonl:3`), a config path (`optimizer.lr`) or a rank, step and phase.
+    """
+
+    code = "error"
+    exit_status = 1
+
+    def __init__(self, where: str, *, expected: str, got: str, remedy: str) -> None:
+        super().__init__(where, expected, got, remedy)
+        self.where, self.expected, self.got, self.remedy = where, expected, got, remedy
+
+    def __str__(self) -> str:
+        line = f"error[{self.code}] {self.where}: expected {self.expected}; got {self.got}. {self.remedy}"
+        return " ".join(line.split())
+
+    def __reduce__(self) -> tuple[object, ...]:  # keyword arguments do not survive the default pickling
+        return _rebuild, (type(self), self.where, self.expected, self.got, self.remedy)
+
+
+def _rebuild(kind: type[LengthwiseError], where: str, expected: str, got: str, remedy: str) -> LengthwiseError:
+    return kind(where, expected=expected, got=got, remedy=remedy)
+
+
+class ConfigError(LengthwiseError):
+    """A run file or a command-line value that cannot be used."""
+
+    code, exit_status = "config", 2
+
+
+class DataError(LengthwiseError):
+    """A data file or one of its rows that cannot be trained on."""
+
+    code, exit_status = "data", 2
+
+
+class PlanError(LengthwiseError):
+    """A plan that breaks a rule of the plan file, or lengths for which there is none."""
+
+    code, exit_status = "plan", 2
+
+
+class ModelRefused(LengthwiseError):
+    """A model with a part that a plan would compute wrongly; it is refused by name instead."""
+
+    code, exit_status = "model", 2
+
+
+class OutputError(LengthwiseError):
+    """An output folder that cannot be written, or holds an earlier run."""
+
+    code, exit_status = "output", 2
+
+
+class TransferError(LengthwiseError):
+    """A transfer between ranks that timed out, lost its peer or did not match."""
+
+    code = "transfer"
+
+
+class RankError(LengthwiseError):
+    """A rank that died, hung, or disagrees with the others."""
+
+    code = "rank"
+
+
+class NumericError(LengthwiseError):
+    """A loss or gradient that is not finite."""
+
+    code = "numeric"
+
+
+class Problems(LengthwiseError):
+    """Several problems at once, one line each; a user mends them all before the next try."""
+
+    code = "problems"
+
+    def __init__(self, problems: Sequence[LengthwiseError]) -> None:
+        assert problems, "Problems needs at least one problem"
+        super().__init__("", expected="", got="", remedy="")
+        self.problems = tuple(problems)
+        self.exit_status = max(problem.exit_status for problem in problems)
+
+    def __str__(self) -> str:
+        return "\n".join(str(problem) for problem in self.problems)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Problems, (self.problems,)
+
+
+def raise_problems(problems: Sequence[LengthwiseError]) -> None:
+    """Raise what was collected: nothing for none, the error itself for one, `Problems` for more."""
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise Problems(problems)

@@ -1,0 +1,215 @@
+"""The plan of one step and its file, `lengthwise.plan/1`: the contract between planner, trainer and outside tools.
+
+A plan is one global order of microbatches. Each rank runs those that name it, in that order; a microbatch starts when
+all its ranks are free. `docs/plan-file.md` is the full description. This module only reads, writes and types it;
+`lengthwise.planner.check_plan` holds the rules between the numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lengthwise.core.errors import PlanError
+
+SCHEMA = "lengthwise.plan/1"
+KNOWN_FEATURES = frozenset({"heads", "shares", "pipeline", "waves"})
+RECOMPUTE_KINDS = ("none", "layer", "all_but_attention")
+SCHEDULE_KINDS = ("free", "waves", "pipeline")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Sequences that share one set of ranks: one long sequence cut over a ring, or short ones packed together.
+
+    `ranks` is in ring order: position j sends to position j + 1 and holds chunks j and 2d-1-j of every sequence.
+    """
+
+    ranks: tuple[int, ...]
+    sequences: tuple[int, ...]
+    heads: int = 1
+    shares: tuple[float, ...] | None = None
+
+    @property
+    def degree(self) -> int:
+        """Over how many ranks each sequence of the piece is cut."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """What a set of ranks computes in one forward and backward: one or more pieces."""
+
+    pieces: tuple[Piece, ...]
+    offload: float = 0.0
+    recompute: str = "none"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks named by any piece, ascending."""
+        return tuple(sorted({rank for piece in self.pieces for rank in piece.ranks}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The ordered microbatches of one step.
+
+    `tokens[i]` is the length of sequence i. `notes` are facts about the plan that no reader needs to run it
+    (planner, predicted seconds, bound); they are written as extra top-level keys.
+    """
+
+    ranks: int
+    layers: int
+    capacity: int
+    tokens: tuple[int, ...]
+    microbatches: tuple[Microbatch, ...]
+    schedule: Mapping[str, Any] = field(default_factory=lambda: {"kind": "free"})
+    requires: tuple[str, ...] = ()
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ring_tokens(self) -> int:
+        """Tokens in sequences that are cut over more than one rank."""
+        return sum(
+            self.tokens[i] for m in self.microbatches for p in m.pieces if p.degree > 1 for i in p.sequences
+        )
+
+    def to_json(self) -> str:
+        """Write the plan file: canonical (the same plan is the same text), one microbatch a line."""
+        head = {
+            "schema": SCHEMA,
+            "requires": list(self.requires),
+            "ranks": self.ranks,
+            "layers": self.layers,
+            "capacity": self.capacity,
+            "tokens": list(self.tokens),
+            "schedule": dict(self.schedule),
+        }
+        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in {**head, **self.notes}.items()]
+        rows = ",\n  ".join(json.dumps(_microbatch_json(m)) for m in self.microbatches)
+        return "{" + ",\n ".join(lines) + ',\n "microbatches": [\n  ' + rows + "]}\n"
+
+    def digest(self) -> str:
+        """Name the plan by its content: 64 hex digits on which all ranks agree before the first transfer."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "plan") -> Plan:
+        """Read a plan file of any planner.
+
+        Raises:
+            PlanError: not JSON, a field missing or of the wrong type, or a feature in `requires` not known here.
+        """
+        return _read_plan(text, where)
+
+
+def _microbatch_json(microbatch: Microbatch) -> dict[str, Any]:
+    extras: dict[str, Any] = {}
+    if microbatch.offload:
+        extras["offload"] = microbatch.offload
+    if microbatch.recompute != "none":
+        extras["recompute"] = microbatch.recompute
+    pieces = [_piece_json(piece) for piece in microbatch.pieces]
+    if len(pieces) == 1 and pieces[0].keys() == {"ranks", "sequences"}:
+        return {**pieces[0], **extras}
+    return {"pieces": pieces, **extras}
+
+
+def _piece_json(piece: Piece) -> dict[str, Any]:
+    row: dict[str, Any] = {"ranks": list(piece.ranks), "sequences": list(piece.sequences)}
+    if piece.heads != 1:
+        row["heads"] = piece.heads
+    if piece.shares is not None:
+        row["shares"] = list(piece.shares)
+    return row
+
+
+def _refuse(where: str, expected: str, got: object) -> PlanError:
+    return PlanError(where, expected=expected, got=repr(got), remedy="Mend the plan file or the planner that wrote it.")
+
+
+def _read_plan(text: str, where: str) -> Plan:
+    try:
+        raw = json.loads(text, parse_constant=lambda name: name)  # NaN and Infinity become strings, refused as such
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise _refuse(where, "a JSON object", str(error)) from None
+    if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
+        raise _refuse(where, f'an object with "schema": "{SCHEMA}"', raw.get("schema") if isinstance(raw, dict) else raw)
+    requires = raw.get("requires", [])
+    if not isinstance(requires, list) or not all(isinstance(feature, str) for feature in requires):
+        raise _refuse(f"{where}: requires", "a list of feature names", requires)
+    unknown = sorted(set(requires) - KNOWN_FEATURES)
+    if unknown:
+        raise PlanError(
+            f"{where}: requires",
+            expected=f"features this version knows ({', '.join(sorted(KNOWN_FEATURES))})",
+            got=", ".join(unknown),
+            remedy="Update lengthwise, or plan again without these features.",
+        )
+    schedule = raw.get("schedule", {"kind": "free"})
+    if not isinstance(schedule, dict) or schedule.get("kind") not in SCHEDULE_KINDS:
+        raise _refuse(f"{where}: schedule", f"an object whose kind is one of {', '.join(SCHEDULE_KINDS)}", schedule)
+    rows = raw.get("microbatches")
+    if not isinstance(rows, list):
+        raise _refuse(f"{where}: microbatches", "a list", rows)
+    known = {"schema", "requires", "ranks", "layers", "capacity", "tokens", "schedule", "microbatches"}
+    return Plan(
+        ranks=_whole(raw.get("ranks"), f"{where}: ranks", least=1),
+        layers=_whole(raw.get("layers"), f"{where}: layers", least=1),
+        capacity=_whole(raw.get("capacity"), f"{where}: capacity", least=1),
+        tokens=_wholes(raw.get("tokens"), f"{where}: tokens", least=1),
+        schedule=schedule,
+        requires=tuple(requires),
+        microbatches=tuple(_read_microbatch(row, f"{where}: microbatch {i}") for i, row in enumerate(rows)),
+        notes={key: value for key, value in raw.items() if key not in known},
+    )
+
+
+def _read_microbatch(row: object, where: str) -> Microbatch:
+    if not isinstance(row, dict):
+        raise _refuse(where, "an object", row)
+    pieces = row.get("pieces")
+    if pieces is None:
+        pieces = [{key: row[key] for key in ("ranks", "sequences", "heads", "shares") if key in row}]
+    if not isinstance(pieces, list) or not pieces:
+        raise _refuse(where, "a non-empty list of pieces", pieces)
+    offload, recompute = row.get("offload", 0.0), row.get("recompute", "none")
+    if not _is_number(offload) or not 0 <= offload <= 1:
+        raise _refuse(f"{where}: offload", "a ratio from 0 to 1", offload)
+    if recompute not in RECOMPUTE_KINDS:
+        raise _refuse(f"{where}: recompute", f"one of {', '.join(RECOMPUTE_KINDS)}", recompute)
+    read = tuple(_read_piece(piece, f"{where}, piece {i}") for i, piece in enumerate(pieces))
+    return Microbatch(pieces=read, offload=float(offload), recompute=recompute)
+
+
+def _read_piece(row: object, where: str) -> Piece:
+    if not isinstance(row, dict):
+        raise _refuse(where, "an object with ranks and sequences", row)
+    shares = row.get("shares")
+    if shares is not None and not (isinstance(shares, list) and all(_is_number(s) and s >= 0 for s in shares)):
+        raise _refuse(f"{where}: shares", "a list of non-negative numbers", shares)
+    return Piece(
+        ranks=_wholes(row.get("ranks"), f"{where}: ranks", least=0),
+        sequences=_wholes(row.get("sequences"), f"{where}: sequences", least=0),
+        heads=_whole(row.get("heads", 1), f"{where}: heads", least=1),
+        shares=None if shares is None else tuple(shares),
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _whole(value: object, where: str, *, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise _refuse(where, f"a whole number of at least {least}", value)
+    return value
+
+
+def _wholes(value: object, where: str, *, least: int) -> tuple[int, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise _refuse(where, "a list of whole numbers", value)
+    return tuple(_whole(item, f"{where}[{i}]", least=least) for i, item in enumerate(value))

@@ -1,0 +1,65 @@
+"""What a plan needs to know of a cluster and of a model: a few numbers, no weights and no devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lengthwise.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """`ranks` replicas of the model, each holding at most `capacity_tokens` of one microbatch."""
+
+    ranks: int
+    capacity_tokens: int
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "capacity_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(
+                    name, expected="a whole number of at least 1", got=repr(value), remedy=f"Give a positive {name}."
+                )
+
+    @property
+    def longest_tokens(self) -> int:
+        """The longest sequence that any plan can hold."""
+        return self.ranks * self.capacity_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes of a decoder-only transformer from which FLOPs and bytes follow.
+
+    `intermediate` is the width of one expert's (or the only) gated MLP; `experts_per_token` of `experts` are active.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    experts: int = 1
+    experts_per_token: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(
+                    f"model shape {self.name}: {name}",
+                    expected="a whole number of at least 1",
+                    got=repr(value),
+                    remedy="Mend the model's config.json.",
+                )
+
+    @property
+    def linear_params(self) -> int:
+        """Active parameters in matrix products for one token, output head included, input embedding left out."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        mlp = 3 * self.hidden * self.intermediate * self.experts_per_token
+        return self.layers * (attention + mlp) + self.hidden * self.vocab
