@@ -1,0 +1,23 @@
+"""Moves tensors between ranks: grouped transfers for rings, and the collectives of the step's end.
+
+One interface (`Transport`), two executors: torch.distributed (gloo; NCCL is prepared for) and a strict in-process one.
+No communicator is ever made for a sequence: all ranks share one global group for collectives and one for transfers.
+"""
+
+from lengthwise.comm.exchange import agree, broadcast_bytes
+from lengthwise.comm.strict import StrictWorld
+from lengthwise.comm.torch_transport import TorchTransport
+from lengthwise.comm.transport import Clock, Pending, Transport
+from lengthwise.comm.world import World, world_from_environment
+
+__all__ = [
+    "Clock",
+    "Pending",
+    "StrictWorld",
+    "TorchTransport",
+    "Transport",
+    "World",
+    "agree",
+    "broadcast_bytes",
+    "world_from_environment",
+]

@@ -1,0 +1,51 @@
+"""Small agreements between all ranks: send bytes from one rank to all, and check that all hold the same."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+
+from lengthwise.comm.transport import Transport
+from lengthwise.core.errors import RankError
+
+
+def broadcast_bytes(transport: Transport, data: bytes | None, source: int = 0) -> bytes:
+    """Return on every rank the `data` of rank `source`; other ranks pass None."""
+    if transport.world_size == 1:
+        assert data is not None, "the only rank must hold the data"
+        return data
+    mine = data if transport.rank == source else b""
+    assert mine is not None, f"rank {source} must hold the data that it sends"
+    size = torch.tensor([len(mine)], dtype=torch.int64)
+    transport.broadcast(size, source)
+    if transport.rank == source:
+        buffer = torch.from_numpy(np.frombuffer(mine, dtype=np.uint8).copy())
+    else:
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+    if buffer.numel():
+        transport.broadcast(buffer, source)
+    return buffer.numpy().tobytes()
+
+
+def agree(transport: Transport, data: bytes, what: str) -> None:
+    """Check that all ranks hold the same `data`.
+
+    Raises:
+        RankError: on every rank, naming those that differ from rank 0.
+    """
+    if transport.world_size == 1:
+        return
+    mine = torch.frombuffer(bytearray(hashlib.sha256(data).digest()), dtype=torch.uint8)
+    everyone = torch.empty(mine.numel() * transport.world_size, dtype=torch.uint8)
+    transport.all_gather(everyone, mine)
+    rows = everyone.view(transport.world_size, -1)
+    different = [rank for rank in range(transport.world_size) if not torch.equal(rows[rank], rows[0])]
+    if different:
+        raise RankError(
+            f"rank {transport.rank}, {transport.phase}",
+            expected=f"the same {what} on all ranks",
+            got=f"another digest on {'rank' if len(different) == 1 else 'ranks'} {', '.join(map(str, different[:10]))}",
+            remedy="All ranks must run the same version of lengthwise with the same run file and data.",
+        )

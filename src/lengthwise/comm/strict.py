@@ -1,0 +1,163 @@
+"""A transport inside one process, one thread a rank, as strict as NCCL and stricter than gloo.
+
+Groups of a rank run one after the other and complete as a whole; messages between two ranks match in the order posted,
+untagged, and must agree in shape and dtype; a collective needs all ranks. When every rank waits and nothing can move,
+all of them raise at once and name what they wait in: a hang becomes a failed test. The rules are those of
+`program.order.StrictMatcher`; here real tensors move.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lengthwise.comm.transport import Clock, Message, Pending
+from lengthwise.core.errors import LengthwiseError, TransferError
+from lengthwise.program.order import Group, Operation, StrictMatcher
+
+
+class StrictWorld:
+    """The meeting place of `world_size` threads."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._matcher = StrictMatcher(world_size)
+        self._moved = threading.Condition()
+        self._waiting: dict[int, Group] = {}
+        self._gone: set[int] = set()
+        self._failure: str | None = None
+
+    def run(self, work: Callable[[StrictTransport], object]) -> list[object]:
+        """Call `work` once a rank, each in a thread of its own, and return what they returned, by rank.
+
+        Raises:
+            The first error of the lowest rank that failed for a reason of its own.
+        """
+        results: list[object] = [None] * self.world_size
+        errors: dict[int, BaseException] = {}
+
+        def target(rank: int) -> None:
+            try:
+                results[rank] = work(StrictTransport(self, rank))
+            except BaseException as error:  # noqa: BLE001 - raised again below, in the caller's thread
+                errors[rank] = error
+            finally:
+                self._leave(rank)
+
+        threads = [threading.Thread(target=target, args=(rank,), daemon=True) for rank in range(self.world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:  # a rank that failed by itself explains the others, which only miss it
+            raise min(errors.items(), key=lambda item: (isinstance(item[1], TransferError), item[0]))[1]
+        return results
+
+    def post(self, rank: int, label: str, operations: Sequence[Operation]) -> Group:
+        """Queue a group of `rank` and move whatever can be moved."""
+        with self._moved:
+            group = self._matcher.post(rank, label, operations)
+            try:
+                for senders, receivers in self._matcher.progress():
+                    _move(senders, receivers)
+            except LengthwiseError as error:
+                self._failure = self._failure or str(error)
+            self._moved.notify_all()
+            return group
+
+    def wait(self, rank: int, group: Group) -> None:
+        """Block until `group` is complete."""
+        with self._moved:
+            self._waiting[rank] = group
+            self._find_deadlock()
+            while not group.done and self._failure is None:
+                self._moved.wait()
+            del self._waiting[rank]
+            if not group.done:
+                raise TransferError(
+                    f"rank {rank}, {group.label}",
+                    expected="the group to complete",
+                    got=self._failure or "a failure",
+                    remedy="The order of grouped calls is wrong.",
+                )
+
+    def _leave(self, rank: int) -> None:
+        with self._moved:
+            self._gone.add(rank)
+            self._find_deadlock()
+
+    def _find_deadlock(self) -> None:
+        everyone_waits = len(self._waiting) + len(self._gone) == self.world_size
+        if self._waiting and everyone_waits and not any(group.done for group in self._waiting.values()):
+            waits = "; ".join(f"rank {rank} in {group.label}" for rank, group in sorted(self._waiting.items()))
+            self._failure = self._failure or f"deadlock: {waits}; gone: {sorted(self._gone)}"
+            self._moved.notify_all()
+
+
+class StrictTransport:
+    """One rank of a `StrictWorld`."""
+
+    def __init__(self, world: StrictWorld, rank: int) -> None:
+        self.rank, self.world_size = rank, world.world_size
+        self.phase = "start"
+        self.clock = Clock()
+        self._world = world
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Post one grouped call (see `Transport.exchange`)."""
+        operations = [Operation(kind="send", peer=peer, size=_size(t), payload=t) for t, peer in sends]
+        operations += [Operation(kind="receive", peer=peer, size=_size(t), payload=t) for t, peer in receives]
+        return _StrictPending(self, self._world.post(self.rank, self.phase, operations))
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum over all ranks, in place."""
+        self._collective(tensor, tensor, lambda tensors: [sum(tensors[1:], tensors[0].clone())] * len(tensors))
+
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
+        """Sum over all ranks and keep this rank's slice."""
+        self._collective(
+            output, source, lambda tensors: list(sum(tensors[1:], tensors[0].clone()).chunk(self.world_size))
+        )
+
+    def all_gather(self, output: Tensor, source: Tensor) -> None:
+        """Concatenate the tensors of all ranks."""
+        self._collective(output, source, lambda tensors: [torch.cat(tensors)] * len(tensors))
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite with the tensor of rank `source`."""
+        self._collective(tensor, tensor, lambda tensors: [tensors[source].clone()] * len(tensors))
+
+    def _collective(
+        self, output: Tensor, source: Tensor, combine: Callable[[list[Tensor]], Sequence[Tensor]]
+    ) -> None:
+        operation = Operation(kind="collective", payload=(output, source, combine))
+        with self.clock.waiting():
+            self._world.wait(self.rank, self._world.post(self.rank, self.phase, [operation]))
+
+
+class _StrictPending:
+    def __init__(self, transport: StrictTransport, group: Group) -> None:
+        self._transport, self._group = transport, group
+
+    def wait(self) -> None:
+        with self._transport.clock.waiting():
+            self._transport._world.wait(self._transport.rank, self._group)
+
+
+def _size(tensor: Tensor) -> tuple[object, ...]:
+    assert tensor.is_contiguous(), f"messages must be contiguous, got strides {tensor.stride()}"
+    return (tuple(tensor.shape), str(tensor.dtype))
+
+
+@torch.no_grad()
+def _move(senders: list[Operation], receivers: list[Operation]) -> None:
+    if senders[0].kind == "send":
+        receivers[0].payload.copy_(senders[0].payload)  # type: ignore[attr-defined]
+        return
+    payloads = [operation.payload for operation in senders]
+    combined = payloads[0][2]([source for _, source, _ in payloads])  # type: ignore[index, misc]
+    for (output, _, _), value in zip(payloads, combined, strict=True):  # type: ignore[misc]
+        output.copy_(value)

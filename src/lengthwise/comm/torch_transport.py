@@ -1,0 +1,122 @@
+"""Transport over torch.distributed.
+
+Transfers are grouped `batch_isend_irecv` calls only (a bare isend makes a communicator for each pair on NCCL) and have
+a group of their own, also over all ranks, so that they never share a communicator with collectives. All edges that a
+ring can use (neighbours at distance 1 and 2 on the rank line) are connected at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lengthwise.comm.transport import Clock, Message, Pending
+from lengthwise.comm.world import World
+from lengthwise.core.errors import TransferError
+
+
+Result = TypeVar("Result")
+
+
+class TorchTransport:
+    """The ranks of a torch.distributed world."""
+
+    def __init__(self, world: World, *, timeout_seconds: float = 600.0) -> None:
+        self.rank, self.world_size = world.rank, world.world_size
+        self.phase = "start"
+        self.clock = Clock()
+        self._timeout_seconds = timeout_seconds
+        timeout = timedelta(seconds=timeout_seconds)
+        world.connect(timeout)
+        self._collectives = dist.group.WORLD
+        self._transfers = dist.new_group(timeout=timeout)
+        self._connect_line(world.device)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Post one grouped call (see `Transport.exchange`)."""
+        group = self._transfers
+        operations = [dist.P2POp(dist.isend, tensor, peer, group=group) for tensor, peer in sends]
+        operations += [dist.P2POp(dist.irecv, tensor, peer, group=group) for tensor, peer in receives]
+        peers = sorted({peer for _, peer in (*sends, *receives)})
+        works = self._guard(lambda: dist.batch_isend_irecv(operations), peers) if operations else []
+        # The tensors must outlive the transfer: gloo and NCCL read and write them in the background.
+        return _TorchPending(self, works, peers, [tensor for tensor, _ in (*sends, *receives)])
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum over all ranks, in place."""
+        if self.world_size > 1:
+            self._guard(lambda: dist.all_reduce(tensor, group=self._collectives))
+
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
+        """Sum over all ranks and keep this rank's slice."""
+        if self.world_size > 1:
+            self._guard(lambda: _reduce_scatter(output, source, self._collectives))
+        else:
+            output.copy_(source)
+
+    def all_gather(self, output: Tensor, source: Tensor) -> None:
+        """Concatenate the tensors of all ranks."""
+        if self.world_size > 1:
+            self._guard(lambda: _all_gather(output, source, self._collectives))
+        else:
+            output.copy_(source)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite with the tensor of rank `source`."""
+        if self.world_size > 1:
+            self._guard(lambda: dist.broadcast(tensor, source, group=self._collectives))
+
+    def close(self) -> None:
+        """Leave the world; without it torch warns at exit."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _connect_line(self, device: torch.device) -> None:
+        peers = [peer for step in (-2, -1, 1, 2) if 0 <= (peer := self.rank + step) < self.world_size]
+        # One collective before the first transfer: NCCL wants all ranks in the first call of a communicator.
+        if self.world_size > 1:
+            self._guard(lambda: dist.all_reduce(torch.zeros(1, device=device), group=self._transfers))
+        sends = [(torch.zeros(1, device=device), peer) for peer in peers]
+        receives = [(torch.zeros(1, device=device), peer) for peer in peers]
+        self.exchange(sends, receives).wait()
+
+    def _guard(self, call: Callable[[], Result], peers: Sequence[int] | None = None) -> Result:
+        with self.clock.waiting():
+            try:
+                return call()
+            except (RuntimeError, ValueError) as error:  # DistBackendError is a RuntimeError
+                others = "all ranks" if peers is None else "ranks " + ", ".join(map(str, peers))
+                raise TransferError(
+                    f"rank {self.rank}, {self.phase}",
+                    expected=f"{others} to answer within {self._timeout_seconds:g} s",
+                    got=str(error).split("\n")[0],
+                    remedy="Look at the first rank that reported another error, or died; then start again.",
+                ) from error
+
+
+class _TorchPending:
+    def __init__(
+        self, transport: TorchTransport, works: Sequence[dist.Work], peers: Sequence[int], alive: Sequence[Tensor]
+    ) -> None:
+        self._transport, self._works, self._peers, self._alive = transport, works, peers, alive
+
+    def wait(self) -> None:
+        for work in self._works:
+            self._transport._guard(work.wait, self._peers)
+        self._alive = ()
+
+
+def _reduce_scatter(output: Tensor, source: Tensor, group: dist.ProcessGroup | None) -> None:
+    # torch 2.13 renames the call and deprecates the old name.
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    call(output, source, group=group)
+
+
+def _all_gather(output: Tensor, source: Tensor, group: dist.ProcessGroup | None) -> None:
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    call(output, source, group=group)

@@ -1,0 +1,73 @@
+"""The interface that rings and the step's end talk to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from torch import Tensor
+
+Message = tuple[Tensor, int]
+"""A contiguous tensor and the rank it goes to or comes from."""
+
+
+class Pending(Protocol):
+    """A grouped call under way."""
+
+    def wait(self) -> None:
+        """Return when every message of the group has arrived and left.
+
+        Raises:
+            TransferError: a peer is gone or the time-out passed; names rank, step and phase.
+        """
+        ...
+
+
+class Clock:
+    """Seconds that a rank spent waiting for others; the rest of a step it was busy."""
+
+    def __init__(self) -> None:
+        self.waited_seconds = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside the block as waiting."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_seconds += time.perf_counter() - start
+
+
+class Transport(Protocol):
+    """Transfers between the ranks of one run.
+
+    `phase` says in words where in the step the rank is; it is set by the caller and named in every error.
+    """
+
+    rank: int
+    world_size: int
+    phase: str
+    clock: Clock
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Post one grouped call. Messages between two ranks match in the order posted; there are no tags."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum `tensor` over all ranks, in place."""
+        ...
+
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
+        """Sum `source` over all ranks and put this rank's slice, one world_size-th, into `output`."""
+        ...
+
+    def all_gather(self, output: Tensor, source: Tensor) -> None:
+        """Put the `source` of every rank one after the other into `output`."""
+        ...
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite `tensor` with that of rank `source`."""
+        ...

@@ -1,0 +1,18 @@
+"""Plan -> what each rank does: shards of sequences, then rounds of transfers and the block tasks they hide behind."""
+
+from lengthwise.program.lower import MicrobatchProgram, lower_microbatch, lower_plan, refuse_unsupported
+from lengthwise.program.order import StrictMatcher, check_order
+from lengthwise.program.records import BlockTask, Round, Segment, Transfer
+
+__all__ = [
+    "BlockTask",
+    "MicrobatchProgram",
+    "Round",
+    "Segment",
+    "StrictMatcher",
+    "Transfer",
+    "check_order",
+    "lower_microbatch",
+    "lower_plan",
+    "refuse_unsupported",
+]

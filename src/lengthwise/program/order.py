@@ -1,0 +1,177 @@
+"""The order rules, as data: would these grouped calls complete under the strictest reading of a communicator?
+
+Strict means what NCCL means and gloo hides: a rank's groups run one after the other, a group completes only as a
+whole, messages between two ranks match in the order in which they were posted, without tags, and a collective needs
+all ranks at once. A plan that completes here completes on every backend. `comm.strict` moves real tensors by the same
+rules.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from lengthwise.core.errors import PlanError
+from lengthwise.core.plan import Plan
+from lengthwise.program.lower import lower_plan
+from lengthwise.program.records import Transfer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One side of a message ("send", "receive"), or a rank's part in a "collective".
+
+    `size` and `peer` must agree with the other side; `payload` is carried through untouched.
+    """
+
+    kind: str
+    peer: int = -1
+    size: object = 0
+    payload: object = None
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Group:
+    """Operations that a rank posted together; done when all of them are matched."""
+
+    label: str
+    operations: tuple[Operation, ...]
+    unmatched: set[int] = field(default_factory=set)
+
+    @property
+    def done(self) -> bool:
+        """Whether every operation has met its other side."""
+        return not self.unmatched
+
+
+class StrictMatcher:
+    """Match grouped operations of all ranks; a rank's next group waits until its present one is complete.
+
+    `post` returns the group and the list of (send, receive) pairs that it completed, for whoever moves the data.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._queues: list[deque[Group]] = [deque() for _ in range(world_size)]
+
+    def post(self, rank: int, label: str, operations: Sequence[Operation]) -> Group:
+        """Queue one group of `rank`."""
+        group = Group(label=label, operations=tuple(operations), unmatched=set(range(len(operations))))
+        self._queues[rank].append(group)
+        return group
+
+    def progress(self) -> Iterator[tuple[list[Operation], list[Operation]]]:
+        """Yield matched operations, senders (or all of a collective) first, until nothing more can be matched.
+
+        Raises:
+            PlanError: two sides of a message disagree about its size.
+        """
+        moved = True
+        while moved:
+            moved = False
+            for source in range(len(self._queues)):
+                for pair in self._match_from(source):
+                    moved = True
+                    yield pair
+            collective = self._match_collective()
+            if collective is not None:
+                moved = True
+                yield collective, collective
+            for queue in self._queues:
+                while queue and queue[0].done:
+                    queue.popleft()
+                    moved = True
+
+    def stuck(self) -> dict[int, str]:
+        """Name the group in which each rank with unfinished work waits."""
+        return {rank: queue[0].label for rank, queue in enumerate(self._queues) if queue}
+
+    def _match_from(self, source: int) -> Iterator[tuple[list[Operation], list[Operation]]]:
+        if not self._queues[source]:
+            return
+        sending, blocked = self._queues[source][0], set()
+        for i in sorted(sending.unmatched):
+            send = sending.operations[i]
+            if send.kind != "send" or send.peer in blocked:
+                continue
+            receiving = self._queues[send.peer][0] if self._queues[send.peer] else None
+            j = None if receiving is None else _next_receive(receiving, source)
+            if receiving is None or j is None:
+                blocked.add(send.peer)  # a later message to the same peer must not overtake this one
+                continue
+            receive = receiving.operations[j]
+            if send.size != receive.size:
+                raise PlanError(
+                    f"rank {source} to rank {send.peer}",
+                    expected=f"{receive.size} in {receiving.label}",
+                    got=f"{send.size} in {sending.label}",
+                    remedy="The two sides pair different messages: the program is wrong.",
+                )
+            sending.unmatched.discard(i)
+            receiving.unmatched.discard(j)
+            yield [send], [receive]
+
+    def _match_collective(self) -> list[Operation] | None:
+        heads = [queue[0] if queue else None for queue in self._queues]
+        operations = []
+        for head in heads:
+            if head is None or head.done or head.operations[0].kind != "collective":
+                return None
+            operations.append(head.operations[0])
+        for head in heads:
+            assert head is not None
+            head.unmatched.clear()
+        return operations
+
+
+def _next_receive(group: Group, source: int) -> int | None:
+    waiting = (i for i in sorted(group.unmatched))
+    return next((i for i in waiting if group.operations[i].kind == "receive" and group.operations[i].peer == source), None)
+
+
+def check_order(plan: Plan, *, layers: int = 1) -> int:
+    """Run the grouped calls of one step of `plan` under strict matching; return how many messages were matched.
+
+    Each rank posts, for its microbatches in order, the forward rounds of every layer and the backward rounds of every
+    layer, and then the step-end collective.
+
+    Raises:
+        PlanError: the ranks would wait for each other for ever; it names the ranks and what they wait in.
+    """
+    matcher = StrictMatcher(plan.ranks)
+    for rank in range(plan.ranks):
+        for label, operations in rank_groups(plan, rank, layers=layers):
+            matcher.post(rank, label, operations)
+    matched = sum(1 for senders, _ in matcher.progress() if senders[0].kind == "send")
+    stuck = matcher.stuck()
+    if stuck:
+        waits = "; ".join(f"rank {rank} in {label}" for rank, label in list(stuck.items())[:5])
+        raise PlanError(
+            "plan: order",
+            expected="every grouped call to complete",
+            got=f"a deadlock: {waits}",
+            remedy="All ranks must run their microbatches in one global order.",
+        )
+    return matched
+
+
+def rank_groups(plan: Plan, rank: int, *, layers: int) -> Iterator[tuple[str, list[Operation]]]:
+    """Yield (label, operations) of every grouped call that `rank` makes in a step, in order."""
+    for program in lower_plan(plan, rank):
+        for name, rounds, order in (
+            ("forward", program.forward_rounds, range(layers)),
+            ("backward", program.backward_rounds, reversed(range(layers))),
+        ):
+            for layer in order:
+                for hop, each in enumerate(rounds):
+                    operations = [_operation(t, rank) for t in each.transfers if rank in (t.source, t.target)]
+                    if operations:
+                        yield f"microbatch {program.index}, layer {layer}, {name}, hop {hop}", operations
+    yield "step end", [Operation(kind="collective")]
+
+
+def _operation(transfer: Transfer, rank: int) -> Operation:
+    size = (transfer.content, transfer.tokens)
+    if transfer.source == rank:
+        return Operation(kind="send", peer=transfer.target, size=size)
+    return Operation(kind="receive", peer=transfer.source, size=size)

@@ -1,0 +1,58 @@
+"""What a lowered microbatch is made of: segments of sequences, transfers grouped into rounds, and block tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Tokens `start` to `stop` of one sequence, in the order in which a rank holds them."""
+
+    sequence: int
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the segment; may be zero."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One message of a round: `content` is "kv" (keys and values) or "dkv" (their gradients so far).
+
+    `home` is the ring position whose tokens the message is about, `tokens` how many they are.
+    """
+
+    source: int
+    target: int
+    piece: int
+    content: str
+    home: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """The transfers that all ranks of a microbatch make in one grouped call each, before or under one hop's blocks."""
+
+    transfers: tuple[Transfer, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTask:
+    """One block of attention: local queries against keys that are held just then.
+
+    `q_start..q_stop` counts the rank's own tokens in the microbatch; `kv_start..kv_stop` counts the tokens of the held
+    shard of `piece`. `causal` blocks are square and on the diagonal; all others are fully visible.
+    """
+
+    piece: int
+    sequence: int
+    q_start: int
+    q_stop: int
+    kv_start: int
+    kv_stop: int
+    causal: bool
