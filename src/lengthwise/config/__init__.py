@@ -1,0 +1,24 @@
+"""The run file: YAML in, checked settings out. Needs neither torch nor a model library.
+
+First on the way of the data: whatever a run does is decided by the `RunConfig` made here.
+"""
+
+from lengthwise.config.document import dump_values as _dump_values
+from lengthwise.config.load import build_config, load_config
+from lengthwise.config.schema import DataSource, EvalConfig, GlobalBatch, OptimizerConfig, RunConfig
+
+__all__ = [
+    "DataSource",
+    "EvalConfig",
+    "GlobalBatch",
+    "OptimizerConfig",
+    "RunConfig",
+    "build_config",
+    "dump_config",
+    "load_config",
+]
+
+
+def dump_config(config: RunConfig) -> str:
+    """Write the resolved settings as YAML that `load_config` reads back to an equal `RunConfig`."""
+    return _dump_values(config.model_dump(mode="json"))

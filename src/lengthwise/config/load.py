@@ -1,0 +1,105 @@
+"""Read a run file, apply overrides, resolve paths, tell every problem in one message."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lengthwise.config.document import parse_values
+from lengthwise.config.overrides import apply_overrides
+from lengthwise.config.problems import find_problems, sections_at, told
+from lengthwise.config.schema import BYTES_TOKENIZER, TINY_MODEL, RunConfig
+from lengthwise.core.errors import ConfigError, raise_problems
+
+_PATH_STARTS = ("./", "../", "/", "~")
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read the run file at `path`.
+
+    `overrides` are `key=value` texts, such as `optimizer.lr=1e-3`, `data.0.path=other.jsonl` or
+    `global_batch={tokens: 4096}`, the value read as YAML. Relative paths, in overrides too, start from the run file's
+    folder. Raises ConfigError for one problem and Problems for several.
+    """
+    path = Path(path)
+    values, problems = parse_values(_read_text(path), str(path))
+    if not isinstance(values, dict):
+        remedy = "Write keys and values, such as `model: tiny`."
+        raise_problems([*problems, ConfigError(str(path), expected="a mapping", got=told(values), remedy=remedy)])
+    assert isinstance(values, dict), values
+    problems += apply_overrides(values, overrides)
+    return _build(values, path.absolute().parent, problems)
+
+
+def build_config(values: Mapping[str, object], folder: Path) -> RunConfig:
+    """Check plain values as if they were read from a run file in `folder`."""
+    return _build(copy.deepcopy(dict(values)), Path(folder).absolute(), [])
+
+
+def _build(values: dict[str, object], folder: Path, problems: list[ConfigError]) -> RunConfig:
+    problems = problems + find_problems(values) + _resolve_paths(values, folder)
+    raise_problems(problems)
+    return RunConfig.model_validate(values)
+
+
+def _read_text(path: Path) -> str:
+    remedy = "Name a run file; the README has a first one."
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        got = f"byte {error.object[error.start]:#04x} at offset {error.start}"
+        raise ConfigError(str(path), expected="UTF-8 text", got=got, remedy="Save it as UTF-8.") from None
+    except FileNotFoundError:
+        raise ConfigError(str(path), expected="a run file", got="no such file", remedy=remedy) from None
+    except IsADirectoryError:
+        raise ConfigError(str(path), expected="a run file", got="a folder", remedy=remedy) from None
+    except OSError as error:
+        got = error.strerror or str(error)
+        raise ConfigError(str(path), expected="a run file that can be read", got=got, remedy=remedy) from None
+
+
+def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]:
+    """Make paths absolute in place; return those that are not there. Values of a wrong type are told elsewhere."""
+    problems = []
+    for key, builtin in (("model", TINY_MODEL), ("tokenizer", BYTES_TOKENIZER)):
+        name = values.get(key)
+        if isinstance(name, str) and name and name != builtin:
+            values[key] = _resolve_name(key, name, folder, problems)
+    for section in (("data",), ("eval", "data")):
+        for where, source in sections_at(values, section):
+            if isinstance(source.get("path"), str | Path):
+                source["path"] = _resolve_data(f"{where}.path", str(source["path"]), folder, problems)
+    output = values.get("output")
+    if output == "":
+        problems.append(ConfigError("output", expected="a folder", got="''", remedy="Write for example runs/first."))
+    elif isinstance(output, str | Path):
+        values["output"] = _absolute(str(output), folder)
+    return problems
+
+
+def _resolve_name(key: str, name: str, folder: Path, problems: list[ConfigError]) -> str:
+    """A local folder becomes absolute, a hub name stays; what reads like a path has to be a folder."""
+    local = _absolute(name, folder)
+    if os.path.isdir(local):
+        return local
+    if name.startswith(_PATH_STARTS) or name.count("/") > 1 or os.path.isfile(local):
+        got = "a file" if os.path.isfile(local) else "nothing there"
+        remedy = f"Correct `{key}`; relative paths start from the run file's folder."
+        problems.append(ConfigError(key, expected="an existing folder", got=f"{local}: {got}", remedy=remedy))
+    return name
+
+
+def _resolve_data(where: str, name: str, folder: Path, problems: list[ConfigError]) -> str:
+    local = _absolute(name, folder) if name else ""
+    if not (os.path.isfile(local) or os.path.isdir(local)):
+        got = f"{local}: {'not a regular file' if os.path.exists(local) else 'nothing there'}" if name else "''"
+        remedy = "Correct the path; relative paths start from the run file's folder."
+        problems.append(ConfigError(where, expected="an existing file or folder", got=got, remedy=remedy))
+    return local
+
+
+def _absolute(name: str, folder: Path) -> str:
+    """Join, expand `~` and drop `..`; links are kept as the user named them."""
+    return os.path.abspath(os.path.join(folder, os.path.expanduser(name)))

@@ -1,0 +1,67 @@
+"""`--set a.b=value`: changes to the raw values of a run file, before anything is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lengthwise.config.document import parse_values
+from lengthwise.core.errors import ConfigError
+
+
+def apply_overrides(values: dict[str, object], overrides: Sequence[str]) -> list[ConfigError]:
+    """Write each override into `values`, in order, the last one winning; return what could not be written.
+
+    The value is YAML. Keys are joined by dots; a number is the index of a list entry that exists. A section that is
+    missing is made. An unknown key is written too: the check of the whole then tells it with the nearest name.
+    """
+    problems: list[ConfigError] = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        path = [part.strip() for part in key.split(".")]
+        if not equals or not all(path):
+            remedy = "Write for example optimizer.lr=3e-4."
+            problems.append(ConfigError(f"--set {override}", expected="key=value", got=repr(override), remedy=remedy))
+            continue
+        try:
+            value, found = parse_values(text, f"--set {override}")
+            problems += found
+            _write(values, path, value)
+        except ConfigError as error:
+            problems.append(error)
+    return problems
+
+
+def _write(values: dict[str, object], path: Sequence[str], value: object) -> None:
+    target: Any = values  # a mapping, or inside one a list; `_step` gives a key or an index to match
+    for depth, part in enumerate(path):
+        step = _step(target, part, path[: depth + 1])
+        if depth == len(path) - 1:
+            target[step] = value
+            return
+        below = target[step] if isinstance(target, list) else target.get(step)
+        if below is None:
+            below = {}
+            target[step] = below
+        if not isinstance(below, dict | list):
+            told = ".".join(path[: depth + 1])
+            raise ConfigError(
+                f"--set {'.'.join(path)}",
+                expected=f"`{told}` to have keys",
+                got=f"the value {below!r}",
+                remedy=f"Set `{told}` itself.",
+            )
+        target = below
+
+
+def _step(target: dict | list, part: str, path: Sequence[str]) -> str | int:
+    if isinstance(target, dict):
+        return part
+    if part.isascii() and part.isdecimal() and int(part) < len(target):
+        return int(part)
+    raise ConfigError(
+        f"--set {'.'.join(path)}",
+        expected=f"an index from 0 to {len(target) - 1}" if target else "a list with entries",
+        got=repr(part),
+        remedy=f"Name an entry that the run file has, or set `{'.'.join(path[:-1])}` as a whole.",
+    )

@@ -1,0 +1,111 @@
+"""Every problem of a run file at once: type errors, broken rules between keys, paths that are not there."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from lengthwise.config.schema import SECTIONS, RunConfig, Settings
+from lengthwise.core.errors import ConfigError
+
+_EXPECTED: Mapping[str, Callable[[dict], str]] = {
+    "bool_type": lambda _: "true or false",
+    "finite_number": lambda _: "a finite number",
+    "float_type": lambda _: "a number",
+    "greater_than": lambda ctx: f"more than {ctx['gt']:g}",
+    "greater_than_equal": lambda ctx: f"at least {ctx['ge']:g}",
+    "int_type": lambda _: "a whole number",
+    "less_than": lambda ctx: f"less than {ctx['lt']:g}",
+    "literal_error": lambda ctx: ctx["expected"],
+    "missing": lambda _: "a value (this key has no default)",
+    "model_type": lambda _: "a mapping of keys",
+    "path_type": lambda _: "a path",
+    "string_too_short": lambda _: "text that is not empty",
+    "string_type": lambda _: "text",
+    "too_long": lambda ctx: f"at most {ctx['max_length']} entries",
+    "too_short": lambda ctx: f"at least {ctx['min_length']} entry",
+    "tuple_type": lambda _: "a list",
+}
+_KINDS = {bool: "true/false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a mapping"}
+
+
+def find_problems(values: Mapping[str, object]) -> list[ConfigError]:
+    """List all that keeps raw `values` from being a RunConfig, in the order of the run file's keys."""
+    problems = []
+    try:
+        RunConfig.model_validate(values)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        problems += [_to_problem(detail) for detail in details if detail["type"] != "rule"]
+    return problems + list(_broken_rules(values))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Say which known name was probably meant, or list them all."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"Did you mean `{close[0]}`?" if close else f"Known: {', '.join(known)}."
+
+
+def told(value: object) -> str:
+    """Show a value as the user wrote it, shortened, with its kind."""
+    if value is None:
+        return "null"
+    shown = str(value).lower() if isinstance(value, bool) else repr(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return f"{shown} ({_KINDS.get(type(value), type(value).__name__)})"
+
+
+def _to_problem(detail: ErrorDetails) -> ConfigError:
+    loc, kind, value = detail["loc"], detail["type"], detail["input"]
+    where = ".".join(map(str, loc)) or "run file"
+    section = _section(loc[:-1])
+    key = str(loc[-1]) if loc else ""
+    if kind == "extra_forbidden":
+        remedy = nearest(key, section.model_fields if section else ())
+        return ConfigError(where, expected="a known key", got=f"`{key}`", remedy=remedy)
+    message = detail["msg"].removeprefix("Input should be ")
+    expected = _EXPECTED[kind](detail.get("ctx", {})) if kind in _EXPECTED else message
+    return ConfigError(
+        where, expected=expected, got="nothing" if kind == "missing" else told(value), remedy=_help(loc, kind, value)
+    )
+
+
+def _help(loc: Sequence[int | str], kind: str, value: object) -> str:
+    """The description of the field, or of the list that the entry is in."""
+    names = [str(part) for part in loc if isinstance(part, str)]
+    section = _section(names[:-1])
+    field = section.model_fields.get(names[-1]) if section and names else None
+    text = f"`{names[-1]}`: {field.description}." if field else "Write a mapping of keys."
+    if kind == "literal_error" and field and isinstance(value, str):
+        choices = getattr(field.annotation, "__args__", ())
+        close = difflib.get_close_matches(value, [str(choice) for choice in choices], n=1)
+        text = f"Did you mean `{close[0]}`? {text}" if close else text
+    return text
+
+
+def _section(loc: Sequence[int | str]) -> type[Settings] | None:
+    return SECTIONS.get(tuple(part for part in loc if isinstance(part, str)))
+
+
+def _broken_rules(values: Mapping[str, object]) -> Iterator[ConfigError]:
+    """Check the rules of every section that is there, even where pydantic stopped at a wrong type before them."""
+    for path, section in SECTIONS.items():
+        for where, part in sections_at(values, path):
+            for rule in section.broken_rules(part):
+                told_where = ".".join(filter(None, (where, rule.key))) or "run file"
+                yield ConfigError(told_where, expected=rule.expected, got=rule.got, remedy=rule.remedy)
+
+
+def sections_at(values: object, path: Sequence[str], where: str = "") -> Iterator[tuple[str, dict[str, object]]]:
+    """Find the mappings at a config path, going through every entry of lists: (path with indices, mapping)."""
+    if isinstance(values, list):
+        for index, entry in enumerate(values):
+            yield from sections_at(entry, path, f"{where}.{index}")
+    elif isinstance(values, dict) and path:
+        yield from sections_at(values.get(path[0]), path[1:], f"{where}.{path[0]}".lstrip("."))
+    elif isinstance(values, dict):
+        yield where, values

@@ -1,0 +1,245 @@
+"""The settings of a run and the rules between them; the keys of a run file are exactly these fields.
+
+Types are strict: `steps: true` and `steps: 1.5` are errors, a whole number is fine where a number is asked. Each
+description says the unit and the default, because it is also the help a user reads when the value is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+DEFAULT_STEPS = 100
+TINY_MODEL, BYTES_TOKENIZER = "tiny", "bytes"
+
+# A YAML list is what a user can write for a tuple, and text for a path: the two places where strict types give way.
+_Path = Annotated[Path, Field(strict=False)]
+_Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenRule:
+    """What is wrong between the keys of one section; `key` is empty for the section itself."""
+
+    key: str
+    expected: str
+    got: str
+    remedy: str
+
+
+class Settings(BaseModel):
+    """A section of the run file: immutable, no unknown keys, no silent casts, no NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def broken_rules(cls, values: Mapping[str, object]) -> list[BrokenRule]:
+        """Check what the type of one field cannot say; `values` may be raw, and wrong in other ways too."""
+        del values
+        return []
+
+    @model_validator(mode="after")
+    def _obey_rules(self) -> Self:
+        for rule in self.broken_rules(self.__dict__):
+            told = {"key": rule.key, "expected": rule.expected, "got": rule.got}
+            raise PydanticCustomError("rule", "{key}: expected {expected}; got {got}", told)
+        return self
+
+
+class DataSource(Settings):
+    """Where sequences come from: one file, one folder, or the Python standard library."""
+
+    path: _Path | None = Field(
+        default=None,
+        description="a file of JSON lines, or a folder of text files (one file one document; links and hidden files "
+        "are left out); relative to the run file's folder",
+    )
+    python_stdlib: bool = Field(
+        default=False,
+        description="true reads the .py files of the running Python's standard library, tests left out; default false",
+    )
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="the longest sequence to take, in tokens; default null (no limit)"
+    )
+    too_long: Literal["error", "skip"] = Field(
+        default="error",
+        description="a sequence over max_tokens stops the run (error) or is left out and counted (skip); default error",
+    )
+    empty: Literal["error", "skip"] = Field(
+        default="error",
+        description="an empty row or file stops the run (error) or is left out and counted (skip); default error for "
+        "a path, skip for the standard library, which has empty files on purpose",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_empty(cls, values: object) -> object:
+        if isinstance(values, dict) and values.get("python_stdlib") is True and "empty" not in values:
+            return {**values, "empty": "skip"}
+        return values
+
+    @classmethod
+    def broken_rules(cls, values: Mapping[str, object]) -> list[BrokenRule]:
+        """Ask for exactly one source, and for a limit where too long ones are to be skipped."""
+        found = []
+        has_path, has_stdlib = values.get("path") is not None, values.get("python_stdlib") is True
+        if has_path == has_stdlib:
+            found.append(
+                BrokenRule(
+                    key="",
+                    expected="exactly one of `path` and `python_stdlib: true`",
+                    got="both" if has_path else "neither",
+                    remedy="Split the source in two." if has_path else "Add one of the two.",
+                )
+            )
+        if values.get("too_long") == "skip" and values.get("max_tokens") is None:
+            found.append(
+                BrokenRule(
+                    key="too_long",
+                    expected="`max_tokens` beside `too_long: skip`",
+                    got="no max_tokens, so nothing could be too long",
+                    remedy="Set max_tokens, or take too_long out.",
+                )
+            )
+        return found
+
+
+class EvalConfig(Settings):
+    """What the model is tried on while it trains, and how often."""
+
+    data: tuple[DataSource, ...] = Field(
+        strict=False, min_length=1, description="a list of sources, like the run's own data"
+    )
+    every_steps: int = Field(default=50, ge=1, description="optimizer steps between two evaluations; default 50")
+
+
+class GlobalBatch(Settings):
+    """How much one optimizer step takes."""
+
+    sequences: int | None = Field(default=None, ge=1, description="sequences a step")
+    tokens: int | None = Field(
+        default=None, ge=1, description="tokens a step: as many whole sequences as fit, at least one"
+    )
+
+    @classmethod
+    def broken_rules(cls, values: Mapping[str, object]) -> list[BrokenRule]:
+        """Ask for exactly one of the two measures."""
+        given = [name for name in ("sequences", "tokens") if values.get(name) is not None]
+        if len(given) == 1:
+            return []
+        return [
+            BrokenRule(
+                key="",
+                expected="exactly one of `sequences` and `tokens`",
+                got="both" if given else "neither",
+                remedy="Write {sequences: 64} or {tokens: 262144}; "
+                "on the command line --set global_batch='{tokens: 262144}' replaces both.",
+            )
+        ]
+
+
+class OptimizerConfig(Settings):
+    """AdamW and its learning-rate schedule."""
+
+    name: Literal["adamw"] = Field(default="adamw", description="the optimizer; adamw is the only one; default adamw")
+    lr: float = Field(default=3e-4, ge=0, description="peak learning rate, per step; default 3e-4")
+    betas: tuple[_Fraction, _Fraction] = Field(
+        default=(0.9, 0.95),
+        strict=False,
+        description="a list of two: decay of the first and second moment, each from 0 to below 1; default [0.9, 0.95]",
+    )
+    eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment; default 1e-8")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="decay times lr a step, on parameters of 2 or more dimensions; default 0.1"
+    )
+    max_grad_norm: float | None = Field(
+        default=1.0, gt=0, description="the global norm gradients are clipped to; null leaves them; default 1.0"
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant",
+        description="the learning rate after warm-up: constant, or linear or cosine down to 0 at the last step; "
+        "default constant",
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="steps over which the learning rate grows from 0; default 0 (none)"
+    )
+
+
+class RunConfig(Settings):
+    """Everything that decides a run. Made by `load_config`, which also resolves paths; written to the output folder."""
+
+    model: str = Field(min_length=1, description="tiny, a local Hugging Face folder, or a hub name")
+    data: tuple[DataSource, ...] = Field(
+        strict=False, min_length=1, description="a list of sources, read in order: [{path: train.jsonl}]"
+    )
+    eval: EvalConfig | None = Field(default=None, description="data and every_steps; default null (no evaluation)")
+    tokenizer: str | None = Field(
+        default=None,
+        min_length=1,
+        description="bytes (one byte one token), a local Hugging Face folder or a hub name; default null: the model's "
+        "own, and bytes for tiny",
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="start of all random numbers, 0 to 2^63 - 1; default 0")
+    steps: int | None = Field(
+        default=None, ge=1, description=f"optimizer steps; default {DEFAULT_STEPS} where epochs is not given"
+    )
+    epochs: int | None = Field(default=None, ge=1, description="passes over the data, in place of steps")
+    global_batch: GlobalBatch = Field(
+        default=GlobalBatch(sequences=64), description="{sequences: n} or {tokens: n} a step; default {sequences: 64}"
+    )
+    capacity_tokens: int = Field(
+        default=4096, ge=1, description="tokens one rank can hold in one microbatch; default 4096"
+    )
+    planner: Literal["lengthwise", "static"] = Field(
+        default="lengthwise",
+        description="lengthwise plans each step from its lengths, static is one fixed mesh; default lengthwise",
+    )
+    precision: Literal["fp32", "bf16", "fp64"] = Field(
+        default="fp32", description="fp32, bf16 (with fp32 master weights) or fp64; default fp32"
+    )
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="AdamW; every key has a default")
+    output: _Path = Field(description="the folder this run writes; relative to the run file's folder")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_steps(cls, values: object) -> object:
+        if isinstance(values, dict) and values.get("steps") is None and values.get("epochs") is None:
+            return {**values, "steps": DEFAULT_STEPS}
+        return values
+
+    @classmethod
+    def broken_rules(cls, values: Mapping[str, object]) -> list[BrokenRule]:
+        """Allow only one end of the run."""
+        if values.get("steps") is None or values.get("epochs") is None:
+            return []
+        return [
+            BrokenRule(
+                key="steps",
+                expected="at most one of `steps` and `epochs`",
+                got="both",
+                remedy="Take one of them out, or set it to null.",
+            )
+        ]
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer in use: the one named, else the model's own, and bytes for `tiny`."""
+        if self.tokenizer is not None:
+            return self.tokenizer
+        return BYTES_TOKENIZER if self.model == TINY_MODEL else self.model
+
+
+# The section each part of a run file is read into, by its config path without list indices.
+SECTIONS: Mapping[tuple[str, ...], type[Settings]] = {
+    (): RunConfig,
+    ("data",): DataSource,
+    ("eval",): EvalConfig,
+    ("eval", "data"): DataSource,
+    ("global_batch",): GlobalBatch,
+    ("optimizer",): OptimizerConfig,
+}
