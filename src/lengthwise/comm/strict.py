@@ -130,9 +130,7 @@ class StrictTransport:
         """Overwrite with the tensor of rank `source`."""
         self._collective(tensor, tensor, lambda tensors: [tensors[source].clone()] * len(tensors))
 
-    def _collective(
-        self, output: Tensor, source: Tensor, combine: Callable[[list[Tensor]], Sequence[Tensor]]
-    ) -> None:
+    def _collective(self, output: Tensor, source: Tensor, combine: Callable[[list[Tensor]], Sequence[Tensor]]) -> None:
         operation = Operation(kind="collective", payload=(output, source, combine))
         with self.clock.waiting():
             self._world.wait(self.rank, self._world.post(self.rank, self.phase, [operation]))
@@ -155,9 +153,9 @@ def _size(tensor: Tensor) -> tuple[object, ...]:
 @torch.no_grad()
 def _move(senders: list[Operation], receivers: list[Operation]) -> None:
     if senders[0].kind == "send":
-        receivers[0].payload.copy_(senders[0].payload)  # type: ignore[attr-defined]
+        receivers[0].payload.copy_(senders[0].payload)
         return
     payloads = [operation.payload for operation in senders]
-    combined = payloads[0][2]([source for _, source, _ in payloads])  # type: ignore[index, misc]
-    for (output, _, _), value in zip(payloads, combined, strict=True):  # type: ignore[misc]
+    combined = payloads[0][2]([source for _, source, _ in payloads])
+    for (output, _, _), value in zip(payloads, combined, strict=True):
         output.copy_(value)

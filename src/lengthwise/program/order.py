@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
@@ -28,7 +29,7 @@ class Operation:
     kind: str
     peer: int = -1
     size: object = 0
-    payload: object = None
+    payload: Any = None
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -126,7 +127,9 @@ class StrictMatcher:
 
 def _next_receive(group: Group, source: int) -> int | None:
     waiting = (i for i in sorted(group.unmatched))
-    return next((i for i in waiting if group.operations[i].kind == "receive" and group.operations[i].peer == source), None)
+    return next(
+        (i for i in waiting if group.operations[i].kind == "receive" and group.operations[i].peer == source), None
+    )
 
 
 def check_order(plan: Plan, *, layers: int = 1) -> int:

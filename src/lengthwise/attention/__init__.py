@@ -1,0 +1,15 @@
+"""Blockwise attention: kernels that also give the log-sum-exp, the merge of partial results, and the planned ring."""
+
+from lengthwise.attention.kernels import BlockKernel, FlashCpuKernel, ReferenceKernel, choose_kernel
+from lengthwise.attention.merge import merge_block
+from lengthwise.attention.planned import PlannedAttention, planned_attention
+
+__all__ = [
+    "BlockKernel",
+    "FlashCpuKernel",
+    "PlannedAttention",
+    "ReferenceKernel",
+    "choose_kernel",
+    "merge_block",
+    "planned_attention",
+]

@@ -1,0 +1,111 @@
+"""Runs a Hugging Face model on the tokens that a plan put on this rank.
+
+Hugging Face lets an attention function be registered by name; extra keywords of `forward` reach it. Ours takes the
+microbatch's `PlannedAttention` that way, so a model needs no change and holds no state of ours. Positions are those of
+each sequence, so RoPE is right wherever a token is; no mask is ever made, because block tasks need none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from lengthwise.attention import PlannedAttention, planned_attention
+from lengthwise.core.errors import ModelRefused
+
+ATTENTION_NAME = "lengthwise"
+
+# What Hugging Face hands to an attention function besides the tensors and that has no say in the result.
+_WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "is_causal"})
+
+
+def register_attention() -> None:
+    """Make `attn_implementation="lengthwise"` known to Hugging Face; calling it again changes nothing."""
+    AttentionInterface.register(ATTENTION_NAME, _attend)
+    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+
+
+def model_loss(
+    model: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor, shift_labels: Tensor
+) -> Tensor:
+    """Return the summed loss of this rank's tokens in one microbatch, in fp32 or wider.
+
+    All three tensors are (tokens,), in the order of `MicrobatchProgram.segments`; `shift_labels[t]` is what the model
+    should say after token t, -100 where nothing is asked.
+    """
+    if not planned.num_tokens:
+        # A ring of more ranks than tokens leaves some without any; they still pass keys on, and Hugging Face cannot
+        # run on nothing. The token stands for no one: it is kept from attention and asks for no label.
+        input_ids, position_ids, shift_labels = (
+            F.pad(x, (0, 1), value=v)
+            for x, v in zip((input_ids, position_ids, shift_labels), (0, 0, -100), strict=True)
+        )
+    logits = model(
+        input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, lengthwise=planned
+    ).logits
+    layers: int = model.config.num_hidden_layers  # type: ignore[union-attr]
+    if planned.layers_run != layers:
+        raise ModelRefused(
+            f"model {type(model).__name__}",
+            expected=f"all {layers} layers to attend through the plan",
+            got=f"{planned.layers_run} that did",
+            remedy="A layer of another kind would be wrong without a word; use another model.",
+        )
+    return token_loss(logits[0], shift_labels)
+
+
+def reference_loss(model: nn.Module, input_ids: Tensor, shift_labels: Tensor) -> Tensor:
+    """Return the summed loss of one whole sequence from the plain Hugging Face model; shapes as in `model_loss`."""
+    # use_cache=False: with a cache, packed rows silently see each other; one row is safe, the habit is safer.
+    return token_loss(model(input_ids=input_ids[None], use_cache=False).logits[0], shift_labels)
+
+
+def token_loss(logits: Tensor, shift_labels: Tensor) -> Tensor:
+    """Sum the cross entropy of logits (tokens, vocab) in fp32, or fp64 under fp64 (Hugging Face's own stays fp32)."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.to(wide), shift_labels, ignore_index=-100, reduction="sum")
+
+
+def _no_mask(*_args: object, **_kwargs: object) -> None:
+    return None
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    lengthwise: PlannedAttention | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend as planned; query is (1, heads, tokens, head_dim), key and value (1, kv_heads, tokens, head_dim)."""
+    refused = {name: value for name, value in others.items() if name not in _WITHOUT_EFFECT and value is not None}
+    if attention_mask is not None:
+        refused["attention_mask"] = "a tensor"
+    if dropout:
+        refused["dropout"] = dropout
+    if lengthwise is None:
+        refused["lengthwise"] = "nothing (the model was called outside a plan)"
+    elif sliding_window is not None and sliding_window < lengthwise.longest_tokens:
+        refused["sliding_window"] = sliding_window
+    if query.shape[-1] != value.shape[-1]:
+        refused["value head size"] = f"{value.shape[-1]} beside {query.shape[-1]}"
+    if refused or lengthwise is None:
+        raise ModelRefused(
+            f"attention of {type(module).__name__}",
+            expected="only arguments that the planned attention handles",
+            got=", ".join(f"{name}={value}" for name, value in refused.items()),
+            remedy="This model needs what lengthwise does not do yet; use another model.",
+        )
+    q, k, v = (x[0].transpose(0, 1)[: lengthwise.num_tokens] for x in (query, key, value))
+    out = planned_attention(q, k, v, lengthwise, scale=query.shape[-1] ** -0.5 if scaling is None else scaling)
+    return F.pad(out, (0, 0, 0, 0, 0, query.shape[2] - len(out)))[None], None

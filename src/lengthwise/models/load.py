@@ -1,0 +1,123 @@
+"""Finds, builds and saves models: `tiny`, a local Hugging Face folder, or a hub name. Remote code is never run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from lengthwise.core.errors import ConfigError, OutputError
+from lengthwise.models.adapter import ATTENTION_NAME, register_attention
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """Where a model comes from. `weights` is False for a config without weights: those start from the seed."""
+
+    name: str
+    config: Any
+    weights: bool
+
+
+def find_model(name: str) -> ModelSource:
+    """Read the config of `tiny`, of a folder, or of a hub name.
+
+    Raises:
+        ConfigError: there is no such model, or its config cannot be read.
+    """
+    if name == "tiny":
+        return ModelSource(name=name, config=tiny_config(), weights=False)
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(name, error) from None
+    folder = Path(name)
+    weights = not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json"))
+    return ModelSource(name=name, config=config, weights=weights)
+
+
+def tiny_config() -> LlamaConfig:
+    """A Llama of about one million parameters over bytes: small enough to train anywhere, GQA included."""
+    return LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1 << 20,
+        bos_token_id=None,
+        eos_token_id=None,
+        tie_word_embeddings=False,
+    )
+
+
+def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NAME) -> nn.Module:
+    """Build the model in fp32, so that masters are exact; `cast_parameters` or the flat buffer makes it narrower.
+
+    Without weights the parameters are drawn from `seed`, the same on every rank and for every precision.
+    """
+    register_attention()
+    if source.weights:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                source.name,
+                dtype=torch.float32,
+                attn_implementation=attention,
+                use_safetensors=True,
+                trust_remote_code=False,
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise _unreadable(source.name, error) from None
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(source.config, dtype=torch.float32, attn_implementation=attention)
+    return model.train()
+
+
+def cast_parameters(model: nn.Module, precision: str) -> nn.Module:
+    """Cast parameters in place, and only them: buffers such as RoPE frequencies keep fp32."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(DTYPES[precision])
+    return model
+
+
+def save_model(model: Any, folder: Path) -> None:
+    """Write config and safetensors that `from_pretrained` opens.
+
+    Parameters are views of one flat buffer; each is copied once, tied ones staying one tensor, so that Hugging Face
+    sees exactly the sharing that the model means.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    state = {}
+    for name, tensor in model.state_dict().items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in copies:
+            copies[key] = tensor.detach().clone()
+        state[name] = copies[key]
+    try:
+        model.save_pretrained(folder, state_dict=state)
+    except OSError as error:
+        raise OutputError(
+            str(folder), expected="a folder to write the model to", got=str(error), remedy="Free or mend the folder."
+        ) from None
+
+
+def _unreadable(name: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        "model",
+        expected="tiny, a Hugging Face folder with config.json (and safetensors), or a hub name that can be reached",
+        got=f"{name}: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}",
+        remedy="Correct the name, or download the model and give its folder.",
+    )
