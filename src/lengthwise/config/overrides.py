@@ -33,7 +33,7 @@ def apply_overrides(values: dict[str, object], overrides: Sequence[str]) -> list
 
 
 def _write(values: dict[str, object], path: Sequence[str], value: object) -> None:
-    target: Any = values  # a mapping, or inside one a list; `_step` gives a key or an index to match
+    target: Any = values  # a mapping, or inside one a list; `_step` gives the key or the index to match
     for depth, part in enumerate(path):
         step = _step(target, part, path[: depth + 1])
         if depth == len(path) - 1:
@@ -54,7 +54,7 @@ def _write(values: dict[str, object], path: Sequence[str], value: object) -> Non
         target = below
 
 
-def _step(target: dict | list, part: str, path: Sequence[str]) -> str | int:
+def _step(target: dict | list, part: str, path: Sequence[str]) -> Any:
     if isinstance(target, dict):
         return part
     if part.isascii() and part.isdecimal() and int(part) < len(target):

@@ -1,0 +1,107 @@
+"""Sources to a Dataset: read, check, tokenize and count every row once, and tell the bad ones together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from lengthwise.config.schema import DataSource
+from lengthwise.core.errors import DataError, raise_problems
+from lengthwise.data.dataset import Dataset, DatasetBuilder
+from lengthwise.data.rows import Row, RowParser
+from lengthwise.data.sources import list_source, read_rows
+from lengthwise.data.tokenizer import Tokenizer
+
+_SHOWN = 20
+
+
+def load_dataset(
+    sources: Sequence[DataSource],
+    *,
+    tokenizer: Callable[[], Tokenizer],
+    vocab_size: int | None,
+    key: str = "data",
+) -> Dataset:
+    """Read all rows of all sources, in order.
+
+    `tokenizer` is called once, when the first text is met: rows of ids need none. `vocab_size` is the model's; None
+    leaves ids unchecked. `key` is the config path of the sources, for messages. Raises DataError for one bad row,
+    Problems for more (the first 20 and a count), DataError where nothing is left to train on.
+    """
+    refusals = _Refusals()
+    builder = DatasetBuilder()
+    parser = RowParser(vocab_size)
+    encode = functools.partial(_encode, tokenizer=functools.cache(tokenizer), vocab_size=vocab_size)
+    for index, source in enumerate(sources):
+        listing = list_source(source, refusals.add)
+        builder.start_source(f"{key}.{index}", listing.label, listing.names)
+        for row in read_rows(listing, parser, refusals.add):
+            try:
+                _add_row(builder, row, source, f"{key}.{index}", encode)
+            except DataError as error:
+                refusals.add(error)
+    refusals.raise_all(key)
+    dataset = builder.finish()
+    if not len(dataset.ids):
+        left_out = ", ".join(f"{count} {reason}" for reason, count in dataset.skipped.items())
+        got, remedy = f"none (left out: {left_out or 'nothing'})", "Add rows, or raise max_tokens."
+        raise DataError(key, expected="at least one sequence to train on", got=got, remedy=remedy)
+    return dataset
+
+
+class _Refusals:
+    """Collects errors, keeping the first few whole and counting the others."""
+
+    def __init__(self) -> None:
+        self._kept: list[DataError] = []
+        self._count = 0
+
+    def add(self, error: DataError) -> None:
+        self._count += 1
+        if len(self._kept) < _SHOWN:
+            self._kept.append(error)
+
+    def raise_all(self, key: str) -> None:
+        if self._count > len(self._kept):
+            got, remedy = f"{self._count}, the first {_SHOWN} above", "Mend these; the same causes may repeat."
+            self._kept.append(DataError(key, expected="no bad rows", got=got, remedy=remedy))
+        raise_problems(self._kept)
+
+
+def _add_row(
+    builder: DatasetBuilder, row: Row, source: DataSource, key: str, encode: Callable[[Row], np.ndarray]
+) -> None:
+    tokens = row.ids if row.ids is not None or row.empty else encode(row)
+    if tokens is None or not len(tokens):
+        if source.empty == "skip":
+            return builder.skip("empty")
+        got = row.empty or "text without a single token"
+        remedy = f"Take it out, or set {key}.empty: skip to leave such rows out."
+        raise DataError(row.where, expected="a row with tokens", got=got, remedy=remedy)
+    if source.max_tokens is not None and len(tokens) > source.max_tokens:
+        if source.too_long == "skip":
+            return builder.skip("too long")
+        expected, got = f"at most max_tokens {source.max_tokens}", f"{len(tokens)} tokens"
+        remedy = f"Raise {key}.max_tokens, or set {key}.too_long: skip to leave such rows out."
+        raise DataError(row.where, expected=expected, got=got, remedy=remedy)
+    return builder.add(tokens, row.labels)
+
+
+def _encode(row: Row, *, tokenizer: Callable[[], Tokenizer], vocab_size: int | None) -> np.ndarray:
+    loaded = tokenizer()
+    try:
+        if row.python is not None:
+            tokens = loaded.encode_python(row.python)
+        else:
+            assert row.text is not None, row
+            tokens = loaded.encode(row.text)
+    except ValueError as error:  # a lone surrogate, which JSON can spell, or a Python file that lies about its encoding
+        got, remedy = f"{error}", "Mend the text."
+        raise DataError(row.where, expected="text that can be encoded", got=got, remedy=remedy) from None
+    if vocab_size is not None and len(tokens) and int(tokens.max()) >= vocab_size:
+        got = f"id {int(tokens.max())} from tokenizer {loaded.name}"
+        remedy = "Set `tokenizer` to the one this model was made with."
+        raise DataError(row.where, expected=f"ids below the model's {vocab_size}", got=got, remedy=remedy)
+    return tokens

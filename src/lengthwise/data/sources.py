@@ -1,0 +1,142 @@
+"""Data sources to rows: a file of JSON lines, a folder of text files, the Python standard library.
+
+Files are read once, in a fixed order, one row in memory at a time. Bad rows are reported and reading goes on, so that a
+user mends them all at once.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from lengthwise.config.schema import DataSource
+from lengthwise.core.errors import DataError
+from lengthwise.data.rows import Row, RowParser, decode_utf8
+
+# Not the library itself: its tests, and what is installed or compiled beside it.
+_STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+
+Report = Callable[[DataError], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """What a source consists of. `names` are files below `root`, one row each; None for a file of JSON lines."""
+
+    root: Path
+    label: str
+    names: tuple[str, ...] | None
+    python: bool
+
+
+def list_source(source: DataSource, report: Report) -> Listing:
+    """Find the files of a source, sorted by their path inside it."""
+    if source.python_stdlib:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        names = [name for name in _walk(root, _STDLIB_LEFT_OUT, report) if name.endswith(".py")]
+        return _listing(root, "python_stdlib", names, report, python=True)
+    assert source.path is not None, "a DataSource has a path or python_stdlib"
+    if source.path.is_dir():
+        return _listing(source.path, source.path.name, _walk(source.path, frozenset(), report), report, python=False)
+    return Listing(root=source.path, label=source.path.name, names=None, python=False)
+
+
+def read_rows(listing: Listing, parser: RowParser, report: Report) -> Iterator[Row]:
+    """Read the rows of a source in order; a bad row is reported and left out."""
+    if listing.names is None:
+        yield from _read_lines(listing.root, parser, report)
+        return
+    for name in listing.names:
+        path = listing.root / name
+        where = _printable(str(path))
+        try:
+            with _opened(path) as file:
+                raw = file.read()
+            empty = "" if raw else "an empty file"
+            if listing.python:
+                yield Row(where=where, python=raw, empty=empty)
+            else:
+                yield Row(where=where, text=decode_utf8(raw, where=where), empty=empty)
+        except DataError as error:
+            report(error)
+
+
+def _listing(root: Path, label: str, names: list[str], report: Report, *, python: bool) -> Listing:
+    if not names:
+        remedy = "Hidden files and links are left out; name a folder that has others."
+        report(DataError(_printable(str(root)), expected="files", got="a folder without any", remedy=remedy))
+    return Listing(root=root, label=_printable(label), names=tuple(sorted(names)), python=python)
+
+
+def _walk(root: Path, left_out: frozenset[str], report: Report) -> list[str]:
+    """Paths of the regular files below `root`, with slashes; hidden ones and links are left out.
+
+    A link inside the folder would repeat a document and one that leads out of it could read anything.
+    """
+
+    def refuse(error: OSError) -> None:
+        report(_unreadable(Path(error.filename or root), error))
+
+    names = []
+    for folder, folders, files in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
+        for name in files:
+            path = Path(folder, name)
+            if not name.startswith(".") and stat.S_ISREG(path.lstat().st_mode):
+                names.append(path.relative_to(root).as_posix())
+    return names
+
+
+def _read_lines(path: Path, parser: RowParser, report: Report) -> Iterator[Row]:
+    shown = _printable(str(path))
+    try:
+        with _opened(path) as file:
+            offset = 0
+            for number, line in enumerate(file, start=1):
+                try:
+                    last = not line.endswith(b"\n")
+                    yield parser.parse(line, where=f"{shown}:{number}", offset=offset, last=last)
+                except DataError as error:
+                    report(error)
+                offset += len(line)
+        if offset == 0:
+            remedy = "Take it out of `data`, or fill it."
+            report(DataError(shown, expected="rows", got="an empty file", remedy=remedy))
+    except DataError as error:
+        report(error)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file to read it whole; DataError for what the system refuses, and for a change meanwhile."""
+    shown = _printable(str(path))
+    try:
+        if not path.is_file():  # a pipe would block, a device never end
+            got = "something else" if path.exists() else "nothing there"
+            raise DataError(shown, expected="a regular file", got=got, remedy="Correct the path.")
+        with path.open("rb") as file:
+            before = os.fstat(file.fileno())
+            yield file
+        after = path.stat()
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if (before.st_ino, before.st_size, before.st_mtime_ns) != (after.st_ino, after.st_size, after.st_mtime_ns):
+        got = f"a change ({before.st_size} bytes before, {after.st_size} after)"
+        remedy = "Let whatever writes it finish, then start again."
+        raise DataError(shown, expected="a file that stays as it is", got=got, remedy=remedy)
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    got, remedy = error.strerror or str(error), "Correct the path or its permissions."
+    return DataError(_printable(str(path)), expected="a file or folder that can be read", got=got, remedy=remedy)
+
+
+def _printable(text: str) -> str:
+    """File names need not be UTF-8; messages are."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

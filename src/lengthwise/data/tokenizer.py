@@ -1,0 +1,135 @@
+"""Text to token ids: one byte one token, or a Hugging Face tokenizer.
+
+transformers takes seconds to import, so that happens in `load_tokenizer` and only for a name other than `bytes`. Torch
+is not needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tokenize
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from lengthwise.config.schema import BYTES_TOKENIZER
+from lengthwise.core.errors import ConfigError
+
+
+class Tokenizer(Protocol):
+    """What the data half needs of a tokenizer.
+
+    `vocab_size` is one above the largest id; `fingerprint` changes whenever ids could. Encoders return int32 [tokens]
+    and raise ValueError for text that has no encoding.
+    """
+
+    @property
+    def name(self) -> str:
+        """What the run file calls it."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """One above the largest id."""
+        ...
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id that ends every text, if there is one."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for two tokenizers only if they give the same ids."""
+        ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """Encode one document."""
+        ...
+
+    def encode_python(self, source: bytes) -> np.ndarray:
+        """Encode a Python file as it lies on disk, in whatever encoding it declares."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ByteTokenizer:
+    """One byte of UTF-8 is one token; 256 of them, no EOS."""
+
+    name: str = BYTES_TOKENIZER
+    vocab_size: int = 256
+    eos_id: int | None = None
+    fingerprint: str = BYTES_TOKENIZER
+
+    def encode(self, text: str) -> np.ndarray:
+        """Encode as UTF-8."""
+        return self.encode_python(text.encode("utf-8"))
+
+    def encode_python(self, source: bytes) -> np.ndarray:
+        """Take the bytes as they are, whatever they mean."""
+        return np.frombuffer(source, dtype=np.uint8).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceTokenizer:
+    """A tokenizer of transformers with its own special tokens; the EOS is added where the encoding lacks it."""
+
+    name: str
+    vocab_size: int
+    eos_id: int | None
+    fingerprint: str
+    tokenizer: Any
+
+    def encode(self, text: str) -> np.ndarray:
+        """Encode with the tokenizer's special tokens, EOS last."""
+        text.encode("utf-8")  # a lone surrogate is no text: say so here, before the tokenizer's own error
+        ids = self.tokenizer(text, verbose=False)["input_ids"]
+        if self.eos_id is not None and (not ids or ids[-1] != self.eos_id):
+            ids = [*ids, self.eos_id]
+        return np.array(ids, dtype=np.int32)
+
+    def encode_python(self, source: bytes) -> np.ndarray:
+        """Decode as Python would, line ends kept, then encode."""
+        try:
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
+        except SyntaxError as error:
+            raise ValueError(str(error)) from None
+        return self.encode(source.decode(encoding))
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Load `bytes`, a local Hugging Face folder, or a name on the hub; code from outside is never run.
+
+    Raises ConfigError for whatever keeps it from loading.
+    """
+    if name == BYTES_TOKENIZER:
+        return ByteTokenizer()
+    remedy = "Set `tokenizer` to bytes, to a folder with tokenizer files, or to a hub name that can be reached."
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        got = f"no transformers ({error})"
+        raise ConfigError("tokenizer", expected=f"transformers, to load {name}", got=got, remedy=remedy) from None
+    try:
+        loaded: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        vocab: dict[str, int] = loaded.get_vocab()
+    except Exception as error:  # files from outside, and the Rust tokenizers raise plain Exception
+        got = f"{type(error).__name__}: {str(error)[:300]}"
+        raise ConfigError("tokenizer", expected=f"a tokenizer at {name}", got=got, remedy=remedy) from error
+    if not vocab:
+        raise ConfigError("tokenizer", expected=f"a tokenizer at {name}", got="an empty vocabulary", remedy=remedy)
+    return HuggingFaceTokenizer(
+        name=name,
+        vocab_size=max(vocab.values()) + 1,
+        eos_id=loaded.eos_token_id,
+        fingerprint=_fingerprint(loaded, vocab),
+        tokenizer=loaded,
+    )
+
+
+def _fingerprint(tokenizer: Any, vocab: dict[str, int]) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    described = backend.to_str() if backend is not None else repr(sorted(vocab.items()))
+    return hashlib.sha256(f"{described}{tokenizer.eos_token_id}".encode()).hexdigest()[:16]
