@@ -1,0 +1,39 @@
+"""Costs from FLOPs and bytes: what a plan is made with before anything was measured.
+
+Per token, forward and backward together, over all layers:
+
+    linear     6 FLOPs an active matrix parameter (2 forward, 4 backward)
+    attention  2 s^2 x heads x head_dim forward, once the causal half is taken off (two products, 2 FLOPs each, half
+               the square), and 2.5 x that backward (five products instead of two): 7 s^2 x heads x head_dim a layer
+    ring       K and V of a token, once forward in the compute type; backward once more, and dK and dV in fp32
+
+For a 7B model with 8 KV heads on `h100` at 50 GB/s one token in a ring costs 0.125 of a token's linear work, with full
+heads 0.44; attention equals the linear work at 33K tokens.
+"""
+
+from __future__ import annotations
+
+from lengthwise.core.shape import ModelShape
+from lengthwise.cost.hardware import Hardware
+from lengthwise.cost.model import CostModel
+
+_GRADIENT_BYTES = 4  # dK and dV are summed in fp32 as they travel
+_PASSES = 2  # forward and backward each send the ring round once
+
+
+def analytic_cost(shape: ModelShape, hardware: Hardware) -> CostModel:
+    """Make the costs of a model on a kind of device, for ranks of one device each."""
+    width = shape.layers * shape.heads * shape.head_dim
+    linear_flops = 6.0 * shape.linear_params
+    attention_flops = (1 + 2.5) * 2.0 * width
+    kv_values = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    ring_bytes = kv_values * (_PASSES * hardware.compute_dtype_bytes + _GRADIENT_BYTES)
+    peak = hardware.peak_flops_per_second
+    return CostModel(
+        quadratic_seconds=attention_flops / (peak * hardware.attention_efficiency),
+        linear_seconds=linear_flops / (peak * hardware.linear_efficiency),
+        fixed_seconds=shape.layers * hardware.layer_launch_seconds,
+        ring_seconds=ring_bytes / hardware.link_bytes_per_second,
+        hop_seconds=_PASSES * shape.layers * hardware.hop_latency_seconds,
+        version=f"analytic/1 {shape.name} {hardware.name}",
+    )

@@ -1,0 +1,86 @@
+"""How long a piece takes: five coefficients, one formula, used alike by planner, score and reports.
+
+A piece of d ranks that holds sequences of lengths s_i, with S their sum, keeps each of its ranks busy for
+
+    (q sum s_i^2 + l S) / d  +  max(0, c S (d - 1) / d  -  q sum s_i^2 / d)  +  h (d - 1)
+
+seconds, the last two terms only for d > 1; every microbatch adds g on each of its ranks. The middle term is the part
+of the ring's transfers that attention does not hide. In the code q is `quadratic_seconds`, l `linear_seconds`,
+g `fixed_seconds`, c `ring_seconds` and h `hop_seconds`. Forward and backward of all layers are counted together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lengthwise.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Seconds of forward and backward through the whole model.
+
+    quadratic_seconds: seconds a squared token of attention (a sequence of s tokens counts s x s).
+    linear_seconds: seconds a token of everything that grows with tokens: projections, MLP, output head.
+    fixed_seconds: seconds a microbatch, on each of its ranks, whatever it holds (launches).
+    ring_seconds: seconds to move the keys, values and their gradients of one token over one link.
+    hop_seconds: seconds of latency a hop of a ring, transfers of all layers and both passes together.
+    version: what the coefficients come from; written into every plan made with them.
+
+    Raises:
+        ConfigError: a coefficient that is negative or not finite, or all of them zero.
+    """
+
+    quadratic_seconds: float = 0.0
+    linear_seconds: float = 0.0
+    fixed_seconds: float = 0.0
+    ring_seconds: float = 0.0
+    hop_seconds: float = 0.0
+    version: str = "given"
+
+    def __post_init__(self) -> None:
+        names = [field.name for field in fields(self) if field.name != "version"]
+        for name in names:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+                raise ConfigError(
+                    f"cost: {name}",
+                    expected="a finite number of seconds, 0 or more",
+                    got=repr(value),
+                    remedy=f"Give {name} in seconds.",
+                )
+        if not any(getattr(self, name) for name in names):
+            raise ConfigError(
+                "cost",
+                expected="at least one coefficient above 0",
+                got="all coefficients 0",
+                remedy="Give linear_seconds and quadratic_seconds, at least.",
+            )
+
+    def piece_seconds(self, lengths: Sequence[int], degree: int) -> float:
+        """Tell how long a piece keeps each of its `degree` ranks busy, the microbatch's `fixed_seconds` left out."""
+        total = sum(lengths)
+        attention = self.quadratic_seconds * sum(length * length for length in lengths)
+        seconds = (attention + self.linear_seconds * total) / degree
+        if degree > 1:
+            transfers = self.ring_seconds * total * (degree - 1)
+            seconds += max(0.0, (transfers - attention) / degree) + self.hop_seconds * (degree - 1)
+        return seconds
+
+    def compute_seconds(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Tell the arithmetic of each sequence alone, in seconds of one rank."""
+        tokens = lengths.astype(np.float64)
+        return (self.quadratic_seconds * tokens + self.linear_seconds) * tokens
+
+    def ring_piece_seconds(self, lengths: NDArray[np.int64], degrees: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Do `piece_seconds` for many pieces of one sequence each: entry i is of `lengths[i]` over `degrees[i]`."""
+        tokens = lengths.astype(np.float64)
+        attention = self.quadratic_seconds * tokens * tokens
+        transfers = self.ring_seconds * tokens * (degrees - 1)
+        exposed = np.where(degrees > 1, np.maximum(0.0, transfers - attention), 0.0)
+        return (attention + self.linear_seconds * tokens + exposed) / degrees + self.hop_seconds * (degrees - 1)

@@ -1,0 +1,70 @@
+"""Model shapes: the named ones of `models.json`, and those read from a Hugging Face `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lengthwise.core.errors import ConfigError
+from lengthwise.core.shape import ModelShape
+from lengthwise.cost.names import read_package_json, unknown_name
+
+_SHAPES = read_package_json("lengthwise.cost", "models.json")["shapes"]
+SHAPE_NAMES = tuple(_SHAPES)
+
+
+def named_shape(name: str) -> ModelShape:
+    """Look up a shape that ships with the package.
+
+    Raises:
+        ConfigError: unknown name; the nearest one is given.
+    """
+    if name not in _SHAPES:
+        raise unknown_name("model shape", name, SHAPE_NAMES)
+    return ModelShape(name=name, **_SHAPES[name])
+
+
+def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> ModelShape:
+    """Read the sizes from a Hugging Face config (llama, mistral, qwen3, mixtral and their like).
+
+    `name` is what reports call the model (default: the config's `model_type`).
+
+    Raises:
+        ConfigError: a size that is missing or not a positive whole number.
+    """
+    label = name or str(config.get("model_type", "model"))
+    heads = _size(config, "num_attention_heads", label)
+    hidden = _size(config, "hidden_size", label)
+    experts = _first_size(config, ("num_local_experts", "num_experts"), label, 1)
+    widths = ("moe_intermediate_size", "intermediate_size") if experts > 1 else ("intermediate_size",)
+    return ModelShape(
+        name=label,
+        layers=_size(config, "num_hidden_layers", label),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_first_size(config, ("num_key_value_heads",), label, heads),
+        head_dim=_first_size(config, ("head_dim",), label, max(1, hidden // heads)),
+        intermediate=_first_size(config, widths, label, None),
+        vocab=_size(config, "vocab_size", label),
+        experts=experts,
+        experts_per_token=_size(config, "num_experts_per_tok", label) if experts > 1 else 1,
+    )
+
+
+def _first_size(config: Mapping[str, Any], keys: tuple[str, ...], label: str, default: int | None) -> int:
+    for key in keys:
+        if config.get(key) is not None:
+            return _size(config, key, label)
+    return default if default is not None else _size(config, keys[-1], label)
+
+
+def _size(config: Mapping[str, Any], key: str, label: str) -> int:
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            f"model {label}: config key {key}",
+            expected="a whole number of at least 1",
+            got="nothing" if value is None else repr(value),
+            remedy="Mend the model's config.json.",
+        )
+    return value

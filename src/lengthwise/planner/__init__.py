@@ -1,0 +1,24 @@
+"""Lengths in, plan out: `plan_step` is the one entry. Pure: no torch, no processes, no clock.
+
+The same lengths, cluster, costs and planner give the same plan, in any process and on any machine.
+"""
+
+from lengthwise.planner.bounds import bound_seconds
+from lengthwise.planner.check import check_plan
+from lengthwise.planner.recipes import RECIPES, draw_lengths, lengths_from_file
+from lengthwise.planner.rings import ring_order
+from lengthwise.planner.score import Score, score
+from lengthwise.planner.step import PLANNERS, plan_step
+
+__all__ = [
+    "PLANNERS",
+    "RECIPES",
+    "Score",
+    "bound_seconds",
+    "check_plan",
+    "draw_lengths",
+    "lengths_from_file",
+    "plan_step",
+    "ring_order",
+    "score",
+]

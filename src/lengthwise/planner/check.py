@@ -1,0 +1,131 @@
+"""The rules between the numbers of a plan, for plans of any planner and any outside tool.
+
+`Plan.from_json` has checked types; here it is checked that the plan can be run: each sequence exactly once, ranks that
+exist, and never more tokens on a rank than it holds. All problems are told at once, each naming its place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from lengthwise.core.cut import chunk_bounds
+from lengthwise.core.errors import LengthwiseError, PlanError, raise_problems
+from lengthwise.core.plan import Microbatch, Piece, Plan
+
+_TOLD = 20  # problems told in full; a broken plan can have thousands
+_REMEDY = "Mend the plan or the planner that wrote it."
+
+
+def check_plan(plan: Plan) -> None:
+    """Check every rule of the plan file that `Plan.from_json` has not checked by type.
+
+    Raises:
+        PlanError: one rule broken.
+        Problems: several; each is a PlanError that names microbatch, piece, rank or sequence.
+    """
+    problems: list[LengthwiseError] = list(_header_problems(plan))
+    for number, microbatch in enumerate(plan.microbatches):
+        where = f"microbatch {number}"
+        broken = [
+            problem
+            for place, piece in enumerate(microbatch.pieces)
+            for problem in _piece_problems(plan, piece, f"{where}, piece {place}")
+        ]
+        if not microbatch.pieces:
+            broken.append(_problem(where, "at least one piece", "none"))
+        problems += broken or _capacity_problems(plan, microbatch, where)
+    problems += _count_problems(plan)
+    rest = len(problems) - _TOLD
+    if rest > 0:
+        problems = [*problems[:_TOLD], _problem("plan", "no broken rules", f"{rest} more problems")]
+    raise_problems(problems)
+
+
+def _problem(where: str, expected: str, got: object) -> PlanError:
+    return PlanError(where, expected=expected, got=str(got), remedy=_REMEDY)
+
+
+def _header_problems(plan: Plan) -> Iterator[PlanError]:
+    for i, length in enumerate(plan.tokens):
+        if length < 1:
+            yield _problem(f"tokens[{i}]", "a length of at least 1", length)
+    pieces = [piece for microbatch in plan.microbatches for piece in microbatch.pieces]
+    kind = plan.schedule.get("kind")
+    used = {
+        "heads": any(piece.heads != 1 for piece in pieces),
+        "shares": any(piece.shares is not None for piece in pieces),
+        "waves": kind == "waves",
+        "pipeline": kind == "pipeline",
+    }
+    for feature in (name for name, is_used in used.items() if is_used and name not in plan.requires):
+        yield _problem("requires", f'"{feature}" listed, since the plan uses it', list(plan.requires))
+    if kind == "pipeline":
+        for key in ("stages", "virtual"):
+            value = plan.schedule.get(key)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                yield _problem(f"schedule: {key}", "a whole number of at least 1", value)
+
+
+def _piece_problems(plan: Plan, piece: Piece, where: str) -> Iterator[PlanError]:
+    if not piece.ranks:
+        yield _problem(where, "at least one rank", "none")
+    if not piece.sequences:
+        yield _problem(where, "at least one sequence", "none")
+    for rank, times in Counter(piece.ranks).items():
+        if not 0 <= rank < plan.ranks:
+            yield _problem(where, f"ranks from 0 to {plan.ranks - 1}", f"rank {rank}")
+        if times > 1:
+            yield _problem(where, "each rank once in a piece", f"rank {rank} {times} times")
+    for sequence in piece.sequences:
+        if not 0 <= sequence < len(plan.tokens):
+            yield _problem(where, f"sequences from 0 to {len(plan.tokens) - 1}", f"sequence {sequence}")
+    if piece.heads < 1 or piece.degree % piece.heads:
+        yield _problem(where, f"heads that divide the {piece.degree} ranks", f"heads {piece.heads}")
+    if piece.shares is not None:
+        if len(piece.shares) != piece.degree:
+            yield _problem(where, f"{piece.degree} shares, one a rank", f"{len(piece.shares)} shares")
+        if not all(share >= 0 for share in piece.shares) or not 0 < sum(piece.shares) < float("inf"):
+            yield _problem(where, "shares of 0 or more with a finite sum above 0", list(piece.shares))
+
+
+def _capacity_problems(plan: Plan, microbatch: Microbatch, where: str) -> list[PlanError]:
+    """Check local_tokens x (2 + (1 - offload) (L - 2)) / L <= capacity + 1 a cut sequence, on every rank."""
+    held: Counter[int] = Counter()
+    cut: Counter[int] = Counter()
+    for piece in microbatch.pieces:
+        for rank, tokens in zip(piece.ranks, _held_tokens(plan.tokens, piece), strict=True):
+            held[rank] += tokens
+            cut[rank] += len(piece.sequences) if piece.degree > 1 else 0
+    layers = max(plan.layers, 2)
+    kept = 2 + (1 - microbatch.offload) * (layers - 2)
+    return [
+        _problem(
+            f"{where}, rank {rank}",
+            f"at most {plan.capacity} tokens held (+ {cut[rank]} for rounding)",
+            f"{tokens} tokens" if kept == layers else f"{tokens} tokens at offload {microbatch.offload}",
+        )
+        for rank, tokens in held.items()
+        if tokens * kept > (plan.capacity + cut[rank]) * layers * (1 + 1e-12)
+    ]
+
+
+def _held_tokens(tokens: Sequence[int], piece: Piece) -> list[int]:
+    """Count the tokens that each position of a piece holds."""
+    degree = piece.degree
+    if degree == 1:
+        return [sum(tokens[i] for i in piece.sequences)]
+    held = [0] * degree
+    for i in piece.sequences:
+        bounds = chunk_bounds(tokens[i], degree, piece.shares)
+        for j in range(degree):
+            low, high = bounds[j + 1] - bounds[j], bounds[2 * degree - j] - bounds[2 * degree - 1 - j]
+            held[j] += low + high
+    return held
+
+
+def _count_problems(plan: Plan) -> Iterator[PlanError]:
+    places = Counter(i for m in plan.microbatches for piece in m.pieces for i in piece.sequences)
+    for i, length in enumerate(plan.tokens):
+        if places[i] != 1:
+            yield _problem(f"sequence {i} of {length} tokens", "in exactly one piece", f"in {places[i]} places")

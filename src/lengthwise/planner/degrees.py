@@ -1,0 +1,77 @@
+"""Over how many ranks a sequence is cut: what memory needs, grown until the sequence no longer sets the makespan.
+
+t(d), the seconds of one sequence alone over d ranks, falls with d until exposed transfers or hops outweigh the gain.
+Each of its two branches (transfers hidden, transfers exposed) is a / d + h d + constant, so the least degree that
+keeps t(d) within a limit is the lower root of a quadratic. No search: arrays of any size in a few operations.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lengthwise.cost import CostModel
+
+GROWTH_FLOOR_TOKENS = 4096  # growth stops here: attention blocks under 2K tokens run slower than the formula says
+_SLACK = 1e-12  # rounding of the roots, always taken in favour of the smaller degree
+
+
+def least_degrees(
+    cost: CostModel, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64], seconds: float
+) -> NDArray[np.int64]:
+    """Find the least degree in [least, most] at which each sequence, with its launch, ends within `seconds`.
+
+    Entries for which there is none are most + 1.
+    """
+    tokens = lengths.astype(np.float64)
+    hop, budget = cost.hop_seconds, seconds - cost.fixed_seconds
+    compute = cost.compute_seconds(lengths)
+    hidden = _lower_root(compute, np.full_like(tokens, budget), hop)
+    transfers = cost.ring_seconds * tokens
+    exposed = _lower_root(cost.linear_seconds * tokens - transfers, budget - transfers, hop)
+    beyond = most.astype(np.float64) + 1
+    wanted = np.minimum(np.maximum(np.maximum(hidden, exposed), 2.0), beyond)
+    degrees = np.maximum(np.ceil(wanted * (1 - _SLACK)).astype(np.int64), least)
+    alone = (least == 1) & (compute <= budget * (1 + _SLACK))
+    degrees = np.where(alone, 1, degrees)
+    quick = cost.ring_piece_seconds(lengths, np.maximum(degrees, 1)) <= budget * (1 + 1e-9)
+    return np.where(quick & (degrees <= most), degrees, most + 1)
+
+
+def _lower_root(work: NDArray[np.float64], budget: NDArray[np.float64], hop: float) -> NDArray[np.float64]:
+    """Solve work / d + hop (d - 1) <= budget for the least real d (0: any, inf: none)."""
+    width = budget + hop
+    inside = width * width - 4 * hop * np.maximum(work, 0.0)
+    solvable = (width > 0) & (inside >= 0)
+    root = np.sqrt(np.maximum(inside, 0.0)) + np.where(solvable, width, 1.0)
+    return np.where(work <= 0, 0.0, np.where(solvable, 2 * np.maximum(work, 0.0) / root, np.inf))
+
+
+def quickest_degrees(
+    cost: CostModel, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Find the degree in [least, most] of least t(d), from a grid of steps of an eighth; ties take the fewest ranks."""
+    best, best_seconds = least, cost.ring_piece_seconds(lengths, least)
+    factor = 1.0
+    while np.any(factor * least < most):
+        factor *= 1.125
+        degrees = np.minimum(np.ceil(least * factor).astype(np.int64), most)
+        seconds = cost.ring_piece_seconds(lengths, degrees)
+        better = seconds < best_seconds
+        best, best_seconds = np.where(better, degrees, best), np.where(better, seconds, best_seconds)
+    return best
+
+
+def grown_degrees(
+    cost: CostModel, lengths: NDArray[np.int64], least: NDArray[np.int64], ranks: int, seconds: float
+) -> NDArray[np.int64]:
+    """Choose degrees for a schedule in which no sequence should take longer than `seconds`.
+
+    Growth leaves about GROWTH_FLOOR_TOKENS on a rank; a sequence that cannot be quick enough gets its quickest degree.
+    """
+    most = np.minimum(np.maximum(least, lengths // GROWTH_FLOOR_TOKENS), ranks)
+    degrees = least_degrees(cost, lengths, least, most, seconds)
+    slow = degrees > most
+    if np.any(slow):
+        degrees[slow] = quickest_degrees(cost, lengths[slow], least[slow], most[slow])
+    return degrees

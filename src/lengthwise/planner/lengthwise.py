@@ -1,0 +1,102 @@
+"""The planner of this package: degrees from a target, rings as gangs, packs to level; the best of a few targets.
+
+1. The bound T tells what is worth aiming at (`bounds`).
+2. For each of a few fractions of T, every sequence is cut just so far that it takes no longer (`degrees`).
+3. Rings are placed on the line of ranks, the longest degree first (`gangs`).
+4. Short sequences fill the gaps that rings leave, then level the ends (`packs`).
+5. The schedule that ends first is kept; equal ends keep the larger fraction, which has fewer rings.
+
+A ring of d ranks among N costs O(N log d); a few thousand sequences on a thousand ranks take about a second in all.
+The fewest ranks that hold a sequence are the wrong goal: one sequence would set the makespan, and all ranks wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lengthwise.core.plan import Microbatch, Piece
+from lengthwise.planner.bounds import bound_seconds
+from lengthwise.planner.degrees import grown_degrees
+from lengthwise.planner.gangs import Ring, place_rings
+from lengthwise.planner.packs import ShortSequences, fill_gaps, level_ends
+from lengthwise.planner.request import PlanRequest, least_degrees_held
+from lengthwise.planner.rings import ring_order
+
+LEVELS = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125)  # fractions of the bound that a sequence may take
+_GOOD_ENOUGH = 1.0002  # of the bound; further levels could gain no more than this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Where everything runs: gap packs come before ring number `before`, end packs after all rings."""
+
+    rings: list[Ring]
+    gap_packs: list[tuple[int, int, list[int]]]  # (before, rank, sequences)
+    end_packs: list[tuple[int, list[int]]]  # (rank, sequences)
+    makespan_seconds: float
+
+
+def plan_lengthwise(request: PlanRequest) -> list[Microbatch]:
+    """Plan one step for the least makespan."""
+    lengths, cluster, cost = request.lengths, request.cluster, request.cost
+    least = least_degrees_held(lengths, cluster.capacity_tokens)
+    bound = bound_seconds(request.tokens, cluster, cost)
+    best: Schedule | None = None
+    tried: set[bytes] = set()
+    for level in LEVELS:
+        degrees = grown_degrees(cost, lengths, least, cluster.ranks, level * bound)
+        if degrees.tobytes() in tried:
+            continue
+        tried.add(degrees.tobytes())
+        schedule = make_schedule(request, degrees)
+        if best is None or schedule.makespan_seconds < best.makespan_seconds:
+            best = schedule
+        if best.makespan_seconds <= bound * _GOOD_ENOUGH:
+            break
+    assert best is not None, f"no level of {LEVELS} was tried"
+    return write_schedule(best)
+
+
+def make_schedule(request: PlanRequest, degrees: NDArray[np.int64]) -> Schedule:
+    """Schedule sequences at given degrees."""
+    lengths, cost = request.lengths, request.cost
+    seconds = cost.ring_piece_seconds(lengths, degrees)
+    cut = np.flatnonzero(degrees > 1)
+    order = cut[np.lexsort((cut, -lengths[cut], -degrees[cut]))]
+    rings, gaps, free = place_rings(
+        [(int(i), int(degrees[i]), float(seconds[i]) + cost.fixed_seconds) for i in order], request.cluster.ranks
+    )
+    local = np.flatnonzero(degrees == 1)
+    ascending = local[np.lexsort((-local, lengths[local]))]
+    short = ShortSequences(ascending.tolist(), lengths[ascending].tolist(), seconds[ascending].tolist())
+    limits = {"capacity_tokens": request.cluster.capacity_tokens, "launch_seconds": cost.fixed_seconds}
+    gap_packs = fill_gaps(gaps, short, **limits)
+    end_packs = level_ends(free.tolist(), short, **limits)
+    ends = free.copy()
+    for rank, pack in end_packs:
+        ends[rank] += cost.fixed_seconds + float(seconds[pack].sum())
+    return Schedule(
+        rings=rings,
+        gap_packs=[(gap.before, gap.rank, pack) for gap, pack in gap_packs],
+        end_packs=end_packs,
+        makespan_seconds=float(ends.max()),
+    )
+
+
+def write_schedule(schedule: Schedule) -> list[Microbatch]:
+    """Write a schedule as microbatches in one global order."""
+    before: dict[int, list[Microbatch]] = {}
+    for ring, rank, pack in schedule.gap_packs:
+        before.setdefault(ring, []).append(_microbatch((rank,), pack))
+    microbatches: list[Microbatch] = []
+    for number, ring in enumerate(schedule.rings):
+        microbatches += before.get(number, [])
+        microbatches.append(_microbatch(ring_order(ring.first, ring.degree), [ring.sequence]))
+    return microbatches + [_microbatch((rank,), pack) for rank, pack in schedule.end_packs]
+
+
+def _microbatch(ranks: tuple[int, ...], sequences: list[int]) -> Microbatch:
+    return Microbatch(pieces=(Piece(ranks=ranks, sequences=tuple(sequences)),))

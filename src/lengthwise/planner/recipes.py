@@ -1,0 +1,195 @@
+"""Lengths of published data sets, drawn again: for planning and simulating without any data.
+
+`recipes.json` names the sets and their sources. Two kinds: token shares of power-of-two bins, log-uniform inside a
+bin, and lognormals with a cap. Draws are made from NumPy's PCG64 with whole numbers and IEEE sums and products only
+(no library exp or log, whose last digit differs between machines), so (recipe, tokens, seed) names the same lengths
+everywhere:
+
+- bins are filled from the longest to the shortest, each up to its share of the tokens; what a bin is over or under
+  goes to the next. A length is x = lower x 2^k x m with k a whole number and m in [1, 2), m accepted with
+  probability 1 / m: that is log-uniform;
+- lognormals draw until the tokens are reached;
+- the last length is cut so that the sum is `tokens` exactly, then all are put in random order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lengthwise.core.errors import ConfigError, DataError, LengthwiseError
+from lengthwise.cost.names import read_package_json, unknown_name
+
+_FILE = read_package_json("lengthwise.planner", "recipes.json")
+_SETS: Mapping[str, Any] = {name: value for name, value in _FILE.items() if isinstance(value, dict)}
+RECIPES = tuple(_SETS)
+_BLOCK = 1024  # lengths drawn at a time
+_MOST_TOKENS = 10**12
+_SHORTEST_LOGNORMAL = 16
+
+
+def draw_lengths(recipe: str, tokens: int, seed: int, longest_tokens: int | None = None) -> list[int]:
+    """Draw lengths of a published set that sum to `tokens`, in random order.
+
+    Args:
+        recipe: one of `RECIPES`.
+        tokens: the sum, at least 1.
+        seed: 0 or more.
+        longest_tokens: longer draws are clipped to this, as where a cluster cannot hold them.
+
+    Raises:
+        ConfigError: an unknown recipe (the nearest is named), or a number out of range.
+    """
+    if recipe not in _SETS:
+        raise unknown_name("recipe", recipe, RECIPES)
+    _check_number("tokens", tokens, 1, _MOST_TOKENS)
+    _check_number("seed", seed, 0, 2**63)
+    if longest_tokens is not None:
+        _check_number("longest_tokens", longest_tokens, 1, 2**62)
+    cap = longest_tokens or 2**62
+    rng = np.random.Generator(np.random.PCG64(seed))
+    draws = _SETS[recipe]
+    if "lognormal_mu" in draws:
+        lengths = _draw_lognormal(draws, tokens, min(cap, draws["max_tokens"]), rng)
+    else:
+        lengths = _draw_bins(draws, tokens, cap, rng)
+    return rng.permutation(lengths).tolist()
+
+
+def _check_number(name: str, value: object, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ConfigError(
+            name, expected=f"a whole number from {least} to {most}", got=repr(value), remedy=f"Mend {name}."
+        )
+
+
+def _draw_bins(draws: Mapping[str, Any], tokens: int, cap: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    edges = [1024 * edge for edge in _FILE["bins_k_tokens_lower_edge"]]
+    edges[0] = draws["first_bin_lower_tokens"]
+    shares = draws["token_share_percent"]
+    parts: list[NDArray[np.int64]] = []
+    wanted = 0.0
+    for number in reversed(range(len(edges))):
+        wanted += tokens * shares[number] / sum(shares)
+        upper = edges[number + 1] if number + 1 < len(edges) else edges[number]
+        if number == 0:
+            wanted = tokens - sum(int(part.sum()) for part in parts)
+        part = _draw_until(lambda: np.minimum(_log_uniform(edges[number], upper, rng), cap), wanted)  # noqa: B023
+        if number:  # nearest: the last one stays only if that is closer than leaving it out
+            over = int(part.sum()) - wanted
+            part = part[:-1] if len(part) and over > part[-1] / 2 else part
+        parts.append(part)
+        wanted -= int(part.sum())
+    return _cut_to(np.concatenate(parts), tokens)
+
+
+def _draw_until(draw: Any, wanted: float) -> NDArray[np.int64]:
+    """Draw blocks of lengths and keep as many as it takes to reach `wanted` tokens."""
+    parts: list[NDArray[np.int64]] = []
+    total = 0
+    while total < wanted:
+        block = draw()
+        sums = total + np.cumsum(block)
+        kept = int(np.searchsorted(sums, wanted)) + 1
+        parts.append(block[:kept])
+        total = int(sums[min(kept, len(block)) - 1])
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+
+def _log_uniform(lower: int, upper: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Draw a block of log-uniform lengths in [lower, upper); all `lower` where the two are equal."""
+    if lower == upper:
+        return np.full(_BLOCK, lower, dtype=np.int64)
+    octaves = max(1, math.ceil(math.log2(upper / lower)))
+    lengths = np.zeros(0, dtype=np.int64)
+    while not len(lengths):
+        octave = rng.integers(0, octaves, size=_BLOCK)
+        mantissa = 1.0 + rng.random(_BLOCK)
+        accepted = rng.random(_BLOCK) * mantissa < 1.0
+        lengths = (np.ldexp(lower * mantissa, octave)[accepted]).astype(np.int64)
+        lengths = lengths[lengths < upper]
+    return lengths
+
+
+def _draw_lognormal(draws: Mapping[str, Any], tokens: int, cap: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    mu, sigma = draws["lognormal_mu"], draws["lognormal_sigma"]
+    least = min(_SHORTEST_LOGNORMAL, cap)
+
+    def draw() -> NDArray[np.int64]:
+        values = _exp(mu + sigma * rng.standard_normal(_BLOCK))
+        return np.clip(values, least, cap).astype(np.int64)
+
+    return _cut_to(_draw_until(draw, tokens), tokens)
+
+
+def _exp(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return e to the power of values, by sums and products only: the same bits on every machine."""
+    twos = np.floor(values / math.log(2) + 0.5)
+    rest = values - twos * math.log(2)
+    result = np.ones_like(values)
+    for n in range(18, 0, -1):
+        result = 1.0 + result * rest / n
+    return np.ldexp(result, twos.astype(np.int64))
+
+
+def _cut_to(lengths: NDArray[np.int64], tokens: int) -> NDArray[np.int64]:
+    """Keep the first lengths, the last of them cut, so that their sum is `tokens`."""
+    sums = np.cumsum(lengths)
+    last = int(np.searchsorted(sums, tokens))
+    kept = lengths[: last + 1].copy()
+    kept[-1] -= int(sums[last]) - tokens
+    return kept
+
+
+def lengths_from_file(path: str | Path) -> list[int]:
+    """Read lengths: a JSON list of whole numbers, or an object with recipe, tokens and seed.
+
+    Raises:
+        DataError: a file that cannot be read, or a bad entry; file and index are named.
+    """
+    where = str(path)
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _bad(where, "a file that can be read", error.strerror or str(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise _bad(where, "JSON", str(error)) from None
+    if isinstance(content, dict):
+        return _lengths_from_recipe(content, where)
+    if not isinstance(content, list) or not content:
+        got = "an empty list" if content == [] else type(content).__name__
+        raise _bad(where, "a non-empty list of lengths, or an object with recipe, tokens and seed", got)
+    for i, value in enumerate(content):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise _bad(f"{where}[{i}]", "a whole number of at least 1", json.dumps(value)[:80])
+    return content
+
+
+def _lengths_from_recipe(content: Mapping[str, Any], where: str) -> list[int]:
+    known = ("recipe", "tokens", "seed", "longest_tokens")
+    for key in content:
+        if key not in known:
+            raise _as_data(unknown_name(f"{where}: {key}", key, known))
+    for key in known[:3]:
+        if key not in content:
+            raise _bad(where, "recipe, tokens and seed", f"no {key}")
+    if not isinstance(content["recipe"], str):
+        raise _bad(f"{where}: recipe", "the name of a recipe", repr(content["recipe"]))
+    try:
+        return draw_lengths(**content)
+    except ConfigError as error:
+        raise _as_data(error, prefix=f"{where}: ") from None
+
+
+def _bad(where: str, expected: str, got: str) -> DataError:
+    return DataError(where, expected=expected, got=got, remedy="Mend the file of lengths.")
+
+
+def _as_data(error: LengthwiseError, prefix: str = "") -> DataError:
+    return DataError(prefix + error.where, expected=error.expected, got=error.got, remedy=error.remedy)

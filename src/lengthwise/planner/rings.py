@@ -1,0 +1,17 @@
+"""In which order a ring visits its ranks, so that no rank ever meets more than four others.
+
+A ring is an interval of the line of ranks, visited evens upward and odds downward, by the parity of the rank itself:
+the interval 0..5 is visited 0, 2, 4, 5, 3, 1 and 1..4 is visited 2, 4, 3, 1. Inside an interval every hop goes from r
+to r + 2 or r - 2; at its two ends a hop joins neighbours. So over all plans ever made rank r exchanges with r - 2,
+r - 1, r + 1 and r + 2 only, and the few connections can be made once, at the start.
+"""
+
+from __future__ import annotations
+
+
+def ring_order(first: int, degree: int) -> tuple[int, ...]:
+    """List the ranks of the interval [first, first + degree) in the order of the ring."""
+    ranks = range(first, first + degree)
+    evens = [rank for rank in ranks if rank % 2 == 0]
+    odds = [rank for rank in ranks if rank % 2 == 1]
+    return (*evens, *reversed(odds))

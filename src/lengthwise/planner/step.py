@@ -1,0 +1,80 @@
+"""The one entry of the planner: lengths, cluster and costs in, a plan out.
+
+A new planner is one new file with a function from a request to microbatches, and one line in `_PLANNERS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from lengthwise.core.plan import Microbatch, Plan
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import CostModel
+from lengthwise.cost.names import unknown_name
+from lengthwise.planner.bounds import bound_seconds
+from lengthwise.planner.lengthwise import plan_lengthwise
+from lengthwise.planner.request import PlanRequest, read_tokens, refuse_unheld
+from lengthwise.planner.score import score
+from lengthwise.planner.static import plan_static
+
+_PLANNERS: Mapping[str, Callable[[PlanRequest], list[Microbatch]]] = {
+    "lengthwise": plan_lengthwise,
+    "static": plan_static,
+}
+PLANNERS = tuple(_PLANNERS)
+
+
+def plan_step(
+    tokens: Sequence[int],
+    cluster: Cluster,
+    cost: CostModel,
+    *,
+    planner: str = "lengthwise",
+    layers: int = 1,
+    context_tokens: int | None = None,
+) -> Plan:
+    """Plan one optimizer step.
+
+    Args:
+        tokens: length of each sequence of the global batch, in tokens.
+        cluster: ranks, and the tokens that one of them holds in one microbatch.
+        cost: what work takes; its version is noted in the plan.
+        planner: one of `PLANNERS`.
+        layers: layers of the model, for readers that count memory by them.
+        context_tokens: what the mesh of `static` is sized for (default: the longest sequence).
+
+    Returns:
+        A plan whose notes hold planner, predicted_seconds (the makespan), bound_seconds and cost (the version).
+
+    Raises:
+        ConfigError: unknown planner.
+        PlanError: no sequences, a length below 1, or sequences that the cluster cannot hold (all of them named).
+    """
+    if planner not in _PLANNERS:
+        raise unknown_name("planner", planner, PLANNERS)
+    lengths = read_tokens(tokens)
+    refuse_unheld(lengths, cluster)
+    request = PlanRequest(tokens=lengths, cluster=cluster, cost=cost, context_tokens=context_tokens)
+    plan = Plan(
+        ranks=cluster.ranks,
+        layers=layers,
+        capacity=cluster.capacity_tokens,
+        tokens=lengths,
+        microbatches=tuple(_PLANNERS[planner](request)),
+    )
+    notes = {
+        "planner": planner,
+        "predicted_seconds": score(plan, cost).makespan_seconds,
+        "bound_seconds": bound_seconds(lengths, cluster, cost, lone_rings=_has_lone_rings(plan)),
+        "cost": cost.version,
+    }
+    return replace(plan, notes=notes)
+
+
+def _has_lone_rings(plan: Plan) -> bool:
+    return all(
+        len(microbatch.pieces) == 1 and (piece.degree == 1 or len(piece.sequences) == 1)
+        for microbatch in plan.microbatches
+        for piece in microbatch.pieces
+    )
