@@ -5,6 +5,7 @@ No communicator is ever made for a sequence: all ranks share one global group fo
 """
 
 from lengthwise.comm.exchange import agree, broadcast_bytes
+from lengthwise.comm.solo import SoloTransport
 from lengthwise.comm.strict import StrictWorld
 from lengthwise.comm.torch_transport import TorchTransport
 from lengthwise.comm.transport import Clock, Pending, Transport
@@ -13,6 +14,7 @@ from lengthwise.comm.world import World, world_from_environment
 __all__ = [
     "Clock",
     "Pending",
+    "SoloTransport",
     "StrictWorld",
     "TorchTransport",
     "Transport",

@@ -26,16 +26,30 @@ Result = TypeVar("Result")
 class TorchTransport:
     """The ranks of a torch.distributed world."""
 
-    def __init__(self, world: World, *, timeout_seconds: float = 600.0) -> None:
+    def __init__(
+        self, world: World, *, timeout_seconds: float = 600.0, on_phase: Callable[[str], None] | None = None
+    ) -> None:
         self.rank, self.world_size = world.rank, world.world_size
-        self.phase = "start"
         self.clock = Clock()
+        self._on_phase = on_phase
+        self.phase = "start"
         self._timeout_seconds = timeout_seconds
         timeout = timedelta(seconds=timeout_seconds)
         world.connect(timeout)
         self._collectives = dist.group.WORLD
         self._transfers = dist.new_group(timeout=timeout)
         self._connect_line(world.device)
+
+    @property
+    def phase(self) -> str:
+        """Where in the step this rank is, in words."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._phase = phase
+        if self._on_phase is not None:
+            self._on_phase(phase)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post one grouped call (see `Transport.exchange`)."""
@@ -49,27 +63,19 @@ class TorchTransport:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over all ranks, in place."""
-        if self.world_size > 1:
-            self._guard(lambda: dist.all_reduce(tensor, group=self._collectives))
+        self._guard(lambda: dist.all_reduce(tensor, group=self._collectives))
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Sum over all ranks and keep this rank's slice."""
-        if self.world_size > 1:
-            self._guard(lambda: _reduce_scatter(output, source, self._collectives))
-        else:
-            output.copy_(source)
+        self._guard(lambda: _reduce_scatter(output, source, self._collectives))
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Concatenate the tensors of all ranks."""
-        if self.world_size > 1:
-            self._guard(lambda: _all_gather(output, source, self._collectives))
-        else:
-            output.copy_(source)
+        self._guard(lambda: _all_gather(output, source, self._collectives))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite with the tensor of rank `source`."""
-        if self.world_size > 1:
-            self._guard(lambda: dist.broadcast(tensor, source, group=self._collectives))
+        self._guard(lambda: dist.broadcast(tensor, source, group=self._collectives))
 
     def close(self) -> None:
         """Leave the world; without it torch warns at exit."""
@@ -79,8 +85,7 @@ class TorchTransport:
     def _connect_line(self, device: torch.device) -> None:
         peers = [peer for step in (-2, -1, 1, 2) if 0 <= (peer := self.rank + step) < self.world_size]
         # One collective before the first transfer: NCCL wants all ranks in the first call of a communicator.
-        if self.world_size > 1:
-            self._guard(lambda: dist.all_reduce(torch.zeros(1, device=device), group=self._transfers))
+        self._guard(lambda: dist.all_reduce(torch.zeros(1, device=device), group=self._transfers))
         sends = [(torch.zeros(1, device=device), peer) for peer in peers]
         receives = [(torch.zeros(1, device=device), peer) for peer in peers]
         self.exchange(sends, receives).wait()

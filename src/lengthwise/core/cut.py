@@ -39,6 +39,4 @@ def position_chunks(
 
 def local_tokens(lengths: Sequence[int], degree: int, position: int, shares: tuple[float, ...] | None = None) -> int:
     """Count the tokens that `position` holds of sequences cut over `degree` ranks."""
-    return sum(
-        stop - start for length in lengths for start, stop in position_chunks(length, degree, position, shares)
-    )
+    return sum(stop - start for length in lengths for start, stop in position_chunks(length, degree, position, shares))

@@ -73,9 +73,7 @@ class Plan:
     @property
     def ring_tokens(self) -> int:
         """Tokens in sequences that are cut over more than one rank."""
-        return sum(
-            self.tokens[i] for m in self.microbatches for p in m.pieces if p.degree > 1 for i in p.sequences
-        )
+        return sum(self.tokens[i] for m in self.microbatches for p in m.pieces if p.degree > 1 for i in p.sequences)
 
     def to_json(self) -> str:
         """Write the plan file: canonical (the same plan is the same text), one microbatch a line."""
@@ -137,7 +135,9 @@ def _read_plan(text: str, where: str) -> Plan:
     except (json.JSONDecodeError, RecursionError) as error:
         raise _refuse(where, "a JSON object", str(error)) from None
     if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
-        raise _refuse(where, f'an object with "schema": "{SCHEMA}"', raw.get("schema") if isinstance(raw, dict) else raw)
+        raise _refuse(
+            where, f'an object with "schema": "{SCHEMA}"', raw.get("schema") if isinstance(raw, dict) else raw
+        )
     requires = raw.get("requires", [])
     if not isinstance(requires, list) or not all(isinstance(feature, str) for feature in requires):
         raise _refuse(f"{where}: requires", "a list of feature names", requires)

@@ -1,16 +1,19 @@
 """Makes a Hugging Face causal language model obey a plan, and refuses by name what a plan would compute wrongly."""
 
 from lengthwise.models.adapter import model_loss, reference_loss
+from lengthwise.models.double import keep_double
 from lengthwise.models.families import FAMILIES, check_model_config
-from lengthwise.models.load import ModelSource, build_model, cast_parameters, find_model, save_model
+from lengthwise.models.load import DTYPES, ModelSource, build_model, cast_parameters, find_model, save_model
 
 __all__ = [
+    "DTYPES",
     "FAMILIES",
     "ModelSource",
     "build_model",
     "cast_parameters",
     "check_model_config",
     "find_model",
+    "keep_double",
     "model_loss",
     "reference_loss",
     "save_model",

@@ -1,0 +1,45 @@
+"""The transport of a world of one: nothing to send, nothing to wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lengthwise.comm.transport import Clock, Message, Pending
+
+
+class SoloTransport:
+    """One rank alone; needs no process group."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 1
+        self.phase = "start"
+        self.clock = Clock()
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Do nothing: a world of one has no one to talk to."""
+        assert not sends and not receives, f"a world of one cannot exchange {len(sends)} + {len(receives)} messages"
+        return _Done()
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Leave the only summand as it is."""
+
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
+        """Copy the only summand."""
+        output.copy_(source)
+
+    def all_gather(self, output: Tensor, source: Tensor) -> None:
+        """Copy the only part."""
+        output.copy_(source)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Leave the tensor as it is."""
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+class _Done:
+    def wait(self) -> None:
+        pass

@@ -1,0 +1,36 @@
+"""Keep fp64 where Hugging Face models step down to fp32.
+
+Their norms compute in fp32 whatever the model's dtype. In an fp64 model such a step rounds: two runs that differ by
+1e-16, as any two orders of summation do, now and then fall on two sides of a rounding border and then differ by 6e-8.
+On a few hundred tokens this does not happen; on 16K tokens it does, and a check to 1e-12 would fail at random.
+`verify` therefore runs both sides with that step left out. Training does not: it gives what plain Hugging Face gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class _KeepDouble(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            down = func is Tensor.float or (func is Tensor.to and torch.float32 in (*args[1:], kwargs.get("dtype")))
+            if down:
+                return args[0]
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def keep_double(dtype: torch.dtype) -> Iterator[None]:
+    """Make casts from fp64 to fp32 do nothing inside the block; only for models in fp64, else nothing changes."""
+    with _KeepDouble() if dtype == torch.float64 else contextlib.nullcontext():
+        yield

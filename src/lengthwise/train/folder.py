@@ -1,0 +1,75 @@
+"""The output folder of a run: what is written where, and when an earlier run is in the way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from lengthwise.config import RunConfig, dump_config
+from lengthwise.core.errors import OutputError
+from lengthwise.core.plan import Plan
+from lengthwise.train.metrics import StepMetrics
+
+_FILES = ("config.yaml", "metrics.jsonl", "ledger.jsonl", "eval.jsonl")
+_FOLDERS = ("plans", "model")
+
+
+class RunFolder:
+    """Writes one run; every line is flushed, so a run that dies leaves what it has done."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def model(self) -> Path:
+        """Where the trained model goes."""
+        return self.path / "model"
+
+    def check_free(self, *, overwrite: bool) -> None:
+        """Refuse a folder that holds a run, unless it is to be overwritten.
+
+        Raises:
+            OutputError: naming what is there.
+        """
+        there = [name for name in (*_FILES, *_FOLDERS) if (self.path / name).exists()]
+        if self.path.exists() and not self.path.is_dir():
+            raise OutputError(str(self.path), expected="a folder", got="a file", remedy="Choose another output.")
+        if there and not overwrite:
+            raise OutputError(
+                str(self.path),
+                expected="no run in the output folder",
+                got=", ".join(there),
+                remedy="Choose another output, or add --overwrite to delete that run.",
+            )
+
+    def start(self, config: RunConfig) -> None:
+        """Delete an earlier run's files, and nothing else, and write the resolved config."""
+        try:
+            for name in _FILES:
+                (self.path / name).unlink(missing_ok=True)
+            for name in _FOLDERS:
+                if (self.path / name).exists():
+                    shutil.rmtree(self.path / name)
+            (self.path / "plans").mkdir(parents=True)
+            (self.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        except OSError as error:
+            raise OutputError(
+                str(self.path), expected="a folder that can be written", got=str(error), remedy="Choose another output."
+            ) from None
+
+    def write_step(self, metrics: StepMetrics, ids: Sequence[int], plan: Plan) -> None:
+        """Write one step: its metrics, its sequences, its plan."""
+        (self.path / "plans" / f"step-{metrics.step:06d}.json").write_text(plan.to_json(), encoding="utf-8")
+        self._append("ledger.jsonl", {"step": metrics.step, "sequences": list(ids)})
+        self._append("metrics.jsonl", asdict(metrics))
+
+    def write_eval(self, row: dict[str, float]) -> None:
+        """Write the result of one evaluation."""
+        self._append("eval.jsonl", row)
+
+    def _append(self, name: str, row: dict[str, object] | dict[str, float]) -> None:
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")

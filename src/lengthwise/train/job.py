@@ -1,0 +1,138 @@
+"""Everything a run needs, checked before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from lengthwise.config import RunConfig
+from lengthwise.core.errors import DataError, LengthwiseError, Problems, raise_problems
+from lengthwise.core.plan import Plan
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import CostModel, analytic_cost, named_hardware, shape_from_config
+from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, load_dataset, load_tokenizer
+from lengthwise.models import ModelSource, check_model_config, find_model
+from lengthwise.planner import check_plan, plan_step
+from lengthwise.program import refuse_unsupported
+from lengthwise.train.batch import StepBatch
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A checked run, the same on every rank."""
+
+    config: RunConfig
+    ranks: int
+    model: ModelSource
+    dataset: Dataset
+    eval_dataset: Dataset | None
+    tokenizer: Tokenizer | None
+    timeout_seconds: float
+
+    def batches(self) -> Iterator[StepBatch]:
+        """Yield the global batches of the run, in order."""
+        return (StepBatch(self.dataset, batch.ids) for batch in Batches(self.dataset, self.config))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        return Batches(self.dataset, self.config).num_steps
+
+    def eval_batches(self) -> Iterator[StepBatch]:
+        """Yield the batches of one evaluation: the eval data once, in steps of the run's size."""
+        if self.eval_dataset is None:
+            return iter(())
+        once = self.config.model_copy(update={"steps": None, "epochs": 1})
+        return (StepBatch(self.eval_dataset, batch.ids) for batch in Batches(self.eval_dataset, once))
+
+    def make_plan(self, lengths: Sequence[int]) -> Plan:
+        """Plan one step, and check the plan before anyone runs it."""
+        plan = plan_step(
+            lengths,
+            Cluster(ranks=self.ranks, capacity_tokens=self.config.capacity_tokens),
+            self._cost(),
+            planner=self.config.planner,
+            layers=self.model.config.num_hidden_layers,
+            context_tokens=int(self.dataset.lengths.max()),
+        )
+        check_plan(plan)
+        refuse_unsupported(plan)
+        return plan
+
+    def _cost(self) -> CostModel:
+        return analytic_cost(shape_from_config(self.model.config.to_dict()), named_hardware("cpu"))
+
+
+def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float) -> Job:
+    """Find the model, read the data and check one against the other.
+
+    Raises:
+        LengthwiseError: all problems at once.
+    """
+    problems: list[LengthwiseError] = []
+
+    def attempt(call: Callable[[], Result]) -> Result | None:
+        try:
+            return call()
+        except Problems as several:
+            problems.extend(several.problems)
+        except LengthwiseError as error:
+            problems.append(error)
+        return None
+
+    model = attempt(lambda: find_model(config.model))
+    vocab_size = getattr(model.config, "vocab_size", None) if model else None
+    loaded: list[Tokenizer] = []
+
+    def tokenizer() -> Tokenizer:
+        if not loaded:
+            loaded.append(load_tokenizer(config.tokenizer_name))
+        return loaded[0]
+
+    dataset = attempt(lambda: load_dataset(config.data, tokenizer=tokenizer, vocab_size=vocab_size))
+    eval_data = config.eval.data if config.eval else ()
+    eval_dataset = None
+    if eval_data:
+        eval_dataset = attempt(
+            lambda: load_dataset(eval_data, tokenizer=tokenizer, vocab_size=vocab_size, key="eval.data")
+        )
+    for each in filter(None, (dataset, eval_dataset)):
+        attempt(lambda each=each: check_fits(each, ranks=ranks, capacity_tokens=config.capacity_tokens))
+    if model and dataset:
+        longest = max(int(each.lengths.max()) for each in (dataset, eval_dataset) if each)
+        attempt(lambda: check_model_config(model.config, longest_tokens=longest))
+    raise_problems(problems)
+    assert model is not None and dataset is not None, "a missing part must have been a problem"
+    job = Job(
+        config=config,
+        ranks=ranks,
+        model=model,
+        dataset=dataset,
+        eval_dataset=eval_dataset,
+        tokenizer=loaded[0] if loaded else None,
+        timeout_seconds=timeout_seconds,
+    )
+    _check_losses(job)
+    return job
+
+
+def _check_losses(job: Job) -> None:
+    """Find batches without a loss token now, not hours in; only data with such sequences can have them."""
+    for name, dataset, batches in (
+        ("step", job.dataset, job.batches),
+        ("eval batch", job.eval_dataset, job.eval_batches),
+    ):
+        if dataset is None or all(dataset.loss_tokens(int(i)) for i in dataset.ids):
+            continue
+        without = [(number, batch) for number, batch in enumerate(batches(), start=1) if not batch.loss_tokens]
+        if without:
+            number, batch = without[0]
+            raise DataError(
+                f"{name} {number}" + (f" and {len(without) - 1} more" if len(without) > 1 else ""),
+                expected="at least one token with a label in a global batch",
+                got=f"none in sequences {', '.join(map(str, batch.ids[:10]))}{' ...' if len(batch.ids) > 10 else ''}",
+                remedy="Enlarge global_batch, or leave out sequences of one token and fully masked ones.",
+            )

@@ -1,0 +1,65 @@
+"""What is known of a step when it is over, from the numbers of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lengthwise.core.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One line of metrics.jsonl. `loss` is the mean over the loss tokens of the global batch, before the update.
+
+    `imbalance_ratio` is the largest over the mean busy time of the ranks, `idle_ratio` 1 - mean busy / step time,
+    `ring_token_ratio` the share of tokens in sequences cut over more than one rank.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    num_sequences: int
+    num_tokens: int
+    num_loss_tokens: int
+    num_microbatches: int
+    step_seconds: float
+    tokens_per_second: float
+    imbalance_ratio: float
+    idle_ratio: float
+    ring_token_ratio: float
+    plan_seconds: float
+
+
+def step_metrics(
+    plan: Plan,
+    *,
+    step: int,
+    loss: float,
+    grad_norm: float,
+    lr: float,
+    num_loss_tokens: int,
+    busy_seconds: Sequence[float],
+    step_seconds: float,
+    plan_seconds: float,
+) -> StepMetrics:
+    """Put a step's line together; `busy_seconds` has one entry a rank."""
+    num_tokens = sum(plan.tokens)
+    mean_busy = sum(busy_seconds) / len(busy_seconds)
+    return StepMetrics(
+        step=step,
+        loss=loss,
+        grad_norm=grad_norm,
+        lr=lr,
+        num_sequences=len(plan.tokens),
+        num_tokens=num_tokens,
+        num_loss_tokens=num_loss_tokens,
+        num_microbatches=len(plan.microbatches),
+        step_seconds=step_seconds,
+        tokens_per_second=num_tokens / step_seconds,
+        imbalance_ratio=max(busy_seconds) / mean_busy,
+        idle_ratio=max(0.0, 1 - mean_busy / step_seconds),
+        ring_token_ratio=plan.ring_tokens / num_tokens,
+        plan_seconds=plan_seconds,
+    )

@@ -1,0 +1,60 @@
+"""AdamW on this rank's slice of the masters, with the gradient clipped by its norm over all ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from lengthwise.comm import Transport
+from lengthwise.config import OptimizerConfig
+from lengthwise.core.errors import NumericError
+from lengthwise.train.flat import FlatParameters
+
+
+class ShardedAdamW:
+    """torch's AdamW over the slice of each rank; elementwise, so the cut changes no result."""
+
+    def __init__(self, flat: FlatParameters, config: OptimizerConfig, transport: Transport) -> None:
+        self._flat, self._config, self._transport = flat, config, transport
+        groups: dict[bool, list[torch.nn.Parameter]] = {}
+        for start, stop, decayed in flat.shard_segments():
+            segment = torch.nn.Parameter(flat.masters[start:stop])
+            segment.grad = flat.grad_shard[start:stop]
+            groups.setdefault(decayed, []).append(segment)
+        self._adamw = None
+        if groups:  # more ranks than parameters leave a rank without any
+            self._adamw = torch.optim.AdamW(
+                [
+                    {"params": segments, "weight_decay": config.weight_decay if decayed else 0.0}
+                    for decayed, segments in groups.items()
+                ],
+                lr=config.lr,
+                betas=config.betas,
+                eps=config.eps,
+            )
+
+    def step(self, lr: float) -> float:
+        """Reduce, clip, update and publish; return the global gradient norm before clipping.
+
+        Raises:
+            NumericError: the norm is not finite; nothing was updated.
+        """
+        gradient = self._flat.reduce_gradients()
+        squares = gradient.double().square().sum().reshape(1)
+        self._transport.all_reduce(squares)
+        norm = squares.sqrt().item()
+        if not torch.isfinite(squares):
+            raise NumericError(
+                self._transport.phase,
+                expected="a finite gradient",
+                got=f"norm {norm}",
+                remedy="Lower optimizer.lr, or look at the sequences of this step (ledger.jsonl has those before it).",
+            )
+        limit = self._config.max_grad_norm
+        if limit is not None and norm > limit:
+            gradient.mul_(limit / norm)
+        if self._adamw is not None:
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._adamw.step()
+        self._flat.publish()
+        return norm

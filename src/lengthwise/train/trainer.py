@@ -1,0 +1,197 @@
+"""The training loop of one rank.
+
+A step: run this rank's microbatches (rings), then the step's end, which every rank enters after its last ring transfer:
+share the numbers, reduce, clip, update, publish, agree on the next plan. Collectives live in the step's end only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from lengthwise.attention import choose_kernel
+from lengthwise.comm import SoloTransport, TorchTransport, Transport, World, agree
+from lengthwise.config import dump_config
+from lengthwise.core.errors import NumericError
+from lengthwise.models import DTYPES, build_model, save_model
+from lengthwise.train.batch import StepBatch
+from lengthwise.train.flat import FlatParameters
+from lengthwise.train.folder import RunFolder
+from lengthwise.train.job import Job
+from lengthwise.train.launch import StopRequest
+from lengthwise.train.metrics import StepMetrics, step_metrics
+from lengthwise.train.optimizer import ShardedAdamW
+from lengthwise.train.planning import PlanAhead
+from lengthwise.train.schedule import learning_rate
+from lengthwise.train.work import Work, run_plan
+
+
+class Progress(Protocol):
+    """Who is told how the run goes; called on rank 0 only."""
+
+    def step(self, metrics: StepMetrics, num_steps: int) -> None:
+        """Hear of a finished step."""
+        ...
+
+    def evaluated(self, step: int, loss: float, num_tokens: int) -> None:
+        """Hear of a finished evaluation."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """How a run ended. `stopped_by` is the signal that ended it early, or None."""
+
+    steps: int
+    num_tokens: int
+    seconds: float
+    first_loss: float
+    last_loss: float
+    parameters: int
+    stopped_by: int | None
+
+
+def connect(world: World, job: Job, on_phase: Callable[[str], None]) -> TorchTransport | SoloTransport:
+    """Join the ranks of the run, and check that all of them read the same run file and data.
+
+    Raises:
+        RankError: they did not.
+    """
+    if world.world_size == 1:
+        return SoloTransport()
+    transport = TorchTransport(world, timeout_seconds=job.timeout_seconds, on_phase=on_phase)
+    data = hashlib.sha256(dump_config(job.config).encode())
+    for dataset in filter(None, (job.dataset, job.eval_dataset)):
+        data.update(dataset.offsets.tobytes())
+        data.update(dataset.flat_tokens.tobytes())
+    agree(transport, data.digest(), "run file and data")
+    return transport
+
+
+def train_rank(job: Job, world: World, progress: Progress, on_phase: Callable[[str], None]) -> TrainResult:
+    """Train to the end, or until asked to stop, and save the model (rank 0)."""
+    transport = connect(world, job, on_phase)
+    with StopRequest().listening() as stop:
+        trainer = _Trainer(job, world, transport, progress, stop)
+        try:
+            result = trainer.run()
+        finally:
+            trainer.close()
+        transport.close()
+        return result
+
+
+class _Trainer:
+    def __init__(self, job: Job, world: World, transport: Transport, progress: Progress, stop: StopRequest) -> None:
+        self._job, self._transport, self._progress, self._stop = job, transport, progress, stop
+        self._folder = RunFolder(job.config.output)
+        self._kernel = choose_kernel(world.device)
+        self._model: Any = build_model(job.model, seed=job.config.seed).to(world.device)
+        self._flat = FlatParameters(self._model, transport, dtype=DTYPES[job.config.precision])
+        self._optimizer = ShardedAdamW(self._flat, job.config.optimizer, transport)
+        self._num_steps = job.num_steps
+        self._plans = PlanAhead(job.batches(), job.make_plan, transport)
+
+    def run(self) -> TrainResult:
+        if self._transport.rank == 0:
+            self._folder.start(self._job.config)
+        start, tokens, losses = time.perf_counter(), 0, []
+        number, taken, stopped_by = 1, self._plans.take("step 1"), None
+        while taken is not None and stopped_by is None:
+            metrics, taken, stopped_by = self._step(number, *taken)
+            tokens, losses = tokens + metrics.num_tokens, [*losses[:1], metrics.loss]
+            self._maybe_evaluate(number)
+            number += 1
+        self._save()
+        return TrainResult(
+            steps=number - 1,
+            num_tokens=tokens,
+            seconds=time.perf_counter() - start,
+            first_loss=losses[0],
+            last_loss=losses[-1],
+            parameters=sum(parameter.numel() for parameter in self._model.parameters()),
+            stopped_by=stopped_by,
+        )
+
+    def close(self) -> None:
+        self._plans.close()
+
+    def _step(
+        self, number: int, batch: StepBatch, plan: Any, plan_seconds: float
+    ) -> tuple[StepMetrics, Any, int | None]:
+        start, name, config = time.perf_counter(), f"step {number}", self._job.config.optimizer
+        work = run_plan(self._model, plan, batch, self._transport, self._kernel, name=name)
+        self._transport.phase = f"{name}, step end"
+        rows = self._share([work.loss_sum, work.busy_seconds, float(self._stop.signal or 0)])
+        loss = rows[:, 0].sum().item() / batch.loss_tokens
+        if not math.isfinite(loss):
+            raise NumericError(
+                name,
+                expected="a finite loss",
+                got=f"{loss} over sequences {', '.join(map(str, batch.ids[:20]))}{' ...' * (len(batch.ids) > 20)}",
+                remedy="Lower optimizer.lr, or look at these sequences. No update was made.",
+            )
+        lr = learning_rate(
+            number,
+            peak=config.lr,
+            schedule=config.schedule,
+            warmup_steps=config.warmup_steps,
+            num_steps=self._num_steps,
+        )
+        grad_norm = self._optimizer.step(lr)
+        taken = self._plans.take(f"step {number + 1}")
+        metrics = step_metrics(
+            plan,
+            step=number,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            num_loss_tokens=batch.loss_tokens,
+            busy_seconds=rows[:, 1].tolist(),
+            step_seconds=time.perf_counter() - start,
+            plan_seconds=plan_seconds,
+        )
+        if self._transport.rank == 0:
+            self._folder.write_step(metrics, batch.ids, plan)
+            self._progress.step(metrics, self._num_steps)
+        return metrics, taken, int(rows[:, 2].max()) or None
+
+    def _share(self, numbers: list[float]) -> torch.Tensor:
+        """Return the numbers of all ranks, (ranks, numbers), in fp64."""
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        rows = torch.empty(self._transport.world_size * len(numbers), dtype=torch.float64)
+        self._transport.all_gather(rows, mine)
+        return rows.view(self._transport.world_size, len(numbers))
+
+    def _maybe_evaluate(self, number: int) -> None:
+        every = self._job.config.eval
+        if every is None or (number % every.every_steps and number != self._num_steps):
+            return
+        loss, loss_tokens, tokens, sequences = 0.0, 0, 0, 0
+        plans = PlanAhead(self._job.eval_batches(), self._job.make_plan, self._transport)
+        name = f"evaluation after step {number}"
+        while (taken := plans.take(name)) is not None:
+            batch, plan, _ = taken
+            work: Work = run_plan(self._model, plan, batch, self._transport, self._kernel, name=name, train=False)
+            self._transport.phase = f"{name}, sum"
+            loss += self._share([work.loss_sum]).sum().item()
+            loss_tokens += batch.loss_tokens
+            tokens, sequences = tokens + sum(batch.lengths), sequences + len(batch.ids)
+        plans.close()
+        if self._transport.rank == 0:
+            row = {"step": number, "loss": loss / loss_tokens, "num_sequences": sequences, "num_tokens": tokens}
+            self._folder.write_eval({**row, "num_loss_tokens": loss_tokens})
+            self._progress.evaluated(number, loss / loss_tokens, tokens)
+
+    def _save(self) -> None:
+        self._transport.phase = "saving the model"
+        if self._transport.rank == 0:
+            save_model(self._model, self._folder.model)
+            if self._job.tokenizer is not None:
+                pass  # TODO save

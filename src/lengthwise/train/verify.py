@@ -1,0 +1,112 @@
+"""Is the plan's arithmetic that of one process? The first thing a careful user runs on their own model and data.
+
+The first global batch goes once over N ranks under its plan, through the very path of training up to the reduced
+gradient, and once through the plain Hugging Face model (its own attention, none of ours) one sequence at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.attention import choose_kernel
+from lengthwise.comm import SoloTransport, World
+from lengthwise.core.plan import Plan
+from lengthwise.models import DTYPES, build_model, keep_double, reference_loss
+from lengthwise.train.batch import StepBatch
+from lengthwise.train.flat import FlatParameters
+from lengthwise.train.job import Job
+from lengthwise.train.trainer import connect
+from lengthwise.train.work import run_plan
+
+TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2e-2}
+_FLOOR = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """Differences between N ranks and one process; all relative.
+
+    `gradients` maps each parameter to |difference| / max(|reference|, 1e-3 of the median parameter's norm), L2.
+    """
+
+    plan: Plan
+    loss: float
+    reference_loss: float
+    gradients: dict[str, float]
+    tolerance: float
+
+    @property
+    def loss_difference(self) -> float:
+        """Relative difference of the two losses."""
+        return abs(self.loss - self.reference_loss) / max(abs(self.reference_loss), 1e-30)
+
+    @property
+    def worst_gradient(self) -> float:
+        """The largest difference of any parameter; NaN counts as infinite."""
+        return max(float("inf") if difference != difference else difference for difference in self.gradients.values())
+
+    @property
+    def passed(self) -> bool:
+        """Whether loss and every gradient are within the tolerance."""
+        return self.loss_difference <= self.tolerance and self.worst_gradient <= self.tolerance
+
+
+def first_batch(job: Job) -> StepBatch:
+    """Return the global batch of step 1."""
+    return next(job.batches())
+
+
+def verify_rank(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]) -> Verification | None:
+    """Compute both and compare; None on ranks other than 0, which are done once gradients are gathered."""
+    transport, batch = connect(world, job, on_phase), first_batch(job)
+    dtype = DTYPES[job.config.precision]
+    model = build_model(job.model, seed=job.config.seed).to(world.device)
+    flat = FlatParameters(model, transport, dtype=dtype)
+    with keep_double(dtype):
+        work = run_plan(model, plan, batch, transport, choose_kernel(world.device), name="verify")
+    transport.phase = "verify, gathering gradients"
+    loss = torch.tensor([work.loss_sum], dtype=torch.float64)
+    transport.all_reduce(loss)
+    flat.reduce_gradients()
+    gradients = flat.gather_gradients()
+    transport.close()
+    if world.rank:
+        return None
+    on_phase("verify, one process")
+    expected_loss, expected = _one_process(job, batch, dtype, world.device)
+    return Verification(
+        plan=plan,
+        loss=loss.item() / batch.loss_tokens,
+        reference_loss=expected_loss,
+        gradients=gradient_differences(gradients, expected),
+        tolerance=TOLERANCES[job.config.precision],
+    )
+
+
+def gradient_differences(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Return the relative L2 difference of each tensor, floored by 1e-3 of the median tensor's norm."""
+    norms = {name: tensor.double().norm().item() for name, tensor in expected.items()}
+    floor = _FLOOR * sorted(norms.values())[len(norms) // 2]
+    return {
+        name: (gradients[name].double() - tensor.double()).norm().item() / max(norms[name], floor, 1e-300)
+        for name, tensor in expected.items()
+    }
+
+
+def _one_process(
+    job: Job, batch: StepBatch, dtype: torch.dtype, device: torch.device
+) -> tuple[float, dict[str, Tensor]]:
+    model: nn.Module = build_model(job.model, seed=job.config.seed, attention="sdpa").to(device)
+    transport = SoloTransport()
+    flat, loss_sum = FlatParameters(model, transport, dtype=dtype), 0.0
+    with keep_double(dtype):
+        for index in range(len(batch.ids)):
+            loss = reference_loss(model, *batch.whole(index))
+            (loss / batch.loss_tokens).backward()
+            loss_sum += loss.item()
+    flat.reduce_gradients()
+    return loss_sum / batch.loss_tokens, flat.gather_gradients()
