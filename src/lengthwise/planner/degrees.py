@@ -62,16 +62,31 @@ def quickest_degrees(
     return best
 
 
+def most_degrees(
+    lengths: NDArray[np.int64], least: NDArray[np.int64], ranks: int, floor_tokens: int
+) -> NDArray[np.int64]:
+    """Tell how far growth may go: it leaves about `floor_tokens` on a rank, and never undoes what memory needs."""
+    return np.minimum(np.maximum(least, lengths // floor_tokens), ranks)
+
+
 def grown_degrees(
-    cost: CostModel, lengths: NDArray[np.int64], least: NDArray[np.int64], ranks: int, seconds: float
+    cost: CostModel, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64], seconds: float
 ) -> NDArray[np.int64]:
     """Choose degrees for a schedule in which no sequence should take longer than `seconds`.
 
-    Growth leaves about GROWTH_FLOOR_TOKENS on a rank; a sequence that cannot be quick enough gets its quickest degree.
+    A sequence that cannot be that quick gets its quickest degree.
     """
-    most = np.minimum(np.maximum(least, lengths // GROWTH_FLOOR_TOKENS), ranks)
     degrees = least_degrees(cost, lengths, least, most, seconds)
     slow = degrees > most
     if np.any(slow):
         degrees[slow] = quickest_degrees(cost, lengths[slow], least[slow], most[slow])
     return degrees
+
+
+def filling_degrees(degrees: NDArray[np.int64], most: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
+    """Widen rings so that as many as fit side by side fill the line of ranks, where growth allows it.
+
+    Of 64 ranks a ring of 40 would leave 24 idle or apart; over all 64 the same arithmetic ends sooner.
+    """
+    wider = ranks // (ranks // degrees)
+    return np.where(wider <= most, wider, degrees)

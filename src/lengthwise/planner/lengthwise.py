@@ -1,17 +1,21 @@
 """The planner of this package: degrees from a target, rings as gangs, packs to level; the best of a few targets.
 
 1. The bound T tells what is worth aiming at (`bounds`).
-2. For each of a few fractions of T, every sequence is cut just so far that it takes no longer (`degrees`).
-3. Rings are placed on the line of ranks, the longest degree first (`gangs`).
+2. For each of a few fractions of T, every sequence is cut just so far that it takes no longer (`degrees`), or a
+   little further, so that as many rings as before fill the line of ranks side by side with no rank left over.
+3. Rings are placed on the line of ranks, the longest degree or the longest time first (`gangs`).
 4. Short sequences fill the gaps that rings leave, then level the ends (`packs`).
-5. The schedule that ends first is kept; equal ends keep the larger fraction, which has fewer rings.
+5. The schedule that ends first is kept; of equal ones the first tried, which has the fewest cuts.
 
 A ring of d ranks among N costs O(N log d); a few thousand sequences on a thousand ranks take about a second in all.
 The fewest ranks that hold a sequence are the wrong goal: one sequence would set the makespan, and all ranks wait.
+Widening rings to fill the line is worth most where few fit side by side: 16M tokens of byted on 64 ranks end 1.016 to
+1.07 above the bound without it, 1.0001 with it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,14 +23,16 @@ from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.planner.bounds import bound_seconds
-from lengthwise.planner.degrees import grown_degrees
+from lengthwise.planner.degrees import GROWTH_FLOOR_TOKENS, filling_degrees, grown_degrees, most_degrees
 from lengthwise.planner.gangs import Ring, place_rings
 from lengthwise.planner.packs import ShortSequences, fill_gaps, level_ends
 from lengthwise.planner.request import PlanRequest, least_degrees_held
 from lengthwise.planner.rings import ring_order
 
-LEVELS = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125)  # fractions of the bound that a sequence may take
-_GOOD_ENOUGH = 1.0002  # of the bound; further levels could gain no more than this
+LEVELS = (1.0, 0.5, 0.25, 0.125)  # fractions of the bound that a sequence may take
+_FLOORS_TOKENS = (GROWTH_FLOOR_TOKENS, GROWTH_FLOOR_TOKENS // 2)  # the second only where the first leaves much
+_GOOD_ENOUGH = 1.0002  # of the bound; further tries could gain no more than this
+_FAR = 1.01  # of the bound; above it smaller shards are tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,33 +47,47 @@ class Schedule:
 
 def plan_lengthwise(request: PlanRequest) -> list[Microbatch]:
     """Plan one step for the least makespan."""
-    lengths, cluster, cost = request.lengths, request.cluster, request.cost
-    least = least_degrees_held(lengths, cluster.capacity_tokens)
-    bound = bound_seconds(request.tokens, cluster, cost)
+    bound = bound_seconds(request.tokens, request.cluster, request.cost)
     best: Schedule | None = None
-    tried: set[bytes] = set()
-    for level in LEVELS:
-        degrees = grown_degrees(cost, lengths, least, cluster.ranks, level * bound)
-        if degrees.tobytes() in tried:
-            continue
-        tried.add(degrees.tobytes())
-        schedule = make_schedule(request, degrees)
-        if best is None or schedule.makespan_seconds < best.makespan_seconds:
-            best = schedule
-        if best.makespan_seconds <= bound * _GOOD_ENOUGH:
+    for floor_tokens in _FLOORS_TOKENS:
+        if best is not None and best.makespan_seconds <= bound * _FAR:
             break
+        for degrees, by_seconds in _candidates(request, bound, floor_tokens):
+            schedule = make_schedule(request, degrees, by_seconds=by_seconds)
+            if best is None or schedule.makespan_seconds < best.makespan_seconds:
+                best = schedule
+            if best.makespan_seconds <= bound * _GOOD_ENOUGH:
+                break
     assert best is not None, f"no level of {LEVELS} was tried"
     return write_schedule(best)
 
 
-def make_schedule(request: PlanRequest, degrees: NDArray[np.int64]) -> Schedule:
-    """Schedule sequences at given degrees."""
+def _candidates(request: PlanRequest, bound: float, floor_tokens: int) -> Iterator[tuple[NDArray[np.int64], bool]]:
+    """Yield what to try, each once: degrees, and whether the longest time is placed first instead of the widest."""
+    lengths, ranks = request.lengths, request.cluster.ranks
+    least = least_degrees_held(lengths, request.cluster.capacity_tokens)
+    most = most_degrees(lengths, least, ranks, floor_tokens)
+    tried: set[bytes] = set()
+    for level in LEVELS:
+        grown = grown_degrees(request.cost, lengths, least, most, level * bound)
+        for degrees in (grown, filling_degrees(grown, most, ranks)):
+            if degrees.tobytes() not in tried:
+                tried.add(degrees.tobytes())
+                yield degrees, False
+                if np.any(degrees > 1):
+                    yield degrees, True
+
+
+def make_schedule(request: PlanRequest, degrees: NDArray[np.int64], *, by_seconds: bool = False) -> Schedule:
+    """Schedule sequences at given degrees; rings go by degree and then time, or by time and then degree."""
     lengths, cost = request.lengths, request.cost
     seconds = cost.ring_piece_seconds(lengths, degrees)
     cut = np.flatnonzero(degrees > 1)
-    order = cut[np.lexsort((cut, -lengths[cut], -degrees[cut]))]
+    first, second = (seconds[cut], degrees[cut]) if by_seconds else (degrees[cut], seconds[cut])
+    order = cut[np.lexsort((cut, -second, -first))]
     rings, gaps, free = place_rings(
-        [(int(i), int(degrees[i]), float(seconds[i]) + cost.fixed_seconds) for i in order], request.cluster.ranks
+        [(int(i), int(degrees[i]), float(seconds[i]) + cost.fixed_seconds) for i in order],
+        request.cluster.ranks,
     )
     local = np.flatnonzero(degrees == 1)
     ascending = local[np.lexsort((-local, lengths[local]))]
@@ -75,14 +95,13 @@ def make_schedule(request: PlanRequest, degrees: NDArray[np.int64]) -> Schedule:
     limits = {"capacity_tokens": request.cluster.capacity_tokens, "launch_seconds": cost.fixed_seconds}
     gap_packs = fill_gaps(gaps, short, **limits)
     end_packs = level_ends(free.tolist(), short, **limits)
-    ends = free.copy()
     for rank, pack in end_packs:
-        ends[rank] += cost.fixed_seconds + float(seconds[pack].sum())
+        free[rank] += cost.fixed_seconds + float(seconds[pack].sum())
     return Schedule(
         rings=rings,
         gap_packs=[(gap.before, gap.rank, pack) for gap, pack in gap_packs],
         end_packs=end_packs,
-        makespan_seconds=float(ends.max()),
+        makespan_seconds=float(free.max()),
     )
 
 
