@@ -121,7 +121,7 @@ def _to_scalar(node: ScalarNode, name: str, problems: list[ConfigError]) -> obje
     except ValueError as error:  # Python refuses to convert thousands of digits
         problems.append(_refuse(name, node.start_mark.line, "a number of sensible size", str(error)))
         return None
-    return float(text.replace(".inf", "inf").replace(".nan", "nan").lower() if "." in text else text)
+    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
 
 
 def _refuse(name: str, line: int | None, expected: str, got: str) -> ConfigError:

@@ -39,7 +39,7 @@ def find_problems(values: Mapping[str, object]) -> list[ConfigError]:
         RunConfig.model_validate(values)
     except ValidationError as error:
         details = error.errors(include_url=False)
-        problems += [_to_problem(detail) for detail in details if detail["type"] != "rule"]
+        problems += [_to_problem(detail) for detail in details if not _told_elsewhere(detail)]
     return problems + list(_broken_rules(values))
 
 
@@ -57,6 +57,12 @@ def told(value: object) -> str:
     shown = str(value).lower() if isinstance(value, bool) else repr(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     return f"{shown} ({_KINDS.get(type(value), type(value).__name__)})"
+
+
+def _told_elsewhere(detail: ErrorDetails) -> bool:
+    """Rules are checked below; and a list whose entries failed looks too short to pydantic."""
+    short = detail["type"] == "too_short" and len(detail["input"]) >= detail.get("ctx", {})["min_length"]
+    return short or detail["type"] == "rule"
 
 
 def _to_problem(detail: ErrorDetails) -> ConfigError:
