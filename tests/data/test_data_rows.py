@@ -1,0 +1,232 @@
+"""JSON-lines files and their rows: what is taken, and what is refused with file and line."""
+
+import contextlib
+import json
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lengthwise.config import DataSource
+from lengthwise.core.errors import DataError, LengthwiseError, Problems
+from lengthwise.data import ByteTokenizer, load_dataset
+from lengthwise.data.rows import RowParser
+
+
+def no_tokenizer():
+    raise AssertionError("rows of ids need no tokenizer")
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load_lines(*lines, vocab_size=None, end=b"\n", tokenizer=ByteTokenizer, **keys):
+        path = tmp_path / "train.jsonl"
+        path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines) + end)
+        return load_dataset([DataSource(path=path, **keys)], tokenizer=tokenizer, vocab_size=vocab_size)
+
+    return load_lines
+
+
+def test_rows_of_text_are_bytes(load):
+    dataset = load('{"text": "ab"}', '{"text": "é", "source": {"any": [1]}}')
+    assert dataset.lengths.tolist() == [2, 2]
+    assert dataset.tokens(1).tolist() == [0xC3, 0xA9]
+    assert dataset.labels(0).tolist() == [97, 98]
+    assert dataset.name(1) == "train.jsonl:2"
+
+
+def test_rows_of_ids_need_no_tokenizer(load):
+    dataset = load('{"input_ids": [5, 6, 7]}', tokenizer=no_tokenizer)
+    assert dataset.tokens(0).tolist() == [5, 6, 7]
+    assert dataset.loss_tokens(0) == 2
+
+
+def test_rows_labels_are_kept_beside_rows_without(load):
+    dataset = load(
+        '{"input_ids": [1, 2]}',
+        '{"input_ids": [3, 4, 5], "labels": [-100, -100, 5]}',
+        '{"input_ids": [6], "labels": [6]}',
+        '{"input_ids": [7, 8], "labels": [7, -100]}',
+        '{"text": "a"}',
+    )
+    assert [dataset.labels(row).tolist() for row in range(5)] == [[1, 2], [-100, -100, 5], [6], [7, -100], [97]]
+    assert [dataset.loss_tokens(row) for row in range(5)] == [1, 1, 0, 0, 0]
+    assert dataset.ids.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_rows_crlf_and_missing_last_newline_are_fine(load):
+    assert load('{"text": "a"}\r', '{"text": "b"}', end=b"").lengths.tolist() == [1, 1]
+
+
+def test_rows_tokenizer_is_loaded_once_and_only_for_text(tmp_path):
+    calls = []
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"input_ids": [1]}\n{"text": "a"}\n{"text": "b"}\n')
+    load_dataset([DataSource(path=path)], tokenizer=lambda: calls.append(1) or ByteTokenizer(), vocab_size=None)
+    assert calls == [1]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (b'{"text": "a\xff"}', "byte 0xff at byte offset 25"),
+        (b'{"text": "a"', "broken JSON"),
+        (b'{"text": "a"} {"text": "b"}', "Extra data"),
+        (b"\xef\xbb\xbf{}", "byte order mark"),
+        (b'{"text": "a", "text": "b"}', 'the key "text" twice'),
+        (b'{"text": "a", "score": NaN}', "NaN, which JSON does not have"),
+        (b'{"text": "a", "score": -Infinity}', "-Infinity, which JSON does not have"),
+        (b"[" * 200_000, "too deep"),
+        (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "expected JSON"),
+        (b'"text"', "expected an object"),
+        (b"[1]", "got a list of 1"),
+        (b"null", "got null"),
+        (b"{}", "no columns"),
+        (b'{"txt": "a"}', 'got "txt"'),
+        (b'{"labels": [1]}', "expected a column"),
+        (b'{"text": 5}', "a string; got 5"),
+        (b'{"text": null}', "got null"),
+        (b'{"text": ["a"]}', "got a list of 1"),
+        (b'{"text": "\\ud800"}', "surrogates not allowed"),
+        (b'{"text": "a", "input_ids": [1]}', "in one row"),
+        (b'{"text": "a", "labels": [1]}', '"text" and "labels" in one row'),
+        (b'{"input_ids": "1 2"}', "a list of whole numbers"),
+        (b'{"input_ids": [1, 2.0]}', "input_ids[1] = 2.0"),
+        (b'{"input_ids": [1, NaN]}', "input_ids[1] = NaN"),
+        (b'{"input_ids": [1, 1e999]}', "input_ids[1] = Infinity"),
+        (b'{"input_ids": [true]}', "input_ids[0] = true"),
+        (b'{"input_ids": ["1"]}', 'input_ids[0] = "1"'),
+        (b'{"input_ids": [null]}', "input_ids[0] = null"),
+        (b'{"input_ids": [[1]]}', "input_ids[0] = a list of 1"),
+        (b'{"input_ids": [1, -1]}', "input_ids[1] = -1"),
+        (b'{"input_ids": [1, -100]}', "input_ids[1] = -100"),
+        (b'{"input_ids": [1, 300]}', "from 0 to 299; got input_ids[1] = 300"),
+        (b'{"input_ids": [1, 99999999999999999999]}', "input_ids[1] = 99999999999999999999"),
+        (b'{"input_ids": [1, -99999999999999999999]}', "input_ids[1] = -9999999999"),
+        (b'{"input_ids": [1], "labels": [300]}', "labels[0] = 300"),
+        (b'{"input_ids": [1], "labels": [-1]}', "labels[0] = -1"),
+        (b'{"input_ids": [1], "labels": [1.5]}', "labels[0] = 1.5"),
+        (b'{"input_ids": [1], "labels": null}', "got null"),
+        (b'{"input_ids": [1, 2], "labels": [1]}', 'expected "labels" as long as "input_ids", 2; got 1 labels'),
+        (b'{"input_ids": [], "labels": [1]}', "0; got 1 labels"),
+        (b'{"input_ids": []}', 'empty "input_ids"'),
+        (b'{"text": ""}', 'empty "text"'),
+        (b"", "a blank line"),
+        (b" \t\r", "a blank line"),
+    ],
+)
+def test_row_refused_names_file_and_line(load, line, told):
+    with pytest.raises(DataError) as caught:
+        load('{"text": "0"}', line, '{"text": "b"}', vocab_size=300)
+    assert caught.value.where.endswith("train.jsonl:2")
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_row_at_a_cut_end_is_told_as_cut(load):
+    with pytest.raises(DataError, match="is it cut off"):
+        load('{"text": "a"}', '{"text": "b', end=b"")
+
+
+def test_row_id_without_vocabulary_fits_int32(load):
+    assert load('{"input_ids": [2147483647]}').tokens(0).tolist() == [2**31 - 1]
+    with pytest.raises(DataError, match="2147483648"):
+        load('{"input_ids": [2147483648]}')
+
+
+def test_row_text_beyond_the_models_vocabulary_is_refused(load):
+    with pytest.raises(DataError, match="id 122 from tokenizer bytes"):
+        load('{"text": "az"}', vocab_size=122)
+
+
+def test_rows_empty_skip_keeps_the_row_numbers(load):
+    dataset = load("", '{"text": "a"}', '{"text": ""}', '{"input_ids": []}', '{"text": "b"}', empty="skip")
+    assert dataset.ids.tolist() == [1, 4]
+    assert dataset.lengths.tolist() == [0, 1, 0, 0, 1]
+    assert dataset.skipped == {"empty": 3}
+    assert dataset.name(4) == "train.jsonl:5"
+    assert dataset.tokens(0).tolist() == []
+    assert dataset.loss_tokens(0) == 0
+
+
+def test_rows_too_long_stop_with_the_keys_to_change(load):
+    with pytest.raises(DataError) as caught:
+        load('{"text": "abc"}', '{"text": "abcd"}', max_tokens=3)
+    assert caught.value.where.endswith(":2")
+    assert "data.0.max_tokens" in str(caught.value)
+    assert "data.0.too_long: skip" in str(caught.value)
+
+
+def test_rows_too_long_skip_is_counted(load):
+    dataset = load('{"text": "abcd"}', '{"text": "abc"}', '{"input_ids": [1, 2, 3, 4]}', max_tokens=3, too_long="skip")
+    assert dataset.ids.tolist() == [1]
+    assert dataset.skipped == {"too long": 2}
+
+
+def test_rows_without_any_left_are_an_error(load):
+    with pytest.raises(DataError, match="1 too long, 1 empty"):
+        load('{"text": "abcd"}', "", max_tokens=3, too_long="skip", empty="skip")
+
+
+def test_rows_bad_ones_come_together_first_twenty_and_a_count(load):
+    with pytest.raises(Problems) as caught:
+        load(*[f'{{"input_ids": [{-number}]}}' for number in range(1, 31)])
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 21
+    assert "train.jsonl:20" in lines[19]
+    assert "got 30, the first 20 above" in lines[20]
+    assert caught.value.exit_status == 2
+
+
+def test_rows_bad_ones_of_all_sources_come_together(tmp_path):
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text("x\n")
+    (tmp_path / "c.jsonl").write_text("")
+    sources = [DataSource(path=tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.jsonl", "d.jsonl")]
+    with pytest.raises(Problems) as caught:
+        load_dataset(sources, tokenizer=ByteTokenizer, vocab_size=None)
+    assert [os.path.basename(problem.where) for problem in caught.value.problems] == [
+        "a.jsonl:1",
+        "b.jsonl:1",
+        "c.jsonl",
+        "d.jsonl",
+    ]
+
+
+IDS = st.lists(st.integers(0, 299), min_size=1, max_size=20)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(st.tuples(IDS, st.booleans()), min_size=1, max_size=20))
+def test_rows_come_back_as_written(tmp_path_factory, rows):
+    path = tmp_path_factory.mktemp("rows") / "train.jsonl"
+    written = [{"input_ids": ids, **({"labels": [-100, *ids[1:]]} if own else {})} for ids, own in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in written))
+    dataset = load_dataset([DataSource(path=path)], tokenizer=no_tokenizer, vocab_size=300)
+    assert dataset.num_rows == len(rows)
+    assert dataset.num_tokens == sum(len(ids) for ids, _ in rows) == dataset.lengths.sum()
+    for row, values in enumerate(written):
+        assert dataset.tokens(row).tolist() == values["input_ids"]
+        assert dataset.labels(row).tolist() == values.get("labels", values["input_ids"])
+        assert dataset.loss_tokens(row) == len(values["input_ids"]) - 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(line=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
+def test_rows_any_line_is_a_row_or_an_error_of_ours(line):
+    with contextlib.suppress(LengthwiseError):
+        RowParser(None).parse(line, where="f:1", offset=0, last=False)
+
+
+def test_dataset_arrays_are_compact_and_read_only(load):
+    dataset = load('{"text": "ab"}')
+    assert (dataset.flat_tokens.dtype, dataset.offsets.dtype, dataset.lengths.dtype) == (np.int32, np.int64, np.int64)
+    assert dataset.flat_labels is None
+    with pytest.raises(ValueError, match="read-only"):
+        dataset.tokens(0)[0] = 1
+    with pytest.raises(IndexError):
+        dataset.tokens(1)
+    with pytest.raises(IndexError):
+        dataset.name(-1)

@@ -1,0 +1,155 @@
+"""Folders of text files and the Python standard library: order, what is left out, files that misbehave."""
+
+import os
+import sys
+
+import numpy as np
+import pytest
+
+from lengthwise.config import DataSource
+from lengthwise.core.errors import DataError, Problems
+from lengthwise.data import ByteTokenizer, load_dataset
+
+
+def load(*sources, tokenizer=ByteTokenizer):
+    return load_dataset(sources, tokenizer=tokenizer, vocab_size=None)
+
+
+def names(dataset):
+    return [dataset.name(row) for row in range(dataset.num_rows)]
+
+
+def test_folder_is_one_document_a_file_in_path_order(tmp_path):
+    for name in ("b.txt", "a/z.txt", "a.txt", "a/b/c.py", ".hidden", ".git/config"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode() + b"\r\n")
+    dataset = load(DataSource(path=tmp_path))
+    assert names(dataset) == ["a.txt", "a/b/c.py", "a/z.txt", "b.txt"]
+    assert bytes(dataset.tokens(1).tolist()) == b"a/b/c.py\r\n"
+
+
+def test_folder_links_are_left_out_but_the_named_folder_may_be_one(tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "secret").write_text("x")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a").write_text("a")
+    (tmp_path / "texts" / "link").symlink_to(tmp_path / "outside" / "secret")
+    (tmp_path / "texts" / "folder").symlink_to(tmp_path / "outside")
+    (tmp_path / "named").symlink_to(tmp_path / "texts")
+    assert names(load(DataSource(path=tmp_path / "named"))) == ["a"]
+
+
+def test_folder_pipes_are_left_out_and_a_named_one_is_refused(tmp_path):
+    (tmp_path / "a").write_text("a")
+    os.mkfifo(tmp_path / "pipe")
+    assert names(load(DataSource(path=tmp_path))) == ["a"]
+    with pytest.raises(DataError, match="a regular file; got something else"):
+        load(DataSource(path=tmp_path / "pipe"))
+
+
+def test_folder_without_files_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="a folder without any"):
+        load(DataSource(path=tmp_path))
+
+
+def test_folder_bad_files_come_together(tmp_path):
+    (tmp_path / "a").write_bytes(b"ok\x80")
+    (tmp_path / "b").write_bytes(b"")
+    (tmp_path / "c").write_bytes(b"fine")
+    with pytest.raises(Problems) as caught:
+        load(DataSource(path=tmp_path))
+    first, second = caught.value.problems
+    assert first.where == str(tmp_path / "a")
+    assert "byte offset 2" in first.got
+    assert (second.where, second.got) == (str(tmp_path / "b"), "an empty file")
+
+
+def test_folder_empty_files_may_be_skipped_and_keep_their_number(tmp_path):
+    (tmp_path / "a").write_bytes(b"")
+    (tmp_path / "b").write_bytes(b"fine")
+    dataset = load(DataSource(path=tmp_path, empty="skip"))
+    assert dataset.ids.tolist() == [1]
+    assert dataset.skipped == {"empty": 1}
+
+
+def test_folder_file_name_that_is_no_utf8_can_be_told(tmp_path):
+    path = os.fsencode(tmp_path) + b"/\xff"
+    with open(path, "wb") as file:
+        file.write(b"\xfe")
+    with pytest.raises(DataError, match=r"\\udcff"):
+        load(DataSource(path=tmp_path))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_file_without_permission_is_refused(tmp_path):
+    (tmp_path / "a").write_text("x")
+    (tmp_path / "a").chmod(0)
+    with pytest.raises(DataError, match="Permission denied"):
+        load(DataSource(path=tmp_path / "a"))
+
+
+@pytest.mark.parametrize("change", ["append", "replace", "remove"])
+def test_file_that_changes_while_read_is_refused(tmp_path, change):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "b"}\n')
+
+    def tokenizer():  # asked for at the first text, while the file is open
+        if change == "append":
+            with path.open("a") as file:
+                file.write('{"text": "c"}\n')
+        elif change == "replace":
+            (tmp_path / "other").write_text(path.read_text())
+            (tmp_path / "other").replace(path)
+        else:
+            path.unlink()
+        return ByteTokenizer()
+
+    with pytest.raises(DataError) as caught:
+        load(DataSource(path=path), tokenizer=tokenizer)
+    assert caught.value.where == str(path)
+    assert "No such file" in str(caught.value) if change == "remove" else "a change" in str(caught.value)
+
+
+def test_sources_number_their_rows_one_after_another(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a").write_text("aaa")
+    (tmp_path / "rows.jsonl").write_text('{"text": "b"}\n{"text": "cc"}\n')
+    dataset = load(
+        DataSource(path=tmp_path / "rows.jsonl"),
+        DataSource(path=tmp_path / "texts"),
+        DataSource(path=tmp_path / "rows.jsonl", max_tokens=1, too_long="skip"),
+    )
+    assert names(dataset) == ["rows.jsonl:1", "rows.jsonl:2", "a", "rows.jsonl:1", "rows.jsonl:2"]
+    assert dataset.ids.tolist() == [0, 1, 2, 3]
+    assert [dataset.source_key(row) for row in (1, 2, 4)] == ["data.0", "data.1", "data.2"]
+
+
+def test_stdlib_is_the_library_without_its_tests():
+    dataset = load(DataSource(python_stdlib=True))
+    found = names(dataset)
+    assert found == sorted(found)
+    assert {"ast.py", "json/decoder.py", "unittest/case.py", "pydoc_data/topics.py"} <= set(found)
+    assert not any(
+        part in {"test", "tests", "idle_test", "site-packages"} for name in found for part in name.split("/")
+    )
+    assert all(name.endswith(".py") for name in found)
+    assert dataset.num_rows == len(dataset.ids) + dataset.skipped["empty"]
+    assert dataset.name(int(np.argmax(dataset.lengths))) == "pydoc_data/topics.py"
+    if sys.version_info[:2] == (3, 11):
+        assert 650 < len(dataset.ids) < 800
+        assert 11e6 < dataset.num_tokens < 13e6
+
+
+def test_stdlib_bytes_are_the_files_own():
+    dataset = load(DataSource(python_stdlib=True))
+    row = next(row for row in range(dataset.num_rows) if dataset.name(row) == "json/decoder.py")
+    import json.decoder
+
+    with open(json.decoder.__file__, "rb") as file:
+        assert bytes(dataset.tokens(row).tolist()) == file.read()
+
+
+def test_stdlib_too_long_files_are_counted():
+    dataset = load(DataSource(python_stdlib=True, max_tokens=8192, too_long="skip"))
+    assert dataset.lengths.max() <= 8192
+    assert dataset.num_rows == len(dataset.ids) + dataset.skipped["too long"] + dataset.skipped["empty"]

@@ -1,0 +1,113 @@
+"""Tokenizers: bytes, and Hugging Face folders with and without EOS."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from lengthwise.config import DataSource
+from lengthwise.core.errors import ConfigError, DataError
+from lengthwise.data import load_dataset, load_tokenizer
+
+
+def save_tokenizer(folder, *, eos=None, adds_eos=False):
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "<eos>", "hello", "world", "é"]
+    inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if adds_eos:
+        inner.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token=eos).save_pretrained(folder)
+    return str(folder)
+
+
+def test_tokenizer_bytes_is_utf8():
+    tokenizer = load_tokenizer("bytes")
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eos_id) == ("bytes", 256, None)
+    assert tokenizer.encode("aé").tolist() == [97, 0xC3, 0xA9]
+    assert tokenizer.encode("a").dtype == np.int32
+    assert tokenizer.encode_python(b"\xff\x00").tolist() == [255, 0]
+
+
+def test_tokenizer_without_eos_adds_none(tmp_path):
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path))
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (5, None)
+    assert tokenizer.encode("hello world").tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("adds_eos", [False, True])
+def test_tokenizer_with_eos_ends_a_text_once(tmp_path, adds_eos):
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path, eos="<eos>", adds_eos=adds_eos))
+    assert tokenizer.eos_id == 1
+    assert tokenizer.encode("hello world").tolist() == [2, 3, 1]
+    assert tokenizer.encode("hello <eos>").tolist() == [2, 1] if not adds_eos else [2, 1, 1]
+
+
+def test_tokenizer_fingerprint_follows_what_it_does(tmp_path):
+    prints = {
+        load_tokenizer(save_tokenizer(tmp_path / str(number), **kinds)).fingerprint
+        for number, kinds in enumerate([{}, {}, {"eos": "<eos>"}, {"eos": "<eos>", "adds_eos": True}])
+    }
+    assert len(prints) == 3
+
+
+def test_tokenizer_decodes_python_by_its_declared_encoding(tmp_path):
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path))
+    assert tokenizer.encode_python("# coding: latin-1\né".encode("latin-1")).tolist()[-1] == 4
+    assert tokenizer.encode_python("\ufeffé".encode()).tolist() == [4]
+    for lying in (b"# coding: nonsense\n", b"# coding: ascii\n\xff", b"\xff"):
+        with pytest.raises(ValueError, match=r".+"):
+            tokenizer.encode_python(lying)
+
+
+def test_tokenizer_empty_encoding_is_an_empty_row(tmp_path):
+    name = save_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "train.jsonl").write_text('{"text": "  "}\n{"text": "hello"}\n')
+    source = {"path": tmp_path / "train.jsonl"}
+    with pytest.raises(DataError, match="without a single token"):
+        load_dataset([DataSource(**source)], tokenizer=lambda: load_tokenizer(name), vocab_size=5)
+    dataset = load_dataset([DataSource(**source, empty="skip")], tokenizer=lambda: load_tokenizer(name), vocab_size=5)
+    assert dataset.ids.tolist() == [1]
+
+
+def test_tokenizer_lone_surrogate_is_a_bad_row(tmp_path):
+    name = save_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "train.jsonl").write_text('{"text": "hello \\ud800"}\n')
+    with pytest.raises(DataError, match="surrogates not allowed"):
+        load_dataset([DataSource(path=tmp_path / "train.jsonl")], tokenizer=lambda: load_tokenizer(name), vocab_size=5)
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"tokenizer_class": "PreTrainedTokenizerFast"}'])
+def test_tokenizer_that_cannot_load_is_one_line(tmp_path, content):
+    if content is not None:
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)
+    assert caught.value.where == "tokenizer"
+
+
+def test_tokenizer_runs_no_code_of_the_folder(tmp_path):
+    mark = tmp_path / "ran"
+    (tmp_path / "tok.py").write_text(f"open({str(mark)!r}, 'w')\nclass Tok: pass\n")
+    config = {"auto_map": {"AutoTokenizer": ["tok.Tok", None]}, "tokenizer_class": "Tok"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError):
+        load_tokenizer(str(tmp_path))
+    assert not mark.exists()
+
+
+def test_tokenizer_needs_no_torch(tmp_path):
+    name = save_tokenizer(tmp_path, eos="<eos>")
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from lengthwise.data import load_tokenizer\n"
+        f"print(load_tokenizer({name!r}).encode('hello').tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[2, 1]"
