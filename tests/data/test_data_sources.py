@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -80,12 +81,16 @@ def test_folder_file_name_that_is_no_utf8_can_be_told(tmp_path):
         load(DataSource(path=tmp_path))
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_file_without_permission_is_refused(tmp_path):
+@pytest.mark.parametrize("source", ["a", "."])
+def test_file_without_permission_is_refused(tmp_path, monkeypatch, source):
+    def refuse(path, mode):
+        raise PermissionError(13, "Permission denied", str(path))
+
     (tmp_path / "a").write_text("x")
-    (tmp_path / "a").chmod(0)
-    with pytest.raises(DataError, match="Permission denied"):
-        load(DataSource(path=tmp_path / "a"))
+    monkeypatch.setattr(Path, "open", refuse)  # root, who may run the tests, reads everything
+    with pytest.raises(DataError, match="Permission denied") as caught:
+        load(DataSource(path=tmp_path / source))
+    assert caught.value.where == str(tmp_path / "a")
 
 
 @pytest.mark.parametrize("change", ["append", "replace", "remove"])

@@ -7,7 +7,6 @@ user mends them all at once.
 from __future__ import annotations
 
 import os
-import stat
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,7 +41,7 @@ def list_source(source: DataSource, report: Report) -> Listing:
         names = [name for name in _walk(root, _STDLIB_LEFT_OUT, report) if name.endswith(".py")]
         return _listing(root, "python_stdlib", names, report, python=True)
     assert source.path is not None, "a DataSource has a path or python_stdlib"
-    if source.path.is_dir():
+    if os.path.isdir(source.path):
         return _listing(source.path, source.path.name, _walk(source.path, frozenset(), report), report, python=False)
     return Listing(root=source.path, label=source.path.name, names=None, python=False)
 
@@ -87,9 +86,9 @@ def _walk(root: Path, left_out: frozenset[str], report: Report) -> list[str]:
     for folder, folders, files in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
         for name in files:
-            path = Path(folder, name)
-            if not name.startswith(".") and stat.S_ISREG(path.lstat().st_mode):
-                names.append(path.relative_to(root).as_posix())
+            path = os.path.join(folder, name)
+            if not name.startswith(".") and os.path.isfile(path) and not os.path.islink(path):
+                names.append(Path(path).relative_to(root).as_posix())
     return names
 
 

@@ -116,7 +116,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         loaded: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         vocab: dict[str, int] = loaded.get_vocab()
     except Exception as error:  # files from outside, and the Rust tokenizers raise plain Exception
-        got = f"{type(error).__name__}: {str(error)[:300]}"
+        got = f"{type(error).__name__}: {str(error)[:300].rstrip('.')}"
         raise ConfigError("tokenizer", expected=f"a tokenizer at {name}", got=got, remedy=remedy) from error
     if not vocab:
         raise ConfigError("tokenizer", expected=f"a tokenizer at {name}", got="an empty vocabulary", remedy=remedy)
