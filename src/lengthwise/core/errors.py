@@ -52,7 +52,7 @@ class PlanError(LengthwiseError):
     code, exit_status = "plan", 2
 
 
-class ModelRefused(LengthwiseError):
+class ModelRefused(LengthwiseError):  # noqa: N818 - the name says what happened
     """A model with a part that a plan would compute wrongly; it is refused by name instead."""
 
     code, exit_status = "model", 2
@@ -82,7 +82,7 @@ class NumericError(LengthwiseError):
     code = "numeric"
 
 
-class Problems(LengthwiseError):
+class Problems(LengthwiseError):  # noqa: N818 - a list of errors
     """Several problems at once, one line each; a user mends them all before the next try."""
 
     code = "problems"

@@ -10,6 +10,7 @@ import hashlib
 import io
 import tokenize
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -53,6 +54,10 @@ class Tokenizer(Protocol):
         """Encode a Python file as it lies on disk, in whatever encoding it declares."""
         ...
 
+    def save(self, folder: Path) -> None:
+        """Put the tokenizer's files beside a saved model, where it has any."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ByteTokenizer:
@@ -70,6 +75,9 @@ class ByteTokenizer:
     def encode_python(self, source: bytes) -> np.ndarray:
         """Take the bytes as they are, whatever they mean."""
         return np.frombuffer(source, dtype=np.uint8).astype(np.int32)
+
+    def save(self, folder: Path) -> None:
+        """Write nothing: bytes need no files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +105,10 @@ class HuggingFaceTokenizer:
         except SyntaxError as error:
             raise ValueError(str(error)) from None
         return self.encode(source.decode(encoding))
+
+    def save(self, folder: Path) -> None:
+        """Write the files that AutoTokenizer opens."""
+        self.tokenizer.save_pretrained(folder)
 
 
 def load_tokenizer(name: str) -> Tokenizer:

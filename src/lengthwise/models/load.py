@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from lengthwise.core.errors import ConfigError, OutputError
+from lengthwise.cost import named_shape
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -43,14 +44,15 @@ def find_model(name: str) -> ModelSource:
 
 
 def tiny_config() -> LlamaConfig:
-    """A Llama of about one million parameters over bytes: small enough to train anywhere, GQA included."""
+    """The shape `tiny`: a Llama of about one million parameters over bytes, which `plan` knows without torch."""
+    shape = named_shape("tiny")
     return LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
         max_position_embeddings=1 << 20,
         bos_token_id=None,
         eos_token_id=None,

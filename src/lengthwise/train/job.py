@@ -105,7 +105,8 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float) -> Job
         longest = max(int(each.lengths.max()) for each in (dataset, eval_dataset) if each)
         attempt(lambda: check_model_config(model.config, longest_tokens=longest))
     raise_problems(problems)
-    assert model is not None and dataset is not None, "a missing part must have been a problem"
+    assert model is not None, "a model that was not found must have been a problem"
+    assert dataset is not None, "data that was not read must have been a problem"
     job = Job(
         config=config,
         ranks=ranks,

@@ -194,4 +194,4 @@ class _Trainer:
         if self._transport.rank == 0:
             save_model(self._model, self._folder.model)
             if self._job.tokenizer is not None:
-                pass  # TODO save
+                self._job.tokenizer.save(self._folder.model)

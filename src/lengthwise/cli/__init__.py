@@ -1,0 +1,70 @@
+"""The command line: one file a verb. Heavy libraries are imported by the verb that needs them, when it runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+from lengthwise import __version__
+from lengthwise.cli.demo import Demo
+from lengthwise.cli.plan import PlanCommand
+from lengthwise.cli.train import Train
+from lengthwise.cli.verify import Verify
+from lengthwise.core.errors import LengthwiseError
+
+_INTERRUPTED = 130
+
+Command = (
+    Annotated[Train, tyro.conf.subcommand("train", prefix_name=False, description="Train a model from a run file.")]
+    | Annotated[
+        PlanCommand,
+        tyro.conf.subcommand(
+            "plan", prefix_name=False, description="Plan one step and write the plan file; needs no torch."
+        ),
+    ]
+    | Annotated[
+        Verify,
+        tyro.conf.subcommand(
+            "verify", prefix_name=False, description="Check loss and gradients of N processes against one."
+        ),
+    ]
+    | Annotated[
+        Demo,
+        tyro.conf.subcommand(
+            "demo", prefix_name=False, description="See all of it in two minutes, with no GPU and no download."
+        ),
+    ]
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and exit with its status: 0 done, 1 failed, 2 input to be mended, 130 interrupted."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments == ["--version"]:
+        print(f"lengthwise {__version__}")
+        raise SystemExit(0)
+    command = tyro.cli(
+        Command,  # type: ignore[arg-type]
+        args=arguments or ["--help"],
+        prog="lengthwise",
+        description="Train language models on sequences of very different lengths with Hybrid Data Parallelism.",
+    )
+    raise SystemExit(_status(command))
+
+
+def _status(command: Train | PlanCommand | Verify | Demo) -> int:
+    try:
+        return command.run()
+    except LengthwiseError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("interrupted: nothing was saved", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the interpreter's last flush
+        return 1

@@ -1,0 +1,123 @@
+"""`lengthwise plan`: plan one step, on any machine, without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from rich.console import Console
+
+from lengthwise.core.errors import ConfigError, OutputError
+from lengthwise.core.shape import Cluster, ModelShape
+from lengthwise.report.figures import count, seconds
+
+if TYPE_CHECKING:
+    from lengthwise.config import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCommand:
+    """Plan one step and write the plan file; prints what the step would take. Needs no torch and no GPU."""
+
+    config: Annotated[Path | None, tyro.conf.arg(metavar="CONFIG.yaml")] = None
+    """A run file: plan its first global batch, as training would."""
+    lengths: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
+    """A JSON list of lengths in tokens, or {"recipe": ..., "tokens": ..., "seed": ...} of a published data set."""
+    ranks: Annotated[int, tyro.conf.arg(metavar="N")]
+    """Ranks of the cluster: model replicas, each with its own device."""
+    capacity: Annotated[int | None, tyro.conf.arg(metavar="TOKENS")] = None
+    """Tokens that one rank can hold in one microbatch; default: the run file's capacity_tokens."""
+    planner: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """lengthwise or static; default: the run file's, else lengthwise."""
+    model_shape: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Whose costs to plan with, llama-7b for example; default: the run file's model, else llama-7b."""
+    hardware: Annotated[str | None, tyro.conf.arg(metavar="h100|cpu")] = None
+    """What the ranks are; default: cpu with --config (what this version trains on), h100 with --lengths."""
+    out: Annotated[Path, tyro.conf.arg(metavar="PLAN.json")]
+    """Where the plan file goes (JSON)."""
+
+    def run(self) -> int:
+        """Run the command; return the exit status."""
+        from lengthwise.cost import analytic_cost, named_hardware, named_shape
+        from lengthwise.planner import plan_step
+        from lengthwise.report.plans import degree_table, plan_table
+
+        if (self.config is None) == (self.lengths is None):
+            got = "neither" if self.config is None else "both"
+            raise ConfigError("plan", expected="one of --config and --lengths", got=got, remedy="Give exactly one.")
+        tokens, config, context = self._lengths()
+        capacity = self.capacity or (config.capacity_tokens if config else None)
+        if capacity is None:
+            raise ConfigError("--capacity", expected="tokens a rank can hold", got="nothing", remedy="Add --capacity.")
+        cluster = Cluster(ranks=self.ranks, capacity_tokens=capacity)
+        planner = self.planner or (config.planner if config else "lengthwise")
+        named = self.model_shape or ("llama-7b" if config is None else None)
+        shape = named_shape(named) if named or config is None else _shape_of(config)
+        cost = analytic_cost(shape, named_hardware(self.hardware or ("cpu" if config else "h100")))
+        plan = plan_step(tokens, cluster, cost, planner=planner, layers=shape.layers, context_tokens=context)
+        write_atomically(self.out, plan.to_json())
+
+        console = Console(highlight=False)
+        console.print(
+            f"{len(tokens)} sequences, {count(sum(tokens))} tokens, longest {max(tokens)}; "
+            f"{cluster.ranks} ranks of {capacity} tokens; model {shape.name} ({cost.version})"
+        )
+        console.print(plan_table({planner: plan}, cost, title="one step (model, not measured)"))
+        console.print(degree_table(plan))
+        console.print(f"bound {seconds(float(plan.notes['bound_seconds']))} (model); written to {self.out}")
+        return 0
+
+    def _lengths(self) -> tuple[list[int], RunConfig | None, int | None]:
+        """Return (lengths to plan, run file, the context that a fixed mesh must hold)."""
+        from lengthwise.config import load_config
+        from lengthwise.data import Batches, load_dataset, load_tokenizer
+        from lengthwise.planner import lengths_from_file
+
+        if self.config is None:
+            assert self.lengths is not None, "one of the two was checked to be given"
+            return list(lengths_from_file(self.lengths)), None, None
+        config = load_config(self.config)
+        dataset = load_dataset(config.data, tokenizer=lambda: load_tokenizer(config.tokenizer_name), vocab_size=None)
+        first = next(iter(Batches(dataset, config)))
+        return [int(dataset.lengths[i]) for i in first.ids], config, int(dataset.lengths.max())
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise OutputError(
+            str(path), expected="a file to write", got=str(error), remedy="Choose another --out."
+        ) from None
+
+
+def _shape_of(config: RunConfig) -> ModelShape:
+    """Read the shape of a run file's model without torch: `tiny`, or a folder's config.json."""
+    from lengthwise.cost import named_shape, shape_from_config
+
+    if config.model == "tiny":
+        return named_shape("tiny")
+    path = Path(config.model) / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "model",
+            expected="tiny, or a local folder with config.json, to know its costs",
+            got=str(error),
+            remedy="Add --model-shape llama-7b or another named shape.",
+        ) from None
+    return shape_from_config(raw)

@@ -1,0 +1,118 @@
+"""`lengthwise train`: train a model from a run file."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from lengthwise.report.figures import count, seconds
+from lengthwise.report.progress import LiveLine, step_line
+
+if TYPE_CHECKING:
+    from lengthwise.train.job import Job
+    from lengthwise.train.metrics import StepMetrics
+    from lengthwise.train.trainer import TrainResult
+
+Overrides = Annotated[
+    tuple[tuple[str, ...], ...],
+    tyro.conf.UseAppendAction,
+    tyro.conf.arg(name="set", metavar="a.b=value [a.b=value ...]"),
+]
+
+RunFile = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG.yaml")]
+Ranks = Annotated[int | None, tyro.conf.arg(metavar="N")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a model. Started alone it spawns one process a rank; under torchrun it takes torchrun's ranks."""
+
+    config: RunFile
+    """The run file (YAML)."""
+    ranks: Ranks = None
+    """Processes to start on this machine; default: one a GPU, else 1. Not with torchrun."""
+    set: Overrides = ()
+    """Change a key of the run file for this run: --set optimizer.lr=1e-4 steps=20"""
+    overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Delete an earlier run in the output folder first."""
+    timeout_seconds: float = 600.0
+    """How long a rank waits for another, in seconds, before the run ends with an error that names it."""
+
+    def run(self) -> int:
+        """Run the command; return the exit status."""
+        from lengthwise.cli.start import prepare, run_ranks
+        from lengthwise.train.folder import RunFolder
+        from lengthwise.train.trainer import train_rank
+
+        start = prepare(self.config, self.set, ranks=self.ranks, timeout_seconds=self.timeout_seconds)
+        job = start.job
+        if start.is_first:
+            RunFolder(job.config.output).check_free(overwrite=self.overwrite)
+            print(describe_job(job), flush=True)
+        progress = PrintedProgress(LiveLine(sys.stdout))
+        result = run_ranks(start, lambda world, note: train_rank(job, world, progress, note))
+        if not start.is_first:
+            return 0
+        print_summary(job, result)
+        return 128 + result.stopped_by if result.stopped_by == signal.SIGINT else 0
+
+
+class PrintedProgress:
+    """Prints the live line; lives in the process of rank 0."""
+
+    def __init__(self, line: LiveLine) -> None:
+        self._line = line
+
+    def step(self, metrics: StepMetrics, num_steps: int) -> None:
+        """Show a finished step."""
+        self._line.update(
+            step_line(
+                step=metrics.step,
+                num_steps=num_steps,
+                loss=metrics.loss,
+                tokens_per_second=metrics.tokens_per_second,
+                imbalance_ratio=metrics.imbalance_ratio,
+                idle_ratio=metrics.idle_ratio,
+                ring_token_ratio=metrics.ring_token_ratio,
+                step_seconds=metrics.step_seconds,
+            )
+        )
+        if metrics.step == num_steps:
+            self._line.close()
+
+    def evaluated(self, step: int, loss: float, num_tokens: int) -> None:
+        """Show a finished evaluation."""
+        self._line.write(f"evaluation after step {step}: loss {loss:.4f} over {count(num_tokens)} tokens")
+
+
+def describe_job(job: Job) -> str:
+    """Say in a few lines what is about to run."""
+    data, config = job.dataset, job.config
+    skipped = "".join(f", {number} left out ({reason})" for reason, number in data.skipped.items())
+    start = "its weights" if job.model.weights else f"fresh weights from seed {config.seed}"
+    device = "1 process" if job.ranks == 1 else f"{job.ranks} processes"
+    return (
+        f"model   {job.model.name} ({job.model.config.model_type}), {start}, {config.precision}\n"
+        f"data    {len(data.ids)} sequences, {count(data.num_tokens)} tokens, "
+        f"longest {data.lengths.max()}{skipped}\n"
+        f"ranks   {device} on CPU, {config.capacity_tokens} tokens each a microbatch, planner {config.planner}\n"
+        f"output  {config.output}"
+    )
+
+
+def print_summary(job: Job, result: TrainResult) -> None:
+    """Say how the run ended and where its files are."""
+    if result.stopped_by is not None:
+        print(f"\nstopped by {signal.Signals(result.stopped_by).name} after step {result.steps}; the model is saved")
+    rate = count(result.num_tokens / result.seconds)
+    print(
+        f"done    {result.steps} steps, {count(result.num_tokens)} tokens in {seconds(result.seconds)} "
+        f"({rate} tokens/s), loss {result.first_loss:.4f} -> {result.last_loss:.4f}\n"
+        f"model   {job.config.output / 'model'} (open it with from_pretrained)\n"
+        f"steps   {job.config.output / 'metrics.jsonl'}, ledger.jsonl, plans/"
+    )

@@ -1,0 +1,102 @@
+"""`lengthwise verify`: is the plan's arithmetic that of one process, on this model and this data?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from lengthwise.cli.train import Overrides, Ranks, RunFile
+from lengthwise.core.errors import PlanError
+from lengthwise.report.figures import count
+
+if TYPE_CHECKING:
+    from lengthwise.core.plan import Plan
+    from lengthwise.train.job import Job
+    from lengthwise.train.verify import Verification
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify:
+    """Compute the first global batch on N processes and in one, and compare loss and every gradient.
+
+    Exits with 1 when a difference is above 1e-12 in fp64, 1e-5 in fp32, 2e-2 in bf16 (relative L2 of each tensor,
+    floored by 1e-3 of the median tensor's norm). The one process runs the plain Hugging Face model, one sequence at a
+    time.
+    """
+
+    config: RunFile
+    """The run file (YAML)."""
+    ranks: Ranks = None
+    """Processes to start on this machine; default: one a GPU, else 1. Not with torchrun."""
+    set: Overrides = ()
+    """Change a key of the run file: --set precision=fp64 global_batch.sequences=8"""
+    plan: Annotated[Path | None, tyro.conf.arg(metavar="PLAN.json")] = None
+    """Run this plan file of any planner in place of one made here; its lengths must be those of the first batch."""
+    timeout_seconds: float = 600.0
+    """How long a rank waits for another, in seconds."""
+
+    def run(self) -> int:
+        """Run the command; return the exit status."""
+        from lengthwise.cli.start import prepare, run_ranks
+        from lengthwise.train.verify import first_batch, verify_rank
+
+        start = prepare(self.config, self.set, ranks=self.ranks, timeout_seconds=self.timeout_seconds)
+        job = start.job
+        batch = first_batch(job)
+        plan = job.make_plan(batch.lengths) if self.plan is None else read_plan(self.plan, job, batch.lengths)
+        if start.is_first:
+            print(
+                f"verify: {len(batch.ids)} sequences, {count(sum(batch.lengths))} tokens, {job.config.precision}, "
+                f"{job.ranks} ranks against one process",
+                flush=True,
+            )
+        found = run_ranks(start, lambda world, note: verify_rank(job, plan, world, note))
+        if found is None:  # a torchrun rank other than 0
+            return 0
+        print("\n".join(verification_lines(found)))
+        return 0 if found.passed else 1
+
+
+def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
+    """Read a plan file and check that it is a plan for this batch on these ranks.
+
+    Raises:
+        PlanError: it is not, or it has what this version cannot run.
+    """
+    from lengthwise.core.plan import Plan
+    from lengthwise.planner import check_plan
+    from lengthwise.program import refuse_unsupported
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(str(path), expected="a plan file", got=str(error), remedy="Give another --plan.") from None
+    plan = Plan.from_json(text, str(path))
+    check_plan(plan)
+    refuse_unsupported(plan)
+    if plan.ranks != job.ranks or plan.tokens != lengths:
+        raise PlanError(
+            str(path),
+            expected=f"a plan for {job.ranks} ranks and the first batch's lengths {list(lengths[:8])}...",
+            got=f"{plan.ranks} ranks and {list(plan.tokens[:8])}...",
+            remedy="Make it from the lengths of the first global batch.",
+        )
+    return plan
+
+
+def verification_lines(found: Verification) -> list[str]:
+    """Say what was compared and how far apart it was."""
+    rings = sum(1 for m in found.plan.microbatches for p in m.pieces if p.degree > 1)
+    worst = sorted(found.gradients.items(), key=lambda item: -item[1])[:5]
+    width = max(len(name) for name, _ in worst)
+    return [
+        f"plan: {len(found.plan.microbatches)} microbatches, {rings} rings, "
+        f"{count(found.plan.ring_tokens)} tokens in rings",
+        f"loss: {found.loss:.9f}, one process {found.reference_loss:.9f}, difference {found.loss_difference:.2e}",
+        f"gradients: {len(found.gradients)} tensors; the largest differences:",
+        *(f"  {name:<{width}}  {difference:.2e}" for name, difference in worst),
+        f"tolerance {found.tolerance:g}: {'PASS' if found.passed else 'FAIL'}",
+    ]

@@ -1,0 +1,31 @@
+"""Numbers as a person reads them."""
+
+from __future__ import annotations
+
+
+def count(value: float) -> str:
+    """Write a count in three significant digits: 731, 12.1K, 1.05M, 384M."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "K")):
+        if value >= limit:
+            return f"{_three_digits(value / limit)}{unit}"
+    return f"{value:.0f}" if value == int(value) or value >= 100 else _three_digits(value)
+
+
+def seconds(value: float) -> str:
+    """Write a duration with its unit: 3.20 ms, 1.25 s, 2 min 05 s."""
+    if value < 1e-3:
+        return f"{_three_digits(value * 1e6)} us"
+    if value < 1:
+        return f"{_three_digits(value * 1e3)} ms"
+    if value < 100:
+        return f"{_three_digits(value)} s"
+    return f"{int(value // 60)} min {int(value % 60):02d} s"
+
+
+def percent(ratio: float) -> str:
+    """Write a ratio of 0.1234 as 12.3 %."""
+    return f"{100 * ratio:.1f} %"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"

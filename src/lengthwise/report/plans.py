@@ -1,0 +1,64 @@
+"""Plans side by side: what one step would take, as the cost model sees it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from rich.table import Table
+
+from lengthwise.core.plan import Plan
+from lengthwise.cost import CostModel
+from lengthwise.planner import score
+from lengthwise.report.figures import count, percent, seconds
+
+
+def plan_table(plans: Mapping[str, Plan], cost: CostModel, *, title: str) -> Table:
+    """Compare plans of the same step, one row a planner; all times are the cost model's."""
+    table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("planner")
+    for heading in ("step time", "idle", "tokens in rings", "above the bound", "microbatches"):
+        table.add_column(heading, justify="right")
+    for name, plan in plans.items():
+        scored = score(plan, cost)
+        bound = float(plan.notes["bound_seconds"])
+        table.add_row(
+            name,
+            seconds(scored.makespan_seconds),
+            percent(scored.idle_ratio),
+            percent(scored.ring_token_ratio),
+            percent(scored.makespan_seconds / bound - 1),
+            str(len(plan.microbatches)),
+        )
+    return table
+
+
+def degree_table(plan: Plan) -> Table:
+    """List how many sequences and tokens are cut over how many ranks, powers of two together above 8."""
+    sequences, tokens = Counter[str](), Counter[str]()
+    order: dict[str, int] = {}
+    for microbatch in plan.microbatches:
+        for piece in microbatch.pieces:
+            label = _degree_label(piece.degree)
+            order.setdefault(label, piece.degree)
+            sequences[label] += len(piece.sequences)
+            tokens[label] += sum(plan.tokens[i] for i in piece.sequences)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("ranks a sequence", "sequences", "tokens", "share of tokens"):
+        table.add_column(heading, justify="right")
+    for label in sorted(order, key=lambda label: order[label]):
+        share = percent(tokens[label] / sum(plan.tokens))
+        table.add_row(label, str(sequences[label]), count(tokens[label]), share)
+    return table
+
+
+def degrees(plan: Plan) -> tuple[int, ...]:
+    """Return the degrees that occur in a plan, ascending."""
+    return tuple(sorted({piece.degree for microbatch in plan.microbatches for piece in microbatch.pieces}))
+
+
+def _degree_label(degree: int) -> str:
+    if degree <= 8:
+        return str(degree)
+    low = 1 << (degree - 1).bit_length() - 1
+    return f"{low + 1}-{2 * low}"
