@@ -7,11 +7,11 @@ exist, and never more tokens on a rank than it holds. All problems are told at o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from lengthwise.core.cut import chunk_bounds
 from lengthwise.core.errors import LengthwiseError, PlanError, raise_problems
 from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.planner.holding import held_tokens
 
 _TOLD = 20  # problems told in full; a broken plan can have thousands
 _REMEDY = "Mend the plan or the planner that wrote it."
@@ -94,7 +94,8 @@ def _capacity_problems(plan: Plan, microbatch: Microbatch, where: str) -> list[P
     held: Counter[int] = Counter()
     cut: Counter[int] = Counter()
     for piece in microbatch.pieces:
-        for rank, tokens in zip(piece.ranks, _held_tokens(plan.tokens, piece), strict=True):
+        held_here = held_tokens([plan.tokens[i] for i in piece.sequences], piece.degree, piece.shares)
+        for rank, tokens in zip(piece.ranks, held_here.tolist(), strict=True):
             held[rank] += tokens
             cut[rank] += len(piece.sequences) if piece.degree > 1 else 0
     layers = max(plan.layers, 2)
@@ -108,20 +109,6 @@ def _capacity_problems(plan: Plan, microbatch: Microbatch, where: str) -> list[P
         for rank, tokens in held.items()
         if tokens * kept > (plan.capacity + cut[rank]) * layers * (1 + 1e-12)
     ]
-
-
-def _held_tokens(tokens: Sequence[int], piece: Piece) -> list[int]:
-    """Count the tokens that each position of a piece holds."""
-    degree = piece.degree
-    if degree == 1:
-        return [sum(tokens[i] for i in piece.sequences)]
-    held = [0] * degree
-    for i in piece.sequences:
-        bounds = chunk_bounds(tokens[i], degree, piece.shares)
-        for j in range(degree):
-            low, high = bounds[j + 1] - bounds[j], bounds[2 * degree - j] - bounds[2 * degree - 1 - j]
-            held[j] += low + high
-    return held
 
 
 def _count_problems(plan: Plan) -> Iterator[PlanError]:

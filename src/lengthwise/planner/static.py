@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lengthwise.core.cut import chunk_bounds
-from lengthwise.core.errors import PlanError
+from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.core.shape import Cluster
+from lengthwise.planner.holding import held_tokens
 from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.rings import ring_order
 
@@ -23,6 +24,7 @@ def plan_static(request: PlanRequest) -> list[Microbatch]:
     """Plan one step on the fixed mesh that `context_tokens` asks for.
 
     Raises:
+        ConfigError: a context that is not a number of tokens.
         PlanError: a context that the cluster cannot hold, or a sequence longer than the context.
     """
     cluster = request.cluster
@@ -58,6 +60,10 @@ def _context_tokens(request: PlanRequest) -> int:
     context = request.context_tokens
     if context is None:
         return longest
+    if isinstance(context, bool) or not isinstance(context, int) or context < 1:
+        raise ConfigError(
+            "context_tokens", expected="a whole number of at least 1", got=repr(context), remedy="Give it in tokens."
+        )
     if context < longest:
         raise PlanError(
             f"sequence {request.tokens.index(longest)}",
@@ -75,28 +81,21 @@ def _pack_in_order(tokens: Sequence[int], cp: int, capacity_tokens: int) -> list
     on a position, which the plan file allows once a sequence.
     """
     packs: list[list[int]] = []
-    totals = np.zeros(len(tokens), dtype=np.int64)
-    held = np.zeros((len(tokens) if cp > 1 else 0, cp), dtype=np.int64)
+    held: list[NDArray[np.int64]] = []
+    room = np.full(len(tokens), cp * capacity_tokens, dtype=np.int64)
     for i, length in enumerate(tokens):
-        share = _held_tokens(length, cp) if cp > 1 else None
-        for pack in np.flatnonzero(totals[: len(packs) + 1] + length <= cp * capacity_tokens).tolist():
-            if share is None or np.all(held[pack] + share <= capacity_tokens + _cut(packs, pack) + 1):
+        share = held_tokens([length], cp)
+        rounding = 1 if cp > 1 else 0
+        for pack in np.flatnonzero(room[: len(packs) + 1] >= length).tolist():
+            if pack == len(packs):
+                packs.append([])
+                held.append(np.zeros(cp, dtype=np.int64))
+            most = capacity_tokens + rounding * (len(packs[pack]) + 1)
+            if (held[pack] + share).max() <= most:
+                packs[pack].append(i)
+                held[pack] += share
+                room[pack] -= length
                 break
         else:
             raise AssertionError(f"no pack for sequence {i} of {length} tokens over {cp} x {capacity_tokens}")
-        if pack == len(packs):
-            packs.append([])
-        packs[pack].append(i)
-        totals[pack] += length
-        if share is not None:
-            held[pack] += share
     return packs
-
-
-def _cut(packs: Sequence[Sequence[int]], pack: int) -> int:
-    return len(packs[pack]) if pack < len(packs) else 0
-
-
-def _held_tokens(length: int, degree: int) -> np.ndarray:
-    chunks = np.diff(np.array(chunk_bounds(length, degree), dtype=np.int64))
-    return chunks[:degree] + chunks[: degree - 1 : -1]

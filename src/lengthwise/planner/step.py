@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
@@ -48,11 +49,13 @@ def plan_step(
         A plan whose notes hold planner, predicted_seconds (the makespan), bound_seconds and cost (the version).
 
     Raises:
-        ConfigError: unknown planner.
+        ConfigError: unknown planner, or layers or context_tokens below 1.
         PlanError: no sequences, a length below 1, or sequences that the cluster cannot hold (all of them named).
     """
     if planner not in _PLANNERS:
         raise unknown_name("planner", planner, PLANNERS)
+    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
+        raise ConfigError("layers", expected="a whole number of at least 1", got=repr(layers), remedy="Mend layers.")
     lengths = read_tokens(tokens)
     refuse_unheld(lengths, cluster)
     request = PlanRequest(tokens=lengths, cluster=cluster, cost=cost, context_tokens=context_tokens)

@@ -1,0 +1,133 @@
+"""The bound against every plan there is, for a few sequences on two or three ranks."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lengthwise.core.cut import local_tokens
+from lengthwise.core.errors import PlanError
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import CostModel
+from lengthwise.planner import bound_seconds
+
+Piece = tuple[tuple[int, ...], tuple[int, ...]]  # ranks, lengths
+
+COSTS = st.builds(
+    CostModel,
+    quadratic_seconds=st.sampled_from([0.0, 1.0]),
+    linear_seconds=st.sampled_from([1.0, 40.0]),
+    fixed_seconds=st.sampled_from([0.0, 100.0, 3000.0]),
+    ring_seconds=st.sampled_from([0.0, 9.0, 200.0]),
+    hop_seconds=st.sampled_from([0.0, 70.0]),
+)
+LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=3)
+
+
+def _partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
+    """Yield every way to put items, by index, into groups."""
+    if not items:
+        yield []
+        return
+    for rest in _partitions(items[1:]):
+        yield [[items[0]], *rest]
+        for i, group in enumerate(rest):
+            yield [*rest[:i], [items[0], *group], *rest[i + 1 :]]
+
+
+def _fits(microbatch: Sequence[Piece], ranks: int, capacity: int) -> bool:
+    for rank in range(ranks):
+        held = allowed = 0
+        for where, lengths in microbatch:
+            if rank in where:
+                held += local_tokens(lengths, len(where), where.index(rank))
+                allowed += len(lengths) if len(where) > 1 else 0
+        if held > capacity + allowed:
+            return False
+    return True
+
+
+def _makespan(microbatches: Sequence[Sequence[Piece]], ranks: int, cost: CostModel) -> float:
+    free = [0.0] * ranks
+    for microbatch in microbatches:
+        named = {rank for where, _ in microbatch for rank in where}
+        start = max(free[rank] for rank in named)
+        for rank in named:
+            own = [cost.piece_seconds(lengths, len(where)) for where, lengths in microbatch if rank in where]
+            free[rank] = start + cost.fixed_seconds + sum(own)
+    return max(free)
+
+
+def _least_makespan(lengths: Sequence[int], ranks: int, capacity: int, cost: CostModel, *, lone: bool) -> float:
+    """Try every plan: pieces, their ranks, their microbatches, and every order."""
+    places = [where for n in range(1, ranks + 1) for where in itertools.combinations(range(ranks), n)]
+    best = float("inf")
+    for groups in _partitions(range(len(lengths))):
+        for chosen in itertools.product(places, repeat=len(groups)):
+            if lone and any(len(where) > 1 and len(group) > 1 for where, group in zip(chosen, groups, strict=True)):
+                continue
+            pieces = [(where, tuple(lengths[i] for i in group)) for where, group in zip(chosen, groups, strict=True)]
+            joined = [[[i] for i in range(len(pieces))]] if lone else _partitions(range(len(pieces)))
+            for together in joined:
+                microbatches = [[pieces[i] for i in group] for group in together]
+                if all(_fits(microbatch, ranks, capacity) for microbatch in microbatches):
+                    for order in itertools.permutations(microbatches):
+                        best = min(best, _makespan(order, ranks, cost))
+    return best
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, capacity=st.integers(10, 30), cost=COSTS)
+def test_bound_is_below_every_plan_on_two_ranks(lengths: list[int], capacity: int, cost: CostModel) -> None:
+    lengths = [min(length, 2 * capacity) for length in lengths]
+    cluster = Cluster(ranks=2, capacity_tokens=capacity)
+    for lone in (True, False):
+        best = _least_makespan(lengths, 2, capacity, cost, lone=lone)
+        assert bound_seconds(lengths, cluster, cost, lone_rings=lone) <= best * (1 + 1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths=LENGTHS, capacity=st.integers(10, 30), cost=COSTS)
+def test_bound_is_below_every_plan_of_lone_rings_on_three_ranks(
+    lengths: list[int], capacity: int, cost: CostModel
+) -> None:
+    cluster = Cluster(ranks=3, capacity_tokens=capacity)
+    best = _least_makespan(lengths, 3, capacity, cost, lone=True)
+    assert bound_seconds(lengths, cluster, cost) <= best * (1 + 1e-9)
+
+
+def test_bound_is_the_work_over_the_ranks_where_nothing_is_long() -> None:
+    cost = CostModel(linear_seconds=2.0, fixed_seconds=5.0)
+    assert bound_seconds([10] * 40, Cluster(ranks=4, capacity_tokens=50), cost) == pytest.approx((2 + 5 / 50) * 400 / 4)
+
+
+def test_bound_is_the_quickest_time_of_the_longest_where_that_is_more() -> None:
+    cost = CostModel(linear_seconds=1.0, hop_seconds=1.0, fixed_seconds=3.0)
+    quickest = 400 / 20 + 19 + 3
+    assert bound_seconds([400], Cluster(ranks=1000, capacity_tokens=400), cost) == pytest.approx(quickest)
+
+
+def test_bound_charges_a_ring_a_launch_on_each_rank() -> None:
+    cost = CostModel(linear_seconds=1.0, fixed_seconds=30.0)
+    cluster = Cluster(ranks=2, capacity_tokens=60)
+    assert bound_seconds([100, 60], cluster, cost) == pytest.approx((100 + 2 * 30 + 60 + 30) / 2)
+    assert bound_seconds([100, 60], cluster, cost, lone_rings=False) < (100 + 60 + 60 + 30) / 2
+
+
+def test_bound_of_a_ring_that_cannot_hide_its_transfers_holds_them() -> None:
+    cost = CostModel(linear_seconds=1.0, ring_seconds=7.0)
+    assert bound_seconds([100], Cluster(ranks=2, capacity_tokens=50), cost) == pytest.approx((100 + 700) / 2)
+
+
+def test_bound_refuses_what_does_not_fit() -> None:
+    with pytest.raises(PlanError, match="sequence 1"):
+        bound_seconds([5, 500], Cluster(ranks=2, capacity_tokens=60), CostModel(linear_seconds=1.0))
+
+
+@pytest.mark.parametrize("lone_rings", [True, False])
+def test_bound_ends_where_only_rings_cost_anything(lone_rings: bool) -> None:
+    cost = CostModel(ring_seconds=1.0)
+    bound = bound_seconds([100, 5], Cluster(ranks=4, capacity_tokens=50), cost, lone_rings=lone_rings)
+    assert 0 <= bound <= 50 * (1 + 1e-9)

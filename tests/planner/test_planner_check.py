@@ -1,0 +1,116 @@
+"""Every rule of the plan file, broken one at a time."""
+
+import json
+from typing import Any
+
+import pytest
+
+from lengthwise.core.errors import PlanError, Problems
+from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.planner import check_plan
+
+
+def _plan(**changes: Any) -> Plan:
+    raw: dict[str, Any] = {
+        "schema": "lengthwise.plan/1",
+        "ranks": 4,
+        "layers": 8,
+        "capacity": 100,
+        "tokens": [250, 60, 40, 10],
+        "microbatches": [
+            {"ranks": [0, 2, 1], "sequences": [0]},
+            {"ranks": [3], "sequences": [1, 2]},
+            {"ranks": [0], "sequences": [3]},
+        ],
+    }
+    return Plan.from_json(json.dumps({**raw, **changes}))
+
+
+def test_check_plan_accepts_a_sound_plan() -> None:
+    check_plan(_plan())
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([{"ranks": [0, 1, 4], "sequences": [0]}], "microbatch 0, piece 0: .*got rank 4"),
+        ([{"ranks": [0, 1, 1], "sequences": [0]}], "microbatch 0, piece 0: .*rank 1 2 times"),
+        ([{"ranks": [0, 1, 2], "sequences": [9]}], "microbatch 0, piece 0: .*got sequence 9"),
+        ([{"ranks": [], "sequences": [0]}], "microbatch 0, piece 0: expected at least one rank"),
+        ([{"ranks": [0], "sequences": []}], "microbatch 0, piece 0: expected at least one sequence"),
+        ([{"ranks": [0, 1], "sequences": [0]}], "microbatch 0, rank 0: expected at most 100 .*got 126|got 12"),
+        ([{"ranks": [0, 1, 2], "sequences": [0]}], "sequence 1 of 60 tokens: .*got in 0 places"),
+        ([{"ranks": [0], "sequences": [3, 3]}], "sequence 3 of 10 tokens: .*got in 2 places"),
+        ([{"ranks": [0, 1, 2], "sequences": [0], "heads": 2}], "heads that divide the 3 ranks"),
+        ([{"ranks": [0, 1, 2], "sequences": [0], "shares": [1, 1]}], "3 shares, one a rank"),
+        ([{"ranks": [0, 1, 2], "sequences": [0], "shares": [0, 0, 0]}], "finite sum above 0"),
+        (
+            [{"pieces": [{"ranks": [0, 1, 2], "sequences": [0]}, {"ranks": [1], "sequences": [1]}]}],
+            r"microbatch 0, rank 1: expected at most 100 tokens held \(\+ 1 for rounding\)",
+        ),
+    ],
+)
+def test_check_plan_names_the_broken_rule(rows: list[dict[str, Any]], told: str) -> None:
+    with pytest.raises((PlanError, Problems), match=told):
+        check_plan(_plan(microbatches=rows))
+
+
+def test_check_plan_refuses_a_microbatch_without_pieces() -> None:
+    plan = Plan(ranks=1, layers=1, capacity=9, tokens=(), microbatches=(Microbatch(pieces=()),))
+    with pytest.raises(PlanError, match="microbatch 0: expected at least one piece"):
+        check_plan(plan)
+
+
+@pytest.mark.parametrize(
+    ("feature", "changes"),
+    [
+        ("heads", {"microbatches": [{"ranks": [0, 1], "sequences": [0], "heads": 2}], "tokens": [20]}),
+        ("shares", {"microbatches": [{"ranks": [0, 1], "sequences": [0], "shares": [1, 2]}], "tokens": [20]}),
+        ("waves", {"schedule": {"kind": "waves"}}),
+        ("pipeline", {"schedule": {"kind": "pipeline", "stages": 2, "virtual": 1}}),
+    ],
+)
+def test_check_plan_wants_used_features_listed(feature: str, changes: dict[str, Any]) -> None:
+    check_plan(_plan(**changes, requires=[feature]))
+    with pytest.raises(PlanError, match=f'requires: expected "{feature}" listed'):
+        check_plan(_plan(**changes))
+
+
+def test_check_plan_wants_stages_of_a_pipeline() -> None:
+    with pytest.raises(PlanError, match="schedule: virtual"):
+        check_plan(_plan(schedule={"kind": "pipeline", "stages": 2}, requires=["pipeline"]))
+
+
+def test_check_plan_counts_tokens_after_offload() -> None:
+    rows = [{"ranks": [0], "sequences": [0], "offload": 1.0}]
+    check_plan(_plan(tokens=[400], microbatches=rows))  # 2 of 8 layers stay: 400 x 2 / 8
+    with pytest.raises(PlanError, match=r"401 tokens at offload 1\.0"):
+        check_plan(_plan(tokens=[401], microbatches=rows))
+
+
+def test_check_plan_allows_rounding_for_cut_sequences_only() -> None:
+    check_plan(_plan(tokens=[200], microbatches=[{"ranks": [0, 1], "sequences": [0]}]))
+    check_plan(_plan(tokens=[199, 3], microbatches=[{"ranks": [0, 1], "sequences": [0, 1]}]))
+    with pytest.raises(PlanError, match=r"at most 100 tokens held \(\+ 0 for rounding\); got 101 tokens"):
+        check_plan(_plan(tokens=[101], microbatches=[{"ranks": [0], "sequences": [0]}]))
+
+
+def test_check_plan_weighs_shares() -> None:
+    rows = [{"ranks": [0, 1], "sequences": [0], "shares": [3, 1]}]
+    check_plan(_plan(tokens=[134], requires=["shares"], microbatches=rows))
+    with pytest.raises(PlanError, match="microbatch 0, rank 0"):
+        check_plan(_plan(tokens=[140], requires=["shares"], microbatches=rows))
+
+
+def test_check_plan_tells_all_problems_and_counts_the_rest() -> None:
+    plan = Plan(ranks=1, layers=1, capacity=9, tokens=(5,) * 100, microbatches=())
+    with pytest.raises(Problems, match="80 more problems") as caught:
+        check_plan(plan)
+    assert len(caught.value.problems) == 21
+
+
+def test_check_plan_refuses_lengths_below_one() -> None:
+    piece = Piece(ranks=(0,), sequences=(0,))
+    plan = Plan(ranks=1, layers=1, capacity=9, tokens=(0,), microbatches=(Microbatch(pieces=(piece,)),))
+    with pytest.raises(PlanError, match=r"tokens\[0\]"):
+        check_plan(plan)

@@ -1,0 +1,56 @@
+"""Degrees: the closed form against trying every degree."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lengthwise.cost import CostModel
+from lengthwise.planner.degrees import filling_degrees, grown_degrees, least_degrees, most_degrees, quickest_degrees
+
+COSTS = st.builds(
+    CostModel,
+    quadratic_seconds=st.sampled_from([0.0, 1.0, 1e-3]),
+    linear_seconds=st.sampled_from([1.0, 30.0, 32768.0]),
+    fixed_seconds=st.sampled_from([0.0, 50.0, 1e6]),
+    ring_seconds=st.sampled_from([0.0, 10.0, 4e3, 1e5]),
+    hop_seconds=st.sampled_from([0.0, 20.0, 1e5]),
+)
+
+
+@given(
+    cost=COSTS, length=st.integers(1, 10**6), least=st.integers(1, 5), most=st.integers(0, 60), share=st.floats(0.02, 3)
+)
+def test_least_degrees_agrees_with_trying_all(
+    cost: CostModel, length: int, least: int, most: int, share: float
+) -> None:
+    most += least
+    seconds = share * cost.piece_seconds([length], 1) + cost.fixed_seconds
+    tried = [d for d in range(least, most + 1) if cost.piece_seconds([length], d) + cost.fixed_seconds <= seconds]
+    (found,) = least_degrees(cost, np.array([length]), np.array([least]), np.array([most]), seconds).tolist()
+    if found <= most:  # within rounding of the limit the smaller degree may be taken
+        assert cost.piece_seconds([length], found) + cost.fixed_seconds <= seconds * (1 + 2e-9)
+        assert not tried or found <= tried[0]
+    else:
+        assert not tried
+
+
+def test_quickest_degrees_stops_growing_where_hops_outweigh_the_gain() -> None:
+    cost = CostModel(linear_seconds=1.0, hop_seconds=1.0)
+    (degree,) = quickest_degrees(cost, np.array([400]), np.array([1]), np.array([400])).tolist()
+    assert 17 <= degree <= 23  # 400 / d + d is least at 20
+
+
+def test_grown_degrees_leave_about_the_floor_on_a_rank() -> None:
+    cost = CostModel(quadratic_seconds=1.0)
+    lengths, least = np.array([100_000]), np.array([2])
+    most = most_degrees(lengths, least, 64, 4096)
+    assert grown_degrees(cost, lengths, least, most, 1.0).tolist() == [24]
+
+
+def test_most_degrees_never_undo_what_memory_needs() -> None:
+    assert most_degrees(np.array([5000]), np.array([5]), 8, 4096).tolist() == [5]
+
+
+def test_filling_degrees_fill_the_line_where_growth_allows() -> None:
+    degrees, most = np.array([40, 40, 28, 1, 2]), np.array([64, 50, 64, 1, 9])
+    assert filling_degrees(degrees, most, 64).tolist() == [64, 40, 32, 1, 2]

@@ -1,0 +1,172 @@
+"""Whole plans of `plan_step`: valid, predicted, bounded and repeatable, whatever the lengths and ranks."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lengthwise.core.errors import ConfigError, PlanError
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import CostModel, analytic_cost, named_hardware, named_shape
+from lengthwise.planner import PLANNERS, bound_seconds, check_plan, draw_lengths, plan_step, ring_order, score
+
+COMPUTE = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
+ALL_TERMS = CostModel(
+    quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3, version="7b, 8 kv heads"
+)
+COSTS = (
+    COMPUTE,
+    ALL_TERMS,
+    CostModel(linear_seconds=1.0, hop_seconds=500.0),
+    CostModel(fixed_seconds=1.0),
+    CostModel(ring_seconds=1.0),
+    analytic_cost(named_shape("llama-7b"), named_hardware("h100")),
+)
+CAPACITY = 97  # prime, so that nothing divides
+RANKS = (1, 2, 3, 5, 6, 7, 12, 13, 97)
+UGLY = st.sampled_from([1, 2, 3, 89, CAPACITY - 1, CAPACITY, CAPACITY + 1, 2 * CAPACITY, 2 * CAPACITY + 1, 1009])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    ranks=st.sampled_from(RANKS),
+    tokens=st.lists(UGLY | st.integers(1, 2000), min_size=1, max_size=40),
+    giant=st.booleans(),
+    ones=st.integers(0, 30),
+    cost=st.sampled_from(COSTS),
+    planner=st.sampled_from(PLANNERS),
+)
+def test_plan_step_plans_any_lengths_on_any_ranks(
+    ranks: int, tokens: list[int], giant: bool, ones: int, cost: CostModel, planner: str
+) -> None:
+    cluster = Cluster(ranks=ranks, capacity_tokens=CAPACITY)
+    tokens = [min(length, cluster.longest_tokens) for length in tokens] + [1] * ones
+    tokens += [cluster.longest_tokens] if giant else []
+    plan = plan_step(tokens, cluster, cost, planner=planner, layers=4)
+    check_plan(plan)
+    makespan = score(plan, cost).makespan_seconds
+    assert plan.notes["predicted_seconds"] == makespan
+    assert plan.notes["bound_seconds"] <= makespan * (1 + 1e-9)
+    assert bound_seconds(tokens, cluster, cost, lone_rings=False) <= makespan * (1 + 1e-9)
+    assert plan.tokens == tuple(tokens)
+    for microbatch in plan.microbatches:
+        (piece,) = microbatch.pieces
+        assert piece.ranks == ring_order(min(piece.ranks), piece.degree)
+
+
+@pytest.mark.parametrize("recipe", ["prolong", "wikipedia", "github", "byted"])
+@pytest.mark.parametrize("cost", [COMPUTE, ALL_TERMS], ids=["compute", "all-terms"])
+def test_plan_step_ends_near_the_bound_on_published_lengths(recipe: str, cost: CostModel) -> None:
+    cluster = Cluster(ranks=64, capacity_tokens=8192)
+    tokens = draw_lengths(recipe, 8 * 2**20, 0, longest_tokens=400_000)
+    plan = plan_step(tokens, cluster, cost)
+    check_plan(plan)
+    limit = 1.01 if cost is COMPUTE else 1.015
+    assert plan.notes["predicted_seconds"] <= limit * plan.notes["bound_seconds"]
+
+
+def test_plan_step_beats_the_static_mesh_by_far_on_a_long_tail() -> None:
+    cluster = Cluster(ranks=64, capacity_tokens=16384)
+    tokens = draw_lengths("github", 8 * 2**20, 1, longest_tokens=1_000_000)
+    cost = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
+    ours, static = (plan_step(tokens, cluster, cost, planner=name).notes["predicted_seconds"] for name in PLANNERS)
+    assert static > 1.5 * ours
+
+
+def test_plan_step_plans_thousands_of_ranks() -> None:
+    cluster = Cluster(ranks=12288, capacity_tokens=16384)
+    plan = plan_step([2**21, 100_000, 7, 1] * 20, cluster, ALL_TERMS)
+    check_plan(plan)
+    assert plan.notes["predicted_seconds"] <= 1.1 * plan.notes["bound_seconds"]
+
+
+def test_plan_step_notes_say_who_planned_with_what() -> None:
+    notes = plan_step([5, 6], Cluster(ranks=2, capacity_tokens=10), COMPUTE).notes
+    assert set(notes) == {"planner", "predicted_seconds", "bound_seconds", "cost"}
+    assert (notes["planner"], notes["cost"]) == ("lengthwise", "compute only")
+
+
+def test_plan_step_takes_numpy_lengths() -> None:
+    cluster = Cluster(ranks=2, capacity_tokens=10)
+    plan = plan_step(np.array([5, 12, 6]), cluster, COMPUTE)  # type: ignore[arg-type]
+    assert plan == plan_step([5, 12, 6], cluster, COMPUTE)
+    assert all(type(length) is int for length in plan.tokens)
+
+
+def test_plan_step_is_the_same_in_another_process() -> None:
+    script = (
+        "from lengthwise.core.shape import Cluster; from lengthwise.cost import CostModel;"
+        "from lengthwise.planner import draw_lengths, plan_step;"
+        "cost = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3);"
+        "cluster = Cluster(ranks=13, capacity_tokens=8192);"
+        "plans = [plan_step(draw_lengths(r, 2**20, 5, 100_000), cluster, cost) for r in ('github', 'byted')];"
+        "print(*[plan.digest() for plan in plans])"
+    )
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", script], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert told[0] == told[1]
+    assert len(told[0].split()) == 2
+
+
+def test_plan_step_imports_without_torch() -> None:
+    script = (
+        "import sys; import lengthwise.planner, lengthwise.cost;"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'multiprocessing')))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_plan_step_names_the_sequence_that_does_not_fit() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_step([5, 70, 6], Cluster(ranks=3, capacity_tokens=20), COMPUTE)
+    told = str(caught.value)
+    assert "sequence 1 of 70 tokens" in told
+    assert "4 ranks at this capacity" in told
+    assert "a capacity of 24 at these ranks" in told
+
+
+def test_plan_step_names_the_first_five_that_do_not_fit_and_counts_the_rest() -> None:
+    with pytest.raises(PlanError, match=r"7 sequences: .*sequence 4 of 99 tokens.* and 2 more") as caught:
+        plan_step([99] * 7, Cluster(ranks=3, capacity_tokens=20), COMPUTE, planner="static")
+    assert "sequence 5" not in str(caught.value)
+
+
+@pytest.mark.parametrize("tokens", [[], [5, 0], [5, -1], [5, True], [5, 2.0], [5, float("nan")], [5, "7"], [5, None]])
+def test_plan_step_refuses_what_is_no_length(tokens: list[int]) -> None:
+    with pytest.raises(PlanError, match=r"sequence 1|at least one sequence"):
+        plan_step(tokens, Cluster(ranks=3, capacity_tokens=20), COMPUTE)
+
+
+def test_plan_step_names_the_nearest_planner() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'lengthwise'"):
+        plan_step([5], Cluster(ranks=3, capacity_tokens=20), COMPUTE, planner="lengthwize")
+
+
+def test_plan_step_refuses_no_layers() -> None:
+    with pytest.raises(ConfigError, match="layers"):
+        plan_step([5], Cluster(ranks=3, capacity_tokens=20), COMPUTE, layers=0)
+
+
+GOLDEN = {
+    "one-rank": ([3, 1, 9, 4], 1, 10, COMPUTE, "lengthwise"),
+    "six-ranks": ([300, 120, 90, 55, 10, 7, 1, 1, 99, 230, 101], 6, 100, ALL_TERMS, "lengthwise"),
+    "more-ranks-than-sequences": ([30_000, 5], 7, 8192, COMPUTE, "lengthwise"),
+    "packs": (list(range(1, 60)), 5, 128, ALL_TERMS, "lengthwise"),
+    "static": ([300, 120, 90, 55, 10, 7, 1, 1, 99, 230, 101], 6, 100, ALL_TERMS, "static"),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_plan_step_writes_the_golden_plan(name: str) -> None:
+    """A changed plan is a decision: read the difference, then write `plan.to_json()` over the golden file."""
+    tokens, ranks, capacity, cost, planner = GOLDEN[name]
+    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=capacity), cost, planner=planner, layers=2)
+    assert plan.to_json() == (Path(__file__).parent / "golden" / f"{name}.json").read_text()
