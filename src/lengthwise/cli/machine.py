@@ -1,0 +1,41 @@
+"""What this machine is: the frame of every number measured on it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+from lengthwise import __version__
+from lengthwise.report.figures import count
+
+
+def machine_lines() -> list[str]:
+    """Describe the machine and the versions that compute on it."""
+    import torch
+    import transformers
+
+    return [
+        "[bold]Machine[/bold]",
+        f"{_cpu_name()}, {os.cpu_count()} cores, {_memory()}, {torch.cuda.device_count()} GPUs (not used); "
+        f"{platform.system()} {platform.release()}",
+        f"lengthwise {__version__}, Python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}",
+    ]
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _memory() -> str:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not POSIX
+        return "memory unknown"
+    return f"{count(total)}B memory"
