@@ -4,7 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
+from lengthwise.planner import plan_step
 from lengthwise.planner.degrees import filling_degrees, grown_degrees, least_degrees, most_degrees, quickest_degrees
 
 COSTS = st.builds(
@@ -54,3 +56,8 @@ def test_most_degrees_never_undo_what_memory_needs() -> None:
 def test_filling_degrees_fill_the_line_where_growth_allows() -> None:
     degrees, most = np.array([40, 40, 28, 1, 2]), np.array([64, 50, 64, 1, 9])
     assert filling_degrees(degrees, most, 64).tolist() == [64, 40, 32, 1, 2]
+
+
+def test_grown_degrees_follow_the_capacity_where_it_is_below_the_floor() -> None:
+    plan = plan_step([2000], Cluster(ranks=4, capacity_tokens=2048), CostModel(quadratic_seconds=1.0))
+    assert plan.microbatches[0].pieces[0].degree == 3  # 512 tokens on a rank are allowed, once 1,024 end far off

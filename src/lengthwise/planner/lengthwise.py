@@ -30,7 +30,6 @@ from lengthwise.planner.request import PlanRequest, least_degrees_held
 from lengthwise.planner.rings import ring_order
 
 LEVELS = (1.0, 0.5, 0.25, 0.125)  # fractions of the bound that a sequence may take
-_FLOORS_TOKENS = (GROWTH_FLOOR_TOKENS, GROWTH_FLOOR_TOKENS // 2)  # the second only where the first leaves much
 _GOOD_ENOUGH = 1.0002  # of the bound; further tries could gain no more than this
 _FAR = 1.01  # of the bound; above it smaller shards are tried
 
@@ -49,7 +48,7 @@ def plan_lengthwise(request: PlanRequest) -> list[Microbatch]:
     """Plan one step for the least makespan."""
     bound = bound_seconds(request.tokens, request.cluster, request.cost)
     best: Schedule | None = None
-    for floor_tokens in _FLOORS_TOKENS:
+    for floor_tokens in _floors_tokens(request.cluster.capacity_tokens):
         if best is not None and best.makespan_seconds <= bound * _FAR:
             break
         for degrees, by_seconds in _candidates(request, bound, floor_tokens):
@@ -60,6 +59,15 @@ def plan_lengthwise(request: PlanRequest) -> list[Microbatch]:
                 break
     assert best is not None, f"no level of {LEVELS} was tried"
     return write_schedule(best)
+
+
+def _floors_tokens(capacity_tokens: int) -> tuple[int, int]:
+    """List how few tokens growth may leave on a rank; the second is tried only if the first ends far from the bound.
+
+    Where a rank holds less than the usual floor, blocks are small anyway and the floor follows the capacity.
+    """
+    floor = min(GROWTH_FLOOR_TOKENS, max(1, capacity_tokens // 2))
+    return floor, max(1, floor // 2)
 
 
 def _candidates(request: PlanRequest, bound: float, floor_tokens: int) -> Iterator[tuple[NDArray[np.int64], bool]]:

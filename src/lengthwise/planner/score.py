@@ -34,7 +34,7 @@ class Score:
     def idle_ratio(self) -> float:
         """Share of the ranks' time that is spent waiting, 0 to 1."""
         mean = sum(self.busy_seconds) / len(self.busy_seconds)
-        return 1.0 - mean / self.makespan_seconds if self.makespan_seconds > 0 else 0.0
+        return max(0.0, 1.0 - mean / self.makespan_seconds) if self.makespan_seconds > 0 else 0.0
 
     @property
     def ring_token_ratio(self) -> float:
