@@ -173,8 +173,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        dq, dk, dv = ctx.planned.backward(grad_out, *ctx.saved_tensors, ctx.scale)
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides its parameters
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        dq, dk, dv = ctx.planned.backward(grad_outputs[0], *ctx.saved_tensors, ctx.scale)
         return dq, dk, dv, None, None
 
 

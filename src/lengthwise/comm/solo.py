@@ -19,7 +19,8 @@ class SoloTransport:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Do nothing: a world of one has no one to talk to."""
-        assert not sends and not receives, f"a world of one cannot exchange {len(sends)} + {len(receives)} messages"
+        messages = [*sends, *receives]
+        assert not messages, f"a world of one cannot exchange {len(messages)} messages"
         return _Done()
 
     def all_reduce(self, tensor: Tensor) -> None:

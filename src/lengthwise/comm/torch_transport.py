@@ -19,7 +19,6 @@ from lengthwise.comm.transport import Clock, Message, Pending
 from lengthwise.comm.world import World
 from lengthwise.core.errors import TransferError
 
-
 Result = TypeVar("Result")
 
 
@@ -37,7 +36,7 @@ class TorchTransport:
         timeout = timedelta(seconds=timeout_seconds)
         world.connect(timeout)
         self._collectives = dist.group.WORLD
-        self._transfers = dist.new_group(timeout=timeout)
+        self._transfers = _all_ranks(timeout)
         self._connect_line(world.device)
 
     @property
@@ -114,6 +113,12 @@ class _TorchPending:
         for work in self._works:
             self._transport._guard(work.wait, self._peers)
         self._alive = ()
+
+
+def _all_ranks(timeout: timedelta) -> dist.ProcessGroup:
+    group = dist.new_group(timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup), f"every rank is a member of a group of all ranks, got {group}"
+    return group
 
 
 def _reduce_scatter(output: Tensor, source: Tensor, group: dist.ProcessGroup | None) -> None:

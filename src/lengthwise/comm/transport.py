@@ -42,15 +42,19 @@ class Clock:
 
 
 class Transport(Protocol):
-    """Transfers between the ranks of one run.
-
-    `phase` says in words where in the step the rank is; it is set by the caller and named in every error.
-    """
+    """Transfers between the ranks of one run."""
 
     rank: int
     world_size: int
-    phase: str
     clock: Clock
+
+    @property
+    def phase(self) -> str:
+        """Where in the step this rank is, in words; set by the caller and named in every error."""
+        ...
+
+    @phase.setter
+    def phase(self, phase: str) -> None: ...
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post one grouped call. Messages between two ranks match in the order posted; there are no tags."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from lengthwise.core.errors import ConfigError
 
@@ -34,7 +35,7 @@ class World:
             dist.init_process_group("gloo", timeout=timeout)
             return
         _use_loopback()
-        store = dist.FileStore(str(self.rendezvous), self.world_size)
+        store = FileStore(str(self.rendezvous), self.world_size)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
 
 

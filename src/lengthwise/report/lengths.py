@@ -37,7 +37,7 @@ def summarize_lengths(lengths: Sequence[int]) -> LengthSummary:
 
 
 def length_histogram(lengths: Sequence[int], *, width: int = 40) -> list[str]:
-    """Draw sequences and tokens by power-of-two length, one line a bin; `#` is the share of tokens, `.` of sequences."""
+    """Draw one line a power of two of length: dots for its sequences, hashes for the tokens in them."""
     bins: dict[int, list[int]] = {}
     for length in lengths:
         bins.setdefault(length.bit_length() - 1, []).append(length)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from lengthwise.program import Segment
 class StepBatch:
     """A global batch: entry i of a plan's `tokens` is sequence `ids[i]` of the data."""
 
-    def __init__(self, dataset: Dataset, ids: Sequence[int]) -> None:
+    def __init__(self, dataset: Dataset, ids: Iterable[int]) -> None:
         self._dataset = dataset
         self.ids = tuple(int(i) for i in ids)
         self.lengths = tuple(int(dataset.lengths[i]) for i in self.ids)
@@ -29,7 +29,7 @@ class StepBatch:
             ids.append(self._dataset.tokens(sequence)[span])
             positions.append(np.arange(segment.start, segment.stop))
             labels.append(self.shift_labels(segment.sequence)[span])
-        return tuple(torch.from_numpy(np.concatenate(parts).astype(np.int64)) for parts in (ids, positions, labels))
+        return _tensor(ids), _tensor(positions), _tensor(labels)
 
     def shift_labels(self, index: int) -> np.ndarray:
         """Return what follows each token of sequence `index`; made from the whole sequence, before any cut."""
@@ -40,3 +40,7 @@ class StepBatch:
         """Return (input_ids, shift_labels) of one whole sequence."""
         ids, _, labels = self.tensors([Segment(sequence=index, start=0, stop=self.lengths[index])])
         return ids, labels
+
+
+def _tensor(parts: Sequence[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64))

@@ -6,12 +6,22 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from lengthwise.comm import Transport, agree, broadcast_bytes
 from lengthwise.core.plan import Plan
 from lengthwise.train.batch import StepBatch
 
 MakePlan = Callable[[Sequence[int]], Plan]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """A global batch, its plan, and how long rank 0 took to make the plan."""
+
+    batch: StepBatch
+    plan: Plan
+    plan_seconds: float
 
 
 class PlanAhead:
@@ -26,8 +36,8 @@ class PlanAhead:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
         self._next = self._begin()
 
-    def take(self, name: str) -> tuple[StepBatch, Plan, float] | None:
-        """Return the next (batch, plan, seconds it took to plan), or None at the end; `name` is the step, in words.
+    def take(self, name: str) -> PlannedStep | None:
+        """Return the next step, or None at the end; `name` is the step, in words.
 
         Collective: called by all ranks at a step's end, before the first transfer of the next step, and it is there
         that all ranks agree on the digest of plan and batch.
@@ -43,7 +53,7 @@ class PlanAhead:
         text, seconds = json.loads(broadcast_bytes(self._transport, message))
         agree(self._transport, json.dumps([text, batch.ids]).encode(), "plan and sequences of the step")
         self._next = self._begin()
-        return batch, Plan.from_json(text, f"plan of {name}"), seconds
+        return PlannedStep(batch=batch, plan=Plan.from_json(text, f"plan of {name}"), plan_seconds=seconds)
 
     def close(self) -> None:
         """Stop planning."""

@@ -20,14 +20,13 @@ from lengthwise.comm import SoloTransport, TorchTransport, Transport, World, agr
 from lengthwise.config import dump_config
 from lengthwise.core.errors import NumericError
 from lengthwise.models import DTYPES, build_model, save_model
-from lengthwise.train.batch import StepBatch
 from lengthwise.train.flat import FlatParameters
 from lengthwise.train.folder import RunFolder
 from lengthwise.train.job import Job
 from lengthwise.train.launch import StopRequest
 from lengthwise.train.metrics import StepMetrics, step_metrics
 from lengthwise.train.optimizer import ShardedAdamW
-from lengthwise.train.planning import PlanAhead
+from lengthwise.train.planning import PlanAhead, PlannedStep
 from lengthwise.train.schedule import learning_rate
 from lengthwise.train.work import Work, run_plan
 
@@ -104,7 +103,7 @@ class _Trainer:
         start, tokens, losses = time.perf_counter(), 0, []
         number, taken, stopped_by = 1, self._plans.take("step 1"), None
         while taken is not None and stopped_by is None:
-            metrics, taken, stopped_by = self._step(number, *taken)
+            metrics, taken, stopped_by = self._step(number, taken)
             tokens, losses = tokens + metrics.num_tokens, [*losses[:1], metrics.loss]
             self._maybe_evaluate(number)
             number += 1
@@ -122,9 +121,8 @@ class _Trainer:
     def close(self) -> None:
         self._plans.close()
 
-    def _step(
-        self, number: int, batch: StepBatch, plan: Any, plan_seconds: float
-    ) -> tuple[StepMetrics, Any, int | None]:
+    def _step(self, number: int, planned: PlannedStep) -> tuple[StepMetrics, PlannedStep | None, int | None]:
+        batch, plan = planned.batch, planned.plan
         start, name, config = time.perf_counter(), f"step {number}", self._job.config.optimizer
         work = run_plan(self._model, plan, batch, self._transport, self._kernel, name=name)
         self._transport.phase = f"{name}, step end"
@@ -155,7 +153,7 @@ class _Trainer:
             num_loss_tokens=batch.loss_tokens,
             busy_seconds=rows[:, 1].tolist(),
             step_seconds=time.perf_counter() - start,
-            plan_seconds=plan_seconds,
+            plan_seconds=planned.plan_seconds,
         )
         if self._transport.rank == 0:
             self._folder.write_step(metrics, batch.ids, plan)
@@ -177,7 +175,7 @@ class _Trainer:
         plans = PlanAhead(self._job.eval_batches(), self._job.make_plan, self._transport)
         name = f"evaluation after step {number}"
         while (taken := plans.take(name)) is not None:
-            batch, plan, _ = taken
+            batch, plan = taken.batch, taken.plan
             work: Work = run_plan(self._model, plan, batch, self._transport, self._kernel, name=name, train=False)
             self._transport.phase = f"{name}, sum"
             loss += self._share([work.loss_sum]).sum().item()

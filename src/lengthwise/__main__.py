@@ -1,0 +1,5 @@
+"""`python -m lengthwise`, which torchrun can start: `torchrun ... -m lengthwise train run.yaml`."""
+
+from lengthwise.cli import main
+
+main()
