@@ -162,7 +162,7 @@ class OptimizerConfig(Settings):
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant",
-        description="the learning rate after warm-up: constant, or linear or cosine down to 0 at the last step; "
+        description="the learning rate after warm-up: constant, or linear or cosine towards 0 after the last step; "
         "default constant",
     )
     warmup_steps: int = Field(
