@@ -61,7 +61,7 @@ class PlanCommand:
         plan = plan_step(tokens, cluster, cost, planner=planner, layers=shape.layers, context_tokens=context)
         write_atomically(self.out, plan.to_json())
 
-        console = Console(highlight=False)
+        console = Console(highlight=False, soft_wrap=True)
         console.print(
             f"{len(tokens)} sequences, {count(sum(tokens))} tokens, longest {max(tokens)}; "
             f"{cluster.ranks} ranks of {capacity} tokens; model {shape.name} ({cost.version})"

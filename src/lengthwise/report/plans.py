@@ -14,22 +14,20 @@ from lengthwise.report.figures import count, percent, seconds
 
 
 def plan_table(plans: Mapping[str, Plan], cost: CostModel, *, title: str) -> Table:
-    """Compare plans of the same step, one row a planner; all times are the cost model's."""
+    """Compare plans of the same step, one column a planner; all times are the cost model's."""
     table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("planner")
-    for heading in ("step time", "idle", "tokens in rings", "above the bound", "microbatches"):
-        table.add_column(heading, justify="right")
-    for name, plan in plans.items():
-        scored = score(plan, cost)
-        bound = float(plan.notes["bound_seconds"])
-        table.add_row(
-            name,
-            seconds(scored.makespan_seconds),
-            percent(scored.idle_ratio),
-            percent(scored.ring_token_ratio),
-            percent(scored.makespan_seconds / bound - 1),
-            str(len(plan.microbatches)),
-        )
+    for name in plans:
+        table.add_column(name, justify="right")
+    scores = {name: score(plan, cost) for name, plan in plans.items()}
+    bounds = {name: float(plan.notes["bound_seconds"]) for name, plan in plans.items()}
+    table.add_row("step time", *(seconds(each.makespan_seconds) for each in scores.values()))
+    table.add_row("idle", *(percent(each.idle_ratio) for each in scores.values()))
+    table.add_row("tokens in rings", *(percent(each.ring_token_ratio) for each in scores.values()))
+    table.add_row(
+        "above the bound", *(percent(each.makespan_seconds / bounds[name] - 1) for name, each in scores.items())
+    )
+    table.add_row("microbatches", *(str(len(plan.microbatches)) for plan in plans.values()))
     return table
 
 
