@@ -1,0 +1,28 @@
+"""Attention and its error as the textbook has them: one document, all scores at once, autograd for the gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = True) -> tuple[Tensor, Tensor]:
+    """Attend over one whole document in the dtype of the tensors; differentiable, any GQA ratio.
+
+    q is (q tokens, heads, head_dim), k and v (kv tokens, kv_heads, head_dim). Returns (out like q, lse (heads, q)).
+    """
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (k, v))
+    scores = q.transpose(0, 1) @ k.transpose(1, 2) * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return (torch.softmax(scores, dim=-1) @ v).transpose(0, 1), torch.logsumexp(scores, dim=-1)
+
+
+def relative_error(got: Tensor, expected: Tensor, *, floor: float = 1e-300) -> float:
+    """Return the L2 norm of the difference over that of `expected` (or `floor`), in fp64; NaN counts as infinite."""
+    got, expected = got.detach().double(), expected.detach().double()
+    assert got.shape == expected.shape, f"shapes differ: {tuple(got.shape)} and {tuple(expected.shape)}"
+    error = ((got - expected).norm() / max(expected.norm().item(), floor)).item() if got.numel() else 0.0
+    return error if error == error else float("inf")

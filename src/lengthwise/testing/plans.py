@@ -1,0 +1,64 @@
+"""Plans that no planner would make but every reader must run: any ranks in any order, packs beside rings, shares."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from lengthwise.core.plan import Microbatch, Piece, Plan
+
+PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
+
+
+def make_plan(
+    ranks: int, tokens: Sequence[int], microbatches: Sequence[Sequence[Piece] | Piece], *, layers: int = 1
+) -> Plan:
+    """Write a plan by hand: each microbatch is a piece or a list of pieces; capacity never binds."""
+    rows = [(row,) if isinstance(row, Piece) else tuple(row) for row in microbatches]
+    return Plan(
+        ranks=ranks,
+        layers=layers,
+        capacity=sum(tokens) + len(tokens) + 1,
+        tokens=tuple(tokens),
+        microbatches=tuple(Microbatch(pieces=row) for row in rows),
+        requires=("shares",) if any(piece.shares is not None for row in rows for piece in row) else (),
+    )
+
+
+def draw_lengths(choose: random.Random, ranks: int, count: int) -> list[int]:
+    """Draw the lengths that break things: 1, 2, fewer than ranks, primes, 2d - 1, 2d + 1, and some longer ones."""
+    kinds = (1, 2, max(1, ranks - 1), 2 * ranks - 1, 2 * ranks, 2 * ranks + 1, choose.choice(PRIMES))
+    return [choose.choice((*kinds, choose.randint(1, 40))) for _ in range(count)]
+
+
+def random_plan(choose: random.Random, ranks: int, tokens: Sequence[int], *, layers: int = 1) -> Plan:
+    """Put every sequence somewhere: rings over any ranks in any order, up to three pieces a microbatch, any shares."""
+    left = list(range(len(tokens)))
+    choose.shuffle(left)
+    pieces = []
+    while left:
+        taken = [left.pop() for _ in range(min(len(left), choose.choice((1, 1, 2, 3))))]
+        degree = choose.randint(1, ranks)
+        pieces.append(
+            Piece(
+                ranks=tuple(choose.sample(range(ranks), degree)),
+                sequences=tuple(taken),
+                shares=_random_shares(choose, degree),
+            )
+        )
+    microbatches = []
+    while pieces:
+        microbatches.append([pieces.pop() for _ in range(min(len(pieces), choose.choice((1, 1, 2, 3))))])
+    return make_plan(ranks, tokens, microbatches, layers=layers)
+
+
+def visible_pairs(length: int) -> set[tuple[int, int]]:
+    """List the (query, key) pairs of one sequence under a causal mask."""
+    return {(query, key) for query in range(length) for key in range(query + 1)}
+
+
+def _random_shares(choose: random.Random, degree: int) -> tuple[float, ...] | None:
+    if choose.random() < 0.6:
+        return None
+    shares = [choose.choice((0, 0.1, 1, 1, 2.5, 7)) for _ in range(degree)]
+    return tuple(shares) if any(shares) else None

@@ -1,0 +1,69 @@
+"""Writes down what a rank asks of its transport, in order, and passes it on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lengthwise.comm.transport import Message, Pending, Transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call: its name, the phase it was made in, and (peer, shape, dtype) of each message."""
+
+    name: str
+    phase: str
+    sends: tuple[tuple[int, tuple[int, ...], str], ...] = ()
+    receives: tuple[tuple[int, tuple[int, ...], str], ...] = ()
+
+
+class RecordingTransport:
+    """A transport around another; `calls` is what went through it."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner, self.calls = inner, list[Call]()
+        self.rank, self.world_size, self.clock = inner.rank, inner.world_size, inner.clock
+
+    @property
+    def phase(self) -> str:
+        """Where in the step this rank is."""
+        return self._inner.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._inner.phase = phase
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Record and post one grouped call."""
+        self.calls.append(Call(name="exchange", phase=self.phase, sends=_told(sends), receives=_told(receives)))
+        return self._inner.exchange(sends, receives)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Record and sum."""
+        self._collective("all_reduce")
+        self._inner.all_reduce(tensor)
+
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
+        """Record, sum and keep a slice."""
+        self._collective("reduce_scatter")
+        self._inner.reduce_scatter(output, source)
+
+    def all_gather(self, output: Tensor, source: Tensor) -> None:
+        """Record and concatenate."""
+        self._collective("all_gather")
+        self._inner.all_gather(output, source)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Record and overwrite."""
+        self._collective("broadcast")
+        self._inner.broadcast(tensor, source)
+
+    def _collective(self, name: str) -> None:
+        self.calls.append(Call(name=name, phase=self.phase))
+
+
+def _told(messages: Sequence[Message]) -> tuple[tuple[int, tuple[int, ...], str], ...]:
+    return tuple((peer, tuple(tensor.shape), str(tensor.dtype)) for tensor, peer in messages)

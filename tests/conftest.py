@@ -1,0 +1,26 @@
+"""What holds for every test: one thread, no network, and the same property-based cases on every machine."""
+
+import os
+import sys
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "ci", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("search", parent=settings.get_profile("ci"), derandomize=False, max_examples=500)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread():
+    """Run torch on one thread: a forked child hangs where its parent ever ran a threaded operation."""
+    torch = sys.modules.get("torch")  # not imported for the pure half, which is tested without it, too
+    if torch is not None:
+        torch.set_num_threads(1)
