@@ -1,9 +1,9 @@
 """A transport inside one process, one thread a rank, as strict as NCCL and stricter than gloo.
 
 Groups of a rank run one after the other and complete as a whole; messages between two ranks match in the order posted,
-untagged, and must agree in shape and dtype; a collective needs all ranks. When every rank waits and nothing can move,
-all of them raise at once and name what they wait in: a hang becomes a failed test. The rules are those of
-`program.order.StrictMatcher`; here real tensors move.
+untagged, and must agree in shape and dtype; a collective needs all ranks, and the same call on each. When every rank
+waits and nothing can move, all of them raise at once and name what they wait in: a hang becomes a failed test. The
+rules are those of `program.order.StrictMatcher`; here real tensors move.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.comm.transport import Clock, Message, Pending
-from lengthwise.core.errors import LengthwiseError, TransferError
+from lengthwise.core.errors import TransferError
 from lengthwise.program.order import Group, Operation, StrictMatcher
 
 
@@ -63,7 +63,7 @@ class StrictWorld:
             try:
                 for senders, receivers in self._matcher.progress():
                     _move(senders, receivers)
-            except LengthwiseError as error:
+            except Exception as error:  # noqa: BLE001 - every rank hears of it where it waits
                 self._failure = self._failure or str(error)
             self._moved.notify_all()
             return group
@@ -114,24 +114,34 @@ class StrictTransport:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over all ranks, in place."""
-        self._collective(tensor, tensor, lambda tensors: [sum(tensors[1:], tensors[0].clone())] * len(tensors))
+        self._collective(
+            "all_reduce", tensor, tensor, lambda tensors: [sum(tensors[1:], tensors[0].clone())] * len(tensors)
+        )
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Sum over all ranks and keep this rank's slice."""
         self._collective(
-            output, source, lambda tensors: list(sum(tensors[1:], tensors[0].clone()).chunk(self.world_size))
+            "reduce_scatter",
+            output,
+            source,
+            lambda tensors: list(sum(tensors[1:], tensors[0].clone()).chunk(self.world_size)),
         )
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Concatenate the tensors of all ranks."""
-        self._collective(output, source, lambda tensors: [torch.cat(tensors)] * len(tensors))
+        self._collective("all_gather", output, source, lambda tensors: [torch.cat(tensors)] * len(tensors))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite with the tensor of rank `source`."""
-        self._collective(tensor, tensor, lambda tensors: [tensors[source].clone()] * len(tensors))
+        self._collective(
+            f"broadcast from {source}", tensor, tensor, lambda tensors: [tensors[source].clone()] * len(tensors)
+        )
 
-    def _collective(self, output: Tensor, source: Tensor, combine: Callable[[list[Tensor]], Sequence[Tensor]]) -> None:
-        operation = Operation(kind="collective", payload=(output, source, combine))
+    def _collective(
+        self, name: str, output: Tensor, source: Tensor, combine: Callable[[list[Tensor]], Sequence[Tensor]]
+    ) -> None:
+        size = (name, _size(output), _size(source))
+        operation = Operation(kind="collective", size=size, payload=(output, source, combine))
         with self.clock.waiting():
             self._world.wait(self.rank, self._world.post(self.rank, self.phase, [operation]))
 

@@ -23,7 +23,8 @@ from lengthwise.program.records import Transfer
 class Operation:
     """One side of a message ("send", "receive"), or a rank's part in a "collective".
 
-    `size` and `peer` must agree with the other side; `payload` is carried through untouched.
+    `size` (of a collective: which one, and its sizes) and `peer` must agree with the other side; `payload` is carried
+    through untouched.
     """
 
     kind: str
@@ -65,7 +66,7 @@ class StrictMatcher:
         """Yield matched operations, senders (or all of a collective) first, until nothing more can be matched.
 
         Raises:
-            PlanError: two sides of a message disagree about its size.
+            PlanError: two sides of a message, or two parts of a collective, disagree about its size.
         """
         moved = True
         while moved:
@@ -119,6 +120,14 @@ class StrictMatcher:
             if head is None or head.done or head.operations[0].kind != "collective":
                 return None
             operations.append(head.operations[0])
+        for rank, operation in enumerate(operations):
+            if operation.size != operations[0].size:
+                raise PlanError(
+                    f"rank {rank}, collective",
+                    expected=f"{operations[0].size}, as on rank 0",
+                    got=str(operation.size),
+                    remedy="All ranks must make the same collective calls in the same order.",
+                )
         for head in heads:
             assert head is not None
             head.unmatched.clear()

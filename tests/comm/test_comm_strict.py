@@ -1,0 +1,232 @@
+"""The strict in-process transport: everything NCCL would hang on or gloo would hide is an error here."""
+
+import threading
+
+import pytest
+import torch
+
+from lengthwise.comm import SoloTransport, StrictWorld, agree, broadcast_bytes
+from lengthwise.core.errors import RankError, TransferError
+
+
+def full(value, size=2, dtype=torch.float32):
+    return torch.full((size,), value, dtype=dtype)
+
+
+def test_strict_matches_first_in_first_out_without_tags():
+    def work(t):
+        if t.rank == 0:
+            t.exchange([(full(1), 1), (full(2), 1)], []).wait()
+            t.exchange([(full(3), 1)], []).wait()
+            return None
+        a, b, c = (full(0) for _ in range(3))
+        t.exchange([], [(a, 0)]).wait()
+        t.exchange([], [(b, 0), (c, 0)]).wait()
+        return [x[0].item() for x in (a, b, c)]
+
+    assert StrictWorld(2).run(work)[1] == [1, 2, 3]
+
+
+def test_strict_moves_both_ways_in_one_group():
+    def work(t):
+        got = full(-1)
+        t.exchange([(full(t.rank), (t.rank + 1) % 5)], [(got, (t.rank - 1) % 5)]).wait()
+        return got[0].item()
+
+    assert StrictWorld(5).run(work) == [4, 0, 1, 2, 3]
+
+
+def test_strict_completes_a_group_as_a_whole():
+    """Rank 1's answer waits in rank 0's second group, behind a first group that misses rank 2: a deadlock."""
+
+    def work(t):
+        if t.rank == 0:
+            first = t.exchange([(full(1), 1)], [(full(0), 2)])
+            second = t.exchange([], [(full(0), 1)])
+            second.wait()
+            first.wait()
+        elif t.rank == 1:
+            t.exchange([], [(full(0), 0)]).wait()
+            t.exchange([(full(1), 0)], []).wait()
+            t.exchange([(full(1), 2)], []).wait()
+        else:
+            t.exchange([], [(full(0), 1)]).wait()
+            t.exchange([(full(1), 0)], []).wait()
+
+    with pytest.raises(TransferError, match="deadlock"):
+        StrictWorld(3).run(work)
+
+
+def test_strict_raises_a_deadlock_on_all_ranks_and_names_them():
+    seen = {}
+
+    def work(t):
+        t.phase = f"place {t.rank}"
+        try:
+            t.exchange([], [(full(0), (t.rank + 1) % 3)]).wait()
+        except TransferError as error:
+            seen[t.rank] = str(error)
+            raise
+
+    with pytest.raises(TransferError) as raised:
+        StrictWorld(3).run(work)
+    assert seen.keys() == {0, 1, 2}
+    for text in (*seen.values(), str(raised.value)):
+        assert all(f"rank {rank} in place {rank}" in text for rank in range(3)), text
+
+
+def test_strict_finds_microbatches_in_opposite_orders():
+    def work(t):
+        peer = 1 - t.rank
+        sizes = (2, 3) if t.rank == 0 else (3, 2)
+        for size in sizes:
+            t.exchange([(full(0, size), peer)], [(full(0, size), peer)]).wait()
+
+    with pytest.raises(TransferError, match=r"\(2,\).*\(3,\)|\(3,\).*\(2,\)"):
+        StrictWorld(2).run(work)
+
+
+@pytest.mark.parametrize(
+    ("sent", "room"),
+    [
+        (torch.zeros(3), torch.zeros(4)),
+        (torch.zeros(4), torch.zeros(3)),
+        (torch.zeros(4), torch.zeros(2, 2)),
+        (torch.zeros(4), torch.zeros(4, dtype=torch.float64)),
+        (torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.float16)),
+    ],
+)
+def test_strict_refuses_another_shape_or_dtype(sent, room):
+    def work(t):
+        t.exchange(*(([(sent, 1)], []) if t.rank == 0 else ([], [(room, 0)]))).wait()
+
+    with pytest.raises(TransferError, match="rank 0 to rank 1"):
+        StrictWorld(2).run(work)
+
+
+def test_strict_collectives_are_right():
+    def work(t):
+        total = full(t.rank + 1.0, 4)
+        t.all_reduce(total)
+        piece = torch.empty(2)
+        t.reduce_scatter(piece, torch.arange(6.0) * (t.rank + 1))
+        everyone = torch.empty(6)
+        t.all_gather(everyone, full(t.rank))
+        told = full(t.rank)
+        t.broadcast(told, 2)
+        return [x.tolist() for x in (total, piece, everyone, told)]
+
+    for rank, (total, piece, everyone, told) in enumerate(StrictWorld(3).run(work)):
+        assert total == [6] * 4
+        assert piece == [6 * (2 * rank), 6 * (2 * rank + 1)]
+        assert everyone == [0, 0, 1, 1, 2, 2]
+        assert told == [2, 2]
+
+
+def test_strict_gather_may_write_over_its_source():
+    """Flat parameters publish that way: each rank's slice is part of the buffer."""
+
+    def work(t):
+        buffer = torch.zeros(4)
+        mine = buffer[2 * t.rank : 2 * t.rank + 2]
+        mine.fill_(t.rank + 1)
+        t.all_gather(buffer, mine)
+        return buffer.tolist()
+
+    assert StrictWorld(2).run(work) == [[1, 1, 2, 2]] * 2
+
+
+def test_strict_finds_a_collective_against_a_transfer():
+    def work(t):
+        if t.rank == 0:
+            t.all_reduce(full(1))
+        t.exchange([(full(1), 1 - t.rank)], [(full(0), 1 - t.rank)]).wait()
+        if t.rank == 1:
+            t.all_reduce(full(1))
+
+    with pytest.raises(TransferError, match="deadlock"):
+        StrictWorld(2).run(work)
+
+
+def test_strict_refuses_different_collectives_on_different_ranks():
+    def work(t):
+        if t.rank == 0:
+            t.all_reduce(full(1))
+        else:
+            t.broadcast(full(1), 0)
+
+    with pytest.raises(TransferError, match="broadcast"):
+        StrictWorld(2).run(work)
+
+
+@pytest.mark.parametrize("other", [full(1, 3), full(1, dtype=torch.float64)])
+def test_strict_refuses_collectives_of_another_shape_or_dtype(other):
+    def work(t):
+        t.all_reduce(full(1) if t.rank == 0 else other)
+
+    with pytest.raises(TransferError):
+        StrictWorld(2).run(work)
+
+
+def test_strict_failing_rank_releases_the_others_and_is_the_one_raised():
+    def work(t):
+        if t.rank == 2:
+            raise ValueError("rank 2 has its own reason")
+        t.exchange([], [(full(0), 2)]).wait()
+
+    with pytest.raises(ValueError, match="its own reason"):
+        StrictWorld(4).run(work)
+    assert not [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+
+
+def test_strict_rank_that_returns_early_releases_the_others():
+    def work(t):
+        if t.rank:
+            t.all_reduce(full(1))
+
+    with pytest.raises(TransferError, match=r"gone: \[0\]"):
+        StrictWorld(3).run(work)
+
+
+def test_strict_counts_waiting_apart_from_working():
+    def work(t):
+        if t.rank == 0:
+            threading.Event().wait(0.2)
+        t.all_reduce(full(1))
+        return t.clock.waited_seconds
+
+    slow, fast = StrictWorld(2).run(work)
+    assert fast > 0.15
+    assert slow < 0.1
+
+
+def test_agree_names_the_ranks_that_differ():
+    def work(t):
+        t.phase = "agreeing"
+        agree(t, b"same", "plan")
+        with pytest.raises(RankError, match=r"agreeing.*same plan on all ranks.*ranks 1, 3"):
+            agree(t, b"other" if t.rank in (1, 3) else b"same", "plan")
+        return True
+
+    assert StrictWorld(4).run(work) == [True] * 4
+
+
+def test_broadcast_bytes_sends_any_size_from_any_rank():
+    def work(t):
+        return [broadcast_bytes(t, data if t.rank == 1 else None, source=1) for data in (b"", b"x", bytes(range(256)))]
+
+    assert StrictWorld(3).run(work) == [[b"", b"x", bytes(range(256))]] * 3
+
+
+def test_world_of_one_needs_no_one():
+    t = SoloTransport()
+    agree(t, b"x", "plan")
+    assert broadcast_bytes(t, b"abc") == b"abc"
+    out = torch.empty(3)
+    t.reduce_scatter(out, torch.arange(3.0))
+    t.all_reduce(out)
+    t.broadcast(out, 0)
+    assert out.tolist() == [0, 1, 2]
+    t.exchange([], []).wait()
+    with pytest.raises(AssertionError, match="world of one"):
+        t.exchange([(out, 0)], [])
