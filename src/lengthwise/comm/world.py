@@ -43,14 +43,16 @@ def world_from_environment() -> World | None:
     """Return torchrun's world, or None when the process was started alone.
 
     Raises:
-        ConfigError: some but not all of torchrun's variables are set, or they are not numbers.
+        ConfigError: some but not all of torchrun's variables are set, they are not numbers, or the rank is not in the
+            world.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     values = {name: os.environ.get(name) for name in names}
     if values["RANK"] is None and values["WORLD_SIZE"] is None:
         return None
     numbers = [values[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
-    if any(value is None for value in values.values()) or not all(number and number.isdigit() for number in numbers):
+    complete = all(values.values()) and all(number and number.isdigit() for number in numbers)
+    if not complete or int(numbers[0] or 0) >= int(numbers[1] or 0):
         raise ConfigError(
             "environment",
             expected=f"all of {', '.join(names)}, as torchrun sets them",
