@@ -1,0 +1,189 @@
+"""Real gloo processes: what they move, and what they say when one of them dies, hangs or disagrees."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lengthwise.comm import TorchTransport, agree, broadcast_bytes
+from lengthwise.core.errors import DataError, RankError, TransferError
+from lengthwise.testing import run_ranks
+from lengthwise.train.launch import launch
+
+
+@pytest.fixture(autouse=True)
+def _no_process_left_behind():
+    yield
+    assert multiprocessing.active_children() == []
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_gloo_moves_messages_and_bytes_and_sums():
+    big = bytes(range(250)) * 4000
+
+    def work(t):
+        got = [broadcast_bytes(t, data if t.rank == 0 else None) == data for data in (b"", big)]
+        got.append(broadcast_bytes(t, b"from 2" if t.rank == 2 else None, source=2) == b"from 2")
+        out, room = torch.full((2, 3), float(t.rank)), torch.empty(2, 3)
+        t.exchange([(out, (t.rank + 1) % 3)], [(room, (t.rank - 1) % 3)]).wait()
+        got.append(bool((room == (t.rank - 1) % 3).all()))
+        t.exchange([], []).wait()
+        total = torch.tensor([float(t.rank + 1)])
+        t.all_reduce(total)
+        piece, everyone = torch.empty(2), torch.empty(6)
+        t.reduce_scatter(piece, torch.arange(6.0))
+        t.all_gather(everyone, torch.full((2,), float(t.rank)))
+        agree(t, b"plan", "plan")
+        return all(got), total.item(), piece.tolist(), everyone.tolist()
+
+    for rank, result in enumerate(run_ranks(work, 3)):
+        assert result == (True, 6, [3 * 2 * rank, 3 * (2 * rank + 1)], [0, 0, 1, 1, 2, 2])
+
+
+def test_gloo_order_c_connects_all_edges_at_distance_1_and_2_at_start(monkeypatch):
+    """Rule (c): before any ring, one grouped call over the transfer group names every neighbour up to distance 2."""
+    calls, groups = [], []
+    grouped, new_group = dist.batch_isend_irecv, dist.new_group
+    monkeypatch.setattr(
+        dist, "batch_isend_irecv", lambda ops: calls.append([(op.op.__name__, op.peer) for op in ops]) or grouped(ops)
+    )
+    monkeypatch.setattr(dist, "new_group", lambda *a, **k: groups.append((a, k)) or new_group(*a, **k))
+
+    def work(t):
+        return calls, len(groups), [ranks for ranks, _ in groups]
+
+    for rank, (made, num_groups, ranks) in enumerate(run_ranks(work, 5)):
+        peers = [peer for peer in (rank - 2, rank - 1, rank + 1, rank + 2) if 0 <= peer < 5]
+        assert [sorted(call) for call in made] == [sorted([(op, p) for p in peers for op in ("isend", "irecv")])]
+        assert (num_groups, ranks) == (1, [()]), "one group for transfers, over all ranks, and no other"
+
+
+def test_gloo_names_rank_and_phase_when_a_peer_dies():
+    def work(t):
+        t.phase = "step 7, microbatch 1 forward"
+        if t.rank == 1:
+            os._exit(0)  # says nothing: the parent must find out, the peer must not wait for ever
+        t.exchange([], [(torch.empty(4), 1)]).wait()
+
+    def told(t):
+        try:
+            work(t)
+        except TransferError as error:
+            raise DataError("told", expected="", got=str(error), remedy="") from None  # comes first: not a transfer's
+
+    start = time.monotonic()
+    with pytest.raises((RankError, DataError)) as raised:
+        run_ranks(told, 2, timeout_seconds=10)
+    assert time.monotonic() - start < 8, "a dead peer is found before the time-out"
+    assert "rank 0, step 7, microbatch 1 forward" in str(raised.value)
+    assert "ranks 1" in str(raised.value)
+
+
+def test_gloo_names_rank_and_phase_when_a_rank_stops_answering():
+    def work(t):
+        t.phase = f"step 3 on {t.rank}"
+        if t.rank == 1:
+            time.sleep(60)
+        t.exchange([], [(torch.empty(4), 1)]).wait()
+
+    start = time.monotonic()
+    with pytest.raises(TransferError, match="rank 0, step 3 on 0: expected ranks 1 to answer within 1 s"):
+        run_ranks(work, 2, timeout_seconds=1.0)
+    assert time.monotonic() - start < 1 + 5
+
+
+def test_gloo_collective_names_the_phase_when_a_rank_stops_answering():
+    def work(t):
+        t.phase = "step end"
+        if t.rank == 1:
+            time.sleep(60)
+        t.all_reduce(torch.zeros(1))
+
+    with pytest.raises(TransferError, match="step end: expected all ranks to answer within 1 s"):
+        run_ranks(work, 2, timeout_seconds=1.0)
+
+
+def test_gloo_agree_names_the_rank_that_differs():
+    def work(t):
+        t.phase = "agreeing"
+        agree(t, b"other" if t.rank == 1 else b"same", "plan")
+
+    with pytest.raises(RankError, match=r"the same plan on all ranks; got another digest on rank 1\."):
+        run_ranks(work, 3)
+
+
+def test_launch_returns_the_result_of_rank_0():
+    assert launch(lambda world, _: (world.rank, world.world_size), 1) == (0, 1)
+    assert launch(lambda world, _: (world.rank, world.world_size, world.local_rank), 3) == (0, 3, 0)
+
+
+def test_launch_raises_the_reason_and_not_its_consequences():
+    def work(t):
+        t.phase = "reading"
+        if t.rank == 2:
+            time.sleep(0.3)
+            raise DataError("train.jsonl:3", expected="ids", got="text", remedy="Mend it.")
+        t.exchange([], [(torch.empty(4), 2)]).wait()
+
+    with pytest.raises(DataError, match=r"train.jsonl:3"):
+        run_ranks(work, 3, timeout_seconds=10)
+
+
+def test_launch_says_what_a_rank_raised_that_is_no_error_of_ours(capfd):
+    def work(world, on_phase):
+        on_phase("loading")
+        if world.rank == 1:
+            raise ZeroDivisionError("oops")
+        time.sleep(0.05)
+
+    with pytest.raises(RankError, match=r"rank 1, loading.*ZeroDivisionError: oops"):
+        launch(work, 2)
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_launch_names_a_killed_rank_and_its_last_phase():
+    def work(t):
+        t.phase = f"step 12, microbatch {t.rank} of 3 backward"
+        if t.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        t.exchange([], [(torch.empty(4), 1)]).wait()
+
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1, step 12, microbatch 1 of 3 backward.*SIGKILL"):
+        run_ranks(work, 3, timeout_seconds=30)
+    assert time.monotonic() - start < 8
+
+
+def test_launch_ends_ranks_that_do_not_listen():
+    """A rank in a busy loop that ignores signals is ended once another has failed."""
+
+    def work(world, _):
+        if world.rank == 0:
+            raise DataError("row 1", expected="x", got="y", remedy="z")
+        while True:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(0.05)
+
+    start = time.monotonic()
+    with pytest.raises(DataError, match="row 1"):
+        launch(work, 2)
+    assert time.monotonic() - start < 6
+
+
+def test_launch_tells_of_a_result_that_cannot_be_sent(capfd):
+    with pytest.raises(RankError, match="rank 0"):
+        launch(lambda world, _: (lambda: None) if world.rank == 0 else None, 2)
+
+
+def test_transport_leaves_its_world_on_close():
+    def work(t):
+        assert isinstance(t, TorchTransport)
+        t.close()
+        return dist.is_initialized()
+
+    assert run_ranks(work, 2) == [False, False]
