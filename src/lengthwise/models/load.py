@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,12 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
         except (OSError, ValueError, RuntimeError) as error:
             raise _unreadable(source.name, error) from None
     else:
+        # The copy: Hugging Face writes the attention's name into the config, and one source may build several models.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(source.config, dtype=torch.float32, attn_implementation=attention)
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(source.config), dtype=torch.float32, attn_implementation=attention
+            )
     return model.train()
 
 

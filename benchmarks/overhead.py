@@ -1,0 +1,134 @@
+"""What being general costs: one rank of Lengthwise against the faster of two plain Hugging Face loops.
+
+    python benchmarks/overhead.py [--repeats 5] [--batches 3] [--models tiny,25m]
+
+Forward and backward over the same global batches of standard library files up to 8,192 bytes, in fp32, in one process:
+    packed      documents packed to the capacity, position ids, use_cache=False: Hugging Face makes the block mask
+    one by one  one document at a time
+    lengthwise  the plan of one rank, through the engine's own path (collate, planned attention, flat gradients)
+Repeats are interleaved, so that a noisy machine is noisy for all three; the figure is the ratio of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from lengthwise.attention import choose_kernel
+from lengthwise.cli.machine import machine_lines
+from lengthwise.comm import SoloTransport
+from lengthwise.config import build_config
+from lengthwise.core.plan import Plan
+from lengthwise.models import ModelSource, build_model
+from lengthwise.models.load import tiny_config
+from lengthwise.train.batch import StepBatch
+from lengthwise.train.flat import FlatParameters
+from lengthwise.train.job import Job, prepare_job
+from lengthwise.train.work import run_plan
+
+CAPACITY = 8192
+
+
+def model_source(name: str) -> ModelSource:
+    """`tiny`, or a Llama of 25M parameters over bytes."""
+    config = tiny_config()
+    if name == "25m":
+        config.hidden_size, config.intermediate_size, config.num_hidden_layers = 512, 1536, 8
+        config.num_attention_heads, config.num_key_value_heads, config.head_dim = 8, 4, 64
+    elif name != "tiny":
+        raise SystemExit(f"--models: expected tiny or 25m; got {name}")
+    return ModelSource(name=name, config=config, weights=False)
+
+
+def plain_one_by_one(model: torch.nn.Module, batch: StepBatch) -> None:
+    """The loop of a careful user: one document a forward, no padding."""
+    for index in range(len(batch.ids)):
+        ids, _ = batch.whole(index)
+        model(
+            input_ids=ids[None], labels=ids[None], use_cache=False, num_items_in_batch=batch.loss_tokens
+        ).loss.backward()
+
+
+def plain_packed(model: torch.nn.Module, batch: StepBatch, packs: Sequence[Sequence[int]]) -> None:
+    """Documents packed as `packs` says, kept apart by position ids."""
+    for pack in packs:
+        ids = torch.cat([batch.whole(index)[0] for index in pack])
+        positions = torch.cat([torch.arange(batch.lengths[index]) for index in pack])
+        labels = torch.cat([batch.whole(index)[1] for index in pack])
+        model(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            labels=ids[None],
+            shift_labels=labels[None],
+            use_cache=False,
+            num_items_in_batch=batch.loss_tokens,
+        ).loss.backward()
+
+
+def measure(name: str, job: Job, batches: Sequence[StepBatch], repeats: int) -> None:
+    """Print the seconds of all three, and the ratio."""
+    source = model_source(name)
+    plain = build_model(source, seed=0, attention="sdpa")
+    ours = build_model(source, seed=0)
+    transport, kernel = SoloTransport(), choose_kernel(torch.device("cpu"))
+    for model in (plain, ours):  # the same gradient buffers for all, so that only the loop differs
+        FlatParameters(model, transport, dtype=torch.float32)
+    plans = [job.make_plan(batch.lengths) for batch in batches]
+
+    def packs_of(plan: Plan) -> list[tuple[int, ...]]:
+        return [piece.sequences for microbatch in plan.microbatches for piece in microbatch.pieces]
+
+    loops: dict[str, Callable[[], object]] = {
+        "packed": lambda: [plain_packed(plain, b, packs_of(p)) for b, p in zip(batches, plans, strict=True)],
+        "one by one": lambda: [plain_one_by_one(plain, b) for b in batches],
+        "lengthwise": lambda: [
+            run_plan(ours, p, b, transport, kernel, name="benchmark") for b, p in zip(batches, plans, strict=True)
+        ],
+    }
+    seconds: dict[str, list[float]] = {loop: [] for loop in loops}
+    for repeat in range(repeats + 1):
+        for loop, run in loops.items():
+            start = time.perf_counter()
+            run()
+            if repeat:  # the first round warms up
+                seconds[loop].append(time.perf_counter() - start)
+    medians = {loop: statistics.median(each) for loop, each in seconds.items()}
+    best = min(("packed", "one by one"), key=lambda loop: medians[loop])
+    parameters = sum(parameter.numel() for parameter in ours.parameters())
+    cells = "  ".join(f"{loop} {median:.3f} s" for loop, median in medians.items())
+    ratio = medians["lengthwise"] / medians[best]
+    print(f"{name} ({parameters / 1e6:.1f}M): {cells}; lengthwise / {best} = {ratio:.3f}")
+
+
+def main() -> None:
+    """Measure every model asked for."""
+    parser = argparse.ArgumentParser(description="the cost of being general, on one rank")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--batches", type=int, default=3)
+    parser.add_argument("--models", default="tiny,25m")
+    arguments = parser.parse_args()
+    print("\n".join(machine_lines()[1:]))
+    config = build_config(
+        {
+            "model": "tiny",
+            "data": [{"python_stdlib": True, "max_tokens": CAPACITY, "too_long": "skip"}],
+            "global_batch": {"tokens": 16_384},
+            "capacity_tokens": CAPACITY,
+            "output": "unused",
+        },
+        folder=Path.cwd(),
+    )
+    job = prepare_job(config, ranks=1, timeout_seconds=60)
+    batches = [batch for batch, _ in zip(job.batches(), range(arguments.batches), strict=False)]
+    print(f"{len(batches)} batches, {sum(sum(batch.lengths) for batch in batches)} tokens, {arguments.repeats} repeats")
+    for name in arguments.models.split(","):
+        measure(name, job, batches, arguments.repeats)
+
+
+if __name__ == "__main__":
+    main()
