@@ -126,8 +126,9 @@ def choose_kernel(device: torch.device) -> BlockKernel:
 
 
 def _batched(x: Tensor) -> Tensor:
-    """(tokens, heads, dim) -> (1, heads, tokens, dim), the layout of torch's kernels; a view."""
-    return x.transpose(0, 1)[None]
+    """(tokens, heads, dim) -> (1, heads, tokens, dim), as torch's kernels have it; a view where they can read one."""
+    # The raw kernel takes the last stride for 1 without a look: an expanded gradient would be read as other memory.
+    return (x if x.stride(-1) == 1 else x.contiguous()).transpose(0, 1)[None]
 
 
 def _unbatched(x: Tensor) -> Tensor:

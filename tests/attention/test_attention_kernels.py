@@ -1,0 +1,140 @@
+"""One block and its merge: equal to the textbook in every dtype, and exact however the keys are cut."""
+
+import itertools
+
+import pytest
+import torch
+
+from lengthwise.attention import FlashCpuKernel, ReferenceKernel, merge_block
+from lengthwise.testing import dense_attention, relative_error
+
+KERNELS = (FlashCpuKernel(), ReferenceKernel())
+TOLERANCES = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 2e-2}
+BLOCKS = ((1, 1, True), (7, 7, True), (64, 64, True), (5, 13, False), (13, 5, False), (1, 9, False), (33, 1, False))
+
+
+LAYOUTS = {  # order in memory, seen from (tokens, heads, head_dim)
+    "tokens first": (0, 1, 2),
+    "heads first": (1, 0, 2),
+    "head_dim first": (2, 1, 0),
+    "head_dim before tokens": (1, 2, 0),
+}
+
+
+def draw(q_len, kv_len, heads, kv_heads, dtype, *, layout="tokens first", dim=8):
+    """Make q, k, v, grad_out: every other token and the first heads of larger tensors, in a layout of memory."""
+    random = torch.Generator().manual_seed(0)
+    wide = torch.randn(4, 2 * max(q_len, kv_len), heads + 1, dim, generator=random, dtype=torch.float64).to(dtype)
+    order = LAYOUTS[layout]
+    back = [order.index(axis) for axis in range(3)]
+    q, k, v, g = (x.permute(order).contiguous().permute(back)[::2] for x in wide)
+    return q[:q_len, :heads], k[:kv_len, :kv_heads], v[:kv_len, :kv_heads], g[:q_len, :heads]
+
+
+def expected(q, k, v, g, *, causal, scale):
+    q, k, v = (x.double().clone().requires_grad_() for x in (q, k, v))
+    out, lse = dense_attention(q, k, v, scale=scale, causal=causal)
+    return (out, lse, *torch.autograd.grad(out, (q, k, v), g.double()))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_kernel_equals_dense_autograd(kernel, dtype, groups):
+    for q_len, kv_len, causal in BLOCKS:
+        q, k, v, g = draw(q_len, kv_len, 4, 4 // groups, dtype)
+        out, lse = kernel.forward(q, k, v, causal=causal, scale=0.3)
+        grads = kernel.backward(g, q, k, v, out, lse, causal=causal, scale=0.3)
+        assert (out.dtype, lse.dtype) == (dtype, torch.promote_types(dtype, torch.float32))
+        assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+        for name, got, want in zip(
+            ("out", "lse", "dq", "dk", "dv"),
+            (out, lse, *grads),
+            expected(q, k, v, g, causal=causal, scale=0.3),
+            strict=True,
+        ):
+            # With one key the softmax is 1 whatever q and k are: their gradients are rounding, so the floor.
+            error = relative_error(got, want, floor=0.1 * got.numel() ** 0.5)
+            assert error < TOLERANCES[dtype], f"{name} of {q_len} x {kv_len}, causal {causal}: {error}"
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kernel_reads_any_layout_of_memory(kernel, layout):
+    for q_len, kv_len, causal in BLOCKS:
+        plain = draw(q_len, kv_len, 4, 2, torch.float64)
+        q, k, v, g = draw(q_len, kv_len, 4, 2, torch.float64, layout=layout)
+        assert all(torch.equal(a, b) for a, b in zip(plain, (q, k, v, g), strict=True))
+        out, lse = kernel.forward(q, k, v, causal=causal, scale=0.3)
+        grads = kernel.backward(g, q, k, v, out, lse, causal=causal, scale=0.3)
+        for got, want in zip((out, lse, *grads), expected(*plain, causal=causal, scale=0.3), strict=True):
+            assert relative_error(got, want, floor=0.1 * got.numel() ** 0.5) < 1e-13, (
+                f"{q_len} x {kv_len}, causal {causal}"
+            )
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
+def test_kernel_takes_an_expanded_gradient(kernel):
+    """What `out.sum().backward()` hands down: one number, seen through strides of zero."""
+    q, k, v, _ = draw(9, 9, 4, 2, torch.float64)
+    ones = torch.ones((), dtype=torch.float64).expand(9, 4, 8)
+    out, lse = kernel.forward(q, k, v, causal=True, scale=0.3)
+    grads = kernel.backward(ones, q, k, v, out, lse, causal=True, scale=0.3)
+    for got, want in zip(grads, expected(q, k, v, ones, causal=True, scale=0.3)[2:], strict=True):
+        assert relative_error(got, want, floor=0.1 * got.numel() ** 0.5) < 1e-13
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
+def test_kernel_backward_of_one_block_takes_out_and_lse_of_all_keys(kernel):
+    q, k, v, g = draw(6, 11, 4, 2, torch.float64)
+    out, lse, dq, dk, dv = expected(q, k, v, g, causal=False, scale=0.3)
+    parts = [
+        kernel.backward(g, q, k[a:b], v[a:b], out.detach(), lse.detach(), causal=False, scale=0.3)
+        for a, b in ((0, 4), (4, 5), (5, 11))
+    ]
+    assert relative_error(sum(part[0] for part in parts), dq) < 1e-13
+    assert relative_error(torch.cat([part[1] for part in parts]), dk) < 1e-13
+    assert relative_error(torch.cat([part[2] for part in parts]), dv) < 1e-13
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_merge_is_exact_in_any_order(dtype, tolerance):
+    q, k, v, _ = draw(5, 12, 4, 2, dtype)
+    whole = dense_attention(q.double(), k.double(), v.double(), scale=1.0, causal=False)
+    spans = ((0, 1), (1, 4), (4, 9), (9, 12))
+    for order in itertools.permutations(spans):
+        blocks = [ReferenceKernel().forward(q, k[a:b], v[a:b], causal=False, scale=1.0) for a, b in order]
+        out, lse = (x.clone() for x in blocks[0])
+        for block in blocks[1:]:
+            merge_block(out, lse, *block)
+        assert relative_error(out, whole[0]) < tolerance
+        assert relative_error(lse, whole[1]) < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_merge_does_not_overflow(dtype):
+    """Section 7: exp overflow in the merge. Log-sum-exps of +-1e4 are far beyond what exp can take."""
+    for low, high in ((-1e4, 1e4), (1e4, -1e4), (1e4, 1e4), (-1e4, -1e4), (1e4, 1e4 - 1), (0.0, 800.0)):
+        out, lse = torch.full((1, 1, 2), 3.0, dtype=dtype), torch.full((1, 1), low, dtype=dtype)
+        merge_block(out, lse, torch.full((1, 1, 2), 5.0, dtype=dtype), torch.full((1, 1), high, dtype=dtype))
+        weights = torch.softmax(torch.tensor([low, high], dtype=torch.float64), 0)
+        assert torch.allclose(out.double(), weights @ torch.tensor([3.0, 5.0], dtype=torch.float64), rtol=1e-6)
+        want = torch.logsumexp(torch.tensor([low, high], dtype=torch.float64), 0)
+        assert torch.allclose(lse.double(), want, rtol=1e-6)
+
+
+def test_kernels_survive_scores_of_ten_thousand():
+    q, k, v, g = draw(9, 9, 2, 2, torch.float32)
+    for kernel in KERNELS:
+        out, lse = kernel.forward(q * 1e4, k, v, causal=True, scale=1.0)
+        grads = kernel.backward(g, q * 1e4, k, v, out, lse, causal=True, scale=1.0)
+        assert all(x.isfinite().all() for x in (out, lse, *grads)), kernel.name
+        assert lse.abs().max() > 1e3
+
+
+def test_merge_takes_narrow_blocks_into_wide_results():
+    """A bf16 block is added to an fp32 result, and the result stays fp32."""
+    out, lse = torch.zeros(3, 2, 4), torch.zeros(2, 3)
+    merge_block(out, lse, torch.ones(3, 2, 4, dtype=torch.bfloat16), torch.zeros(2, 3))
+    assert out.dtype == torch.float32
+    assert torch.equal(out, torch.full((3, 2, 4), 0.5))
