@@ -37,7 +37,7 @@ def test_order_a_each_round_is_one_grouped_call_with_the_same_pairing_on_both_si
     posted: dict[str, dict[int, list[Operation]]] = {}
     for rank in range(ranks):
         labels = []
-        for label, operations in rank_groups(plan, rank, layers=2):
+        for label, operations in rank_groups(plan, rank, windows=[None] * 2):
             labels.append(label)
             posted.setdefault(label, {})[rank] = operations
         assert len(labels) == len(set(labels)), "one grouped call a round and rank"
@@ -106,7 +106,7 @@ def test_order_d_collectives_come_after_the_last_round_on_each_rank():
     choose = random.Random(5)
     plan = random_plan(choose, 5, draw_lengths(choose, 5, 8))
     for rank in range(5):
-        kinds = [operations[0].kind for _, operations in rank_groups(plan, rank, layers=3)]
+        kinds = [operations[0].kind for _, operations in rank_groups(plan, rank, windows=[None] * 3)]
         assert kinds[-1] == "collective"
         assert kinds.count("collective") == 1
 
@@ -116,7 +116,7 @@ def test_order_d_a_collective_before_the_last_round_deadlocks():
     plan = make_plan(2, [8, 8], [Piece(ranks=(0, 1), sequences=(0,)), Piece(ranks=(0, 1), sequences=(1,))])
     matcher = StrictMatcher(2)
     for rank in range(2):
-        groups = list(rank_groups(plan, rank, layers=1))
+        groups = list(rank_groups(plan, rank, windows=[None]))
         if rank == 0:
             groups.insert(1, groups.pop())
         for label, operations in groups:
@@ -169,7 +169,7 @@ def test_order_check_finds_ranks_in_opposite_microbatch_orders():
     opposite = replace(plan, microbatches=plan.microbatches[::-1])
     matcher = StrictMatcher(3)
     for rank, mine in ((0, plan), (1, opposite), (2, plan)):
-        for label, operations in rank_groups(mine, rank, layers=1):
+        for label, operations in rank_groups(mine, rank, windows=[None]):
             matcher.post(rank, label, operations)
     with pytest.raises(PlanError, match=r"rank \d to rank \d"):
         list(matcher.progress())
@@ -182,7 +182,7 @@ def test_order_check_finds_a_circle_of_rings_in_opposite_orders():
     matcher = StrictMatcher(3)
     for rank, pieces in orders.items():
         plan = make_plan(3, [6, 6, 6], pieces)
-        for label, operations in rank_groups(plan, rank, layers=1):
+        for label, operations in rank_groups(plan, rank, windows=[None]):
             matcher.post(rank, label, operations)
     assert list(matcher.progress()) == []
     stuck = matcher.stuck()

@@ -1,37 +1,38 @@
 """Lower a plan: from pieces on ranks to rounds of transfers and block tasks.
 
 Everything is derived from one record that is the same on all ranks, so that leaving out an empty transfer is decided
-for both sides at once and never by a rank on its own. Layers repeat the same rounds, so a round is named by
-(microbatch, layer, pass, hop) and lowered once for all layers.
-
-Ring of d positions, hop t: position j holds the keys of position (j - t) mod d. With two chunks a position (j and
-2d-1-j) and common chunk borders no mask is ever needed:
-    own keys             one causal block over both chunks (the high chunk sees the whole low one);
-    keys of a lower one  both query chunks see all of its low chunk and nothing of its high chunk;
-    keys of a higher one only the high query chunk sees anything, and sees both chunks in full.
-Forward: d-1 rounds, round t sends on what is held at hop t. Backward: keys go round again in rounds 0..d-2; gradients
-of keys follow one hop behind in rounds 1..d, the last of which brings them home.
+for both sides at once and never by a rank on its own. Layers with the same sliding window (or none) repeat the same
+rounds, so a round is named by (microbatch, layer, pass, hop) and lowered once for all of them. How shards travel is
+said in `relay`, which blocks there are in `blocks`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lengthwise.core.cut import position_chunks
 from lengthwise.core.errors import PlanError, raise_problems
 from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.program.blocks import block_tasks
 from lengthwise.program.records import BlockTask, Round, Segment, Transfer
+from lengthwise.program.relay import Move, Relay
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchProgram:
-    """One microbatch, lowered for all of its ranks."""
+    """One microbatch, lowered for all of its ranks and for layers with one sliding window (None: no window)."""
 
     index: int
     microbatch: Microbatch
     tokens: tuple[int, ...]
+    window: int | None = None
+
+    def with_window(self, window: int | None) -> MicrobatchProgram:
+        """Return the same microbatch for layers with another window."""
+        longest = max(self.tokens[i] for piece in self.microbatch.pieces for i in piece.sequences)
+        return replace(self, window=None if window is None or window >= longest else window)
 
     def shard(self, piece: int, position: int) -> tuple[Segment, ...]:
         """List what `position` of `piece` holds: for each sequence its low chunk, then its high chunk."""
@@ -61,32 +62,30 @@ class MicrobatchProgram:
 
     @cached_property
     def hops(self) -> int:
-        """Hops of the longest ring: 1 where nothing is cut."""
-        return max(piece.degree for piece in self.microbatch.pieces)
+        """Hops at which any rank has blocks to compute: 1 where nothing has to travel."""
+        return max(relay.hops for relay in self._relays)
 
     @cached_property
     def forward_rounds(self) -> tuple[Round, ...]:
         """Rounds of the forward pass, one for each hop but the last."""
-        return tuple(Round(transfers=tuple(self._kv_transfers(hop))) for hop in range(self.hops - 1))
+        return tuple(Round(transfers=tuple(self._key_transfers(hop))) for hop in range(self.hops - 1))
 
     @cached_property
     def backward_rounds(self) -> tuple[Round, ...]:
-        """Rounds of the backward pass: keys and values again, their gradients one hop behind; none without a ring."""
-        if self.hops == 1:
-            return ()
+        """Rounds of the backward pass: keys and values again, and their gradients on the way home."""
+        stops = [relay.gradient_hops.stop for relay in self._relays]
         return tuple(
-            Round(transfers=(*self._kv_transfers(hop), *self._dkv_transfers(hop))) for hop in range(self.hops + 1)
+            Round(transfers=(*self._key_transfers(hop), *self._gradient_transfers(hop))) for hop in range(max(stops))
         )
 
     def tasks(self, rank: int, hop: int) -> tuple[BlockTask, ...]:
         """List the blocks that `rank` computes at `hop`; blocks without queries or keys are left out."""
         starts = self.shard_starts(rank)
         return tuple(
-            task
-            for index, piece, position in self.pieces_of(rank)
-            if hop < piece.degree
-            for task in self._piece_tasks(index, position, (position - hop) % piece.degree, starts[index])
-            if task.q_stop > task.q_start and task.kv_stop > task.kv_start
+            replace(task, q_start=task.q_start + starts[index], q_stop=task.q_stop + starts[index])
+            for index, _, position in self.pieces_of(rank)
+            for home in self._relays[index].homes(position, hop)
+            for task in self._blocks(index, position, home)
         )
 
     @cached_property
@@ -103,42 +102,47 @@ class MicrobatchProgram:
             for piece in self.microbatch.pieces
         )
 
-    def _piece_tasks(self, piece: int, position: int, home: int, q_base: int) -> Iterator[BlockTask]:
-        own, held = self.shard(piece, position), self.shard(piece, home)
-        q_start, kv_start = q_base, 0
-        for low, high, held_low, held_high in zip(own[::2], own[1::2], held[::2], held[1::2], strict=True):
-            q_middle, q_stop = q_start + low.num_tokens, q_start + low.num_tokens + high.num_tokens
-            kv_middle = kv_start + held_low.num_tokens
-            kv_stop = kv_middle + held_high.num_tokens
-            yield BlockTask(
-                piece=piece,
-                sequence=low.sequence,
-                q_start=q_middle if home > position else q_start,
-                q_stop=q_stop,
-                kv_start=kv_start,
-                kv_stop=kv_middle if home < position else kv_stop,
-                causal=home == position,
+    @cached_property
+    def _relays(self) -> tuple[Relay, ...]:
+        return tuple(
+            Relay(
+                degree=piece.degree,
+                goes_round=self.window is None,
+                needed=tuple(self._offsets_needing(index, piece.degree, home) for home in range(piece.degree)),
             )
-            q_start, kv_start = q_stop, kv_stop
+            for index, piece in enumerate(self.microbatch.pieces)
+        )
 
-    def _kv_transfers(self, hop: int) -> Iterator[Transfer]:
-        for index, piece in enumerate(self.microbatch.pieces):
-            if hop < piece.degree - 1:
-                yield from self._pass_on(index, piece, hop, "kv")
+    def _offsets_needing(self, piece: int, degree: int, home: int) -> frozenset[int]:
+        if not self.shard_tokens(piece, home):
+            return frozenset()
+        offsets = range(1, degree)
+        if self.window is None:
+            return frozenset(offsets)
+        return frozenset(o for o in offsets if any(True for _ in self._blocks(piece, (home + o) % degree, home)))
 
-    def _dkv_transfers(self, hop: int) -> Iterator[Transfer]:
-        for index, piece in enumerate(self.microbatch.pieces):
-            if piece.degree > 1 and 1 <= hop <= piece.degree:
-                yield from self._pass_on(index, piece, hop - 1, "dkv")
+    def _blocks(self, piece: int, position: int, home: int) -> Iterator[BlockTask]:
+        own, held = self.shard(piece, position), self.shard(piece, home)
+        return block_tasks(own, held, piece=piece, home=home, position=position, window=self.window)
 
-    def _pass_on(self, index: int, piece: Piece, hop: int, content: str) -> Iterator[Transfer]:
-        """Let every position hand what it held at `hop` to the next one; nothing is sent where nothing is held."""
-        for position, source in enumerate(piece.ranks):
-            home = (position - hop) % piece.degree
-            tokens = self.shard_tokens(index, home)
-            if tokens:
-                target = piece.ranks[(position + 1) % piece.degree]
-                yield Transfer(source=source, target=target, piece=index, content=content, home=home, tokens=tokens)
+    def _key_transfers(self, hop: int) -> Iterator[Transfer]:
+        for index, relay in enumerate(self._relays):
+            yield from (self._transfer(index, move) for move in relay.key_moves(hop))
+
+    def _gradient_transfers(self, hop: int) -> Iterator[Transfer]:
+        for index, relay in enumerate(self._relays):
+            yield from (self._transfer(index, move) for move in relay.gradient_moves(hop))
+
+    def _transfer(self, piece: int, move: Move) -> Transfer:
+        ranks = self.microbatch.pieces[piece].ranks
+        return Transfer(
+            source=ranks[move.source],
+            target=ranks[move.target],
+            piece=piece,
+            content=move.content,
+            home=move.home,
+            tokens=self.shard_tokens(piece, move.home),
+        )
 
 
 def lower_microbatch(plan: Plan, index: int) -> MicrobatchProgram:

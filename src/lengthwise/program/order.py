@@ -141,18 +141,19 @@ def _next_receive(group: Group, source: int) -> int | None:
     )
 
 
-def check_order(plan: Plan, *, layers: int = 1) -> int:
+def check_order(plan: Plan, *, layers: int = 1, windows: Sequence[int | None] | None = None) -> int:
     """Run the grouped calls of one step of `plan` under strict matching; return how many messages were matched.
 
     Each rank posts, for its microbatches in order, the forward rounds of every layer and the backward rounds of every
-    layer, and then the step-end collective.
+    layer, and then the step-end collective. `windows` gives the sliding window of each layer (default: `layers` layers
+    without one).
 
     Raises:
         PlanError: the ranks would wait for each other for ever; it names the ranks and what they wait in.
     """
     matcher = StrictMatcher(plan.ranks)
     for rank in range(plan.ranks):
-        for label, operations in rank_groups(plan, rank, layers=layers):
+        for label, operations in rank_groups(plan, rank, windows=[None] * layers if windows is None else windows):
             matcher.post(rank, label, operations)
     matched = sum(1 for senders, _ in matcher.progress() if senders[0].kind == "send")
     stuck = matcher.stuck()
@@ -167,14 +168,14 @@ def check_order(plan: Plan, *, layers: int = 1) -> int:
     return matched
 
 
-def rank_groups(plan: Plan, rank: int, *, layers: int) -> Iterator[tuple[str, list[Operation]]]:
+def rank_groups(plan: Plan, rank: int, *, windows: Sequence[int | None]) -> Iterator[tuple[str, list[Operation]]]:
     """Yield (label, operations) of every grouped call that `rank` makes in a step, in order."""
     for program in lower_plan(plan, rank):
-        for name, rounds, order in (
-            ("forward", program.forward_rounds, range(layers)),
-            ("backward", program.backward_rounds, reversed(range(layers))),
-        ):
+        lowered = {window: program.with_window(window) for window in set(windows)}
+        for name, order in (("forward", range(len(windows))), ("backward", reversed(range(len(windows))))):
             for layer in order:
+                of_layer = lowered[windows[layer]]
+                rounds = of_layer.forward_rounds if name == "forward" else of_layer.backward_rounds
                 for hop, each in enumerate(rounds):
                     operations = [_operation(t, rank) for t in each.transfers if rank in (t.source, t.target)]
                     if operations:

@@ -43,16 +43,21 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTask:
-    """One block of attention: local queries against keys that are held just then.
+    """One block of attention: local queries against the keys of position `home` of the piece.
 
-    `q_start..q_stop` counts the rank's own tokens in the microbatch; `kv_start..kv_stop` counts the tokens of the held
-    shard of `piece`. `causal` blocks are square and on the diagonal; all others are fully visible.
+    `q_start..q_stop` counts the rank's own tokens in the microbatch; `kv_start..kv_stop` counts the tokens of the shard
+    of `home`. `causal` blocks are on the diagonal: every query is in exactly one of them, and it comes first. All
+    others see only earlier tokens. `distance` is the first query's token less the first key's; where `window` is set
+    its edge crosses the block, and a query sees a key only if it is fewer than `window` tokens ahead of it.
     """
 
     piece: int
     sequence: int
+    home: int
     q_start: int
     q_stop: int
     kv_start: int
     kv_stop: int
     causal: bool
+    window: int | None = None
+    distance: int = 0
