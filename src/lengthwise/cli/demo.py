@@ -6,6 +6,7 @@ Every number is measured here or marked "model".
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -57,6 +58,8 @@ class Demo:
         _show_plans(dataset, show)
         run_file = write_run_file(folder)
         result = _train(run_file)
+        if result.stopped_by is not None:
+            return 128 + result.stopped_by if result.stopped_by == signal.SIGINT else 0
         passed = _check(run_file, show)
         opened = _open(folder / "run" / "model", result, show)
         show(f"\n[bold]Files[/bold]\n{folder}: demo.yaml, run/metrics.jsonl, run/ledger.jsonl, run/plans/, run/model/")
@@ -164,7 +167,9 @@ def _train(run_file: Path) -> TrainResult:
     start = prepare(run_file, (), ranks=_RANKS, timeout_seconds=100)
     print(f"\nTraining, for real\n{describe_job(start.job)}", flush=True)
     result = run_ranks(
-        start, lambda world, note: train_rank(start.job, world, PrintedProgress(LiveLine(sys.stdout)), note)
+        start,
+        lambda world, note: train_rank(start.job, world, PrintedProgress(LiveLine(sys.stdout)), note),
+        asks_to_stop=True,
     )
     print_summary(start.job, result)
     print(f"degrees that occurred: {', '.join(map(str, _degrees_in(start.job.config.output / 'plans')))}")

@@ -62,12 +62,17 @@ def prepare_config(config: RunConfig, ranks: int | None, timeout_seconds: float)
     return Start(job=prepare_job(config, ranks=number, timeout_seconds=timeout_seconds), world=world)
 
 
-def run_ranks(start: Start, work: Callable[[World, Callable[[str], None]], Result]) -> Result:
-    """Run `work` as torchrun's rank, or on local processes; return this rank's result, or rank 0's."""
+def run_ranks(
+    start: Start, work: Callable[[World, Callable[[str], None]], Result], *, asks_to_stop: bool = False
+) -> Result:
+    """Run `work` as torchrun's rank, or on local processes; return this rank's result, or rank 0's.
+
+    `asks_to_stop`: see `launch`.
+    """
     sys.stdout.flush()
     if start.world is not None:
         return work(start.world, lambda _phase: None)
-    return launch(work, start.job.ranks)
+    return launch(work, start.job.ranks, asks_to_stop=asks_to_stop)
 
 
 def _default_ranks() -> int:

@@ -55,7 +55,7 @@ class Train:
             RunFolder(job.config.output).check_free(overwrite=self.overwrite)
             print(describe_job(job), flush=True)
         progress = PrintedProgress(LiveLine(sys.stdout))
-        result = run_ranks(start, lambda world, note: train_rank(job, world, progress, note))
+        result = run_ranks(start, lambda world, note: train_rank(job, world, progress, note), asks_to_stop=True)
         if not start.is_first:
             return 0
         print_summary(job, result)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from lengthwise.config import RunConfig, dump_config
 from lengthwise.core.errors import OutputError
@@ -47,7 +50,7 @@ class RunFolder:
 
     def start(self, config: RunConfig) -> None:
         """Delete an earlier run's files, and nothing else, and write the resolved config."""
-        try:
+        with self.writing():
             for name in _FILES:
                 (self.path / name).unlink(missing_ok=True)
             for name in _FOLDERS:
@@ -55,14 +58,28 @@ class RunFolder:
                     shutil.rmtree(self.path / name)
             (self.path / "plans").mkdir(parents=True)
             (self.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        except OSError as error:
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Tell what goes wrong while files of the run are written, a full disk for example.
+
+        Raises:
+            OutputError: the files cannot be written.
+        """
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
             raise OutputError(
-                str(self.path), expected="a folder that can be written", got=str(error), remedy="Choose another output."
+                str(self.path),
+                expected="a folder that can be written",
+                got=str(error),
+                remedy="Free or mend the disk, or choose another output.",
             ) from None
 
     def write_step(self, metrics: StepMetrics, ids: Sequence[int], plan: Plan) -> None:
         """Write one step: its metrics, its sequences, its plan."""
-        (self.path / "plans" / f"step-{metrics.step:06d}.json").write_text(plan.to_json(), encoding="utf-8")
+        with self.writing():
+            (self.path / "plans" / f"step-{metrics.step:06d}.json").write_text(plan.to_json(), encoding="utf-8")
         self._append("ledger.jsonl", {"step": metrics.step, "sequences": list(ids)})
         self._append("metrics.jsonl", asdict(metrics))
 
@@ -71,5 +88,5 @@ class RunFolder:
         self._append("eval.jsonl", row)
 
     def _append(self, name: str, row: dict[str, object] | dict[str, float]) -> None:
-        with (self.path / name).open("a", encoding="utf-8") as file:
+        with self.writing(), (self.path / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

@@ -56,7 +56,7 @@ class Job:
             self._cost(),
             planner=self.config.planner,
             layers=self.model.config.num_hidden_layers,
-            context_tokens=int(self.dataset.lengths.max()),
+            context_tokens=max(int(self.dataset.lengths.max()), *lengths),
         )
         check_plan(plan)
         refuse_unsupported(plan)

@@ -52,7 +52,10 @@ class StatusBoard:
 
 
 class StopRequest:
-    """Whether, and how often, someone asked this process to stop (Ctrl-C or SIGTERM)."""
+    """Whether, and how often, someone asked this process to stop (Ctrl-C or SIGTERM).
+
+    One that listens after another, in a forked child too, knows what was asked before: nobody has to ask again.
+    """
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -62,6 +65,10 @@ class StopRequest:
     def listening(self) -> Iterator[StopRequest]:
         """Note signals inside the block instead of being interrupted by them."""
         before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        for handler in before.values():
+            earlier = getattr(handler, "__self__", None)
+            if isinstance(earlier, StopRequest):
+                self.signal = self.signal or earlier.signal
         try:
             yield self
         finally:
@@ -73,16 +80,20 @@ class StopRequest:
         self.times += 1
 
 
-def launch(work: Work[Result], ranks: int) -> Result:
+def launch(work: Work[Result], ranks: int, *, asks_to_stop: bool = False) -> Result:
     """Run `work` on `ranks` local ranks, in this process when it is one, and return the result of rank 0.
+
+    Ctrl-C and SIGTERM end the ranks, unless `asks_to_stop`: `work` then listens itself and ends when it can, and only
+    a second signal ends the ranks.
 
     Raises:
         LengthwiseError: what a rank raised, or RankError for one that died.
+        KeyboardInterrupt: a signal ended the ranks.
     """
     if ranks == 1:
         return work(World(rank=0, world_size=1), lambda _phase: None)
-    with tempfile.TemporaryDirectory(prefix="lengthwise-") as folder:
-        return _Children(work, ranks, Path(folder) / "rendezvous").outcome()
+    with tempfile.TemporaryDirectory(prefix="lengthwise-") as folder, StopRequest().listening() as stop:
+        return _Children(work, ranks, Path(folder) / "rendezvous").outcome(stop, asks=asks_to_stop)
 
 
 class _Children:
@@ -102,19 +113,27 @@ class _Children:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def outcome(self) -> Any:
-        stop = StopRequest()
+    def outcome(self, stop: StopRequest, *, asks: bool) -> Any:
         try:
-            with stop.listening():
-                self._watch(stop)
+            self._watch(stop, asks=asks)
         finally:
             self._end_all()
         if self._errors:
             own = [error for _, error in sorted(self._errors.items()) if not isinstance(error, TransferError)]
-            raise own[0] if own else min(self._errors.items())[1]
+            raise own[0] if own else self._with_silent_ranks(min(self._errors.items())[1])
         return self._results[0]
 
-    def _watch(self, stop: StopRequest) -> None:
+    def _with_silent_ranks(self, error: LengthwiseError) -> LengthwiseError:
+        """Say beside a time-out which ranks never answered: one of them is why."""
+        silent = [rank for rank in range(len(self._processes)) if rank not in {*self._results, *self._errors}]
+        if not silent:
+            return error
+        seen = "; ".join(f"rank {rank}, last seen in {self._board.last_seen(rank)}" for rank in silent)
+        got = f"{error.got}; not a word from {seen}"
+        remedy = f"See what {'this rank is' if len(silent) == 1 else 'these ranks are'} waiting for; then start again."
+        return type(error)(error.where, expected=error.expected, got=got, remedy=remedy)
+
+    def _watch(self, stop: StopRequest, *, asks: bool) -> None:
         told, deadline = False, float("inf")
         running = dict(enumerate(self._pipes))
         while running and time.monotonic() < deadline:
@@ -123,8 +142,8 @@ class _Children:
                 told = True
                 for process in self._processes:
                     _signal(process, stop.signal)
-            if stop.times > 1:
-                raise KeyboardInterrupt  # asked twice: the ranks are ended without another word
+            if stop.times > asks:
+                raise KeyboardInterrupt  # asked twice, or nobody listens: the ranks are ended without another word
             for rank, pipe in list(running.items()):
                 if pipe in ready:
                     del running[rank]

@@ -6,7 +6,6 @@ import torch
 
 from lengthwise.comm import Transport
 from lengthwise.config import OptimizerConfig
-from lengthwise.core.errors import NumericError
 from lengthwise.train.flat import FlatParameters
 
 
@@ -32,29 +31,19 @@ class ShardedAdamW:
                 eps=config.eps,
             )
 
-    def step(self, lr: float) -> float:
-        """Reduce, clip, update and publish; return the global gradient norm before clipping.
-
-        Raises:
-            NumericError: the norm is not finite; nothing was updated.
-        """
-        gradient = self._flat.reduce_gradients()
-        squares = gradient.double().square().sum().reshape(1)
+    def reduce(self) -> float:
+        """Sum gradients over all ranks; return their global norm, before clipping."""
+        squares = self._flat.reduce_gradients().double().square().sum().reshape(1)
         self._transport.all_reduce(squares)
-        norm = squares.sqrt().item()
-        if not torch.isfinite(squares):
-            raise NumericError(
-                self._transport.phase,
-                expected="a finite gradient",
-                got=f"norm {norm}",
-                remedy="Lower optimizer.lr, or look at the sequences of this step (ledger.jsonl has those before it).",
-            )
+        return squares.sqrt().item()
+
+    def update(self, lr: float, norm: float) -> None:
+        """Clip the gradients of global norm `norm`, update this rank's slice, publish."""
         limit = self._config.max_grad_norm
         if limit is not None and norm > limit:
-            gradient.mul_(limit / norm)
+            self._flat.grad_shard.mul_(limit / norm)
         if self._adamw is not None:
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
         self._flat.publish()
-        return norm

@@ -20,6 +20,7 @@ from lengthwise.comm import SoloTransport, TorchTransport, Transport, World, agr
 from lengthwise.config import dump_config
 from lengthwise.core.errors import NumericError
 from lengthwise.models import DTYPES, build_model, save_model
+from lengthwise.train.batch import StepBatch
 from lengthwise.train.flat import FlatParameters
 from lengthwise.train.folder import RunFolder
 from lengthwise.train.job import Job
@@ -128,13 +129,7 @@ class _Trainer:
         self._transport.phase = f"{name}, step end"
         rows = self._share([work.loss_sum, work.busy_seconds, float(self._stop.signal or 0)])
         loss = rows[:, 0].sum().item() / batch.loss_tokens
-        if not math.isfinite(loss):
-            raise NumericError(
-                name,
-                expected="a finite loss",
-                got=f"{loss} over sequences {', '.join(map(str, batch.ids[:20]))}{' ...' * (len(batch.ids) > 20)}",
-                remedy="Lower optimizer.lr, or look at these sequences. No update was made.",
-            )
+        _refuse_infinite("loss", loss, name, batch)
         lr = learning_rate(
             number,
             peak=config.lr,
@@ -142,7 +137,9 @@ class _Trainer:
             warmup_steps=config.warmup_steps,
             num_steps=self._num_steps,
         )
-        grad_norm = self._optimizer.step(lr)
+        grad_norm = self._optimizer.reduce()
+        _refuse_infinite("norm of the gradient", grad_norm, name, batch)
+        self._optimizer.update(lr, grad_norm)
         taken = self._plans.take(f"step {number + 1}")
         metrics = step_metrics(
             plan,
@@ -190,6 +187,23 @@ class _Trainer:
     def _save(self) -> None:
         self._transport.phase = "saving the model"
         if self._transport.rank == 0:
-            save_model(self._model, self._folder.model)
-            if self._job.tokenizer is not None:
-                self._job.tokenizer.save(self._folder.model)
+            with self._folder.writing():
+                save_model(self._model, self._folder.model)
+                if self._job.tokenizer is not None:
+                    self._job.tokenizer.save(self._folder.model)
+
+
+def _refuse_infinite(what: str, value: float, step: str, batch: StepBatch) -> None:
+    """Stop before an update that would spoil the model.
+
+    Raises:
+        NumericError: `value` is not finite; names the step and its sequences.
+    """
+    if math.isfinite(value):
+        return
+    raise NumericError(
+        step,
+        expected=f"a finite {what}",
+        got=f"{value} over sequences {', '.join(map(str, batch.ids[:20]))}{' ...' * (len(batch.ids) > 20)}",
+        remedy="Lower optimizer.lr, or look at these sequences. No update was made.",
+    )

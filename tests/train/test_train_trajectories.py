@@ -1,0 +1,193 @@
+"""A hundred steps, another plan every step: N ranks stay with one process; the same run twice is the same, bit for bit."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lengthwise.core.plan import Plan
+from train.small_runs import (
+    DTYPES,
+    call,
+    losses,
+    make_rows,
+    plain_loss,
+    plain_model,
+    plain_training,
+    read_lines,
+    relative,
+    steps_of,
+    train,
+    write_model,
+    write_run,
+)
+
+
+def lively_rows(count=60):
+    choose = random.Random(5)
+    return make_rows([choose.choice((1, 2, 3, 5, 7, 11, 16, 17, 24, 31, 47)) for _ in range(count)], seed=9)
+
+
+@pytest.mark.parametrize(
+    ("precision", "ranks", "tolerance"), [("fp64", 2, 1e-9), ("fp64", 3, 1e-9), ("fp32", 2, 1e-4), ("fp32", 3, 1e-4)]
+)
+def test_train_trajectory_of_100_steps_equals_one_process(tmp_path, precision, ranks, tolerance):
+    rows = lively_rows()
+    keys = {"steps": 100, "precision": precision, "optimizer": {"lr": 3e-4}, "global_batch": {"sequences": 4}}
+    output = train(write_run(tmp_path, rows, capacity_tokens=48 // ranks, **keys), "--ranks", ranks)
+    steps = steps_of(output)
+    expected, _, _ = plain_training(tmp_path / "model", rows, steps, dtype=DTYPES[precision], lrs=[3e-4] * 100)
+    assert max(relative(got, loss) for got, loss in zip(losses(output), expected, strict=True)) < tolerance
+    plans = [Plan.from_json(path.read_text()) for path in sorted((output / "plans").iterdir())]
+    assert all(
+        (one.tokens, one.microbatches) != (other.tokens, other.microbatches) for one, other in itertools.pairwise(plans)
+    )
+    degrees = {piece.degree for plan in plans for microbatch in plan.microbatches for piece in microbatch.pieces}
+    assert degrees == set(range(1, ranks + 1))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_train_twice_gives_the_same_bits(tmp_path, precision):
+    found = []
+    write_run(tmp_path, lively_rows())
+    for name in ("first", "second"):
+        path = write_run(
+            tmp_path, steps=8, precision=precision, output=name, capacity_tokens=20, optimizer={"lr": 1e-2}
+        )
+        assert call("train", path, "--ranks", 3) == 0
+        found.append((losses(tmp_path / name), (tmp_path / name / "model/model.safetensors").read_bytes()))
+    assert found[0] == found[1]
+
+
+def test_train_static_planner_gives_the_same_losses(tmp_path):
+    found = []
+    write_run(tmp_path, lively_rows())
+    for planner in ("lengthwise", "static"):
+        path = write_run(tmp_path, steps=10, planner=planner, output=planner, capacity_tokens=20)
+        assert call("train", path, "--ranks", 3) == 0
+        found.append(losses(tmp_path / planner))
+    assert found[0] == pytest.approx(found[1], rel=1e-11)
+
+
+def test_train_fresh_weights_come_from_the_seed_whatever_the_ranks(tmp_path):
+    write_model(tmp_path / "bare", weights=False)
+    found = {}
+    for ranks, seed in ((1, 0), (3, 0), (1, 1)):
+        # Every step takes all rows, so that the seed's other use, the order, changes nothing.
+        path = write_run(
+            tmp_path, make_rows([9, 12, 20]), model=tmp_path / "bare", seed=seed, output=f"out{ranks}{seed}", steps=2
+        )
+        assert call("train", path, "--ranks", ranks) == 0
+        found[ranks, seed] = losses(tmp_path / f"out{ranks}{seed}")
+    assert found[1, 0] == pytest.approx(found[3, 0], rel=1e-12)
+    assert abs(found[1, 0][0] - found[1, 1][0]) > 1e-5
+
+
+def test_train_bf16_keeps_fp32_masters_so_that_small_updates_are_not_lost(tmp_path):
+    """30 updates, each far under half a bf16 step of every weight: bf16 masters would not move at all."""
+    rows = make_rows([16] * 4)
+    optimizer = {"lr": 2e-5, "weight_decay": 0.0}
+    path = write_run(tmp_path, rows, steps=30, precision="bf16", optimizer=optimizer, capacity_tokens=32)
+    before = plain_model(tmp_path / "model", torch.float32)
+    output = train(path, "--ranks", 2)
+    opened = AutoModelForCausalLM.from_pretrained(output / "model")
+    moved = [
+        (after.float() - parameter.to(torch.bfloat16).float()).abs().gt(0).float().mean().item()
+        for parameter, after in zip(before.parameters(), opened.parameters(), strict=True)
+        if parameter.dim() > 1
+    ]
+    assert min(moved) > 0.1
+    # The norms' weights are near 1, where a bf16 step is 2^-8 and 30 updates together stay under it or round up.
+    change = max(
+        (a.float() - b).abs().max().item() for a, b in zip(opened.parameters(), before.parameters(), strict=True)
+    )
+    assert change < 2**-7
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
+def test_train_saves_a_model_that_from_pretrained_opens_and_that_gives_the_trained_loss(tmp_path, precision):
+    """The model saved after n steps has the loss that a run of n + 1 steps writes for step n + 1."""
+    rows = make_rows([30, 12, 5, 40])
+    keys = {"precision": precision, "optimizer": {"lr": 3e-3}, "capacity_tokens": 30}
+    output = train(write_run(tmp_path, rows, steps=3, **keys), "--ranks", 2)
+    longer = write_run(tmp_path, steps=4, output="longer", **keys)
+    assert call("train", longer, "--ranks", 2) == 0
+    opened = AutoModelForCausalLM.from_pretrained(output / "model", attn_implementation="sdpa")
+    assert next(opened.parameters()).dtype == DTYPES[precision]
+    loss = plain_loss(opened, rows, DTYPES[precision])
+    assert relative(loss, losses(tmp_path / "longer")[3]) < {"fp64": 1e-12, "fp32": 2e-6, "bf16": 2e-2}[precision]
+    first = losses(output)[0]
+    assert loss < first - 0.02, "three steps on the same rows must show"
+
+
+def test_train_bf16_first_loss_is_as_near_to_fp64_as_plain_bf16(tmp_path):
+    rows = make_rows([30, 12, 5, 60], seed=4)
+    output = train(write_run(tmp_path, rows, steps=1, precision="bf16", capacity_tokens=30), "--ranks", 3)
+    exact, plain = (
+        plain_loss(plain_model(tmp_path / "model", dtype), rows, dtype) for dtype in (torch.float64, torch.bfloat16)
+    )
+    assert abs(losses(output)[0] - exact) <= 1.5 * abs(plain - exact) + 1e-3
+
+
+def test_train_keeps_tied_embeddings_tied(tmp_path):
+    rows = make_rows([30, 12, 5, 40])
+    write_model(tmp_path / "model", tie_word_embeddings=True)
+    output = train(write_run(tmp_path, rows, model=tmp_path / "model", optimizer={"lr": 1e-2}), "--ranks", 2)
+    expected, _, model = plain_training(tmp_path / "model", rows, steps_of(output), dtype=torch.float64, lrs=[1e-2] * 3)
+    assert losses(output) == pytest.approx(expected, rel=1e-11)
+    opened = AutoModelForCausalLM.from_pretrained(output / "model")
+    assert opened.lm_head.weight is opened.model.embed_tokens.weight
+    assert (opened.lm_head.weight - model.lm_head.weight).abs().max() < 1e-9
+
+
+def test_train_saves_the_hugging_face_tokenizer_beside_the_model(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    words = {word: i for i, word in enumerate(["[UNK]", "<end>", *"abcdefgh"])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    path = write_run(tmp_path, [{"text": "a b c d"}, {"text": "h g f"}], steps=1)
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", eos_token="<end>").save_pretrained(
+        tmp_path / "model"
+    )
+    output = train(path, "--ranks", 2)
+    opened = AutoTokenizer.from_pretrained(output / "model")
+    assert opened("a h")["input_ids"] == [2, 9]
+    [row] = read_lines(output / "metrics.jsonl")
+    assert row["num_tokens"] == 5 + 4, "each text gains the tokenizer's EOS"
+
+
+def test_train_eval_is_written_apart_and_equals_plain_hugging_face(tmp_path):
+    rows, others = make_rows([30, 12, 5, 40]), make_rows([7, 1, 50, 33, 2, 18], seed=8)
+    others[0]["labels"] = [-100] * 7
+    with_eval = write_run(
+        tmp_path, rows, steps=5, global_batch={"sequences": 2}, capacity_tokens=30, optimizer={"lr": 1e-2},
+        eval={"data": [{"path": "eval.jsonl"}], "every_steps": 2},
+    )  # fmt: skip
+    (tmp_path / "eval.jsonl").write_text("".join(f"{row}\n".replace("'", '"') for row in others))
+    output = train(with_eval, "--ranks", 2)
+    found = read_lines(output / "eval.jsonl")
+    assert [row["step"] for row in found][:2] == [2, 4]
+    assert {(row["num_sequences"], row["num_tokens"], row["num_loss_tokens"]) for row in found} == {(6, 111, 99)}
+    _, _, model = plain_training(tmp_path / "model", rows, steps_of(output)[:4], dtype=torch.float64, lrs=[1e-2] * 4)
+    assert relative(found[1]["loss"], plain_loss(model, others, torch.float64)) < 1e-9
+    # Training is untouched by it.
+    plain = write_run(
+        tmp_path, steps=5, global_batch={"sequences": 2}, capacity_tokens=30, optimizer={"lr": 1e-2}, output="plain"
+    )
+    assert call("train", plain, "--ranks", 2) == 0
+    assert losses(output) == losses(tmp_path / "plain")
+    assert not (tmp_path / "plain/eval.jsonl").exists()
+
+
+@pytest.mark.parametrize("planner", ["lengthwise", "static"])
+def test_train_eval_may_hold_longer_sequences_than_training(tmp_path, planner):
+    path = write_run(
+        tmp_path, make_rows([8, 9]), steps=2, planner=planner, eval={"data": [{"path": "eval.jsonl"}], "every_steps": 1}
+    )
+    others = make_rows([60, 3], seed=8)
+    (tmp_path / "eval.jsonl").write_text("".join(f"{row}\n".replace("'", '"') for row in others))
+    assert len(read_lines(train(path, "--ranks", 2) / "eval.jsonl")) == 2
