@@ -1,8 +1,9 @@
 """One block of attention with its log-sum-exp, forward and backward.
 
 Shapes here: q, out, grad_out are (q tokens, heads, head_dim); k, v are (kv tokens, kv_heads, head_dim); lse is
-(heads, q tokens). heads is a multiple of kv_heads (GQA). A block is either fully visible or square and causal; a block
-that nobody may see is never asked for (the CPU kernel gives such rows lse 0, which a merge would take for a weight).
+(heads, q tokens). heads is a multiple of kv_heads (GQA). A block is fully visible, or square and causal, or has a mask
+(q tokens, kv tokens) that says True where a query sees a key; then `causal` says nothing. A row that sees no key is
+never asked for: the CPU kernel gives it lse 0, which a merge would take for a weight.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ class BlockKernel(Protocol):
 
     name: str
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return (out in q's dtype, lse in at least fp32)."""
         ...
 
@@ -33,6 +36,7 @@ class BlockKernel(Protocol):
         *,
         causal: bool,
         scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the block's share of (dq, dk, dv), given `out` and `lse` of ALL keys, not of this block."""
         ...
@@ -43,10 +47,18 @@ class FlashCpuKernel:
 
     name = "torch flash attention for CPU"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Compute one block (see `BlockKernel.forward`)."""
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            _batched(q), _batched(k), _batched(v), 0.0, causal, attn_mask=None, scale=scale
+            _batched(q),
+            _batched(k),
+            _batched(v),
+            0.0,
+            causal and mask is None,
+            attn_mask=_added(mask, q.dtype),
+            scale=scale,
         )
         return _unbatched(out), lse[0]
 
@@ -61,6 +73,7 @@ class FlashCpuKernel:
         *,
         causal: bool,
         scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute one block's gradients (see `BlockKernel.backward`)."""
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -72,8 +85,8 @@ class FlashCpuKernel:
             # The kernel reads lse as laid out (batch, tokens, heads), whatever its strides say.
             lse.t().contiguous().t()[None],
             0.0,
-            causal,
-            attn_mask=None,
+            causal and mask is None,
+            attn_mask=_added(mask, q.dtype),
             scale=scale,
         )
         dq, dk, dv = (_unbatched(grad) for grad in grads)
@@ -85,9 +98,11 @@ class ReferenceKernel:
 
     name = "reference"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Compute one block (see `BlockKernel.forward`)."""
-        scores = _scores(q, k, causal=causal, scale=scale)
+        scores = _scores(q, k, causal=causal, scale=scale, mask=mask)
         lse = torch.logsumexp(scores, dim=-1)
         weights = torch.exp(scores - lse[..., None])
         out = torch.einsum("hqk,khd->qhd", weights, _grouped(v, q.shape[1]).to(weights.dtype))
@@ -104,10 +119,11 @@ class ReferenceKernel:
         *,
         causal: bool,
         scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute one block's gradients (see `BlockKernel.backward`)."""
         heads, kv_heads = q.shape[1], k.shape[1]
-        scores = _scores(q, k, causal=causal, scale=scale)
+        scores = _scores(q, k, causal=causal, scale=scale, mask=mask)
         wide = scores.dtype
         weights = torch.exp(scores - lse[..., None])
         delta = (grad_out.to(wide) * out.to(wide)).sum(-1).t()
@@ -139,10 +155,16 @@ def _grouped(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def _scores(q: Tensor, k: Tensor, *, causal: bool, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, *, causal: bool, scale: float, mask: Tensor | None) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = torch.einsum("qhd,khd->hqk", q.to(wide), _grouped(k, q.shape[1]).to(wide)) * scale
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, float("-inf"))
-    return scores
+    if mask is None and causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    return scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+
+
+def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Write a mask as the kernel wants it: added to the scores, in the dtype of the queries."""
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, float("-inf"))

@@ -1,15 +1,20 @@
 """Attention as a lowered microbatch prescribes it: packed documents apart, cut ones over their rings.
 
-One autograd function does a layer of a microbatch on one rank. Keys and values travel as one contiguous tensor
-(2, tokens, kv_heads, head_dim), posted before the block they hide behind. Partial results merge in fp32 (fp64 under
-fp64) and are cast once. In the backward pass keys and values go round again while their gradients, in the
-accumulation dtype, follow one hop behind and end at home. Method: ring attention (Liu et al. 2023) with the
-symmetric cut of both ends; the rounds come from `program.lower`, so no rank decides anything here.
+One autograd function does a layer of a microbatch on one rank. A pass is a list of stages, each one grouped call and
+the blocks that it hides behind; which they are comes from `program`, so no rank decides anything here. Keys and values
+travel as one contiguous tensor (2, tokens, kv_heads, head_dim). Partial results merge in fp32 (fp64 under fp64) and
+are cast once. In the backward pass keys travel again, and their gradients, in the accumulation dtype, travel home.
+Method: ring attention (Liu et al. 2023) with the symmetric cut of both ends.
+
+Attention sinks (one learned logit a head that takes weight and gives no value) are exact after the fact: with
+lse' = log(exp(lse) + exp(sink)) the output is out x exp(lse - lse'), and the blocks' backward is right when it is given
+that output and lse'; the sink's own gradient is -exp(sink - lse') (grad_out . out), summed over tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,135 +25,202 @@ from lengthwise.attention.merge import merge_block
 from lengthwise.comm import Pending, Transport
 from lengthwise.program import BlockTask, MicrobatchProgram, Round, Transfer
 
+Shard = tuple[int, int]
+"""(piece, home): the tokens of one position of one piece."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One hop on one rank. `spent` are shards whose keys are not wanted after it."""
+
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+    tasks: tuple[BlockTask, ...]
+    spent: tuple[Shard, ...]
+
 
 class PlannedAttention:
     """One rank's part in the attention of one microbatch; the same object serves all layers, and both passes."""
 
     def __init__(self, program: MicrobatchProgram, transport: Transport, kernel: BlockKernel) -> None:
         self._program, self._transport, self._kernel = program, transport, kernel
-        rank = transport.rank
-        self.num_tokens = sum(segment.num_tokens for segment in program.segments(rank))
-        self.longest_tokens = max(program.tokens[i] for piece in program.microbatch.pieces for i in piece.sequences)
+        self.num_tokens = sum(segment.num_tokens for segment in program.segments(transport.rank))
         self.layers_run = 0
-        self._tasks = [program.tasks(rank, hop) for hop in range(program.hops)]
-        self._rings = {
-            index: (start, start + program.shard_tokens(index, position), position, piece.degree)
-            for (index, piece, position), start in zip(
-                program.pieces_of(rank), program.shard_starts(rank).values(), strict=True
-            )
-            if piece.degree > 1
+        starts = program.shard_starts(transport.rank)
+        self._own = {
+            (index, position): (starts[index], starts[index] + program.shard_tokens(index, position), piece.degree)
+            for index, piece, position in program.pieces_of(transport.rank)
         }
-        self._forward = [self._mine(each) for each in program.forward_rounds] if self._rings else []
-        self._backward = [self._mine(each) for each in program.backward_rounds] if self._rings else []
+        self._stages: dict[int | None, tuple[list[Stage], list[Stage]]] = {}
+        self._masks: dict[tuple[int, int, int, bool, int], Tensor] = {}
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return (out (tokens, heads, head_dim) in q's dtype, lse (heads, tokens) in the accumulation dtype)."""
         wide = _wide(q.dtype)
-        out = torch.zeros_like(q, dtype=wide if self._rings else q.dtype)
+        stages, _ = self._stages_of(window)
+        merges = any(not task.causal for stage in stages for task in stage.tasks)
+        out = torch.zeros_like(q, dtype=wide if merges else q.dtype)
         lse = torch.zeros(q.shape[1], q.shape[0], dtype=wide, device=q.device)
         held = self._pack(k, v)
-        for hop in range(self._hops):
-            pending, arriving = self._pass_keys(hop, held)
-            for task in self._tasks[hop]:
-                keys, values = self._keys_of(task, k, v, held)
+        for stage in stages:
+            pending, arriving = self._post(stage, held, {}, k)
+            for task in stage.tasks:
                 rows = slice(task.q_start, task.q_stop)
-                block_out, block_lse = self._kernel.forward(q[rows], keys, values, causal=task.causal, scale=scale)
-                if hop == 0:  # the diagonal block comes first and covers every query
+                keys, values = self._keys_of(task, held)
+                block_out, block_lse = self._kernel.forward(
+                    q[rows], keys, values, causal=task.causal, scale=scale, mask=self._mask(task, q.device)
+                )
+                if task.causal:  # a query's diagonal block comes first
                     out[rows], lse[:, rows] = block_out, block_lse
                 else:
                     merge_block(out[rows], lse[:, rows], block_out, block_lse)
             pending.wait()
-            held = arriving
+            _hand_over(held, arriving, stage)
+        if sinks is not None:
+            with_sink = torch.logaddexp(lse, sinks.to(wide)[:, None])
+            out, lse = out * torch.exp(lse - with_sink).t()[..., None], with_sink
         return out.to(q.dtype), lse
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv) of this rank's tokens, in the dtype of q, k and v."""
         wide = _wide(q.dtype)
         dq = torch.zeros_like(q, dtype=wide)
         dkv = torch.zeros(2, *k.shape, dtype=wide, device=k.device)
-        held, sent_on = self._pack(k, v), dict[int, Tensor]()
-        for hop in range(self._hops + bool(self._rings)):
-            pending, arriving, gradients = self._pass_keys_and_gradients(hop, held, sent_on, wide)
-            fresh = {piece: torch.zeros_like(keys, dtype=wide) for piece, keys in held.items()}
-            for task in self._tasks[hop] if hop < self._hops else ():
-                keys, values = self._keys_of(task, k, v, held)
+        gradients = {shard: dkv[:, start:stop] for shard, (start, stop, _) in self._own.items()}
+        held = self._pack(k, v)
+        _, stages = self._stages_of(window)
+        for stage in stages:
+            pending, arriving = self._post(stage, held, gradients, k)
+            for task in stage.tasks:
                 rows, cols = slice(task.q_start, task.q_stop), slice(task.kv_start, task.kv_stop)
+                keys, values = self._keys_of(task, held)
                 block = (grad_out[rows], q[rows], keys, values, out[rows], lse[:, rows])
-                block_dq, block_dk, block_dv = self._kernel.backward(*block, causal=task.causal, scale=scale)
+                mask = self._mask(task, q.device)
+                block_dq, *block_dkv = self._kernel.backward(*block, causal=task.causal, scale=scale, mask=mask)
                 dq[rows] += block_dq
-                into, cols = (fresh[task.piece], cols) if task.piece in held else (dkv, rows)
-                into[0, cols] += block_dk
-                into[1, cols] += block_dv
+                into = gradients.get((task.piece, task.home))
+                if into is None:
+                    into = gradients[task.piece, task.home] = self._room(task.piece, task.home, k, wide).zero_()
+                for total, part in zip(into, block_dkv, strict=True):
+                    total[cols] += part
             pending.wait()
-            for piece, so_far in gradients.items():
-                start, stop, _, degree = self._rings[piece]
-                (dkv[:, start:stop] if hop == degree else fresh[piece]).add_(so_far)
-            held, sent_on = arriving, fresh
+            for content, shard, message in arriving:
+                if content == "dkv":
+                    gradients[shard] = gradients[shard].add_(message) if shard in gradients else message
+            _hand_over(held, arriving, stage)
         return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype)
 
-    @property
-    def _hops(self) -> int:
-        """Hops this rank takes part in, not those of a longer ring beside it."""
-        return max((degree for *_, degree in self._rings.values()), default=1)
+    def _stages_of(self, window: int | None) -> tuple[list[Stage], list[Stage]]:
+        """Return this rank's (forward, backward) stages for layers with `window`; lowered once a microbatch."""
+        if window not in self._stages:
+            program = self._program.with_window(window)
+            rank = self._transport.rank
+            self._stages[window] = (
+                _rank_stages(program, rank, program.forward_rounds),
+                _rank_stages(program, rank, program.backward_rounds),
+            )
+        return self._stages[window]
 
-    def _mine(self, each: Round) -> tuple[Sequence[Transfer], Sequence[Transfer]]:
-        rank = self._transport.rank
-        sends = tuple(transfer for transfer in each.transfers if transfer.source == rank)
-        return sends, tuple(transfer for transfer in each.transfers if transfer.target == rank)
+    def _pack(self, k: Tensor, v: Tensor) -> dict[Shard, Tensor | tuple[Tensor, Tensor]]:
+        """Copy keys and values of each ring shard into the tensor that will travel; what stays is not copied."""
+        return {
+            shard: torch.stack((k[start:stop], v[start:stop])) if degree > 1 else (k[start:stop], v[start:stop])
+            for shard, (start, stop, degree) in self._own.items()
+        }
 
-    def _pack(self, k: Tensor, v: Tensor) -> dict[int, Tensor]:
-        """Copy keys and values of each ring shard into the tensor that will travel."""
-        return {piece: torch.stack((k[a:b], v[a:b])) for piece, (a, b, *_) in self._rings.items()}
+    def _keys_of(self, task: BlockTask, held: dict[Shard, Tensor | tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        keys, values = held[task.piece, task.home]
+        return keys[task.kv_start : task.kv_stop], values[task.kv_start : task.kv_stop]
 
-    def _keys_of(self, task: BlockTask, k: Tensor, v: Tensor, held: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
-        if task.piece in held:
-            keys, values = held[task.piece][:, task.kv_start : task.kv_stop]
-            return keys, values
-        # A document that is not cut: its keys are the rank's own, where its queries are.
-        return k[task.q_start : task.q_stop], v[task.q_start : task.q_stop]
-
-    def _pass_keys(self, hop: int, held: dict[int, Tensor]) -> tuple[Pending, dict[int, Tensor]]:
-        """Post round `hop` of the forward pass; return what will be held after it."""
-        if hop >= self._hops - 1:
-            return _Nothing(), {}
-        arriving = self._room(hop + 1, held, last_hop=-1)
-        return self._post(self._forward[hop], {"kv": held}, {"kv": arriving}), arriving
-
-    def _pass_keys_and_gradients(
-        self, hop: int, held: dict[int, Tensor], sent_on: dict[int, Tensor], wide: torch.dtype
-    ) -> tuple[Pending, dict[int, Tensor], dict[int, Tensor]]:
-        """Post round `hop` of the backward pass; return what will be held next, and gradients of what is held now."""
-        if not self._rings:
-            return _Nothing(), {}, {}
-        arriving = self._room(hop + 1, held, last_hop=-1)
-        gradients = self._room(hop, sent_on, last_hop=0, dtype=wide) if hop else {}
-        out_of, into = {"kv": held, "dkv": sent_on}, {"kv": arriving, "dkv": gradients}
-        return self._post(self._backward[hop], out_of, into), arriving, gradients
+    def _mask(self, task: BlockTask, device: torch.device) -> Tensor | None:
+        """Return which keys each query of the block sees (queries, keys), or None where the shape says it all."""
+        if task.window is None and (task.distance == 0 or not task.causal):
+            return None
+        queries, keys = task.q_stop - task.q_start, task.kv_stop - task.kv_start
+        window = task.window or queries + keys
+        key = (queries, keys, task.distance, task.causal, window)
+        if key not in self._masks:
+            rows = torch.arange(queries, device=device)[:, None] + task.distance
+            gap = rows - torch.arange(keys, device=device)
+            self._masks[key] = (gap < window) & (gap >= 0)
+        return self._masks[key]
 
     def _post(
         self,
-        mine: tuple[Sequence[Transfer], Sequence[Transfer]],
-        out_of: dict[str, dict[int, Tensor]],
-        into: dict[str, dict[int, Tensor]],
-    ) -> Pending:
-        sends, receives = mine
-        return self._transport.exchange(
-            [(out_of[each.content][each.piece], each.target) for each in sends],
-            [(into[each.content][each.piece], each.source) for each in receives],
-        )
+        stage: Stage,
+        held: dict[Shard, Tensor | tuple[Tensor, Tensor]],
+        gradients: dict[Shard, Tensor],
+        like: Tensor,
+    ) -> tuple[Pending, list[tuple[str, Shard, Tensor]]]:
+        """Post the stage's grouped call; return what to wait for, and the messages that will then have arrived.
 
-    def _room(
-        self, hop: int, like: dict[int, Tensor], *, last_hop: int, dtype: torch.dtype | None = None
-    ) -> dict[int, Tensor]:
-        """Make room for what concerns the shards met at `hop`, up to hop degree + `last_hop` of each ring."""
-        room = {}
-        for piece, (_, _, position, degree) in self._rings.items():
-            if hop <= degree + last_hop:
-                tokens = self._program.shard_tokens(piece, (position - hop) % degree)
-                room[piece] = like[piece].new_empty(2, tokens, *like[piece].shape[2:], dtype=dtype)
-        return room
+        `like` has the dtype and the trailing sizes of keys.
+        """
+        if not stage.sends and not stage.receives:
+            return _Nothing(), []
+        wide, sends = _wide(like.dtype), []
+        for each in stage.sends:
+            shard = (each.piece, each.home)
+            message = held[shard] if each.content == "kv" else gradients.pop(shard, None)
+            if message is None:  # nothing of ours to add: the sum so far is zero
+                message = self._room(*shard, like, wide).zero_()
+            assert isinstance(message, Tensor), f"shard {shard} of an uncut piece cannot be sent"
+            sends.append((message, each.target))
+        arriving = [
+            (
+                each.content,
+                (each.piece, each.home),
+                self._room(each.piece, each.home, like, wide if each.content == "dkv" else like.dtype),
+            )
+            for each in stage.receives
+        ]
+        receives = [(message, each.source) for (_, _, message), each in zip(arriving, stage.receives, strict=True)]
+        return self._transport.exchange(sends, receives), arriving
+
+    def _room(self, piece: int, home: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        return like.new_empty(2, self._program.shard_tokens(piece, home), *like.shape[1:], dtype=dtype)
+
+
+def _rank_stages(program: MicrobatchProgram, rank: int, rounds: Sequence[Round]) -> list[Stage]:
+    """Cut the global rounds down to one rank, with its blocks; stages in which it does nothing stay, for the order."""
+    hops = range(max(program.hops, len(rounds)))
+    transfers = [rounds[hop].transfers if hop < len(rounds) else () for hop in hops]
+    sends = [tuple(each for each in transfers[hop] if each.source == rank) for hop in hops]
+    tasks = [program.tasks(rank, hop) for hop in hops]
+    last_use: dict[Shard, int] = {}
+    for hop in hops:
+        used = (each for each in (*tasks[hop], *(send for send in sends[hop] if send.content == "kv")))
+        last_use.update({(each.piece, each.home): hop for each in used})
+    return [
+        Stage(
+            sends=sends[hop],
+            receives=tuple(each for each in transfers[hop] if each.target == rank),
+            tasks=tasks[hop],
+            spent=tuple(shard for shard, last in last_use.items() if last == hop),
+        )
+        for hop in hops
+    ]
+
+
+def _hand_over(
+    held: dict[Shard, Tensor | tuple[Tensor, Tensor]], arriving: list[tuple[str, Shard, Tensor]], stage: Stage
+) -> None:
+    """Take in the keys that arrived and let go of those that no later stage wants."""
+    held.update({shard: message for content, shard, message in arriving if content == "kv"})
+    for shard in stage.spent:
+        del held[shard]
 
 
 class _Nothing:
@@ -165,26 +237,54 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, planned: PlannedAttention, scale: float) -> Tensor:
-        out, lse = planned.forward(q, k, v, scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.planned, ctx.scale = planned, scale
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        planned: PlannedAttention,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        out, lse = planned.forward(q, k, v, scale, window, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.planned, ctx.scale, ctx.window = planned, scale, window
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides its parameters
         ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        dq, dk, dv = ctx.planned.backward(grad_outputs[0], *ctx.saved_tensors, ctx.scale)
-        return dq, dk, dv, None, None
+    ) -> tuple[Tensor | None, ...]:
+        *saved, sinks = ctx.saved_tensors
+        grads = ctx.planned.backward(grad_outputs[0], *saved, ctx.scale, ctx.window)
+        return *grads, _sink_gradient(sinks, grad_outputs[0], *saved[3:]), None, None, None
 
 
-def planned_attention(q: Tensor, k: Tensor, v: Tensor, planned: PlannedAttention, *, scale: float) -> Tensor:
+def _sink_gradient(sinks: Tensor | None, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor | None:
+    if sinks is None:
+        return None
+    weight = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+    received = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1).t()
+    return -(weight * received).sum(1).to(sinks.dtype)
+
+
+def planned_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    planned: PlannedAttention,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend within each sequence of a microbatch, causally, wherever its tokens are.
 
     q is (tokens, heads, head_dim), k and v (tokens, kv_heads, head_dim): this rank's tokens in the order of
-    `MicrobatchProgram.segments`. Returns (tokens, heads, head_dim).
+    `MicrobatchProgram.segments`. `window`: a query sees itself and the window - 1 tokens before it. `sinks` (heads,)
+    are logits that take weight and give no value. Returns (tokens, heads, head_dim).
     """
     planned.layers_run += 1
-    return _Attention.apply(q, k, v, planned, scale)
+    return _Attention.apply(q, k, v, sinks, planned, scale, window)

@@ -1,7 +1,8 @@
 """How shards travel along a ring: which home's keys a position holds at which hop, and how gradients come home.
 
 Without a window every position meets every other one's keys, and these go once round: at hop t position j holds the
-keys of position j - t. Gradients of keys follow one hop behind and are home after hop d.
+keys of position j - t. Gradients of keys start at the first other position, follow one hop behind and are home after
+hop d; what a position's own queries add never leaves it.
 
 With a window most positions have nothing to do with each other, but the two ends of a ring's cut do: position j holds
 chunks j and 2d-1-j, so the high chunk of j - 1 needs the keys of j, which a full turn brings last. So keys then travel
@@ -76,7 +77,7 @@ class Relay:
         """Hops of the backward pass at which gradients of keys are sent."""
         if not any(self.needed):
             return range(0)
-        return range(1, self.degree + 1) if self.goes_round else range(self.hops, 2 * self.hops - 1)
+        return range(2, self.degree + 1) if self.goes_round else range(self.hops, 2 * self.hops - 1)
 
     def gradient_moves(self, hop: int) -> Iterator[Move]:
         """Yield the gradients that are sent at `hop` of the backward pass."""

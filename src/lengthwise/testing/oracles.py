@@ -6,18 +6,30 @@ import torch
 from torch import Tensor
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = True) -> tuple[Tensor, Tensor]:
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Attend over one whole document in the dtype of the tensors; differentiable, any GQA ratio.
 
-    q is (q tokens, heads, head_dim), k and v (kv tokens, kv_heads, head_dim). Returns (out like q, lse (heads, q)).
+    q is (q tokens, heads, head_dim), k and v (kv tokens, kv_heads, head_dim). A query sees fewer than `window` tokens
+    back; `sinks` (heads,) are logits of a key without a value. Returns (out like q, lse (heads, q), sinks left out).
     """
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (k, v))
     scores = q.transpose(0, 1) @ k.transpose(1, 2) * scale
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(hidden, float("-inf"))
-    return (torch.softmax(scores, dim=-1) @ v).transpose(0, 1), torch.logsumexp(scores, dim=-1)
+    gap = torch.arange(q.shape[0])[:, None] - torch.arange(k.shape[1])
+    hidden = (gap < 0) & torch.tensor(causal) | (gap >= (window or len(gap) + 1))
+    scores = scores.masked_fill(hidden, float("-inf"))
+    logits = scores if sinks is None else torch.cat((scores, sinks[:, None, None].expand(-1, len(gap), 1)), dim=-1)
+    weights = torch.softmax(logits, dim=-1)[..., : k.shape[1]]
+    return (weights @ v).transpose(0, 1), torch.logsumexp(scores, dim=-1)
 
 
 def relative_error(got: Tensor, expected: Tensor, *, floor: float = 1e-300) -> float:
