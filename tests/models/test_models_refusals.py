@@ -98,6 +98,12 @@ def test_sliding_window_is_refused_only_when_shorter_than_the_longest_sequence()
     check_model_config(Qwen3Config(**SIZES, use_sliding_window=False, sliding_window=8), longest_tokens=9)
 
 
+def test_config_that_is_not_causal_is_refused():
+    """Hugging Face then makes a mask that shows everything; ours would go on hiding what comes after."""
+    with pytest.raises(ModelRefused, match="is_causal"):
+        check_model_config(LlamaConfig(**SIZES, is_causal=False), longest_tokens=4)
+
+
 def test_all_reasons_are_told_at_once():
     config = MistralConfig(**SIZES, sliding_window=4, attention_dropout=0.5)
     with pytest.raises(Problems) as raised:
