@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from lengthwise.comm import SoloTransport
@@ -39,6 +40,9 @@ def test_saved_model_opens_with_equal_weights(tmp_path, kind, tied, precision):
     names = {path.name for path in (tmp_path / "model").iterdir()}
     assert {"config.json", "model.safetensors"} <= names
     assert not any(name.endswith((".bin", ".pt", ".pkl")) for name in names)
+    with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
+        assert ("lm_head.weight" in file.keys()) != tied, "tied weights are written once"  # noqa: SIM118 - no mapping
+        assert all(file.get_tensor(name).dtype == DTYPES[precision] for name in file.keys())  # noqa: SIM118
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
     assert opened.config.tie_word_embeddings == tied
     tie = opened.lm_head.weight is opened.model.embed_tokens.weight

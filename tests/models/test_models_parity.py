@@ -151,6 +151,17 @@ def test_family_equals_plain_hugging_face(family, precision):
         check_parity(run_planned(family, plan, batch, precision), want, precision)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_fp32_error_is_near_that_of_one_process(family):
+    """At most 3 x the one-process fp32 error against fp64, + 1e-6."""
+    batch = make_batch(LENGTHS, vocab=48, seed=1)
+    exact = run_plain(family, batch, "fp64")[1]
+    alone = gradient_errors(run_plain(family, batch, "fp32")[1], exact)
+    for ranks in (2, 5):
+        got = gradient_errors(run_planned(family, planned(family, ranks), batch, "fp32")[1], exact)
+        assert all(got[name] <= 3 * alone[name] + 1e-6 for name in exact)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_any_plan_equals_plain_hugging_face(seed):
     """Plans of outside tools: several pieces a microbatch, any ranks in any order, shares, ranks without tokens."""
