@@ -20,7 +20,7 @@ from lengthwise.core.errors import ModelRefused
 ATTENTION_NAME = "lengthwise"
 
 # What Hugging Face hands to an attention function besides the tensors and that has no say in the result.
-_WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "is_causal"})
+_WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions"})
 
 
 def register_attention() -> None:
@@ -85,6 +85,7 @@ def _attend(
     dropout: float = 0.0,
     lengthwise: PlannedAttention | None = None,
     sliding_window: int | None = None,
+    is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend as planned; query is (1, heads, tokens, head_dim), key and value (1, kv_heads, tokens, head_dim)."""
@@ -93,6 +94,8 @@ def _attend(
         refused["attention_mask"] = "a tensor"
     if dropout:
         refused["dropout"] = dropout
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):  # as Hugging Face decides it
+        refused["is_causal"] = False
     if lengthwise is None:
         refused["lengthwise"] = "nothing (the model was called outside a plan)"
     elif sliding_window is not None and sliding_window < lengthwise.longest_tokens:

@@ -39,6 +39,8 @@ def check_model_config(config: Any, *, longest_tokens: int) -> None:
     for key, value in config.to_dict().items():
         if ("dropout" in key or key.endswith("pdrop")) and value:
             refuse(key, "0 (dropout is not supported yet)", value, f"Set {key} to 0 in the model's config.json.")
+    if getattr(config, "is_causal", None) is False:
+        refuse("is_causal", "true (each token sees those before it)", False, "Use a causal language model.")
     rope = getattr(config, "rope_parameters", None) or {}
     rope_type = rope.get("rope_type", "default")
     if rope_type not in STATIC_ROPE:

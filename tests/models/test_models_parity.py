@@ -1,0 +1,344 @@
+"""Loss and every gradient under a plan equal those of the plain Hugging Face model, one document at a time."""
+
+import copy
+import random
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, MistralConfig, Qwen3Config
+
+from lengthwise.attention import choose_kernel
+from lengthwise.comm import SoloTransport, StrictWorld
+from lengthwise.config import OptimizerConfig
+from lengthwise.core.plan import Piece
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import analytic_cost, named_hardware, shape_from_config
+from lengthwise.models import DTYPES, ModelSource, build_model, check_model_config, keep_double
+from lengthwise.planner import plan_step
+from lengthwise.program import Segment, check_order, lower_plan
+from lengthwise.testing import RecordingTransport, make_batch, make_plan, random_plan, run_ranks
+from lengthwise.train.flat import FlatParameters
+from lengthwise.train.optimizer import ShardedAdamW
+from lengthwise.train.work import run_plan
+
+LENGTHS = (1, 57, 2, 3, 40, 1, 5, 7, 31, 11, 13, 8)
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+ROPE = {
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "rope_theta": 10000.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32},
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "llama tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "mistral window not shorter": MistralConfig(**SIZES, sliding_window=57),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),
+    "qwen3 tied": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+    **{f"llama {kind}": LlamaConfig(**SIZES, rope_parameters=rope) for kind, rope in ROPE.items()},
+}
+BARS = {"fp64": (1e-13, 1e-12), "fp32": (2e-6, 1e-5)}
+
+
+@cache
+def built(family, attention="lengthwise"):
+    model = build_model(
+        ModelSource(name=family, config=copy.deepcopy(CONFIGS[family]), weights=False), seed=3, attention=attention
+    )
+    with torch.no_grad():  # norms start as ones: draw them, or a gradient could hide behind their symmetry
+        generator = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            else:
+                parameter.mul_(3)
+    return model
+
+
+def planned(family, ranks, lengths=LENGTHS, *, capacity=None):
+    cost = analytic_cost(shape_from_config(CONFIGS[family].to_dict()), named_hardware("cpu"))
+    cluster = Cluster(ranks=ranks, capacity_tokens=capacity or -(-max(lengths) // ranks) + 1)
+    return plan_step(lengths, cluster, cost, layers=2)
+
+
+def run_plain(family, batch, precision, weights="fp32"):
+    """Return (loss, gradients) of plain Hugging Face with sdpa, one document at a time, with an own loss."""
+    model = copy.deepcopy(built(family, "sdpa"))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[weights]).float()
+    flat = FlatParameters(model, SoloTransport(), dtype=DTYPES[precision])
+    total = 0.0
+    with keep_double(DTYPES[precision]):
+        for i in range(len(batch.ids)):
+            ids = torch.from_numpy(batch._dataset.tokens(i).astype(np.int64))
+            labels = torch.from_numpy(batch._dataset.labels(i).astype(np.int64))
+            logits = model(input_ids=ids[None], use_cache=False).logits[0]
+            wide = logits.double() if precision == "fp64" else logits.float()
+            loss = F.cross_entropy(wide[:-1], labels[1:], ignore_index=-100, reduction="sum")
+            (loss / batch.loss_tokens).backward()
+            total += loss.item()
+    flat.reduce_gradients()
+    return total / batch.loss_tokens, flat.gather_gradients()
+
+
+def run_rank(transport, family, plan, batch, precision, weights="fp32"):
+    model = copy.deepcopy(built(family))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[weights]).float()
+    flat = FlatParameters(model, transport, dtype=DTYPES[precision])
+    with keep_double(DTYPES[precision]):
+        work = run_plan(model, plan, batch, transport, choose_kernel(torch.device("cpu")), name="test")
+    loss = torch.tensor([work.loss_sum], dtype=torch.float64)
+    transport.all_reduce(loss)
+    flat.reduce_gradients()
+    return loss.item() / batch.loss_tokens, flat.gather_gradients()
+
+
+def run_planned(family, plan, batch, precision, **options):
+    built(family)  # before the threads: drawing parameters uses the global generator
+    return StrictWorld(plan.ranks).run(lambda t: run_rank(t, family, plan, batch, precision, **options))[0]
+
+
+def gradient_errors(got, want):
+    assert got.keys() == want.keys()
+    norms = {name: tensor.double().norm().item() for name, tensor in want.items()}
+    floor = 1e-3 * sorted(norms.values())[len(norms) // 2]
+    return {n: (got[n].double() - want[n].double()).norm().item() / max(norms[n], floor) for n in want}
+
+
+def check_parity(got, want, precision):
+    loss_bar, gradient_bar = BARS[precision]
+    assert abs(got[0] - want[0]) <= loss_bar * abs(want[0])
+    errors = gradient_errors(got[1], want[1])
+    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
+    assert errors[worst] <= gradient_bar, f"{worst}: {errors[worst]}"
+
+
+@pytest.mark.parametrize("precision", BARS)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_family_equals_plain_hugging_face(family, precision):
+    check_model_config(CONFIGS[family], longest_tokens=max(LENGTHS))
+    batch = make_batch(LENGTHS, vocab=48, seed=1, masked=0.2)
+    want = run_plain(family, batch, precision)
+    for ranks in (1, 2, 3, 5):
+        plan = planned(family, ranks)
+        packs = [piece for m in plan.microbatches for piece in m.pieces if piece.degree == 1 < len(piece.sequences)]
+        assert packs
+        assert (plan.ring_tokens > 0) == (ranks > 1)
+        assert check_order(plan, layers=2) == 0 or ranks > 1
+        check_parity(run_planned(family, plan, batch, precision), want, precision)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_fp32_error_is_near_that_of_one_process(family):
+    """At most 3 x the one-process fp32 error against fp64, + 1e-6."""
+    batch = make_batch(LENGTHS, vocab=48, seed=1)
+    exact = run_plain(family, batch, "fp64")[1]
+    alone = gradient_errors(run_plain(family, batch, "fp32")[1], exact)
+    for ranks in (2, 5):
+        got = gradient_errors(run_planned(family, planned(family, ranks), batch, "fp32")[1], exact)
+        assert all(got[name] <= 3 * alone[name] + 1e-6 for name in exact)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_plan_equals_plain_hugging_face(seed):
+    """Plans of outside tools: several pieces a microbatch, any ranks in any order, shares, ranks without tokens."""
+    choose, ranks = random.Random(seed), (3, 4, 5, 6)[seed]
+    batch = make_batch(LENGTHS, vocab=48, seed=seed)
+    plan = random_plan(choose, ranks, LENGTHS, layers=2)
+    check_parity(run_planned("qwen3", plan, batch, "fp64"), run_plain("qwen3", batch, "fp64"), "fp64")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3 tied"])
+def test_bf16_error_is_near_that_of_one_device(family):
+    """At most 1.5 x the one-device bf16 error against fp64, over all gradients together and tensor by tensor."""
+    batch = make_batch(LENGTHS, vocab=48, seed=1)
+    exact = run_plain(family, batch, "fp64", weights="bf16")
+    alone = run_plain(family, batch, "bf16", weights="bf16")
+
+    def total(gradients):
+        return sum((gradients[n].double() - exact[1][n]).square().sum().item() for n in exact[1]) ** 0.5
+
+    ones = gradient_errors(alone[1], exact[1])
+    for ranks in (1, 3, 5):
+        got = run_planned(family, planned(family, ranks), batch, "bf16", weights="bf16")
+        assert abs(got[0] - exact[0]) <= 1.5 * abs(alone[0] - exact[0]) + 1e-4 * abs(exact[0])
+        assert total(got[1]) <= 1.5 * total(alone[1])
+        for name, error in gradient_errors(got[1], exact[1]).items():
+            assert error <= 1.5 * ones[name] + 3e-3, name
+
+
+def test_real_processes_equal_plain_hugging_face():
+    batch = make_batch(LENGTHS, vocab=48, seed=1)
+    plan = planned("llama", 3)
+    built("llama")
+    got = run_ranks(lambda t: run_rank(t, "llama", plan, batch, "fp64"), 3)[0]
+    check_parity(got, run_plain("llama", batch, "fp64"), "fp64")
+
+
+def test_rank_without_tokens_takes_part():
+    """A sequence of one token on three ranks: two of them hold nothing, and nothing may come from them."""
+    lengths = (1, 2, 9)
+    plan = make_plan(3, lengths, [Piece(ranks=(2, 0, 1), sequences=(i,)) for i in range(3)], layers=2)
+    batch = make_batch(lengths, vocab=48)
+    held = [sum(s.num_tokens for s in lower_plan(plan, rank)[0].segments(rank)) for rank in range(3)]
+    assert sorted(held) == [0, 0, 1]
+    check_parity(run_planned("llama tied", plan, batch, "fp64"), run_plain("llama tied", batch, "fp64"), "fp64")
+
+
+def test_rank_without_work_takes_part_in_the_reduction():
+    """Section 7: ranks with no work hanging the collective."""
+    lengths = (20, 4)
+    plan = make_plan(5, lengths, [Piece(ranks=(0, 1), sequences=(0,)), Piece(ranks=(3,), sequences=(1,))], layers=2)
+    batch = make_batch(lengths, vocab=48)
+    check_parity(run_planned("llama", plan, batch, "fp64"), run_plain("llama", batch, "fp64"), "fp64")
+
+
+def test_gradient_does_not_scale_with_ranks_or_microbatches():
+    """Section 7: loss scaled by world or CP size; accumulation that averages averages."""
+    lengths = (30, 3, 9)
+    batch = make_batch(lengths, vocab=48, masked=0.5)
+    want = run_plain("llama", batch, "fp64")
+    alone = [Piece(ranks=(0,), sequences=(i,)) for i in range(3)]
+    ring = Piece(ranks=(3, 0, 2, 1), sequences=(0, 1, 2))
+    for ranks, microbatches in ((1, alone), (1, [Piece(ranks=(0,), sequences=(0, 1, 2))]), (4, alone), (4, [ring])):
+        plan = make_plan(ranks, lengths, microbatches, layers=2)
+        check_parity(run_planned("llama", plan, batch, "fp64"), want, "fp64")
+
+
+def test_positions_start_anew_in_each_document():
+    """Section 7: RoPE positions continuing across documents."""
+    lengths = (5, 9, 4)
+    batch = make_batch(lengths, vocab=48)
+    pack = make_plan(1, lengths, [Piece(ranks=(0,), sequences=(2, 0, 1))])
+    _, positions, _ = batch.tensors(lower_plan(pack, 0)[0].segments(0))
+    assert positions.tolist() == [*range(4), *range(5), *range(9)]
+    ring = make_plan(2, lengths, [Piece(ranks=(1, 0), sequences=(1,))])
+    _, positions, _ = batch.tensors(lower_plan(ring, 0)[0].segments(0))
+    assert positions.tolist() == [2, 3, 4, 5]  # chunks 1 and 2 of 0-2, 2-4, 4-6, 6-9
+    apart = make_plan(1, lengths, [Piece(ranks=(0,), sequences=(i,)) for i in range(3)])
+    one, other = (run_planned("llama yarn", plan, batch, "fp64") for plan in (pack, apart))
+    check_parity(one, other, "fp64")
+
+
+def test_labels_are_shifted_before_the_cut():
+    """Section 7: the last token of a shard needs the first label of the next; the last of a sequence needs none."""
+    batch = make_batch((7, 5), vocab=48)
+    tokens = batch._dataset.tokens(0).tolist()
+    ids, _, labels = batch.tensors([Segment(sequence=0, start=2, stop=4), Segment(sequence=0, start=6, stop=7)])
+    assert ids.tolist() == [tokens[2], tokens[3], tokens[6]]
+    assert labels.tolist() == [tokens[3], tokens[4], -100]
+    plan = make_plan(3, (7, 5), [Piece(ranks=(0, 1, 2), sequences=(0, 1))], layers=2)
+    asked = sum(int((batch.tensors(lower_plan(plan, rank)[0].segments(rank))[2] != -100).sum()) for rank in range(3))
+    assert asked == batch.loss_tokens == 6 + 4
+
+
+def test_order_d_training_steps_make_no_collective_before_the_last_ring_transfer():
+    """Rule (d), on the real calls of three training steps: a step is ring rounds, then collectives, on every rank."""
+    lengths = ((57, 2, 9, 30), (3, 44, 1, 1), (5,))
+    plans = [planned("llama", 3, row, capacity=30) for row in lengths]
+    assert [plan.ring_tokens > 0 for plan in plans] == [True, True, False]
+    batches = [make_batch(row, vocab=48, seed=i) for i, row in enumerate(lengths)]
+    built("llama")
+
+    def work(inner):
+        transport = RecordingTransport(inner)
+        model = copy.deepcopy(built("llama"))
+        flat = FlatParameters(model, transport, dtype=torch.float32)
+        optimizer = ShardedAdamW(flat, OptimizerConfig(), transport)
+        steps, norms = [], []
+        for plan, batch in zip(plans, batches, strict=True):
+            transport.calls.clear()
+            run_plan(model, plan, batch, transport, choose_kernel(torch.device("cpu")), name="step")
+            norms.append(optimizer.reduce())
+            optimizer.update(1e-3, norms[-1])
+            steps.append([call.name for call in transport.calls])
+        return steps, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    results = StrictWorld(3).run(work)
+    for steps, norms, parameters in results:
+        assert norms == results[0][1], "all ranks clip by one norm"
+        assert all(torch.equal(parameters[name], results[0][2][name]) for name in parameters)
+        for names in steps:
+            first = next(i for i, name in enumerate(names) if name != "exchange")
+            assert "exchange" not in names[first:]
+            assert names[first:] == ["reduce_scatter", "all_reduce", "all_gather"]
+    transfers = [[names.count("exchange") for names in steps] for steps, *_ in results]
+    assert sum(row[0] > 0 for row in transfers) >= 2
+    assert sum(row[1] > 0 for row in transfers) >= 2
+    assert all(row[2] == 0 for row in transfers)
+
+
+def test_the_same_plan_twice_is_the_same_bits():
+    batch = make_batch(LENGTHS, vocab=48)
+    plan = planned("llama", 3)
+    first, second = (run_planned("llama", plan, batch, "fp32") for _ in range(2))
+    assert first[0] == second[0]
+    assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+
+
+def test_fully_masked_batch_rows_have_loss_zero_and_no_gradient():
+    batch = make_batch((6, 12), vocab=48, masked=1.0)
+    assert batch.loss_tokens == 0
+    batch.loss_tokens = 1
+    plan = make_plan(2, (6, 12), [Piece(ranks=(0, 1), sequences=(0, 1))], layers=2)
+    loss, gradients = run_planned("llama", plan, batch, "fp64")
+    assert loss == 0
+    assert all(not gradient.any() for gradient in gradients.values())
+
+
+def test_evaluation_moves_keys_and_leaves_no_gradient():
+    batch, plan = make_batch(LENGTHS, vocab=48), planned("llama", 3)
+    want = run_plain("llama", batch, "fp64")[0]
+    built("llama")
+
+    def work(t):
+        model = copy.deepcopy(built("llama"))
+        flat = FlatParameters(model, t, dtype=torch.float64)
+        with keep_double(torch.float64):
+            kernel = choose_kernel(torch.device("cpu"))
+            loss = run_plan(model, plan, batch, t, kernel, name="evaluation", train=False).loss_sum
+        assert not flat.grads.any()
+        return loss
+
+    assert sum(StrictWorld(3).run(work)) / batch.loss_tokens == pytest.approx(want, rel=1e-13)
+
+
+def test_parity_would_notice_one_missing_label():
+    """The bars mean something: one label less in 170 is far outside them."""
+    batch = make_batch(LENGTHS, vocab=48, seed=1)
+    want = run_plain("llama", batch, "fp64")
+    batch._dataset.flat_tokens.flags.writeable = True
+    batch._dataset.flat_tokens[20] = (batch._dataset.flat_tokens[20] + 1) % 48
+    with pytest.raises(AssertionError):
+        check_parity(run_planned("llama", planned("llama", 2), batch, "fp64"), want, "fp64")
+
+
+def test_replaced_capacity_changes_no_result():
+    """Two plans of one batch, another mix of rings and packs: the same loss and gradients."""
+    batch = make_batch(LENGTHS, vocab=48)
+    a, b = planned("llama", 3, capacity=20), planned("llama", 3, capacity=60)
+    assert a.microbatches != b.microbatches
+    check_parity(*(run_planned("llama", replace(plan, notes={}), batch, "fp64") for plan in (a, b)), "fp64")
