@@ -24,7 +24,7 @@ from lengthwise.cli.machine import machine_lines
 from lengthwise.comm import SoloTransport
 from lengthwise.config import build_config
 from lengthwise.core.plan import Plan
-from lengthwise.models import ModelSource, build_model
+from lengthwise.models import ModelSource, build_model, plain_attention
 from lengthwise.models.load import tiny_config
 from lengthwise.train.batch import StepBatch
 from lengthwise.train.flat import FlatParameters
@@ -73,7 +73,7 @@ def plain_packed(model: torch.nn.Module, batch: StepBatch, packs: Sequence[Seque
 def measure(name: str, job: Job, batches: Sequence[StepBatch], repeats: int) -> None:
     """Print the seconds of all three, and the ratio."""
     source = model_source(name)
-    plain = build_model(source, seed=0, attention="sdpa")
+    plain = build_model(source, seed=0, attention=plain_attention(source))
     ours = build_model(source, seed=0)
     transport, kernel = SoloTransport(), choose_kernel(torch.device("cpu"))
     for model in (plain, ours):  # the same gradient buffers for all, so that only the loop differs

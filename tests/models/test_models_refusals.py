@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface, Gemma2Config, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import AttentionInterface, Gemma2Config, Gemma3TextConfig, GPT2Config, LlamaConfig, MixtralConfig
 
 from lengthwise.attention import PlannedAttention, ReferenceKernel
 from lengthwise.comm import SoloTransport
@@ -47,16 +47,16 @@ def attend(**arguments):
 @pytest.mark.parametrize("config", [GPT2Config(), Gemma2Config()], ids=lambda config: config.model_type)
 def test_unknown_families_are_refused_by_name(config):
     with pytest.raises(LengthwiseError, match=rf"model_type: expected .*llama.*; got {config.model_type}"):
-        check_model_config(config, longest_tokens=4)
+        check_model_config(config)
 
 
 def test_dropout_is_refused_by_its_key():
     with pytest.raises(ModelRefused, match=r"attention_dropout.*0\.1.*Set attention_dropout to 0"):
-        check_model_config(LlamaConfig(**SIZES, attention_dropout=0.1), longest_tokens=4)
+        check_model_config(LlamaConfig(**SIZES, attention_dropout=0.1))
     for key in ("hidden_dropout", "resid_pdrop", "embd_pdrop"):
         with pytest.raises(ModelRefused, match=key):
-            check_model_config(LlamaConfig(**SIZES, **{key: 0.2}), longest_tokens=4)
-    check_model_config(LlamaConfig(**SIZES, attention_dropout=0.0), longest_tokens=4)
+            check_model_config(LlamaConfig(**SIZES, **{key: 0.2}))
+    check_model_config(LlamaConfig(**SIZES, attention_dropout=0.0))
 
 
 @pytest.mark.parametrize(
@@ -77,37 +77,45 @@ def test_rope_that_depends_on_the_length_at_hand_is_refused(rope):
     config = LlamaConfig(**SIZES)
     config.rope_parameters = {**rope, "original_max_position_embeddings": 32}
     with pytest.raises(ModelRefused, match=f"rope_type.*{rope['rope_type']}"):
-        check_model_config(config, longest_tokens=4)
+        check_model_config(config)
 
 
 def test_rope_scaling_of_older_configs_is_seen():
     with pytest.raises(ModelRefused, match=r"rope_type.*dynamic"):
-        check_model_config(LlamaConfig(**SIZES, rope_scaling={"type": "dynamic", "factor": 2.0}), longest_tokens=4)
+        check_model_config(LlamaConfig(**SIZES, rope_scaling={"type": "dynamic", "factor": 2.0}))
 
 
-def test_sliding_window_is_refused_only_when_shorter_than_the_longest_sequence():
-    config = MistralConfig(**SIZES, sliding_window=16)
-    check_model_config(config, longest_tokens=16)
-    with pytest.raises(ModelRefused, match=r"sliding_window.*17 tokens.*got 16"):
-        check_model_config(config, longest_tokens=17)
-    check_model_config(MistralConfig(**SIZES, sliding_window=None), longest_tokens=10**9)
-    some = Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    assert some.layer_types == ["full_attention", "sliding_attention"]
-    with pytest.raises(ModelRefused, match="sliding_window"):
-        check_model_config(some, longest_tokens=9)
-    check_model_config(Qwen3Config(**SIZES, use_sliding_window=False, sliding_window=8), longest_tokens=9)
+def test_rope_kinds_of_layers_are_all_seen():
+    config = Gemma3TextConfig(**SIZES, layer_types=["sliding_attention", "full_attention"])
+    check_model_config(config)
+    config.rope_parameters["full_attention"] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(ModelRefused, match=r"full_attention\.rope_type.*dynamic"):
+        check_model_config(config)
+
+
+def test_layers_of_another_kind_are_refused():
+    config = LlamaConfig(**SIZES)
+    config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(ModelRefused, match=r"layer_types.*got linear_attention"):
+        check_model_config(config)
+
+
+def test_router_balance_loss_is_refused():
+    check_model_config(MixtralConfig(**SIZES))
+    with pytest.raises(ModelRefused, match="output_router_logits"):
+        check_model_config(MixtralConfig(**SIZES, output_router_logits=True))
 
 
 def test_config_that_is_not_causal_is_refused():
     """Hugging Face then makes a mask that shows everything; ours would go on hiding what comes after."""
     with pytest.raises(ModelRefused, match="is_causal"):
-        check_model_config(LlamaConfig(**SIZES, is_causal=False), longest_tokens=4)
+        check_model_config(LlamaConfig(**SIZES, is_causal=False))
 
 
 def test_all_reasons_are_told_at_once():
-    config = MistralConfig(**SIZES, sliding_window=4, attention_dropout=0.5)
+    config = MixtralConfig(**SIZES, output_router_logits=True, attention_dropout=0.5)
     with pytest.raises(Problems) as raised:
-        check_model_config(config, longest_tokens=9)
+        check_model_config(config)
     assert len(raised.value.problems) == 2
     assert raised.value.exit_status == 2
 
@@ -116,7 +124,6 @@ def test_all_reasons_are_told_at_once():
     ("arguments", "named"),
     [
         ({"softcap": 50.0}, "softcap=50"),
-        ({"s_aux": torch.zeros(1)}, "s_aux="),
         ({"sinks": torch.zeros(1)}, "sinks="),
         ({"something_new": 1}, "something_new=1"),
         ({"attention_mask": torch.zeros(1, 1, 1, 1)}, "attention_mask=a tensor"),
@@ -158,20 +165,6 @@ def test_model_called_outside_a_plan_is_refused():
     model, _, (ids, _, _) = one_rank()
     with pytest.raises(ModelRefused, match="the model was called outside a plan"):
         model(input_ids=ids[None], use_cache=False)
-
-
-def test_window_shorter_than_a_sequence_of_the_microbatch_is_refused_at_the_layer():
-    """Sequence, not shard, and not pack: 7 + 5 tokens of two documents stay inside a window of 7."""
-    config = MistralConfig(**SIZES, sliding_window=7)
-    model, planned, tensors = one_rank((7, 5), config)
-    assert model_loss(model, planned, *tensors).isfinite()
-    model, planned, tensors = one_rank((8,), config)
-    with pytest.raises(ModelRefused, match="sliding_window=7"):
-        model_loss(model, planned, *tensors)
-    plan = make_plan(2, (8,), [Piece(ranks=(0, 1), sequences=(0,))])
-    ring = PlannedAttention(lower_plan(plan, 0)[0], SoloTransport(), ReferenceKernel())
-    assert ring.num_tokens == 4
-    assert ring.longest_tokens == 8
 
 
 @pytest.mark.parametrize("layers", [(0,), (1,), (0, 1)])

@@ -3,7 +3,15 @@
 from lengthwise.models.adapter import model_loss, reference_loss
 from lengthwise.models.double import keep_double
 from lengthwise.models.families import FAMILIES, check_model_config
-from lengthwise.models.load import DTYPES, ModelSource, build_model, cast_parameters, find_model, save_model
+from lengthwise.models.load import (
+    DTYPES,
+    ModelSource,
+    build_model,
+    cast_parameters,
+    find_model,
+    plain_attention,
+    save_model,
+)
 
 __all__ = [
     "DTYPES",
@@ -15,6 +23,7 @@ __all__ = [
     "find_model",
     "keep_double",
     "model_loss",
+    "plain_attention",
     "reference_loss",
     "save_model",
 ]

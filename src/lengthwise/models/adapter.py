@@ -20,7 +20,9 @@ from lengthwise.core.errors import ModelRefused
 ATTENTION_NAME = "lengthwise"
 
 # What Hugging Face hands to an attention function besides the tensors and that has no say in the result.
-_WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions"})
+_WITHOUT_EFFECT = frozenset(
+    {"position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits"}
+)
 
 
 def register_attention() -> None:
@@ -85,10 +87,14 @@ def _attend(
     dropout: float = 0.0,
     lengthwise: PlannedAttention | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as planned; query is (1, heads, tokens, head_dim), key and value (1, kv_heads, tokens, head_dim)."""
+    """Attend as planned; query is (1, heads, tokens, head_dim), key and value (1, kv_heads, tokens, head_dim).
+
+    `s_aux` (heads,) is what Hugging Face calls attention sinks.
+    """
     refused = {name: value for name, value in others.items() if name not in _WITHOUT_EFFECT and value is not None}
     if attention_mask is not None:
         refused["attention_mask"] = "a tensor"
@@ -98,7 +104,7 @@ def _attend(
         refused["is_causal"] = False
     if lengthwise is None:
         refused["lengthwise"] = "nothing (the model was called outside a plan)"
-    elif sliding_window is not None and sliding_window < lengthwise.longest_tokens:
+    if sliding_window is not None and sliding_window < 1:
         refused["sliding_window"] = sliding_window
     if query.shape[-1] != value.shape[-1]:
         refused["value head size"] = f"{value.shape[-1]} beside {query.shape[-1]}"
@@ -110,5 +116,6 @@ def _attend(
             remedy="This model needs what lengthwise does not do yet; use another model.",
         )
     q, k, v = (x[0].transpose(0, 1)[: lengthwise.num_tokens] for x in (query, key, value))
-    out = planned_attention(q, k, v, lengthwise, scale=query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = planned_attention(q, k, v, lengthwise, scale=scale, window=sliding_window, sinks=s_aux)
     return F.pad(out, (0, 0, 0, 0, 0, query.shape[2] - len(out)))[None], None

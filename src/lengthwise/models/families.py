@@ -10,16 +10,29 @@ from typing import Any
 
 from lengthwise.core.errors import ModelRefused, raise_problems
 
-FAMILIES = ("llama", "mistral", "qwen3")
+FAMILIES = (
+    "gemma",
+    "gemma3_text",
+    "gpt_oss",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "olmoe",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 # RoPE kinds whose frequencies do not depend on how long the sequence at hand is.
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
-def check_model_config(config: Any, *, longest_tokens: int) -> None:
+def check_model_config(config: Any) -> None:
     """Refuse a Hugging Face config that has a part which a plan would compute wrongly.
-
-    `longest_tokens` is the longest sequence of the run: a sliding window at least that long changes nothing.
 
     Raises:
         ModelRefused: all reasons at once.
@@ -41,32 +54,39 @@ def check_model_config(config: Any, *, longest_tokens: int) -> None:
             refuse(key, "0 (dropout is not supported yet)", value, f"Set {key} to 0 in the model's config.json.")
     if getattr(config, "is_causal", None) is False:
         refuse("is_causal", "true (each token sees those before it)", False, "Use a causal language model.")
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type", "default")
-    if rope_type not in STATIC_ROPE:
+    for where, kind in rope_kinds(config):
+        if kind not in STATIC_ROPE:
+            refuse(
+                where,
+                f"one whose frequencies do not depend on the length at hand ({', '.join(STATIC_ROPE)})",
+                kind,
+                "Use one of these, or another model.",
+            )
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
+    if unknown:
         refuse(
-            "rope_parameters.rope_type",
-            f"one whose frequencies do not depend on the length at hand ({', '.join(STATIC_ROPE)})",
-            rope_type,
-            "Use one of these, or another model.",
+            "layer_types",
+            f"layers of {' or '.join(LAYER_TYPES)}",
+            ", ".join(unknown),
+            "Such layers need state from the tokens before them, wherever those are; use another model.",
         )
-    window = active_window(config)
-    if window is not None and window < longest_tokens:
+    if getattr(config, "output_router_logits", False):
         refuse(
-            "sliding_window",
-            f"none, or at least the longest sequence of the run ({longest_tokens} tokens)",
-            window,
-            "Set sliding_window to null, or keep longer sequences out with max_tokens and too_long: skip.",
+            "output_router_logits",
+            "false (the router's balance loss is not added yet)",
+            True,
+            "Set output_router_logits to false in the model's config.json.",
         )
     if getattr(config, "quantization_config", None) is not None:
         refuse("quantization_config", "none", "a quantised model", "Use the model's full-precision weights.")
     raise_problems(problems)
 
 
-def active_window(config: Any) -> int | None:
-    """Return the sliding window that at least one layer of the model uses, or None."""
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and not any("sliding" in kind for kind in layer_types):
-        return None
-    return window
+def rope_kinds(config: Any) -> list[tuple[str, str]]:
+    """List (config path, RoPE kind): one for the model, or one for each kind of layer where they differ."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = {f"rope_parameters.{name}": each for name, each in rope.items() if isinstance(each, dict)}
+    return [
+        (f"{where}.rope_type", each.get("rope_type", "default"))
+        for where, each in (nested or {"rope_parameters": rope}).items()
+    ]

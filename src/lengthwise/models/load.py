@@ -15,6 +15,9 @@ from lengthwise.core.errors import ConfigError, OutputError
 from lengthwise.cost import named_shape
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 
+# Experts one by one: Hugging Face's grouped products know no fp64 and round differently with the number of tokens.
+EXPERTS = "eager"
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -73,6 +76,7 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
                 source.name,
                 dtype=torch.float32,
                 attn_implementation=attention,
+                experts_implementation=EXPERTS,
                 use_safetensors=True,
                 trust_remote_code=False,
             )
@@ -83,9 +87,17 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(source.config), dtype=torch.float32, attn_implementation=attention
+                copy.deepcopy(source.config),
+                dtype=torch.float32,
+                attn_implementation=attention,
+                experts_implementation=EXPERTS,
             )
     return model.train()
+
+
+def plain_attention(source: ModelSource) -> str:
+    """Name Hugging Face's own attention to compare with: sdpa, or eager for models with sinks, which lack it."""
+    return "eager" if source.config.model_type == "gpt_oss" else "sdpa"
 
 
 def cast_parameters(model: nn.Module, precision: str) -> nn.Module:

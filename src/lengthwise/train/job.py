@@ -101,9 +101,8 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float) -> Job
         )
     for each in filter(None, (dataset, eval_dataset)):
         attempt(lambda each=each: check_fits(each, ranks=ranks, capacity_tokens=config.capacity_tokens))
-    if model and dataset:
-        longest = max(int(each.lengths.max()) for each in (dataset, eval_dataset) if each)
-        attempt(lambda: check_model_config(model.config, longest_tokens=longest))
+    if model:
+        attempt(lambda: check_model_config(model.config))
     raise_problems(problems)
     assert model is not None, "a model that was not found must have been a problem"
     assert dataset is not None, "data that was not read must have been a problem"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport, World
 from lengthwise.core.plan import Plan
-from lengthwise.models import DTYPES, build_model, keep_double, reference_loss
+from lengthwise.models import DTYPES, build_model, keep_double, plain_attention, reference_loss
 from lengthwise.train.batch import StepBatch
 from lengthwise.train.flat import FlatParameters
 from lengthwise.train.job import Job
@@ -100,7 +100,7 @@ def gradient_differences(gradients: dict[str, Tensor], expected: dict[str, Tenso
 def _one_process(
     job: Job, batch: StepBatch, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, dict[str, Tensor]]:
-    model: nn.Module = build_model(job.model, seed=job.config.seed, attention="sdpa").to(device)
+    model: nn.Module = build_model(job.model, seed=job.config.seed, attention=plain_attention(job.model)).to(device)
     transport = SoloTransport()
     flat, loss_sum = FlatParameters(model, transport, dtype=dtype), 0.0
     with keep_double(dtype):
