@@ -1,4 +1,4 @@
-"""Small runs for tests, and the same training written plainly with Hugging Face and torch, sharing no code with ours."""
+"""Small runs for tests, and the same training written plainly with Hugging Face and torch: no code of ours in it."""
 
 import contextlib
 import json
@@ -197,7 +197,7 @@ class Command:
             main(arguments)
         except SystemExit as ended:
             status = ended.code
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - told as the interpreter would
             traceback.print_exc()
         finally:
             with contextlib.suppress(OSError, ValueError):

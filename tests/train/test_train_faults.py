@@ -266,7 +266,7 @@ def test_train_ranks_that_read_other_data_are_found_at_the_start(tmp_path, monke
 
 
 def test_train_metrics_are_whole_lines_at_every_moment(tmp_path):
-    """Whoever follows metrics.jsonl reads whole lines only, and each step's plan and ledger line are there before it."""
+    """Whoever follows metrics.jsonl reads whole lines only; each step's plan and ledger line are there before."""
     command = start(tmp_path, ranks=2)
     for _ in range(30):
         text = (tmp_path / "out/metrics.jsonl").read_text()

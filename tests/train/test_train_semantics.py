@@ -158,7 +158,7 @@ def test_train_ledger_is_the_same_whatever_ranks_and_planner_and_covers_every_ep
     assert all(ledger == ledgers[0] for ledger in ledgers)
     steps = ledgers[0]
     assert [len(step) for step in steps] == [4, 4, 4, 2] * 3
-    epochs = [sum(steps[i : i + 4], []) for i in (0, 4, 8)]
+    epochs = [list(itertools.chain(*steps[i : i + 4])) for i in (0, 4, 8)]
     assert all(sorted(epoch) == list(range(14)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2], "each epoch has an order of its own"
 
@@ -187,7 +187,7 @@ def test_train_epochs_are_not_counted_by_world_size(tmp_path):
     for ranks in (1, 3):
         path = write_run(tmp_path, steps=None, epochs=1, global_batch={"sequences": 3}, output=f"out{ranks}")
         assert call("train", path, "--ranks", ranks) == 0
-        assert sorted(sum(steps_of(tmp_path / f"out{ranks}"), [])) == list(range(7))
+        assert sorted(itertools.chain(*steps_of(tmp_path / f"out{ranks}"))) == list(range(7))
 
 
 def test_train_skipped_rows_keep_their_number_over_data_files(tmp_path):

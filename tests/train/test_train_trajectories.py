@@ -1,4 +1,4 @@
-"""A hundred steps, another plan every step: N ranks stay with one process; the same run twice is the same, bit for bit."""
+"""A hundred steps, another plan every step: N ranks stay with one process; a run done twice has the same bits."""
 
 import itertools
 import random
@@ -35,7 +35,7 @@ def lively_rows(count=60):
 )
 def test_train_trajectory_of_100_steps_equals_one_process(tmp_path, precision, ranks, tolerance):
     rows = lively_rows()
-    keys = {"steps": 100, "precision": precision, "optimizer": {"lr": 3e-4}, "global_batch": {"sequences": 4}}
+    keys = {"steps": 100, "precision": precision, "optimizer": {"lr": 3e-4}, "global_batch": {"sequences": 3}}
     output = train(write_run(tmp_path, rows, capacity_tokens=48 // ranks, **keys), "--ranks", ranks)
     steps = steps_of(output)
     expected, _, _ = plain_training(tmp_path / "model", rows, steps, dtype=DTYPES[precision], lrs=[3e-4] * 100)

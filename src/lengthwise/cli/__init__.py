@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -28,9 +29,7 @@ Command = (
     ]
     | Annotated[
         Verify,
-        tyro.conf.subcommand(
-            "verify", prefix_name=False, description="Check loss and gradients of N processes against one."
-        ),
+        tyro.conf.subcommand("verify", prefix_name=False),
     ]
     | Annotated[
         Demo,
@@ -44,20 +43,31 @@ Command = (
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit with its status: 0 done, 1 failed, 2 input to be mended, 130 interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a file's name in an ASCII log is no reason to die
     if arguments == ["--version"]:
         print(f"lengthwise {__version__}")
         raise SystemExit(0)
-    command = tyro.cli(
-        Command,  # type: ignore[arg-type]
-        args=arguments or ["--help"],
-        prog="lengthwise",
-        description="Train language models on sequences of very different lengths with Hybrid Data Parallelism.",
-    )
-    raise SystemExit(_status(command))
-
-
-def _status(command: Train | PlanCommand | Verify | Demo) -> int:
     try:
+        try:
+            status = _status(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own last flush
+        status = 1
+    raise SystemExit(status)
+
+
+def _status(arguments: list[str]) -> int:
+    try:
+        command = tyro.cli(
+            Command,  # type: ignore[arg-type]
+            args=arguments or ["--help"],
+            prog="lengthwise",
+            description="Train language models on sequences of very different lengths with Hybrid Data Parallelism.",
+        )
         return command.run()
     except LengthwiseError as error:
         print(error, file=sys.stderr)
@@ -65,6 +75,3 @@ def _status(command: Train | PlanCommand | Verify | Demo) -> int:
     except KeyboardInterrupt:
         print("interrupted: nothing was saved", file=sys.stderr)
         return _INTERRUPTED
-    except BrokenPipeError:  # the reader of our output went away, as `| head` does
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the interpreter's last flush
-        return 1

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,6 +43,7 @@ class PlanCommand:
 
     def run(self) -> int:
         """Run the command; return the exit status."""
+        from lengthwise.config import load_config
         from lengthwise.cost import analytic_cost, named_hardware, named_shape
         from lengthwise.planner import plan_step
         from lengthwise.report.plans import degree_table, plan_table
@@ -50,13 +51,14 @@ class PlanCommand:
         if (self.config is None) == (self.lengths is None):
             got = "neither" if self.config is None else "both"
             raise ConfigError("plan", expected="one of --config and --lengths", got=got, remedy="Give exactly one.")
-        tokens, config, context = self._lengths()
-        capacity = self.capacity or (config.capacity_tokens if config else None)
+        config = load_config(self.config) if self.config else None
+        shape = _shape_of(config) if config and not self.model_shape else named_shape(self.model_shape or "llama-7b")
+        tokens, context = self._lengths(config, None if self.model_shape else shape.vocab)
+        capacity = config.capacity_tokens if self.capacity is None and config else self.capacity
         if capacity is None:
             raise ConfigError("--capacity", expected="tokens a rank can hold", got="nothing", remedy="Add --capacity.")
         cluster = Cluster(ranks=self.ranks, capacity_tokens=capacity)
         planner = self.planner or (config.planner if config else "lengthwise")
-        shape = _shape_of(config) if config and not self.model_shape else named_shape(self.model_shape or "llama-7b")
         cost = analytic_cost(shape, named_hardware(self.hardware or ("cpu" if config else "h100")))
         plan = plan_step(tokens, cluster, cost, planner=planner, layers=shape.layers, context_tokens=context)
         write_atomically(self.out, plan.to_json())
@@ -71,19 +73,19 @@ class PlanCommand:
         console.print(f"bound {seconds(float(plan.notes['bound_seconds']))} (model); written to {self.out}")
         return 0
 
-    def _lengths(self) -> tuple[list[int], RunConfig | None, int | None]:
-        """Return (lengths to plan, run file, the context that a fixed mesh must hold)."""
-        from lengthwise.config import load_config
+    def _lengths(self, config: RunConfig | None, vocab_size: int | None) -> tuple[list[int], int | None]:
+        """Return (lengths to plan, the context that a fixed mesh must hold)."""
         from lengthwise.data import Batches, load_dataset, load_tokenizer
         from lengthwise.planner import lengths_from_file
 
-        if self.config is None:
+        if config is None:
             assert self.lengths is not None, "one of the two was checked to be given"
-            return list(lengths_from_file(self.lengths)), None, None
-        config = load_config(self.config)
-        dataset = load_dataset(config.data, tokenizer=lambda: load_tokenizer(config.tokenizer_name), vocab_size=None)
+            return list(lengths_from_file(self.lengths)), None
+        dataset = load_dataset(
+            config.data, tokenizer=lambda: load_tokenizer(config.tokenizer_name), vocab_size=vocab_size
+        )
         first = next(iter(Batches(dataset, config)))
-        return [int(dataset.lengths[i]) for i in first.ids], config, int(dataset.lengths.max())
+        return [int(dataset.lengths[i]) for i in first.ids], int(dataset.lengths.max())
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -92,12 +94,14 @@ def write_atomically(path: Path, text: str) -> None:
     Raises:
         OutputError: it cannot be written.
     """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            file.write(text)
-        os.replace(file.name, path)
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
         raise OutputError(
             str(path), expected="a file to write", got=str(error), remedy="Choose another --out."
         ) from None

@@ -14,6 +14,7 @@ from lengthwise.report.figures import count, seconds
 from lengthwise.report.progress import LiveLine, step_line
 
 if TYPE_CHECKING:
+    from lengthwise.config import RunConfig
     from lengthwise.train.job import Job
     from lengthwise.train.metrics import StepMetrics
     from lengthwise.train.trainer import TrainResult
@@ -52,7 +53,7 @@ class Train:
         start = prepare(self.config, self.set, ranks=self.ranks, timeout_seconds=self.timeout_seconds)
         job = start.job
         if start.is_first:
-            RunFolder(job.config.output).check_free(overwrite=self.overwrite)
+            RunFolder(job.config.output).check_free(overwrite=self.overwrite, inputs=_inputs(job.config))
             print(describe_job(job), flush=True)
         progress = PrintedProgress(LiveLine(sys.stdout))
         result = run_ranks(start, lambda world, note: train_rank(job, world, progress, note), asks_to_stop=True)
@@ -60,6 +61,13 @@ class Train:
             return 0
         print_summary(job, result)
         return 128 + result.stopped_by if result.stopped_by == signal.SIGINT else 0
+
+
+def _inputs(config: RunConfig) -> list[Path]:
+    """Everything on disk that the run reads; a hub name is no path of ours."""
+    sources = (*config.data, *(config.eval.data if config.eval else ()))
+    names = (name for name in (config.model, config.tokenizer_name) if Path(name).is_absolute())
+    return [Path(name) for name in names] + [source.path for source in sources if source.path is not None]
 
 
 class PrintedProgress:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+_ROUNDS_UP = 0.9995  # from here on three digits are those of the next unit: 1.00M, never 1000K
+
 
 def count(value: float) -> str:
     """Write a count in three significant digits: 731, 12.1K, 1.05M, 384M."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "K")):
-        if value >= limit:
+        if value >= _ROUNDS_UP * limit:
             return f"{_three_digits(value / limit)}{unit}"
     return f"{value:.0f}" if value == int(value) or value >= 100 else _three_digits(value)
 
 
 def seconds(value: float) -> str:
     """Write a duration with its unit: 3.20 ms, 1.25 s, 2 min 05 s."""
-    if value < 1e-3:
+    if value < _ROUNDS_UP * 1e-3:
         return f"{_three_digits(value * 1e6)} us"
-    if value < 1:
+    if value < _ROUNDS_UP:
         return f"{_three_digits(value * 1e3)} ms"
     if value < 100:
         return f"{_three_digits(value)} s"

@@ -31,8 +31,8 @@ class RunFolder:
         """Where the trained model goes."""
         return self.path / "model"
 
-    def check_free(self, *, overwrite: bool) -> None:
-        """Refuse a folder that holds a run, unless it is to be overwritten.
+    def check_free(self, *, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
+        """Refuse a folder that holds a run, unless it is to be overwritten and nothing of it is an input of this run.
 
         Raises:
             OutputError: naming what is there.
@@ -47,6 +47,15 @@ class RunFolder:
                 got=", ".join(there),
                 remedy="Choose another output, or add --overwrite to delete that run.",
             )
+        for path in inputs:
+            inside = [name for name in there if path.resolve().is_relative_to((self.path / name).resolve())]
+            if inside:
+                raise OutputError(
+                    str(self.path),
+                    expected="no input of this run among what --overwrite deletes",
+                    got=str(path),
+                    remedy="Choose another output.",
+                )
 
     def start(self, config: RunConfig) -> None:
         """Delete an earlier run's files, and nothing else, and write the resolved config."""

@@ -54,12 +54,14 @@ class StatusBoard:
 class StopRequest:
     """Whether, and how often, someone asked this process to stop (Ctrl-C or SIGTERM).
 
+    A process without a parent that would end it does so itself when asked twice (`ends_at_the_second`).
     One that listens after another, in a forked child too, knows what was asked before: nobody has to ask again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ends_at_the_second: bool = False) -> None:
         self.signal: int | None = None
         self.times = 0
+        self._ends_at_the_second = ends_at_the_second
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
@@ -78,6 +80,8 @@ class StopRequest:
     def _note(self, number: int, _frame: object) -> None:
         self.signal = self.signal or number
         self.times += 1
+        if self.times > 1 and self._ends_at_the_second:
+            raise KeyboardInterrupt
 
 
 def launch(work: Work[Result], ranks: int, *, asks_to_stop: bool = False) -> Result:
@@ -201,6 +205,9 @@ def _child(work: Work[Any], world: World, pipe: Connection, board: StatusBoard) 
                 message = ("result", None)
         except LengthwiseError as error:
             message = ("error", error)
+        except BrokenPipeError as error:  # the reader of our output went away, as `| head` does
+            where, remedy = f"rank {world.rank}, {board.last_seen(world.rank)}", "Keep the reader, or write to a file."
+            message = ("error", RankError(where, expected="a reader of the output", got=str(error), remedy=remedy))
         except BaseException as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
             traceback.print_exc()
             where = f"rank {world.rank}, {board.last_seen(world.rank)}"

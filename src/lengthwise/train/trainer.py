@@ -77,7 +77,7 @@ def connect(world: World, job: Job, on_phase: Callable[[str], None]) -> TorchTra
 def train_rank(job: Job, world: World, progress: Progress, on_phase: Callable[[str], None]) -> TrainResult:
     """Train to the end, or until asked to stop, and save the model (rank 0)."""
     transport = connect(world, job, on_phase)
-    with StopRequest().listening() as stop:
+    with StopRequest(ends_at_the_second=world.world_size == 1).listening() as stop:
         trainer = _Trainer(job, world, transport, progress, stop)
         try:
             result = trainer.run()

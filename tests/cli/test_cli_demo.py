@@ -1,0 +1,114 @@
+"""The parts of `lengthwise demo`; all of it runs in `make demo`."""
+
+import dataclasses
+import json
+
+import pytest
+
+from lengthwise.cli import demo, start
+from lengthwise.config import load_config
+from lengthwise.core.errors import OutputError
+from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.data import Batches, ByteTokenizer, load_dataset
+from lengthwise.train.trainer import TrainResult
+from lengthwise.train.verify import Verification
+from train.small_runs import call, write_model
+
+RESULT = TrainResult(
+    steps=20, num_tokens=300_000, seconds=20.0, first_loss=5.0, last_loss=3.0, parameters=1, stopped_by=None
+)
+
+
+def test_demo_folder_is_a_fresh_one_each_time(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo.time, "strftime", lambda _: "demo-20260101-000000")
+    folders = [demo.fresh_folder(None) for _ in range(4)]
+    assert len(set(folders)) == 4
+    assert all(folder.is_dir() and not list(folder.iterdir()) for folder in folders)
+    assert {folder.parent.name for folder in folders} == {"runs"}
+
+
+def test_demo_never_takes_a_folder_that_is_there(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "file").write_text("mine")
+    for name in ("there", "file", "file/below"):
+        with pytest.raises(OutputError, match=name):
+            demo.fresh_folder(tmp_path / name)
+    assert demo.fresh_folder(tmp_path / "deep/er") == tmp_path / "deep/er"
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_demo_steps_hold_12k_to_16k_tokens(tmp_path):
+    config = load_config(demo.write_run_file(tmp_path))
+    dataset = load_dataset(config.data, tokenizer=ByteTokenizer, vocab_size=256)
+    steps = [int(dataset.lengths[batch.ids].sum()) for batch in Batches(dataset, config)]
+    assert len(steps) >= 20
+    assert min(steps) >= 12_000
+    assert max(steps) <= 16_384
+    assert config.capacity_tokens == 2048
+    assert dataset.lengths.max() <= 8192
+    assert dataset.skipped["too long"] > 0
+    assert config.output == tmp_path / "run"
+
+
+def fake_parts(monkeypatch, *, passed, opened, stopped_by=None):
+    monkeypatch.setattr(demo, "_standard_library", lambda: None)
+    for name in ("_show_data", "_show_plans"):
+        monkeypatch.setattr(demo, name, lambda *_: None)
+    monkeypatch.setattr(demo, "write_run_file", lambda folder: folder / "demo.yaml")
+    monkeypatch.setattr(demo, "_train", lambda _: dataclasses.replace(RESULT, stopped_by=stopped_by))
+    if passed is not None:
+        monkeypatch.setattr(demo, "_check", lambda *_: passed)
+    monkeypatch.setattr(demo, "_open", lambda *_: opened)
+
+
+@pytest.mark.parametrize(
+    ("passed", "opened", "status"), [(True, True, 0), (False, True, 1), (True, False, 1), (False, False, 1)]
+)
+def test_demo_exits_1_when_a_check_failed(tmp_path, monkeypatch, passed, opened, status):
+    fake_parts(monkeypatch, passed=passed, opened=opened)
+    assert call("demo", "--output", tmp_path / "demo") == status
+
+
+def test_demo_stops_after_an_interrupted_training(tmp_path, monkeypatch, capsys):
+    fake_parts(monkeypatch, passed=True, opened=True, stopped_by=2)
+    assert call("demo", "--output", tmp_path / "demo") == 130
+    assert "Next" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("difference", [1e-15, 1e-9, float("nan")])
+def test_demo_prints_fail_only_when_its_check_failed(tmp_path, monkeypatch, capsys, difference):
+    fake_parts(monkeypatch, passed=None, opened=True)
+    microbatch = Microbatch(pieces=(Piece(ranks=(0,), sequences=(0,)),))
+    plan = Plan(ranks=4, layers=1, capacity=8, tokens=(3,), microbatches=(microbatch,))
+    found = Verification(plan=plan, loss=5.0, reference_loss=5.0, gradients={"w": difference}, tolerance=1e-12)
+
+    class Job:
+        def make_plan(self, lengths):
+            return plan
+
+    class Batch:
+        lengths = (3,)
+
+    monkeypatch.setattr(start, "prepare", lambda *_, **__: start.Start(job=Job(), world=None))
+    monkeypatch.setattr("lengthwise.train.verify.first_batch", lambda _: Batch())
+    monkeypatch.setattr(start, "run_ranks", lambda *_, **__: found)
+    passed = difference < 1e-12
+    assert call("demo", "--output", tmp_path / "demo") == (0 if passed else 1)
+    out = capsys.readouterr().out
+    assert ("PASS" in out, "FAIL" in out) == (passed, not passed)
+    assert "in fp64" in out
+
+
+def test_demo_fails_when_the_saved_model_is_another(tmp_path, capsys):
+    folder = write_model(tmp_path / "model")
+    lines = []
+    assert not demo._open(folder, RESULT, lambda text, **_: lines.append(text))
+    assert "FAIL" in lines[-1]
+    size = int(json.loads((folder / "config.json").read_text())["hidden_size"])
+    assert size == 32
+    true_size = 2 * 64 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32) + 32
+    lines.clear()
+    assert demo._open(folder, dataclasses.replace(RESULT, parameters=true_size), lambda text, **_: lines.append(text))
+    assert "FAIL" not in lines[-1]
+    assert "PASS" in lines[-1]

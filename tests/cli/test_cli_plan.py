@@ -1,0 +1,208 @@
+"""`lengthwise plan`: on any machine, without torch, and just what training would do."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lengthwise.core.plan import Plan
+from lengthwise.planner import check_plan
+from train.small_runs import VOCAB, call, make_rows, read_lines, train, write_model, write_run
+
+WITHOUT = """
+import sys
+
+class Absent:  # as on a machine where they are not installed
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in ("torch", "transformers", "safetensors", "tokenizers", "huggingface_hub"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+from lengthwise.cli import main
+main(sys.argv[1:])
+"""
+
+
+def plan_without_torch(*arguments):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", WITHOUT, "plan", *map(str, arguments)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def read_plan(path):
+    plan = Plan.from_json(path.read_text())
+    check_plan(plan)
+    return plan
+
+
+@pytest.mark.parametrize("planner", ["lengthwise", "static"])
+def test_plan_of_a_run_file_is_the_plan_of_the_first_step_of_training(tmp_path, planner):
+    texts = [{"text": "x" * n} for n in (30, 1, 12, 5, 61, 2, 90, 17)]
+    write_model(tmp_path / "model", vocab_size=256)
+    path = write_run(
+        tmp_path, texts, model=tmp_path / "model", tokenizer="bytes", global_batch={"sequences": 6}, planner=planner
+    )
+    said = plan_without_torch("--config", path, "--ranks", 3, "--out", tmp_path / "plan.json")
+    assert "6 sequences" in said
+    made = read_plan(tmp_path / "plan.json")
+    output = train(path, "--ranks", 3, "--set", "steps=1")
+    run = read_plan(output / "plans/step-000001.json")
+    assert (made.tokens, made.microbatches, made.capacity) == (run.tokens, run.microbatches, run.capacity)
+    assert (made.ranks, made.layers) == (3, 2)
+
+
+def test_plan_of_the_tiny_model_needs_no_folder(tmp_path):
+    path = write_run(tmp_path, make_rows([30, 12]), model="tiny")
+    plan_without_torch("--config", path, "--ranks", 2, "--capacity", 40, "--out", tmp_path / "deep/er/plan.json")
+    assert read_plan(tmp_path / "deep/er/plan.json").capacity == 40
+
+
+def test_plan_of_lengths_and_of_a_recipe(tmp_path, capsys):
+    (tmp_path / "list.json").write_text("[20000, 512, 700, 60000, 900, 1]")
+    (tmp_path / "recipe.json").write_text(json.dumps({"recipe": "byted", "tokens": 300_000, "seed": 1}))
+    for name in ("list", "recipe"):
+        out = tmp_path / f"{name}-plan.json"
+        lengths = tmp_path / f"{name}.json"
+        assert call("plan", "--lengths", lengths, "--ranks", 8, "--capacity", "65536", "--out", out) == 0
+        said = capsys.readouterr().out
+        assert "(model, not measured)" in said
+        assert "\x1b" not in said
+        plan = read_plan(out)
+        assert (plan.ranks, plan.capacity, plan.layers) == (8, 65536, 32)
+        if name == "list":
+            assert plan.tokens == (20000, 512, 700, 60000, 900, 1)
+        else:
+            assert sum(plan.tokens) >= 150_000
+    first = (tmp_path / "recipe-plan.json").read_bytes()
+    assert call("plan", "--lengths", lengths, "--ranks", 8, "--capacity", "65536", "--out", out) == 0
+    assert out.read_bytes() == first
+
+
+def refused(capfd, *arguments, code=2):
+    assert call("plan", *arguments) == code
+    err = capfd.readouterr().err
+    assert "Traceback" not in err
+    assert "defect" not in err
+    return err
+
+
+@pytest.fixture
+def lengths(tmp_path):
+    path = tmp_path / "lengths.json"
+    path.write_text("[5, 70, 9]")
+    return path
+
+
+def test_plan_wants_one_of_config_and_lengths(tmp_path, capfd, lengths):
+    run = write_run(tmp_path, make_rows([3]), model="tiny")
+    rest = ("--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json")
+    assert "got neither" in refused(capfd, *rest)
+    assert "got both" in refused(capfd, "--lengths", lengths, "--config", run, *rest)
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_plan_gives_the_nearest_name_of_an_unknown_one(tmp_path, capfd, lengths):
+    rest = ("--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json")
+    assert "lengthwise" in refused(capfd, *rest, "--planner", "lenghtwise")
+    assert "static" in refused(capfd, *rest, "--planner", "statik")
+    assert "llama-7b" in refused(capfd, *rest, "--model-shape", "lama-7b")
+    assert "h100" in refused(capfd, *rest, "--hardware", "h1000")
+
+
+@pytest.mark.parametrize("source", ["lengths", "config"])
+@pytest.mark.parametrize("value", [0, -3])
+@pytest.mark.parametrize("key", ["capacity", "ranks"])
+def test_plan_refuses_numbers_below_one(tmp_path, capfd, lengths, source, key, value):
+    path = lengths if source == "lengths" else write_run(tmp_path, make_rows([3]), model="tiny")
+    numbers = {"ranks": 2, "capacity": 64, key: value}
+    keys = [f"--{name}={number}" for name, number in numbers.items()]
+    err = refused(capfd, f"--{source}", path, *keys, "--out", tmp_path / "plan.json")
+    assert key in err
+    assert f"got {value}" in err
+
+
+def test_plan_needs_a_capacity_with_lengths(tmp_path, capfd, lengths):
+    assert "--capacity" in refused(capfd, "--lengths", lengths, "--ranks", 2, "--out", tmp_path / "plan.json")
+
+
+def test_plan_names_a_sequence_that_no_rank_holds_and_what_would(tmp_path, capfd, lengths):
+    rest = ("--ranks", 2, "--out", tmp_path / "plan.json", "--capacity", 30)
+    err = refused(capfd, "--lengths", lengths, *rest)
+    assert "sequence 1" in err
+    assert "70 tokens" in err
+    assert "3 ranks" in err
+    assert "35" in err
+    run = write_run(tmp_path, make_rows([3, 4, 70]), model="tiny", global_batch={"sequences": 3})
+    err = refused(capfd, "--config", run, *rest)
+    assert "70 tokens" in err
+    assert "3 ranks" in err
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[", "[1e400]", "[NaN]", "null",
+              "[]", "[1, 0]", "[1.5]", "[true]", '["3"]', "{}", '{"recipe": "byte"}',
+             '{"recipe": "byted", "tokens": -1, "seed": 0}', '{"recipe": "byted", "tokens": 1000, "seeds": 0}'],
+)  # fmt: skip
+def test_plan_refuses_a_broken_lengths_file(tmp_path, capfd, text):
+    path = tmp_path / "lengths.json"
+    path.write_text(text)
+    err = refused(capfd, "--lengths", path, "--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json")
+    assert err.startswith("error[")
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_plan_that_cannot_be_written_says_so_and_leaves_nothing_behind(tmp_path, capfd, lengths):
+    rest = ("--lengths", lengths, "--ranks", 2, "--capacity", 64)
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.iterdir())
+    for out in (tmp_path / "folder", lengths / "plan.json"):
+        assert refused(capfd, *rest, "--out", out).startswith("error[output] ")
+        assert sorted(tmp_path.iterdir()) == before
+    assert lengths.read_text() == "[5, 70, 9]"
+
+
+def test_plan_file_may_be_read_by_others(tmp_path, lengths):
+    """A plan is handed to a colleague or to another job: it has the mode that the umask gives, as any file."""
+    out = tmp_path / "plan.json"
+    before = os.umask(0o022)
+    try:
+        assert call("plan", "--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", out) == 0
+    finally:
+        os.umask(before)
+    assert out.stat().st_mode & 0o777 == 0o644
+
+
+def test_plan_replaces_an_older_plan_whole(tmp_path, lengths):
+    out = tmp_path / "plan.json"
+    out.write_text("x" * 100_000)
+    assert call("plan", "--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", out) == 0
+    assert read_plan(out).tokens == (5, 70, 9)
+
+
+def test_plan_out_of_this_command_is_what_verify_runs(tmp_path):
+    path = write_run(tmp_path, make_rows([30, 12, 61]), global_batch={"sequences": 3})
+    out = tmp_path / "plan.json"
+    assert call("plan", "--config", path, "--ranks", 3, "--planner", "static", "--out", out) == 0
+    assert call("verify", path, "--ranks", 3, "--plan", out) == 0
+
+
+def test_plan_of_a_run_file_refuses_ids_outside_the_vocabulary(tmp_path, capfd):
+    """What training refuses is no plan either."""
+    path = write_run(tmp_path, [{"input_ids": [VOCAB, 1]}])
+    assert call("train", path) == 2
+    assert f"{VOCAB}" in capfd.readouterr().err
+    assert "train.jsonl:1" in refused(capfd, "--config", path, "--ranks", 1, "--out", tmp_path / "plan.json")
+
+
+def test_plan_says_all_bad_rows_at_once(tmp_path, capfd):
+    path = write_run(tmp_path, [{"input_ids": [1]}, {"input_ids": [1.5]}, {"nothing": 1}], model="tiny")
+    err = refused(capfd, "--config", path, "--ranks", 1, "--out", tmp_path / "plan.json")
+    assert "train.jsonl:2" in err
+    assert "train.jsonl:3" in err
+    assert read_lines(Path(path.parent / "train.jsonl"))[0] == {"input_ids": [1]}

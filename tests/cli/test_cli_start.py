@@ -1,0 +1,315 @@
+"""Starting a run: what is refused and how it is told, where the output may go, torchrun, pipes and narrow terminals."""
+
+import contextlib
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lengthwise import __version__
+from train.small_runs import Command, call, count_lines, losses, make_rows, steps_of, train, write_model, write_run
+
+
+def refused(capfd, *arguments, code=2):
+    assert call(*arguments) == code
+    err = capfd.readouterr().err
+    assert "Traceback" not in err
+    return err
+
+
+def no_process_may_start(monkeypatch):
+    def fail(*_, **__):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("lengthwise.cli.start.launch", fail)
+
+
+def test_train_tells_all_config_problems_in_one_message(tmp_path, capfd, monkeypatch):
+    no_process_may_start(monkeypatch)
+    path = write_run(
+        tmp_path, make_rows([3]), model="./nowhere", stepz=3, precision="fp16",
+        optimizer={"lrr": 1, "betas": [0.9, 1.0]},
+        global_batch={"sequences": 2, "tokens": 9}, data=[{"path": "missing.jsonl"}], capacity_tokens=0,
+    )  # fmt: skip
+    err = refused(capfd, "train", path, "--ranks", 2)
+    for said in (
+        "stepz", "`steps`", "precision", "fp16", "optimizer.lrr", "optimizer.betas", "global_batch", "nowhere",
+        "missing.jsonl", "capacity_tokens",
+    ):  # fmt: skip
+        assert said in err, said
+    assert all(line.startswith("error[config] ") for line in err.splitlines())
+    assert not (tmp_path / "out").exists()
+
+
+def test_train_tells_all_problems_of_model_and_data_in_one_message(tmp_path, capfd, monkeypatch):
+    no_process_may_start(monkeypatch)
+    rows = [
+        {"input_ids": [1, 2]},
+        {"input_ids": [64]},
+        {"input_ids": [1.5]},
+        {"input_ids": []},
+        {"input_ids": [1] * 90},
+    ]
+    path = write_run(tmp_path, rows, eval={"data": [{"path": "eval.jsonl"}]})
+    (tmp_path / "eval.jsonl").write_text('{"input_ids": [1, 2]\n')
+    err = refused(capfd, "train", path, "--ranks", 2)
+    for said in ("train.jsonl:2", "train.jsonl:3", "train.jsonl:4", "eval.jsonl:1"):
+        assert said in err, said
+    config = tmp_path / "model/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "attention_dropout": 0.1}))
+    path = write_run(tmp_path, rows[:1] + rows[4:])
+    err = refused(capfd, "train", path, "--ranks", 2)
+    assert "attention_dropout" in err
+    assert "sequence 1 (train.jsonl:2, 90 tokens)" in err
+    assert "at least 3 ranks, or set capacity_tokens: 45" in err
+    config.write_text("{}")
+    write_run(tmp_path, rows)
+    err = refused(capfd, "train", path, "--ranks", 2)
+    assert "error[config] model" in err
+    assert "train.jsonl:3" in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--set", "optimizer.lrr=1"], "optimizer.lr"),
+        (["--set", "steps=-1"], "steps"),
+        (["--set", "steps"], "steps"),
+        (["--set", "epochs=1"], "steps"),
+        (["--ranks", "0"], "--ranks"),
+        (["--ranks", "-2"], "--ranks"),
+        (["--timeout-seconds", "0"], "--timeout-seconds"),
+        (["--timeout-seconds", "nan"], "--timeout-seconds"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["train", "verify"])
+def test_start_refuses_a_bad_argument_by_name(tmp_path, capfd, monkeypatch, verb, arguments, said):
+    no_process_may_start(monkeypatch)
+    assert said in refused(capfd, verb, write_run(tmp_path, make_rows([3])), *arguments)
+
+
+def test_start_refuses_a_run_file_that_is_not_there(tmp_path, capfd):
+    for verb in (("train",), ("verify",), ("plan", "--ranks", 1, "--out", tmp_path / "p.json", "--config")):
+        assert "nowhere.yaml" in refused(capfd, *verb, tmp_path / "nowhere.yaml")
+
+
+def test_start_refuses_bad_usage_with_status_2(capfd):
+    assert "--rankz" in refused(capfd, "train", "run.yaml", "--rankz", 3)
+    assert "trian" in refused(capfd, "trian")
+
+
+def test_start_shows_help_with_units_and_version(capsys):
+    assert call("--version") == 0
+    assert __version__ in capsys.readouterr().out
+    for verb, units in (("train", "seconds"), ("plan", "tokens"), ("verify", "1e-12"), ("demo", "minutes")):
+        assert call(verb, "--help") == 0
+        out = capsys.readouterr().out.lower()
+        assert units in out
+        assert "default" in out
+    assert call() == 0
+    assert "plan" in capsys.readouterr().out
+
+
+def test_train_refuses_an_output_that_holds_a_run_and_replaces_it_when_asked(tmp_path, capfd):
+    path = write_run(tmp_path, make_rows([5, 6, 7]), steps=5)
+    output = train(path, "--ranks", 2)
+    before = (output / "metrics.jsonl").read_bytes()
+    (output / "notes.txt").write_text("mine")
+    (output / "more").mkdir()
+    (output / "more/metrics.jsonl").write_text("mine too")
+    err = refused(capfd, "train", path, "--ranks", 2)
+    assert "--overwrite" in err
+    assert (output / "metrics.jsonl").read_bytes() == before
+    assert call("train", path, "--ranks", 2, "--overwrite", "--set", "steps=2") == 0
+    assert count_lines(output / "metrics.jsonl") == count_lines(output / "ledger.jsonl") == 2
+    assert sorted(plan.name for plan in (output / "plans").iterdir()) == ["step-000001.json", "step-000002.json"]
+    assert (output / "notes.txt").read_text() == "mine"
+    assert (output / "more/metrics.jsonl").read_text() == "mine too"
+
+
+def test_train_writes_into_a_folder_that_holds_other_files_only(tmp_path):
+    path = write_run(tmp_path, make_rows([5, 6, 7]), model=write_model(tmp_path / "weights"), output=".")
+    assert call("train", path) == 0
+    assert (tmp_path / "metrics.jsonl").exists()
+    assert (tmp_path / "weights/model.safetensors").exists()
+    assert (tmp_path / "train.jsonl").exists()
+
+
+def test_train_overwrite_does_not_delete_the_model_it_starts_from(tmp_path, capfd):
+    """`output` is the folder of the run file, and `model` the folder beside it that --overwrite would replace."""
+    path = write_run(tmp_path, make_rows([5, 6, 7]), output=".")
+    before = (tmp_path / "model/model.safetensors").read_bytes()
+    assert call("train", path, "--set", "optimizer.lr=1.0") == 2, "there is a model in the output folder"
+    assert (tmp_path / "model/model.safetensors").read_bytes() == before
+    assert "model" in refused(capfd, "train", path, "--overwrite")
+    assert (tmp_path / "model/model.safetensors").read_bytes() == before
+
+
+def clean_environment():
+    return {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "COLUMNS")}
+
+
+def test_train_under_torchrun_is_the_same_run(tmp_path):
+    path = write_run(tmp_path, make_rows([30, 12, 5, 61, 2, 17]))
+    alone = train(path, "--ranks", 2)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    done = subprocess.run(
+        [*torchrun, "lengthwise", "train", str(path), "--set", "output=torchrun"],
+        capture_output=True, text=True, timeout=60, env={**clean_environment(), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert steps_of(tmp_path / "torchrun") == steps_of(alone)
+    assert losses(tmp_path / "torchrun") == losses(alone)
+    assert done.stdout.count("step 1/3") == 1, "rank 0 speaks, and only rank 0"
+    assert (tmp_path / "torchrun/model/model.safetensors").read_bytes() == (
+        alone / "model/model.safetensors"
+    ).read_bytes()
+
+
+def test_train_refuses_ranks_that_conflict_with_torchrun(tmp_path, capfd, monkeypatch):
+    keys = {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29_999}
+    for key, value in keys.items():
+        monkeypatch.setenv(key, str(value))
+    path = write_run(tmp_path, make_rows([5]))
+    assert "torchrun's 4; got 2" in refused(capfd, "train", path, "--ranks", 2)
+    monkeypatch.delenv("MASTER_PORT")
+    assert "MASTER_PORT" in refused(capfd, "train", path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_train_into_a_pipe_writes_plain_lines(tmp_path, ranks):
+    path = write_run(tmp_path, make_rows([5, 6]), steps=12, eval={"data": [{"path": "train.jsonl"}], "every_steps": 6})
+    status, out, err = Command("train", path, "--ranks", ranks).finish()
+    assert (status, err) == (0, "")
+    assert all(character == "\n" or character.isprintable() for character in out)
+    lines = out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == [f"{step}/12" for step in range(1, 13)]
+    assert any(line.startswith("evaluation after step 6: loss ") for line in lines)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_train_whose_reader_went_away_ends_without_a_traceback(tmp_path, ranks):
+    """`lengthwise train ... | head -1`"""
+    path = write_run(tmp_path, make_rows([5, 6]), steps=1_000_000)
+    reading, writing = os.pipe()
+    command = Command("train", path, "--ranks", ranks, stdout=writing, prepare=lambda: os.close(reading))
+    os.close(writing)
+    assert os.read(reading, 20).startswith(b"model")
+    os.close(reading)
+    status, _, err = command.finish(10)
+    assert status != 0
+    assert "Traceback" not in err, err
+    assert "defect" not in err
+
+
+def test_command_whose_reader_went_away_ends_without_a_traceback(tmp_path):
+    """In a real process, for the interpreter's own last words: the help is longer than one line."""
+    command = f"{sys.executable} -m lengthwise plan --help | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=clean_environment())
+    assert done.stdout.count("\n") == 1
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_train_live_line_does_not_wrap_on_a_narrow_terminal(tmp_path, ranks):
+    path = write_run(tmp_path, make_rows([5, 6]), steps=6, eval={"data": [{"path": "train.jsonl"}], "every_steps": 6})
+    ours, theirs = pty.openpty()
+    command = Command("train", path, "--ranks", ranks, stdout=theirs, COLUMNS="40")
+    os.close(theirs)
+    seen = b""
+    with contextlib.suppress(OSError):  # EIO: the terminal's last writer is gone
+        while chunk := os.read(ours, 4096):
+            seen += chunk
+    os.close(ours)
+    assert command.finish()[0] == 0
+    live = seen.decode().replace("\r\n", "\n").split("\r\x1b[K")[1:]
+    assert len(live) == 6
+    for number, part in enumerate(live, start=1):
+        shown = part.split("\n")[0]
+        assert shown.startswith(f"step {number}/6  loss ")
+        assert len(shown) < 40
+    assert "\nevaluation after step 6" in live[-1]
+    assert "\ndone " in live[-1]
+
+
+def test_train_with_an_ascii_terminal_does_not_crash(tmp_path):
+    folder = tmp_path / "Übung 東京"
+    path = write_run(folder, make_rows([5, 6]), steps=2)
+    status, out, err = Command("train", path, "--ranks", 2, PYTHONIOENCODING="ascii").finish()
+    assert (status, err) == (0, "")
+    assert "done    2 steps" in out
+
+
+def test_command_in_the_c_locale_does_not_crash(tmp_path):
+    """A real process with LANG=C and ASCII streams: help, plan table and an error that names a file."""
+    (tmp_path / "längen.json").write_text("[5, 70, 9]")
+    environment = {**clean_environment(), "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    rest = ["--ranks", "2", "--capacity", "64", "--lengths", str(tmp_path / "längen.json")]
+    for arguments, status in (
+        (["plan", "--help"], 0),
+        (["plan", *rest, "--out", str(tmp_path / "plän.json")], 0),
+        (["plan", *rest, "--planner", "ä", "--out", str(tmp_path / "plän.json")], 2),
+    ):
+        done = subprocess.run([sys.executable, "-m", "lengthwise", *arguments], capture_output=True, env=environment)
+        assert done.returncode == status, done.stderr.decode(errors="replace")
+        assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["verify", "train"])
+def test_start_interrupted_ends_soon_and_leaves_no_process(tmp_path, monkeypatch, verb):
+    """Ctrl-C in `verify` ends it; in `train`, while a rank is busy with one long step, the second does."""
+    name = f"lengthwise.train.{'verify' if verb == 'verify' else 'trainer'}.run_plan"
+
+    def endless(*_, **__):
+        (tmp_path / "here").touch()
+        time.sleep(60)
+
+    monkeypatch.setattr(name, endless)
+    command = Command(verb, write_run(tmp_path, make_rows([30, 12])), "--ranks", 2)
+    command.wait_for((tmp_path / "here").exists)
+    command.send(signal.SIGINT, group=True)
+    if verb == "train":
+        time.sleep(0.5)
+        assert not command.ended(), "the first one waits for the step to end"
+        command.send(signal.SIGINT, group=True)
+    begin = time.monotonic()
+    status, _, err = command.finish(10)
+    assert status == 130
+    assert time.monotonic() - begin < 3
+    assert "interrupted: nothing was saved" in err
+    assert "Traceback" not in err
+
+
+def test_train_alone_interrupted_twice_ends_at_once(tmp_path, monkeypatch):
+    """One process has no parent that could end it: it listens to the second Ctrl-C itself."""
+
+    def endless(*_, **__):
+        (tmp_path / "here").touch()
+        with contextlib.suppress(OSError):
+            time.sleep(60)
+
+    monkeypatch.setattr("lengthwise.train.trainer.run_plan", endless)
+    command = Command("train", write_run(tmp_path, make_rows([30, 12])), "--ranks", 1)
+    command.wait_for((tmp_path / "here").exists)
+    command.send(signal.SIGINT)
+    time.sleep(0.3)
+    assert not command.ended()
+    command.send(signal.SIGINT)
+    status, _, err = command.finish(5)
+    assert status == 130
+    assert "interrupted: nothing was saved" in err
+
+
+def test_train_temporary_files_are_gone_after_a_run(tmp_path, monkeypatch):
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    train(write_run(tmp_path, make_rows([5, 6])), "--ranks", 2)
+    assert list((tmp_path / "tmp").iterdir()) == []

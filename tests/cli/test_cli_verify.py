@@ -1,0 +1,221 @@
+"""`lengthwise verify`: PASS where the arithmetic holds, and FAIL, loudly, where it was broken on purpose."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from lengthwise.attention import planned
+from lengthwise.models import adapter
+from lengthwise.program import MicrobatchProgram
+from lengthwise.train import batch as batches
+from lengthwise.train import verify, work
+from train.small_runs import call, make_rows, write_run
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    rows = make_rows([30, 1, 12, 5, 61, 2])
+    rows[2]["labels"] = [-100] * 6 + rows[2]["input_ids"][6:]
+    return write_run(tmp_path, rows, global_batch={"sequences": 6})
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_verify_passes(run_file, capsys, precision, ranks):
+    assert call("verify", run_file, "--ranks", ranks, "--set", f"precision={precision}") == 0
+    out = capsys.readouterr().out
+    assert "PASS" in out
+    assert "FAIL" not in out
+    assert {"fp64": "tolerance 1e-12", "fp32": "tolerance 1e-05", "bf16": "tolerance 0.02"}[precision] in out
+
+
+def test_verify_passes_alone_and_leaves_no_output(run_file, capsys):
+    assert call("verify", run_file, "--ranks", 1, "--set", "capacity_tokens=64") == 0
+    assert "PASS" in capsys.readouterr().out
+    assert not (run_file.parent / "out").exists()
+
+
+def hand_plan(run_file, change=lambda plan: None):
+    """Pieces beside each other, a ring in odd order, uneven shares, an idle rank: legal, and no planner makes it."""
+    assert call("train", run_file, "--ranks", 3, "--set", "steps=1", "output=for-the-plan") == 0
+    made = json.loads((run_file.parent / "for-the-plan/plans/step-000001.json").read_text())
+    longest, *others = sorted(range(6), key=lambda i: -made["tokens"][i])
+    made["requires"] = ["shares"]
+    made["capacity"] = 64
+    made["microbatches"] = [
+        {"pieces": [{"ranks": [2, 0, 1], "sequences": [longest, others[3]], "shares": [1, 2, 0.5]},
+                    {"ranks": [1], "sequences": [others[1]]}]},
+        {"pieces": [{"ranks": [2, 1], "sequences": [others[0], others[4]]}]},
+        {"ranks": [2], "sequences": [others[2]]},
+    ]  # fmt: skip
+    change(made)
+    path = run_file.parent / "hand.json"
+    path.write_text(json.dumps(made))
+    return path
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_verify_runs_a_plan_of_several_pieces_written_by_hand(run_file, capsys, precision):
+    path = hand_plan(run_file)
+    capsys.readouterr()
+    assert call("verify", run_file, "--ranks", 3, "--plan", path, "--set", f"precision={precision}") == 0
+    out = capsys.readouterr().out
+    assert "plan: 3 microbatches, 2 rings" in out
+    assert "PASS" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda plan: plan["tokens"].__setitem__(0, plan["tokens"][0] + 1), "a plan for 3 ranks and the first batch"),
+        (lambda plan: plan["requires"].append("teleport"), "teleport"),
+        (lambda plan: plan["microbatches"].pop(), "sequence"),
+        (lambda plan: plan["microbatches"][2].update(ranks=[7]), "7"),
+        (lambda plan: plan.update(schema="lengthwise.plan/9"), "lengthwise.plan/1"),
+        (lambda plan: plan.update(ranks=4), "3 ranks"),
+        (lambda plan: plan.update(capacity=3), "at most 3 tokens held"),
+        (lambda plan: plan["microbatches"][2].update(offload=0.5), "offload"),
+        (lambda plan: plan["microbatches"][2].update(recompute="layer"), "recompute"),
+        (lambda plan: plan.update(schedule={"kind": "waves"}), "waves"),
+    ],
+)
+def test_verify_refuses_a_plan_that_does_not_fit(run_file, capfd, change, said):
+    path = hand_plan(run_file, change)
+    assert call("verify", run_file, "--ranks", 3, "--plan", path) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("error[plan] ")
+    assert said in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"schema": "lengthwise.plan/1"}', b"\xed\xa0\x80"])
+def test_verify_refuses_a_broken_plan_file(run_file, capfd, text):
+    path = run_file.parent / "broken.json"
+    path.write_bytes(text)
+    assert call("verify", run_file, "--ranks", 2, "--plan", path) == 2
+    err = capfd.readouterr().err
+    assert "broken.json" in err
+    assert "Traceback" not in err
+
+
+def test_verify_refuses_a_plan_file_that_is_not_there(run_file, capfd):
+    assert call("verify", run_file, "--ranks", 2, "--plan", run_file.parent / "nowhere.json") == 2
+    assert "nowhere.json" in capfd.readouterr().err
+
+
+def merge_that_averages(out, lse, block_out, block_lse):
+    """What it would be to average partial results in place of weighing them."""
+    out.add_(block_out).div_(2)
+    lse.copy_(torch.logaddexp(lse, block_lse.to(lse.dtype)))
+
+
+def rope_that_starts_anew(self, segments, inner=batches.StepBatch.tensors):
+    ids, positions, labels = inner(self, segments)
+    return ids, positions - (segments[0].start if segments else 0), labels
+
+
+def labels_shifted_after_the_cut(self, segments, inner=batches.StepBatch.tensors):
+    ids, positions, labels = inner(self, segments)
+    ends = torch.tensor([s.stop - s.start for s in segments if s.stop > s.start]).cumsum(0) - 1
+    labels[ends] = -100
+    return ids, positions, labels
+
+
+def loss_scaled_by_ranks(model, planned, *tensors, inner=work.model_loss):
+    return inner(model, planned, *tensors) * 1.0000001
+
+
+def test_verify_fails_when_partial_results_are_averaged(run_file, capsys, monkeypatch):
+    monkeypatch.setattr(planned, "merge_block", merge_that_averages)
+    assert call("verify", run_file, "--ranks", 3) == 1
+    out = capsys.readouterr().out
+    assert "FAIL" in out
+    assert "PASS" not in out
+
+
+@pytest.mark.parametrize("broken", [rope_that_starts_anew, labels_shifted_after_the_cut])
+def test_verify_fails_when_positions_or_labels_follow_the_shard(run_file, capsys, monkeypatch, broken):
+    """Design 7: positions that start anew in a shard; labels shifted after the cut."""
+    monkeypatch.setattr(batches.StepBatch, "tensors", broken)
+    monkeypatch.setattr(verify, "_one_process", reference_before_it_was_broken)
+    assert call("verify", run_file, "--ranks", 3) == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
+def reference_before_it_was_broken(
+    *arguments, tensors=batches.StepBatch.tensors, inner=verify._one_process
+):  # in the child, so nothing has to be put back
+    batches.StepBatch.tensors = tensors
+    return inner(*arguments)
+
+
+def test_verify_fails_at_an_error_of_one_in_ten_million_in_fp64_only(run_file, capsys, monkeypatch):
+    monkeypatch.setattr(work, "model_loss", loss_scaled_by_ranks)
+    assert call("verify", run_file, "--ranks", 2) == 1
+    assert call("verify", run_file, "--ranks", 2, "--set", "precision=fp32") == 0
+
+
+def test_verify_fails_when_a_pack_is_not_isolated(run_file, capsys, monkeypatch):
+    """Design 7: packed documents seeing each other: all local documents of a microbatch become one causal block."""
+    tasks = MicrobatchProgram.tasks
+
+    def joined(self, rank, hop):
+        found = tasks(self, rank, hop)
+        if self.hops > 1 or len(found) < 2:
+            return found
+        first, last = found[0], found[-1]
+        tokens = last.q_stop - first.q_start
+        return (dataclasses.replace(first, q_stop=last.q_stop, kv_start=0, kv_stop=tokens),)
+
+    monkeypatch.setattr(MicrobatchProgram, "tasks", joined)
+    assert call("verify", run_file, "--ranks", 2, "--set", "capacity_tokens=60") == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", ["gradient", "loss"])
+def test_verify_counts_nan_as_a_failure(run_file, capsys, monkeypatch, place):
+    real = verify.run_plan
+
+    def poisoned(model, plan, batch, transport, kernel, **keys):
+        found = real(model, plan, batch, transport, kernel, **keys)
+        if transport.rank == 1 and place == "gradient":
+            next(model.parameters()).grad.view(-1)[0] = float("nan")
+        if transport.rank == 1 and place == "loss":
+            found = dataclasses.replace(found, loss_sum=float("nan"))
+        return found
+
+    monkeypatch.setattr(verify, "run_plan", poisoned)
+    assert call("verify", run_file, "--ranks", 2) == 1
+    out = capsys.readouterr().out
+    assert "FAIL" in out
+    assert "PASS" not in out
+    if place == "gradient":
+        worst = out.split("largest differences:\n")[1].splitlines()[0]
+        assert "nan" in worst, "a NaN is the largest difference there is"
+
+
+def test_verify_floors_differences_by_the_median_norm():
+    """A tensor whose gradient is tiny is measured against 1e-3 of the median norm, not against itself."""
+    one = torch.ones(4, dtype=torch.float64)
+    expected = {"a": one, "b": one * 2, "c": one * 1e-9}
+    gradients = {"a": one, "b": one * 2, "c": one * 2e-9}
+    found = verify.gradient_differences(gradients, expected)
+    assert found["a"] == found["b"] == 0
+    assert found["c"] == pytest.approx(2e-9 / (1e-3 * 2))
+
+
+def test_verify_refuses_dropout_by_name(tmp_path, capfd):
+    path = write_run(tmp_path, make_rows([5, 6]))
+    config = tmp_path / "model/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "attention_dropout": 0.1}))
+    assert call("verify", path, "--ranks", 2) == 2
+    assert "attention_dropout" in capfd.readouterr().err
+
+
+def test_verify_refuses_an_attention_argument_it_does_not_know(run_file, capfd, monkeypatch):
+    attend = adapter._attend
+    monkeypatch.setattr(adapter, "_attend", lambda *arguments, **keys: attend(*arguments, softcap=3.0, **keys))
+    assert call("verify", run_file, "--ranks", 2) == 2
+    assert "softcap=3.0" in capfd.readouterr().err

@@ -1,0 +1,124 @@
+"""Numbers, histograms and summaries as a person reads them; expected values by hand."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lengthwise.report.figures import count, percent, seconds
+from lengthwise.report.lengths import length_histogram, summarize_lengths
+from lengthwise.report.progress import LiveLine, step_line
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"), (1, "1"), (7, "7"), (731, "731"), (999, "999"), (1000, "1.00K"), (1005, "1.00K"), (12_100, "12.1K"),
+        (99_949, "99.9K"), (99_950, "100K"), (1_050_000, "1.05M"), (384_000_000, "384M"), (7e9, "7.00G"), (0.5, "0.50"),
+        (12.34, "12.3"), (999_999, "1.00M"), (999_499, "999K"), (999_600_000, "1.00G"), (4_200_000_000_000, "4200G"),
+    ],
+)  # fmt: skip
+def test_count_writes_three_digits(value, text):
+    assert count(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0032, "3.20 ms"), (1.25, "1.25 s"), (125, "2 min 05 s"), (0.0000125, "12.5 us"), (99.9, "99.9 s"),
+        (100, "1 min 40 s"), (119.9, "1 min 59 s"), (3600, "60 min 00 s"), (0.9999, "1.00 s"), (0, "0.00 us"),
+        (0.0009999, "1.00 ms"),
+    ],
+)  # fmt: skip
+def test_seconds_writes_the_unit_that_fits(value, text):
+    assert seconds(value) == text
+
+
+def test_percent_has_one_decimal():
+    assert [percent(ratio) for ratio in (0.1234, 0, 1, 0.9999)] == ["12.3 %", "0.0 %", "100.0 %", "100.0 %"]
+
+
+@given(st.floats(1, 9e11))
+def test_count_is_never_far_from_the_value_and_never_1000_of_a_unit(value):
+    text = count(value)
+    scale = {"K": 1e3, "M": 1e6, "G": 1e9}.get(text[-1], 1)
+    number = float(text.rstrip("KMG"))
+    assert abs(number * scale - value) <= 0.0051 * value + (0.5 if scale == 1 else 0)
+    assert number < 1000
+
+
+def test_summary_by_hand():
+    lengths = [10, 1, 4, 100, 5]
+    found = summarize_lengths(lengths)
+    assert (found.num_sequences, found.num_tokens, found.median_tokens) == (5, 120, 5)
+    assert (found.longest_tokens, found.longest_index) == (100, 3)
+    assert found.top_token_share == pytest.approx(100 / 120)
+    assert found.top_attention_share == pytest.approx(10_000 / (100 + 1 + 16 + 10_000 + 25))
+
+
+def test_summary_takes_one_percent_of_many():
+    found = summarize_lengths([1] * 198 + [50, 51])
+    assert found.top_token_share == pytest.approx(101 / (198 + 101))
+    assert summarize_lengths([3]).top_token_share == 1
+
+
+@given(st.lists(st.integers(1, 1 << 22), min_size=1, max_size=60))
+def test_histogram_counts_every_sequence_and_fits_the_line(lengths):
+    header, *lines = length_histogram(lengths)
+    assert "sequences" in header
+    assert sum(int(line[15:].split()[0]) for line in lines) == len(lengths)
+    assert len(lines) == max(lengths).bit_length() - min(lengths).bit_length() + 1
+    assert all(len(line) <= 79 and line == line.rstrip() and line.isascii() for line in lines)
+
+
+def test_histogram_by_hand():
+    """Bins [2, 4), [4, 8), [8, 16): 1, 0 and 2 sequences with 3, 0 and 20 tokens."""
+    lines = length_histogram([3, 10, 10], width=21)
+    assert [line.split() for line in lines[1:]] == [
+        ["2", "to", "4", "1", "....." , "3", "##"],
+        ["4", "to", "8", "0", "0"],
+        ["8", "to", "16", "2", "..........", "20", "##########"],
+    ]  # fmt: skip
+
+
+class Screen:
+    """A stream that keeps what was written."""
+
+    def __init__(self, *, terminal):
+        self.text, self._terminal = "", terminal
+
+    def isatty(self):
+        return self._terminal
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+def test_live_line_on_a_terminal_replaces_itself_and_never_wraps(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    line = LiveLine(screen := Screen(terminal=True))
+    line.update("short")
+    line.update("x" * 50)
+    line.write("stays")
+    line.update("again")
+    line.close()
+    line.close()
+    assert screen.text == f"\r\x1b[Kshort\r\x1b[K{'x' * 16}...\nstays\n\r\x1b[Kagain\n"
+
+
+def test_live_line_elsewhere_is_plain_lines():
+    line = LiveLine(screen := Screen(terminal=False))
+    line.update("one")
+    line.update("x" * 300)
+    line.close()
+    assert screen.text == f"one\n{'x' * 300}\n"
+
+
+def test_step_line_says_loss_speed_imbalance_idle_and_rings():
+    text = step_line(
+        step=7, num_steps=100, loss=1.23456, tokens_per_second=12_345, imbalance_ratio=1.5, idle_ratio=0.25,
+        ring_token_ratio=0.5, step_seconds=0.125,
+    )  # fmt: skip
+    assert text == "step   7/100  loss 1.2346  12.3K tokens/s  imbalance 1.50  idle 25.0 %  in rings 50.0 %  125 ms"

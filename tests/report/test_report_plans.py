@@ -1,0 +1,66 @@
+"""Plan tables: every number in them by hand."""
+
+from rich.console import Console
+
+from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import analytic_cost, named_hardware, named_shape
+from lengthwise.planner import plan_step, score
+from lengthwise.report.figures import seconds
+from lengthwise.report.plans import degree_table, degrees, plan_table
+
+
+def shown(table):
+    console = Console(width=120, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    return [line.split("  ") for line in captured.get().splitlines()]
+
+
+def cells(row):
+    return [cell.strip() for cell in row if cell.strip()]
+
+
+def plan_of(pieces, tokens, ranks):
+    return Plan(
+        ranks=ranks,
+        layers=1,
+        capacity=10_000,
+        tokens=tuple(tokens),
+        microbatches=tuple(Microbatch(pieces=(Piece(ranks=tuple(r), sequences=tuple(s)),)) for r, s in pieces),
+    )
+
+
+def test_degree_table_by_hand():
+    pieces = [(range(12), [0]), (range(2), [1]), ([3], [2, 3]), (range(16), [4]), (range(9), [5])]
+    plan = plan_of(pieces, [1000, 300, 50, 50, 2000, 600], 16)
+    assert degrees(plan) == (1, 2, 9, 12, 16)
+    assert [cells(row) for row in shown(degree_table(plan))[1:]] == [
+        ["1", "2", "100", "2.5 %"],
+        ["2", "1", "300", "7.5 %"],
+        ["9-16", "3", "3.60K", "90.0 %"],
+    ]
+
+
+def test_plan_table_shows_the_scores_of_the_cost_model():
+    cost = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
+    plans = {
+        name: plan_step([50_000, 3000, 700, 9000], Cluster(ranks=8, capacity_tokens=16_384), cost, planner=name)
+        for name in ("static", "lengthwise")
+    }
+    lines = [cells(row) for row in shown(plan_table(plans, cost, title="a title (model)"))]
+    assert lines[0] == ["a title (model)"]
+    table = {row[0]: row[1:] for row in lines[-6:]}
+    scored = [score(plan, cost) for plan in plans.values()]
+    bounds = [plan.notes["bound_seconds"] for plan in plans.values()]
+    assert table == {
+        "planner": ["static", "lengthwise"],
+        "step time": [seconds(each.makespan_seconds) for each in scored],
+        "idle": [f"{100 * each.idle_ratio:.1f} %" for each in scored],
+        "tokens in rings": [f"{100 * plan.ring_tokens / 62_700:.1f} %" for plan in plans.values()],
+        "above the bound": [
+            f"{100 * (each.makespan_seconds / bound - 1):.1f} %" for each, bound in zip(scored, bounds, strict=True)
+        ],
+        "microbatches": [str(len(plan.microbatches)) for plan in plans.values()],
+    }
+    assert table["tokens in rings"][0] == "100.0 %", "the static mesh cuts short ones, too"
