@@ -86,24 +86,21 @@ def test_train_fresh_weights_come_from_the_seed_whatever_the_ranks(tmp_path):
 
 
 def test_train_bf16_keeps_fp32_masters_so_that_small_updates_are_not_lost(tmp_path):
-    """30 updates, each far under half a bf16 step of every weight: bf16 masters would not move at all."""
-    rows = make_rows([16] * 4)
+    """Weights from 1/64 to 1/32 have bf16 neighbours 1.2e-4 away; updates of 2e-5 move them only if added up in fp32."""
     optimizer = {"lr": 2e-5, "weight_decay": 0.0}
-    path = write_run(tmp_path, rows, steps=30, precision="bf16", optimizer=optimizer, capacity_tokens=32)
-    before = plain_model(tmp_path / "model", torch.float32)
+    path = write_run(tmp_path, make_rows([16] * 4), steps=30, precision="bf16", optimizer=optimizer)
     output = train(path, "--ranks", 2)
-    opened = AutoModelForCausalLM.from_pretrained(output / "model")
-    moved = [
-        (after.float() - parameter.to(torch.bfloat16).float()).abs().gt(0).float().mean().item()
-        for parameter, after in zip(before.parameters(), opened.parameters(), strict=True)
-        if parameter.dim() > 1
-    ]
-    assert min(moved) > 0.1
-    # The norms' weights are near 1, where a bf16 step is 2^-8 and 30 updates together stay under it or round up.
-    change = max(
-        (a.float() - b).abs().max().item() for a, b in zip(opened.parameters(), before.parameters(), strict=True)
+    before, after = (
+        torch.cat([parameter.detach().float().flatten() for parameter in model.parameters() if parameter.dim() > 1])
+        for model in (
+            plain_model(tmp_path / "model", torch.bfloat16),
+            AutoModelForCausalLM.from_pretrained(output / "model"),
+        )
     )
-    assert change < 2**-7
+    chosen = (before.abs() > 1 / 64) & (before.abs() < 1 / 32)
+    assert chosen.sum() > 1000
+    assert (before != after)[chosen].float().mean() > 0.5
+    assert (before - after)[chosen].abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
