@@ -39,8 +39,9 @@ def test_verify_passes_alone_and_leaves_no_output(run_file, capsys):
 
 def hand_plan(run_file, change=lambda plan: None):
     """Pieces beside each other, a ring in odd order, uneven shares, an idle rank: legal, and no planner makes it."""
-    assert call("train", run_file, "--ranks", 3, "--set", "steps=1", "output=for-the-plan") == 0
-    made = json.loads((run_file.parent / "for-the-plan/plans/step-000001.json").read_text())
+    path = run_file.parent / "hand.json"
+    assert call("plan", "--config", run_file, "--ranks", 3, "--out", path) == 0
+    made = json.loads(path.read_text())
     longest, *others = sorted(range(6), key=lambda i: -made["tokens"][i])
     made["requires"] = ["shares"]
     made["capacity"] = 64
@@ -51,7 +52,6 @@ def hand_plan(run_file, change=lambda plan: None):
         {"ranks": [2], "sequences": [others[2]]},
     ]  # fmt: skip
     change(made)
-    path = run_file.parent / "hand.json"
     path.write_text(json.dumps(made))
     return path
 
@@ -83,6 +83,7 @@ def test_verify_runs_a_plan_of_several_pieces_written_by_hand(run_file, capsys, 
 )
 def test_verify_refuses_a_plan_that_does_not_fit(run_file, capfd, change, said):
     path = hand_plan(run_file, change)
+    capfd.readouterr()
     assert call("verify", run_file, "--ranks", 3, "--plan", path) == 2
     err = capfd.readouterr().err
     assert err.startswith("error[plan] ")

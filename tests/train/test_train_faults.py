@@ -245,7 +245,7 @@ def test_train_planning_a_slow_step_does_not_stall_the_step_before(tmp_path, mon
     output = train(write_run(tmp_path, make_rows([30, 12])), "--ranks", 2)
     rows = read_lines(output / "metrics.jsonl")
     assert all(row["plan_seconds"] > 0.3 for row in rows)
-    assert all(row["step_seconds"] < 0.6 for row in rows), [row["step_seconds"] for row in rows]
+    assert all(row["step_seconds"] < 0.68 for row in rows), [row["step_seconds"] for row in rows]
 
 
 def test_train_ranks_that_read_other_data_are_found_at_the_start(tmp_path, monkeypatch, capfd):
