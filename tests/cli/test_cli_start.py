@@ -46,6 +46,19 @@ def test_train_tells_all_config_problems_in_one_message(tmp_path, capfd, monkeyp
     assert not (tmp_path / "out").exists()
 
 
+def test_train_tells_what_command_line_run_file_and_output_have_wrong_in_one_message(tmp_path, capfd, monkeypatch):
+    no_process_may_start(monkeypatch)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/metrics.jsonl").write_text("")
+    path = write_run(tmp_path, make_rows([3]))
+    err = refused(capfd, "train", path, "--ranks", 0, "--timeout-seconds", -1)
+    assert "--ranks" in err
+    assert "metrics.jsonl" in err
+    err = refused(capfd, "train", path, "--ranks", 0, "--set", "optimizer.lrr=1")
+    assert "--ranks" in err
+    assert "optimizer.lrr" in err
+
+
 def test_train_tells_all_problems_of_model_and_data_in_one_message(tmp_path, capfd, monkeypatch):
     no_process_may_start(monkeypatch)
     rows = [

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from lengthwise.comm import SoloTransport
-from lengthwise.core.errors import OutputError
+from lengthwise.core.errors import ConfigError, OutputError
 from lengthwise.models import DTYPES, ModelSource, build_model, cast_parameters, find_model, save_model
 from lengthwise.train.flat import FlatParameters
 
@@ -72,6 +73,48 @@ def test_saved_model_is_found_and_built_again(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     found.config.save_pretrained(tmp_path / "bare")
     assert not find_model(str(tmp_path / "bare")).weights
+
+
+def write_weights(folder, change):
+    """Save a model, with the weights as `change` makes them."""
+    save_model(build_model(source(), seed=1), folder)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return find_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda w: w.pop("model.norm.weight"), r"1 missing \(model\.norm\.weight\)"),
+        (lambda w: w.update(extra=torch.zeros(2)), r"1 not in the model \(extra\)"),
+        (lambda w: w.update({"model.norm.weight": torch.zeros(3)}), r"model\.norm\.weight"),
+    ],
+    ids=["missing", "extra", "misshapen"],
+)
+def test_weights_of_another_model_are_refused_by_name(tmp_path, change, told):
+    found = write_weights(tmp_path / "model", change)
+    with pytest.raises(ConfigError, match=told):
+        build_model(found, seed=0)
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[: len(raw) // 2], lambda raw: b"\xff" * 64, lambda raw: b""])
+def test_damaged_weights_are_told_in_one_line(tmp_path, damage):
+    save_model(build_model(source(), seed=1), tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ConfigError, match="model"):
+        build_model(find_model(str(tmp_path / "model")), seed=0)
+
+
+def test_fp64_weights_are_not_rounded(tmp_path):
+    model = build_model(source(), seed=1).double()
+    with torch.no_grad():
+        model.model.norm.weight += 1e-12
+    save_model(model, tmp_path / "model")
+    again = build_model(find_model(str(tmp_path / "model")), seed=0)
+    assert torch.equal(model.model.norm.weight, again.model.norm.weight)
 
 
 def test_saving_where_nothing_can_be_written_is_an_output_error(tmp_path):

@@ -120,6 +120,18 @@ def test_train_names_a_killed_rank_with_step_and_phase(tmp_path, victim):
     assert call("train", path, "--ranks", 3, "--overwrite") == 0
 
 
+def test_train_leaves_no_rank_behind_when_the_launcher_is_killed(tmp_path):
+    command = start(tmp_path)
+    ranks = command.ranks()
+    os.kill(command.pid, signal.SIGKILL)
+    assert len(ranks) == 3
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and command.left():
+        time.sleep(0.05)
+    status, _, _ = command.finish()  # which checks that none is left
+    assert status == -signal.SIGKILL
+
+
 def test_train_names_a_hanging_rank_with_step_and_phase(tmp_path):
     command = start(tmp_path, "--timeout-seconds", 2)
     os.kill(command.ranks()[1], signal.SIGSTOP)

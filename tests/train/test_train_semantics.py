@@ -112,6 +112,22 @@ def test_train_learning_rate_warms_up_peaks_and_falls(tmp_path, schedule):
         assert lrs[3] - lrs[4] < lrs[4] - lrs[5]
 
 
+def test_eval_batch_without_a_loss_token_counts_for_nothing(tmp_path):
+    """Only eval data without any loss token is an error: an eval loss is one mean over all of it."""
+    path = write_run(
+        tmp_path,
+        make_rows([5, 6]),
+        steps=1,
+        global_batch={"sequences": 1},
+        eval={"data": [{"path": "eval.jsonl"}], "every_steps": 1},
+    )
+    (tmp_path / "eval.jsonl").write_text('{"input_ids": [1]}\n{"input_ids": [1, 2, 3]}\n')
+    (row,) = read_lines(train(path, "--ranks", 2) / "eval.jsonl")
+    assert row["num_loss_tokens"] == 2
+    assert row["num_sequences"] == 2
+    assert math.isfinite(row["loss"])
+
+
 def test_train_writes_one_line_a_step_with_the_named_keys(tmp_path):
     path = write_run(tmp_path, make_rows(LENGTHS), steps=5, eval={"data": [{"path": "train.jsonl"}], "every_steps": 2})
     output = train(path, "--ranks", 3)

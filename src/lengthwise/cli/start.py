@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from lengthwise.comm import World, world_from_environment
 from lengthwise.config import RunConfig, load_config
-from lengthwise.core.errors import ConfigError
+from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.train.job import Job, prepare_job
 from lengthwise.train.launch import launch
 
@@ -33,18 +33,36 @@ class Start:
         return self.world is None or self.world.rank == 0
 
 
-def prepare(path: Path, overrides: Sequence[Sequence[str]], *, ranks: int | None, timeout_seconds: float) -> Start:
+def prepare(
+    path: Path,
+    overrides: Sequence[Sequence[str]],
+    *,
+    ranks: int | None,
+    timeout_seconds: float,
+    check: Callable[[RunConfig], None] | None = None,
+) -> Start:
     """Read the run file, find the ranks, check the job.
+
+    `check` is what the verb itself asks of the settings. What the command line and the run file have wrong is told in
+    one message; then, as it takes longer to find, what the model and the data have.
 
     Raises:
         LengthwiseError: with every problem that was found.
     """
-    return prepare_config(load_config(path, [each for group in overrides for each in group]), ranks, timeout_seconds)
-
-
-def prepare_config(config: RunConfig, ranks: int | None, timeout_seconds: float) -> Start:
-    """Like `prepare`, from settings that were read already."""
     _quiet_libraries()
+    collector = Collector()
+    world = collector.attempt(lambda: _torchrun(ranks))
+    collector.attempt(lambda: _check_numbers(ranks, timeout_seconds))
+    config = collector.attempt(lambda: load_config(path, [each for group in overrides for each in group]))
+    if config is not None and check is not None and (world is None or world.rank == 0):
+        collector.attempt(lambda: check(config))
+    collector.raise_all()
+    assert config is not None, "a run file that was not read must have been a problem"
+    number = world.world_size if world is not None else ranks or _default_ranks()
+    return Start(job=prepare_job(config, ranks=number, timeout_seconds=timeout_seconds), world=world)
+
+
+def _torchrun(ranks: int | None) -> World | None:
     world = world_from_environment()
     if world is not None and ranks is not None and ranks != world.world_size:
         raise ConfigError(
@@ -53,13 +71,15 @@ def prepare_config(config: RunConfig, ranks: int | None, timeout_seconds: float)
             got=str(ranks),
             remedy="Leave --ranks out under torchrun.",
         )
+    return world
+
+
+def _check_numbers(ranks: int | None, timeout_seconds: float) -> None:
     if ranks is not None and ranks < 1:
         raise ConfigError("--ranks", expected="at least 1", got=str(ranks), remedy="Give the number of processes.")
     if not 0 < timeout_seconds < float("inf"):
         got = str(timeout_seconds)
         raise ConfigError("--timeout-seconds", expected="a positive number", got=got, remedy="Give seconds.")
-    number = world.world_size if world is not None else ranks or _default_ranks()
-    return Start(job=prepare_job(config, ranks=number, timeout_seconds=timeout_seconds), world=world)
 
 
 def run_ranks(

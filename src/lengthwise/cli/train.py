@@ -50,10 +50,15 @@ class Train:
         from lengthwise.train.folder import RunFolder
         from lengthwise.train.trainer import train_rank
 
-        start = prepare(self.config, self.set, ranks=self.ranks, timeout_seconds=self.timeout_seconds)
+        start = prepare(
+            self.config,
+            self.set,
+            ranks=self.ranks,
+            timeout_seconds=self.timeout_seconds,
+            check=lambda config: RunFolder(config.output).check_free(overwrite=self.overwrite, inputs=_inputs(config)),
+        )
         job = start.job
         if start.is_first:
-            RunFolder(job.config.output).check_free(overwrite=self.overwrite, inputs=_inputs(job.config))
             print(describe_job(job), flush=True)
         progress = PrintedProgress(LiveLine(sys.stdout))
         result = run_ranks(start, lambda world, note: train_rank(job, world, progress, note), asks_to_stop=True)

@@ -7,6 +7,7 @@ ring can use (neighbours at distance 1 and 2 on the rank line) are connected at 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -34,7 +35,7 @@ class TorchTransport:
         self.phase = "start"
         self._timeout_seconds = timeout_seconds
         timeout = timedelta(seconds=timeout_seconds)
-        world.connect(timeout)
+        self._guard(lambda: world.connect(timeout))
         self._collectives = dist.group.WORLD
         self._transfers = _all_ranks(timeout)
         self._connect_line(world.device)
@@ -98,7 +99,7 @@ class TorchTransport:
                 raise TransferError(
                     f"rank {self.rank}, {self.phase}",
                     expected=f"{others} to answer within {self._timeout_seconds:g} s",
-                    got=str(error).split("\n")[0],
+                    got=_without_place(str(error)),
                     remedy="Look at the first rank that reported another error, or died; then start again.",
                 ) from error
 
@@ -113,6 +114,11 @@ class _TorchPending:
         for work in self._works:
             self._transport._guard(work.wait, self._peers)
         self._alive = ()
+
+
+def _without_place(message: str) -> str:
+    """Take gloo's first line without the file and line of its own source in front."""
+    return re.sub(r"^\[[^\]]*\.(cc|h|cpp):\d+\] ", "", message.split("\n")[0])
 
 
 def _all_ranks(timeout: timedelta) -> dist.ProcessGroup:

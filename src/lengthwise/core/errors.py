@@ -6,7 +6,10 @@ while running. `code` is a short stable name that can be searched for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 
 class LengthwiseError(Exception):
@@ -98,6 +101,27 @@ class Problems(LengthwiseError):  # noqa: N818 - a list of errors
 
     def __reduce__(self) -> tuple[object, ...]:
         return Problems, (self.problems,)
+
+
+class Collector:
+    """Goes on after a problem, so that a user hears of all of them at once."""
+
+    def __init__(self) -> None:
+        self.problems: list[LengthwiseError] = []
+
+    def attempt(self, call: Callable[[], Result]) -> Result | None:
+        """Return what `call` returns; None when it raises an error of ours, which is kept."""
+        try:
+            return call()
+        except Problems as several:
+            self.problems.extend(several.problems)
+        except LengthwiseError as error:
+            self.problems.append(error)
+        return None
+
+    def raise_all(self) -> None:
+        """Raise what was kept, if anything."""
+        raise_problems(self.problems)
 
 
 def raise_problems(problems: Sequence[LengthwiseError]) -> None:

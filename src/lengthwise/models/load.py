@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
@@ -65,23 +66,28 @@ def tiny_config() -> LlamaConfig:
 
 
 def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NAME) -> nn.Module:
-    """Build the model in fp32, so that masters are exact; `cast_parameters` or the flat buffer makes it narrower.
+    """Build the model in fp32 (fp64 where its weights are), so that masters are exact; the flat buffer makes it narrower.
 
     Without weights the parameters are drawn from `seed`, the same on every rank and for every precision.
+
+    Raises:
+        ConfigError: weights that cannot be read, or are not exactly those that the config asks for.
     """
     register_attention()
     if source.weights:
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model, loading = AutoModelForCausalLM.from_pretrained(
                 source.name,
-                dtype=torch.float32,
+                dtype=torch.float64 if source.config.dtype == torch.float64 else torch.float32,
+                output_loading_info=True,
                 attn_implementation=attention,
                 experts_implementation=EXPERTS,
                 use_safetensors=True,
                 trust_remote_code=False,
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise _unreadable(source.name, error) from None
+        _refuse_other_weights(source.name, loading)
     else:
         # The copy: Hugging Face writes the attention's name into the config, and one source may build several models.
         with torch.random.fork_rng(devices=[]):
@@ -93,6 +99,22 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
                 experts_implementation=EXPERTS,
             )
     return model.train()
+
+
+def _refuse_other_weights(name: str, loading: dict[str, Any]) -> None:
+    """Refuse what Hugging Face only warns of: parameters drawn anew or left aside are a model that nobody asked for."""
+    kinds = {"missing": "missing_keys", "not in the model": "unexpected_keys", "of another shape": "mismatched_keys"}
+    found = {kind: sorted(map(str, loading.get(key) or ())) for kind, key in kinds.items()}
+    told = [
+        f"{len(keys)} {kind} ({', '.join(keys[:3])}{', ...' * (len(keys) > 3)})" for kind, keys in found.items() if keys
+    ]
+    if told:
+        raise ConfigError(
+            f"model {name}",
+            expected="weights that are exactly those of config.json",
+            got="; ".join(told),
+            remedy="Give the config and the weights of one model; delete the weights to start from the seed.",
+        )
 
 
 def plain_attention(source: ModelSource) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from lengthwise.config import RunConfig
-from lengthwise.core.errors import DataError, LengthwiseError, Problems, raise_problems
+from lengthwise.core.errors import Collector, DataError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel, analytic_cost, named_hardware, shape_from_config
@@ -16,8 +15,6 @@ from lengthwise.models import ModelSource, check_model_config, find_model
 from lengthwise.planner import check_plan, plan_step
 from lengthwise.program import refuse_unsupported
 from lengthwise.train.batch import StepBatch
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,17 +69,8 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float) -> Job
     Raises:
         LengthwiseError: all problems at once.
     """
-    problems: list[LengthwiseError] = []
-
-    def attempt(call: Callable[[], Result]) -> Result | None:
-        try:
-            return call()
-        except Problems as several:
-            problems.extend(several.problems)
-        except LengthwiseError as error:
-            problems.append(error)
-        return None
-
+    collector = Collector()
+    attempt = collector.attempt
     model = attempt(lambda: find_model(config.model))
     vocab_size = getattr(model.config, "vocab_size", None) if model else None
     loaded: list[Tokenizer] = []
@@ -103,7 +91,7 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float) -> Job
         attempt(lambda each=each: check_fits(each, ranks=ranks, capacity_tokens=config.capacity_tokens))
     if model:
         attempt(lambda: check_model_config(model.config))
-    raise_problems(problems)
+    collector.raise_all()
     assert model is not None, "a model that was not found must have been a problem"
     assert dataset is not None, "data that was not read must have been a problem"
     job = Job(
@@ -120,19 +108,17 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float) -> Job
 
 
 def _check_losses(job: Job) -> None:
-    """Find batches without a loss token now, not hours in; only data with such sequences can have them."""
-    for name, dataset, batches in (
-        ("step", job.dataset, job.batches),
-        ("eval batch", job.eval_dataset, job.eval_batches),
-    ):
-        if dataset is None or all(dataset.loss_tokens(int(i)) for i in dataset.ids):
-            continue
-        without = [(number, batch) for number, batch in enumerate(batches(), start=1) if not batch.loss_tokens]
+    """Find what has no loss token now, not hours in; only data with such sequences can have it."""
+    if not all(job.dataset.loss_tokens(int(i)) for i in job.dataset.ids):
+        without = [(step, batch) for step, batch in enumerate(job.batches(), start=1) if not batch.loss_tokens]
         if without:
-            number, batch = without[0]
+            step, batch = without[0]
             raise DataError(
-                f"{name} {number}" + (f" and {len(without) - 1} more" if len(without) > 1 else ""),
+                f"step {step}" + (f" and {len(without) - 1} more" if len(without) > 1 else ""),
                 expected="at least one token with a label in a global batch",
                 got=f"none in sequences {', '.join(map(str, batch.ids[:10]))}{' ...' if len(batch.ids) > 10 else ''}",
                 remedy="Enlarge global_batch, or leave out sequences of one token and fully masked ones.",
             )
+    if job.eval_dataset is not None and not any(job.eval_dataset.loss_tokens(int(i)) for i in job.eval_dataset.ids):
+        remedy = "Give eval data with labels, or leave eval out."
+        raise DataError("eval.data", expected="at least one token with a label", got="none", remedy=remedy)

@@ -8,10 +8,12 @@ parent, and a rank that was killed is named with the step and phase it was last 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -32,6 +34,7 @@ Work = Callable[[World, Callable[[str], None]], Result]
 
 _GRACE_SECONDS = 3.0
 _ROW_BYTES = 128
+_PR_SET_PDEATHSIG = 1
 
 
 class StatusBoard:
@@ -194,7 +197,14 @@ def _signal(process: ForkProcess, number: int) -> None:
             os.kill(process.pid, number)
 
 
+def _end_with_parent() -> None:
+    """Ask Linux to kill this rank when the launcher dies, however it dies: no rank trains on as an orphan."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _child(work: Work[Any], world: World, pipe: Connection, board: StatusBoard) -> None:
+    _end_with_parent()
     # A forked child hangs in its first threaded operation if the parent ever ran one: go through one thread first.
     torch.set_num_threads(1)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.world_size))
