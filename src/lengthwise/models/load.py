@@ -66,7 +66,7 @@ def tiny_config() -> LlamaConfig:
 
 
 def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NAME) -> nn.Module:
-    """Build the model in fp32 (fp64 where its weights are), so that masters are exact; the flat buffer makes it narrower.
+    """Build the model in fp32, or fp64 where its weights are, so that masters are exact; flat buffers make it narrower.
 
     Without weights the parameters are drawn from `seed`, the same on every rank and for every precision.
 
@@ -80,6 +80,7 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
                 source.name,
                 dtype=torch.float64 if source.config.dtype == torch.float64 else torch.float32,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # so that they are listed, and refused below with all others
                 attn_implementation=attention,
                 experts_implementation=EXPERTS,
                 use_safetensors=True,
