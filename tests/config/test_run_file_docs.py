@@ -1,10 +1,12 @@
 """The page that users read names every key there is, with its default."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from lengthwise.config.schema import DataSource, EvalConfig, GlobalBatch, OptimizerConfig, RunConfig
+from lengthwise.planner import PLANNERS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "run-file.md").read_text(encoding="utf-8")
 
@@ -34,3 +36,16 @@ def test_run_file_page_names_the_optimizer_defaults():
     assert float(rows["max_grad_norm"]) == OptimizerConfig().max_grad_norm
     assert float(rows["eps"]) == OptimizerConfig().eps
     assert int(rows["capacity_tokens"]) == RunConfig.model_fields["capacity_tokens"].default
+
+
+def test_run_file_takes_every_planner_there_is():
+    names = get_args(RunConfig.model_fields["planner"].annotation)
+    assert names == PLANNERS
+    assert RunConfig.model_fields["planner"].default == names[0]
+
+
+@pytest.mark.parametrize("page", ["run-file.md", "plan-file.md"])
+def test_pages_name_every_planner_in_the_planner_row(page):
+    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+    (row,) = [line for line in text.splitlines() if line.startswith("| `planner`")]
+    assert all(f"`{name}`" in row for name in PLANNERS)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.planner.gangs import Gap
-from lengthwise.planner.packs import ShortSequences, fill_gaps, level_ends
+from lengthwise.planner.packs import ShortSequences, fill_gaps, full_packs, level_ends
 
 
 def _short(lengths: list[int]) -> ShortSequences:
@@ -52,3 +52,19 @@ def test_packs_hold_every_sequence_once_within_capacity(
     packs += [pack for _, pack in filled]
     assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
     assert all(0 < sum(short.lengths[i] for i in pack) <= 50 for pack in packs)
+
+
+def test_full_packs_take_the_longest_that_still_fits() -> None:
+    assert full_packs([9, 8, 7, 6], [1, 4, 5, 6], 10) == [[6, 8], [7, 9]]
+    assert full_packs([], [], 10) == []
+
+
+@given(lengths=st.lists(st.integers(1, 50), max_size=60))
+def test_full_packs_hold_each_once_and_close_only_when_nothing_fits(lengths: list[int]) -> None:
+    lengths = sorted(lengths)
+    packs = full_packs(list(range(len(lengths))), lengths, 50)
+    assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
+    for number, pack in enumerate(packs):
+        room = 50 - sum(lengths[i] for i in pack)
+        assert room >= 0
+        assert all(lengths[i] > room for later in packs[number + 1 :] for i in later)

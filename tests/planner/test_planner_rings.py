@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.planner import ring_order
+from lengthwise.planner.rings import interval_microbatch
 
 
 def test_ring_order_visits_evens_up_and_odds_down() -> None:
@@ -30,3 +31,8 @@ def test_ring_order_meets_at_most_four_peers_over_all_intervals() -> None:
                 peers[b].add(a)
     for rank, met in peers.items():
         assert met <= {rank - 2, rank - 1, rank + 1, rank + 2}
+
+
+def test_interval_microbatch_is_one_piece_in_ring_order() -> None:
+    (piece,) = interval_microbatch(1, 4, [7, 3]).pieces
+    assert (piece.ranks, piece.sequences) == ((2, 4, 3, 1), (7, 3))

@@ -43,11 +43,7 @@ def place_rings(
     placed: list[Ring] = []
     gaps: list[Gap] = []
     for sequence, degree, seconds in rings:
-        starts = _window_max(free, degree)
-        start = float(starts.min())
-        total = np.concatenate(([0.0], np.cumsum(free)))
-        idle = np.where(starts == start, degree * start - (total[degree:] - total[:-degree]), np.inf)
-        first = int(np.argmin(idle))
+        first, start = earliest_interval(free, degree)
         taken = slice(first, first + degree)
         for offset in np.flatnonzero(free[taken] < start).tolist():
             rank = first + offset
@@ -55,6 +51,15 @@ def place_rings(
         placed.append(Ring(sequence=sequence, first=first, degree=degree))
         free[taken] = start + seconds
     return placed, gaps, free
+
+
+def earliest_interval(free: NDArray[np.float64], degree: int) -> tuple[int, float]:
+    """Find where a ring starts earliest; of equal ones, where the least time is lost waiting, then the lowest."""
+    starts = _window_max(free, degree)
+    start = float(starts.min())
+    total = np.concatenate(([0.0], np.cumsum(free)))
+    idle = np.where(starts == start, degree * start - (total[degree:] - total[:-degree]), np.inf)
+    return int(np.argmin(idle)), start
 
 
 def _window_max(values: NDArray[np.float64], width: int) -> NDArray[np.float64]:

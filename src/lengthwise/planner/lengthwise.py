@@ -21,13 +21,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.core.plan import Microbatch, Piece
+from lengthwise.core.plan import Microbatch
 from lengthwise.planner.bounds import bound_seconds
 from lengthwise.planner.degrees import GROWTH_FLOOR_TOKENS, filling_degrees, grown_degrees, most_degrees
 from lengthwise.planner.gangs import Ring, place_rings
 from lengthwise.planner.packs import ShortSequences, fill_gaps, level_ends
 from lengthwise.planner.request import PlanRequest, least_degrees_held
-from lengthwise.planner.rings import ring_order
+from lengthwise.planner.rings import interval_microbatch
 
 LEVELS = (1.0, 0.5, 0.25, 0.125)  # fractions of the bound that a sequence may take
 _GOOD_ENOUGH = 1.0002  # of the bound; further tries could gain no more than this
@@ -117,13 +117,9 @@ def write_schedule(schedule: Schedule) -> list[Microbatch]:
     """Write a schedule as microbatches in one global order."""
     before: dict[int, list[Microbatch]] = {}
     for ring, rank, pack in schedule.gap_packs:
-        before.setdefault(ring, []).append(_microbatch((rank,), pack))
+        before.setdefault(ring, []).append(interval_microbatch(rank, 1, pack))
     microbatches: list[Microbatch] = []
     for number, ring in enumerate(schedule.rings):
         microbatches += before.get(number, [])
-        microbatches.append(_microbatch(ring_order(ring.first, ring.degree), [ring.sequence]))
-    return microbatches + [_microbatch((rank,), pack) for rank, pack in schedule.end_packs]
-
-
-def _microbatch(ranks: tuple[int, ...], sequences: list[int]) -> Microbatch:
-    return Microbatch(pieces=(Piece(ranks=ranks, sequences=tuple(sequences)),))
+        microbatches.append(interval_microbatch(ring.first, ring.degree, [ring.sequence]))
+    return microbatches + [interval_microbatch(rank, 1, pack) for rank, pack in schedule.end_packs]

@@ -44,6 +44,25 @@ class ShortSequences:
         return [i for i in range(len(self.sequences) - 1, -1, -1) if self._alive[i + 1] == i + 1]
 
 
+def full_packs(sequences: Sequence[int], lengths: Sequence[int], capacity_tokens: int) -> list[list[int]]:
+    """Fill one pack after the other, each with the longest that still fits, again and again.
+
+    Args:
+        sequences: their numbers, shortest first.
+        lengths: their lengths in tokens, none above the capacity.
+        capacity_tokens: what one pack holds.
+    """
+    short = ShortSequences(sequences, lengths, [0.0] * len(sequences))
+    packs: list[list[int]] = []
+    while (longest := short.take(capacity_tokens, 0.0)) is not None:
+        room, pack = capacity_tokens - lengths[longest], [sequences[longest]]
+        while (taken := short.take(room, 0.0)) is not None:
+            room -= lengths[taken]
+            pack.append(sequences[taken])
+        packs.append(pack)
+    return packs
+
+
 def fill_gaps(
     gaps: Sequence[Gap], short: ShortSequences, *, capacity_tokens: int, launch_seconds: float
 ) -> list[tuple[Gap, list[int]]]:

@@ -8,6 +8,10 @@ r - 1, r + 1 and r + 2 only, and the few connections can be made once, at the st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from lengthwise.core.plan import Microbatch, Piece
+
 
 def ring_order(first: int, degree: int) -> tuple[int, ...]:
     """List the ranks of the interval [first, first + degree) in the order of the ring."""
@@ -15,3 +19,8 @@ def ring_order(first: int, degree: int) -> tuple[int, ...]:
     evens = [rank for rank in ranks if rank % 2 == 0]
     odds = [rank for rank in ranks if rank % 2 == 1]
     return (*evens, *reversed(odds))
+
+
+def interval_microbatch(first: int, degree: int, sequences: Sequence[int]) -> Microbatch:
+    """Make a microbatch of one piece over the interval [first, first + degree), in the order of the ring."""
+    return Microbatch(pieces=(Piece(ranks=ring_order(first, degree), sequences=tuple(sequences)),))

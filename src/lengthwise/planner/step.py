@@ -14,14 +14,20 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
 from lengthwise.cost.names import unknown_name
 from lengthwise.planner.bounds import bound_seconds
+from lengthwise.planner.bytescale import plan_bytescale
+from lengthwise.planner.bytescale_naive import plan_bytescale_naive
 from lengthwise.planner.lengthwise import plan_lengthwise
 from lengthwise.planner.request import PlanRequest, read_tokens, refuse_unheld
 from lengthwise.planner.score import score
+from lengthwise.planner.single_degree import plan_single_degree
 from lengthwise.planner.static import plan_static
 
 _PLANNERS: Mapping[str, Callable[[PlanRequest], list[Microbatch]]] = {
     "lengthwise": plan_lengthwise,
     "static": plan_static,
+    "single-degree": plan_single_degree,
+    "bytescale-naive": plan_bytescale_naive,
+    "bytescale": plan_bytescale,
 }
 PLANNERS = tuple(_PLANNERS)
 

@@ -1,0 +1,97 @@
+"""ByteScale's Algorithm 2: buckets of equal work, ranks that lag behind first."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lengthwise.core.plan import Plan
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import CostModel, analytic_cost, named_hardware, named_shape
+from lengthwise.planner import bytescale, draw_lengths, plan_step
+from lengthwise.planner.bytescale import equal_buckets
+
+COST = CostModel(linear_seconds=1.0)
+
+
+def _pieces(plan: Plan) -> list[tuple[list[int], tuple[int, ...]]]:
+    return [(sorted(m.pieces[0].ranks), m.pieces[0].sequences) for m in plan.microbatches]
+
+
+def test_equal_buckets_have_equal_work_and_few_long_sequences() -> None:
+    lengths = np.array([2, 8, 4, 2])
+    assert equal_buckets(lengths, lengths.astype(float), 2) == [[1], [2, 0, 3]]
+
+
+def test_equal_buckets_of_no_work_are_one() -> None:
+    assert equal_buckets(np.array([2, 8, 4]), np.zeros(3), 4) == [[1, 2, 0]]
+
+
+@given(lengths=st.lists(st.integers(1, 1000), min_size=1, max_size=60), count=st.integers(1, 9))
+def test_equal_buckets_hold_each_sequence_once_longest_first(lengths: list[int], count: int) -> None:
+    flops = np.square(np.array(lengths, dtype=np.float64))
+    buckets = equal_buckets(np.array(lengths), flops, count)
+    order = [i for bucket in buckets for i in bucket]
+    assert 1 <= len(buckets) <= count
+    assert sorted(order) == list(range(len(lengths)))
+    assert [lengths[i] for i in order] == sorted(lengths, reverse=True)
+    fair, largest = flops.sum() / count, flops.max()
+    assert all(flops[bucket].sum() <= (fair + largest) * (1 + 1e-9) for bucket in buckets)
+
+
+def test_bytescale_takes_from_the_first_bucket_that_is_not_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets [0], [1], [2, 3]: the ring of 3 fits on no lagging ranks, yet it is next, and opens a time step."""
+    monkeypatch.setattr(bytescale, "BUCKETS", (4,))
+    plan = plan_step([40, 30, 20, 10], Cluster(ranks=5, capacity_tokens=10), COST, planner="bytescale")
+    assert _pieces(plan) == [([0, 1, 2, 3], (0,)), ([0, 1, 2], (1,)), ([3, 4], (2,)), ([0], (3,))]
+    assert plan.notes["predicted_seconds"] == 30.0
+
+
+def test_bytescale_takes_what_fits_on_lagging_ranks_within_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bucket: the fifth rank lags, so the only sequence of one rank is taken before the longer ones."""
+    monkeypatch.setattr(bytescale, "BUCKETS", (1,))
+    plan = plan_step([40, 30, 20, 10], Cluster(ranks=5, capacity_tokens=10), COST, planner="bytescale")
+    assert _pieces(plan) == [([0, 1, 2, 3], (0,)), ([4], (3,)), ([0, 1, 2], (1,)), ([3, 4], (2,))]
+    assert plan.notes["predicted_seconds"] == 20.0
+
+
+@pytest.mark.parametrize("counts", [(1, 4), (4, 1)])
+def test_bytescale_keeps_the_bucket_count_that_ends_first(
+    monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(bytescale, "BUCKETS", counts)
+    plan = plan_step([40, 30, 20, 10], Cluster(ranks=5, capacity_tokens=10), COST, planner="bytescale")
+    assert plan.notes["predicted_seconds"] == 20.0
+
+
+@pytest.mark.parametrize(
+    ("delta", "then"), [(0.0, [([2], (3,)), ([0, 1], (1,))]), (0.2, [([0, 1], (1,)), ([2], (3,))])]
+)
+def test_bytescale_takes_ranks_within_delta_for_level(
+    monkeypatch: pytest.MonkeyPatch, delta: float, then: list[tuple[list[int], tuple[int, ...]]]
+) -> None:
+    """Ranks 0 and 1 are busy for 10 s, rank 2 for 9: it lags, unless delta is 0.2 of the ideal 18.3 s."""
+    monkeypatch.setattr(bytescale, "BUCKETS", (1,))
+    monkeypatch.setattr(bytescale, "DELTA", delta)
+    plan = plan_step([20, 18, 9, 8], Cluster(ranks=3, capacity_tokens=10), COST, planner="bytescale")
+    assert _pieces(plan) == [([0, 1], (0,)), ([2], (2,)), *then]
+
+
+@given(tokens=st.lists(st.integers(1, 900), min_size=1, max_size=40), ranks=st.sampled_from([9, 11, 12]))
+def test_bytescale_uses_the_fewest_ranks(tokens: list[int], ranks: int) -> None:
+    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=100), COST, planner="bytescale")
+    for microbatch in plan.microbatches:
+        (piece,) = microbatch.pieces
+        assert piece.degree == -(-sum(tokens[i] for i in piece.sequences) // 100)
+        assert piece.degree == 1 or len(piece.sequences) == 1
+
+
+@pytest.mark.parametrize("recipe", ["github", "byted", "prolong", "wikipedia"])
+def test_bytescale_balances_what_naive_does_not(recipe: str) -> None:
+    cost = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
+    tokens = draw_lengths(recipe, 2**22, 2, longest_tokens=190_000)
+    took = {
+        name: plan_step(tokens, Cluster(ranks=24, capacity_tokens=8192), cost, planner=name).notes["predicted_seconds"]
+        for name in ("bytescale-naive", "bytescale")
+    }
+    assert took["bytescale"] < took["bytescale-naive"]
