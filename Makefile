@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint families clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lengthwise demo
@@ -17,6 +17,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/lint-imports
 	$(BIN)/pyright
+
+families: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/families.py --out docs/families.md
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,7 +1,8 @@
 """Which models are proved equal to plain Hugging Face, and what in their config stops a run before it starts.
 
-A family joins `FAMILIES` when `tests/models/test_parity.py` holds for it. Everything else is refused by name: a part
-that we do not know could mix documents of a pack, or need its neighbours on another rank, and would be silently wrong.
+A family joins `FAMILIES` when `tests/models/test_models_families.py` holds for it; `make families` tries all there are.
+Everything else is refused by name: a part that we do not know could mix documents of a pack, or need its neighbours on
+another rank, and would be silently wrong.
 """
 
 from __future__ import annotations
@@ -11,18 +12,45 @@ from typing import Any
 from lengthwise.core.errors import ModelRefused, raise_problems
 
 FAMILIES = (
+    "apertus",
+    "arcee",
+    "cohere",
+    "cohere2",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone4",
+    "flex_olmo",
     "gemma",
     "gemma3_text",
+    "glm",
+    "glm4",
+    "gpt_neox",
     "gpt_oss",
+    "granite",
+    "granitemoe",
+    "helium",
+    "hunyuan_v1_dense",
+    "internlm3",
     "llama",
+    "minimax_m2",
+    "ministral",
+    "ministral3",
     "mistral",
     "mixtral",
+    "nanochat",
+    "olmo",
     "olmo2",
+    "olmo3",
     "olmoe",
+    "phi",
     "phi3",
     "qwen2",
+    "qwen2_moe",
     "qwen3",
     "qwen3_moe",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
 )
 
 LAYER_TYPES = ("full_attention", "sliding_attention")

@@ -1,5 +1,6 @@
 """What tests of this package, and of code built on it, stand on: builders, oracles, recorders, and real processes."""
 
+from lengthwise.testing.families import MODEL_TYPES, Difference, build_pair, family_difference, tiny_family_config
 from lengthwise.testing.oracles import dense_attention, relative_error
 from lengthwise.testing.plans import draw_lengths, make_plan, random_plan, visible_pairs
 from lengthwise.testing.ranks import run_ranks
@@ -7,14 +8,19 @@ from lengthwise.testing.recording import Call, RecordingTransport
 from lengthwise.testing.sequences import make_batch
 
 __all__ = [
+    "MODEL_TYPES",
     "Call",
+    "Difference",
     "RecordingTransport",
+    "build_pair",
     "dense_attention",
     "draw_lengths",
+    "family_difference",
     "make_batch",
     "make_plan",
     "random_plan",
     "relative_error",
     "run_ranks",
+    "tiny_family_config",
     "visible_pairs",
 ]

@@ -1,0 +1,121 @@
+"""A tiny model of any causal-LM family of the installed transformers, and how far a plan is from plain Hugging Face."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from lengthwise.attention import choose_kernel
+from lengthwise.comm import SoloTransport, StrictWorld, Transport
+from lengthwise.core.plan import Plan
+from lengthwise.models import DTYPES, ModelSource, build_model, keep_double, plain_attention, reference_loss
+from lengthwise.testing.sequences import make_batch
+from lengthwise.train.batch import StepBatch
+from lengthwise.train.flat import FlatParameters
+from lengthwise.train.verify import gradient_differences
+from lengthwise.train.work import run_plan
+
+MODEL_TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+VOCAB = 48
+
+# What makes a model of a family tiny, by whatever name the family has for it; the rest stays as the family has it.
+_SIZES = {
+    "vocab_size": VOCAB,
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 128),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "sliding_window": 6,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Relative differences from plain Hugging Face, one document at a time: of the loss, and of the worst gradient."""
+
+    loss: float
+    gradient: float
+
+
+def tiny_family_config(model_type: str) -> Any:
+    """Return a tiny config of the family, with windows, experts and each kind of layer that it has by default.
+
+    Raises:
+        ValueError: the family is a part of a composite model (vision, audio), or cannot be made tiny this way.
+    """
+    base = AutoConfig.for_model(model_type)
+    if getattr(base, "text_config", None) is not None:
+        raise ValueError("a composite model with a text part")
+    names = {*base.to_dict(), *type(base).attribute_map}
+    changes: dict[str, Any] = {name: value for name, value in _SIZES.items() if name in names}
+    changes |= {name: 0.0 for name in names if "dropout" in name or name.endswith("pdrop")}
+    kinds = sorted(set(getattr(base, "layer_types", None) or ()))
+    if kinds:
+        changes["layer_types"] = [kinds[0], kinds[-1]]
+    return type(base)(**changes)
+
+
+def build_pair(model_type: str, config: Any) -> dict[str, torch.nn.Module]:
+    """Build the planned and the plain model with the same parameters, drawn so that no gradient hides in symmetry."""
+    source = ModelSource(name=model_type, config=copy.deepcopy(config), weights=False)
+    pair = {
+        "plain": build_model(source, seed=3, attention=plain_attention(source)),
+        "planned": build_model(source, seed=3),
+    }
+    for model in pair.values():
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+                else:
+                    parameter.mul_(3)
+    return pair
+
+
+def family_difference(
+    pair: dict[str, torch.nn.Module], plan: Plan, lengths: Sequence[int], *, precision: str
+) -> Difference:
+    """Run a plan on strict in-process ranks and the plain model in one; return how far apart they are."""
+    batch = make_batch(lengths, vocab=VOCAB, seed=1, masked=0.2)
+    dtype = DTYPES[precision]
+    expected_loss, expected = _plain(copy.deepcopy(pair["plain"]), batch, dtype)
+
+    def work(transport: Transport) -> tuple[float, dict[str, torch.Tensor]]:
+        model = copy.deepcopy(pair["planned"])
+        flat = FlatParameters(model, transport, dtype=dtype)
+        with keep_double(dtype):
+            done = run_plan(model, plan, batch, transport, choose_kernel(torch.device("cpu")), name="family")
+        flat.reduce_gradients()
+        return done.loss_sum, flat.gather_gradients()
+
+    results: list[Any] = StrictWorld(plan.ranks).run(work)
+    loss = sum(loss for loss, _ in results) / batch.loss_tokens
+    worst = max(
+        float("inf") if each != each else each for each in gradient_differences(results[0][1], expected).values()
+    )
+    return Difference(loss=abs(loss - expected_loss) / abs(expected_loss), gradient=worst)
+
+
+def _plain(model: torch.nn.Module, batch: StepBatch, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
+    flat, total = FlatParameters(model, SoloTransport(), dtype=dtype), 0.0
+    with keep_double(dtype):
+        for index in range(len(batch.ids)):
+            loss = reference_loss(model, *batch.whole(index))
+            (loss / batch.loss_tokens).backward()
+            total += loss.item()
+    flat.reduce_gradients()
+    return total / batch.loss_tokens, flat.gather_gradients()

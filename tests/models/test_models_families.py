@@ -1,0 +1,40 @@
+"""Every causal-LM class of the installed transformers is either proved equal to plain Hugging Face or refused."""
+
+import pytest
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PretrainedConfig
+
+from lengthwise.core.errors import ModelRefused, Problems
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import analytic_cost, named_hardware, shape_from_config
+from lengthwise.models import FAMILIES, check_model_config
+from lengthwise.planner import plan_step
+from lengthwise.testing import MODEL_TYPES, build_pair, family_difference, tiny_family_config
+
+LENGTHS = (1, 57, 2, 40, 5, 31, 11, 8)
+
+
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name in MODEL_TYPES])
+def test_listed_family_equals_plain_hugging_face(model_type):
+    config = tiny_family_config(model_type)
+    check_model_config(config)
+    cost = analytic_cost(shape_from_config(config.to_dict()), named_hardware("cpu"))
+    pair = build_pair(model_type, config)
+    for ranks in (1, 3):
+        cluster = Cluster(ranks=ranks, capacity_tokens=-(-max(LENGTHS) // ranks) + 1)
+        plan = plan_step(LENGTHS, cluster, cost, layers=2)
+        assert (plan.ring_tokens > 0) == (ranks > 1)
+        found = family_difference(pair, plan, LENGTHS, precision="fp64")
+        assert found.loss <= 1e-13
+        assert found.gradient <= 1e-12
+
+
+@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name not in FAMILIES])
+def test_family_that_is_not_proved_is_refused_by_name(model_type):
+    try:
+        config = AutoConfig.for_model(model_type)
+    except (ValueError, StrictDataclassError):  # a few have no valid default
+        config = PretrainedConfig()
+        config.model_type = model_type
+    with pytest.raises((ModelRefused, Problems), match="model_type"):
+        check_model_config(config)
