@@ -140,13 +140,13 @@ def test_verify_fails_when_partial_results_are_averaged(run_file, capsys, monkey
 def test_verify_fails_when_positions_or_labels_follow_the_shard(run_file, capsys, monkeypatch, broken):
     """Design 7: positions that start anew in a shard; labels shifted after the cut."""
     monkeypatch.setattr(batches.StepBatch, "tensors", broken)
-    monkeypatch.setattr(verify, "_one_process", reference_before_it_was_broken)
+    monkeypatch.setattr(verify, "plain_gradients", reference_before_it_was_broken)
     assert call("verify", run_file, "--ranks", 3) == 1
     assert "FAIL" in capsys.readouterr().out
 
 
 def reference_before_it_was_broken(
-    *arguments, tensors=batches.StepBatch.tensors, inner=verify._one_process
+    *arguments, tensors=batches.StepBatch.tensors, inner=verify.plain_gradients
 ):  # in the child, so nothing has to be put back
     batches.StepBatch.tensors = tensors
     return inner(*arguments)

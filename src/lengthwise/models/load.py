@@ -76,7 +76,7 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
     register_attention()
     if source.weights:
         try:
-            model, loading = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source.name,
                 dtype=torch.float64 if source.config.dtype == torch.float64 else torch.float32,
                 output_loading_info=True,
@@ -88,6 +88,7 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise _unreadable(source.name, error) from None
+        model, loading = loaded
         _refuse_other_weights(source.name, loading)
     else:
         # The copy: Hugging Face writes the attention's name into the config, and one source may build several models.

@@ -12,13 +12,12 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import SoloTransport, StrictWorld, Transport
+from lengthwise.comm import StrictWorld, Transport
 from lengthwise.core.plan import Plan
-from lengthwise.models import DTYPES, ModelSource, build_model, keep_double, plain_attention, reference_loss
+from lengthwise.models import DTYPES, ModelSource, build_model, keep_double, plain_attention
 from lengthwise.testing.sequences import make_batch
-from lengthwise.train.batch import StepBatch
 from lengthwise.train.flat import FlatParameters
-from lengthwise.train.verify import gradient_differences
+from lengthwise.train.verify import gradient_differences, plain_gradients
 from lengthwise.train.work import run_plan
 
 MODEL_TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
@@ -92,7 +91,7 @@ def family_difference(
     """Run a plan on strict in-process ranks and the plain model in one; return how far apart they are."""
     batch = make_batch(lengths, vocab=VOCAB, seed=1, masked=0.2)
     dtype = DTYPES[precision]
-    expected_loss, expected = _plain(copy.deepcopy(pair["plain"]), batch, dtype)
+    expected_loss, expected = plain_gradients(copy.deepcopy(pair["plain"]), batch, dtype)
 
     def work(transport: Transport) -> tuple[float, dict[str, torch.Tensor]]:
         model = copy.deepcopy(pair["planned"])
@@ -108,14 +107,3 @@ def family_difference(
         float("inf") if each != each else each for each in gradient_differences(results[0][1], expected).values()
     )
     return Difference(loss=abs(loss - expected_loss) / abs(expected_loss), gradient=worst)
-
-
-def _plain(model: torch.nn.Module, batch: StepBatch, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
-    flat, total = FlatParameters(model, SoloTransport(), dtype=dtype), 0.0
-    with keep_double(dtype):
-        for index in range(len(batch.ids)):
-            loss = reference_loss(model, *batch.whole(index))
-            (loss / batch.loss_tokens).backward()
-            total += loss.item()
-    flat.reduce_gradients()
-    return total / batch.loss_tokens, flat.gather_gradients()

@@ -77,7 +77,8 @@ def verify_rank(job: Job, plan: Plan, world: World, on_phase: Callable[[str], No
     if world.rank:
         return None
     on_phase("verify, one process")
-    expected_loss, expected = _one_process(job, batch, dtype, world.device)
+    plain = build_model(job.model, seed=job.config.seed, attention=plain_attention(job.model)).to(world.device)
+    expected_loss, expected = plain_gradients(plain, batch, dtype)
     return Verification(
         plan=plan,
         loss=loss.item() / batch.loss_tokens,
@@ -97,12 +98,9 @@ def gradient_differences(gradients: dict[str, Tensor], expected: dict[str, Tenso
     }
 
 
-def _one_process(
-    job: Job, batch: StepBatch, dtype: torch.dtype, device: torch.device
-) -> tuple[float, dict[str, Tensor]]:
-    model: nn.Module = build_model(job.model, seed=job.config.seed, attention=plain_attention(job.model)).to(device)
-    transport = SoloTransport()
-    flat, loss_sum = FlatParameters(model, transport, dtype=dtype), 0.0
+def plain_gradients(model: nn.Module, batch: StepBatch, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
+    """Return (loss, gradients) of a plain Hugging Face model in this process, one sequence at a time."""
+    flat, loss_sum = FlatParameters(model, SoloTransport(), dtype=dtype), 0.0
     with keep_double(dtype):
         for index in range(len(batch.ids)):
             loss = reference_loss(model, *batch.whole(index))
