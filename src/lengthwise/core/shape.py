@@ -33,6 +33,7 @@ class ModelShape:
     """The sizes of a decoder-only transformer from which FLOPs and bytes follow.
 
     `intermediate` is the width of one expert's (or the only) gated MLP; `experts_per_token` of `experts` are active.
+    `windows` lists (sliding window in tokens, layers that have it); all other layers see everything.
     """
 
     name: str
@@ -45,6 +46,7 @@ class ModelShape:
     vocab: int
     experts: int = 1
     experts_per_token: int = 1
+    windows: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab"):

@@ -35,5 +35,6 @@ def analytic_cost(shape: ModelShape, hardware: Hardware) -> CostModel:
         fixed_seconds=shape.layers * hardware.layer_launch_seconds,
         ring_seconds=ring_bytes / hardware.link_bytes_per_second,
         hop_seconds=_PASSES * shape.layers * hardware.hop_latency_seconds,
+        windows=tuple((window, layers / shape.layers) for window, layers in shape.windows),
         version=f"analytic/1 {shape.name} {hardware.name}",
     )

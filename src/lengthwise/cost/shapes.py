@@ -48,7 +48,24 @@ def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> 
         vocab=_size(config, "vocab_size", label),
         experts=experts,
         experts_per_token=_size(config, "num_experts_per_tok", label) if experts > 1 else 1,
+        windows=_windows(config, _size(config, "num_hidden_layers", label), label),
     )
+
+
+def _windows(config: Mapping[str, Any], layers: int, label: str) -> tuple[tuple[int, int], ...]:
+    """Find the sliding window and how many layers have it, in the three ways that configs say so."""
+    if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
+        return ()
+    window, kinds, pattern = _size(config, "sliding_window", label), config.get("layer_types"), None
+    if kinds is None:
+        pattern = config.get("sliding_window_pattern")
+    if kinds is not None:
+        having = sum(1 for kind in kinds if "sliding" in str(kind))
+    elif isinstance(pattern, int) and pattern > 1:  # every pattern-th layer sees everything
+        having = layers - layers // pattern
+    else:
+        having = layers
+    return ((window, having),) if having else ()
 
 
 def _first_size(config: Mapping[str, Any], keys: tuple[str, ...], label: str, default: int | None) -> int:
