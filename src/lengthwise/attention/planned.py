@@ -61,8 +61,9 @@ class PlannedAttention:
         wide = _wide(q.dtype)
         stages, _ = self._stages_of(window)
         merges = any(not task.causal for stage in stages for task in stage.tasks)
-        out = torch.zeros_like(q, dtype=wide if merges else q.dtype)
-        lse = torch.zeros(q.shape[1], q.shape[0], dtype=wide, device=q.device)
+        # Every query is in one diagonal block, which is its first: nothing is read before it is written.
+        out = torch.empty_like(q, dtype=wide if merges else q.dtype)
+        lse = torch.empty(q.shape[1], q.shape[0], dtype=wide, device=q.device)
         held = self._pack(k, v)
         for stage in stages:
             pending, arriving = self._post(stage, held, {}, k)
@@ -72,7 +73,7 @@ class PlannedAttention:
                 block_out, block_lse = self._kernel.forward(
                     q[rows], keys, values, causal=task.causal, scale=scale, mask=self._mask(task, q.device)
                 )
-                if task.causal:  # a query's diagonal block comes first
+                if task.causal:
                     out[rows], lse[:, rows] = block_out, block_lse
                 else:
                     merge_block(out[rows], lse[:, rows], block_out, block_lse)
@@ -96,7 +97,7 @@ class PlannedAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv) of this rank's tokens, in the dtype of q, k and v."""
         wide = _wide(q.dtype)
-        dq = torch.zeros_like(q, dtype=wide)
+        dq = torch.empty_like(q, dtype=wide)
         dkv = torch.zeros(2, *k.shape, dtype=wide, device=k.device)
         gradients = {shard: dkv[:, start:stop] for shard, (start, stop, _) in self._own.items()}
         held = self._pack(k, v)
@@ -109,7 +110,10 @@ class PlannedAttention:
                 block = (grad_out[rows], q[rows], keys, values, out[rows], lse[:, rows])
                 mask = self._mask(task, q.device)
                 block_dq, *block_dkv = self._kernel.backward(*block, causal=task.causal, scale=scale, mask=mask)
-                dq[rows] += block_dq
+                if task.causal:
+                    dq[rows] = block_dq
+                else:
+                    dq[rows] += block_dq
                 into = gradients.get((task.piece, task.home))
                 if into is None:
                     into = gradients[task.piece, task.home] = self._room(task.piece, task.home, k, wide).zero_()

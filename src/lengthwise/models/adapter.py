@@ -118,4 +118,5 @@ def _attend(
     q, k, v = (x[0].transpose(0, 1)[: lengthwise.num_tokens] for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = planned_attention(q, k, v, lengthwise, scale=scale, window=sliding_window, sinks=s_aux)
-    return F.pad(out, (0, 0, 0, 0, 0, query.shape[2] - len(out)))[None], None
+    padding = query.shape[2] - len(out)
+    return (F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out)[None], None

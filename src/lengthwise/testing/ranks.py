@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 def run_ranks(
-    work: Callable[[TorchTransport | SoloTransport], Result], ranks: int, *, timeout_seconds: float = 20.0
+    work: Callable[[TorchTransport | SoloTransport], Result], ranks: int, *, timeout_seconds: float = 120.0
 ) -> list[Result]:
     """Call `work` in one forked process a rank, joined over gloo; return what each returned, by rank.
 
