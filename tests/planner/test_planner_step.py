@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import ConfigError, PlanError
+from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel, analytic_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, bound_seconds, check_plan, draw_lengths, plan_step, ring_order, score
+from lengthwise.planner.bounds import has_lone_rings
 
 COMPUTE = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
 ALL_TERMS = CostModel(
@@ -78,11 +80,38 @@ def test_plan_step_beats_the_static_mesh_by_far_on_a_long_tail() -> None:
     assert min(took, key=lambda name: took[name]) == "lengthwise"
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_plan_step_ends_near_the_bound_where_many_wide_rings_meet(seed: int) -> None:
+    """Clipped to 400K tokens a dozen sequences need 25 of 64 ranks each; once 1.08 to 1.18, and bytescale ahead."""
+    cluster = Cluster(ranks=64, capacity_tokens=16384)
+    tokens = draw_lengths("byted", 16_000_000, seed, longest_tokens=400_000)
+    cost = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
+    plan = plan_step(tokens, cluster, cost)
+    check_plan(plan)
+    assert plan.notes["predicted_seconds"] <= 1.002 * plan.notes["bound_seconds"]
+
+
 def test_plan_step_plans_thousands_of_ranks() -> None:
     cluster = Cluster(ranks=12288, capacity_tokens=16384)
     plan = plan_step([2**21, 100_000, 7, 1] * 20, cluster, ALL_TERMS)
     check_plan(plan)
     assert plan.notes["predicted_seconds"] <= 1.1 * plan.notes["bound_seconds"]
+
+
+def test_plan_step_does_not_call_a_ring_lone_that_only_rounding_holds() -> None:
+    """A ring of 2 over 22 tokens at a capacity of 10 is valid, and below the bound for degrees of s / capacity."""
+    plan = Plan(
+        ranks=3,
+        layers=1,
+        capacity=10,
+        tokens=(22, 10),
+        microbatches=(
+            Microbatch(pieces=(Piece(ranks=(0, 1), sequences=(0,)),)),
+            Microbatch(pieces=(Piece(ranks=(2,), sequences=(1,)),)),
+        ),
+    )
+    check_plan(plan)
+    assert not has_lone_rings(plan)
 
 
 def test_plan_step_notes_say_who_planned_with_what() -> None:

@@ -33,7 +33,7 @@ class PlanCommand:
     capacity: Annotated[int | None, tyro.conf.arg(metavar="TOKENS")] = None
     """Tokens that one rank can hold in one microbatch; default: the run file's capacity_tokens."""
     planner: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """lengthwise or static; default: the run file's, else lengthwise."""
+    """Who plans, one of those in docs/run-file.md under `planner`; default: the run file's, else lengthwise."""
     model_shape: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Whose costs to plan with, llama-7b for example; default: the run file's model, else llama-7b."""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="h100|cpu")] = None

@@ -4,10 +4,19 @@ The bound is the least T for which every sequence has a degree d >= s / capacity
 of all, each at its cheapest such degree, is at most ranks x T. Launches count: a sequence packed on one rank owes its
 share of a launch, g s / capacity, since no launch carries more than `capacity` tokens; a ring owes g on each rank.
 
-That is true where a ring holds one sequence and has its microbatch for itself. A plan that cuts whole packs, or puts
-several pieces in one microbatch, can share launches and hide the transfers of one sequence behind another:
-`lone_rings=False` gives the weaker bound that holds for those too. There a sequence owes its arithmetic, and launches
-only for what the rounding rule of the plan file (one token a sequence and rank, at most) cannot hide.
+That is true where a ring holds one sequence, has its microbatch for itself, and is of no fewer than s / capacity ranks.
+A plan that cuts whole packs, or puts several pieces in one microbatch, can share launches, hide the transfers of one
+sequence behind another, and use the rounding rule of the plan file: a rank may hold one token more for each *cut*
+sequence of the microbatch, also where it holds none of that sequence. Then another piece there may hold the token: with
+a capacity of 29, two cut sequences of a few tokens let 30 or 31 tokens of a third stay on one rank.
+`lone_rings=False` gives the weaker bound that holds for those plans too:
+
+- A rank holds nothing of a cut sequence only if that is shorter than twice the ranks: at 2d tokens or more each of d
+  positions gets at least two. So a sequence is held by d ranks only if s <= d (capacity + its own token if it is cut +
+  the number of *other* sequences that short), and the least degree is the least such d.
+- A sequence over d ranks brings s tokens and at most d allowances. So the tokens of all, less `ranks` for each
+  sequence, take no more than capacity a launch. (Less per sequence, not only down to 0: the allowances that a short
+  sequence has left serve others.)
 """
 
 from __future__ import annotations
@@ -17,6 +26,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
 from lengthwise.planner.degrees import least_degrees
@@ -32,7 +42,8 @@ def bound_seconds(tokens: Sequence[int], cluster: Cluster, cost: CostModel, *, l
         tokens: lengths of the sequences.
         cluster: ranks and capacity; no offload.
         cost: the costs that the plan is scored with.
-        lone_rings: whether every ring holds one sequence and has its microbatch for itself.
+        lone_rings: whether every ring holds one sequence, has its microbatch for itself, and is of at least
+            s / capacity ranks.
 
     Raises:
         PlanError: a sequence that the cluster cannot hold.
@@ -40,23 +51,25 @@ def bound_seconds(tokens: Sequence[int], cluster: Cluster, cost: CostModel, *, l
     checked = read_tokens(tokens)
     refuse_unheld(checked, cluster)
     lengths, counts = np.unique(np.array(checked, dtype=np.int64), return_counts=True)
-    least = least_degrees_held(lengths, cluster.capacity_tokens)
     ranks, capacity = cluster.ranks, cluster.capacity_tokens
+    least = least_degrees_held(lengths, capacity) if lone_rings else _least_degrees_allowed(lengths, counts, cluster)
     alone = cost.compute_seconds(lengths)
     shared = cost.fixed_seconds / capacity
+
+    launches = 0.0 if lone_rings else shared * max(0, sum(checked) - ranks * len(checked))  # of all, together
 
     def owed(degrees: NDArray[np.int64], picked: NDArray[np.bool_]) -> float:
         """Seconds of one rank that the picked lengths owe, together."""
         some = lengths[picked]
         if not lone_rings:
-            return float(counts[picked] @ (alone[picked] + shared * np.maximum(some - ranks, 0)))
+            return float(counts[picked] @ alone[picked])
         rings = degrees * (cost.ring_piece_seconds(some, degrees) + cost.fixed_seconds)
         return float(counts[picked] @ np.where(degrees > 1, rings, alone[picked] + shared * some))
 
     everything = np.ones(len(lengths), dtype=np.bool_)
-    low = owed(least, everything) / ranks
+    low = (owed(least, everything) + launches) / ranks
     settled = (least == 1) & (alone + cost.fixed_seconds <= low)  # these stay on one rank, whatever T above `low`
-    base = owed(least[settled], settled)
+    base = owed(least[settled], settled) + launches
     open_, open_least = lengths[~settled], least[~settled]
     most = np.full_like(open_, ranks)
 
@@ -68,6 +81,30 @@ def bound_seconds(tokens: Sequence[int], cluster: Cluster, cost: CostModel, *, l
         return low
     slowest = cost.ring_piece_seconds(open_, open_least).max() + cost.fixed_seconds
     return _least_feasible(feasible, low, max(low, float(slowest)))
+
+
+def has_lone_rings(plan: Plan) -> bool:
+    """Tell whether each ring holds one sequence, alone, over s / capacity ranks or more: `lone_rings`."""
+    return all(
+        len(microbatch.pieces) == 1
+        and (piece.degree == 1 or (len(piece.sequences) == 1 and _is_held(plan, piece.sequences[0], piece.degree)))
+        for microbatch in plan.microbatches
+        for piece in microbatch.pieces
+    )
+
+
+def _is_held(plan: Plan, sequence: int, degree: int) -> bool:
+    return plan.tokens[sequence] <= degree * plan.capacity
+
+
+def _least_degrees_allowed(
+    lengths: NDArray[np.int64], counts: NDArray[np.int64], cluster: Cluster
+) -> NDArray[np.int64]:
+    """Count the ranks that memory needs for each length, with every allowance that others could bring."""
+    short = lengths < 2 * cluster.ranks
+    most_alone = cluster.capacity_tokens + int(counts[short].sum()) - short
+    cut = np.maximum(2, -(-lengths // (most_alone + 1)))
+    return np.where(lengths <= most_alone, 1, cut)
 
 
 def _least_feasible(feasible: Callable[[float], bool], low: float, high: float) -> float:

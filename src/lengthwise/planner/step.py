@@ -13,7 +13,7 @@ from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
 from lengthwise.cost.names import unknown_name
-from lengthwise.planner.bounds import bound_seconds
+from lengthwise.planner.bounds import bound_seconds, has_lone_rings
 from lengthwise.planner.bytescale import plan_bytescale
 from lengthwise.planner.bytescale_naive import plan_bytescale_naive
 from lengthwise.planner.lengthwise import plan_lengthwise
@@ -75,15 +75,7 @@ def plan_step(
     notes = {
         "planner": planner,
         "predicted_seconds": score(plan, cost).makespan_seconds,
-        "bound_seconds": bound_seconds(lengths, cluster, cost, lone_rings=_has_lone_rings(plan)),
+        "bound_seconds": bound_seconds(lengths, cluster, cost, lone_rings=has_lone_rings(plan)),
         "cost": cost.version,
     }
     return replace(plan, notes=notes)
-
-
-def _has_lone_rings(plan: Plan) -> bool:
-    return all(
-        len(microbatch.pieces) == 1 and (piece.degree == 1 or len(piece.sequences) == 1)
-        for microbatch in plan.microbatches
-        for piece in microbatch.pieces
-    )

@@ -1,0 +1,139 @@
+"""Rings on the line of ranks, another way: the earliest free stretch of ranks, a valley, is filled from wall to wall.
+
+Where `gangs` takes ring after ring and looks for a place, this takes place after place and looks for a ring: the widest
+that fits into the valley, widened so that as many of its kind as fit leave no rank over. Between rings of many widths
+the degrees are then those that the place asks for. A valley too narrow for any ring that is left is for local packs.
+One ring costs O(log N) and the writing of its ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lengthwise.cost import CostModel
+from lengthwise.planner.gangs import Gap, Ring
+
+_ROUNDING = 1e-9  # stretches whose times differ by this share are free together: sums in another order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moldable:
+    """A sequence to be cut over `degree` ranks or more, up to `most`."""
+
+    sequence: int
+    length: int
+    degree: int
+    most: int
+
+
+class Skyline:
+    """Stretches of neighbouring ranks that are free at the same time."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.height = {0: 0.0}  # when a stretch is free, by its first rank
+        self.end = {0: ranks}
+        self.first = {ranks: 0}  # by the end of a stretch
+        self._heap = [(0.0, 0)]
+
+    def lowest(self) -> tuple[int, int, float]:
+        """Find the stretch that is free earliest, the first of equal ones, as (first, end, when)."""
+        while True:
+            height, first = self._heap[0]
+            if self.height.get(first) == height:
+                return first, self.end[first], height
+            heapq.heappop(self._heap)
+
+    def walls(self, first: int, end: int) -> tuple[float, float]:
+        """Tell when the neighbours of a stretch are free; beyond the line, never."""
+        left = self.height[self.first[first]] if first > 0 else float("inf")
+        return left, self.height[end] if end < self.ranks else float("inf")
+
+    def put(self, first: int, end: int, height: float) -> None:
+        """Let a part at an end of a stretch be free at `height`, and join it with neighbours that are free with it."""
+        begin = first if first in self.height else self.first[end]
+        stop, old = self.end[begin], self.height[begin]
+        self._remove(begin)
+        if begin < first:
+            self._add(begin, first, old)
+        if end < stop:
+            self._add(end, stop, old)
+        left, right = self.walls(first, end)
+        joined = height
+        if abs(left - height) <= _ROUNDING * height:
+            first, joined = self._remove(self.first[first])[0], max(joined, left)
+        if abs(right - height) <= _ROUNDING * height:
+            end, joined = self._remove(end)[1], max(joined, right)
+        self._add(first, end, joined)
+
+    def _add(self, first: int, end: int, height: float) -> None:
+        self.height[first], self.end[first], self.first[end] = height, end, first
+        heapq.heappush(self._heap, (height, first))
+
+    def _remove(self, first: int) -> tuple[int, int]:
+        end = self.end.pop(first)
+        del self.height[first], self.first[end]
+        return first, end
+
+
+def fill_valleys(
+    rings: Sequence[Moldable], ranks: int, cost: CostModel
+) -> tuple[list[Ring], list[Gap], NDArray[np.float64]]:
+    """Place rings given widest first.
+
+    Returns the placed rings, the gaps they leave, and when each rank is free.
+    """
+    narrowness = [-ring.degree for ring in rings]
+    following = list(range(len(rings) + 1))  # entry i leads to the first one left at or after i
+    skyline = Skyline(ranks)
+    free = np.zeros(ranks)  # below the skyline where a valley was too narrow for any ring
+    placed: list[Ring] = []
+    gaps: list[Gap] = []
+    while len(placed) < len(rings):
+        first, end, height = skyline.lowest()
+        left, right = skyline.walls(first, end)
+        number = _first_left(following, bisect_left(narrowness, first - end))
+        if number == len(rings):
+            skyline.put(first, end, min(left, right))
+            continue
+        following[number] = number + 1
+        ring = rings[number]
+        width, seconds = _mold(ring, end - first, cost)
+        top = height + seconds
+        if abs(right - top) < abs(left - top):  # beside the wall that ends nearest to it
+            first = end - width
+        taken = slice(first, first + width)
+        start = float(free[taken].max())
+        for offset in np.flatnonzero(free[taken] < start).tolist():
+            rank = first + offset
+            gaps.append(Gap(rank=rank, before=len(placed), seconds=start - float(free[rank])))
+        placed.append(Ring(sequence=ring.sequence, first=first, degree=width))
+        free[taken] = start + seconds
+        skyline.put(first, first + width, start + seconds)
+    return placed, gaps, free
+
+
+def _mold(ring: Moldable, room: int, cost: CostModel) -> tuple[int, float]:
+    """Widen a ring so that as many of its degree as fit fill the room; return its width and seconds with launch.
+
+    A ring that would not be quicker for it, because of its transfers and hops, keeps its degree.
+    """
+    width = max(ring.degree, min(room // (room // ring.degree), ring.most))
+    seconds, wider = (cost.piece_seconds([ring.length], degree) for degree in (ring.degree, width))
+    return (width, wider + cost.fixed_seconds) if wider < seconds else (ring.degree, seconds + cost.fixed_seconds)
+
+
+def _first_left(following: list[int], place: int) -> int:
+    """Find the first entry at or after `place` that is left, and shorten the way to it."""
+    root = place
+    while following[root] != root:
+        root = following[root]
+    while following[place] != root:
+        following[place], place = root, following[place]
+    return root

@@ -1,0 +1,64 @@
+"""Valleys: rings that fill the line from wall to wall, never one over another."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lengthwise.cost import CostModel
+from lengthwise.planner.valleys import Moldable, fill_valleys
+
+LINEAR = CostModel(linear_seconds=1.0)
+
+
+def _moldable(*rings: tuple[int, int, int]) -> list[Moldable]:
+    return [
+        Moldable(sequence=i, length=length, degree=degree, most=most) for i, (length, degree, most) in enumerate(rings)
+    ]
+
+
+def test_fill_valleys_widens_each_ring_to_what_its_place_asks_for() -> None:
+    rings, gaps, free = fill_valleys(_moldable((320, 5, 10), (320, 5, 10), (480, 5, 6), (40, 2, 2)), 12, LINEAR)
+    assert [ring.degree for ring in rings] == [6, 6, 6, 2]
+    assert gaps == []
+    assert sorted(free) == [320 / 6] * 4 + [320 / 6 + 20] * 2 + [320 / 6 + 80] * 6
+
+
+def test_fill_valleys_keeps_a_degree_where_wider_would_not_be_quicker() -> None:
+    rings, _, _ = fill_valleys(_moldable((100, 3, 8)), 5, CostModel(linear_seconds=1.0, hop_seconds=50.0))
+    assert [ring.degree for ring in rings] == [3]
+
+
+def test_fill_valleys_remembers_the_gap_under_a_ring_that_fits_nowhere_lower() -> None:
+    rings, gaps, free = fill_valleys(_moldable((60, 3, 3), (50, 3, 3)), 5, LINEAR)
+    assert len(rings) == 2
+    assert [(gap.before, gap.seconds) for gap in gaps] == [(1, 20.0)] * len(gaps)
+    assert free.max() == 20 + 50 / 3
+
+
+@given(
+    rings=st.lists(st.tuples(st.integers(1, 500), st.integers(2, 13), st.integers(0, 30)), max_size=40),
+    ranks=st.integers(13, 40),
+    hop=st.sampled_from([0.0, 3.0]),
+    fixed=st.sampled_from([0.0, 7.0]),
+)
+def test_fill_valleys_places_each_ring_once_where_its_ranks_are_free(
+    rings: list[tuple[int, int, int]], ranks: int, hop: float, fixed: float
+) -> None:
+    cost = CostModel(linear_seconds=1.0, quadratic_seconds=0.01, fixed_seconds=fixed, hop_seconds=hop)
+    widest_first = sorted(rings, key=lambda ring: -ring[1])
+    moldable = _moldable(*((length, degree, degree + more) for length, degree, more in widest_first))
+    placed, gaps, free = fill_valleys(moldable, ranks, cost)
+    assert sorted(ring.sequence for ring in placed) == list(range(len(rings)))
+    waits = {(gap.before, gap.rank): gap.seconds for gap in gaps}
+    clock = np.zeros(ranks)
+    for number, ring in enumerate(placed):
+        asked = moldable[ring.sequence]
+        assert asked.degree <= ring.degree <= asked.most
+        assert 0 <= ring.first <= ring.first + ring.degree <= ranks
+        start = clock[ring.first : ring.first + ring.degree].max()
+        for rank in range(ring.first, ring.first + ring.degree):
+            assert waits.pop((number, rank), 0.0) == start - clock[rank]
+        seconds = cost.piece_seconds([asked.length], ring.degree) + fixed
+        clock[ring.first : ring.first + ring.degree] = start + seconds
+    assert not waits
+    assert clock.tolist() == free.tolist()
