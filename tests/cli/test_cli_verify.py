@@ -145,6 +145,23 @@ def test_verify_fails_when_positions_or_labels_follow_the_shard(run_file, capsys
     assert "FAIL" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("broken", ["shift", "count"])
+def test_verify_does_not_share_the_labels_of_what_it_checks(run_file, capsys, monkeypatch, broken):
+    """A shift or a loss-token count that is wrong for all ranks alike must not pass because the reference shares it."""
+    if broken == "shift":
+        monkeypatch.setattr(batches.StepBatch, "shift_labels", lambda self, i: self.dataset.labels(self.ids[i]))
+    else:
+        made = batches.StepBatch.__init__
+
+        def one_more(self, *arguments):
+            made(self, *arguments)
+            self.loss_tokens += 1
+
+        monkeypatch.setattr(batches.StepBatch, "__init__", one_more)
+    assert call("verify", run_file, "--ranks", 2) == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
 def reference_before_it_was_broken(
     *arguments, tensors=batches.StepBatch.tensors, inner=verify.plain_gradients
 ):  # in the child, so nothing has to be put back

@@ -29,6 +29,12 @@ def test_folder_is_one_document_a_file_in_path_order(tmp_path):
     assert bytes(dataset.tokens(1).tolist()) == b"a/b/c.py\r\n"
 
 
+def test_folder_of_json_lines_is_not_taken_for_text(tmp_path):
+    (tmp_path / "shard.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(DataError, match=r"shard\.jsonl.*path: a\.jsonl"):
+        load(DataSource(path=tmp_path))
+
+
 def test_folder_links_are_left_out_but_the_named_folder_may_be_one(tmp_path):
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret").write_text("x")

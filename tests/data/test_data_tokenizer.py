@@ -27,7 +27,7 @@ def save_tokenizer(folder, *, eos=None, adds_eos=False):
 
 def test_tokenizer_bytes_is_utf8():
     tokenizer = load_tokenizer("bytes")
-    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eos_id) == ("bytes", 256, None)
+    assert (tokenizer.name, tokenizer.eos_id) == ("bytes", None)
     assert tokenizer.encode("aé").tolist() == [97, 0xC3, 0xA9]
     assert tokenizer.encode("a").dtype == np.int32
     assert tokenizer.encode_python(b"\xff\x00").tolist() == [255, 0]
@@ -35,7 +35,7 @@ def test_tokenizer_bytes_is_utf8():
 
 def test_tokenizer_without_eos_adds_none(tmp_path):
     tokenizer = load_tokenizer(save_tokenizer(tmp_path))
-    assert (tokenizer.vocab_size, tokenizer.eos_id) == (5, None)
+    assert tokenizer.eos_id is None
     assert tokenizer.encode("hello world").tolist() == [2, 3]
 
 
@@ -45,14 +45,6 @@ def test_tokenizer_with_eos_ends_a_text_once(tmp_path, adds_eos):
     assert tokenizer.eos_id == 1
     assert tokenizer.encode("hello world").tolist() == [2, 3, 1]
     assert tokenizer.encode("hello <eos>").tolist() == [2, 1] if not adds_eos else [2, 1, 1]
-
-
-def test_tokenizer_fingerprint_follows_what_it_does(tmp_path):
-    prints = {
-        load_tokenizer(save_tokenizer(tmp_path / str(number), **kinds)).fingerprint
-        for number, kinds in enumerate([{}, {}, {"eos": "<eos>"}, {"eos": "<eos>", "adds_eos": True}])
-    }
-    assert len(prints) == 3
 
 
 def test_tokenizer_decodes_python_by_its_declared_encoding(tmp_path):

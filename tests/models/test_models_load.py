@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ConfigError, OutputError
-from lengthwise.models import DTYPES, ModelSource, build_model, cast_parameters, find_model, save_model
+from lengthwise.models import DTYPES, ModelSource, build_model, find_model, save_model
 from lengthwise.train.flat import FlatParameters
 
 SIZES = {
@@ -135,10 +135,19 @@ def test_drawn_parameters_depend_on_the_seed_only():
     assert all(parameter.dtype == torch.float32 for parameter in first.parameters())
 
 
-def test_cast_leaves_rope_frequencies_in_fp32():
-    model = cast_parameters(build_model(source(), seed=1), "bf16")
+def test_flat_buffers_leave_rope_frequencies_in_fp32():
+    model = build_model(source(), seed=1)
+    FlatParameters(model, SoloTransport(), dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf"])
+def test_weights_that_are_not_safetensors_are_not_taken_for_none(tmp_path, name):
+    source().config.save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(b"weights")
+    with pytest.raises(ConfigError, match=name):
+        find_model(str(tmp_path))
 
 
 def test_tiny_has_about_a_million_parameters_and_grouped_heads():

@@ -125,8 +125,8 @@ def run_plain(family, batch, precision, weights="fp32"):
     total = 0.0
     with keep_double(DTYPES[precision]):
         for i in range(len(batch.ids)):
-            ids = torch.from_numpy(batch._dataset.tokens(i).astype(np.int64))
-            labels = torch.from_numpy(batch._dataset.labels(i).astype(np.int64))
+            ids = torch.from_numpy(batch.dataset.tokens(i).astype(np.int64))
+            labels = torch.from_numpy(batch.dataset.labels(i).astype(np.int64))
             logits = model(input_ids=ids[None], use_cache=False).logits[0]
             wide = logits.double() if precision == "fp64" else logits.float()
             loss = F.cross_entropy(wide[:-1], labels[1:], ignore_index=-100, reduction="sum")
@@ -279,7 +279,7 @@ def test_positions_start_anew_in_each_document():
 def test_labels_are_shifted_before_the_cut():
     """Section 7: the last token of a shard needs the first label of the next; the last of a sequence needs none."""
     batch = make_batch((7, 5), vocab=48)
-    tokens = batch._dataset.tokens(0).tolist()
+    tokens = batch.dataset.tokens(0).tolist()
     ids, _, labels = batch.tensors([Segment(sequence=0, start=2, stop=4), Segment(sequence=0, start=6, stop=7)])
     assert ids.tolist() == [tokens[2], tokens[3], tokens[6]]
     assert labels.tolist() == [tokens[3], tokens[4], -100]
@@ -363,8 +363,8 @@ def test_parity_would_notice_one_missing_label():
     """The bars mean something: one label less in 170 is far outside them."""
     batch = make_batch(LENGTHS, vocab=48, seed=1)
     want = run_plain("llama", batch, "fp64")
-    batch._dataset.flat_tokens.flags.writeable = True
-    batch._dataset.flat_tokens[20] = (batch._dataset.flat_tokens[20] + 1) % 48
+    batch.dataset.flat_tokens.flags.writeable = True
+    batch.dataset.flat_tokens[20] = (batch.dataset.flat_tokens[20] + 1) % 48
     with pytest.raises(AssertionError):
         check_parity(run_planned("llama", planned("llama", 2), batch, "fp64"), want, "fp64")
 

@@ -100,6 +100,16 @@ def test_layers_of_another_kind_are_refused():
         check_model_config(config)
 
 
+def test_what_is_drawn_at_random_in_training_is_refused():
+    with pytest.raises(ModelRefused, match="router_jitter_noise"):
+        check_model_config(MixtralConfig(**SIZES, router_jitter_noise=0.1))
+
+
+def test_bidirectional_attention_is_refused_before_a_process_starts():
+    with pytest.raises(ModelRefused, match="bidirectional"):
+        check_model_config(Gemma3TextConfig(**SIZES, use_bidirectional_attention=True))
+
+
 def test_router_balance_loss_is_refused():
     check_model_config(MixtralConfig(**SIZES))
     with pytest.raises(ModelRefused, match="output_router_logits"):

@@ -90,3 +90,13 @@ def test_plan_file_refuses_what_is_no_plan(text: str) -> None:
 def test_plan_file_keeps_extra_keys_as_notes() -> None:
     text = json.dumps({**json.loads(EXAMPLE), "who": "another tool"})
     assert Plan.from_json(text).notes == {"who": "another tool"}
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 30, "1" + "0" * 5000], ids=["thirty digits", "thousands of digits"])
+def test_numbers_beyond_any_machine_are_refused(number):
+    sizes = f'"ranks": 1, "layers": 1, "capacity": {number}, "tokens": [1]'
+    text = f'{{"schema": "lengthwise.plan/1", {sizes}, "microbatches": []}}'
+    with pytest.raises(PlanError):
+        Plan.from_json(text)
+    with pytest.raises(PlanError):
+        Plan.from_json(text.replace(number, "5").replace("[1]", f"[{number}]"))

@@ -155,9 +155,8 @@ def plain_training(folder, rows, steps, *, dtype, lrs, weight_decay=0.1, max_gra
             (loss / tokens).backward()
             total += loss.item()
         norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters()))
-        if max_grad_norm is not None and norm > max_grad_norm:
-            for p in model.parameters():
-                p.grad.mul_(max_grad_norm / norm)
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lengthwise.comm import SoloTransport
+from lengthwise.comm import SoloTransport, StrictWorld
 from lengthwise.core.errors import OutputError
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.data.dataset import DatasetBuilder
@@ -72,7 +72,7 @@ def test_batch_cuts_give_each_token_its_own_position_and_the_label_of_the_next(l
     assert ids.tolist() == [whole[i][0][place].item() for i, place in expected]
     assert labels.tolist() == [whole[i][1][place].item() for i, place in expected]
     for index in range(len(lengths)):
-        own = batch._dataset.labels(index).tolist()
+        own = batch.dataset.labels(index).tolist()
         assert whole[index][1].tolist() == [*own[1:], -100]
     assert batch.loss_tokens == sum(int((labels != -100).sum()) for _, labels in whole)
 
@@ -224,3 +224,20 @@ def test_run_folder_line_is_json_that_any_reader_takes(tmp_path):
     folder = RunFolder(tmp_path)
     folder.write_eval({"step": 1, "loss": 1.5})
     assert json.loads((tmp_path / "eval.jsonl").read_text()) == {"step": 1, "loss": 1.5}
+
+
+def test_flat_parameters_start_from_those_of_rank_0():
+    """Whatever each rank loaded or drew, all train the same model."""
+
+    def work(transport):
+        layer = torch.nn.Linear(3, 2)
+        with torch.no_grad():
+            layer.weight.fill_(float(transport.rank))
+            layer.bias.fill_(10.0 + transport.rank)
+        flat = FlatParameters(layer, transport, dtype=torch.float32)
+        return flat.values.tolist(), flat.masters.tolist()
+
+    results = StrictWorld(3).run(work)
+    assert all(values == results[0][0] for values, _ in results)
+    assert results[0][0][:8] == [0.0] * 6 + [10.0] * 2
+    assert [value for _, masters in results for value in masters] == results[0][0]

@@ -72,6 +72,15 @@ def _status(arguments: list[str]) -> int:
     except LengthwiseError as error:
         print(error, file=sys.stderr)
         return error.exit_status
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "transformers", "safetensors"):
+            raise
+        print(
+            f"error[install] this command: expected torch, transformers and safetensors; got no {error.name}. "
+            "Install them as the README says; only `lengthwise plan` runs without.",
+            file=sys.stderr,
+        )
+        return 2
     except KeyboardInterrupt:
         print("interrupted: nothing was saved", file=sys.stderr)
         return _INTERRUPTED

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import tyro
 from rich.console import Console
 
 from lengthwise.cli.machine import machine_lines
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 Show = Callable[..., None]
 _RANKS, _STEPS, _CAPACITY, _LEAST_TOKENS, _MOST_TOKENS = 4, 20, 2048, 12_000, 16_000
-_PLAN_CAPACITY = 16_384
+_PLAN_CAPACITY, _CHECK_TOKENS = 16_384, 8_192
 _RUN_FILE = """\
 # The run file of `lengthwise demo`; train it again with: lengthwise train {name} --ranks {ranks} --overwrite
 model: tiny
@@ -44,7 +45,7 @@ output: run
 class Demo:
     """Plan and train on the Python standard library's own source files, on 4 CPU processes, in under two minutes."""
 
-    output: Path | None = None
+    output: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
     """The folder to write; default: a fresh one, runs/demo-DATE-TIME."""
 
     def run(self) -> int:
@@ -188,10 +189,12 @@ def _check(run_file: Path, show: Show) -> bool:
     from lengthwise.cli.verify import verification_lines
     from lengthwise.train.verify import first_batch, verify_rank
 
-    start = prepare(run_file, [["precision=fp64"]], ranks=_RANKS, timeout_seconds=100)
+    half_a_step = ["precision=fp64", f"global_batch.tokens={_CHECK_TOKENS}"]
+    start = prepare(run_file, [half_a_step], ranks=_RANKS, timeout_seconds=100)
     batch = first_batch(start.job)
     plan = start.job.make_plan(batch.lengths)
-    show(f"\n[bold]Check: the first step on {_RANKS} processes against one process, in fp64[/bold]")
+    tokens = count(sum(batch.lengths))
+    show(f"\n[bold]Check: {tokens} tokens on {_RANKS} processes against one process, in fp64[/bold]")
     found = run_ranks(start, lambda world, note: verify_rank(start.job, plan, world, note))
     assert found is not None, "the demo's rank 0 returns what it found"
     show("\n".join(verification_lines(found)), markup=False)

@@ -24,19 +24,20 @@ if TYPE_CHECKING:
 class PlanCommand:
     """Plan one step and write the plan file; prints what the step would take. Needs no torch and no GPU."""
 
-    config: Annotated[Path | None, tyro.conf.arg(metavar="CONFIG.yaml")] = None
+    config: Annotated[Path | None, tyro.conf.arg(metavar="CONFIG.yaml", help_behavior_hint="")] = None
     """A run file: plan its first global batch, as training would."""
-    lengths: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
-    """A JSON list of lengths in tokens, or {"recipe": ..., "tokens": ..., "seed": ...} of a published data set."""
+    lengths: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json", help_behavior_hint="")] = None
+    """A JSON list of lengths in tokens, or {"recipe": ..., "tokens": ..., "seed": ...} of a published data
+    set ("longest_tokens" clips it)."""
     ranks: Annotated[int, tyro.conf.arg(metavar="N")]
     """Ranks of the cluster: model replicas, each with its own device."""
-    capacity: Annotated[int | None, tyro.conf.arg(metavar="TOKENS")] = None
+    capacity: Annotated[int | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
     """Tokens that one rank can hold in one microbatch; default: the run file's capacity_tokens."""
-    planner: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Who plans, one of those in docs/run-file.md under `planner`; default: the run file's, else lengthwise."""
-    model_shape: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    planner: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
+    """lengthwise, static, single-degree, bytescale-naive or bytescale; default: the run file's, else lengthwise."""
+    model_shape: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     """Whose costs to plan with, llama-7b for example; default: the run file's model, else llama-7b."""
-    hardware: Annotated[str | None, tyro.conf.arg(metavar="h100|cpu")] = None
+    hardware: Annotated[str | None, tyro.conf.arg(metavar="h100|cpu", help_behavior_hint="")] = None
     """What the ranks are; default: cpu with --config (what this version trains on), h100 with --lengths."""
     out: Annotated[Path, tyro.conf.arg(metavar="PLAN.json")]
     """Where the plan file goes (JSON)."""

@@ -26,7 +26,7 @@ Overrides = Annotated[
 ]
 
 RunFile = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG.yaml")]
-Ranks = Annotated[int | None, tyro.conf.arg(metavar="N")]
+Ranks = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +108,13 @@ def describe_job(job: Job) -> str:
     data, config = job.dataset, job.config
     skipped = "".join(f", {number} left out ({reason})" for reason, number in data.skipped.items())
     start = "its weights" if job.model.weights else f"fresh weights from seed {config.seed}"
+    most = getattr(job.model.config, "max_position_embeddings", None)
+    beyond = f" (beyond the model's max_position_embeddings of {most})" if most and data.lengths.max() > most else ""
     device = "1 process" if job.ranks == 1 else f"{job.ranks} processes"
     return (
         f"model   {job.model.name} ({job.model.config.model_type}), {start}, {config.precision}\n"
         f"data    {len(data.ids)} sequences, {count(data.num_tokens)} tokens, "
-        f"longest {data.lengths.max()}{skipped}\n"
+        f"longest {data.lengths.max()}{beyond}{skipped}\n"
         f"ranks   {device} on CPU, {config.capacity_tokens} tokens each a microbatch, planner {config.planner}\n"
         f"output  {config.output}"
     )

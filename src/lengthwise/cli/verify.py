@@ -33,7 +33,7 @@ class Verify:
     """Processes to start on this machine; default: one a GPU, else 1. Not with torchrun."""
     set: Overrides = ()
     """Change a key of the run file: --set precision=fp64 global_batch.sequences=8"""
-    plan: Annotated[Path | None, tyro.conf.arg(metavar="PLAN.json")] = None
+    plan: Annotated[Path | None, tyro.conf.arg(metavar="PLAN.json", help_behavior_hint="")] = None
     """Run this plan file of any planner in place of one made here; its lengths must be those of the first batch."""
     timeout_seconds: float = 600.0
     """How long a rank waits for another, in seconds."""

@@ -1,1 +1,1 @@
-"""Records only: sequences, clusters, shapes, plans, and the error tree. Imports nothing of the package but itself."""
+"""Records only: plans, clusters, model shapes, the cutting rule, and the error tree. Imports nothing else of ours."""

@@ -16,6 +16,7 @@ from typing import Any
 from lengthwise.core.errors import PlanError
 
 SCHEMA = "lengthwise.plan/1"
+MOST = 2**53  # what every JSON reader keeps exact
 KNOWN_FEATURES = frozenset({"heads", "shares", "pipeline", "waves"})
 RECOMPUTE_KINDS = ("none", "layer", "all_but_attention")
 SCHEDULE_KINDS = ("free", "waves", "pipeline")
@@ -132,7 +133,7 @@ def _refuse(where: str, expected: str, got: object) -> PlanError:
 def _read_plan(text: str, where: str) -> Plan:
     try:
         raw = json.loads(text, parse_constant=lambda name: name)  # NaN and Infinity become strings, refused as such
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: broken JSON, or a number of thousands of digits
         raise _refuse(where, "a JSON object", str(error)) from None
     if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
         raise _refuse(
@@ -204,8 +205,8 @@ def _is_number(value: object) -> bool:
 
 
 def _whole(value: object, where: str, *, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise _refuse(where, f"a whole number of at least {least}", value)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
+        raise _refuse(where, f"a whole number from {least} to {MOST}", value)
     return value
 
 

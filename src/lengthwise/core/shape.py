@@ -17,9 +17,9 @@ class Cluster:
     def __post_init__(self) -> None:
         for name in ("ranks", "capacity_tokens"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 2**53:
                 raise ConfigError(
-                    name, expected="a whole number of at least 1", got=repr(value), remedy=f"Give a positive {name}."
+                    name, expected="a whole number from 1 to 2^53", got=repr(value), remedy=f"Give a positive {name}."
                 )
 
     @property

@@ -67,6 +67,13 @@ def read_rows(listing: Listing, parser: RowParser, report: Report) -> Iterator[R
 
 
 def _listing(root: Path, label: str, names: list[str], report: Report, *, python: bool) -> Listing:
+    rows = [name for name in names if name.endswith(".jsonl")]
+    if rows:
+        got, remedy = (
+            f"{len(rows)} files of JSON lines ({rows[0]})",
+            "Name each as a source of its own: {path: a.jsonl}.",
+        )
+        report(DataError(_printable(str(root)), expected="a folder of text files", got=got, remedy=remedy))
     if not names:
         remedy = "Hidden files and links are left out; name a folder that has others."
         report(DataError(_printable(str(root)), expected="files", got="a folder without any", remedy=remedy))

@@ -6,7 +6,6 @@ is not needed.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import tokenize
 from dataclasses import dataclass
@@ -22,8 +21,7 @@ from lengthwise.core.errors import ConfigError
 class Tokenizer(Protocol):
     """What the data half needs of a tokenizer.
 
-    `vocab_size` is one above the largest id; `fingerprint` changes whenever ids could. Encoders return int32 [tokens]
-    and raise ValueError for text that has no encoding.
+    Encoders return int32 [tokens] and raise ValueError for text that has no encoding.
     """
 
     @property
@@ -32,18 +30,8 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def vocab_size(self) -> int:
-        """One above the largest id."""
-        ...
-
-    @property
     def eos_id(self) -> int | None:
         """The id that ends every text, if there is one."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal for two tokenizers only if they give the same ids."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
@@ -64,9 +52,7 @@ class ByteTokenizer:
     """One byte of UTF-8 is one token; 256 of them, no EOS."""
 
     name: str = BYTES_TOKENIZER
-    vocab_size: int = 256
     eos_id: int | None = None
-    fingerprint: str = BYTES_TOKENIZER
 
     def encode(self, text: str) -> np.ndarray:
         """Encode as UTF-8."""
@@ -85,9 +71,7 @@ class HuggingFaceTokenizer:
     """A tokenizer of transformers with its own special tokens; the EOS is added where the encoding lacks it."""
 
     name: str
-    vocab_size: int
     eos_id: int | None
-    fingerprint: str
     tokenizer: Any
 
     def encode(self, text: str) -> np.ndarray:
@@ -134,14 +118,6 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise ConfigError("tokenizer", expected=f"a tokenizer at {name}", got="an empty vocabulary", remedy=remedy)
     return HuggingFaceTokenizer(
         name=name,
-        vocab_size=max(vocab.values()) + 1,
         eos_id=loaded.eos_token_id,
-        fingerprint=_fingerprint(loaded, vocab),
         tokenizer=loaded,
     )
-
-
-def _fingerprint(tokenizer: Any, vocab: dict[str, int]) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    described = backend.to_str() if backend is not None else repr(sorted(vocab.items()))
-    return hashlib.sha256(f"{described}{tokenizer.eos_token_id}".encode()).hexdigest()[:16]

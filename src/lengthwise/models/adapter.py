@@ -60,10 +60,10 @@ def model_loss(
     return token_loss(logits[0], shift_labels)
 
 
-def reference_loss(model: nn.Module, input_ids: Tensor, shift_labels: Tensor) -> Tensor:
-    """Return the summed loss of one whole sequence from the plain Hugging Face model; shapes as in `model_loss`."""
+def plain_logits(model: nn.Module, input_ids: Tensor) -> Tensor:
+    """Return the logits (tokens, vocab) of one whole sequence from the plain Hugging Face model."""
     # use_cache=False: with a cache, packed rows silently see each other; one row is safe, the habit is safer.
-    return token_loss(model(input_ids=input_ids[None], use_cache=False).logits[0], shift_labels)
+    return model(input_ids=input_ids[None], use_cache=False).logits[0]
 
 
 def token_loss(logits: Tensor, shift_labels: Tensor) -> Tensor:

@@ -55,6 +55,9 @@ FAMILIES = (
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
+# Config keys with one of these words make a layer draw random numbers; ranks would draw different ones.
+RANDOM_WORDS = ("dropout", "pdrop", "jitter", "layerdrop", "drop_path")
+
 # RoPE kinds whose frequencies do not depend on how long the sequence at hand is.
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
@@ -78,10 +81,15 @@ def check_model_config(config: Any) -> None:
             "Use one of these families; others follow as they are proved.",
         )
     for key, value in config.to_dict().items():
-        if ("dropout" in key or key.endswith("pdrop")) and value:
-            refuse(key, "0 (dropout is not supported yet)", value, f"Set {key} to 0 in the model's config.json.")
-    if getattr(config, "is_causal", None) is False:
-        refuse("is_causal", "true (each token sees those before it)", False, "Use a causal language model.")
+        if value and any(word in key for word in RANDOM_WORDS):
+            refuse(key, "0 (what is drawn at random in training is not supported yet)", value, f"Set {key} to 0.")
+    if getattr(config, "is_causal", None) is False or getattr(config, "use_bidirectional_attention", None):
+        refuse(
+            "is_causal",
+            "causal attention (each token sees those before it)",
+            "bidirectional",
+            "Use a causal language model.",
+        )
     for where, kind in rope_kinds(config):
         if kind not in STATIC_ROPE:
             refuse(

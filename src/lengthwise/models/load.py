@@ -44,7 +44,15 @@ def find_model(name: str) -> ModelSource:
     except (OSError, ValueError, KeyError) as error:
         raise _unreadable(name, error) from None
     folder = Path(name)
-    weights = not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json"))
+    weights = not folder.is_dir() or any(folder.glob("*.safetensors"))
+    others = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth", "*.h5", "*.gguf") for path in folder.glob(kind))
+    if not weights and others:
+        raise ConfigError(
+            f"model {name}",
+            expected="weights in safetensors, or none at all",
+            got=", ".join(others[:3]),
+            remedy="Convert them to safetensors (pickles are never opened), or delete them to start from the seed.",
+        )
     return ModelSource(name=name, config=config, weights=weights)
 
 
@@ -122,14 +130,6 @@ def _refuse_other_weights(name: str, loading: dict[str, Any]) -> None:
 def plain_attention(source: ModelSource) -> str:
     """Name Hugging Face's own attention to compare with: sdpa, or eager for models with sinks, which lack it."""
     return "eager" if source.config.model_type == "gpt_oss" else "sdpa"
-
-
-def cast_parameters(model: nn.Module, precision: str) -> nn.Module:
-    """Cast parameters in place, and only them: buffers such as RoPE frequencies keep fp32."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(DTYPES[precision])
-    return model
 
 
 def save_model(model: Any, folder: Path) -> None:

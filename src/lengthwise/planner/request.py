@@ -37,10 +37,10 @@ def read_tokens(tokens: Sequence[int]) -> tuple[int, ...]:
         PlanError: none at all, or one that is not a whole number of at least 1.
     """
     for i, value in enumerate(tokens):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value <= 2**53:
             raise PlanError(
                 f"sequence {i}",
-                expected="a length of at least 1 token",
+                expected="a length of 1 to 2^53 tokens",
                 got=repr(value),
                 remedy="Leave sequences without tokens out of the step.",
             )
@@ -75,5 +75,5 @@ def refuse_unheld(tokens: Sequence[int], cluster: Cluster) -> None:
         expected=f"at most {cluster.longest_tokens} tokens ({cluster.ranks} ranks x {cluster.capacity_tokens} tokens)",
         got=", ".join(told) + more,
         remedy=f"Use {-(-longest // cluster.capacity_tokens)} ranks, raise capacity_tokens to "
-        f"{-(-longest // cluster.ranks)}, or skip such sequences (too_long: skip).",
+        f"{-(-longest // cluster.ranks)}, or leave such sequences out.",
     )

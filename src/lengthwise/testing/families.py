@@ -91,7 +91,7 @@ def family_difference(
     """Run a plan on strict in-process ranks and the plain model in one; return how far apart they are."""
     batch = make_batch(lengths, vocab=VOCAB, seed=1, masked=0.2)
     dtype = DTYPES[precision]
-    expected_loss, expected = plain_gradients(copy.deepcopy(pair["plain"]), batch, dtype)
+    expected_loss, expected = plain_gradients(copy.deepcopy(pair["plain"]), batch.dataset, batch.ids, dtype)
 
     def work(transport: Transport) -> tuple[float, dict[str, torch.Tensor]]:
         model = copy.deepcopy(pair["planned"])

@@ -16,7 +16,7 @@ class StepBatch:
     """A global batch: entry i of a plan's `tokens` is sequence `ids[i]` of the data."""
 
     def __init__(self, dataset: Dataset, ids: Iterable[int]) -> None:
-        self._dataset = dataset
+        self.dataset = dataset
         self.ids = tuple(int(i) for i in ids)
         self.lengths = tuple(int(dataset.lengths[i]) for i in self.ids)
         self.loss_tokens = sum(dataset.loss_tokens(i) for i in self.ids)
@@ -26,14 +26,14 @@ class StepBatch:
         ids, positions, labels = [], [], []
         for segment in segments:
             sequence, span = self.ids[segment.sequence], slice(segment.start, segment.stop)
-            ids.append(self._dataset.tokens(sequence)[span])
+            ids.append(self.dataset.tokens(sequence)[span])
             positions.append(np.arange(segment.start, segment.stop))
             labels.append(self.shift_labels(segment.sequence)[span])
         return _tensor(ids), _tensor(positions), _tensor(labels)
 
     def shift_labels(self, index: int) -> np.ndarray:
         """Return what follows each token of sequence `index`; made from the whole sequence, before any cut."""
-        labels = self._dataset.labels(self.ids[index])
+        labels = self.dataset.labels(self.ids[index])
         return np.append(labels[1:], NO_LOSS)
 
     def whole(self, index: int) -> tuple[Tensor, Tensor]:

@@ -40,8 +40,8 @@ class ShardedAdamW:
     def update(self, lr: float, norm: float) -> None:
         """Clip the gradients of global norm `norm`, update this rank's slice, publish."""
         limit = self._config.max_grad_norm
-        if limit is not None and norm > limit:
-            self._flat.grad_shard.mul_(limit / norm)
+        if limit is not None:  # the formula of torch.nn.utils.clip_grad_norm_
+            self._flat.grad_shard.mul_(min(1.0, limit / (norm + 1e-6)))
         if self._adamw is not None:
             for group in self._adamw.param_groups:
                 group["lr"] = lr

@@ -70,6 +70,7 @@ def connect(world: World, job: Job, on_phase: Callable[[str], None]) -> TorchTra
     for dataset in filter(None, (job.dataset, job.eval_dataset)):
         data.update(dataset.offsets.tobytes())
         data.update(dataset.flat_tokens.tobytes())
+        data.update(b"" if dataset.flat_labels is None else dataset.flat_labels.tobytes())
     agree(transport, data.digest(), "run file and data")
     return transport
 

@@ -6,7 +6,7 @@ gradient, and once through the plain Hugging Face model (its own attention, none
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport, World
 from lengthwise.core.plan import Plan
-from lengthwise.models import DTYPES, build_model, keep_double, plain_attention, reference_loss
+from lengthwise.data import NO_LOSS, Dataset
+from lengthwise.models import DTYPES, build_model, keep_double, plain_attention, plain_logits, token_loss
 from lengthwise.train.batch import StepBatch
 from lengthwise.train.flat import FlatParameters
 from lengthwise.train.job import Job
@@ -78,7 +79,7 @@ def verify_rank(job: Job, plan: Plan, world: World, on_phase: Callable[[str], No
         return None
     on_phase("verify, one process")
     plain = build_model(job.model, seed=job.config.seed, attention=plain_attention(job.model)).to(world.device)
-    expected_loss, expected = plain_gradients(plain, batch, dtype)
+    expected_loss, expected = plain_gradients(plain, job.dataset, batch.ids, dtype)
     return Verification(
         plan=plan,
         loss=loss.item() / batch.loss_tokens,
@@ -98,13 +99,24 @@ def gradient_differences(gradients: dict[str, Tensor], expected: dict[str, Tenso
     }
 
 
-def plain_gradients(model: nn.Module, batch: StepBatch, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
-    """Return (loss, gradients) of a plain Hugging Face model in this process, one sequence at a time."""
+def plain_gradients(
+    model: nn.Module, dataset: Dataset, ids: Sequence[int], dtype: torch.dtype
+) -> tuple[float, dict[str, Tensor]]:
+    """Return (loss, gradients) of a plain Hugging Face model in this process, one sequence at a time.
+
+    Shift and loss-token count are made here from the data's labels, on purpose not by the code that is checked: logits
+    of all but the last position against labels of all but the first.
+    """
     flat, loss_sum = FlatParameters(model, SoloTransport(), dtype=dtype), 0.0
+    device = flat.values.device
+    num_loss_tokens = sum(int((dataset.labels(i)[1:] != NO_LOSS).sum()) for i in ids)
     with keep_double(dtype):
-        for index in range(len(batch.ids)):
-            loss = reference_loss(model, *batch.whole(index))
-            (loss / batch.loss_tokens).backward()
+        for i in ids:
+            tokens, labels = (
+                torch.from_numpy(x.astype("int64")).to(device) for x in (dataset.tokens(i), dataset.labels(i))
+            )
+            loss = token_loss(plain_logits(model, tokens)[:-1], labels[1:])
+            (loss / num_loss_tokens).backward()
             loss_sum += loss.item()
     flat.reduce_gradients()
-    return loss_sum / batch.loss_tokens, flat.gather_gradients()
+    return loss_sum / num_loss_tokens, flat.gather_gradients()
