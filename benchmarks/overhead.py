@@ -92,7 +92,9 @@ def measure(name: str, job: Job, batches: Sequence[StepBatch], repeats: int) -> 
     }
     seconds: dict[str, list[float]] = {loop: [] for loop in loops}
     for repeat in range(repeats + 1):
-        for loop, run in loops.items():
+        names = list(loops)
+        first = repeat % len(names)  # each goes first in turn: what ran before it is not always the same
+        for loop, run in ((name, loops[name]) for name in names[first:] + names[:first]):
             start = time.perf_counter()
             run()
             if repeat:  # the first round warms up
