@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ConfigError, OutputError
-from lengthwise.models import DTYPES, ModelSource, build_model, find_model, save_model
+from lengthwise.models import DTYPES, ModelSource, build_model, find_model, keep_double, save_model
 from lengthwise.train.flat import FlatParameters
 
 SIZES = {
@@ -155,3 +155,23 @@ def test_tiny_has_about_a_million_parameters_and_grouped_heads():
     model = build_model(found, seed=0)
     assert 0.8e6 < sum(parameter.numel() for parameter in model.parameters()) < 1.5e6
     assert found.config.num_key_value_heads < found.config.num_attention_heads
+
+
+@pytest.mark.parametrize("order", [("lengthwise", "sdpa"), ("sdpa", "lengthwise")])
+def test_one_source_builds_models_that_keep_their_own_attention(order):
+    """Hugging Face writes the attention's name into the config: the second model must not switch the first one's."""
+    one = source()
+    built = [build_model(one, seed=1, attention=attention) for attention in order]
+    assert tuple(model.config._attn_implementation for model in built) == order
+
+
+def test_keep_double_computes_norms_in_fp64():
+    """Hugging Face norms step down to fp32 in any model; `verify` in fp64 must not, or it fails at random at 1e-12."""
+    norm = build_model(source(), seed=1).double().model.norm
+    x = torch.randn(50, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    exact = x / (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
+    assert (norm(x) - exact).abs().max() > 1e-9, "plain Hugging Face rounds here"
+    with keep_double(torch.float64):
+        assert (norm(x) - exact).abs().max() < 1e-14
+    with keep_double(torch.float32):
+        assert (norm(x) - exact).abs().max() > 1e-9
