@@ -16,7 +16,7 @@ def test_named_hardware_states_its_source(name: str) -> None:
 
 
 def test_named_hardware_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'h100'"):
+    with pytest.raises(ConfigError, match="Did you mean `h100`"):
         named_hardware("h10")
 
 

@@ -39,7 +39,7 @@ def test_named_shape_has_the_sizes_of_the_evaluation(
 
 def test_named_shape_names_the_nearest() -> None:
     assert named_shape(SHAPE_NAMES[0]).name == SHAPE_NAMES[0]
-    with pytest.raises(ConfigError, match="Did you mean 'mixtral-8x7b'"):
+    with pytest.raises(ConfigError, match="Did you mean `mixtral-8x7b`"):
         named_shape("mixtral-8x7")
 
 

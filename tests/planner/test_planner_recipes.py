@@ -73,7 +73,7 @@ def test_draw_lengths_clip_to_what_a_cluster_holds() -> None:
 
 
 def test_draw_lengths_name_the_nearest_recipe() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'github'"):
+    with pytest.raises(ConfigError, match="Did you mean `github`"):
         draw_lengths("gihub", 10, 0)
 
 
@@ -103,9 +103,9 @@ def test_lengths_from_file_reads_a_list_and_a_recipe(tmp_path: Path) -> None:
         ("[NaN]", r"lengths\.json\[0\]: .*got NaN"),
         ('["7"]', r"lengths\.json\[0\]"),
         ("[[1]]", r"lengths\.json\[0\]"),
-        ('{"recipe": "byte", "tokens": 5, "seed": 0}', r"lengths\.json: recipe.*Did you mean 'byted'"),
+        ('{"recipe": "byte", "tokens": 5, "seed": 0}', r"lengths\.json: recipe.*Did you mean `byted`"),
         ('{"recipe": "byted", "tokens": 5}', "no seed"),
-        ('{"recipe": "byted", "token": 5, "seed": 0}', "Did you mean 'tokens'"),
+        ('{"recipe": "byted", "token": 5, "seed": 0}', "Did you mean `tokens`"),
         ('{"recipe": 5, "tokens": 5, "seed": 0}', "recipe"),
         ('{"recipe": "byted", "tokens": -5, "seed": 0}', r"lengths\.json: tokens"),
         ("[" * 100_000, r"lengths\.json"),

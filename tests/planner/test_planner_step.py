@@ -178,7 +178,7 @@ def test_plan_step_refuses_what_is_no_length(tokens: list[int]) -> None:
 
 
 def test_plan_step_names_the_nearest_planner() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'lengthwise'"):
+    with pytest.raises(ConfigError, match="Did you mean `lengthwise`"):
         plan_step([5], Cluster(ranks=3, capacity_tokens=20), COMPUTE, planner="lengthwize")
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from lengthwise.config.schema import SECTIONS, RunConfig, Settings
 from lengthwise.core.errors import ConfigError
+from lengthwise.core.names import did_you_mean
 
 _EXPECTED: Mapping[str, Callable[[dict], str]] = {
     "bool_type": lambda _: "true or false",
@@ -43,13 +43,6 @@ def find_problems(values: Mapping[str, object]) -> list[ConfigError]:
     return problems + list(_broken_rules(values))
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Say which known name was probably meant, or list them all."""
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"Did you mean `{close[0]}`?" if close else f"Known: {', '.join(known)}."
-
-
 def told(value: object) -> str:
     """Show a value as the user wrote it, shortened, with its kind."""
     if value is None:
@@ -71,7 +64,8 @@ def _to_problem(detail: ErrorDetails) -> ConfigError:
     section = _section(loc[:-1])
     key = str(loc[-1]) if loc else ""
     if kind == "extra_forbidden":
-        remedy = nearest(key, section.model_fields if section else ())
+        known = section.model_fields if section else {}
+        remedy = did_you_mean(key, known) or f"Known: {', '.join(sorted(known))}."
         return ConfigError(where, expected="a known key", got=f"`{key}`", remedy=remedy)
     message = detail["msg"].removeprefix("Input should be ")
     expected = _EXPECTED[kind](detail.get("ctx", {})) if kind in _EXPECTED else message
@@ -88,8 +82,7 @@ def _help(loc: Sequence[int | str], kind: str, value: object) -> str:
     text = f"`{names[-1]}`: {field.description}." if field else "Write a mapping of keys."
     if kind == "literal_error" and field and isinstance(value, str):
         choices = getattr(field.annotation, "__args__", ())
-        close = difflib.get_close_matches(value, [str(choice) for choice in choices], n=1)
-        text = f"Did you mean `{close[0]}`? {text}" if close else text
+        text = " ".join(filter(None, (did_you_mean(value, map(str, choices)), text)))
     return text
 
 

@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass, fields
 
 from lengthwise.core.errors import ConfigError
-from lengthwise.cost.names import read_package_json, unknown_name
+from lengthwise.core.names import unknown_name
+from lengthwise.cost.package_data import read_package_json
 
 _DESCRIPTIONS = read_package_json("lengthwise.cost", "hardware.json")
 HARDWARE_NAMES = tuple(_DESCRIPTIONS)

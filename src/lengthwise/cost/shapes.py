@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lengthwise.core.errors import ConfigError
+from lengthwise.core.names import unknown_name
 from lengthwise.core.shape import ModelShape
-from lengthwise.cost.names import read_package_json, unknown_name
+from lengthwise.cost.package_data import read_package_json
 
 _SHAPES = read_package_json("lengthwise.cost", "models.json")["shapes"]
 SHAPE_NAMES = tuple(_SHAPES)

@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.errors import ConfigError, DataError, LengthwiseError
-from lengthwise.cost.names import read_package_json, unknown_name
+from lengthwise.core.names import unknown_name
+from lengthwise.cost.package_data import read_package_json
 
 _FILE = read_package_json("lengthwise.planner", "recipes.json")
 _SETS: Mapping[str, Any] = {name: value for name, value in _FILE.items() if isinstance(value, dict)}

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from lengthwise.core.errors import ConfigError
+from lengthwise.core.names import unknown_name
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
-from lengthwise.cost.names import unknown_name
 from lengthwise.planner.bounds import bound_seconds, has_lone_rings
 from lengthwise.planner.bytescale import plan_bytescale
 from lengthwise.planner.bytescale_naive import plan_bytescale_naive

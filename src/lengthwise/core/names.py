@@ -1,0 +1,23 @@
+"""Names that a user typed and nobody knows: the nearest known one, and the error that points at it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from lengthwise.core.errors import ConfigError
+
+_CLOSE = 0.5  # of difflib's similarity, 0 to 1; `trian` and `train` have 0.8
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str | None:
+    """Ask for the known name that is nearest to `name`; None where none is near."""
+    close = difflib.get_close_matches(str(name), sorted(known), n=1, cutoff=_CLOSE)
+    return f"Did you mean `{close[0]}`?" if close else None
+
+
+def unknown_name(where: str, got: object, known: Iterable[str]) -> ConfigError:
+    """Make the error for a name that does not exist: it lists the known ones and points at the nearest."""
+    names = list(known)
+    remedy = did_you_mean(got, names) or "Choose one of these."
+    return ConfigError(where, expected=f"one of {', '.join(names)}", got=repr(got), remedy=remedy)
