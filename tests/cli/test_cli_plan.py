@@ -206,3 +206,44 @@ def test_plan_says_all_bad_rows_at_once(tmp_path, capfd):
     assert "train.jsonl:2" in err
     assert "train.jsonl:3" in err
     assert read_lines(Path(path.parent / "train.jsonl"))[0] == {"input_ids": [1]}
+
+
+def test_plan_with_given_costs_needs_no_model_and_is_scored_by_their_formula(tmp_path, lengths):
+    """Seventy tokens over two ranks of 40: (q s^2 + l s) / 2, what transfers cost beyond attention, and the launch."""
+    cost, out = tmp_path / "cost.json", tmp_path / "plan.json"
+    cost.write_text('{"quadratic_seconds": 1, "linear_seconds": 10, "fixed_seconds": 5, "ring_seconds": 100}')
+    plan_without_torch("--cost", cost, "--lengths", lengths, "--ranks", 2, "--capacity", 40, "--out", out)
+    plan = read_plan(out)
+    assert plan.layers == 1
+    ring = (70**2 + 10 * 70) / 2 + (100 * 70 - 70**2) / 2 + 5
+    assert plan.notes["predicted_seconds"] == pytest.approx(ring + 9**2 + 10 * 9 + 5)
+
+
+def test_plan_of_a_run_file_with_given_costs(tmp_path, capsys):
+    cost, out = tmp_path / "cost.json", tmp_path / "plan.json"
+    cost.write_text('{"linear_seconds": 1}')
+    for number, (model, layers) in enumerate((("tiny", 2), ("somebody/a-model", 1))):
+        run = write_run(tmp_path / str(number), make_rows([30, 12]), model=model)
+        assert call("plan", "--cost", cost, "--config", run, "--ranks", 2, "--out", out) == 0
+        assert "given/1 linear_seconds=1.0" in capsys.readouterr().out
+        assert read_plan(out).layers == layers
+
+
+def test_plan_with_given_costs_refuses_what_would_do_nothing(tmp_path, capfd, lengths):
+    cost = tmp_path / "cost.json"
+    cost.write_text('{"linear_seconds": 1}')
+    rest = ("--cost", cost, "--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json")
+    assert "--model-shape" in refused(capfd, *rest, "--model-shape", "llama-7b")
+    assert "--hardware" in refused(capfd, *rest, "--hardware", "h100")
+    cost.write_text('{"linear_seconds": -1, "speed": 1}')
+    err = refused(capfd, *rest)
+    assert "linear_seconds" in err
+    assert "speed" in err
+
+
+def test_plan_of_lengths_that_the_given_costs_do_not_price_prints_its_table(tmp_path, lengths, capsys):
+    cost = tmp_path / "cost.json"
+    cost.write_text('{"ring_seconds": 1}')
+    rest = ("--cost", cost, "--lengths", lengths, "--ranks", 2, "--out", tmp_path / "plan.json")
+    assert call("plan", *rest, "--capacity", 100) == 0
+    assert "0.0 %" in capsys.readouterr().out

@@ -18,6 +18,7 @@ from lengthwise.report.figures import count, seconds
 
 if TYPE_CHECKING:
     from lengthwise.config import RunConfig
+    from lengthwise.cost import CostModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,40 +40,76 @@ class PlanCommand:
     """Whose costs to plan with, llama-7b for example; default: the run file's model, else llama-7b."""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="h100|cpu", help_behavior_hint="")] = None
     """What the ranks are; default: cpu with --config (what this version trains on), h100 with --lengths."""
+    cost: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json", help_behavior_hint="")] = None
+    """Plan with these costs in place of a model's and a hardware's: {"quadratic_seconds": q, "linear_seconds": l,
+    "fixed_seconds": g, "ring_seconds": c}, left out: 0. A piece of d ranks with S tokens takes (q sum s^2 + l S) / d,
+    and if d > 1 also max(0, c S (d - 1) / d - q sum s^2 / d); a microbatch adds g on each of its ranks."""
     out: Annotated[Path, tyro.conf.arg(metavar="PLAN.json")]
     """Where the plan file goes (JSON)."""
 
     def run(self) -> int:
         """Run the command; return the exit status."""
-        from lengthwise.config import load_config
-        from lengthwise.cost import analytic_cost, named_hardware, named_shape
         from lengthwise.planner import plan_step
         from lengthwise.report.plans import degree_table, plan_table
 
         if (self.config is None) == (self.lengths is None):
             got = "neither" if self.config is None else "both"
             raise ConfigError("plan", expected="one of --config and --lengths", got=got, remedy="Give exactly one.")
-        config = load_config(self.config) if self.config else None
-        shape = _shape_of(config) if config and not self.model_shape else named_shape(self.model_shape or "llama-7b")
-        tokens, context = self._lengths(config, None if self.model_shape else shape.vocab)
+        config = self._read_config()
+        shape = self._shape(config)
+        cost = self._cost(shape, "cpu" if config else "h100")
+        tokens, context = self._lengths(config, None if self.model_shape or not shape else shape.vocab)
         capacity = config.capacity_tokens if self.capacity is None and config else self.capacity
         if capacity is None:
             raise ConfigError("--capacity", expected="tokens a rank can hold", got="nothing", remedy="Add --capacity.")
         cluster = Cluster(ranks=self.ranks, capacity_tokens=capacity)
         planner = self.planner or (config.planner if config else "lengthwise")
-        cost = analytic_cost(shape, named_hardware(self.hardware or ("cpu" if config else "h100")))
-        plan = plan_step(tokens, cluster, cost, planner=planner, layers=shape.layers, context_tokens=context)
+        layers = shape.layers if shape else 1
+        plan = plan_step(tokens, cluster, cost, planner=planner, layers=layers, context_tokens=context)
         write_atomically(self.out, plan.to_json())
 
         console = Console(highlight=False, soft_wrap=True)
+        named = f"model {shape.name} ({cost.version})" if shape and not self.cost else f"costs {cost.version}"
         console.print(
             f"{len(tokens)} sequences, {count(sum(tokens))} tokens, longest {max(tokens)}; "
-            f"{cluster.ranks} ranks of {capacity} tokens; model {shape.name} ({cost.version})"
+            f"{cluster.ranks} ranks of {capacity} tokens; {named}"
         )
         console.print(plan_table({planner: plan}, cost, title="one step (model, not measured)"))
         console.print(degree_table(plan))
         console.print(f"bound {seconds(float(plan.notes['bound_seconds']))} (model); written to {self.out}")
         return 0
+
+    def _read_config(self) -> RunConfig | None:
+        if self.config is None:
+            return None
+        from lengthwise.config import load_config
+
+        return load_config(self.config)
+
+    def _shape(self, config: RunConfig | None) -> ModelShape | None:
+        """Find the model whose layers, vocabulary and costs count; None where given costs make it needless."""
+        from lengthwise.cost import named_shape
+
+        if self.cost is None:
+            return _shape_of(config) if config and not self.model_shape else named_shape(self.model_shape or "llama-7b")
+        for option, value in (("--model-shape", self.model_shape), ("--hardware", self.hardware)):
+            if value is not None:
+                raise ConfigError(
+                    option,
+                    expected="nothing beside --cost, which is all that a plan then costs",
+                    got=repr(value),
+                    remedy=f"Leave out {option} or --cost.",
+                )
+        known = config is not None and (config.model == "tiny" or (Path(config.model) / "config.json").is_file())
+        return _shape_of(config) if config and known else None
+
+    def _cost(self, shape: ModelShape | None, hardware: str) -> CostModel:
+        from lengthwise.cost import analytic_cost, cost_from_file, named_hardware
+
+        if self.cost is not None:
+            return cost_from_file(self.cost)
+        assert shape is not None, "without --cost there is always a shape"
+        return analytic_cost(shape, named_hardware(self.hardware or hardware))
 
     def _lengths(self, config: RunConfig | None, vocab_size: int | None) -> tuple[list[int], int | None]:
         """Return (lengths to plan, the context that a fixed mesh must hold)."""

@@ -4,6 +4,7 @@ Pure: no torch, no devices. The planner asks `CostModel`; `analytic_cost` makes 
 """
 
 from lengthwise.cost.analytic import analytic_cost
+from lengthwise.cost.given import cost_from_file
 from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, named_hardware
 from lengthwise.cost.model import CostModel
 from lengthwise.cost.shapes import SHAPE_NAMES, named_shape, shape_from_config
@@ -14,6 +15,7 @@ __all__ = [
     "CostModel",
     "Hardware",
     "analytic_cost",
+    "cost_from_file",
     "named_hardware",
     "named_shape",
     "shape_from_config",

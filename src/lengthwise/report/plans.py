@@ -24,11 +24,15 @@ def plan_table(plans: Mapping[str, Plan], cost: CostModel, *, title: str) -> Tab
     table.add_row("step time", *(seconds(each.makespan_seconds) for each in scores.values()))
     table.add_row("idle", *(percent(each.idle_ratio) for each in scores.values()))
     table.add_row("tokens in rings", *(percent(each.ring_token_ratio) for each in scores.values()))
-    table.add_row(
-        "above the bound", *(percent(each.makespan_seconds / bounds[name] - 1) for name, each in scores.items())
-    )
+    table.add_row("above the bound", *(_above(each.makespan_seconds, bounds[name]) for name, each in scores.items()))
     table.add_row("microbatches", *(str(len(plan.microbatches)) for plan in plans.values()))
     return table
+
+
+def _above(makespan_seconds: float, bound_seconds: float) -> str:
+    if bound_seconds == 0:  # costs that price nothing that these lengths need
+        return percent(0.0) if makespan_seconds == 0 else "bound is 0"
+    return percent(makespan_seconds / bound_seconds - 1)
 
 
 def degree_table(plan: Plan) -> Table:

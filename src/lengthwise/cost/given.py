@@ -1,0 +1,77 @@
+"""Costs that a user gives as a file: the coefficients of `CostModel`'s formula, nothing else.
+
+For planning with one's own figures, and for judging plans from outside: the formula in `model` is all there is, without
+offload, split heads, shares or recomputation. `{"quadratic_seconds": q, "linear_seconds": l, "fixed_seconds": g,
+"ring_seconds": c}`; what is left out is 0. Any unit of time will do, as long as it is the same one throughout.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
+from lengthwise.cost.model import CostModel
+from lengthwise.cost.names import unknown_name
+
+KEYS = ("quadratic_seconds", "linear_seconds", "fixed_seconds", "ring_seconds")
+MOST_SECONDS = 1e200  # above, sums over a step would overflow
+
+
+def cost_from_file(path: str | Path) -> CostModel:
+    """Read the coefficients of a JSON file.
+
+    Raises:
+        ConfigError: a file that cannot be read, is no JSON object, or gives no coefficient above 0; an unknown key, or
+            a coefficient that is not a number from 0 to `MOST_SECONDS`. Each names the file and the key.
+        Problems: several of these.
+    """
+    where = str(path)
+    try:
+        pairs = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_Pairs)
+    except OSError as error:
+        raise _refuse(where, "a file that can be read", error.strerror or str(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise _refuse(where, "JSON", str(error)) from None
+    if not isinstance(pairs, _Pairs):
+        raise _refuse(where, f"an object with {', '.join(KEYS)}", type(pairs).__name__)
+    given = dict(pairs)
+    problems: list[LengthwiseError] = [unknown_name(f"{where}: {key}", key, KEYS) for key in given if key not in KEYS]
+    problems += [_refuse(f"{where}: {key}", "each key once", "twice") for key in given if _count(pairs, key) > 1]
+    problems += [
+        _refuse(f"{where}: {key}", f"a number of seconds from 0 to {MOST_SECONDS:g}", json.dumps(given[key])[:80])
+        for key in KEYS
+        if key in given and not _is_seconds(given[key])
+    ]
+    if not problems and not any(given.values()):
+        problems.append(_refuse(where, f"at least one of {', '.join(KEYS)} above 0", json.dumps(given)))
+    raise_problems(problems)
+    coefficients = {key: float(given.get(key, 0.0)) for key in KEYS}
+    named = " ".join(f"{key}={value!r}" for key, value in coefficients.items() if value)
+    quadratic, linear, fixed, ring = coefficients.values()
+    return CostModel(
+        quadratic_seconds=quadratic,
+        linear_seconds=linear,
+        fixed_seconds=fixed,
+        ring_seconds=ring,
+        version=f"given/1 {named}",
+    )
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """The pairs of a JSON object, in order, a key given twice included."""
+
+
+def _count(pairs: _Pairs, key: str) -> int:
+    return sum(1 for other, _ in pairs if other == key)
+
+
+def _is_seconds(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 <= value <= MOST_SECONDS
+
+
+def _refuse(where: str, expected: str, got: str) -> ConfigError:
+    return ConfigError(where, expected=expected, got=got, remedy="Mend the file of costs.")
