@@ -151,6 +151,11 @@ def test_config_rule_between_keys_names_the_section(folder, override, where):
     assert list(problems_of(write(folder, MINIMAL), [override])) == [where]
 
 
+def test_config_source_of_a_wrong_type_is_one_problem(folder):
+    found = problems_of(write(folder, MINIMAL), ["data=[{python_stdlib: yes}]"])
+    assert list(found) == ["data.0.python_stdlib"]
+
+
 def test_config_steps_and_epochs_together_are_refused(folder):
     assert "at most one" in problems_of(write(folder, MINIMAL + "epochs: 1\nsteps: 1\n"))["steps"]
 

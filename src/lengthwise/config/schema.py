@@ -87,7 +87,8 @@ class DataSource(Settings):
     def broken_rules(cls, values: Mapping[str, object]) -> list[BrokenRule]:
         """Ask for exactly one source, and for a limit where too long ones are to be skipped."""
         found = []
-        has_path, has_stdlib = values.get("path") is not None, values.get("python_stdlib") is True
+        # A value of a wrong type, such as `yes`, is told as such; it was meant all the same.
+        has_path, has_stdlib = values.get("path") is not None, values.get("python_stdlib") not in (None, False)
         if has_path == has_stdlib:
             found.append(
                 BrokenRule(
