@@ -87,9 +87,9 @@ class DataSource(Settings):
     def broken_rules(cls, values: Mapping[str, object]) -> list[BrokenRule]:
         """Ask for exactly one source, and for a limit where too long ones are to be skipped."""
         found = []
-        # A value of a wrong type, such as `yes`, is told as such; it was meant all the same.
-        has_path, has_stdlib = values.get("path") is not None, values.get("python_stdlib") not in (None, False)
-        if has_path == has_stdlib:
+        has_path, stdlib = values.get("path") is not None, values.get("python_stdlib") or False
+        # A value of a wrong type, such as `yes`, is told as such, and says nothing of what was meant.
+        if isinstance(stdlib, bool) and has_path == stdlib:
             found.append(
                 BrokenRule(
                     key="",
