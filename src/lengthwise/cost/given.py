@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
+from lengthwise.core.names import unknown_name
 from lengthwise.cost.model import CostModel
-from lengthwise.cost.names import unknown_name
 
 KEYS = ("quadratic_seconds", "linear_seconds", "fixed_seconds", "ring_seconds")
 MOST_SECONDS = 1e200  # above, sums over a step would overflow
