@@ -21,7 +21,7 @@ def test_cost_from_file_takes_what_is_left_out_as_zero(tmp_path):
         ("[1]", "an object with quadratic_seconds"),
         ("{}", "at least one"),
         ('{"linear_seconds": 0, "fixed_seconds": 0.0}', "at least one"),
-        ('{"linear_second": 1}', "Did you mean 'linear_seconds'"),
+        ('{"linear_second": 1}', "Did you mean `linear_seconds`"),
         ('{"hop_seconds": 1}', "hop_seconds"),
         ('{"linear_seconds": -1}', "linear_seconds.*got -1"),
         ('{"linear_seconds": NaN}', "linear_seconds.*got NaN"),
