@@ -1,5 +1,6 @@
 """Whole plans of `plan_step`: valid, predicted, bounded and repeatable, whatever the lengths and ranks."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -140,7 +141,11 @@ def test_plan_step_is_the_same_in_another_process() -> None:
     )
     told = [
         subprocess.run(
-            [sys.executable, "-c", script], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         for seed in ("1", "2")
     ]
