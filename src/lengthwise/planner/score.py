@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lengthwise.core.errors import PlanError
-from lengthwise.core.plan import Microbatch, Plan
+from lengthwise.core.plan import Plan
 from lengthwise.cost import CostModel
 
 
@@ -50,54 +49,71 @@ def score(plan: Plan, cost: CostModel) -> Score:
     Raises:
         PlanError: a feature whose time these costs do not tell (offload, recompute, heads, shares, pipeline).
     """
-    free = np.zeros(plan.ranks)
-    busy = np.zeros(plan.ranks)
-    lock_step = plan.schedule["kind"] == "waves"
     _refuse_unpriced(plan)
+    lock_step = plan.schedule["kind"] == "waves"
+    took = iter(_pieces_seconds(plan, cost))
+    free, busy = [0.0] * plan.ranks, [0.0] * plan.ranks  # lists: single entries are read and written faster
     for microbatch in plan.microbatches:
-        ranks, seconds = _busy_seconds(plan, microbatch, cost)
-        start = free.max() if lock_step else free[ranks].max()
-        free[ranks] = start + seconds
-        busy[ranks] += seconds
+        if len(microbatch.pieces) == 1:
+            seconds = cost.fixed_seconds + next(took)
+            total = dict.fromkeys(microbatch.pieces[0].ranks, seconds)
+        else:
+            total = dict.fromkeys(microbatch.ranks, cost.fixed_seconds)
+            for piece in microbatch.pieces:
+                seconds = next(took)
+                for rank in piece.ranks:
+                    total[rank] += seconds
+        start = max(free) if lock_step else max(map(free.__getitem__, total))
+        for rank, seconds in total.items():
+            free[rank] = start + seconds
+            busy[rank] += seconds
     return Score(
-        makespan_seconds=float(free.max()),
-        busy_seconds=tuple(busy.tolist()),
+        makespan_seconds=max(free),
+        busy_seconds=tuple(busy),
         ring_tokens=plan.ring_tokens,
         num_tokens=sum(plan.tokens),
     )
 
 
-def _busy_seconds(plan: Plan, microbatch: Microbatch, cost: CostModel) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the ranks of a microbatch and how long it keeps each of them busy."""
-    if len(microbatch.pieces) == 1:
-        piece = microbatch.pieces[0]
-        seconds = cost.fixed_seconds + cost.piece_seconds([plan.tokens[i] for i in piece.sequences], piece.degree)
-        return np.array(piece.ranks, dtype=np.int64), np.full(piece.degree, seconds)
-    total = dict.fromkeys(microbatch.ranks, cost.fixed_seconds)
-    for piece in microbatch.pieces:
-        seconds = cost.piece_seconds([plan.tokens[i] for i in piece.sequences], piece.degree)
-        for rank in piece.ranks:
-            total[rank] += seconds
-    return np.array(list(total), dtype=np.int64), np.array(list(total.values()))
+def _pieces_seconds(plan: Plan, cost: CostModel) -> list[float]:
+    """Tell how long each piece keeps each of its ranks busy, in the order of the plan; launches are left out.
+
+    Local packs and rings of one sequence, thousands in a plan, are priced in two array operations.
+    """
+    pieces = [piece for microbatch in plan.microbatches for piece in microbatch.pieces]
+    counts = np.array([len(piece.sequences) for piece in pieces], dtype=np.int64)
+    degrees = np.array([len(piece.ranks) for piece in pieces], dtype=np.int64)
+    tokens = np.array(plan.tokens, dtype=np.int64)
+    inside = tokens[[i for piece in pieces for i in piece.sequences]]
+    starts = np.cumsum(counts) - counts
+    took = np.zeros(len(pieces))
+    packed = (degrees == 1) & (counts > 0)
+    if np.any(packed):
+        took[packed] = np.add.reduceat(cost.compute_seconds(inside), starts[counts > 0])[packed[counts > 0]]
+    lone = (degrees > 1) & (counts == 1)
+    took[lone] = cost.ring_piece_seconds(inside[starts[lone]], degrees[lone])
+    for number in np.flatnonzero((degrees > 1) & (counts > 1)).tolist():
+        piece = pieces[number]
+        took[number] = cost.piece_seconds([plan.tokens[i] for i in piece.sequences], piece.degree)
+    return took.tolist()
 
 
 def _refuse_unpriced(plan: Plan) -> None:
+    if plan.schedule["kind"] == "pipeline":
+        raise _unpriced("plan", ["pipeline"])
     for number, microbatch in enumerate(plan.microbatches):
-        unpriced = [
-            name
-            for name, used in (
-                ("offload", microbatch.offload > 0),
-                ("recompute", microbatch.recompute != "none"),
-                ("heads", any(piece.heads > 1 for piece in microbatch.pieces)),
-                ("shares", any(piece.shares is not None for piece in microbatch.pieces)),
-                ("pipeline", plan.schedule["kind"] == "pipeline"),
-            )
-            if used
-        ]
-        if unpriced:
-            raise PlanError(
-                f"microbatch {number}",
-                expected="a plan whose time these costs can tell",
-                got=f"a plan with {', '.join(unpriced)}",
-                remedy="Score plans without these features.",
-            )
+        pieces = microbatch.pieces
+        used = ["offload"] * (microbatch.offload > 0) + ["recompute"] * (microbatch.recompute != "none")
+        used += ["heads"] * any(piece.heads > 1 for piece in pieces)
+        used += ["shares"] * any(piece.shares is not None for piece in pieces)
+        if used:
+            raise _unpriced(f"microbatch {number}", used)
+
+
+def _unpriced(where: str, features: list[str]) -> PlanError:
+    return PlanError(
+        where,
+        expected="a plan whose time these costs can tell",
+        got=f"a plan with {', '.join(features)}",
+        remedy="Score plans without these features.",
+    )
