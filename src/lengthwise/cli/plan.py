@@ -35,7 +35,8 @@ class PlanCommand:
     capacity: Annotated[int | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
     """Tokens that one rank can hold in one microbatch; default: the run file's capacity_tokens."""
     planner: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
-    """lengthwise, static, single-degree, bytescale-naive or bytescale; default: the run file's, else lengthwise."""
+    """lengthwise, static, single-degree, bytescale-naive, bytescale or power-of-two; default: the run file's, else
+    lengthwise."""
     model_shape: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     """Whose costs to plan with, llama-7b for example; default: the run file's model, else llama-7b."""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="h100|cpu", help_behavior_hint="")] = None

@@ -196,10 +196,10 @@ class RunConfig(Settings):
     capacity_tokens: int = Field(
         default=4096, ge=1, description="tokens one rank can hold in one microbatch; default 4096"
     )
-    planner: Literal["lengthwise", "static", "single-degree", "bytescale-naive", "bytescale"] = Field(
+    planner: Literal["lengthwise", "static", "single-degree", "bytescale-naive", "bytescale", "power-of-two"] = Field(
         default="lengthwise",
         description="lengthwise plans each step from its lengths; static (one fixed mesh), single-degree, "
-        "bytescale-naive and bytescale are there to compare with; default lengthwise",
+        "bytescale-naive, bytescale and power-of-two are there to compare with; default lengthwise",
     )
     precision: Literal["fp32", "bf16", "fp64"] = Field(
         default="fp32", description="fp32, bf16 (with fp32 master weights) or fp64; default fp32"

@@ -17,6 +17,7 @@ from lengthwise.planner.bounds import bound_seconds, has_lone_rings
 from lengthwise.planner.bytescale import plan_bytescale
 from lengthwise.planner.bytescale_naive import plan_bytescale_naive
 from lengthwise.planner.lengthwise import plan_lengthwise
+from lengthwise.planner.power_of_two import plan_power_of_two
 from lengthwise.planner.request import PlanRequest, read_tokens, refuse_unheld
 from lengthwise.planner.score import score
 from lengthwise.planner.single_degree import plan_single_degree
@@ -28,6 +29,7 @@ _PLANNERS: Mapping[str, Callable[[PlanRequest], list[Microbatch]]] = {
     "single-degree": plan_single_degree,
     "bytescale-naive": plan_bytescale_naive,
     "bytescale": plan_bytescale,
+    "power-of-two": plan_power_of_two,
 }
 PLANNERS = tuple(_PLANNERS)
 

@@ -1,0 +1,125 @@
+"""The real planner of Megatron-Core beside its rule as written here: `pip install --no-deps megatron-core==0.16.1`.
+
+    python benchmarks/megatron_core.py [--ranks 8,64,256] [--seeds 4] [--recipes github,byted]
+
+`BalancedCPScheduler` is plain Python and needs no GPU: it is given lengths and a stand-in for its process group, which
+it asks for its size only. What it returns, for every sub-batch the samples of each rank, is written as a plan twice: as
+it runs them in 0.16 (`as run`: every sample its own launch, a barrier between sub-batches) and packed as the planner
+`power-of-two` packs (`packed`). Makespans are over the bound, costs those of `planners.py` with all four terms of the
+cost file; plan times are process seconds of one core, for the scheduler alone and for whole plans of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import statistics
+import time
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lengthwise.core.plan import Microbatch, Plan
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import CostModel
+from lengthwise.planner import bound_seconds, check_plan, draw_lengths, plan_step, score
+from lengthwise.planner.power_of_two import Gang, pack_gangs, write_sub_batch
+from lengthwise.planner.request import PlanRequest
+
+COST = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
+CAPACITY = 16_384
+TOKENS_A_RANK = 125_000
+ROWS = ("megatron as run", "megatron packed", "power-of-two", "lengthwise")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeGroup:
+    """All that the scheduler asks of a process group."""
+
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+
+def load_scheduler() -> Any:
+    """Import Megatron-Core's scheduler class; without Transformer Engine and Apex it warns of their absence."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module("megatron.core.pipeline_parallel.hybrid_cp_schedule").BalancedCPScheduler
+
+
+def megatron_sub_batches(scheduler: Any, lengths: NDArray[np.int64], cluster: Cluster) -> list[list[Gang]]:
+    """Run the real scheduler; return the gangs of each sub-batch, in the order of the ranks that they take."""
+    one = scheduler(cluster.capacity_tokens, FakeGroup(ranks=cluster.ranks))
+    _, by_rank = one.get_groups_and_subsamples(list(enumerate(lengths.tolist())), None)
+    sub_batches = []
+    for samples in by_rank:
+        gangs: dict[int, Gang] = {}
+        for held in samples:
+            gang = gangs.setdefault(held[0], Gang(degree=0, sequences=list(held)))
+            assert gang.sequences == list(held), f"ranks share sample {held[0]} but not all: {held}, {gang.sequences}"
+            gang.degree += 1
+        sub_batches.append(list(gangs.values()))
+    return sub_batches
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="8,64,256")
+    parser.add_argument("--recipes", default="github,byted,prolong,wikipedia")
+    parser.add_argument("--seeds", type=int, default=4)
+    arguments = parser.parse_args()
+    scheduler = load_scheduler()
+    print("| recipe | ranks |", " | ".join(f"{row} (ms)" for row in ROWS), "|")
+    print("|---" * (2 + len(ROWS)) + "|")
+    for recipe in arguments.recipes.split(","):
+        for ranks in map(int, arguments.ranks.split(",")):
+            entries = measure(scheduler, recipe, Cluster(ranks=ranks, capacity_tokens=CAPACITY), arguments.seeds)
+            print(f"| {recipe} | {ranks} |", " | ".join(entries), "|", flush=True)
+
+
+def measure(scheduler: Any, recipe: str, cluster: Cluster, seeds: int) -> list[str]:
+    """Plan the same batches four times; return mean makespan / bound and median plan time of each."""
+    ratios: dict[str, list[float]] = {row: [] for row in ROWS}
+    took: dict[str, list[float]] = {row: [] for row in ROWS}
+    for seed in range(seeds):
+        tokens = draw_lengths(recipe, TOKENS_A_RANK * cluster.ranks, seed, int(0.98 * cluster.longest_tokens))
+        bound = bound_seconds(tokens, cluster, COST)
+        request = PlanRequest(tokens=tuple(tokens), cluster=cluster, cost=COST)
+        start = time.process_time()
+        sub_batches = megatron_sub_batches(scheduler, request.lengths, cluster)
+        took[ROWS[0]].append(time.process_time() - start)
+        took[ROWS[1]].append(took[ROWS[0]][-1])
+        as_run, packed = list[Microbatch](), list[Microbatch]()
+        for i, gangs in enumerate(sub_batches):
+            alone = [[[sequence] for sequence in gang.sequences] for gang in gangs]
+            as_run += write_sub_batch(gangs, alone, is_first=i == 0)
+            packed += write_sub_batch(gangs, pack_gangs(request, gangs), is_first=i == 0)
+        plans = {ROWS[0]: _plan(request, as_run), ROWS[1]: _plan(request, packed)}
+        for name in ROWS[2:]:
+            start = time.process_time()
+            plans[name] = plan_step(tokens, cluster, COST, planner=name)
+            took[name].append(time.process_time() - start)
+        for name, plan in plans.items():
+            check_plan(plan)
+            ratios[name].append(score(plan, COST).makespan_seconds / bound)
+    return [f"{statistics.mean(ratios[row]):.3f} ({1e3 * statistics.median(took[row]):.0f})" for row in ROWS]
+
+
+def _plan(request: PlanRequest, microbatches: list[Microbatch]) -> Plan:
+    cluster = request.cluster
+    return Plan(
+        ranks=cluster.ranks,
+        layers=1,
+        capacity=cluster.capacity_tokens,
+        tokens=request.tokens,
+        microbatches=tuple(microbatches),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""A baseline: power-of-two degrees in balanced sub-batches, the rule of Megatron-Core's hybrid context parallel.
+
+It stands for the dynamic context parallelism that a widely used framework ships (`BalancedCPScheduler`, Megatron-Core
+0.16; read for its rule, none of its code is here). `benchmarks/megatron_core.py` runs the real one beside it.
+
+1. A sequence of s tokens takes the next power of two of s / C ranks; its work is s^2 / degree: attention alone.
+2. Sequences, longest first, form buckets of about equal work, as many as there are degrees among them.
+3. A sub-batch grows one sequence at a time: the head of the first bucket that has a place. A place is a new gang on
+   ranks that have nothing yet, else the least loaded gang of that degree. Once a smaller degree was placed, the
+   sub-batch ends as soon as all ranks are within 5 % of the busiest; else when no bucket's head has a place.
+4. Last sequences of the busiest gang go back while that levels the ranks; then, while ranks have nothing, the first of
+   the narrowest gangs is doubled.
+5. Ranks meet at a barrier between sub-batches, since their groups change.
+
+The barrier is written as one microbatch that holds the first pack of every gang: it starts when all its ranks are free.
+
+Where it differs, and why that is fair:
+- A gang's sequences of one sub-batch are packed up to the capacity, where version 0.16 launches each for itself. That
+  saves launches and hides transfers, and is what its authors announce next.
+- Any number of ranks works: a degree above all ranks becomes all ranks, and a gang is doubled only where enough ranks
+  have nothing. There, Megatron-Core asserts.
+- What goes back in step 4 is put in its place by length again, not at the end.
+- Rings are intervals of the line of ranks, as for every planner here.
+
+A batch of n sequences costs O(n log n) for each sub-batch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lengthwise.core.plan import Microbatch, Piece
+from lengthwise.planner.bytescale import equal_buckets
+from lengthwise.planner.request import PlanRequest, least_degrees_held
+from lengthwise.planner.rings import ring_order
+from lengthwise.planner.single_degree import first_fit_packs, room_tokens
+
+DELTA = 0.05  # of the busiest rank's work: ranks within it are level
+
+
+@dataclass(slots=True, kw_only=True)
+class Gang:
+    """Ranks that share a sub-batch's sequences of one degree; `work` in squared tokens a rank."""
+
+    degree: int
+    sequences: list[int] = field(default_factory=list)
+    work: float = 0.0
+
+
+def plan_power_of_two(request: PlanRequest) -> list[Microbatch]:
+    """Plan one step by next powers of two, sub-batch by sub-batch."""
+    lengths, ranks = request.lengths, request.cluster.ranks
+    degrees = power_of_two_degrees(lengths, request.cluster.capacity_tokens, ranks)
+    work = np.square(lengths.astype(np.float64)) / degrees
+    left = np.lexsort((np.arange(len(lengths)), -lengths)).tolist()
+    microbatches: list[Microbatch] = []
+    while left:
+        gangs = next_sub_batch(left, lengths, degrees, work, ranks)
+        taken = {sequence for gang in gangs for sequence in gang.sequences}
+        left = [sequence for sequence in left if sequence not in taken]
+        microbatches += write_sub_batch(gangs, pack_gangs(request, gangs), is_first=not microbatches)
+    return microbatches
+
+
+def power_of_two_degrees(lengths: NDArray[np.int64], capacity_tokens: int, ranks: int) -> NDArray[np.int64]:
+    """Round the ranks that memory needs up to a power of two, or to all ranks where that is more than there are."""
+    least = least_degrees_held(lengths, capacity_tokens)
+    rounded = np.array([1 << (int(degree) - 1).bit_length() for degree in least], dtype=np.int64)
+    return np.minimum(rounded, ranks)
+
+
+def next_sub_batch(
+    sequences: Sequence[int],
+    lengths: NDArray[np.int64],
+    degrees: NDArray[np.int64],
+    work: NDArray[np.float64],
+    ranks: int,
+) -> list[Gang]:
+    """Form one sub-batch from sequences given longest first; its gangs take the ranks in this order, from rank 0."""
+    some = np.array(sequences, dtype=np.int64)
+    count = len(np.unique(degrees[some]))
+    buckets = [deque(some[bucket].tolist()) for bucket in equal_buckets(lengths[some], work[some], count)]
+    gangs = _fill_gangs(buckets, degrees, work, ranks)
+    empty = ranks - sum(gang.degree for gang in gangs)
+    if empty == 0:
+        _trim(gangs, work)
+    _widen(gangs, empty, ranks)
+    return gangs
+
+
+def _fill_gangs(
+    buckets: list[deque[int]], degrees: NDArray[np.int64], work: NDArray[np.float64], ranks: int
+) -> list[Gang]:
+    """Place the heads of buckets until ranks are level or nothing has a place."""
+    gangs: list[Gang] = []
+    loads: dict[int, list[tuple[float, int]]] = {}  # by degree: (work, gang), least first
+    free, most, widest = ranks, 0.0, 0
+    while True:
+        bucket = next((b for b in buckets if b and (degrees[b[0]] <= free or int(degrees[b[0]]) in loads)), None)
+        if bucket is None:
+            return gangs
+        sequence = bucket.popleft()
+        degree = int(degrees[sequence])
+        widest = widest or degree
+        if degree <= free:
+            free -= degree
+            number = len(gangs)
+            gangs.append(Gang(degree=degree))
+        else:
+            number = heapq.heappop(loads[degree])[1]
+        gang = gangs[number]
+        gang.sequences.append(sequence)
+        gang.work += float(work[sequence])
+        most = max(most, gang.work)
+        heapq.heappush(loads.setdefault(degree, []), (gang.work, number))
+        if degree < widest:
+            widest = ranks + 1  # from now on the ranks are looked at after every sequence
+        level = free == 0 and most - min(heap[0][0] for heap in loads.values()) <= DELTA * most
+        if widest > ranks and level:
+            return gangs
+
+
+def _trim(gangs: list[Gang], work: NDArray[np.float64]) -> None:
+    """Give back the last sequence of the busiest gang while that brings ranks closer together."""
+    while True:
+        busiest = max(gangs, key=lambda gang: gang.work)
+        least = min(gang.work for gang in gangs)
+        slack = busiest.work - least
+        if slack <= DELTA * busiest.work or len(busiest.sequences) < 2:
+            return
+        trimmed = busiest.work - float(work[busiest.sequences[-1]])
+        others = max((gang.work for gang in gangs if gang is not busiest), default=trimmed)
+        if max(trimmed, others) - min(trimmed, least) >= slack:
+            return
+        busiest.sequences.pop()
+        busiest.work = trimmed
+
+
+def _widen(gangs: list[Gang], empty: int, ranks: int) -> None:
+    """Double the first of the narrowest gangs, or let it take all ranks, while enough ranks have nothing."""
+    while empty > 0:
+        gang = min(gangs, key=lambda gang: gang.degree)
+        wider = min(2 * gang.degree, ranks)
+        if wider - gang.degree > empty:
+            return
+        empty -= wider - gang.degree
+        gang.degree = wider
+
+
+def pack_gangs(request: PlanRequest, gangs: Sequence[Gang]) -> list[list[list[int]]]:
+    """Pack what each gang holds, in its order, first fit up to the capacity; return the packs of each gang."""
+    packs = []
+    for gang in gangs:
+        room = room_tokens(request.lengths[gang.sequences], gang.degree)
+        filled = first_fit_packs(room, gang.degree * request.cluster.capacity_tokens)
+        packs.append([[gang.sequences[i] for i in pack] for pack in filled])
+    return packs
+
+
+def write_sub_batch(gangs: Sequence[Gang], packs: Sequence[list[list[int]]], *, is_first: bool) -> list[Microbatch]:
+    """Write the packs of each gang; the first packs of all gangs are one microbatch, where all ranks meet."""
+    heads: list[Piece] = []
+    rest: list[Microbatch] = []
+    first = 0
+    for gang, of_gang in zip(gangs, packs, strict=True):
+        ranks = ring_order(first, gang.degree)
+        first += gang.degree
+        pieces = [Piece(ranks=ranks, sequences=tuple(pack)) for pack in of_gang]
+        heads.append(pieces[0])
+        rest += [Microbatch(pieces=(piece,)) for piece in pieces[1:]]
+    meeting = [Microbatch(pieces=(piece,)) for piece in heads] if is_first else [Microbatch(pieces=tuple(heads))]
+    return meeting + rest
