@@ -65,3 +65,9 @@ class ModelShape:
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         mlp = 3 * self.hidden * self.intermediate * self.experts_per_token
         return self.layers * (attention + mlp) + self.hidden * self.vocab
+
+    @property
+    def total_params(self) -> int:
+        """Parameters in all, every expert, input embedding and output head included."""
+        idle = 3 * self.hidden * self.intermediate * (self.experts - self.experts_per_token)
+        return self.linear_params + self.layers * idle + self.hidden * self.vocab

@@ -1,22 +1,37 @@
 """Seconds of a piece of work, and where they come from: a model's shape and a hardware description.
 
-Pure: no torch, no devices. The planner asks `CostModel`; `analytic_cost` makes one with no machine at hand.
+Pure: no torch, no devices. Planners ask a `Cost`: `CostModel`, five coefficients, or `AllTermsCost`, with two kinds of
+link, block sizes, heads, offload and recomputation. `analytic_cost` and `all_terms_cost` make them with no machine at
+hand; `memory` tells how many tokens fit.
 """
 
+from lengthwise.cost.all_terms import all_terms_cost
 from lengthwise.cost.analytic import analytic_cost
 from lengthwise.cost.given import cost_from_file
 from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, named_hardware
+from lengthwise.cost.memory import activation_bytes, capacity_tokens, host_ratio, state_bytes
 from lengthwise.cost.model import CostModel
+from lengthwise.cost.protocol import Cost
 from lengthwise.cost.shapes import SHAPE_NAMES, named_shape, shape_from_config
+from lengthwise.cost.terms import AllTermsCost, Link, Pass
 
 __all__ = [
     "HARDWARE_NAMES",
     "SHAPE_NAMES",
+    "AllTermsCost",
+    "Cost",
     "CostModel",
     "Hardware",
+    "Link",
+    "Pass",
+    "activation_bytes",
+    "all_terms_cost",
     "analytic_cost",
+    "capacity_tokens",
     "cost_from_file",
+    "host_ratio",
     "named_hardware",
     "named_shape",
     "shape_from_config",
+    "state_bytes",
 ]

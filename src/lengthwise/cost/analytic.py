@@ -17,7 +17,7 @@ from lengthwise.core.shape import ModelShape
 from lengthwise.cost.hardware import Hardware
 from lengthwise.cost.model import CostModel
 
-_GRADIENT_BYTES = 4  # dK and dV are summed in fp32 as they travel
+GRADIENT_BYTES = 4  # dK and dV are summed in fp32 as they travel
 _PASSES = 2  # forward and backward each send the ring round once
 
 
@@ -27,7 +27,7 @@ def analytic_cost(shape: ModelShape, hardware: Hardware) -> CostModel:
     linear_flops = 6.0 * shape.linear_params
     attention_flops = (1 + 2.5) * 2.0 * width
     kv_values = 2 * shape.layers * shape.kv_heads * shape.head_dim
-    ring_bytes = kv_values * (_PASSES * hardware.compute_dtype_bytes + _GRADIENT_BYTES)
+    ring_bytes = kv_values * (_PASSES * hardware.compute_dtype_bytes + GRADIENT_BYTES)
     peak = hardware.peak_flops_per_second
     return CostModel(
         quadratic_seconds=attention_flops / (peak * hardware.attention_efficiency),

@@ -1,33 +1,48 @@
-"""Hardware descriptions: what one device and its link do in practice. Data with sources, in `hardware.json`.
+"""Hardware descriptions: what one device, its links and its node do in practice. Data with sources, in `hardware.json`.
 
 Efficiencies are achieved ones. Their ratio matters more than their height: it sets from which length on attention
-outweighs the rest, and so which sequences are worth a ring.
+outweighs the rest, and so which sequences are worth a ring. A user's own description is a JSON file with the same
+keys, given by its path.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any
 
-from lengthwise.core.errors import ConfigError
+from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.names import unknown_name
-from lengthwise.cost.package_data import read_package_json
+from lengthwise.cost.package_data import is_path, read_json_object, read_package_json
 
 _DESCRIPTIONS = read_package_json("lengthwise.cost", "hardware.json")
 HARDWARE_NAMES = tuple(_DESCRIPTIONS)
+_MAY_BE_ZERO = ("hop_latency_seconds", "node_hop_latency_seconds", "layer_launch_seconds")
+_WHOLE = ("ranks_per_node", "compute_dtype_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One device and the link that its ring transfers take.
+    """One device, the links that its transfers take, and the node that it shares.
 
     peak_flops_per_second: of matrix products in the compute type, dense.
     linear_efficiency, attention_efficiency: share of the peak that is reached, above 0 and at most 1.
-    link_bytes_per_second: one direction of the link of one rank.
-    hop_latency_seconds: start of one transfer, on top of its bytes.
+    block_efficiency: (tokens, share of attention's speed) of attention blocks; smaller blocks run slower. The last
+        share is 1. Between two points shares are interpolated; below the first the share falls with the tokens.
+    link_bytes_per_second, hop_latency_seconds: one direction of a rank's link to another node; start of one transfer.
+    node_link_bytes_per_second, node_hop_latency_seconds: the same inside a node.
+    ranks_per_node: devices of one node.
     layer_launch_seconds: overhead of one layer, forward and backward, that does not grow with tokens.
     compute_dtype_bytes: 2 for bf16, 4 for fp32.
+    copy_bytes_per_second: between one device and its host, one direction.
+    host_copy_bytes_per_second: what the host takes from, or gives to, all devices of the node together.
+    device_bytes, host_bytes: memory of one device, and of the host of a node.
     source: where the numbers come from.
+
+    Raises:
+        Problems, ConfigError: numbers out of range, or a block curve that makes no sense; all of them are told.
     """
 
     name: str
@@ -38,29 +53,80 @@ class Hardware:
     hop_latency_seconds: float
     layer_launch_seconds: float
     compute_dtype_bytes: int
+    ranks_per_node: int
+    node_link_bytes_per_second: float
+    node_hop_latency_seconds: float
+    block_efficiency: tuple[tuple[float, float], ...]
+    copy_bytes_per_second: float
+    host_copy_bytes_per_second: float
+    device_bytes: float
+    host_bytes: float
     source: str
 
     def __post_init__(self) -> None:
-        may_be_zero = ("hop_latency_seconds", "layer_launch_seconds")
-        for name in (field.name for field in fields(self) if field.name not in ("name", "source")):
+        problems = []
+        for name in (field.name for field in fields(self) if field.name not in ("name", "source", "block_efficiency")):
             value = getattr(self, name)
             most = 1.0 if name.endswith("efficiency") else math.inf
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or value < 0 or value > most or (value == 0 and name not in may_be_zero):
-                raise ConfigError(
-                    f"hardware {self.name}: {name}",
-                    expected="a share above 0, at most 1" if most == 1.0 else "a finite positive number",
-                    got=repr(value),
-                    remedy="Mend the hardware description.",
-                )
+            number = isinstance(value, int if name in _WHOLE else int | float) and not isinstance(value, bool)
+            good = number and math.isfinite(value) and 0 <= value <= most
+            if not good or (value == 0 and name not in _MAY_BE_ZERO):
+                expected = "a share above 0, at most 1" if most == 1.0 else "a finite positive number"
+                problems.append(self._problem(name, f"{expected}{', whole' if name in _WHOLE else ''}", value))
+        if not isinstance(self.source, str) or not self.source:
+            problems.append(self._problem("source", "a text that says where the numbers come from", self.source))
+        if not _is_block_curve(self.block_efficiency):
+            expected = "pairs of tokens, ascending, and a share of speed that grows slower than they do and ends with 1"
+            problems.append(self._problem("block_efficiency", expected, self.block_efficiency))
+        raise_problems(problems)
+
+    def _problem(self, name: str, expected: str, got: object) -> ConfigError:
+        return ConfigError(
+            f"hardware {self.name}: {name}", expected=expected, got=repr(got), remedy="Mend the hardware description."
+        )
+
+
+def _is_block_curve(points: object) -> bool:
+    """Tell whether seconds of a block grow with its tokens, and its speed too: what every search here relies on."""
+    if not isinstance(points, tuple) or not points or not all(len(point) == 2 for point in points):
+        return False
+    if not all(isinstance(x, int | float) and math.isfinite(x) and x > 0 for point in points for x in point):
+        return False
+    return points[-1][1] == 1 and all(a < b and p <= q <= p * b / a for (a, p), (b, q) in pairwise(points))
 
 
 def named_hardware(name: str) -> Hardware:
-    """Look up a description that ships with the package.
+    """Look up a description that ships with the package, or read a user's own from a JSON file.
+
+    Args:
+        name: one of `HARDWARE_NAMES`, or a path (with a slash, or ending in .json).
 
     Raises:
-        ConfigError: unknown name; the nearest one is given.
+        ConfigError: unknown name (the nearest one is given), or a file that is no description.
     """
+    if is_path(name):
+        return hardware_from_json(read_json_object(name), name)
     if name not in _DESCRIPTIONS:
         raise unknown_name("hardware", name, HARDWARE_NAMES)
-    return Hardware(name=name, **_DESCRIPTIONS[name])
+    return hardware_from_json(_DESCRIPTIONS[name], name)
+
+
+def hardware_from_json(raw: Mapping[str, Any], name: str) -> Hardware:
+    """Read a description from its JSON object.
+
+    Raises:
+        Problems, ConfigError: a key that is missing or unknown, or a value out of range.
+    """
+    known = [field.name for field in fields(Hardware) if field.name != "name"]
+    problems: list[ConfigError] = [
+        unknown_name(f"hardware {name}: {key}", key, known) for key in raw if key not in known
+    ]
+    missing = [key for key in known if key not in raw]
+    if missing:
+        remedy = "Add them; `lengthwise/cost/hardware.json` shows every key."
+        problems.append(ConfigError(f"hardware {name}", expected=", ".join(missing), got="nothing", remedy=remedy))
+    raise_problems(problems)
+    points = raw["block_efficiency"]
+    if isinstance(points, list):
+        points = tuple(tuple(point) if isinstance(point, list) else () for point in points)
+    return Hardware(name=name, **{**raw, "block_efficiency": points})

@@ -91,25 +91,29 @@ class CostModel:
         tokens = lengths.astype(np.float64)
         if not self.windows:
             return (self.quadratic_seconds * tokens + self.linear_seconds) * tokens
-        return self.quadratic_seconds * self._many_pairs(tokens) + self.linear_seconds * tokens
+        return self.quadratic_seconds * self.seen_pairs(tokens) + self.linear_seconds * tokens
 
     def ring_piece_seconds(self, lengths: NDArray[np.int64], degrees: NDArray[np.int64]) -> NDArray[np.float64]:
         """Do `piece_seconds` for many pieces of one sequence each: entry i is of `lengths[i]` over `degrees[i]`."""
         tokens = lengths.astype(np.float64)
-        attention = self.quadratic_seconds * self._many_pairs(tokens)
+        attention = self.quadratic_seconds * self.seen_pairs(tokens)
         transfers = self.ring_seconds * tokens * (degrees - 1)
         exposed = np.where(degrees > 1, np.maximum(0.0, transfers - attention), 0.0)
         return (attention + self.linear_seconds * tokens + exposed) / degrees + self.hop_seconds * (degrees - 1)
 
+    def hops_seconds(self, degree: int) -> float:
+        """Tell the part of a piece's seconds that depends on its degree alone: the latency of its hops."""
+        return self.hop_seconds * (degree - 1)
+
     def _pairs(self, length: int) -> float:
-        """Count what attention sees in one sequence, twice, over all layers: s^2 where no window is shorter."""
         seen = float(length * length)
         for window, share in self.windows:
             if window < length:
                 seen -= share * (length - window) ** 2  # s^2 - (2 s w - w^2)
         return seen
 
-    def _many_pairs(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+    def seen_pairs(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Count what attention sees in each sequence, twice, over all layers: s^2 where no window is shorter."""
         seen = tokens * tokens
         for window, share in self.windows:
             seen = seen - share * np.maximum(0.0, tokens - window) ** 2

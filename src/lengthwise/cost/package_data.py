@@ -1,12 +1,36 @@
-"""Data files that ship with the package."""
+"""Descriptions as JSON objects: files that ship with the package, and files of a user's own given by their path."""
 
 from __future__ import annotations
 
 import json
 from importlib import resources
+from pathlib import Path
 from typing import Any
+
+from lengthwise.core.errors import ConfigError
 
 
 def read_package_json(package: str, file: str) -> dict[str, Any]:
     """Read a JSON object that ships inside `package`."""
     return json.loads(resources.files(package).joinpath(file).read_text(encoding="utf-8"))
+
+
+def is_path(name: str) -> bool:
+    """Tell whether a user who wrote `name` means a file of their own."""
+    return name.endswith(".json") or "/" in name
+
+
+def read_json_object(path: str) -> dict[str, Any]:
+    """Read a user's own JSON object.
+
+    Raises:
+        ConfigError: no file, no JSON, or another kind of JSON.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(path, expected="a JSON file", got=str(error), remedy="Mend the path or the file.") from None
+    if not isinstance(content, dict):
+        got = type(content).__name__
+        raise ConfigError(path, expected="a JSON object", got=got, remedy='Write it as {"key": value, ...}.')
+    return content

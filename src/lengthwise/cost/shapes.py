@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import unknown_name
 from lengthwise.core.shape import ModelShape
-from lengthwise.cost.package_data import read_package_json
+from lengthwise.cost.package_data import is_path, read_json_object, read_package_json
 
 _SHAPES = read_package_json("lengthwise.cost", "models.json")["shapes"]
 SHAPE_NAMES = tuple(_SHAPES)
 
 
 def named_shape(name: str) -> ModelShape:
-    """Look up a shape that ships with the package.
+    """Look up a shape that ships with the package, or read a Hugging Face `config.json` given by its path.
+
+    Args:
+        name: one of `SHAPE_NAMES`, or a path (with a slash, or ending in .json).
 
     Raises:
-        ConfigError: unknown name; the nearest one is given.
+        ConfigError: unknown name (the nearest one is given), or a file that is no model's config.
     """
+    if is_path(name):
+        path = Path(name)
+        label = path.resolve().parent.name if path.name == "config.json" else path.stem
+        return shape_from_config(read_json_object(name), name=label)
     if name not in _SHAPES:
         raise unknown_name("model shape", name, SHAPE_NAMES)
     return ModelShape(name=name, **_SHAPES[name])

@@ -28,14 +28,14 @@ from numpy.typing import NDArray
 
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel
-from lengthwise.planner.degrees import least_degrees
+from lengthwise.cost import Cost
+from lengthwise.planner.degrees import degree_search
 from lengthwise.planner.request import least_degrees_held, read_tokens, refuse_unheld
 
 _BISECTIONS = 40
 
 
-def bound_seconds(tokens: Sequence[int], cluster: Cluster, cost: CostModel, *, lone_rings: bool = True) -> float:
+def bound_seconds(tokens: Sequence[int], cluster: Cluster, cost: Cost, *, lone_rings: bool = True) -> float:
     """Return the least makespan, in seconds, that any plan of these lengths could have.
 
     Args:
@@ -71,10 +71,10 @@ def bound_seconds(tokens: Sequence[int], cluster: Cluster, cost: CostModel, *, l
     settled = (least == 1) & (alone + cost.fixed_seconds <= low)  # these stay on one rank, whatever T above `low`
     base = owed(least[settled], settled) + launches
     open_, open_least = lengths[~settled], least[~settled]
-    most = np.full_like(open_, ranks)
+    search = degree_search(cost, open_, open_least, np.full_like(open_, ranks))
 
     def feasible(seconds: float) -> bool:
-        degrees = least_degrees(cost, open_, open_least, most, seconds)
+        degrees = search(seconds)
         return bool(np.all(degrees <= ranks)) and base + owed(degrees, ~settled) <= ranks * seconds * (1 + 1e-12)
 
     if feasible(low):

@@ -1,28 +1,48 @@
 """Over how many ranks a sequence is cut: what memory needs, grown until the sequence no longer sets the makespan.
 
 t(d), the seconds of one sequence alone over d ranks, falls with d until exposed transfers or hops outweigh the gain.
-Each of its two branches (transfers hidden, transfers exposed) is a / d + h d + constant, so the least degree that
-keeps t(d) within a limit is the lower root of a quadratic. No search: arrays of any size in a few operations.
+Under `CostModel` each of its two branches (transfers hidden, transfers exposed) is a / d + h d + constant, so the least
+degree that keeps t(d) within a limit is the lower root of a quadratic. No search: arrays of any size in a few
+operations. Other costs have no closed form: see `degree_table`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.cost import CostModel
+from lengthwise.cost import Cost, CostModel
+from lengthwise.planner.degree_table import DegreeTable
 
 GROWTH_FLOOR_TOKENS = 4096  # growth stops here: attention blocks under 2K tokens run slower than the formula says
 _SLACK = 1e-12  # rounding of the roots, always taken in favour of the smaller degree
 
 
 def least_degrees(
-    cost: CostModel, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64], seconds: float
+    cost: Cost, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64], seconds: float
 ) -> NDArray[np.int64]:
     """Find the least degree in [least, most] at which each sequence, with its launch, ends within `seconds`.
 
     Entries for which there is none are most + 1.
     """
+    return degree_search(cost, lengths, least, most)(seconds)
+
+
+def degree_search(
+    cost: Cost, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64]
+) -> Callable[[float], NDArray[np.int64]]:
+    """Return `least_degrees` of these sequences as a function of `seconds`, for who asks again and again."""
+    if isinstance(cost, CostModel):
+        return partial(_solved_degrees, cost, lengths, least, most)
+    return DegreeTable(cost, lengths, least, most).within
+
+
+def _solved_degrees(
+    cost: CostModel, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64], seconds: float
+) -> NDArray[np.int64]:
     tokens = lengths.astype(np.float64)
     hop, budget = cost.hop_seconds, seconds - cost.fixed_seconds
     compute = cost.compute_seconds(lengths)
@@ -48,7 +68,7 @@ def _lower_root(work: NDArray[np.float64], budget: NDArray[np.float64], hop: flo
 
 
 def quickest_degrees(
-    cost: CostModel, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64]
+    cost: Cost, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Find the degree in [least, most] of least t(d), from a grid of steps of an eighth; ties take the fewest ranks."""
     best, best_seconds = least, cost.ring_piece_seconds(lengths, least)
@@ -70,7 +90,7 @@ def most_degrees(
 
 
 def grown_degrees(
-    cost: CostModel, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64], seconds: float
+    cost: Cost, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64], seconds: float
 ) -> NDArray[np.int64]:
     """Choose degrees for a schedule in which no sequence should take longer than `seconds`.
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel
+from lengthwise.cost import Cost
 
 _NAMED = 5  # sequences named in one message; the others are counted
 
@@ -21,7 +21,7 @@ class PlanRequest:
 
     tokens: tuple[int, ...]
     cluster: Cluster
-    cost: CostModel
+    cost: Cost
     context_tokens: int | None = None
 
     @property

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lengthwise.core.errors import PlanError
-from lengthwise.core.plan import Plan
-from lengthwise.cost import CostModel
+from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.cost import AllTermsCost, Cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +41,21 @@ class Score:
         return self.ring_tokens / self.num_tokens
 
 
-def score(plan: Plan, cost: CostModel) -> Score:
+def score(plan: Plan, cost: Cost) -> Score:
     """Score a plan: a microbatch starts when all its ranks are free and keeps each busy for the sum of its pieces.
 
-    In a plan of kind `waves` it starts when every rank of the cluster is free.
+    In a plan of kind `waves` it starts when every rank of the cluster is free. Where a rank is a pipeline of p stages
+    with v virtual ones, filling and draining it takes (p - 1) / v of the rank's longest microbatch besides.
 
     Raises:
-        PlanError: a feature whose time these costs do not tell (offload, recompute, heads, shares, pipeline).
+        PlanError: a feature whose time these costs do not tell: `CostModel` knows no offload, recompute, heads, shares
+            and pipeline, `AllTermsCost` only pipelines of its own stages.
     """
-    _refuse_unpriced(plan)
+    stages = _priced_stages(plan, cost)
     lock_step = plan.schedule["kind"] == "waves"
     took = iter(_pieces_seconds(plan, cost))
     free, busy = [0.0] * plan.ranks, [0.0] * plan.ranks  # lists: single entries are read and written faster
+    longest = [0.0] * plan.ranks
     for microbatch in plan.microbatches:
         if len(microbatch.pieces) == 1:
             seconds = cost.fixed_seconds + next(took)
@@ -67,39 +70,67 @@ def score(plan: Plan, cost: CostModel) -> Score:
         for rank, seconds in total.items():
             free[rank] = start + seconds
             busy[rank] += seconds
+            longest[rank] = max(longest[rank], seconds)
+    fill = (stages - 1) / int(plan.schedule.get("virtual", 1))
     return Score(
-        makespan_seconds=max(free),
+        makespan_seconds=max(end + fill * most for end, most in zip(free, longest, strict=True)),
         busy_seconds=tuple(busy),
         ring_tokens=plan.ring_tokens,
         num_tokens=sum(plan.tokens),
     )
 
 
-def _pieces_seconds(plan: Plan, cost: CostModel) -> list[float]:
+def _pieces_seconds(plan: Plan, cost: Cost) -> list[float]:
     """Tell how long each piece keeps each of its ranks busy, in the order of the plan; launches are left out.
 
-    Local packs and rings of one sequence, thousands in a plan, are priced in two array operations.
+    Local packs and rings of one sequence, thousands in a plan, are priced in two array operations, where their place
+    and their microbatch make no difference.
     """
-    pieces = [piece for microbatch in plan.microbatches for piece in microbatch.pieces]
-    counts = np.array([len(piece.sequences) for piece in pieces], dtype=np.int64)
-    degrees = np.array([len(piece.ranks) for piece in pieces], dtype=np.int64)
+    placed = [(microbatch, piece) for microbatch in plan.microbatches for piece in microbatch.pieces]
+    counts = np.array([len(piece.sequences) for _, piece in placed], dtype=np.int64)
+    degrees = np.array([len(piece.ranks) for _, piece in placed], dtype=np.int64)
     tokens = np.array(plan.tokens, dtype=np.int64)
-    inside = tokens[[i for piece in pieces for i in piece.sequences]]
+    inside = tokens[[i for _, piece in placed for i in piece.sequences]]
     starts = np.cumsum(counts) - counts
-    took = np.zeros(len(pieces))
-    packed = (degrees == 1) & (counts > 0)
+    took = np.zeros(len(placed))
+    all_terms = isinstance(cost, AllTermsCost)
+    plain = np.array([microbatch.offload == 0 and microbatch.recompute == "none" for microbatch, _ in placed])
+    packed = (degrees == 1) & (counts > 0) & plain
     if np.any(packed):
         took[packed] = np.add.reduceat(cost.compute_seconds(inside), starts[counts > 0])[packed[counts > 0]]
-    lone = (degrees > 1) & (counts == 1)
+    lone = (degrees > 1) & (counts == 1) & (not all_terms)
     took[lone] = cost.ring_piece_seconds(inside[starts[lone]], degrees[lone])
-    for number in np.flatnonzero((degrees > 1) & (counts > 1)).tolist():
-        piece = pieces[number]
-        took[number] = cost.piece_seconds([plan.tokens[i] for i in piece.sequences], piece.degree)
+    for number in np.flatnonzero(~packed & ~lone & (counts > 0)).tolist():
+        microbatch, piece = placed[number]
+        lengths = [plan.tokens[i] for i in piece.sequences]
+        if all_terms:
+            took[number] = all_terms_seconds(lengths, microbatch, piece, cost)
+        else:
+            took[number] = cost.piece_seconds(lengths, piece.degree)
     return took.tolist()
 
 
-def _refuse_unpriced(plan: Plan) -> None:
-    if plan.schedule["kind"] == "pipeline":
+def all_terms_seconds(lengths: list[int], microbatch: Microbatch, piece: Piece, cost: AllTermsCost) -> float:
+    """Tell how long a piece keeps each of its ranks busy where the plan puts it, launches left out."""
+    return cost.piece_seconds(
+        lengths,
+        piece.degree,
+        ranks=piece.ranks,
+        heads=piece.heads,
+        offload=microbatch.offload,
+        recompute=microbatch.recompute,
+        shares=piece.shares,
+    )
+
+
+def _priced_stages(plan: Plan, cost: Cost) -> int:
+    """Return the pipeline stages of a rank; refuse what these costs do not price."""
+    asked = int(plan.schedule["stages"]) if plan.schedule["kind"] == "pipeline" else None
+    if isinstance(cost, AllTermsCost):
+        if asked not in (None, cost.stages):
+            raise _unpriced("plan", [f"a pipeline of {asked} stages (the costs are those of {cost.stages})"])
+        return cost.stages
+    if asked is not None:
         raise _unpriced("plan", ["pipeline"])
     for number, microbatch in enumerate(plan.microbatches):
         pieces = microbatch.pieces
@@ -108,6 +139,7 @@ def _refuse_unpriced(plan: Plan) -> None:
         used += ["shares"] * any(piece.shares is not None for piece in pieces)
         if used:
             raise _unpriced(f"microbatch {number}", used)
+    return 1
 
 
 def _unpriced(where: str, features: list[str]) -> PlanError:
@@ -115,5 +147,5 @@ def _unpriced(where: str, features: list[str]) -> PlanError:
         where,
         expected="a plan whose time these costs can tell",
         got=f"a plan with {', '.join(features)}",
-        remedy="Score plans without these features.",
+        remedy="Score plans without these features, or with costs that hold them.",
     )

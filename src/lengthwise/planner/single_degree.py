@@ -60,9 +60,9 @@ def least_seconds(request: PlanRequest, degree: int) -> float:
     """Bound the makespan at one degree from below: the work of all shared evenly, or the longest sequence."""
     cost, cluster, total = request.cost, request.cluster, sum(request.tokens)
     groups = cluster.ranks // degree
-    launch = cost.fixed_seconds + cost.hop_seconds * (degree - 1)
+    launch = cost.fixed_seconds + cost.hops_seconds(degree)
     num_packs = -(-total // (degree * cluster.capacity_tokens))
-    together = cost.piece_seconds(request.tokens, degree) - cost.hop_seconds * (degree - 1)
+    together = cost.piece_seconds(request.tokens, degree) - cost.hops_seconds(degree)
     longest = float(cost.compute_seconds(request.lengths).max()) / degree
     return max((together + num_packs * launch) / groups, longest + launch) * (1 - 1e-12)
 
@@ -70,12 +70,12 @@ def least_seconds(request: PlanRequest, degree: int) -> float:
 def schedule_at(request: PlanRequest, degree: int) -> SingleDegree:
     """Pack and balance all sequences over groups of `degree` ranks: the better of two ways."""
     lengths, cost = request.lengths, request.cost
-    launch = cost.fixed_seconds + cost.hop_seconds * (degree - 1)  # hops are paid once a pack, like its launch
+    launch = cost.fixed_seconds + cost.hops_seconds(degree)  # hops are paid once a pack, like its launch
     ascending = np.lexsort((-np.arange(len(lengths)), lengths))
     room = room_tokens(lengths, degree)
     groups, capacity = request.cluster.ranks // degree, degree * request.cluster.capacity_tokens
 
-    seconds = cost.ring_piece_seconds(lengths, np.full_like(lengths, degree)) - cost.hop_seconds * (degree - 1)
+    seconds = cost.ring_piece_seconds(lengths, np.full_like(lengths, degree)) - cost.hops_seconds(degree)
     short = ShortSequences(ascending.tolist(), room[ascending].tolist(), seconds[ascending].tolist())
     alike = level_ends([0.0] * groups, short, capacity_tokens=capacity, launch_seconds=launch)
     first = SingleDegree(degree=degree, packs=alike, makespan_seconds=float(_loads(request, degree, alike).max()))

@@ -12,7 +12,7 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import unknown_name
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel
+from lengthwise.cost import Cost
 from lengthwise.planner.bounds import bound_seconds, has_lone_rings
 from lengthwise.planner.bytescale import plan_bytescale
 from lengthwise.planner.bytescale_naive import plan_bytescale_naive
@@ -37,7 +37,7 @@ PLANNERS = tuple(_PLANNERS)
 def plan_step(
     tokens: Sequence[int],
     cluster: Cluster,
-    cost: CostModel,
+    cost: Cost,
     *,
     planner: str = "lengthwise",
     layers: int = 1,

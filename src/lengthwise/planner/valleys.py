@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.cost import CostModel
+from lengthwise.cost import Cost
 from lengthwise.planner.gangs import Gap, Ring
 
 _ROUNDING = 1e-9  # stretches whose times differ by this share are free together: sums in another order
@@ -83,7 +83,7 @@ class Skyline:
 
 
 def fill_valleys(
-    rings: Sequence[Moldable], ranks: int, cost: CostModel
+    rings: Sequence[Moldable], ranks: int, cost: Cost
 ) -> tuple[list[Ring], list[Gap], NDArray[np.float64]]:
     """Place rings given widest first.
 
@@ -119,7 +119,7 @@ def fill_valleys(
     return placed, gaps, free
 
 
-def _mold(ring: Moldable, room: int, cost: CostModel) -> tuple[int, float]:
+def _mold(ring: Moldable, room: int, cost: Cost) -> tuple[int, float]:
     """Widen a ring so that as many of its degree as fit fill the room; return its width and seconds with launch.
 
     A ring that would not be quicker for it, because of its transfers and hops, keeps its degree.

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from rich.table import Table
 
 from lengthwise.core.plan import Plan
-from lengthwise.cost import CostModel
+from lengthwise.cost import Cost
 from lengthwise.planner import score
 from lengthwise.report.figures import count, percent, seconds
 
 
-def plan_table(plans: Mapping[str, Plan], cost: CostModel, *, title: str) -> Table:
+def plan_table(plans: Mapping[str, Plan], cost: Cost, *, title: str) -> Table:
     """Compare plans of the same step, one column a planner; all times are the cost model's."""
     table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("planner")

@@ -1,0 +1,96 @@
+"""Costs with all terms from a model's shape and a hardware description: what a plan is made with before measuring.
+
+Tensor parallelism over t devices divides arithmetic, heads and their bytes by t and adds an all-reduce of the hidden
+states, two a layer and pass, over the near link and hidden by nothing. A pipeline of p stages gives a device 1 / p of
+the layers; the time to fill it is the schedule's, see `planner.score`. Both are plain factors, good for comparing plans
+of one mesh, not for choosing t and p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lengthwise.core.errors import ConfigError
+from lengthwise.core.plan import RECOMPUTE_KINDS
+from lengthwise.core.shape import ModelShape
+from lengthwise.cost.analytic import GRADIENT_BYTES, analytic_cost
+from lengthwise.cost.hardware import Hardware
+from lengthwise.cost.memory import activation_bytes
+from lengthwise.cost.terms import AllTermsCost, Link, Pass
+
+_ALL_REDUCES = 2  # a layer and pass: after attention and after the MLP
+_BACKWARD_ATTENTION, _BACKWARD_LINEAR = 2.5, 2.0  # FLOPs of backward over those of forward
+
+
+def all_terms_cost(shape: ModelShape, hardware: Hardware, *, tensor: int = 1, stages: int = 1) -> AllTermsCost:
+    """Make the costs of a model on a kind of device, for ranks of `tensor` x `stages` devices each.
+
+    Raises:
+        ConfigError: `tensor` does not divide the heads, does not fit a node, or `stages` exceeds the layers.
+    """
+    _check_mesh(shape, hardware, tensor, stages)
+    plain, dtype_bytes, devices = analytic_cost(shape, hardware), hardware.compute_dtype_bytes, tensor * stages
+    reduced_hidden = 2 * (tensor - 1) / tensor * shape.hidden * dtype_bytes  # an all-reduce, bytes a token
+    tensor_bytes = 2 * _ALL_REDUCES * shape.layers * reduced_hidden
+    work = replace(
+        plain,
+        quadratic_seconds=plain.quadratic_seconds / devices,
+        linear_seconds=plain.linear_seconds / devices + tensor_bytes / stages / hardware.node_link_bytes_per_second,
+        fixed_seconds=plain.fixed_seconds / stages,
+        ring_seconds=0.0,
+        hop_seconds=0.0,
+    )
+    held_kv = max(1, -(-shape.kv_heads // tensor))
+    kv_bytes = 2 * held_kv * shape.head_dim * shape.layers / stages
+    exchanged = 2 * (shape.heads / tensor + held_kv) * shape.head_dim * shape.layers / stages  # q, out; k, v
+    ring_forward = 1 / (2 + GRADIENT_BYTES / dtype_bytes)  # once forward; once more and the gradients backward
+    forward = Pass(attention=1 / (1 + _BACKWARD_ATTENTION), linear=1 / 3, ring=ring_forward, exchange=0.5)
+    return AllTermsCost(
+        work=work,
+        block_efficiency=hardware.block_efficiency,
+        forward=forward,
+        backward=Pass(
+            attention=_BACKWARD_ATTENTION * forward.attention,
+            linear=_BACKWARD_LINEAR * forward.linear,
+            ring=1 - ring_forward,
+            exchange=0.5,
+        ),
+        near=Link(
+            bytes_per_second=hardware.node_link_bytes_per_second,
+            hop_seconds=shape.layers / stages * hardware.node_hop_latency_seconds,
+        ),
+        far=Link(
+            bytes_per_second=hardware.link_bytes_per_second,
+            hop_seconds=shape.layers / stages * hardware.hop_latency_seconds,
+        ),
+        ranks_per_node=max(1, hardware.ranks_per_node // tensor),
+        ring_bytes=kv_bytes * (2 * dtype_bytes + GRADIENT_BYTES),
+        exchange_bytes=2 * exchanged * dtype_bytes,
+        heads=shape.heads // tensor,
+        kv_heads=held_kv,
+        layers=max(1, shape.layers // stages),
+        copy_bytes={kind: activation_bytes(shape, kind, dtype_bytes) / devices for kind in RECOMPUTE_KINDS},
+        copy_bytes_per_second=min(
+            hardware.copy_bytes_per_second, hardware.host_copy_bytes_per_second / hardware.ranks_per_node
+        ),
+        reduced_bytes=shape.total_params / devices * (GRADIENT_BYTES + dtype_bytes),
+        stages=stages,
+        version=f"all-terms/1 {shape.name} {hardware.name}" + (f" tp{tensor} pp{stages}" if devices > 1 else ""),
+    )
+
+
+def _check_mesh(shape: ModelShape, hardware: Hardware, tensor: int, stages: int) -> None:
+    if tensor < 1 or shape.heads % tensor or tensor > hardware.ranks_per_node:
+        raise ConfigError(
+            "tensor parallelism",
+            expected=f"a divisor of the {shape.heads} heads, at most the {hardware.ranks_per_node} devices of a node",
+            got=str(tensor),
+            remedy="Choose another --tp.",
+        )
+    if not 1 <= stages <= shape.layers:
+        raise ConfigError(
+            "pipeline stages",
+            expected=f"1 to the {shape.layers} layers",
+            got=str(stages),
+            remedy="Choose another --pp.",
+        )

@@ -1,0 +1,66 @@
+"""Bytes: activations of a token, what training keeps of a parameter, and the tokens that fit beside it.
+
+Activations of a piece over d ranks are (alpha S + beta) / d (ByteScale, arXiv 2502.21231, section 5.2); alpha is
+counted here from the tensors that a decoder layer keeps for its backward, beta, a few numbers a sequence, is left out:
+
+    none               norm input and output twice, q, k, v, attention output, gate, up, their product and silu
+    all_but_attention  layer input, q, k, v and the attention output: everything else is computed again
+    layer              the layer's input alone, and one whole layer at a time while it is computed again
+
+Logits are not counted: losses are computed in chunks. Estimates, to be replaced by a profile; a real framework adds
+buffers of its own, which `reserved` stands for.
+"""
+
+from __future__ import annotations
+
+from lengthwise.core.errors import ConfigError
+from lengthwise.core.shape import ModelShape
+from lengthwise.cost.hardware import Hardware
+
+RESERVED = 0.1  # of device memory: transfers, workspace, fragments
+_KEPT_BYTES, _SHARDED_BYTES = 6, 12  # a parameter: fp32 gradients and bf16 weights; master weights and AdamW's moments
+
+
+def activation_bytes(shape: ModelShape, recompute: str, dtype_bytes: int) -> float:
+    """Tell what one token keeps on a device between forward and backward, all layers, one of `RECOMPUTE_KINDS`."""
+    keys = 2 * shape.kv_heads * shape.head_dim
+    queries = shape.heads * shape.head_dim
+    active = shape.intermediate * shape.experts_per_token
+    everything = 4 * shape.hidden + 2 * queries + keys + 4 * active
+    kept = {
+        "none": shape.layers * everything,
+        "all_but_attention": shape.layers * (shape.hidden + 2 * queries + keys) + everything,
+        "layer": shape.layers * shape.hidden + everything,
+    }
+    return float(kept[recompute] * dtype_bytes)
+
+
+def state_bytes(shape: ModelShape, ranks: int, *, devices: int = 1) -> float:
+    """Tell what weights, gradients and the sharded optimizer take on one of the `devices` of a rank (ZeRO-1)."""
+    return shape.total_params / devices * (_KEPT_BYTES + _SHARDED_BYTES / ranks)
+
+
+def capacity_tokens(
+    shape: ModelShape, hardware: Hardware, ranks: int, *, recompute: str = "none", devices: int = 1
+) -> int:
+    """Tell how many tokens one rank of `devices` devices holds in a microbatch, rounded down to 128.
+
+    Raises:
+        ConfigError: not even 128, because weights and optimizer fill the device.
+    """
+    room = hardware.device_bytes * (1 - RESERVED) - state_bytes(shape, ranks, devices=devices)
+    tokens = int(room * devices / activation_bytes(shape, recompute, hardware.compute_dtype_bytes)) // 128 * 128
+    if tokens < 128:
+        raise ConfigError(
+            "capacity",
+            expected=f"room for 128 tokens beside {shape.name} on {devices} x {hardware.name} a rank",
+            got=f"{room / 1e9:.1f} GB a device",
+            remedy="Use more devices a rank (--tp, --pp), recomputation, or give --capacity.",
+        )
+    return tokens
+
+
+def host_ratio(shape: ModelShape, hardware: Hardware, capacity: int, *, recompute: str = "none") -> float:
+    """Tell the largest offload ratio that the host's memory allows when all ranks of a node offload at once, 0 to 1."""
+    whole = activation_bytes(shape, recompute, hardware.compute_dtype_bytes) * capacity * hardware.ranks_per_node
+    return min(1.0, hardware.host_bytes * (1 - RESERVED) / whole)

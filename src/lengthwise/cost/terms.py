@@ -1,0 +1,297 @@
+"""Costs with all terms: forward and backward apart, two kinds of link, block sizes, heads, offload, recomputation.
+
+A piece of d ranks is a ring of r = d / u positions, each of them u ranks that split the heads (u = 1: a plain ring).
+Every pass over the layers (forward, backward, and forward again where activations are recomputed) takes a rank
+
+    A + L + max(0, R - A) + h (r - 1) + X        seconds:
+
+A  attention: q x (pairs seen) / d, divided by the share of its speed that blocks of s / r tokens reach;
+L  what grows with tokens: l x tokens / d;
+R  keys and values that pass through: bytes x S (r - 1) / d over the slowest link of the ring, hidden behind A;
+h  latency of a hop;
+X  all-to-all of queries, keys, values and outputs in groups of u ranks, (u - 1) / u of their bytes, hidden by nothing.
+
+Backward has 2.5 x the attention but 3 x the bytes of forward (bf16 keys and values again, fp32 gradients), so it
+exposes transfers first. Offload at ratio o copies o (L - 2) / L of the activations out under forward and in under what
+follows it; only what is longer than that compute counts. A ring inside one node takes the near link; one that crosses
+nodes is as slow as its far hops. Sources: ByteScale (arXiv 2502.21231) for offload, Ulysses (arXiv 2309.14509) for the
+all-to-all. With every extra term off this is `CostModel`, to the last rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lengthwise.core.cut import position_chunks
+from lengthwise.core.errors import ConfigError, PlanError
+from lengthwise.cost.model import CostModel
+
+Numbers = Any  # a float, or an array of floats: the formulas are the same
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One kind of link: one rank's bytes a second in one direction, and the latency of a hop over all layers."""
+
+    bytes_per_second: float
+    hop_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One sweep over all layers, as shares of what forward and backward do together."""
+
+    attention: float
+    linear: float
+    ring: float
+    exchange: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllTermsCost:
+    """Seconds of forward and backward through the layers that one device of a rank holds.
+
+    work: attention, linear work, launches and windows; its own ring and hop terms are not used.
+    block_efficiency: as in `Hardware`; empty: blocks of any size run at full speed.
+    forward, backward: shares of the two passes.
+    near, far: links inside a node and between nodes; ranks_per_node: how many neighbours on the line share a node.
+    ring_bytes, exchange_bytes: a token, all layers, both passes: what a ring passes on, what an all-to-all moves.
+    heads, kv_heads: of one device; groups of u ranks must divide the heads, and repeat KV heads beyond `kv_heads`.
+    copy_bytes: activations of a token that can be offloaded, for each kind of recomputation.
+    copy_bytes_per_second: to or from the host, one direction, with the node's other ranks copying too.
+    reduced_bytes: gradients and parameters that the step's end moves, a rank.
+    stages: pipeline stages of a rank; coefficients are those of one stage.
+    """
+
+    work: CostModel
+    block_efficiency: tuple[tuple[float, float], ...] = ()
+    forward: Pass
+    backward: Pass
+    near: Link
+    far: Link
+    ranks_per_node: int
+    ring_bytes: float
+    exchange_bytes: float
+    heads: int
+    kv_heads: int
+    layers: int
+    copy_bytes: Mapping[str, float]
+    copy_bytes_per_second: float
+    reduced_bytes: float
+    stages: int = 1
+    version: str = "given"
+
+    @property
+    def fixed_seconds(self) -> float:
+        """Seconds that a microbatch takes on each of its ranks, whatever it holds."""
+        return self.work.fixed_seconds
+
+    @property
+    def ring_seconds(self) -> float:
+        """Seconds to pass on one token's keys, values and gradients between nodes."""
+        return self.ring_bytes / self.far.bytes_per_second
+
+    def hops_seconds(self, degree: int) -> float:
+        """Tell the latency of all hops of a ring of `degree` positions, placed in as few nodes as can be."""
+        link = self.near if degree <= self.ranks_per_node else self.far
+        return sum(link.hop_seconds for each in (self.forward, self.backward) if each.ring) * (degree - 1)
+
+    def compute_seconds(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Tell the arithmetic of each sequence alone on one rank, in seconds."""
+        tokens = lengths.astype(np.float64)
+        return self._attention(tokens, 1) + self.work.linear_seconds * tokens
+
+    def piece_seconds(
+        self,
+        lengths: Sequence[int],
+        degree: int,
+        *,
+        ranks: Sequence[int] | None = None,
+        heads: int = 1,
+        offload: float = 0.0,
+        recompute: str = "none",
+        shares: tuple[float, ...] | None = None,
+    ) -> float:
+        """Tell how long a piece keeps each of its ranks busy, the microbatch's `fixed_seconds` left out.
+
+        Args:
+            lengths: of the sequences of the piece.
+            degree: over how many ranks each is cut.
+            ranks: where the piece is, in ring order (default: in as few nodes as can be).
+            heads: ranks of a group that splits heads; divides `degree` and the model's heads.
+            offload: ratio of the microbatch, 0 to 1.
+            recompute: kind of the microbatch, see `core.plan.RECOMPUTE_KINDS`.
+            shares: weight of each rank's part (default: all equal); the slowest rank counts.
+
+        Raises:
+            PlanError: groups of heads that divide neither.
+        """
+        self._refuse_heads(degree, heads)
+        tokens = np.array(lengths, dtype=np.float64)
+        attention, total = float(self._attention(tokens, degree / heads).sum()), float(tokens.sum())
+        parts: Numbers = 1.0 / degree
+        held: Numbers = total / degree
+        if shares is not None:
+            parts, held = _parts(lengths, degree, shares)
+        near_ring, near_exchange = self._near(degree, heads, ranks)
+        seconds = self._seconds(
+            attention * parts, held, total, degree, heads, (near_ring, near_exchange), offload, recompute
+        )
+        return float(np.max(seconds))
+
+    def ring_piece_seconds(
+        self,
+        lengths: NDArray[np.int64],
+        degrees: NDArray[np.int64],
+        *,
+        heads: NDArray[np.int64] | int = 1,
+        offload: NDArray[np.float64] | float = 0.0,
+        recompute: str = "none",
+    ) -> NDArray[np.float64]:
+        """Do `piece_seconds` for many pieces of one sequence each, each in as few nodes as can be.
+
+        Entry i is of `lengths[i]` over `degrees[i]` ranks; heads and offload may be one for all, or arrays.
+        """
+        tokens = lengths.astype(np.float64)
+        attention = self._attention(tokens, degrees / heads) / degrees
+        near = (degrees <= self.ranks_per_node, (degrees <= self.ranks_per_node) | (2 * heads <= self.ranks_per_node))
+        return self._seconds(attention, tokens / degrees, tokens, degrees, heads, near, offload, recompute)
+
+    def best_heads(self, lengths: NDArray[np.int64], degrees: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Find the groups of heads with which each sequence takes least over its degree; 1 where a plain ring does."""
+        best = np.ones_like(degrees)
+        least = self.ring_piece_seconds(lengths, degrees)
+        for group in (u for u in range(2, self.heads + 1) if self.heads % u == 0):
+            allowed = degrees % group == 0
+            if not np.any(allowed):
+                continue
+            seconds = np.where(allowed, self.ring_piece_seconds(lengths, degrees, heads=group), np.inf)
+            best, least = np.where(seconds < least, group, best), np.minimum(least, seconds)
+        return best
+
+    def free_offload(self, lengths: NDArray[np.int64], degrees: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Tell the largest ratio at which copies hide behind compute, for each sequence over its degree: Eq. 3."""
+        tokens = lengths.astype(np.float64)
+        attention, linear = self._attention(tokens, degrees) / degrees, self.work.linear_seconds * tokens / degrees
+        hides = [each.attention * attention + each.linear * linear for each in (self.forward, self.backward)]
+        whole = self._copy_seconds(tokens / degrees, 1.0, "none")
+        return np.minimum(1.0, np.minimum(*hides) / whole)
+
+    def step_end_seconds(self, ranks: int) -> float:
+        """Tell how long gradients and parameters take to be reduced and gathered over all ranks, once a step.
+
+        Between nodes all links of a node carry their part, as ring collectives do.
+        """
+        together = min(self.near.bytes_per_second, self.far.bytes_per_second * self.ranks_per_node)
+        rate = self.near.bytes_per_second if ranks <= self.ranks_per_node else together
+        return self.reduced_bytes * (ranks - 1) / ranks / rate
+
+    def crosses(self, ranks: Sequence[int]) -> bool:
+        """Tell whether these ranks are of more than one node."""
+        return min(ranks) // self.ranks_per_node != max(ranks) // self.ranks_per_node
+
+    def passes(self, recompute: str) -> tuple[Pass, ...]:
+        """List the sweeps over the layers, forward first."""
+        again = {
+            "none": (),
+            "layer": (self.forward,),
+            "all_but_attention": (Pass(attention=0.0, linear=self.forward.linear, ring=0.0, exchange=0.0),),
+        }
+        return (self.forward, *again[recompute], self.backward)
+
+    def _seconds(
+        self,
+        attention: Numbers,
+        held: Numbers,
+        total: Numbers,
+        degree: Numbers,
+        heads: Numbers,
+        near: tuple[Numbers, Numbers],
+        offload: Numbers,
+        recompute: str,
+    ) -> Numbers:
+        """Sum the passes of one rank: its attention in seconds, the tokens it holds, and those of the whole piece."""
+        positions = degree / heads
+        ring, hop = self._ring(near[0])
+        repeated = np.maximum(1.0, heads / self.kv_heads)  # a group wider than the KV heads holds some of them twice
+        transfers = ring * repeated * (total * positions - total) / degree
+        linear = self.work.linear_seconds * held
+        links = np.where(near[1], self.near.bytes_per_second, self.far.bytes_per_second)
+        exchange = self.exchange_bytes * held * (heads - 1) / heads / links
+        seconds: Numbers = 0.0
+        computes = []
+        for each in self.passes(recompute):
+            hides = each.attention * attention
+            computes.append(hides + each.linear * linear)
+            seconds = seconds + computes[-1] + np.maximum(0.0, each.ring * transfers - hides) + each.exchange * exchange
+            if each.ring:
+                seconds = seconds + hop * (positions - 1)
+        if np.any(offload):
+            copy = self._copy_seconds(held, offload, recompute)
+            seconds = seconds + np.maximum(0.0, copy - computes[0]) + np.maximum(0.0, copy - sum(computes[1:]))
+        return seconds
+
+    def _ring(self, near: Numbers) -> tuple[Numbers, Numbers]:
+        """Return seconds to pass one token on, and of a hop in one pass, over the near or the far link."""
+        rate = np.where(near, self.near.bytes_per_second, self.far.bytes_per_second)
+        return self.ring_bytes / rate, np.where(near, self.near.hop_seconds, self.far.hop_seconds)
+
+    def _near(self, degree: int, heads: int, ranks: Sequence[int] | None) -> tuple[bool, bool]:
+        if ranks is None:
+            return degree <= self.ranks_per_node, degree <= self.ranks_per_node or 2 * heads <= self.ranks_per_node
+        groups = [ranks[first : first + heads] for first in range(0, degree, heads)]
+        return not self.crosses(ranks), heads == 1 or not any(self.crosses(group) for group in groups)
+
+    def _copy_seconds(self, held: Numbers, offload: Numbers, recompute: str) -> Numbers:
+        """Tell how long one direction of a rank's copies takes; two layers stay on the device as a double buffer."""
+        layers = max(self.layers, 2)
+        return offload * (layers - 2) / layers * self.copy_bytes[recompute] * held / self.copy_bytes_per_second
+
+    def _attention(self, tokens: NDArray[np.float64], positions: Numbers) -> NDArray[np.float64]:
+        """Tell the attention of each sequence, all its ranks together, in seconds."""
+        seconds = self.work.quadratic_seconds * self.work.seen_pairs(tokens)
+        if not self.block_efficiency:
+            return seconds
+        points, shares = zip(*self.block_efficiency, strict=True)
+        blocks = tokens / positions
+        return seconds / (np.interp(blocks, points, shares) * np.minimum(1.0, blocks / points[0]))
+
+    def _refuse_heads(self, degree: int, heads: int) -> None:
+        if degree % heads or self.heads % heads:
+            raise PlanError(
+                "heads",
+                expected=f"a divisor of the {degree} ranks and of the model's {self.heads} heads",
+                got=str(heads),
+                remedy="Split heads over fewer ranks.",
+            )
+
+    def __post_init__(self) -> None:
+        numbers = {
+            "near: bytes_per_second": self.near.bytes_per_second,
+            "far: bytes_per_second": self.far.bytes_per_second,
+            "ranks_per_node": self.ranks_per_node,
+            "copy_bytes_per_second": self.copy_bytes_per_second,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "stages": self.stages,
+        }
+        for name, value in numbers.items():
+            if not math.isfinite(value) or value <= 0:
+                raise ConfigError(f"cost: {name}", expected="a number above 0", got=repr(value), remedy=f"Mend {name}.")
+
+
+def _parts(lengths: Sequence[int], degree: int, shares: tuple[float, ...]) -> tuple[Numbers, Numbers]:
+    """Tell, for each rank of unequal shares, its part of the attention and the tokens that it holds."""
+    pairs, held = np.zeros(degree), np.zeros(degree)
+    for length in lengths:
+        for position in range(degree):
+            for start, stop in position_chunks(length, degree, position, shares):
+                pairs[position] += float(stop) ** 2 - float(start) ** 2
+                held[position] += stop - start
+    return pairs / sum(float(length) ** 2 for length in lengths), held

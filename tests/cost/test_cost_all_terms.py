@@ -1,0 +1,172 @@
+"""Costs with all terms from shapes and hardware: published figures, meshes, memory, and files of a user's own."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lengthwise.core.errors import ConfigError, LengthwiseError
+from lengthwise.cost import (
+    HARDWARE_NAMES,
+    SHAPE_NAMES,
+    activation_bytes,
+    all_terms_cost,
+    analytic_cost,
+    capacity_tokens,
+    host_ratio,
+    named_hardware,
+    named_shape,
+    state_bytes,
+)
+from lengthwise.cost.package_data import read_package_json
+
+LLAMA_7B, H100 = named_shape("llama-7b"), named_hardware("h100")
+PUBLISHED_MS = {4: (0.8, 0.9), 8: (1.8, 1.8), 16: (4.8, 3.6), 32: (14.1, 7.5), 64: (48.2, 15.1), 128: (175.5, 28.2)}
+
+
+@pytest.mark.parametrize("k_tokens", PUBLISHED_MS)
+def test_paper_gpu_gives_the_published_layer_times(k_tokens: int) -> None:
+    cost = all_terms_cost(LLAMA_7B, named_hardware("bytescale-gpu"))
+    head = 2 * 4096 * 32000 / (1.2575e15 * 0.8123) * 1024 * k_tokens  # the output head is in our linear work
+    forward = cost.compute_seconds(np.array([1024 * k_tokens]))[0]
+    tokens = 1024 * k_tokens
+    attention = forward - cost.work.linear_seconds * tokens
+    layer = (attention / 3.5 + cost.work.linear_seconds * tokens / 3 - head) / 32
+    assert 1e3 * layer == pytest.approx(sum(PUBLISHED_MS[k_tokens]), rel=0.03)
+
+
+@pytest.mark.parametrize("shape", SHAPE_NAMES)
+@pytest.mark.parametrize("hardware", HARDWARE_NAMES)
+def test_all_terms_agree_with_the_simple_costs_where_they_overlap(shape: str, hardware: str) -> None:
+    described = replace(named_hardware(hardware), block_efficiency=((1, 1.0),))
+    cost, simple = (make(named_shape(shape), described) for make in (all_terms_cost, analytic_cost))
+    lengths = np.array([1, 500, 100_000])
+    assert cost.compute_seconds(lengths) == pytest.approx(simple.compute_seconds(lengths))
+    assert cost.ring_seconds == pytest.approx(simple.ring_seconds)
+    degree = 2 * described.ranks_per_node
+    assert cost.hops_seconds(degree) == pytest.approx(simple.hops_seconds(degree))
+    ring = cost.piece_seconds([200_000], degree)
+    assert ring >= simple.piece_seconds([200_000], degree) * (1 - 1e-12)
+
+
+def test_tensor_parallel_ranks_divide_work_and_pay_all_reduces() -> None:
+    one, four = (all_terms_cost(LLAMA_7B, H100, tensor=tensor) for tensor in (1, 4))
+    assert four.work.quadratic_seconds == one.work.quadratic_seconds / 4
+    reduced = 2 * 2 * 32 * 2 * 3 / 4 * 4096 * 2 / 370e9  # passes, a layer, layers, ring all-reduce of hidden in bf16
+    assert four.work.linear_seconds == pytest.approx(one.work.linear_seconds / 4 + reduced)
+    assert (four.ranks_per_node, four.heads, four.kv_heads) == (2, 8, 2)
+    assert four.ring_seconds == pytest.approx(one.ring_seconds / 4)
+    assert four.reduced_bytes == one.reduced_bytes / 4
+
+
+def test_stages_hold_their_share_of_the_layers() -> None:
+    one, four = (all_terms_cost(LLAMA_7B, H100, stages=stages) for stages in (1, 4))
+    assert four.piece_seconds([10_000], 1) == pytest.approx(one.piece_seconds([10_000], 1) / 4)
+    assert four.piece_seconds([10_000], 16) == pytest.approx(one.piece_seconds([10_000], 16) / 4)
+    assert (four.stages, four.layers) == (4, 8)
+    assert four.version != one.version
+
+
+@pytest.mark.parametrize("mesh", [{"tensor": 3}, {"tensor": 16}, {"tensor": 0}, {"stages": 0}, {"stages": 33}])
+def test_impossible_meshes_are_refused(mesh) -> None:
+    with pytest.raises(ConfigError, match=next(iter(mesh))[:6]):
+        all_terms_cost(LLAMA_7B, H100, **mesh)
+
+
+def test_activation_bytes_count_what_a_layer_keeps() -> None:
+    layer = 4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 11008
+    assert activation_bytes(LLAMA_7B, "none", 2) == 2 * 32 * layer
+    assert activation_bytes(LLAMA_7B, "layer", 2) == 2 * (32 * 4096 + layer)
+    assert activation_bytes(LLAMA_7B, "all_but_attention", 2) == 2 * (32 * (3 * 4096 + 2 * 1024) + layer)
+
+
+def test_capacity_is_what_fits_beside_weights_and_optimizer() -> None:
+    tokens = capacity_tokens(LLAMA_7B, H100, 64)
+    taken = tokens * activation_bytes(LLAMA_7B, "none", 2) + state_bytes(LLAMA_7B, 64)
+    assert 0.9 * 80e9 - 128 * activation_bytes(LLAMA_7B, "none", 2) < taken <= 0.9 * 80e9
+    assert state_bytes(LLAMA_7B, 4) == LLAMA_7B.total_params * 9
+    assert capacity_tokens(LLAMA_7B, H100, 64, recompute="layer") > 5 * tokens
+    with pytest.raises(ConfigError, match="llama-70b"):
+        capacity_tokens(named_shape("llama-70b"), H100, 64)
+    assert capacity_tokens(named_shape("llama-70b"), H100, 64, devices=16) > 0
+
+
+def test_host_memory_is_shared_by_a_node() -> None:
+    capacity = 32_768
+    whole = 8 * capacity * activation_bytes(LLAMA_7B, "none", 2)
+    small = replace(H100, host_bytes=whole / 1.8)
+    assert host_ratio(LLAMA_7B, small, capacity) == pytest.approx(0.5)
+    assert host_ratio(LLAMA_7B, H100, capacity) == 1.0
+
+
+def test_total_params_count_every_expert() -> None:
+    assert named_shape("mixtral-8x7b").total_params / 1e9 == pytest.approx(46.7, rel=0.01)
+    assert LLAMA_7B.total_params == LLAMA_7B.linear_params + 4096 * 32000
+
+
+def _description() -> dict:
+    return read_package_json("lengthwise.cost", "hardware.json")["h100"]
+
+
+def test_hardware_of_a_users_own_is_read_by_path(tmp_path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({**_description(), "link_bytes_per_second": 25e9}))
+    mine = named_hardware(str(path))
+    assert (mine.name, mine.link_bytes_per_second, mine.block_efficiency) == (str(path), 25e9, H100.block_efficiency)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"link_byte_per_second": 1.0}, "link_bytes_per_second"),
+        ({"device_bytes": "80GB"}, "device_bytes"),
+        ({"ranks_per_node": 7.5}, "ranks_per_node"),
+        ({"source": ""}, "source"),
+        ({"block_efficiency": [[1024, 0.9], [512, 1.0]]}, "block_efficiency"),
+        ({"block_efficiency": [[1024, 0.1], [2048, 1.0]]}, "block_efficiency"),
+        ({"block_efficiency": [[1024, 0.9]]}, "block_efficiency"),
+        ({"block_efficiency": [1024, 1.0]}, "block_efficiency"),
+        ({"block_efficiency": []}, "block_efficiency"),
+    ],
+)
+def test_hardware_files_are_checked(tmp_path, change, told) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({**_description(), **change}))
+    with pytest.raises(ConfigError, match=told):
+        named_hardware(str(path))
+
+
+def test_hardware_files_tell_all_problems_at_once(tmp_path) -> None:
+    path = tmp_path / "mine.json"
+    described = {**_description(), "device_bytes": -1, "host_bytes": 0}
+    path.write_text(json.dumps(described))
+    with pytest.raises(LengthwiseError, match=r"(?s)device_bytes.*host_bytes"):
+        named_hardware(str(path))
+    del described["device_bytes"], described["source"]
+    path.write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match="device_bytes, source"):
+        named_hardware(str(path))
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"a": }'])
+def test_files_that_are_no_json_object_are_refused(tmp_path, text) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    for read in (named_hardware, named_shape):
+        with pytest.raises(ConfigError, match=r"mine\.json"):
+            read(str(path))
+    with pytest.raises(ConfigError, match="nowhere"):
+        named_hardware("nowhere/h100.json")
+
+
+def test_shape_is_read_from_a_model_folder(tmp_path) -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 96, "vocab_size": 100,
+    }  # fmt: skip
+    (tmp_path / "my-model").mkdir()
+    path = tmp_path / "my-model" / "config.json"
+    path.write_text(json.dumps(config))
+    assert named_shape(str(path)).name == "my-model"
+    assert named_shape(str(path)).layers == 2
