@@ -121,18 +121,24 @@ def _diagonal_tiles(queries: Span, keys: Span, window: int) -> Iterator[_Block]:
 
 
 def _edge_block(queries: Span, keys: Span, window: int) -> Iterator[_Block]:
-    """Trim to queries that see a key and keys that are seen."""
+    """Trim to queries that see a key and keys that are seen; queries that see all of them are a block without edge.
+
+    What is left has fewer queries than keys: flash kernels, whose windows count from the last key and reach no further
+    right than there are keys, could not say it otherwise.
+    """
     q_stop = min(queries.stop, keys.stop - 1 + window)
     kv_start = max(keys.start, queries.start - window + 1)
     if q_stop <= queries.start or kv_start >= keys.stop:
         return
-    edge = window if q_stop - 1 - kv_start >= window else None
-    yield (
-        queries.offset,
-        queries.offset + q_stop - queries.start,
-        keys.offset + kv_start - keys.start,
-        keys.offset + keys.stop - keys.start,
-        False,
-        edge,
-        queries.start - kv_start,
-    )
+    edge_start = min(q_stop, kv_start + window)
+    for start, stop, edge in ((queries.start, edge_start, None), (edge_start, q_stop, window)):
+        if start < stop:
+            yield (
+                queries.offset + start - queries.start,
+                queries.offset + stop - queries.start,
+                keys.offset + kv_start - keys.start,
+                keys.offset + keys.stop - keys.start,
+                False,
+                edge,
+                start - kv_start,
+            )
