@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from lengthwise.attention import FlashCpuKernel, ReferenceKernel, merge_block
+from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.testing import dense_attention, relative_error
+from lengthwise.testing.varlen import ReferenceVarlenOps
 
-KERNELS = (FlashCpuKernel(), ReferenceKernel())
+KERNELS = (FlashCpuKernel(), ReferenceKernel(), VarlenKernel(ReferenceVarlenOps()))
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 2e-2}
 BLOCKS = ((1, 1, True), (7, 7, True), (64, 64, True), (5, 13, False), (13, 5, False), (1, 9, False), (33, 1, False))
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lengthwise.attention import FlashCpuKernel, PlannedAttention, ReferenceKernel, planned_attention
+from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.comm import StrictWorld
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.plan import Piece
@@ -19,8 +20,10 @@ from lengthwise.testing import (
     relative_error,
     run_ranks,
 )
+from lengthwise.testing.varlen import ReferenceVarlenOps
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 4, 0.4
+KERNELS = (FlashCpuKernel(), ReferenceKernel(), VarlenKernel(ReferenceVarlenOps()))
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -98,15 +101,16 @@ def check(got, rows, dtype):
     ranks=st.sampled_from([1, 2, 3, 5, 7]),
     count=st.integers(1, 6),
     dtype=st.sampled_from([torch.float64, torch.float32]),
+    packs=st.booleans(),
 )
-def test_planned_equals_dense_under_any_plan(choose, ranks, count, dtype):
+def test_planned_equals_dense_under_any_plan(choose, ranks, count, dtype, packs):
     plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count))
     rows = documents(plan.tokens, dtype)
-    check(run_strict(plan, rows), rows, dtype)
+    check(run_strict(plan, rows, VarlenKernel(ReferenceVarlenOps()) if packs else FlashCpuKernel()), rows, dtype)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 7])
-@pytest.mark.parametrize("kernel", [FlashCpuKernel(), ReferenceKernel()], ids=lambda kernel: type(kernel).__name__)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
 def test_planned_equals_dense_at_awkward_lengths(ranks, kernel):
     lengths = [1, 2, ranks - 1, ranks, 2 * ranks - 1, 2 * ranks, 2 * ranks + 1, 31, 127]
     ring = tuple((3 * r + 1) % ranks for r in range(ranks)) if ranks % 3 else tuple(reversed(range(ranks)))

@@ -6,10 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lengthwise.attention import FlashCpuKernel, PlannedAttention, ReferenceKernel, planned_attention
+from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.comm import StrictWorld
 from lengthwise.core.plan import Piece
 from lengthwise.program import lower_plan
 from lengthwise.testing import dense_attention, draw_lengths, make_plan, random_plan, relative_error
+from lengthwise.testing.varlen import ReferenceVarlenOps
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 4, 0.4
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -68,14 +70,20 @@ def largest_error(plan, rows, sinks, window, kernel):
     window=st.one_of(st.none(), st.integers(1, 45)),
     with_sinks=st.booleans(),
     dtype=st.sampled_from([torch.float64, torch.float32]),
+    packs=st.booleans(),
 )
-def test_windows_and_sinks_equal_dense_under_any_plan(choose, ranks, count, window, with_sinks, dtype):
+def test_windows_and_sinks_equal_dense_under_any_plan(choose, ranks, count, window, with_sinks, dtype, packs):
     plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count))
     sinks = torch.tensor([0.5, -3.0, 2.0, 0.0], dtype=dtype) if with_sinks else None
-    assert largest_error(plan, draw(plan.tokens, dtype), sinks, window, FlashCpuKernel()) < TOLERANCES[dtype]
+    kernel = VarlenKernel(ReferenceVarlenOps()) if packs else FlashCpuKernel()
+    assert largest_error(plan, draw(plan.tokens, dtype), sinks, window, kernel) < TOLERANCES[dtype]
 
 
-@pytest.mark.parametrize("kernel", [FlashCpuKernel(), ReferenceKernel()], ids=lambda kernel: type(kernel).__name__)
+@pytest.mark.parametrize(
+    "kernel",
+    [FlashCpuKernel(), ReferenceKernel(), VarlenKernel(ReferenceVarlenOps())],
+    ids=lambda kernel: type(kernel).__name__,
+)
 @pytest.mark.parametrize("window", [1, 60, 128, 150, 400])
 def test_windows_equal_dense_in_tiles_and_over_chunk_borders(kernel, window):
     pieces = [Piece(ranks=(0, 2, 1), sequences=(0,)), Piece(ranks=(1,), sequences=(1, 2))]

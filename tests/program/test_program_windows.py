@@ -155,3 +155,24 @@ def test_window_as_long_as_the_longest_sequence_changes_nothing():
     program = lower_microbatch(plan, 0)
     assert program.with_window(40) == program
     assert program.with_window(39) != program
+
+
+@given(
+    choose=st.randoms(use_true_random=False),
+    ranks=st.integers(1, 7),
+    count=st.integers(1, 5),
+    window=st.integers(1, 45),
+)
+def test_windowed_blocks_can_be_said_with_windows_that_count_from_the_last_key(choose, ranks, count, window):
+    """Flash kernels align queries and keys at their ends, and see no further right than there are keys."""
+    plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count))
+    for rank in range(ranks):
+        for whole in lower_plan(plan, rank):
+            program = whole.with_window(window)
+            for task in (task for hop in range(program.hops) for task in program.tasks(rank, hop)):
+                queries, keys = task.q_stop - task.q_start, task.kv_stop - task.kv_start
+                if task.causal:
+                    assert keys - queries == task.distance
+                elif task.window is not None:
+                    assert queries < keys
+                    assert keys - queries - task.distance + task.window - 1 >= 0, "the last query sees the last key"

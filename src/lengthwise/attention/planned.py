@@ -3,7 +3,8 @@
 One autograd function does a layer of a microbatch on one rank. A pass is a list of stages, each one grouped call and
 the blocks that it hides behind; which they are comes from `program`, so no rank decides anything here. Keys and values
 travel as one contiguous tensor (2, tokens, kv_heads, head_dim). Partial results merge in fp32 (fp64 under fp64) and
-are cast once. In the backward pass keys travel again, and their gradients, in the accumulation dtype, travel home.
+are cast once. With a kernel that takes packs, all diagonal blocks of a rank are one call. In the backward pass keys
+travel again, and their gradients, in the accumulation dtype, travel home.
 Method: ring attention (Liu et al. 2023) with the symmetric cut of both ends.
 
 Attention sinks (one learned logit a head that takes weight and gives no value) are exact after the fact: with
@@ -14,14 +15,15 @@ that output and lse'; the sink's own gradient is -exp(sink - lse') (grad_out . o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lengthwise.attention.kernels import BlockKernel
+from lengthwise.attention.kernels import BlockKernel, BlockMask
 from lengthwise.attention.merge import merge_block
+from lengthwise.attention.packs import Pack, PackKernel, pack_of
 from lengthwise.comm import Pending, Transport
 from lengthwise.program import BlockTask, MicrobatchProgram, Round, Transfer
 
@@ -31,12 +33,16 @@ Shard = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One hop on one rank. `spent` are shards whose keys are not wanted after it."""
+    """One hop on one rank. `spent` are shards whose keys are not wanted after it.
+
+    `pack` joins the diagonal blocks of the first hop, where the kernel takes packs; `tasks` are then the others.
+    """
 
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
     tasks: tuple[BlockTask, ...]
     spent: tuple[Shard, ...]
+    pack: Pack | None = None
 
 
 class PlannedAttention:
@@ -45,6 +51,8 @@ class PlannedAttention:
     def __init__(self, program: MicrobatchProgram, transport: Transport, kernel: BlockKernel) -> None:
         self._program, self._transport, self._kernel = program, transport, kernel
         self.num_tokens = sum(segment.num_tokens for segment in program.segments(transport.rank))
+        multiple = kernel.token_multiple
+        self.num_rows = max(1, -(-self.num_tokens // multiple)) * multiple  # with the padding that the model runs
         self.layers_run = 0
         starts = program.shard_starts(transport.rank)
         self._own = {
@@ -52,26 +60,31 @@ class PlannedAttention:
             for index, piece, position in program.pieces_of(transport.rank)
         }
         self._stages: dict[int | None, tuple[list[Stage], list[Stage]]] = {}
-        self._masks: dict[tuple[int, int, int, bool, int], Tensor] = {}
+        self._masks: dict[tuple[int, int, int, bool, int | None], BlockMask] = {}
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return (out (tokens, heads, head_dim) in q's dtype, lse (heads, tokens) in the accumulation dtype)."""
         wide = _wide(q.dtype)
-        stages, _ = self._stages_of(window)
+        stages, _ = self._stages_of(window, q.device)
         merges = any(not task.causal for stage in stages for task in stage.tasks)
         # Every query is in one diagonal block, which is its first: nothing is read before it is written.
-        out = torch.empty_like(q, dtype=wide if merges else q.dtype)
-        lse = torch.empty(q.shape[1], q.shape[0], dtype=wide, device=q.device)
+        rows = 0 if any(stage.pack for stage in stages) else len(q)  # a pack brings the room for its results with it
+        out = q.new_empty(rows, *q.shape[1:], dtype=wide if merges else q.dtype)
+        lse = q.new_empty(q.shape[1], rows, dtype=wide)
         held = self._pack(k, v)
         for stage in stages:
             pending, arriving = self._post(stage, held, {}, k)
+            if stage.pack is not None:
+                assert isinstance(self._kernel, PackKernel), f"{self._kernel.name} takes no packs"
+                pack_out, lse = self._kernel.forward_pack(q, k, v, pack=stage.pack, scale=scale)
+                out = pack_out.to(out.dtype)
             for task in stage.tasks:
                 rows = slice(task.q_start, task.q_stop)
                 keys, values = self._keys_of(task, held)
                 block_out, block_lse = self._kernel.forward(
-                    q[rows], keys, values, causal=task.causal, scale=scale, mask=self._mask(task, q.device)
+                    q[rows], keys, values, causal=task.causal, scale=scale, mask=self._mask(task)
                 )
                 if task.causal:
                     out[rows], lse[:, rows] = block_out, block_lse
@@ -101,14 +114,19 @@ class PlannedAttention:
         dkv = torch.zeros(2, *k.shape, dtype=wide, device=k.device)
         gradients = {shard: dkv[:, start:stop] for shard, (start, stop, _) in self._own.items()}
         held = self._pack(k, v)
-        _, stages = self._stages_of(window)
+        _, stages = self._stages_of(window, q.device)
         for stage in stages:
             pending, arriving = self._post(stage, held, gradients, k)
+            if stage.pack is not None:
+                assert isinstance(self._kernel, PackKernel), f"{self._kernel.name} takes no packs"
+                grads = self._kernel.backward_pack(grad_out, q, k, v, out, lse, pack=stage.pack, scale=scale)
+                for total, part in zip((dq, *dkv), grads, strict=True):
+                    total.copy_(part)
             for task in stage.tasks:
                 rows, cols = slice(task.q_start, task.q_stop), slice(task.kv_start, task.kv_stop)
                 keys, values = self._keys_of(task, held)
                 block = (grad_out[rows], q[rows], keys, values, out[rows], lse[:, rows])
-                mask = self._mask(task, q.device)
+                mask = self._mask(task)
                 block_dq, *block_dkv = self._kernel.backward(*block, causal=task.causal, scale=scale, mask=mask)
                 if task.causal:
                     dq[rows] = block_dq
@@ -126,15 +144,16 @@ class PlannedAttention:
             _hand_over(held, arriving, stage)
         return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype)
 
-    def _stages_of(self, window: int | None) -> tuple[list[Stage], list[Stage]]:
+    def _stages_of(self, window: int | None, device: torch.device) -> tuple[list[Stage], list[Stage]]:
         """Return this rank's (forward, backward) stages for layers with `window`; lowered once a microbatch."""
         if window not in self._stages:
             program = self._program.with_window(window)
             rank = self._transport.rank
-            self._stages[window] = (
-                _rank_stages(program, rank, program.forward_rounds),
-                _rank_stages(program, rank, program.backward_rounds),
-            )
+            stages = [_rank_stages(program, rank, each) for each in (program.forward_rounds, program.backward_rounds)]
+            if isinstance(self._kernel, PackKernel):
+                pack = pack_of(stages[0][0].tasks, window=program.window, device=device)
+                stages = [_with_pack(each, pack) for each in stages]
+            self._stages[window] = (stages[0], stages[1])
         return self._stages[window]
 
     def _pack(self, k: Tensor, v: Tensor) -> dict[Shard, Tensor | tuple[Tensor, Tensor]]:
@@ -148,17 +167,16 @@ class PlannedAttention:
         keys, values = held[task.piece, task.home]
         return keys[task.kv_start : task.kv_stop], values[task.kv_start : task.kv_stop]
 
-    def _mask(self, task: BlockTask, device: torch.device) -> Tensor | None:
-        """Return which keys each query of the block sees (queries, keys), or None where the shape says it all."""
+    def _mask(self, task: BlockTask) -> BlockMask | None:
+        """Return which keys each query of the block sees, or None where the shape says it all."""
         if task.window is None and (task.distance == 0 or not task.causal):
             return None
         queries, keys = task.q_stop - task.q_start, task.kv_stop - task.kv_start
-        window = task.window or queries + keys
-        key = (queries, keys, task.distance, task.causal, window)
+        key = (queries, keys, task.distance, task.causal, task.window)
         if key not in self._masks:
-            rows = torch.arange(queries, device=device)[:, None] + task.distance
-            gap = rows - torch.arange(keys, device=device)
-            self._masks[key] = (gap < window) & (gap >= 0)
+            self._masks[key] = BlockMask(
+                queries=queries, keys=keys, distance=task.distance, causal=task.causal, window=task.window
+            )
         return self._masks[key]
 
     def _post(
@@ -216,6 +234,13 @@ def _rank_stages(program: MicrobatchProgram, rank: int, rounds: Sequence[Round])
         )
         for hop in hops
     ]
+
+
+def _with_pack(stages: list[Stage], pack: Pack | None) -> list[Stage]:
+    """Put the diagonal blocks, which are all in the first stage, into one pack."""
+    first, *others = stages
+    assert not any(task.causal for stage in others for task in stage.tasks), "a rank's own keys come first"
+    return [replace(first, tasks=tuple(task for task in first.tasks if not task.causal), pack=pack), *others]
 
 
 def _hand_over(

@@ -1,0 +1,213 @@
+"""The raw attention calls for GPUs: flash attention in torch, in the flash-attn package, and torch's efficient one.
+
+Called as raw operators, because the public functions give either no log-sum-exp or no backward that takes one from
+outside. `aten._flash_attention_forward` and its backward are what `torch.nn.attention.varlen.varlen_attn` calls; the
+operators of its own have other arguments in every release, of these only ones older than torch 2.11 are used. Dropout
+is zero everywhere, so the seeds are never read. flash-attn from 2.7.1: older ones have the window as a pair.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lengthwise.attention.kernels import BlockMask, ReferenceKernel, batched, grouped, unbatched
+from lengthwise.attention.varlen import TOKEN_MULTIPLE, Documents
+
+LEAST_FLASH_ATTN = (2, 7, 1)
+_LSE_MULTIPLE = 32
+
+
+class TorchVarlenOps:
+    """Flash attention as torch ships it."""
+
+    name = "torch flash attention, varlen"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) -> tuple[Tensor, Tensor]:
+        """Compute out and lse (see `VarlenOps.forward`)."""
+        left, right = documents.window
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q,
+            k,
+            v,
+            documents.cu_seqlens_q,
+            documents.cu_seqlens_k,
+            documents.max_seqlen_q,
+            documents.max_seqlen_k,
+            0.0,
+            documents.causal,
+            False,
+            scale=scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        documents: Documents,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute gradients (see `VarlenOps.backward`)."""
+        left, right = documents.window
+        return torch.ops.aten._flash_attention_backward(
+            grad_out,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            documents.cu_seqlens_q,
+            documents.cu_seqlens_k,
+            documents.max_seqlen_q,
+            documents.max_seqlen_k,
+            0.0,
+            documents.causal,
+            torch.zeros(2, dtype=torch.uint64, device=q.device),
+            torch.empty(0, device=q.device),
+            scale=scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+
+
+class FlashAttnOps:
+    """The flash-attn package; `interface` is its module `flash_attn.flash_attn_interface`."""
+
+    name = "flash-attn, varlen"
+
+    def __init__(self, interface: Any) -> None:
+        self._forward, self._backward = interface._flash_attn_varlen_forward, interface._flash_attn_varlen_backward
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) -> tuple[Tensor, Tensor]:
+        """Compute out and lse (see `VarlenOps.forward`)."""
+        out, lse, *_ = self._forward(q, k, v, **_flash_attn_arguments(documents, scale))
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        documents: Documents,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute gradients (see `VarlenOps.backward`)."""
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        self._backward(
+            grad_out,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dq,
+            dk,
+            dv,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **_flash_attn_arguments(documents, scale),
+        )
+        return dq, dk, dv
+
+
+class EfficientKernel:
+    """torch's memory-efficient attention: fp32 and bf16, block by block; blocks with a mask go to the reference.
+
+    Its keys need as many heads as its queries, and its lse rows are padded to a multiple of 32 with +inf.
+    """
+
+    name = "torch efficient attention, block by block"
+
+    def __init__(self, *, token_multiple: int = TOKEN_MULTIPLE) -> None:
+        self.token_multiple = token_multiple
+        self._masked = ReferenceKernel(token_multiple=token_multiple)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, mask: BlockMask | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute one block (see `BlockKernel.forward`)."""
+        if mask is not None:
+            return self._masked.forward(q, k, v, causal=causal, scale=scale, mask=mask)
+        heads = q.shape[1]
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            batched(q), batched(grouped(k, heads)), batched(grouped(v, heads)), None, True, 0.0, causal, scale=scale
+        )
+        return unbatched(out), lse[0, :, : len(q)]
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        mask: BlockMask | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute one block's gradients (see `BlockKernel.backward`)."""
+        if mask is not None:
+            return self._masked.backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale, mask=mask)
+        heads, kv_heads = q.shape[1], k.shape[1]
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            batched(grad_out),
+            batched(q),
+            batched(grouped(k, heads)),
+            batched(grouped(v, heads)),
+            None,
+            batched(out.contiguous()),  # read as (tokens, heads, head_dim) without gaps
+            F.pad(lse, (0, -len(q) % _LSE_MULTIPLE), value=float("inf")).contiguous()[None],
+            seed,
+            seed,
+            0.0,
+            [True, True, True, False],
+            causal,
+            scale=scale,
+        )
+        dq, dk, dv = (unbatched(grad) for grad in grads[:3])
+        dk, dv = (grad.unflatten(1, (kv_heads, heads // kv_heads)).sum(2) for grad in (dk, dv))
+        return dq, dk, dv
+
+
+def flash_attn_interface() -> Any | None:
+    """Return the flash-attn package's module of raw calls, or None where there is none that is new enough."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return None
+    numbers = importlib.metadata.version("flash_attn").split("+")[0].split(".")
+    version = tuple(int(number) if number.isdigit() else 0 for number in numbers)
+    return importlib.import_module("flash_attn.flash_attn_interface") if version >= LEAST_FLASH_ATTN else None
+
+
+def _flash_attn_arguments(documents: Documents, scale: float) -> dict[str, Any]:
+    left, right = documents.window
+    return {
+        "cu_seqlens_q": documents.cu_seqlens_q,
+        "cu_seqlens_k": documents.cu_seqlens_k,
+        "max_seqlen_q": documents.max_seqlen_q,
+        "max_seqlen_k": documents.max_seqlen_k,
+        "dropout_p": 0.0,
+        "softmax_scale": scale,
+        "causal": documents.causal,
+        "window_size_left": left,
+        "window_size_right": right,
+        "softcap": 0.0,
+        "alibi_slopes": None,
+    }

@@ -1,0 +1,71 @@
+"""Documents side by side in one attention call: what makes packs of short sequences fast on GPUs.
+
+All diagonal blocks of a rank, those of packed documents and those of its ring shards alike, are documents that see
+nothing but themselves, and between them they are every token that the rank holds. A kernel with a varlen form takes
+them in one call a layer; one without takes them block by block, as the program lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lengthwise.attention.kernels import BlockKernel
+from lengthwise.program import BlockTask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """Documents that each attend to themselves, causally.
+
+    cu_seqlens: (documents + 1,) int32 on the device: where each starts, and the end of the last.
+    max_seqlen: tokens of the longest.
+    window: a query sees itself and the window - 1 tokens before it; None: all before it.
+    """
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+    window: int | None
+
+
+@runtime_checkable
+class PackKernel(BlockKernel, Protocol):
+    """A block kernel that also takes many documents at once; shapes as in `kernels`, tokens of all documents."""
+
+    def forward_pack(self, q: Tensor, k: Tensor, v: Tensor, *, pack: Pack, scale: float) -> tuple[Tensor, Tensor]:
+        """Return (out in q's dtype, lse in at least fp32)."""
+        ...
+
+    def backward_pack(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, pack: Pack, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the documents' share of (dq, dk, dv), given `out` and `lse` of all keys of each query."""
+        ...
+
+
+def pack_of(tasks: Sequence[BlockTask], *, window: int | None, device: torch.device) -> Pack | None:
+    """Join the diagonal blocks of a rank to documents; None when it holds no token.
+
+    A window's tiles are joined again: the kernel cuts the window itself. A tile continues the document before it when
+    its first key is not its first query.
+    """
+    diagonal = sorted((task for task in tasks if task.causal), key=lambda task: task.q_start)
+    if not diagonal:
+        return None
+    borders, stop = [], 0
+    for task in diagonal:
+        assert task.q_start == stop, f"diagonal blocks must lie side by side, got {task.q_start} after {stop}"
+        if task.distance == 0:
+            borders.append(task.q_start)
+        stop = task.q_stop
+    borders.append(stop)
+    return Pack(
+        cu_seqlens=torch.tensor(borders, dtype=torch.int32, device=device),
+        max_seqlen=max(stop - start for start, stop in pairwise(borders)),
+        window=window,
+    )

@@ -1,0 +1,165 @@
+"""Blocks and packs through a varlen flash kernel: one way in for torch's own and for the flash-attn package.
+
+Both have the same form: tokens of all documents in a row, borders as int32 `cu_seqlens`, masks that count from the
+last query and key, heads of at most 256 in multiples of 8, and a raw backward that takes out and lse as they are: those
+of ALL keys, so that a ring's blocks need nothing special. What a kernel wants of its operands is met here; which kernel
+it is, is behind `VarlenOps`. In tests that is a reference on CPU which refuses what the kernels would misread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lengthwise.attention.kernels import BlockMask
+from lengthwise.attention.packs import Pack
+
+TOKEN_MULTIPLE = 128
+HEAD_DIM_MULTIPLE = 8
+MOST_HEAD_DIM = 256
+_ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Documents:
+    """Where documents start and end among queries and among keys, and what a query sees of its own document.
+
+    `window_left`: keys before the one at its place, counted from the document's ends; None: all. `causal`: none after.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    causal: bool
+    window_left: int | None
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """(left, right) as flash kernels have it, -1 for no limit."""
+        return (-1 if self.window_left is None else self.window_left), (0 if self.causal else -1)
+
+
+class VarlenOps(Protocol):
+    """The raw calls; tensors are as `VarlenKernel` prepares them."""
+
+    name: str
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) -> tuple[Tensor, Tensor]:
+        """Return (out (q tokens, heads, head_dim), lse (heads, q tokens) in fp32 or wider)."""
+        ...
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        documents: Documents,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv)."""
+        ...
+
+
+class VarlenKernel:
+    """A `PackKernel` over varlen calls."""
+
+    def __init__(self, ops: VarlenOps, *, token_multiple: int = TOKEN_MULTIPLE) -> None:
+        self.name, self.token_multiple, self._ops = ops.name, token_multiple, ops
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, mask: BlockMask | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute one block (see `BlockKernel.forward`)."""
+        return self._forward(q, k, v, _one(q, k, causal=causal, mask=mask), scale)
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        mask: BlockMask | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute one block's gradients (see `BlockKernel.backward`)."""
+        return self._backward(grad_out, q, k, v, out, lse, _one(q, k, causal=causal, mask=mask), scale)
+
+    def forward_pack(self, q: Tensor, k: Tensor, v: Tensor, *, pack: Pack, scale: float) -> tuple[Tensor, Tensor]:
+        """Compute all documents (see `PackKernel.forward_pack`)."""
+        return self._forward(q, k, v, _all(pack), scale)
+
+    def backward_pack(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, pack: Pack, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute all documents' gradients (see `PackKernel.backward_pack`)."""
+        return self._backward(grad_out, q, k, v, out, lse, _all(pack), scale)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse = self._ops.forward(_aligned(q), _aligned(k), _aligned(v), documents, scale)
+        return out[..., : q.shape[-1]], lse
+
+    def _backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        documents: Documents,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # lse is read as a bare pointer to (heads, tokens): some columns of a larger one would be other memory.
+        head_dim = q.shape[-1]
+        grad_out, q, k, v, out = (_aligned(x) for x in (grad_out, q, k, v, out))
+        dq, dk, dv = self._ops.backward(grad_out, q, k, v, out, lse.contiguous(), documents, scale)
+        return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
+
+
+def _one(q: Tensor, k: Tensor, *, causal: bool, mask: BlockMask | None) -> Documents:
+    """A single block; its borders are made on the device, so that nothing waits for a copy."""
+    borders = [torch.arange(0, len(x) + 1, len(x), dtype=torch.int32, device=x.device) for x in (q, k)]
+    return Documents(
+        cu_seqlens_q=borders[0],
+        cu_seqlens_k=borders[1],
+        max_seqlen_q=len(q),
+        max_seqlen_k=len(k),
+        causal=causal if mask is None else mask.causal,
+        window_left=None if mask is None else mask.window_left,
+    )
+
+
+def _all(pack: Pack) -> Documents:
+    return Documents(
+        cu_seqlens_q=pack.cu_seqlens,
+        cu_seqlens_k=pack.cu_seqlens,
+        max_seqlen_q=pack.max_seqlen,
+        max_seqlen_k=pack.max_seqlen,
+        causal=True,
+        window_left=None if pack.window is None else pack.window - 1,
+    )
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return (tokens, heads, head_dim) as the kernels read it: heads in multiples of 8, rows on 16-byte borders.
+
+    Zeros appended to a head add nothing to any score, and to values a part that is cut off again.
+    """
+    missing = -x.shape[-1] % HEAD_DIM_MULTIPLE
+    if missing:
+        return F.pad(x, (0, missing)).contiguous()
+    step = _ALIGNMENT_BYTES // x.element_size()
+    readable = x.stride(-1) == 1 and not any(each % step for each in (*x.stride()[:-1], x.storage_offset()))
+    return x if readable else x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,115 @@
+"""A varlen flash kernel's contract on CPU: refuses what a GPU kernel would misread, computes in plain matrix products.
+
+The rules are those of `mha_varlen_fwd` and `mha_varlen_bwd` (torch and flash-attn share them): what is a bare pointer
+there must be contiguous here, and windows are rewritten as they rewrite them before a mask is made from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lengthwise.attention.kernels import BlockMask, ReferenceKernel
+from lengthwise.attention.varlen import Documents
+
+
+class _SeenMask(BlockMask):
+    """A mask that was made already."""
+
+    def __init__(self, seen: Tensor) -> None:
+        self._tensor = seen
+
+
+class ReferenceVarlenOps:
+    """`VarlenOps` in any dtype; `calls` counts forward and backward calls."""
+
+    name = "reference varlen"
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._kernel = ReferenceKernel()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) -> tuple[Tensor, Tensor]:
+        """Compute out and lse (see `VarlenOps.forward`)."""
+        self.calls += 1
+        _check(documents, q, k, v)
+        out = torch.full_like(q, float("nan"))
+        lse = torch.full((q.shape[1], len(q)), float("nan"), dtype=torch.promote_types(q.dtype, torch.float32))
+        for rows, cols, mask in _documents(documents):
+            out[rows], lse[:, rows] = self._kernel.forward(
+                q[rows], k[cols], v[cols], causal=False, scale=scale, mask=mask
+            )
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        documents: Documents,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute gradients (see `VarlenOps.backward`)."""
+        self.calls += 1
+        _check(documents, q, k, v, out, grad_out)
+        assert lse.is_contiguous(), "lse is read as a bare pointer"
+        assert lse.shape == (q.shape[1], len(q)), f"lse {tuple(lse.shape)} beside q {tuple(q.shape)}"
+        dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
+        for rows, cols, mask in _documents(documents):
+            dq[rows], dk[cols], dv[cols] = self._kernel.backward(
+                grad_out[rows],
+                q[rows],
+                k[cols],
+                v[cols],
+                out[rows],
+                lse[:, rows],
+                causal=False,
+                scale=scale,
+                mask=mask,
+            )
+        return dq, dk, dv
+
+
+def _check(documents: Documents, *tensors: Tensor) -> None:
+    for x in tensors:
+        step = 16 // x.element_size()
+        assert x.stride(-1) == 1, f"the last dimension must be contiguous, got strides {x.stride()}"
+        assert all(each % step == 0 for each in (*x.stride()[:-1], x.storage_offset())), f"unaligned: {x.stride()}"
+        assert x.shape[-1] % 8 == 0, f"heads in multiples of 8, got {x.shape[-1]}"
+        assert x.shape[-1] <= 256, f"heads of at most 256, got {x.shape[-1]}"
+        assert x.dtype == tensors[0].dtype, f"one dtype, got {x.dtype} beside {tensors[0].dtype}"
+    for borders, most in (
+        (documents.cu_seqlens_q, documents.max_seqlen_q),
+        (documents.cu_seqlens_k, documents.max_seqlen_k),
+    ):
+        assert borders.dtype == torch.int32, f"borders in int32, got {borders.dtype}"
+        assert most == int(borders.diff().max()), f"the longest is {int(borders.diff().max())}, got {most}"
+    assert int(documents.cu_seqlens_q[-1]) == len(tensors[0]), "borders must reach the last query"
+    assert int(documents.cu_seqlens_k[-1]) == len(tensors[1]), "borders must reach the last key"
+
+
+def _documents(documents: Documents) -> Iterator[tuple[slice, slice, BlockMask]]:
+    """Yield (queries, keys, mask) of each document, the mask as the kernels' C++ makes it from their arguments."""
+    left, right = documents.window
+    if left >= documents.max_seqlen_k:
+        left = -1
+    if right >= documents.max_seqlen_k:
+        right = -1
+    if left < 0 and right >= 0:
+        left = documents.max_seqlen_k
+    if left >= 0 and right < 0:
+        right = documents.max_seqlen_k
+    q_borders, k_borders = documents.cu_seqlens_q.tolist(), documents.cu_seqlens_k.tolist()
+    for q_start, q_stop, k_start, k_stop in zip(q_borders, q_borders[1:], k_borders, k_borders[1:], strict=False):
+        queries, keys = q_stop - q_start, k_stop - k_start
+        gap = torch.arange(keys) - torch.arange(queries)[:, None] - (keys - queries)
+        seen = torch.ones(queries, keys, dtype=torch.bool)
+        if left >= 0:
+            seen = (gap >= -left) & (gap <= right)
+        assert seen.any(1).all(), "a query without a visible key"
+        yield slice(q_start, q_stop), slice(k_start, k_stop), _SeenMask(seen)

@@ -1,0 +1,245 @@
+"""GPU kernels without a GPU: what they are handed, which is chosen and why, and that a pack is one call."""
+
+import inspect
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from lengthwise.attention import PlannedAttention, ReferenceKernel, choose_kernel, planned_attention
+from lengthwise.attention.choose import GpuAbilities, gpu_kernel
+from lengthwise.attention.cuda_kernels import EfficientKernel, FlashAttnOps, TorchVarlenOps, flash_attn_interface
+from lengthwise.attention.kernels import BlockMask
+from lengthwise.attention.packs import PackKernel, pack_of
+from lengthwise.attention.varlen import VarlenKernel
+from lengthwise.comm import StrictWorld
+from lengthwise.core.plan import Piece
+from lengthwise.program import lower_microbatch, lower_plan
+from lengthwise.testing import make_plan, relative_error
+from lengthwise.testing.varlen import ReferenceVarlenOps
+
+CPU = torch.device("cpu")
+
+
+def draw(tokens, heads=4, kv_heads=2, dim=8, dtype=torch.float64):
+    random = torch.Generator().manual_seed(3)
+    return [torch.randn(tokens, n, dim, generator=random, dtype=torch.float64).to(dtype) for n in (heads, kv_heads, 2)]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_pack_is_one_call_a_layer_and_pass_and_so_are_the_diagonals_of_rings(window):
+    """Thirty documents and the diagonal of a ring on each rank, and one call more for each block that is not on it."""
+    pieces = [Piece(ranks=(0,), sequences=tuple(range(1, 31))), Piece(ranks=(0, 1), sequences=(0,))]
+    plan = make_plan(2, [40, *range(1, 31)], [pieces])
+
+    def work(transport):
+        (program,) = lower_plan(plan, transport.rank)
+        ops = ReferenceVarlenOps()
+        planned = PlannedAttention(program, transport, VarlenKernel(ops))
+        q, k, v = (x.requires_grad_() for x in draw(planned.num_tokens))
+        out = planned_attention(q, k, v, planned, scale=0.3, window=window)
+        forward = ops.calls
+        out.sum().backward()
+        windowed = program.with_window(window)
+        others = sum(not t.causal for hop in range(windowed.hops) for t in windowed.tasks(transport.rank, hop))
+        return forward, ops.calls - forward, 1 + others
+
+    for forward, backward, expected in StrictWorld(2).run(work):
+        assert forward == backward == expected
+
+
+@pytest.mark.parametrize("window", [1, 60, 128, 200])
+def test_pack_joins_a_windows_tiles_to_whole_documents(window):
+    plan = make_plan(2, [700, 301, 40], [[Piece(ranks=(0,), sequences=(1, 2)), Piece(ranks=(1, 0), sequences=(0,))]])
+    program = lower_microbatch(plan, 0).with_window(window)
+    pack = pack_of(program.tasks(0, 0), window=program.window, device=CPU)
+    assert pack is not None
+    borders = pack.cu_seqlens.tolist()
+    # Rank 0 holds two documents and the innermost chunks 1 and 2 of the ring, which lie side by side.
+    if window == 1:  # no tile reaches into the one before it
+        assert set(borders) >= {0, 301, 341, 691}
+    else:
+        assert borders == [0, 301, 341, 691]
+        assert pack.max_seqlen == 350
+    assert pack.window == window
+
+
+def test_pack_is_none_on_a_rank_without_tokens():
+    plan = make_plan(3, [1], [Piece(ranks=(0, 1, 2), sequences=(0,))])
+    program = lower_microbatch(plan, 0)
+    packs = [pack_of(program.tasks(rank, 0), window=None, device=CPU) for rank in range(3)]
+    assert sorted(pack.max_seqlen if pack else 0 for pack in packs) == [0, 0, 1]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("most_scores", [1, 50, 97])
+def test_reference_kernel_in_tiles_is_the_whole(most_scores, masked):
+    q, k, v = draw(13)
+    k, v = (torch.cat((x, x.flip(0))) for x in (k, v))  # 26 keys
+    mask = BlockMask(queries=13, keys=26, distance=20, causal=False, window=30) if masked else None
+    whole, tiled = ReferenceKernel(), ReferenceKernel(most_scores=most_scores)
+    out, lse = whole.forward(q, k, v, causal=False, scale=0.3, mask=mask)
+    for a, b in zip((out, lse), tiled.forward(q, k, v, causal=False, scale=0.3, mask=mask), strict=True):
+        assert relative_error(b, a) < 1e-15
+    grads = [kernel.backward(q, q, k, v, out, lse, causal=False, scale=0.3, mask=mask) for kernel in (whole, tiled)]
+    assert all(relative_error(b, a) < 1e-14 for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("strange", ["odd stride", "odd start", "head_dim first", "expanded"])
+def test_varlen_kernel_makes_operands_readable(strange):
+    """Rows off the 16-byte borders, or gaps inside a head, are copied; the reference refuses them."""
+    q, k, v = draw(9)
+    plain = VarlenKernel(ReferenceVarlenOps()).forward(q, k, v, causal=True, scale=0.3)[0]
+    if strange == "odd stride":
+        q = torch.cat((q, q[..., :1]), dim=-1)[..., :8]
+    elif strange == "odd start":
+        q = torch.cat((q.flatten()[:1], q.flatten()))[1:].view(q.shape)
+    elif strange == "head_dim first":
+        q = q.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    ops = ReferenceVarlenOps()
+    out, lse = VarlenKernel(ops).forward(q, k, v, causal=True, scale=0.3)
+    assert torch.equal(out, plain)
+    grad = torch.ones((), dtype=torch.float64).expand(9, 4, 8) if strange == "expanded" else torch.ones_like(out)
+    wide_lse = torch.cat((lse, lse), dim=1)[:, :9]  # some columns of a larger one, as a ring's blocks have it
+    VarlenKernel(ops).backward(grad, q, k, v, out, wide_lse, causal=True, scale=0.3)
+
+
+def test_reference_varlen_refuses_what_a_kernel_would_misread():
+    q, k, v = draw(9)
+    kernel = VarlenKernel(ReferenceVarlenOps())
+    with pytest.raises(AssertionError, match="at most 256"):
+        kernel.forward(*draw(9, dim=264), causal=True, scale=0.3)
+    mask = BlockMask(queries=9, keys=4, distance=6, causal=False, window=3)
+    with pytest.raises(AssertionError, match="sees none of 4 keys"):
+        kernel.forward(q, k[:4], v[:4], causal=False, scale=0.3, mask=mask)
+
+
+@pytest.mark.parametrize("dim", [64, 20])
+def test_torch_flash_calls_fit_the_operators_of_this_torch(dim):
+    """Every argument goes through the operators' own shape functions, on tensors without memory."""
+    kernel = VarlenKernel(TorchVarlenOps())
+    plan = make_plan(1, [300, 20], [Piece(ranks=(0,), sequences=(0, 1))])
+    q, k, v = (torch.empty(n, h, dim, dtype=torch.bfloat16, device="meta") for n, h in ((10, 4), (12, 2), (12, 2)))
+    mask = BlockMask(queries=10, keys=12, distance=300, causal=False, window=301)
+    out, lse = kernel.forward(q, k, v, causal=False, scale=0.1, mask=mask)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (4, 10), torch.float32)
+    grads = kernel.backward(out, q, k, v, out, lse, causal=False, scale=0.1, mask=mask)
+    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+    pack = pack_of(lower_microbatch(plan, 0).tasks(0, 0), window=None, device=torch.device("meta"))
+    q, k, v = (torch.empty(320, h, dim, dtype=torch.bfloat16, device="meta") for h in (4, 2, 2))
+    out, lse = kernel.forward_pack(q, k, v, pack=pack, scale=0.1)
+    grads = kernel.backward_pack(out, q, k, v, out, lse, pack=pack, scale=0.1)
+    assert [x.shape for x in (out, lse, *grads)] == [q.shape, (4, 320), q.shape, k.shape, v.shape]
+
+
+def test_torch_efficient_calls_fit_the_operators_of_this_torch():
+    kernel = EfficientKernel()
+    q, k, v = (torch.empty(n, h, 64, device="meta") for n, h in ((10, 4), (12, 2), (12, 2)))
+    out, lse = kernel.forward(q, k, v, causal=False, scale=0.1)
+    assert (out.shape, lse.shape) == (q.shape, (4, 10))
+    grads = kernel.backward(out, q, k, v, out, lse, causal=False, scale=0.1)
+    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+
+
+def test_efficient_kernel_hands_masked_blocks_to_the_reference():
+    q, k, v = draw(9)
+    mask = BlockMask(queries=9, keys=9, distance=0, causal=True, window=3)
+    out, lse = EfficientKernel().forward(q, k, v, causal=True, scale=0.3, mask=mask)
+    want = ReferenceKernel().forward(q, k, v, causal=True, scale=0.3, mask=mask)
+    assert torch.equal(out, want[0])
+    grads = EfficientKernel().backward(out, q, k, v, out, lse, causal=True, scale=0.3, mask=mask)
+    expected = ReferenceKernel().backward(out, q, k, v, out, lse, causal=True, scale=0.3, mask=mask)
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+
+
+def flash_attn_stub():
+    """The raw calls of flash-attn 2.7.1 and later, by their published signatures, computed by the reference."""
+    ops = ReferenceVarlenOps()
+
+    def documents(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size_left, window_size_right):
+        return SimpleNamespace(
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            window=(window_size_left, 0 if causal else window_size_right),
+        )
+
+    def _flash_attn_varlen_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+        block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
+    ):  # fmt: skip
+        borders = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size_left, window_size_right)
+        return (*ops.forward(q, k, v, documents(*borders), softmax_scale), None, None)
+
+    def _flash_attn_varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
+        rng_state=None, zero_tensors=False,
+    ):  # fmt: skip
+        borders = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size_left, window_size_right)
+        grads = ops.backward(dout, q, k, v, out, softmax_lse, documents(*borders), softmax_scale)
+        for into, grad in zip((dq, dk, dv), grads, strict=True):
+            into.copy_(grad)
+
+    return SimpleNamespace(
+        _flash_attn_varlen_forward=_flash_attn_varlen_forward, _flash_attn_varlen_backward=_flash_attn_varlen_backward
+    )
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_flash_attn_package_gives_what_the_reference_gives(window):
+    """Its calls are bound by their signatures, and write gradients into room that we make."""
+    stub, (q, k, v) = flash_attn_stub(), draw(30)
+    assert "window_size_left" in inspect.signature(stub._flash_attn_varlen_forward).parameters
+    plan = make_plan(1, [21, 9], [Piece(ranks=(0,), sequences=(0, 1))])
+    pack = pack_of(lower_microbatch(plan, 0).with_window(window).tasks(0, 0), window=window, device=CPU)
+    results = []
+    for ops in (FlashAttnOps(stub), ReferenceVarlenOps()):
+        kernel = VarlenKernel(ops)
+        out, lse = kernel.forward_pack(q, k, v, pack=pack, scale=0.3)
+        results.append((out, lse, *kernel.backward_pack(out, q, k, v, out, lse, pack=pack, scale=0.3)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_flash_attn_is_not_taken_where_it_is_missing_or_too_old(monkeypatch):
+    assert flash_attn_interface() is None
+    interface = ModuleType("flash_attn.flash_attn_interface")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
+    for version, taken in (("2.6.3", False), ("2.7.0.post2", False), ("2.7.1", True), ("2.8.3+cu12torch2.7", True)):
+        monkeypatch.setattr("importlib.metadata.version", lambda name, version=version: version)
+        assert (flash_attn_interface() is not None) == taken, version
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "capability", "torch_flash", "flash_attn", "name", "reason"),
+    [
+        (torch.bfloat16, 128, (9, 0), True, True, "torch flash attention", "torch has flash attention"),
+        (torch.bfloat16, 128, (8, 0), False, True, "flash-attn", "built without flash attention, and the flash-attn"),
+        (torch.bfloat16, 128, (8, 0), False, False, "torch efficient", "no flash-attn from 2.7.1"),
+        (torch.bfloat16, 320, (9, 0), True, True, "torch efficient", "at most 256, and this model has 320"),
+        (torch.bfloat16, 64, (7, 5), True, True, "reference", "this GPU has 7.5, and efficient attention lacks bf"),
+        (torch.float32, 64, (9, 0), True, True, "torch efficient", "takes bf16, not float32"),
+        (torch.float64, 64, (9, 0), True, True, "reference", "not float64, and efficient attention lacks float64"),
+    ],
+)
+def test_gpu_kernel_is_chosen_and_said_why(
+    monkeypatch, dtype, head_dim, capability, torch_flash, flash_attn, name, reason
+):
+    monkeypatch.setattr("lengthwise.attention.choose.flash_attn_interface", flash_attn_stub)
+    abilities = GpuAbilities(capability=capability, torch_flash=torch_flash, flash_attn=flash_attn)
+    kernel, said = gpu_kernel(abilities, dtype=dtype, head_dim=head_dim)
+    assert name in kernel.name
+    assert reason in said
+    assert kernel.token_multiple == 128
+    assert isinstance(kernel, PackKernel) == ("flash" in name)
+
+
+def test_choose_kernel_says_once_what_and_why():
+    said = []
+    kernel = choose_kernel(CPU, dtype=torch.bfloat16, head_dim=64, say=said.append)
+    assert said == [f"attention kernel: {kernel.name}; because the run computes on the CPU"]
