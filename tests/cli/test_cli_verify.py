@@ -124,8 +124,8 @@ def labels_shifted_after_the_cut(self, segments, inner=batches.StepBatch.tensors
     return ids, positions, labels
 
 
-def loss_scaled_by_ranks(model, planned, *tensors, inner=work.model_loss):
-    return inner(model, planned, *tensors) * 1.0000001
+def loss_scaled_by_ranks(*arguments, inner=work.model_loss, **keys):
+    return inner(*arguments, **keys) * 1.0000001
 
 
 def test_verify_fails_when_partial_results_are_averaged(run_file, capsys, monkeypatch):

@@ -125,6 +125,28 @@ def test_order_d_a_collective_before_the_last_round_deadlocks():
     assert matcher.stuck() == {0: "step end", 1: "microbatch 0, layer 0, backward, hop 0"}
 
 
+@settings(max_examples=50)
+@given(choose=st.randoms(use_true_random=False), ranks=st.integers(1, 7), count=st.integers(1, 6))
+def test_order_d_counting_is_a_sub_step_with_its_rings_before_its_collective(choose, ranks, count):
+    plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count))
+    windows = [None, 5]
+    for rank in range(ranks):
+        counted = list(rank_groups(plan, rank, windows=windows, counts_routers=True))
+        plain = list(rank_groups(plan, rank, windows=windows))
+        place = [label for label, _ in counted].index("sum of counts")
+        assert counted[place + 1 :] == plain
+        assert [operations for _, operations in counted[:place]] == [
+            operations for label, operations in plain if "forward" in label
+        ]
+    forward = sum(
+        len(each.transfers)
+        for index in range(len(plan.microbatches))
+        for window in windows
+        for each in lower_microbatch(plan, index).with_window(window).forward_rounds
+    )
+    assert check_order(plan, windows=windows, counts_routers=True) == check_order(plan, windows=windows) + forward
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -1,6 +1,6 @@
 """Makes a Hugging Face causal language model obey a plan, and refuses by name what a plan would compute wrongly."""
 
-from lengthwise.models.adapter import model_loss, plain_logits, token_loss
+from lengthwise.models.adapter import model_loss, model_router_logits, plain_output, token_loss
 from lengthwise.models.double import keep_double
 from lengthwise.models.families import FAMILIES, check_model_config
 from lengthwise.models.load import (
@@ -11,18 +11,24 @@ from lengthwise.models.load import (
     plain_attention,
     save_model,
 )
+from lengthwise.models.router import ROUTER_FAMILIES, RouterBalance, count_choices, has_balance_loss
 
 __all__ = [
     "DTYPES",
     "FAMILIES",
+    "ROUTER_FAMILIES",
     "ModelSource",
+    "RouterBalance",
     "build_model",
     "check_model_config",
+    "count_choices",
     "find_model",
+    "has_balance_loss",
     "keep_double",
     "model_loss",
+    "model_router_logits",
     "plain_attention",
-    "plain_logits",
+    "plain_output",
     "save_model",
     "token_loss",
 ]

@@ -7,6 +7,7 @@ each sequence, so RoPE is right wherever a token is; no mask is ever made, becau
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,23 +33,42 @@ def register_attention() -> None:
 
 
 def model_loss(
-    model: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor, shift_labels: Tensor
+    model: nn.Module,
+    planned: PlannedAttention,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    shift_labels: Tensor,
+    *,
+    hear_router: Callable[[list[Tensor]], None] | None = None,
 ) -> Tensor:
     """Return the summed loss of this rank's tokens in one microbatch, in fp32 or wider.
 
     All three tensors are (tokens,), in the order of `MicrobatchProgram.segments`; `shift_labels[t]` is what the model
-    should say after token t, -100 where nothing is asked.
+    should say after token t, -100 where nothing is asked. `hear_router` is given the router logits of the same tokens,
+    (tokens, experts) of each layer that has a router; only for models whose config says `output_router_logits`.
     """
+    output = _run(model, planned, input_ids, position_ids)
+    if hear_router is not None:
+        hear_router(_own_router_logits(output, planned))
+    return token_loss(output.logits[0, : planned.num_tokens], shift_labels)
+
+
+def model_router_logits(
+    model: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor
+) -> list[Tensor]:
+    """Return what `model_loss` gives to `hear_router`, without the work of the vocabulary."""
+    return _own_router_logits(_run(model, planned, input_ids, position_ids, logits_to_keep=1), planned)
+
+
+def _run(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor, **options: Any) -> Any:
+    """Return the model's output; rows past `planned.num_tokens` are padding, which stands for no one."""
     if not planned.num_tokens:
         # A ring of more ranks than tokens leaves some without any; they still pass keys on, and Hugging Face cannot
-        # run on nothing. The token stands for no one: it is kept from attention and asks for no label.
-        input_ids, position_ids, shift_labels = (
-            F.pad(x, (0, 1), value=v)
-            for x, v in zip((input_ids, position_ids, shift_labels), (0, 0, -100), strict=True)
-        )
-    logits = model(
-        input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, lengthwise=planned
-    ).logits
+        # run on nothing. The token is kept from attention, from the loss and from the routers' counts.
+        input_ids, position_ids = (F.pad(x, (0, 1)) for x in (input_ids, position_ids))
+    output = model(
+        input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, lengthwise=planned, **options
+    )
     layers: int = model.config.num_hidden_layers  # type: ignore[union-attr]
     if planned.layers_run != layers:
         raise ModelRefused(
@@ -57,13 +77,17 @@ def model_loss(
             got=f"{planned.layers_run} that did",
             remedy="A layer of another kind would be wrong without a word; use another model.",
         )
-    return token_loss(logits[0], shift_labels)
+    return output
 
 
-def plain_logits(model: nn.Module, input_ids: Tensor) -> Tensor:
-    """Return the logits (tokens, vocab) of one whole sequence from the plain Hugging Face model."""
+def _own_router_logits(output: Any, planned: PlannedAttention) -> list[Tensor]:
+    return [logits.reshape(-1, logits.shape[-1])[: planned.num_tokens] for logits in output.router_logits]
+
+
+def plain_output(model: nn.Module, input_ids: Tensor) -> Any:
+    """Return the plain Hugging Face model's output for one whole sequence of input ids (tokens,)."""
     # use_cache=False: with a cache, packed rows silently see each other; one row is safe, the habit is safer.
-    return model(input_ids=input_ids[None], use_cache=False).logits[0]
+    return model(input_ids=input_ids[None], use_cache=False)
 
 
 def token_loss(logits: Tensor, shift_labels: Tensor) -> Tensor:

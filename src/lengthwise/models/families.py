@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from lengthwise.core.errors import ModelRefused, raise_problems
+from lengthwise.models.router import router_problems
 
 FAMILIES = (
     "apertus",
@@ -106,15 +107,9 @@ def check_model_config(config: Any) -> None:
             ", ".join(unknown),
             "Such layers need state from the tokens before them, wherever those are; use another model.",
         )
-    if getattr(config, "output_router_logits", False):
-        refuse(
-            "output_router_logits",
-            "false (the router's balance loss is not added yet)",
-            True,
-            "Set output_router_logits to false in the model's config.json.",
-        )
     if getattr(config, "quantization_config", None) is not None:
         refuse("quantization_config", "none", "a quantised model", "Use the model's full-precision weights.")
+    problems += router_problems(config)
     raise_problems(problems)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
-from lengthwise.program.lower import lower_plan
+from lengthwise.program.lower import MicrobatchProgram, lower_plan
 from lengthwise.program.records import Transfer
 
 
@@ -141,19 +141,23 @@ def _next_receive(group: Group, source: int) -> int | None:
     )
 
 
-def check_order(plan: Plan, *, layers: int = 1, windows: Sequence[int | None] | None = None) -> int:
+def check_order(
+    plan: Plan, *, layers: int = 1, windows: Sequence[int | None] | None = None, counts_routers: bool = False
+) -> int:
     """Run the grouped calls of one step of `plan` under strict matching; return how many messages were matched.
 
     Each rank posts, for its microbatches in order, the forward rounds of every layer and the backward rounds of every
     layer, and then the step-end collective. `windows` gives the sliding window of each layer (default: `layers` layers
-    without one).
+    without one). `counts_routers`: before that, the counting pass of a model with a router balance loss: the forward
+    rounds of all microbatches, then a collective.
 
     Raises:
         PlanError: the ranks would wait for each other for ever; it names the ranks and what they wait in.
     """
     matcher = StrictMatcher(plan.ranks)
+    windows = [None] * layers if windows is None else windows
     for rank in range(plan.ranks):
-        for label, operations in rank_groups(plan, rank, windows=[None] * layers if windows is None else windows):
+        for label, operations in rank_groups(plan, rank, windows=windows, counts_routers=counts_routers):
             matcher.post(rank, label, operations)
     matched = sum(1 for senders, _ in matcher.progress() if senders[0].kind == "send")
     stuck = matcher.stuck()
@@ -168,19 +172,32 @@ def check_order(plan: Plan, *, layers: int = 1, windows: Sequence[int | None] | 
     return matched
 
 
-def rank_groups(plan: Plan, rank: int, *, windows: Sequence[int | None]) -> Iterator[tuple[str, list[Operation]]]:
+def rank_groups(
+    plan: Plan, rank: int, *, windows: Sequence[int | None], counts_routers: bool = False
+) -> Iterator[tuple[str, list[Operation]]]:
     """Yield (label, operations) of every grouped call that `rank` makes in a step, in order."""
+    if counts_routers:
+        for program in lower_plan(plan, rank):
+            yield from _pass_groups(program, rank, "counting", windows)
+        yield "sum of counts", [Operation(kind="collective")]
     for program in lower_plan(plan, rank):
-        lowered = {window: program.with_window(window) for window in set(windows)}
-        for name, order in (("forward", range(len(windows))), ("backward", reversed(range(len(windows))))):
-            for layer in order:
-                of_layer = lowered[windows[layer]]
-                rounds = of_layer.forward_rounds if name == "forward" else of_layer.backward_rounds
-                for hop, each in enumerate(rounds):
-                    operations = [_operation(t, rank) for t in each.transfers if rank in (t.source, t.target)]
-                    if operations:
-                        yield f"microbatch {program.index}, layer {layer}, {name}, hop {hop}", operations
+        yield from _pass_groups(program, rank, "forward", windows)
+        yield from _pass_groups(program, rank, "backward", windows)
     yield "step end", [Operation(kind="collective")]
+
+
+def _pass_groups(
+    program: MicrobatchProgram, rank: int, name: str, windows: Sequence[int | None]
+) -> Iterator[tuple[str, list[Operation]]]:
+    lowered = {window: program.with_window(window) for window in set(windows)}
+    layers = range(len(windows))
+    for layer in reversed(layers) if name == "backward" else layers:
+        of_layer = lowered[windows[layer]]
+        rounds = of_layer.backward_rounds if name == "backward" else of_layer.forward_rounds
+        for hop, each in enumerate(rounds):
+            operations = [_operation(t, rank) for t in each.transfers if rank in (t.source, t.target)]
+            if operations:
+                yield f"microbatch {program.index}, layer {layer}, {name}, hop {hop}", operations
 
 
 def _operation(transfer: Transfer, rank: int) -> Operation:

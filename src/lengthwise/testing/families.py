@@ -17,7 +17,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.models import DTYPES, ModelSource, build_model, keep_double, plain_attention
 from lengthwise.testing.sequences import make_batch
 from lengthwise.train.flat import FlatParameters
-from lengthwise.train.verify import gradient_differences, plain_gradients
+from lengthwise.train.verify import gradient_differences, plain_gradients, relative_difference
 from lengthwise.train.work import run_plan
 
 MODEL_TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
@@ -43,10 +43,14 @@ _SIZES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Relative differences from plain Hugging Face, one document at a time: of the loss, and of the worst gradient."""
+    """Relative differences from plain Hugging Face, one document at a time: of the losses, and of the worst gradient.
+
+    `router_loss` is 0 where the config asks for no balance loss of the routers.
+    """
 
     loss: float
     gradient: float
+    router_loss: float
 
 
 def tiny_family_config(model_type: str) -> Any:
@@ -91,19 +95,22 @@ def family_difference(
     """Run a plan on strict in-process ranks and the plain model in one; return how far apart they are."""
     batch = make_batch(lengths, vocab=VOCAB, seed=1, masked=0.2)
     dtype = DTYPES[precision]
-    expected_loss, expected = plain_gradients(copy.deepcopy(pair["plain"]), batch.dataset, batch.ids, dtype)
+    expected = plain_gradients(copy.deepcopy(pair["plain"]), batch.dataset, batch.ids, dtype)
 
-    def work(transport: Transport) -> tuple[float, dict[str, torch.Tensor]]:
+    def work(transport: Transport) -> tuple[float, float, dict[str, torch.Tensor]]:
         model = copy.deepcopy(pair["planned"])
         flat = FlatParameters(model, transport, dtype=dtype)
         with keep_double(dtype):
             done = run_plan(model, plan, batch, transport, choose_kernel(torch.device("cpu")), name="family")
         flat.reduce_gradients()
-        return done.loss_sum, flat.gather_gradients()
+        return done.loss_sum, done.router_loss, flat.gather_gradients()
 
     results: list[Any] = StrictWorld(plan.ranks).run(work)
-    loss = sum(loss for loss, _ in results) / batch.loss_tokens
-    worst = max(
-        float("inf") if each != each else each for each in gradient_differences(results[0][1], expected).values()
+    loss = sum(each[0] for each in results) / batch.loss_tokens
+    router_loss = sum(each[1] for each in results)
+    differences = gradient_differences(results[0][2], expected.gradients)
+    return Difference(
+        loss=relative_difference(loss, expected.loss),
+        router_loss=relative_difference(router_loss, expected.router_loss),
+        gradient=max(float("inf") if each != each else each for each in differences.values()),
     )
-    return Difference(loss=abs(loss - expected_loss) / abs(expected_loss), gradient=worst)

@@ -90,7 +90,7 @@ class RunFolder:
         with self.writing():
             (self.path / "plans" / f"step-{metrics.step:06d}.json").write_text(plan.to_json(), encoding="utf-8")
         self._append("ledger.jsonl", {"step": metrics.step, "sequences": list(ids)})
-        self._append("metrics.jsonl", asdict(metrics))
+        self._append("metrics.jsonl", {key: value for key, value in asdict(metrics).items() if value is not None})
 
     def write_eval(self, row: dict[str, float]) -> None:
         """Write the result of one evaluation."""

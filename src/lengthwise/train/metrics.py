@@ -12,6 +12,7 @@ from lengthwise.core.plan import Plan
 class StepMetrics:
     """One line of metrics.jsonl. `loss` is the mean over the loss tokens of the global batch, before the update.
 
+    `router_loss` is the routers' balance loss over the same batch, before its coefficient; None where there is none.
     `imbalance_ratio` is the largest over the mean busy time of the ranks, `idle_ratio` 1 - mean busy / step time,
     `ring_token_ratio` the share of tokens in sequences cut over more than one rank.
     """
@@ -30,6 +31,7 @@ class StepMetrics:
     idle_ratio: float
     ring_token_ratio: float
     plan_seconds: float
+    router_loss: float | None = None
 
 
 def step_metrics(
@@ -43,6 +45,7 @@ def step_metrics(
     busy_seconds: Sequence[float],
     step_seconds: float,
     plan_seconds: float,
+    router_loss: float | None = None,
 ) -> StepMetrics:
     """Put a step's line together; `busy_seconds` has one entry a rank."""
     num_tokens = sum(plan.tokens)
@@ -62,4 +65,5 @@ def step_metrics(
         idle_ratio=max(0.0, 1 - mean_busy / step_seconds),
         ring_token_ratio=plan.ring_tokens / num_tokens,
         plan_seconds=plan_seconds,
+        router_loss=router_loss,
     )

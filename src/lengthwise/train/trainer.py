@@ -19,7 +19,7 @@ from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport, TorchTransport, Transport, World, agree
 from lengthwise.config import dump_config
 from lengthwise.core.errors import NumericError
-from lengthwise.models import DTYPES, build_model, save_model
+from lengthwise.models import DTYPES, build_model, has_balance_loss, save_model
 from lengthwise.train.batch import StepBatch
 from lengthwise.train.flat import FlatParameters
 from lengthwise.train.folder import RunFolder
@@ -128,9 +128,10 @@ class _Trainer:
         start, name, config = time.perf_counter(), f"step {number}", self._job.config.optimizer
         work = run_plan(self._model, plan, batch, self._transport, self._kernel, name=name)
         self._transport.phase = f"{name}, step end"
-        rows = self._share([work.loss_sum, work.busy_seconds, float(self._stop.signal or 0)])
-        loss = rows[:, 0].sum().item() / batch.loss_tokens
+        rows = self._share([work.loss_sum, work.busy_seconds, float(self._stop.signal or 0), work.router_loss])
+        loss, router_loss = rows[:, 0].sum().item() / batch.loss_tokens, rows[:, 3].sum().item()
         _refuse_infinite("loss", loss, name, batch)
+        _refuse_infinite("router loss", router_loss, name, batch)
         lr = learning_rate(
             number,
             peak=config.lr,
@@ -146,6 +147,7 @@ class _Trainer:
             plan,
             step=number,
             loss=loss,
+            router_loss=router_loss if has_balance_loss(self._model.config) else None,
             grad_norm=grad_norm,
             lr=lr,
             num_loss_tokens=batch.loss_tokens,

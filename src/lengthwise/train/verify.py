@@ -16,10 +16,11 @@ from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport, World
 from lengthwise.core.plan import Plan
 from lengthwise.data import NO_LOSS, Dataset
-from lengthwise.models import DTYPES, build_model, keep_double, plain_attention, plain_logits, token_loss
+from lengthwise.models import DTYPES, build_model, keep_double, plain_attention, plain_output, token_loss
 from lengthwise.train.batch import StepBatch
 from lengthwise.train.flat import FlatParameters
 from lengthwise.train.job import Job
+from lengthwise.train.plain_router import plain_balance
 from lengthwise.train.trainer import connect
 from lengthwise.train.work import run_plan
 
@@ -31,6 +32,7 @@ _FLOOR = 1e-3
 class Verification:
     """Differences between N ranks and one process; all relative.
 
+    `router_loss` is the routers' balance loss over the batch, 0 where the model's config asks for none.
     `gradients` maps each parameter to |difference| / max(|reference|, 1e-3 of the median parameter's norm), L2.
     """
 
@@ -39,11 +41,18 @@ class Verification:
     reference_loss: float
     gradients: dict[str, float]
     tolerance: float
+    router_loss: float = 0.0
+    reference_router_loss: float = 0.0
 
     @property
     def loss_difference(self) -> float:
         """Relative difference of the two losses."""
-        return abs(self.loss - self.reference_loss) / max(abs(self.reference_loss), 1e-30)
+        return relative_difference(self.loss, self.reference_loss)
+
+    @property
+    def router_loss_difference(self) -> float:
+        """Relative difference of the two router losses."""
+        return relative_difference(self.router_loss, self.reference_router_loss)
 
     @property
     def worst_gradient(self) -> float:
@@ -52,8 +61,14 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether loss and every gradient are within the tolerance."""
-        return self.loss_difference <= self.tolerance and self.worst_gradient <= self.tolerance
+        """Whether losses and every gradient are within the tolerance."""
+        differences = (self.loss_difference, self.router_loss_difference, self.worst_gradient)
+        return all(difference <= self.tolerance for difference in differences)
+
+
+def relative_difference(got: float, expected: float) -> float:
+    """Return |got - expected| / |expected|; 0 where both are 0."""
+    return abs(got - expected) / max(abs(expected), 1e-30)
 
 
 def first_batch(job: Job) -> StepBatch:
@@ -70,8 +85,8 @@ def verify_rank(job: Job, plan: Plan, world: World, on_phase: Callable[[str], No
     with keep_double(dtype):
         work = run_plan(model, plan, batch, transport, choose_kernel(world.device), name="verify")
     transport.phase = "verify, gathering gradients"
-    loss = torch.tensor([work.loss_sum], dtype=torch.float64)
-    transport.all_reduce(loss)
+    losses = torch.tensor([work.loss_sum, work.router_loss], dtype=torch.float64)
+    transport.all_reduce(losses)
     flat.reduce_gradients()
     gradients = flat.gather_gradients()
     transport.close()
@@ -79,12 +94,14 @@ def verify_rank(job: Job, plan: Plan, world: World, on_phase: Callable[[str], No
         return None
     on_phase("verify, one process")
     plain = build_model(job.model, seed=job.config.seed, attention=plain_attention(job.model)).to(world.device)
-    expected_loss, expected = plain_gradients(plain, job.dataset, batch.ids, dtype)
+    reference = plain_gradients(plain, job.dataset, batch.ids, dtype)
     return Verification(
         plan=plan,
-        loss=loss.item() / batch.loss_tokens,
-        reference_loss=expected_loss,
-        gradients=gradient_differences(gradients, expected),
+        loss=losses[0].item() / batch.loss_tokens,
+        reference_loss=reference.loss,
+        router_loss=losses[1].item(),
+        reference_router_loss=reference.router_loss,
+        gradients=gradient_differences(gradients, reference.gradients),
         tolerance=TOLERANCES[job.config.precision],
     )
 
@@ -99,24 +116,37 @@ def gradient_differences(gradients: dict[str, Tensor], expected: dict[str, Tenso
     }
 
 
-def plain_gradients(
-    model: nn.Module, dataset: Dataset, ids: Sequence[int], dtype: torch.dtype
-) -> tuple[float, dict[str, Tensor]]:
-    """Return (loss, gradients) of a plain Hugging Face model in this process, one sequence at a time.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What one process computes: mean loss over the loss tokens, router loss (0 without), gradient of each parameter.
+
+    The gradients are those of loss + coefficient x router loss.
+    """
+
+    loss: float
+    router_loss: float
+    gradients: dict[str, Tensor]
+
+
+def plain_gradients(model: nn.Module, dataset: Dataset, ids: Sequence[int], dtype: torch.dtype) -> Reference:
+    """Compute what a plain Hugging Face model gives in this process, one sequence at a time.
 
     Shift and loss-token count are made here from the data's labels, on purpose not by the code that is checked: logits
     of all but the last position against labels of all but the first.
     """
     flat, loss_sum = FlatParameters(model, SoloTransport(), dtype=dtype), 0.0
     device = flat.values.device
-    num_loss_tokens = sum(int((dataset.labels(i)[1:] != NO_LOSS).sum()) for i in ids)
+    sequences, labels = (
+        [torch.from_numpy(read(i).astype("int64")).to(device) for i in ids] for read in (dataset.tokens, dataset.labels)
+    )
+    num_loss_tokens = sum(int((each[1:] != NO_LOSS).sum()) for each in labels)
     with keep_double(dtype):
-        for i in ids:
-            tokens, labels = (
-                torch.from_numpy(x.astype("int64")).to(device) for x in (dataset.tokens(i), dataset.labels(i))
-            )
-            loss = token_loss(plain_logits(model, tokens)[:-1], labels[1:])
-            (loss / num_loss_tokens).backward()
+        router_loss, router_gradients = plain_balance(model, sequences)
+        for tokens, asked, from_routers in zip(sequences, labels, router_gradients, strict=True):
+            output = plain_output(model, tokens)
+            loss = token_loss(output.logits[0, :-1], asked[1:])
+            routers = output.router_logits if from_routers else ()
+            torch.autograd.backward([loss / num_loss_tokens, *routers], [torch.ones_like(loss), *from_routers])
             loss_sum += loss.item()
     flat.reduce_gradients()
-    return loss_sum / num_loss_tokens, flat.gather_gradients()
+    return Reference(loss=loss_sum / num_loss_tokens, router_loss=router_loss, gradients=flat.gather_gradients())

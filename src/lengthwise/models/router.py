@@ -1,0 +1,118 @@
+"""The balance loss of a model's routers, over all tokens of a global batch, whatever the plan.
+
+Hugging Face's `load_balancing_loss_func`, the same text in every family listed here, says for the router logits of all
+layers taken as one list of rows, with E experts of which each row chooses k:
+
+    balance = E x sum over e of f_e x P_e      f_e = choices of expert e / rows      P_e = mean probability of e
+
+f is a count and has no gradient; P is a sum over rows. So the loss over a batch that is cut and packed over many ranks
+is exact once f is known of the whole batch: every row adds its own E x sum of f_e x p_e / rows. Averaging the loss of
+each microbatch, as is common, gives another number for every plan. f is needed before the first backward, hence
+a pass that only counts, and one sum of E + 1 whole numbers over all ranks.
+Switch Transformer (arXiv 2101.03961), equations 4 to 6. Cost: the counting pass, see `train.work`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from lengthwise.core.errors import ModelRefused
+
+# Families with Hugging Face's common balance loss; tests/train/test_train_router.py holds for each.
+ROUTER_FAMILIES = (
+    "ernie4_5_moe",
+    "flex_olmo",
+    "gpt_oss",
+    "granitemoe",
+    "minimax_m2",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+)
+
+
+def has_balance_loss(config: Any) -> bool:
+    """Whether the config asks for the balance loss."""
+    return bool(getattr(config, "output_router_logits", False))
+
+
+def count_choices(model: Any, router_logits: Sequence[Tensor]) -> Tensor:
+    """Count (experts + 1,) how often rows of all layers, each (tokens, experts), choose each expert, and the rows.
+
+    Whole numbers, so that sums over microbatches and ranks are the same in any order.
+    """
+    device = next(model.parameters()).device
+    counts = torch.zeros(model.num_experts + 1, dtype=torch.int64, device=device)
+    for logits in router_logits:
+        # As Hugging Face's loss has it: by the probabilities, in the logits' dtype, whatever the router itself goes by.
+        chosen = torch.softmax(logits, dim=-1).topk(model.num_experts_per_tok, dim=-1).indices
+        counts[:-1] += torch.bincount(chosen.flatten(), minlength=model.num_experts)
+        counts[-1] += len(logits)
+    return counts
+
+
+class RouterBalance:
+    """The balance loss of one step, from the choices of all rows of the global batch."""
+
+    def __init__(self, model: Any, counts: Tensor) -> None:
+        """Take `count_choices` of every row, summed over all ranks."""
+        self.coefficient: float = model.config.router_aux_loss_coef
+        self._num_rows = int(counts[-1])
+        # In fp32 as in Hugging Face, also under fp64, where the division would else differ from it by 6e-8.
+        self._frequency = counts[:-1].float() / self._num_rows
+
+    def share(self, router_logits: Sequence[Tensor]) -> Tensor:
+        """Return these rows' part of the loss, differentiable, in fp32 or wider; the parts of all rows sum to it."""
+        sums = [_wide(torch.softmax(logits, dim=-1)).sum(0) for logits in router_logits]
+        mean = torch.stack(sums).sum(0) / self._num_rows
+        return len(mean) * (self._frequency * mean).sum()
+
+
+def router_problems(config: Any) -> list[ModelRefused]:
+    """List why the balance loss that a config asks for cannot be added."""
+    if not has_balance_loss(config):
+        return []
+    coefficient = getattr(config, "router_aux_loss_coef", None)
+    remedy = "Set output_router_logits to false in the model's config.json."
+    where = "model config: output_router_logits"
+    if config.model_type not in ROUTER_FAMILIES:
+        return [
+            ModelRefused(
+                where,
+                expected=f"false, or a family whose balance loss is known ({', '.join(ROUTER_FAMILIES)})",
+                got=f"true in {config.model_type}",
+                remedy=remedy,
+            )
+        ]
+    if not isinstance(coefficient, int | float) or not math.isfinite(coefficient):
+        return [
+            ModelRefused(
+                "model config: router_aux_loss_coef",
+                expected="a finite number, which the balance loss is multiplied by",
+                got=str(coefficient),
+                remedy=f"Give the number. {remedy}",
+            )
+        ]
+    if not _num_routers(config):
+        return [ModelRefused(where, expected="a layer with a router", got="dense layers only", remedy=remedy)]
+    return []
+
+
+def _num_routers(config: Any) -> int:
+    """Count the layers that have a router: which they are is the family's own rule, so the model is asked."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config))  # it writes into the config
+    router = model.base_model._can_record_outputs["router_logits"].target_class
+    return sum(isinstance(module, router) for module in model.modules())
+
+
+def _wide(probabilities: Tensor) -> Tensor:
+    return probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))

@@ -1,0 +1,158 @@
+"""The balance loss from counts equals Hugging Face's function on all rows together, however the rows are cut."""
+
+import itertools
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+from lengthwise.core.errors import ModelRefused
+from lengthwise.models import (
+    FAMILIES,
+    ROUTER_FAMILIES,
+    RouterBalance,
+    check_model_config,
+    count_choices,
+    has_balance_loss,
+    keep_double,
+)
+from lengthwise.testing import MODEL_TYPES, tiny_family_config
+
+SIZES = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+
+
+def family_module(model_type):
+    return sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]].__module__]
+
+
+def any_model(experts, top_k, coefficient=1.0):
+    config = SimpleNamespace(router_aux_loss_coef=coefficient)
+    parameters = [torch.zeros(1)]
+    return SimpleNamespace(
+        config=config, num_experts=experts, num_experts_per_tok=top_k, parameters=lambda: iter(parameters)
+    )
+
+
+def drawn(seed, layers, rows, experts, dtype=torch.float64):
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randn(rows, experts, generator=random, dtype=torch.float64).to(dtype) * 2 for _ in range(layers)]
+
+
+def in_parts(model, logits, cuts):
+    """Return (loss, gradients) from parts of the rows, each of them counted and shared apart."""
+    leaves = [layer.clone().requires_grad_() for layer in logits]
+    edges = [0, *sorted(cuts), len(logits[0])]
+    parts = [[leaf[start:stop] for leaf in leaves] for start, stop in itertools.pairwise(edges)]
+    balance = RouterBalance(model, sum(count_choices(model, part) for part in parts))
+    shares = [balance.share(part) for part in parts]
+    for share in reversed(shares):
+        share.backward()
+    return sum(share.item() for share in shares), [leaf.grad for leaf in leaves]
+
+
+def by_hugging_face(model, logits):
+    leaves = [layer.clone().requires_grad_() for layer in logits]
+    with keep_double(logits[0].dtype):
+        formula = family_module("mixtral").load_balancing_loss_func
+        loss = formula(tuple(leaves), model.num_experts, model.num_experts_per_tok)
+    loss.backward()
+    return loss.item(), [leaf.grad for leaf in leaves]
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    layers=st.integers(1, 3),
+    rows=st.sampled_from((1, 2, 3, 7, 31, 64)),
+    experts=st.sampled_from((1, 2, 5, 8)),
+    data=st.data(),
+)
+def test_parts_of_any_cut_sum_to_hugging_faces_loss_over_all_rows(seed, layers, rows, experts, data):
+    model = any_model(experts, data.draw(st.integers(1, experts)))
+    cuts = data.draw(st.lists(st.integers(0, rows), max_size=5))  # parts without a row are among them
+    logits = drawn(seed, layers, rows, experts)
+    loss, gradients = in_parts(model, logits, cuts)
+    expected, expected_gradients = by_hugging_face(model, logits)
+    assert loss == pytest.approx(expected, rel=1e-13)
+    for got, want in zip(gradients, expected_gradients, strict=True):
+        assert (got - want).norm() <= 1e-12 * want.norm() + 1e-17
+
+
+@pytest.mark.parametrize(("dtype", "bar"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_loss_of_narrow_logits_is_hugging_faces(dtype, bar):
+    model, logits = any_model(6, 2), drawn(3, 2, 101, 6, dtype)
+    loss, gradients = in_parts(model, logits, [0, 1, 50])
+    expected, expected_gradients = by_hugging_face(model, logits)
+    assert loss == pytest.approx(expected, rel=1e-6), "summed in fp32"
+    for got, want in zip(gradients, expected_gradients, strict=True):
+        assert got.dtype == dtype
+        assert (got - want).norm() <= bar * want.norm()
+
+
+def test_choices_are_counted_by_hand():
+    model = any_model(4, 2)
+    logits = [torch.tensor([[9.0, 8, 0, 1], [0, 9, 8, 1]]), torch.tensor([[0.0, 1, 2, 3], [3, 2, 1, 0]])]
+    assert count_choices(model, logits).tolist() == [2, 3, 2, 1, 4]
+    assert count_choices(model, []).tolist() == [0] * 5
+    assert count_choices(model, [layer[:0] for layer in logits]).tolist() == [0] * 5
+
+
+def test_mean_of_the_parts_losses_is_another_number():
+    """What is to be avoided: the same rows, the loss of each part taken apart and averaged."""
+    model, logits = any_model(4, 1), drawn(1, 1, 40, 4)
+    whole, _ = in_parts(model, logits, [])
+    parts = [in_parts(model, [layer[rows] for layer in logits], [])[0] for rows in (slice(0, 20), slice(20, 40))]
+    assert abs(sum(parts) / 2 - whole) > 1e-3 * whole
+
+
+def test_every_family_with_hugging_faces_balance_loss_has_ours():
+    """A family that gains the loss, or a changed formula, must be looked at before it is trained with it."""
+    found = {
+        name for name in set(FAMILIES) & set(MODEL_TYPES) if hasattr(family_module(name), "load_balancing_loss_func")
+    }
+    assert found == set(ROUTER_FAMILIES)
+    model, logits = any_model(5, 2), drawn(2, 2, 33, 5)
+    losses = {
+        name: family_module(name).load_balancing_loss_func(tuple(logits), model.num_experts, model.num_experts_per_tok)
+        for name in found
+    }
+    assert len(set(map(float, losses.values()))) == 1
+
+
+@pytest.mark.parametrize("model_type", ROUTER_FAMILIES)
+def test_balance_loss_is_accepted_where_it_is_known(model_type):
+    config = tiny_family_config(model_type)
+    assert not has_balance_loss(config)
+    config.output_router_logits = True
+    before = config.to_dict()
+    check_model_config(config)
+    assert has_balance_loss(config)
+    assert config.to_dict() == before
+
+
+def test_balance_loss_of_a_family_without_one_is_refused_by_name():
+    with pytest.raises(ModelRefused, match=r"output_router_logits.*mixtral.*got true in llama.*false"):
+        check_model_config(LlamaConfig(**SIZES, output_router_logits=True))
+
+
+@pytest.mark.parametrize("coefficient", [None, float("nan"), float("inf"), "much"])
+def test_coefficient_that_is_no_number_is_refused(coefficient):
+    config = MixtralConfig(**SIZES, output_router_logits=True)
+    object.__setattr__(config, "router_aux_loss_coef", coefficient)  # past Hugging Face's own check
+    with pytest.raises(ModelRefused, match=f"router_aux_loss_coef.*got {coefficient}"):
+        check_model_config(config)
+
+
+def test_model_whose_layers_are_all_dense_is_refused():
+    """Plain Hugging Face fails in its forward there, hours in on a real run."""
+    sparse = {"num_experts": 4, "moe_intermediate_size": 8, "output_router_logits": True}
+    check_model_config(Qwen3MoeConfig(**SIZES, **sparse, mlp_only_layers=[0]))
+    with pytest.raises(ModelRefused, match=r"output_router_logits.*got dense layers only"):
+        check_model_config(Qwen3MoeConfig(**SIZES, **sparse, mlp_only_layers=[0, 1]))
