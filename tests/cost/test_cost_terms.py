@@ -161,6 +161,8 @@ def test_offload_costs_what_compute_does_not_hide() -> None:
     assert cost.piece_seconds([100], 1, offload=0.5) == pytest.approx(300)
     assert cost.piece_seconds([100], 1, offload=0.75) == pytest.approx(300 + 50)  # backward still hides all of it
     assert cost.piece_seconds([100], 1, offload=1.0) == pytest.approx(300 + 100)
+    wider = replace(cost, copy_bytes={**cost.copy_bytes, "layer": 5.0})
+    assert wider.piece_seconds([100], 1, offload=1.0, recompute="layer") == pytest.approx(400 + 300 + 100)
     assert cost.free_offload(np.array([100]), np.array([1])).tolist() == pytest.approx([0.5])
 
 

@@ -105,7 +105,7 @@ class AllTermsCost:
     def compute_seconds(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
         """Tell the arithmetic of each sequence alone on one rank, in seconds."""
         tokens = lengths.astype(np.float64)
-        return self._attention(tokens, 1) + self.work.linear_seconds * tokens
+        return self.attention_seconds(tokens, 1) + self.work.linear_seconds * tokens
 
     def piece_seconds(
         self,
@@ -134,7 +134,7 @@ class AllTermsCost:
         """
         self._refuse_heads(degree, heads)
         tokens = np.array(lengths, dtype=np.float64)
-        attention, total = float(self._attention(tokens, degree / heads).sum()), float(tokens.sum())
+        attention, total = float(self.attention_seconds(tokens, degree / heads).sum()), float(tokens.sum())
         parts: Numbers = 1.0 / degree
         held: Numbers = total / degree
         if shares is not None:
@@ -159,7 +159,7 @@ class AllTermsCost:
         Entry i is of `lengths[i]` over `degrees[i]` ranks; heads and offload may be one for all, or arrays.
         """
         tokens = lengths.astype(np.float64)
-        attention = self._attention(tokens, degrees / heads) / degrees
+        attention = self.attention_seconds(tokens, degrees / heads) / degrees
         near = (degrees <= self.ranks_per_node, (degrees <= self.ranks_per_node) | (2 * heads <= self.ranks_per_node))
         return self._seconds(attention, tokens / degrees, tokens, degrees, heads, near, offload, recompute)
 
@@ -178,10 +178,13 @@ class AllTermsCost:
     def free_offload(self, lengths: NDArray[np.int64], degrees: NDArray[np.int64]) -> NDArray[np.float64]:
         """Tell the largest ratio at which copies hide behind compute, for each sequence over its degree: Eq. 3."""
         tokens = lengths.astype(np.float64)
-        attention, linear = self._attention(tokens, degrees) / degrees, self.work.linear_seconds * tokens / degrees
+        attention, linear = (
+            self.attention_seconds(tokens, degrees) / degrees,
+            self.work.linear_seconds * tokens / degrees,
+        )
         hides = [each.attention * attention + each.linear * linear for each in (self.forward, self.backward)]
-        whole = self._copy_seconds(tokens / degrees, 1.0, "none")
-        return np.minimum(1.0, np.minimum(*hides) / whole)
+        whole = self.copy_seconds(tokens / degrees, 1.0, "none")
+        return np.minimum(1.0, np.minimum(*hides) / np.maximum(whole, 1e-300))  # nothing to copy: any ratio is free
 
     def step_end_seconds(self, ranks: int) -> float:
         """Tell how long gradients and parameters take to be reduced and gathered over all ranks, once a step.
@@ -204,6 +207,23 @@ class AllTermsCost:
             "all_but_attention": (Pass(attention=0.0, linear=self.forward.linear, ring=0.0, exchange=0.0),),
         }
         return (self.forward, *again[recompute], self.backward)
+
+    def attention_seconds(self, tokens: NDArray[np.float64], positions: Numbers) -> NDArray[np.float64]:
+        """Tell the attention of each sequence in seconds, all its ranks together, cut over ring `positions`."""
+        seconds = self.work.quadratic_seconds * self.work.seen_pairs(tokens)
+        if not self.block_efficiency:
+            return seconds
+        points, shares = zip(*self.block_efficiency, strict=True)
+        blocks = tokens / positions
+        return seconds / (np.interp(blocks, points, shares) * np.minimum(1.0, blocks / points[0]))
+
+    def copy_seconds(self, held: Numbers, offload: Numbers, recompute: str) -> Numbers:
+        """Tell how long one direction of a rank's copies takes for the tokens that it holds.
+
+        Two layers stay on the device as a double buffer.
+        """
+        layers = max(self.layers, 2)
+        return offload * (layers - 2) / layers * self.copy_bytes[recompute] * held / self.copy_bytes_per_second
 
     def _seconds(
         self,
@@ -233,7 +253,7 @@ class AllTermsCost:
             if each.ring:
                 seconds = seconds + hop * (positions - 1)
         if np.any(offload):
-            copy = self._copy_seconds(held, offload, recompute)
+            copy = self.copy_seconds(held, offload, recompute)
             seconds = seconds + np.maximum(0.0, copy - computes[0]) + np.maximum(0.0, copy - sum(computes[1:]))
         return seconds
 
@@ -247,20 +267,6 @@ class AllTermsCost:
             return degree <= self.ranks_per_node, degree <= self.ranks_per_node or 2 * heads <= self.ranks_per_node
         groups = [ranks[first : first + heads] for first in range(0, degree, heads)]
         return not self.crosses(ranks), heads == 1 or not any(self.crosses(group) for group in groups)
-
-    def _copy_seconds(self, held: Numbers, offload: Numbers, recompute: str) -> Numbers:
-        """Tell how long one direction of a rank's copies takes; two layers stay on the device as a double buffer."""
-        layers = max(self.layers, 2)
-        return offload * (layers - 2) / layers * self.copy_bytes[recompute] * held / self.copy_bytes_per_second
-
-    def _attention(self, tokens: NDArray[np.float64], positions: Numbers) -> NDArray[np.float64]:
-        """Tell the attention of each sequence, all its ranks together, in seconds."""
-        seconds = self.work.quadratic_seconds * self.work.seen_pairs(tokens)
-        if not self.block_efficiency:
-            return seconds
-        points, shares = zip(*self.block_efficiency, strict=True)
-        blocks = tokens / positions
-        return seconds / (np.interp(blocks, points, shares) * np.minimum(1.0, blocks / points[0]))
 
     def _refuse_heads(self, degree: int, heads: int) -> None:
         if degree % heads or self.heads % heads:

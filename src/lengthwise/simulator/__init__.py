@@ -1,0 +1,8 @@
+"""Plans x costs -> a timeline: what a step would take on machines that nobody here has. Pure: no torch, no clock."""
+
+from lengthwise.simulator.rounds import MicrobatchClocks, microbatch_clocks
+from lengthwise.simulator.stages import PieceStages, piece_stages
+from lengthwise.simulator.step import simulate_plan
+from lengthwise.simulator.timeline import Timeline
+
+__all__ = ["MicrobatchClocks", "PieceStages", "Timeline", "microbatch_clocks", "piece_stages", "simulate_plan"]

@@ -1,0 +1,100 @@
+"""A step on the clocks of all ranks: against the score, waves, pipelines, the step's end."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lengthwise.core.errors import PlanError
+from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import all_terms_cost, named_hardware, named_shape
+from lengthwise.planner import PLANNERS, draw_lengths, plan_step, score
+from lengthwise.simulator import microbatch_clocks, simulate_plan
+
+SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
+COST = all_terms_cost(SHAPE, HARDWARE)
+
+
+def _local(*lengths: int, ranks: int = 2, **changes) -> Plan:
+    microbatches = tuple(Microbatch(pieces=(Piece(ranks=(i % ranks,), sequences=(i,)),)) for i in range(len(lengths)))
+    return Plan(ranks=ranks, layers=32, capacity=10**6, tokens=lengths, microbatches=microbatches, **changes)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_simulated_step_is_near_the_score(planner: str) -> None:
+    tokens = draw_lengths("github", 2_000_000, 1, longest_tokens=200_000)
+    plan = plan_step(tokens, Cluster(ranks=32, capacity_tokens=8192), COST, planner=planner, layers=32)
+    timeline = simulate_plan(plan, COST)
+    assert timeline.work_end_seconds.max() == pytest.approx(score(plan, COST).makespan_seconds, rel=0.05)
+    assert timeline.step_seconds == timeline.work_end_seconds.max() + COST.step_end_seconds(32)
+    ratios = timeline.compute_ratio + timeline.exposed_ratio + timeline.idle_ratio
+    assert ratios + COST.step_end_seconds(32) / timeline.step_seconds == pytest.approx(1.0)
+    assert timeline.most_held_tokens <= 8192 + len(tokens)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    tokens=st.lists(st.integers(1, 40_000), min_size=1, max_size=12),
+    ranks=st.sampled_from([5, 8, 11]),
+    planner=st.sampled_from(["static", "lengthwise", "bytescale"]),
+)
+def test_no_rank_is_in_two_microbatches_at_once(tokens: list[int], ranks: int, planner: str) -> None:
+    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=8192), COST, planner=planner, layers=32)
+    timeline = simulate_plan(plan, COST)
+    for rank in range(ranks):
+        mine = np.flatnonzero(timeline.rank == rank)
+        assert np.all(timeline.start[mine][1:] >= timeline.end[mine][:-1])
+        assert np.all(timeline.start[mine] < timeline.forward[mine])
+        assert np.all(timeline.forward[mine] < timeline.end[mine])
+        named = [i for i, m in enumerate(plan.microbatches) if rank in m.ranks]
+        assert timeline.microbatch[mine].tolist() == named
+    again = simulate_plan(plan, COST)
+    assert again.end.tolist() == timeline.end.tolist()
+
+
+def test_alike_microbatches_are_run_once_and_come_out_alike() -> None:
+    pieces = [Piece(ranks=tuple(range(first, first + 3)), sequences=(i,)) for i, first in enumerate((1, 9, 14))]
+    plan = Plan(
+        ranks=24,
+        layers=32,
+        capacity=10**6,
+        tokens=(9000, 9000, 9000),
+        microbatches=tuple(Microbatch(pieces=(piece,)) for piece in pieces),
+    )
+    timeline = simulate_plan(plan, COST)
+    alone = [microbatch_clocks(m, plan.tokens, COST).total.tolist() for m in plan.microbatches]
+    assert alone[0] == alone[1] != alone[2]  # the third crosses a node
+    assert timeline.end.tolist() == [end for ends in alone for end in ends]
+
+
+def test_local_packs_take_what_the_costs_say() -> None:
+    timeline = simulate_plan(_local(5000, 300, 200), COST)
+    each = [COST.piece_seconds([n], 1) + COST.fixed_seconds for n in (5000, 300, 200)]
+    assert timeline.end.tolist() == pytest.approx([each[0], each[1], each[0] + each[2]])
+    forward = timeline.forward - timeline.start
+    assert forward[0] < 0.34 * each[0]
+    assert timeline.held_tokens.tolist() == [5000, 300, 200]
+
+
+def test_waves_start_together() -> None:
+    plan = _local(5000, 300, 200)
+    waves = replace(plan, schedule={"kind": "waves"}, requires=("waves",))
+    assert simulate_plan(waves, COST).step_seconds == pytest.approx(
+        score(waves, COST).makespan_seconds + COST.step_end_seconds(2)
+    )
+
+
+def test_pipelines_fill_once_and_loaders_delay_all() -> None:
+    cost = all_terms_cost(SHAPE, HARDWARE, stages=4)
+    plan = _local(5000, 300, 200)
+    timeline = simulate_plan(plan, cost)
+    assert timeline.work_end_seconds.max() == pytest.approx(score(plan, cost).makespan_seconds)
+    later = simulate_plan(plan, cost, loader_seconds=0.5)
+    assert later.step_seconds == pytest.approx(timeline.step_seconds + 0.5)
+    assert later.idle_ratio > timeline.idle_ratio
+    piped = replace(plan, schedule={"kind": "pipeline", "stages": 2, "virtual": 1}, requires=("pipeline",))
+    with pytest.raises(PlanError, match="stages"):
+        simulate_plan(piped, cost)
