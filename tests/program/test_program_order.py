@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import lengthwise
 from lengthwise.core.errors import PlanError, Problems
 from lengthwise.core.plan import Piece
-from lengthwise.program import StrictMatcher, check_order, lower_microbatch, refuse_unsupported
+from lengthwise.program import StrictMatcher, check_order, last_on_all_ranks, lower_microbatch, refuse_unsupported
 from lengthwise.program.order import Operation, rank_groups
 from lengthwise.testing import draw_lengths, make_plan, random_plan
 
@@ -128,23 +128,38 @@ def test_order_d_a_collective_before_the_last_round_deadlocks():
 @settings(max_examples=50)
 @given(choose=st.randoms(use_true_random=False), ranks=st.integers(1, 7), count=st.integers(1, 6))
 def test_order_d_counting_is_a_sub_step_with_its_rings_before_its_collective(choose, ranks, count):
-    plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count))
-    windows = [None, 5]
+    plan, windows = random_plan(choose, ranks, draw_lengths(choose, ranks, count)), [None, 5]
+    kept = last_on_all_ranks(plan)
+    again = {f"microbatch {index}," for index in range(len(plan.microbatches)) if index not in kept}
     for rank in range(ranks):
-        counted = list(rank_groups(plan, rank, windows=windows, counts_routers=True))
-        plain = list(rank_groups(plan, rank, windows=windows))
-        place = [label for label, _ in counted].index("sum of counts")
-        assert counted[place + 1 :] == plain
-        assert [operations for _, operations in counted[:place]] == [
-            operations for label, operations in plain if "forward" in label
-        ]
-    forward = sum(
+        plain = dict(rank_groups(plan, rank, windows=windows))
+        groups = list(rank_groups(plan, rank, windows=windows, counts_routers=True))
+        place = [label for label, _ in groups].index("sum of counts")
+        counting, step = groups[:place], groups[place + 1 :]
+        assert not any("backward" in label for label, _ in counting)
+        forward = [(label, operations) for label, operations in plain.items() if "forward" in label]
+        assert [(label.replace("counting", "forward"), operations) for label, operations in counting] == forward
+        assert all(("counting" in label) == label.startswith(tuple(again)) for label, _ in counting)
+        ran = {label: each for label, each in plain.items() if "forward" not in label or label.startswith(tuple(again))}
+        assert len(step) == len(ran)
+        assert dict(step) == ran
+        if any(label.startswith(tuple(again)) for label, _ in step):
+            first = next(i for i, (label, _) in enumerate(step) if label.startswith(tuple(again)))
+            assert all(label.startswith(tuple(again)) for label, _ in step[first:-1]), "kept graphs are freed first"
+    more = sum(
         len(each.transfers)
-        for index in range(len(plan.microbatches))
+        for index in set(range(len(plan.microbatches))) - kept
         for window in windows
         for each in lower_microbatch(plan, index).with_window(window).forward_rounds
     )
-    assert check_order(plan, windows=windows, counts_routers=True) == check_order(plan, windows=windows) + forward
+    assert check_order(plan, windows=windows, counts_routers=True) == check_order(plan, windows=windows) + more
+
+
+def test_microbatch_last_on_all_ranks_by_hand():
+    pieces = [Piece(ranks=ranks, sequences=(i,)) for i, ranks in enumerate([(0, 1), (2,), (1, 2), (3, 0), (3,), (4,)])]
+    assert last_on_all_ranks(make_plan(6, [9] * 6, pieces)) == {2, 4, 5}
+    beside = make_plan(3, [9, 9, 9], [[pieces[0], pieces[1]], Piece(ranks=(0,), sequences=(2,))])
+    assert last_on_all_ranks(beside) == {1}, "all pieces of a microbatch run as one"
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def count_choices(model: Any, router_logits: Sequence[Tensor]) -> Tensor:
     """
     device = next(model.parameters()).device
     counts = torch.zeros(model.num_experts + 1, dtype=torch.int64, device=device)
-    for logits in router_logits:
+    for logits in map(Tensor.detach, router_logits):
         # As Hugging Face's loss has it: by the probabilities, in the logits' dtype, whatever the router itself goes by.
         chosen = torch.softmax(logits, dim=-1).topk(model.num_experts_per_tok, dim=-1).indices
         counts[:-1] += torch.bincount(chosen.flatten(), minlength=model.num_experts)

@@ -1,6 +1,12 @@
 """Plan -> what each rank does: shards of sequences, then rounds of transfers and the block tasks they hide behind."""
 
-from lengthwise.program.lower import MicrobatchProgram, lower_microbatch, lower_plan, refuse_unsupported
+from lengthwise.program.lower import (
+    MicrobatchProgram,
+    last_on_all_ranks,
+    lower_microbatch,
+    lower_plan,
+    refuse_unsupported,
+)
 from lengthwise.program.order import StrictMatcher, check_order
 from lengthwise.program.records import BlockTask, Round, Segment, Transfer
 
@@ -12,6 +18,7 @@ __all__ = [
     "StrictMatcher",
     "Transfer",
     "check_order",
+    "last_on_all_ranks",
     "lower_microbatch",
     "lower_plan",
     "refuse_unsupported",

@@ -159,6 +159,18 @@ def lower_plan(plan: Plan, rank: int) -> tuple[MicrobatchProgram, ...]:
     )
 
 
+def last_on_all_ranks(plan: Plan) -> frozenset[int]:
+    """List the microbatches after which none of their ranks has another one."""
+    last = {
+        rank: index for index, each in enumerate(plan.microbatches) for piece in each.pieces for rank in piece.ranks
+    }
+    return frozenset(
+        index
+        for index, each in enumerate(plan.microbatches)
+        if all(last[rank] == index for piece in each.pieces for rank in piece.ranks)
+    )
+
+
 def refuse_unsupported(plan: Plan) -> None:
     """Refuse what the plan file can say but this version cannot run.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
-from lengthwise.program.lower import MicrobatchProgram, lower_plan
+from lengthwise.program.lower import MicrobatchProgram, last_on_all_ranks, lower_plan
 from lengthwise.program.records import Transfer
 
 
@@ -149,7 +149,8 @@ def check_order(
     Each rank posts, for its microbatches in order, the forward rounds of every layer and the backward rounds of every
     layer, and then the step-end collective. `windows` gives the sliding window of each layer (default: `layers` layers
     without one). `counts_routers`: before that, the counting pass of a model with a router balance loss: the forward
-    rounds of all microbatches, then a collective.
+    rounds of all microbatches, then a collective. Those that are the last of all their ranks have run forward in it,
+    and go backward before the others start again.
 
     Raises:
         PlanError: the ranks would wait for each other for ever; it names the ranks and what they wait in.
@@ -176,11 +177,16 @@ def rank_groups(
     plan: Plan, rank: int, *, windows: Sequence[int | None], counts_routers: bool = False
 ) -> Iterator[tuple[str, list[Operation]]]:
     """Yield (label, operations) of every grouped call that `rank` makes in a step, in order."""
+    programs = lower_plan(plan, rank)
     if counts_routers:
-        for program in lower_plan(plan, rank):
-            yield from _pass_groups(program, rank, "counting", windows)
+        kept = last_on_all_ranks(plan)
+        for program in programs:
+            yield from _pass_groups(program, rank, "forward" if program.index in kept else "counting", windows)
         yield "sum of counts", [Operation(kind="collective")]
-    for program in lower_plan(plan, rank):
+        for program in (each for each in programs if each.index in kept):
+            yield from _pass_groups(program, rank, "backward", windows)
+        programs = [each for each in programs if each.index not in kept]
+    for program in programs:
         yield from _pass_groups(program, rank, "forward", windows)
         yield from _pass_groups(program, rank, "backward", windows)
     yield "step end", [Operation(kind="collective")]

@@ -1,13 +1,15 @@
 """A rank's part of a step before its end: forward and backward of its microbatches, in plan order.
 
-A model whose config asks for the routers' balance loss runs its microbatches forward once more before, without
-gradients, to count what every token of the global batch chooses (see `models.router`).
+A model whose config asks for the routers' balance loss first counts what every token of the global batch chooses (see
+`models.router`): its microbatches run forward without gradients, then the counts are summed over all ranks. A
+microbatch that is the last of all its ranks keeps its graph instead, and is the first to go backward after the sum. So
+a rank of n microbatches pays for at most n and often for n - 1 more forward passes, and never holds two graphs.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +19,7 @@ from lengthwise.attention import BlockKernel, PlannedAttention
 from lengthwise.comm import Transport
 from lengthwise.core.plan import Plan
 from lengthwise.models import RouterBalance, count_choices, has_balance_loss, model_loss, model_router_logits
-from lengthwise.program import MicrobatchProgram, lower_plan
+from lengthwise.program import MicrobatchProgram, last_on_all_ranks, lower_plan
 from lengthwise.train.batch import StepBatch
 
 
@@ -50,46 +52,75 @@ def run_plan(
     """
     start, waited = time.perf_counter(), transport.clock.waited_seconds
     loss_sum = router_loss = 0.0
-    programs = lower_plan(plan, transport.rank)
-    balance = None
+    rank = _RankWork(model, batch, transport, kernel, lower_plan(plan, transport.rank), name)
+    todo, kept, balance = range(len(rank.programs)), dict[int, _Forward](), None
     if train and has_balance_loss(model.config):
-        balance = _count_routers(model, programs, batch, transport, kernel, name)
-    for number, program in enumerate(programs, start=1):
-        transport.phase = f"{name}, microbatch {number} of {len(programs)} forward"
-        planned = PlannedAttention(program, transport, kernel)
-        tensors, router_logits = batch.tensors(program.segments(transport.rank)), list[Tensor]()
-        with torch.set_grad_enabled(train):
-            loss = model_loss(model, planned, *tensors, hear_router=router_logits.extend if balance else None)
+        balance, kept = rank.count_routers(last_on_all_ranks(plan))
+        todo = sorted(todo, key=lambda number: number not in kept)
+    for number in todo:
+        done = kept.pop(number) if number in kept else rank.forward(number, train=train)
         if train:
-            objective = loss / batch.loss_tokens
+            objective = done.loss / batch.loss_tokens
             if balance is not None:
-                share = balance.share(router_logits)
+                share = balance.share(done.router_logits)
                 objective = objective + balance.coefficient * share
                 router_loss += share.item()
-            transport.phase = f"{name}, microbatch {number} of {len(programs)} backward"
+            rank.enter(number, "backward")
             objective.backward()
-        loss_sum += loss.item()
+        loss_sum += done.loss.item()
     waited = transport.clock.waited_seconds - waited
     busy_seconds = time.perf_counter() - start - waited
     return Work(loss_sum=loss_sum, router_loss=router_loss, busy_seconds=busy_seconds)
 
 
-@torch.no_grad()
-def _count_routers(
-    model: nn.Module,
-    programs: Sequence[MicrobatchProgram],
-    batch: StepBatch,
-    transport: Transport,
-    kernel: BlockKernel,
-    name: str,
-) -> RouterBalance:
-    """Run all microbatches forward, and sum over all ranks what the tokens choose, after each rank's last ring."""
-    counts = count_choices(model, [])
-    for number, program in enumerate(programs, start=1):
-        transport.phase = f"{name}, microbatch {number} of {len(programs)} counting"
-        planned = PlannedAttention(program, transport, kernel)
-        input_ids, position_ids, _ = batch.tensors(program.segments(transport.rank))
-        counts += count_choices(model, model_router_logits(model, planned, input_ids, position_ids))
-    transport.phase = f"{name}, sum of the routers' counts"
-    transport.all_reduce(counts)
-    return RouterBalance(model, counts)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Forward:
+    """A microbatch that has run forward; router logits only of models with a balance loss."""
+
+    loss: Tensor
+    router_logits: list[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _RankWork:
+    model: nn.Module
+    batch: StepBatch
+    transport: Transport
+    kernel: BlockKernel
+    programs: Sequence[MicrobatchProgram]
+    name: str
+
+    def enter(self, number: int, what: str) -> None:
+        """Say in which microbatch this rank is."""
+        self.transport.phase = f"{self.name}, microbatch {number + 1} of {len(self.programs)} {what}"
+
+    def forward(self, number: int, *, train: bool) -> _Forward:
+        self.enter(number, "forward")
+        program, router_logits = self.programs[number], list[Tensor]()
+        planned = PlannedAttention(program, self.transport, self.kernel)
+        tensors = self.batch.tensors(program.segments(self.transport.rank))
+        hear = router_logits.extend if train and has_balance_loss(self.model.config) else None
+        with torch.set_grad_enabled(train):
+            loss = model_loss(self.model, planned, *tensors, hear_router=hear)
+        return _Forward(loss=loss, router_logits=router_logits)
+
+    def count_routers(self, keeps: Collection[int]) -> tuple[RouterBalance, dict[int, _Forward]]:
+        """Sum over all ranks what all tokens choose, after each rank's last ring; keep graphs of these microbatches."""
+        counts, kept = count_choices(self.model, []), dict[int, _Forward]()
+        for number, program in enumerate(self.programs):
+            if program.index in keeps:
+                kept[number] = self.forward(number, train=True)
+                counts += count_choices(self.model, kept[number].router_logits)
+            else:
+                counts += count_choices(self.model, self._router_logits(number))
+        self.transport.phase = f"{self.name}, sum of the routers' counts"
+        self.transport.all_reduce(counts)
+        return RouterBalance(self.model, counts), kept
+
+    @torch.no_grad()
+    def _router_logits(self, number: int) -> list[Tensor]:
+        self.enter(number, "counting")
+        program = self.programs[number]
+        planned = PlannedAttention(program, self.transport, self.kernel)
+        input_ids, position_ids, _ = self.batch.tensors(program.segments(self.transport.rank))
+        return model_router_logits(self.model, planned, input_ids, position_ids)
