@@ -13,6 +13,7 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
 from lengthwise.planner import bound_seconds, check_plan, score
+from lengthwise.planner.bounds import has_lone_rings, shares_launches_only
 
 Held = tuple[tuple[int, ...], tuple[int, ...]]  # ranks, lengths
 
@@ -38,13 +39,13 @@ def _partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
             yield [*rest[:i], [items[0], *group], *rest[i + 1 :]]
 
 
-def _fits(microbatch: Sequence[Held], ranks: int, capacity: int) -> bool:
+def _fits(microbatch: Sequence[Held], ranks: int, capacity: int, *, rounding: bool = True) -> bool:
     for rank in range(ranks):
         held = allowed = 0
         for where, lengths in microbatch:
             if rank in where:
                 held += local_tokens(lengths, len(where), where.index(rank))
-                allowed += len(lengths) if len(where) > 1 else 0
+                allowed += len(lengths) if len(where) > 1 and rounding else 0
         if held > capacity + allowed:
             return False
     return True
@@ -65,19 +66,27 @@ def _makespan(microbatches: Sequence[Sequence[Held]], ranks: int, cost: CostMode
     return max(free)
 
 
-def _least_makespan(lengths: Sequence[int], ranks: int, capacity: int, cost: CostModel, *, lone: bool) -> float:
-    """Try every plan: pieces, their ranks, their microbatches, and every order."""
+def _least_makespan(
+    lengths: Sequence[int], ranks: int, capacity: int, cost: CostModel, *, lone: bool, shared: bool = False
+) -> float:
+    """Try every plan: pieces, their ranks, their microbatches, and every order.
+
+    `lone`: rings of one sequence, alone in a microbatch; `shared`: beside others, no rank above the capacity then.
+    """
     places = [where for n in range(1, ranks + 1) for where in itertools.combinations(range(ranks), n)]
     best = float("inf")
     for groups in _partitions(range(len(lengths))):
         for chosen in itertools.product(places, repeat=len(groups)):
             pieces = [(where, tuple(lengths[i] for i in group)) for where, group in zip(chosen, groups, strict=True)]
-            if lone and not all(_is_lone(where, group, capacity) for where, group in pieces):
+            if (lone or shared) and not all(_is_lone(where, group, capacity) for where, group in pieces):
                 continue
             joined = [[[i] for i in range(len(pieces))]] if lone else _partitions(range(len(pieces)))
             for together in joined:
                 microbatches = [[pieces[i] for i in group] for group in together]
-                if all(_fits(microbatch, ranks, capacity) for microbatch in microbatches):
+                if all(
+                    _fits(microbatch, ranks, capacity, rounding=not shared or len(microbatch) == 1)
+                    for microbatch in microbatches
+                ):
                     for order in itertools.permutations(microbatches):
                         best = min(best, _makespan(order, ranks, cost))
     return best
@@ -103,6 +112,44 @@ def test_bound_is_below_every_plan_of_lone_rings_on_three_ranks(
     cluster = Cluster(ranks=3, capacity_tokens=capacity)
     best = _least_makespan(lengths, 3, capacity, cost, lone=True)
     assert bound_seconds(lengths, cluster, cost) <= best * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, capacity=st.integers(10, 30), cost=COSTS)
+@example(lengths=[12, 12, 8], capacity=10, cost=CostModel(linear_seconds=1.0, fixed_seconds=3000.0))
+def test_bound_of_shared_launches_is_below_every_such_plan(lengths: list[int], capacity: int, cost: CostModel) -> None:
+    lengths = [min(length, 2 * capacity) for length in lengths]
+    cluster = Cluster(ranks=2, capacity_tokens=capacity)
+    best = _least_makespan(lengths, 2, capacity, cost, lone=False, shared=True)
+    bound = bound_seconds(lengths, cluster, cost, shared_launches=True)
+    assert bound <= best * (1 + 1e-9)
+    assert bound <= bound_seconds(lengths, cluster, cost) * (1 + 1e-9)
+
+
+def test_bound_of_shared_launches_counts_a_launch_for_a_capacity_of_tokens() -> None:
+    cost = CostModel(linear_seconds=1.0, fixed_seconds=30.0)
+    cluster = Cluster(ranks=2, capacity_tokens=60)
+    bound = bound_seconds([100, 40, 40], cluster, cost, shared_launches=True)
+    assert bound == pytest.approx((180 + 180 / 60 * 30) / 2)
+
+
+@pytest.mark.parametrize(
+    ("beside", "shared"), [((0, (4,)), True), ((0, (5,)), False), ((1, (4,)), True), ((1, (6,)), False)]
+)
+def test_plans_that_share_launches_only_stay_within_the_capacity(
+    beside: tuple[int, tuple[int, ...]], shared: bool
+) -> None:
+    """A ring of 12 over two ranks leaves 4 of 10 on each; a fifth token fits only by the rule for rounding."""
+    rank, (length,) = beside
+    plan = Plan(
+        ranks=2,
+        layers=1,
+        capacity=10,
+        tokens=(12, length),
+        microbatches=(Microbatch(pieces=(Piece(ranks=(0, 1), sequences=(0,)), Piece(ranks=(rank,), sequences=(1,)))),),
+    )
+    assert not has_lone_rings(plan)
+    assert shares_launches_only(plan) == shared
 
 
 def test_weaker_bound_knows_that_cut_sequences_let_a_local_one_exceed_the_capacity() -> None:

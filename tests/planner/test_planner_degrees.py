@@ -58,6 +58,12 @@ def test_filling_degrees_fill_the_line_where_growth_allows() -> None:
     assert filling_degrees(degrees, most, 64).tolist() == [64, 40, 32, 1, 2]
 
 
-def test_grown_degrees_follow_the_capacity_where_it_is_below_the_floor() -> None:
+def test_growth_goes_below_the_floor_where_ranks_would_only_wait() -> None:
     plan = plan_step([2000], Cluster(ranks=4, capacity_tokens=2048), CostModel(quadratic_seconds=1.0))
-    assert plan.microbatches[0].pieces[0].degree == 3  # 512 tokens on a rank are allowed, once 1,024 end far off
+    assert plan.microbatches[0].pieces[0].degree == 4  # 512 tokens on a rank, where 1,024 end far from the bound
+
+
+def test_growth_stops_at_the_floor_where_that_is_good_enough() -> None:
+    lengths = [200_000] + [1000] * 800
+    plan = plan_step(lengths, Cluster(ranks=4, capacity_tokens=200_000), CostModel(linear_seconds=1.0))
+    assert max(piece.degree for microbatch in plan.microbatches for piece in microbatch.pieces) == 1

@@ -1,10 +1,12 @@
 """Packs: into gaps and onto the least loaded ranks."""
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.planner.gangs import Gap
-from lengthwise.planner.packs import ShortSequences, fill_gaps, full_packs, level_ends
+from lengthwise.planner.gangs import Gaps
+from lengthwise.planner.packs import NO_ROOMS, Rooms, ShortSequences, fill_gaps, full_packs, level_ends
 
 
 def _short(lengths: list[int]) -> ShortSequences:
@@ -18,40 +20,73 @@ def test_take_gives_the_longest_that_fits_both_limits() -> None:
     assert short.left() == [0]
 
 
+def _gaps(*rows: tuple[int, int, int, float]) -> Gaps:
+    ranks, after, before, seconds = ([row[column] for row in rows] for column in range(4))
+    whole = [np.array(column, dtype=np.int64) for column in (ranks, after, before)]
+    return Gaps(ranks=whole[0], after=whole[1], before=whole[2], seconds=np.array(seconds, dtype=np.float64))
+
+
 def test_fill_gaps_leaves_no_gap_too_long() -> None:
-    packs = fill_gaps([Gap(rank=2, before=0, seconds=10.0)], _short([8, 4, 3]), capacity_tokens=9, launch_seconds=1.0)
-    assert [pack for _, pack in packs] == [[2]]  # 8 and its launch; nothing fits into the second that is left
+    gaps = _gaps((2, -1, 0, 10.0))
+    packs = fill_gaps(gaps, _short([8, 4, 3]), capacity_tokens=9, launch_seconds=1.0)
+    assert [(pack.rank, pack.sequences, pack.before, pack.beside) for pack in packs] == [(2, [2], 0, None)]
+    # 8 and its launch; nothing fits into the second that is left
+
+
+def test_fill_gaps_needs_no_launch_beside_the_ring_before_the_gap() -> None:
+    rooms = Rooms([4], [7])
+    packs = fill_gaps(_gaps((0, 0, 1, 8.0)), _short([9, 5, 2]), capacity_tokens=9, launch_seconds=1.0, rooms=rooms)
+    assert [(pack.sequences, pack.before, pack.beside) for pack in packs] == [([1, 0], None, 0)]
 
 
 def test_level_ends_prefers_room_to_a_launch() -> None:
-    packs = level_ends([0.0, 20.0], _short([6, 3]), capacity_tokens=9, launch_seconds=100.0)
-    assert packs == [(0, [1, 0])]
+    packs, end = level_ends([0.0, 20.0], _short([6, 3]), capacity_tokens=9, launch_seconds=100.0)
+    assert [(pack.rank, pack.sequences) for pack in packs] == [(0, [1, 0])]
+    assert end == 109.0
 
 
 def test_level_ends_gives_to_the_least_loaded() -> None:
-    packs = level_ends([0.0, 5.0], _short([6, 4, 2]), capacity_tokens=6, launch_seconds=0.0)
-    assert packs == [(0, [2]), (1, [1]), (0, [0])] or packs == [(0, [2]), (0, [0]), (1, [1])]
+    packs, end = level_ends([0.0, 5.0], _short([6, 4, 2]), capacity_tokens=6, launch_seconds=0.0)
+    assert sorted((pack.rank, pack.sequences) for pack in packs) == [(0, [0]), (0, [2]), (1, [1])]
+    assert end == 9.0
+
+
+def test_level_ends_puts_sequences_beside_the_last_ring_of_a_rank() -> None:
+    """Rank 1 ends its ring later, but takes 4 without the launch that rank 0 would need."""
+    rooms = Rooms([-1, 3], [0, 0, 0, 4])
+    packs, end = level_ends([0.0, 5.0], _short([4]), capacity_tokens=6, launch_seconds=7.0, rooms=rooms)
+    assert [(pack.rank, pack.sequences, pack.beside) for pack in packs] == [(1, [0], 3)]
+    assert end == 9.0
 
 
 @given(
     lengths=st.lists(st.integers(1, 50), max_size=60),
-    gaps=st.lists(st.floats(0.1, 80), max_size=6),
+    gaps=st.lists(st.tuples(st.integers(-1, 5), st.floats(0.1, 80)), max_size=6),
     ranks=st.integers(1, 5),
     launch=st.sampled_from([0.0, 0.5, 30.0]),
+    room=st.integers(0, 50),
 )
 def test_packs_hold_every_sequence_once_within_capacity(
-    lengths: list[int], gaps: list[float], ranks: int, launch: float
+    lengths: list[int], gaps: list[tuple[int, float]], ranks: int, launch: float, room: int
 ) -> None:
     short = _short(lengths)
-    holes = [Gap(rank=0, before=i, seconds=seconds) for i, seconds in enumerate(gaps)]
-    filled = fill_gaps(holes, short, capacity_tokens=50, launch_seconds=launch)
-    packs = [pack for _, pack in level_ends([0.0] * ranks, short, capacity_tokens=50, launch_seconds=launch)]
-    for gap in holes:
-        inside = [launch + sum(short.seconds[i] for i in pack) for hole, pack in filled if hole is gap]
-        assert sum(inside) <= gap.seconds * (1 + 1e-12)
-    packs += [pack for _, pack in filled]
-    assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
-    assert all(0 < sum(short.lengths[i] for i in pack) <= 50 for pack in packs)
+    holes = [(0, after, number, seconds) for number, (after, seconds) in enumerate(gaps)]
+    rooms = Rooms([5] * ranks, [room] * 6) if launch else NO_ROOMS
+    filled = fill_gaps(_gaps(*holes), short, capacity_tokens=50, launch_seconds=launch, rooms=rooms)
+    for number, (_, seconds) in enumerate(gaps):
+        inside = [launch + sum(short.seconds[i] for i in pack.sequences) for pack in filled if pack.before == number]
+        assert sum(inside) <= seconds * (1 + 1e-12)
+    begin = [3.0 * rank for rank in range(ranks)]
+    ends, end = level_ends(begin, short, capacity_tokens=50, launch_seconds=launch, rooms=rooms)
+    for pack in ends:
+        begin[pack.rank] += sum(short.seconds[i] for i in pack.sequences) + (launch if pack.beside is None else 0.0)
+    assert max(begin) == pytest.approx(end)
+    packs = filled + ends
+    assert sorted(i for pack in packs for i in pack.sequences) == list(range(len(lengths)))
+    assert all(0 < sum(short.lengths[i] for i in pack.sequences) <= 50 for pack in packs)
+    beside = [(pack.rank, pack.beside) for pack in packs if pack.beside is not None]
+    assert len(set(beside)) == len(beside)
+    assert all(sum(short.lengths[i] for i in pack.sequences) <= room for pack in packs if pack.beside is not None)
 
 
 def test_full_packs_take_the_longest_that_still_fits() -> None:

@@ -68,7 +68,7 @@ def test_plan_step_ends_near_the_bound_on_published_lengths(recipe: str, cost: C
     tokens = draw_lengths(recipe, 8 * 2**20, 0, longest_tokens=400_000)
     plan = plan_step(tokens, cluster, cost)
     check_plan(plan)
-    limit = 1.01 if cost is COMPUTE else 1.015
+    limit = 1.002 if cost is COMPUTE else 1.01
     assert plan.notes["predicted_seconds"] <= limit * plan.notes["bound_seconds"]
 
 
@@ -93,10 +93,11 @@ def test_plan_step_ends_near_the_bound_where_many_wide_rings_meet(seed: int) -> 
 
 
 def test_plan_step_plans_thousands_of_ranks() -> None:
+    """At the bound itself 20 rings take 12,260 ranks and leave too few for the others: once 1.13 above it."""
     cluster = Cluster(ranks=12288, capacity_tokens=16384)
     plan = plan_step([2**21, 100_000, 7, 1] * 20, cluster, ALL_TERMS)
     check_plan(plan)
-    assert plan.notes["predicted_seconds"] <= 1.1 * plan.notes["bound_seconds"]
+    assert plan.notes["predicted_seconds"] <= 1.002 * plan.notes["bound_seconds"]
 
 
 def test_plan_step_does_not_call_a_ring_lone_that_only_rounding_holds() -> None:

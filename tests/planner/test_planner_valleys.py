@@ -17,22 +17,22 @@ def _moldable(*rings: tuple[int, int, int]) -> list[Moldable]:
 
 
 def test_fill_valleys_widens_each_ring_to_what_its_place_asks_for() -> None:
-    rings, gaps, free = fill_valleys(_moldable((320, 5, 10), (320, 5, 10), (480, 5, 6), (40, 2, 2)), 12, LINEAR)
-    assert [ring.degree for ring in rings] == [6, 6, 6, 2]
-    assert gaps == []
-    assert sorted(free) == [320 / 6] * 4 + [320 / 6 + 20] * 2 + [320 / 6 + 80] * 6
+    line = fill_valleys(_moldable((320, 5, 10), (320, 5, 10), (480, 5, 6), (40, 2, 2)), 12, LINEAR)
+    assert [ring.degree for ring in line.rings] == [6, 6, 6, 2]
+    assert line.waited_seconds == 0
+    assert sorted(line.free) == [320 / 6] * 4 + [320 / 6 + 20] * 2 + [320 / 6 + 80] * 6
 
 
 def test_fill_valleys_keeps_a_degree_where_wider_would_not_be_quicker() -> None:
-    rings, _, _ = fill_valleys(_moldable((100, 3, 8)), 5, CostModel(linear_seconds=1.0, hop_seconds=50.0))
-    assert [ring.degree for ring in rings] == [3]
+    line = fill_valleys(_moldable((100, 3, 8)), 5, CostModel(linear_seconds=1.0, hop_seconds=50.0))
+    assert [ring.degree for ring in line.rings] == [3]
 
 
-def test_fill_valleys_remembers_the_gap_under_a_ring_that_fits_nowhere_lower() -> None:
-    rings, gaps, free = fill_valleys(_moldable((60, 3, 3), (50, 3, 3)), 5, LINEAR)
-    assert len(rings) == 2
-    assert [(gap.before, gap.seconds) for gap in gaps] == [(1, 20.0)] * len(gaps)
-    assert free.max() == 20 + 50 / 3
+def test_fill_valleys_remembers_the_gap_under_a_ring_that_is_wider_than_the_valley() -> None:
+    line = fill_valleys(_moldable((80, 4, 4), (60, 3, 5)), 5, LINEAR)
+    assert [ring.degree for ring in line.rings] == [4, 5]
+    assert line.gaps().longest_first(0.0) == [(4, -1, 1, 20.0)]
+    assert line.free.max() == 20 + 60 / 5
 
 
 @given(
@@ -47,9 +47,10 @@ def test_fill_valleys_places_each_ring_once_where_its_ranks_are_free(
     cost = CostModel(linear_seconds=1.0, quadratic_seconds=0.01, fixed_seconds=fixed, hop_seconds=hop)
     widest_first = sorted(rings, key=lambda ring: -ring[1])
     moldable = _moldable(*((length, degree, degree + more) for length, degree, more in widest_first))
-    placed, gaps, free = fill_valleys(moldable, ranks, cost)
+    line = fill_valleys(moldable, ranks, cost)
+    placed = line.rings
     assert sorted(ring.sequence for ring in placed) == list(range(len(rings)))
-    waits = {(gap.before, gap.rank): gap.seconds for gap in gaps}
+    waits = {(before, rank): seconds for rank, _, before, seconds in line.gaps().longest_first(0.0)}
     clock = np.zeros(ranks)
     for number, ring in enumerate(placed):
         asked = moldable[ring.sequence]
@@ -61,4 +62,4 @@ def test_fill_valleys_places_each_ring_once_where_its_ranks_are_free(
         seconds = cost.piece_seconds([asked.length], ring.degree) + fixed
         clock[ring.first : ring.first + ring.degree] = start + seconds
     assert not waits
-    assert clock.tolist() == free.tolist()
+    assert clock.tolist() == line.free.tolist()

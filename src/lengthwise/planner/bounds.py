@@ -5,7 +5,11 @@ of all, each at its cheapest such degree, is at most ranks x T. Launches count: 
 share of a launch, g s / capacity, since no launch carries more than `capacity` tokens; a ring owes g on each rank.
 
 That is true where a ring holds one sequence, has its microbatch for itself, and is of no fewer than s / capacity ranks.
-A plan that cuts whole packs, or puts several pieces in one microbatch, can share launches, hide the transfers of one
+Where a ring shares its microbatch with local packs, and no rank of it holds more than the capacity, a launch still
+carries at most `capacity` tokens of a rank, the ring's included: `shared_launches=True` lets a ring, too, owe only
+g s / capacity. It is the bound of this package's own plans where launches cost anything.
+
+A plan that cuts whole packs, or holds more than the capacity beside a ring, can share launches, hide transfers of one
 sequence behind another, and use the rounding rule of the plan file: a rank may hold one token more for each *cut*
 sequence of the microbatch, also where it holds none of that sequence. Then another piece there may hold the token: with
 a capacity of 29, two cut sequences of a few tokens let 30 or 31 tokens of a third stay on one rank.
@@ -21,54 +25,73 @@ a capacity of 29, two cut sequences of a few tokens let 30 or 31 tokens of a thi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.core.plan import Plan
+from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner.degrees import degree_search
-from lengthwise.planner.request import least_degrees_held, read_tokens, refuse_unheld
+from lengthwise.planner.lengths import least_degrees_held, read_tokens, refuse_unheld
 
 _BISECTIONS = 40
+_PRECISE = 1e-10  # of the bound, by which it may be too low
 
 
-def bound_seconds(tokens: Sequence[int], cluster: Cluster, cost: Cost, *, lone_rings: bool = True) -> float:
+def bound_seconds(
+    tokens: Sequence[int],
+    cluster: Cluster,
+    cost: Cost,
+    *,
+    lone_rings: bool = True,
+    shared_launches: bool = False,
+) -> float:
     """Return the least makespan, in seconds, that any plan of these lengths could have.
 
     Args:
         tokens: lengths of the sequences.
         cluster: ranks and capacity; no offload.
         cost: the costs that the plan is scored with.
-        lone_rings: whether every ring holds one sequence, has its microbatch for itself, and is of at least
-            s / capacity ranks.
+        lone_rings: whether every ring holds one sequence and is of at least s / capacity ranks.
+        shared_launches: whether such a ring may have its microbatch not for itself, no rank above the capacity.
 
     Raises:
         PlanError: a sequence that the cluster cannot hold.
     """
     checked = read_tokens(tokens)
     refuse_unheld(checked, cluster)
-    lengths, counts = np.unique(np.array(checked, dtype=np.int64), return_counts=True)
+    lengths = np.array(checked, dtype=np.int64)
+    return least_makespan(lengths, cluster, cost, lone_rings=lone_rings, shared_launches=shared_launches)
+
+
+def least_makespan(
+    tokens: NDArray[np.int64], cluster: Cluster, cost: Cost, *, lone_rings: bool = True, shared_launches: bool = False
+) -> float:
+    """Do `bound_seconds` for lengths that have been checked."""
+    lengths, counts = np.unique(tokens, return_counts=True)
     ranks, capacity = cluster.ranks, cluster.capacity_tokens
     least = least_degrees_held(lengths, capacity) if lone_rings else _least_degrees_allowed(lengths, counts, cluster)
     alone = cost.compute_seconds(lengths)
     shared = cost.fixed_seconds / capacity
+    num_tokens = sum(tokens.tolist())  # Python's whole numbers do not overflow
 
-    launches = 0.0 if lone_rings else shared * max(0, sum(checked) - ranks * len(checked))  # of all, together
+    launches = 0.0 if lone_rings else shared * max(0, num_tokens - ranks * len(tokens))  # of all, together
 
     def owed(degrees: NDArray[np.int64], picked: NDArray[np.bool_]) -> float:
         """Seconds of one rank that the picked lengths owe, together."""
         some = lengths[picked]
         if not lone_rings:
             return float(counts[picked] @ alone[picked])
-        rings = degrees * (cost.ring_piece_seconds(some, degrees) + cost.fixed_seconds)
+        launch = shared * some if shared_launches else degrees * cost.fixed_seconds
+        rings = degrees * cost.ring_piece_seconds(some, degrees) + launch
         return float(counts[picked] @ np.where(degrees > 1, rings, alone[picked] + shared * some))
 
-    everything = np.ones(len(lengths), dtype=np.bool_)
-    low = (owed(least, everything) + launches) / ranks
-    settled = (least == 1) & (alone + cost.fixed_seconds <= low)  # these stay on one rank, whatever T above `low`
+    quick = cost.ring_piece_seconds(lengths, least) + cost.fixed_seconds  # at the degree that owes least
+    low = (owed(least, np.ones(len(lengths), dtype=np.bool_)) + launches) / ranks
+    settled = quick <= low  # these keep their least degree, whatever T above `low`
     base = owed(least[settled], settled) + launches
     open_, open_least = lengths[~settled], least[~settled]
     search = degree_search(cost, open_, open_least, np.full_like(open_, ranks))
@@ -79,22 +102,42 @@ def bound_seconds(tokens: Sequence[int], cluster: Cluster, cost: Cost, *, lone_r
 
     if feasible(low):
         return low
-    slowest = cost.ring_piece_seconds(open_, open_least).max() + cost.fixed_seconds
-    return _least_feasible(feasible, low, max(low, float(slowest)))
+    return _least_feasible(feasible, low, max(low, float(quick.max())))
 
 
 def has_lone_rings(plan: Plan) -> bool:
-    """Tell whether each ring holds one sequence, alone, over s / capacity ranks or more: `lone_rings`."""
+    """Tell whether each ring holds one sequence, alone, over s / capacity ranks or more."""
+    return all(len(microbatch.pieces) == 1 for microbatch in plan.microbatches) and _are_held(plan)
+
+
+def shares_launches_only(plan: Plan) -> bool:
+    """Tell whether rings hold one sequence over s / capacity ranks or more, and no rank more than it can hold alone.
+
+    The `+ 1 a sequence for rounding` of the plan file is then used by no microbatch of several pieces.
+    """
+    return _are_held(plan) and all(
+        _most_held(plan, microbatch) <= plan.capacity for microbatch in plan.microbatches if len(microbatch.pieces) > 1
+    )
+
+
+def _are_held(plan: Plan) -> bool:
     return all(
-        len(microbatch.pieces) == 1
-        and (piece.degree == 1 or (len(piece.sequences) == 1 and _is_held(plan, piece.sequences[0], piece.degree)))
+        len(piece.ranks) == 1
+        or (len(piece.sequences) == 1 and plan.tokens[piece.sequences[0]] <= len(piece.ranks) * plan.capacity)
         for microbatch in plan.microbatches
         for piece in microbatch.pieces
     )
 
 
-def _is_held(plan: Plan, sequence: int, degree: int) -> bool:
-    return plan.tokens[sequence] <= degree * plan.capacity
+def _most_held(plan: Plan, microbatch: Microbatch) -> int:
+    """Bound what a rank holds: no two chunks of a sequence over d ranks are more than 2 x (s / 2d, rounded up)."""
+    held = Counter[int]()
+    for piece in microbatch.pieces:
+        degree = len(piece.ranks)
+        most = sum(2 * -(-plan.tokens[i] // (2 * degree)) if degree > 1 else plan.tokens[i] for i in piece.sequences)
+        for rank in piece.ranks:
+            held[rank] += most
+    return max(held.values())
 
 
 def _least_degrees_allowed(
@@ -110,6 +153,8 @@ def _least_degrees_allowed(
 def _least_feasible(feasible: Callable[[float], bool], low: float, high: float) -> float:
     """Close in on the least feasible value between an infeasible and a feasible one; return the infeasible end."""
     for _ in range(_BISECTIONS):
+        if high - low <= _PRECISE * low:
+            break
         middle = (low + high) / 2
         if feasible(middle):
             high = middle

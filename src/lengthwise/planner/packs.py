@@ -9,11 +9,52 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from lengthwise.planner.gangs import Gap
+from lengthwise.planner.gangs import Gaps
 
 _OPEN_PACKS = 64  # packs of one rank in which room is looked for; older ones are taken as full
 _RANKS_COMPARED = 4  # least loaded ranks among which one with room is looked for, to save a launch
+
+
+class LocalPack(NamedTuple):
+    """Sequences that `rank` computes alone, in one microbatch.
+
+    `before`: it runs before the ring of this number (None: after all rings). `beside`: it shares the microbatch, and so
+    the launch, of the ring of this number, and comes after the rank's shard of that.
+    """
+
+    rank: int
+    sequences: list[int]
+    before: int | None = None
+    beside: int | None = None
+
+
+class Rooms:
+    """The tokens that rings leave on their ranks for packs beside them; each room can be taken once.
+
+    `last` holds the last ring of each rank, -1 for none; `room_tokens` one entry a ring, empty where no room is given.
+    """
+
+    def __init__(self, last: Sequence[int], room_tokens: Sequence[int]) -> None:
+        self.last = last
+        self._room_tokens = room_tokens
+        self._taken: set[tuple[int, int]] = set()
+
+    @property
+    def any(self) -> bool:
+        """Whether any room is given."""
+        return len(self._room_tokens) > 0
+
+    def take(self, rank: int, ring: int) -> int:
+        """Take the room beside a ring on a rank; 0 where there is none or it was taken."""
+        if ring < 0 or not self._room_tokens or (rank, ring) in self._taken:
+            return 0
+        self._taken.add((rank, ring))
+        return self._room_tokens[ring]
+
+
+NO_ROOMS = Rooms([], [])
 
 
 class ShortSequences:
@@ -64,61 +105,155 @@ def full_packs(sequences: Sequence[int], lengths: Sequence[int], capacity_tokens
 
 
 def fill_gaps(
-    gaps: Sequence[Gap], short: ShortSequences, *, capacity_tokens: int, launch_seconds: float
-) -> list[tuple[Gap, list[int]]]:
-    """Fill gaps with local packs, largest gap first; return (gap, sequences of one pack) in that order."""
-    packs: list[tuple[Gap, list[int]]] = []
-    for gap in sorted(gaps, key=lambda gap: (-gap.seconds, gap.before, gap.rank)):
-        time_left = gap.seconds
-        while time_left > launch_seconds:
-            time_left -= launch_seconds
-            room, pack = capacity_tokens, []
-            while (taken := short.take(room, time_left)) is not None:
-                room -= short.lengths[taken]
-                time_left -= short.seconds[taken]
-                pack.append(short.sequences[taken])
+    gaps: Gaps, short: ShortSequences, *, capacity_tokens: int, launch_seconds: float, rooms: Rooms = NO_ROOMS
+) -> list[LocalPack]:
+    """Fill gaps with local packs, largest gap first."""
+    packs: list[LocalPack] = []
+    least = launch_seconds + min(short.seconds, default=0.0)
+    for rank, after, before, gap_seconds in gaps.longest_first(0.0 if rooms.any else least):
+        beside, time_left = _fill(short, rooms.take(rank, after), gap_seconds)
+        if beside:
+            packs.append(LocalPack(rank, beside, beside=after))
+        while time_left >= least:
+            pack, time_left = _fill(short, capacity_tokens, time_left - launch_seconds)
             if not pack:
                 break
-            packs.append((gap, pack))
+            packs.append(LocalPack(rank, pack, before=before))
     return packs
 
 
+def _fill(short: ShortSequences, room_tokens: int, seconds: float) -> tuple[list[int], float]:
+    """Take the longest within room and time again and again; return the sequences and the time left."""
+    pack: list[int] = []
+    while room_tokens > 0 and (taken := short.take(room_tokens, seconds)) is not None:
+        room_tokens -= short.lengths[taken]
+        seconds -= short.seconds[taken]
+        pack.append(short.sequences[taken])
+    return pack, seconds
+
+
 def level_ends(
-    free: Sequence[float], short: ShortSequences, *, capacity_tokens: int, launch_seconds: float
-) -> list[tuple[int, list[int]]]:
-    """Give what is left to the least loaded ranks, longest first; return (rank, sequences of one pack)."""
+    free: Sequence[float],
+    short: ShortSequences,
+    *,
+    capacity_tokens: int,
+    launch_seconds: float,
+    rooms: Rooms = NO_ROOMS,
+) -> tuple[list[LocalPack], float]:
+    """Give what is left to the least loaded ranks, longest first; return the packs and when the last rank is done."""
+    left = short.left()
     loads = [(seconds, rank) for rank, seconds in enumerate(free)]
     heapq.heapify(loads)
-    rooms: dict[int, list[int]] = {rank: [] for rank in range(len(free))}
-    packs: dict[int, list[list[int]]] = {rank: [] for rank in range(len(free))}
-    compared = min(_RANKS_COMPARED if launch_seconds > 0 else 1, len(free))
-    for index in short.left():
-        length = short.lengths[index]
-        choices: list[tuple[float, float, int, int]] = []
-        for _ in range(compared):
-            load, rank = heapq.heappop(loads)
-            pack = _first_fit(rooms[rank], length)
-            launch = launch_seconds if pack == len(rooms[rank]) else 0.0
-            choices.append((load + launch, load, rank, pack))
-            if launch == 0.0:
-                break  # a busier rank cannot end earlier
-        best = min(choices)
-        for choice in choices:
-            if choice is not best:
-                heapq.heappush(loads, (choice[1], choice[2]))
-        load, _, rank, pack = best
-        if pack == len(rooms[rank]):
-            rooms[rank].append(capacity_tokens)
-            packs[rank].append([])
-        rooms[rank][pack] -= length
-        packs[rank][pack].append(short.sequences[index])
-        heapq.heappush(loads, (load + short.seconds[index], rank))
-    return [(rank, pack) for rank in range(len(free)) for pack in packs[rank]]
+    if launch_seconds == 0:
+        return _level_without_launches(loads, left, short, capacity_tokens)
+    bins = [_RankPacks(capacity_tokens, short.lengths[left[-1]] if left else 0) for _ in free]
+    for rank, after in enumerate(rooms.last):
+        bins[rank].open_beside(rooms.take(rank, after))
+    compared = min(_RANKS_COMPARED, len(free))
+    for index in left:
+        length, seconds = short.lengths[index], short.seconds[index]
+        load, rank = loads[0]
+        pack = bins[rank].first_fit(length)
+        if pack is None:
+            launch, load, rank = _least_with_launch(loads, bins, length, launch_seconds, compared)
+            pack = bins[rank].first_fit(length)
+            heapq.heappush(loads, (load + launch + seconds, rank))
+        else:
+            heapq.heapreplace(loads, (load + seconds, rank))
+        bins[rank].put(pack, length, short.sequences[index])
+    packs = [
+        LocalPack(rank, pack, beside=rooms.last[rank] if pack is each.beside else None)
+        for rank, each in enumerate(bins)
+        for pack in each.packs
+        if pack
+    ]
+    return packs, max(loads)[0]
 
 
-def _first_fit(rooms: Sequence[int], length: int) -> int:
-    """Return the first pack with room for `length` tokens, or the number of packs if there is none."""
-    for pack in range(max(0, len(rooms) - _OPEN_PACKS), len(rooms)):
-        if rooms[pack] >= length:
-            return pack
-    return len(rooms)
+def _level_without_launches(
+    loads: list[tuple[float, int]], left: Sequence[int], short: ShortSequences, capacity_tokens: int
+) -> tuple[list[LocalPack], float]:
+    """Do `level_ends` where packs cost nothing: first who computes what, then each rank packs its own."""
+    owned: list[list[int]] = [[] for _ in loads]
+    for index in left:
+        load, rank = loads[0]
+        heapq.heapreplace(loads, (load + short.seconds[index], rank))
+        owned[rank].append(index)
+    packs: list[LocalPack] = []
+    for rank, indices in enumerate(owned):
+        rooms: list[int] = []
+        first = len(packs)
+        for index in indices:
+            length = short.lengths[index]
+            place = next((place for place, room in enumerate(rooms) if room >= length), len(rooms))
+            if place == len(rooms):
+                rooms.append(capacity_tokens)
+                packs.append(LocalPack(rank, []))
+            rooms[place] -= length
+            packs[first + place].sequences.append(short.sequences[index])
+    return packs, max(loads)[0]
+
+
+class _RankPacks:
+    """The packs of one rank; those with no room for the shortest sequence are not looked at again."""
+
+    __slots__ = ("_capacity_tokens", "_open", "_rooms", "_shortest", "beside", "packs")
+
+    def __init__(self, capacity_tokens: int, shortest: int) -> None:
+        self.packs: list[list[int]] = []
+        self.beside: list[int] | None = None  # the pack that shares a microbatch, and its launch, with a ring
+        self._open: list[list[int]] = []  # packs with room, and beside it the room of each
+        self._rooms: list[int] = []
+        self._capacity_tokens, self._shortest = capacity_tokens, shortest
+
+    def open_beside(self, room_tokens: int) -> None:
+        """Open a pack in what a ring leaves of the rank's capacity."""
+        if room_tokens >= self._shortest:
+            self.beside = []
+            self.packs.append(self.beside)
+            self._open.append(self.beside)
+            self._rooms.append(room_tokens)
+
+    def first_fit(self, length: int) -> int | None:
+        """Find the first open pack with room for `length` tokens."""
+        for place, room in enumerate(self._rooms):
+            if room >= length:
+                return place
+        return None
+
+    def put(self, place: int | None, length: int, sequence: int) -> None:
+        """Put a sequence into an open pack, or into a new one."""
+        if place is None:
+            place = len(self._open)
+            self._open.append([])
+            self._rooms.append(self._capacity_tokens)
+            self.packs.append(self._open[place])
+        self._open[place].append(sequence)
+        self._rooms[place] -= length
+        if self._rooms[place] < self._shortest or len(self._open) > _OPEN_PACKS:
+            full = place if self._rooms[place] < self._shortest else 0
+            del self._open[full], self._rooms[full]
+
+
+def _least_with_launch(
+    loads: list[tuple[float, int]], bins: Sequence[_RankPacks], length: int, launch_seconds: float, compared: int
+) -> tuple[float, float, int]:
+    """Take, of the `compared` least loaded ranks, the one that is least loaded with a launch where it needs one.
+
+    Returns the launch, the load and the rank, which is no longer in `loads`.
+    """
+    popped: list[tuple[float, int]] = []
+    best: tuple[float, float, int, float] | None = None
+    for place in range(compared):
+        load, rank = heapq.heappop(loads)
+        popped.append((load, rank))
+        launch = launch_seconds if bins[rank].first_fit(length) is None else 0.0
+        if best is None or load + launch < best[0]:
+            best = (load + launch, load, place, launch)
+        if launch == 0.0:
+            break  # a busier rank cannot end earlier
+    assert best is not None, "at least one rank is compared"
+    for place, entry in enumerate(popped):
+        if place != best[2]:
+            heapq.heappush(loads, entry)
+    return best[3], best[1], popped[best[2]][1]

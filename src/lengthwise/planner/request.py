@@ -1,21 +1,22 @@
-"""What every planner is given, checked once: lengths that are lengths, and a cluster that can hold them."""
+"""What every planner is given: lengths that are lengths, and a cluster that can hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.core.errors import PlanError
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
+from lengthwise.planner.bounds import least_makespan
+from lengthwise.planner.lengths import least_degrees_held, read_tokens, refuse_unheld
 
-_NAMED = 5  # sequences named in one message; the others are counted
+__all__ = ["PlanRequest", "least_degrees_held", "read_tokens", "refuse_unheld"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, for what is computed once
 class PlanRequest:
     """One step to plan; `context_tokens` sizes the mesh of planners with a fixed one (None: the longest sequence)."""
 
@@ -24,56 +25,21 @@ class PlanRequest:
     cost: Cost
     context_tokens: int | None = None
 
-    @property
+    @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """The lengths as an array, in the order of `tokens`."""
-        return np.array(self.tokens, dtype=np.int64)
+        lengths = np.array(self.tokens, dtype=np.int64)
+        lengths.setflags(write=False)  # shared by all who ask
+        return lengths
 
+    @cached_property
+    def bound_seconds(self) -> float:
+        """The bound for plans in which every ring holds one sequence."""
+        return least_makespan(self.lengths, self.cluster, self.cost)
 
-def read_tokens(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Take lengths from any sequence of whole numbers, NumPy's included.
-
-    Raises:
-        PlanError: none at all, or one that is not a whole number of at least 1.
-    """
-    for i, value in enumerate(tokens):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value <= 2**53:
-            raise PlanError(
-                f"sequence {i}",
-                expected="a length of 1 to 2^53 tokens",
-                got=repr(value),
-                remedy="Leave sequences without tokens out of the step.",
-            )
-    if len(tokens) == 0:
-        raise PlanError("tokens", expected="at least one sequence", got="none", remedy="Plan steps that hold data.")
-    return tuple(int(value) for value in tokens)
-
-
-def least_degrees_held(lengths: NDArray[np.int64], capacity_tokens: int) -> NDArray[np.int64]:
-    """Count the ranks that memory needs for each sequence."""
-    return -(-lengths // capacity_tokens)
-
-
-def refuse_unheld(tokens: Sequence[int], cluster: Cluster) -> None:
-    """Refuse sequences that no degree can hold, all in one message.
-
-    Raises:
-        PlanError: names each sequence, its length and what would hold it.
-    """
-    unheld = [i for i, length in enumerate(tokens) if length > cluster.longest_tokens]
-    if not unheld:
-        return
-    told = [
-        f"sequence {i} of {tokens[i]} tokens (needs {-(-tokens[i] // cluster.capacity_tokens)} ranks at this capacity"
-        f" or a capacity of {-(-tokens[i] // cluster.ranks)} at these ranks)"
-        for i in unheld[:_NAMED]
-    ]
-    more = f" and {len(unheld) - _NAMED} more" if len(unheld) > _NAMED else ""
-    longest = max(tokens[i] for i in unheld)
-    raise PlanError(
-        f"sequence {unheld[0]}" if len(unheld) == 1 else f"{len(unheld)} sequences",
-        expected=f"at most {cluster.longest_tokens} tokens ({cluster.ranks} ranks x {cluster.capacity_tokens} tokens)",
-        got=", ".join(told) + more,
-        remedy=f"Use {-(-longest // cluster.capacity_tokens)} ranks, raise capacity_tokens to "
-        f"{-(-longest // cluster.ranks)}, or leave such sequences out.",
-    )
+    @cached_property
+    def shared_bound_seconds(self) -> float:
+        """The bound where rings may share their launches with local packs."""
+        if self.cost.fixed_seconds == 0:
+            return self.bound_seconds
+        return least_makespan(self.lengths, self.cluster, self.cost, shared_launches=True)

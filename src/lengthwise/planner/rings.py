@@ -15,9 +15,8 @@ from lengthwise.core.plan import Microbatch, Piece
 
 def ring_order(first: int, degree: int) -> tuple[int, ...]:
     """List the ranks of the interval [first, first + degree) in the order of the ring."""
-    ranks = range(first, first + degree)
-    evens = [rank for rank in ranks if rank % 2 == 0]
-    odds = [rank for rank in ranks if rank % 2 == 1]
+    end = first + degree
+    evens, odds = range(first + first % 2, end, 2), range(first + 1 - first % 2, end, 2)
     return (*evens, *reversed(odds))
 
 

@@ -77,7 +77,8 @@ def schedule_at(request: PlanRequest, degree: int) -> SingleDegree:
 
     seconds = cost.ring_piece_seconds(lengths, np.full_like(lengths, degree)) - cost.hops_seconds(degree)
     short = ShortSequences(ascending.tolist(), room[ascending].tolist(), seconds[ascending].tolist())
-    alike = level_ends([0.0] * groups, short, capacity_tokens=capacity, launch_seconds=launch)
+    packs, _ = level_ends([0.0] * groups, short, capacity_tokens=capacity, launch_seconds=launch)
+    alike = [(pack.rank, pack.sequences) for pack in packs]
     first = SingleDegree(degree=degree, packs=alike, makespan_seconds=float(_loads(request, degree, alike).max()))
     if cost.ring_seconds == 0 or degree == 1:
         return first

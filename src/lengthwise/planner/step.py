@@ -13,7 +13,7 @@ from lengthwise.core.names import unknown_name
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
-from lengthwise.planner.bounds import bound_seconds, has_lone_rings
+from lengthwise.planner.bounds import has_lone_rings, least_makespan, shares_launches_only
 from lengthwise.planner.bytescale import plan_bytescale
 from lengthwise.planner.bytescale_naive import plan_bytescale_naive
 from lengthwise.planner.lengthwise import plan_lengthwise
@@ -77,7 +77,16 @@ def plan_step(
     notes = {
         "planner": planner,
         "predicted_seconds": score(plan, cost).makespan_seconds,
-        "bound_seconds": bound_seconds(lengths, cluster, cost, lone_rings=has_lone_rings(plan)),
+        "bound_seconds": _bound_of(plan, request),
         "cost": cost.version,
     }
     return replace(plan, notes=notes)
+
+
+def _bound_of(plan: Plan, request: PlanRequest) -> float:
+    """Find the highest bound that holds for plans of this kind."""
+    if has_lone_rings(plan):
+        return request.bound_seconds
+    if shares_launches_only(plan):
+        return request.shared_bound_seconds
+    return least_makespan(request.lengths, request.cluster, request.cost, lone_rings=False)

@@ -13,11 +13,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lengthwise.cost import Cost
-from lengthwise.planner.gangs import Gap, Ring
+from lengthwise.planner.gangs import Line
 
 _ROUNDING = 1e-9  # stretches whose times differ by this share are free together: sums in another order
 
@@ -82,20 +79,13 @@ class Skyline:
         return first, end
 
 
-def fill_valleys(
-    rings: Sequence[Moldable], ranks: int, cost: Cost
-) -> tuple[list[Ring], list[Gap], NDArray[np.float64]]:
-    """Place rings given widest first.
-
-    Returns the placed rings, the gaps they leave, and when each rank is free.
-    """
+def fill_valleys(rings: Sequence[Moldable], ranks: int, cost: Cost) -> Line:
+    """Place rings given widest first."""
     narrowness = [-ring.degree for ring in rings]
     following = list(range(len(rings) + 1))  # entry i leads to the first one left at or after i
     skyline = Skyline(ranks)
-    free = np.zeros(ranks)  # below the skyline where a valley was too narrow for any ring
-    placed: list[Ring] = []
-    gaps: list[Gap] = []
-    while len(placed) < len(rings):
+    line = Line(ranks)  # free below the skyline where a valley was too narrow for any ring
+    while len(line.rings) < len(rings):
         first, end, height = skyline.lowest()
         left, right = skyline.walls(first, end)
         number = _first_left(following, bisect_left(narrowness, first - end))
@@ -108,15 +98,8 @@ def fill_valleys(
         top = height + seconds
         if abs(right - top) < abs(left - top):  # beside the wall that ends nearest to it
             first = end - width
-        taken = slice(first, first + width)
-        start = float(free[taken].max())
-        for offset in np.flatnonzero(free[taken] < start).tolist():
-            rank = first + offset
-            gaps.append(Gap(rank=rank, before=len(placed), seconds=start - float(free[rank])))
-        placed.append(Ring(sequence=ring.sequence, first=first, degree=width))
-        free[taken] = start + seconds
-        skyline.put(first, first + width, start + seconds)
-    return placed, gaps, free
+        skyline.put(first, first + width, line.put(ring.sequence, first, width, seconds))
+    return line
 
 
 def _mold(ring: Moldable, room: int, cost: Cost) -> tuple[int, float]:

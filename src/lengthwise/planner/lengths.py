@@ -1,0 +1,64 @@
+"""The lengths of a step, checked once: whole numbers of tokens that the cluster can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lengthwise.core.errors import PlanError
+from lengthwise.core.shape import Cluster
+
+_NAMED = 5  # sequences named in one message; the others are counted
+
+
+def read_tokens(tokens: Sequence[int]) -> tuple[int, ...]:
+    """Take lengths from any sequence of whole numbers, NumPy's included.
+
+    Raises:
+        PlanError: none at all, or one that is not a whole number of at least 1.
+    """
+    if len(tokens) and set(map(type, tokens)) == {int} and min(tokens) >= 1 and max(tokens) <= 2**53:
+        return tuple(tokens)  # the usual case, ten times quicker
+    for i, value in enumerate(tokens):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value <= 2**53:
+            raise PlanError(
+                f"sequence {i}",
+                expected="a length of 1 to 2^53 tokens",
+                got=repr(value),
+                remedy="Leave sequences without tokens out of the step.",
+            )
+    if len(tokens) == 0:
+        raise PlanError("tokens", expected="at least one sequence", got="none", remedy="Plan steps that hold data.")
+    return tuple(int(value) for value in tokens)
+
+
+def least_degrees_held(lengths: NDArray[np.int64], capacity_tokens: int) -> NDArray[np.int64]:
+    """Count the ranks that memory needs for each sequence."""
+    return -(-lengths // capacity_tokens)
+
+
+def refuse_unheld(tokens: Sequence[int], cluster: Cluster) -> None:
+    """Refuse sequences that no degree can hold, all in one message.
+
+    Raises:
+        PlanError: names each sequence, its length and what would hold it.
+    """
+    if max(tokens) <= cluster.longest_tokens:
+        return
+    unheld = [i for i, length in enumerate(tokens) if length > cluster.longest_tokens]
+    told = [
+        f"sequence {i} of {tokens[i]} tokens (needs {-(-tokens[i] // cluster.capacity_tokens)} ranks at this capacity"
+        f" or a capacity of {-(-tokens[i] // cluster.ranks)} at these ranks)"
+        for i in unheld[:_NAMED]
+    ]
+    more = f" and {len(unheld) - _NAMED} more" if len(unheld) > _NAMED else ""
+    longest = max(tokens[i] for i in unheld)
+    raise PlanError(
+        f"sequence {unheld[0]}" if len(unheld) == 1 else f"{len(unheld)} sequences",
+        expected=f"at most {cluster.longest_tokens} tokens ({cluster.ranks} ranks x {cluster.capacity_tokens} tokens)",
+        got=", ".join(told) + more,
+        remedy=f"Use {-(-longest // cluster.capacity_tokens)} ranks, raise capacity_tokens to "
+        f"{-(-longest // cluster.ranks)}, or leave such sequences out.",
+    )
