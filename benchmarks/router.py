@@ -2,9 +2,10 @@
 
     python benchmarks/router.py [--repeats 5]
 
-Forward and backward of a small Qwen3-MoE over one batch of 16 sequences of 256 tokens, in 1, 2, 4 or 8 microbatches, in
-fp32 on one thread, through the engine's own path. The last microbatch of a rank keeps its graph in the counting pass, so
-of n microbatches n - 1 run forward once more. CPU seconds of the process, not the clock: others may use the machine.
+Forward and backward of a small Qwen3-MoE over one batch of 16 sequences of 256 tokens, in 1, 2, 4 or 8 microbatches,
+in fp32 on one thread, through the engine's own path. The last microbatch of a rank keeps its graph in the counting
+pass, so of n microbatches n - 1 run forward once more. CPU seconds of the process, not the clock: others may use the
+machine.
 """
 
 from __future__ import annotations
