@@ -1,0 +1,196 @@
+"""The oracle against every plan there is, tried one by one, on tinier steps than its own."""
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lengthwise.core.errors import ConfigError, PlanError
+from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import CostModel
+from lengthwise.planner import PLANNERS, bound_seconds, check_plan, plan_step, score
+from lengthwise.planner.holding import held_tokens
+from lengthwise.planner.oracle import Best, plan_oracle
+
+COSTS = st.builds(
+    CostModel,
+    quadratic_seconds=st.sampled_from([0.0, 1.0]),
+    linear_seconds=st.sampled_from([1.0, 40.0]),
+    fixed_seconds=st.sampled_from([0.0, 100.0, 900.0]),
+    ring_seconds=st.sampled_from([0.0, 9.0, 60.0]),
+    hop_seconds=st.sampled_from([0.0, 70.0]),
+)
+EXACT = {"relative_gap": 1e-9, "most_nodes": 10**6}
+
+
+def _partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
+    if not items:
+        yield []
+        return
+    for rest in _partitions(items[1:]):
+        yield [[items[0]], *rest]
+        for i, group in enumerate(rest):
+            yield [*rest[:i], [items[0], *group], *rest[i + 1 :]]
+
+
+def _fits(lengths: Sequence[int], degree: int, capacity: int, beside: int = 0) -> bool:
+    """Tell whether a piece fits, and each sequence alone and with the longest, beside a pack of `beside` tokens."""
+    longest = max(lengths)
+    rest = list(lengths)
+    rest.remove(longest)
+    return all(
+        held_tokens(some, degree).max() + beside <= capacity + (len(some) if degree > 1 else 0)
+        for some in ([longest], *([longest, other] for other in rest), lengths)
+    )
+
+
+def _besides(
+    groups: list[list[int]], places: tuple[tuple[int, ...], ...], tokens: Sequence[int], capacity: int
+) -> Iterator[dict[int, int]]:
+    """Yield every way to put packs of one rank beside rings: {pack: ring}."""
+    choices = []
+    for pack, where in enumerate(places):
+        held = sum(tokens[i] for i in groups[pack])
+        rings = [
+            ring
+            for ring, other in enumerate(places)
+            if len(where) == 1 < len(other)
+            and where[0] in other
+            and _fits([tokens[i] for i in groups[ring]], len(other), capacity, held)
+        ]
+        choices.append([None, *rings])
+    for chosen in itertools.product(*choices):
+        joined = {pack: ring for pack, ring in enumerate(chosen) if ring is not None}
+        if len({(ring, places[pack]) for pack, ring in joined.items()}) == len(joined):
+            yield joined
+
+
+def _every_plan(tokens: Sequence[int], ranks: int, capacity: int) -> Iterator[Plan]:
+    every = [where for n in range(1, ranks + 1) for where in itertools.combinations(range(ranks), n)]
+    for groups in _partitions(range(len(tokens))):
+        held = [[tokens[i] for i in group] for group in groups]
+        for places in itertools.product(every, repeat=len(groups)):
+            if not all(_fits(group, len(where), capacity) for group, where in zip(held, places, strict=True)):
+                continue
+            pieces = [Piece(ranks=where, sequences=tuple(group)) for where, group in zip(places, groups, strict=True)]
+            for joined in _besides(groups, places, tokens, capacity):
+                rows = [
+                    (pieces[j], *(pieces[pack] for pack, ring in joined.items() if ring == j))
+                    for j in range(len(pieces))
+                    if j not in joined
+                ]
+                for order in itertools.permutations(rows):
+                    microbatches = tuple(Microbatch(pieces=row) for row in order)
+                    yield Plan(
+                        ranks=ranks, layers=1, capacity=capacity, tokens=tuple(tokens), microbatches=microbatches
+                    )
+
+
+def _least(tokens: Sequence[int], ranks: int, capacity: int, cost: CostModel) -> float:
+    return min(score(plan, cost).makespan_seconds for plan in _every_plan(tokens, ranks, capacity))
+
+
+@settings(max_examples=40)
+@given(tokens=st.lists(st.integers(1, 30), min_size=1, max_size=3), capacity=st.integers(10, 30), cost=COSTS)
+def test_oracle_finds_the_best_of_all_plans_on_two_ranks(tokens: list[int], capacity: int, cost: CostModel) -> None:
+    tokens = [min(length, 2 * capacity) for length in tokens]
+    best = plan_oracle(tokens, Cluster(ranks=2, capacity_tokens=capacity), cost, **EXACT)
+    assert best.makespan_seconds == pytest.approx(_least(tokens, 2, capacity, cost), rel=1e-6)
+    assert best.bound_seconds == pytest.approx(best.makespan_seconds, rel=1e-6)
+
+
+@settings(max_examples=12)
+@given(tokens=st.lists(st.integers(1, 45), min_size=2, max_size=3), capacity=st.integers(10, 30), cost=COSTS)
+def test_oracle_finds_the_best_of_all_plans_on_three_ranks(tokens: list[int], capacity: int, cost: CostModel) -> None:
+    tokens = [min(length, 3 * capacity) for length in tokens]
+    best = plan_oracle(tokens, Cluster(ranks=3, capacity_tokens=capacity), cost, **EXACT)
+    assert best.makespan_seconds == pytest.approx(_least(tokens, 3, capacity, cost), rel=1e-6)
+
+
+def test_oracle_makes_gangs_wait_for_each_other() -> None:
+    """Three rings of two on three ranks: each rank has 20 s of work, but no two rings fit at once."""
+    cost = CostModel(linear_seconds=1.0, ring_seconds=1000.0)
+    best = plan_oracle([20, 20, 20], Cluster(ranks=3, capacity_tokens=10), cost, **EXACT)
+    assert best.makespan_seconds == pytest.approx(3 * (10 + 1000 * 10))
+
+
+def test_oracle_packs_cut_sequences_where_launches_are_dear() -> None:
+    best = plan_oracle(
+        [30, 30], Cluster(ranks=3, capacity_tokens=20), CostModel(linear_seconds=1.0, fixed_seconds=99.0), **EXACT
+    )
+    assert best.makespan_seconds == pytest.approx(99 + 20)
+    assert [microbatch.pieces[0].degree for microbatch in best.plan.microbatches] == [3]
+
+
+def test_oracle_puts_packs_beside_a_ring_to_save_launches() -> None:
+    cost = CostModel(linear_seconds=1.0, fixed_seconds=100.0, ring_seconds=9.0)
+    best = plan_oracle([6, 4, 21], Cluster(ranks=2, capacity_tokens=20), cost, **EXACT)
+    assert best.makespan_seconds == pytest.approx(100 + (1 + 9) * 21 / 2 + 6)
+    (microbatch,) = best.plan.microbatches
+    assert [(piece.degree, piece.sequences) for piece in microbatch.pieces] == [(2, (2,)), (1, (0,)), (1, (1,))]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "capacity", "cost"),
+    [
+        (
+            [21, 17, 6],
+            20,
+            CostModel(linear_seconds=1.0, fixed_seconds=100.0, ring_seconds=9.0),
+        ),  # 17 is too much beside
+        ([21, 8, 8], 15, CostModel(linear_seconds=1.0, fixed_seconds=100.0, ring_seconds=60.0)),
+        (
+            [21, 6, 5, 4],
+            17,
+            CostModel(linear_seconds=1.0, fixed_seconds=100.0, ring_seconds=60.0),
+        ),  # three for two ranks
+        ([26, 8], 20, CostModel(quadratic_seconds=1.0, linear_seconds=1.0, fixed_seconds=900.0, ring_seconds=40.0)),
+        ([30, 6, 5], 20, CostModel(quadratic_seconds=1.0, linear_seconds=40.0, ring_seconds=60.0, hop_seconds=70.0)),
+    ],
+)
+def test_oracle_finds_the_best_of_all_plans_where_rings_must_be(
+    tokens: list[int], capacity: int, cost: CostModel
+) -> None:
+    best = plan_oracle(tokens, Cluster(ranks=2, capacity_tokens=capacity), cost, **EXACT)
+    assert best.makespan_seconds == pytest.approx(_least(tokens, 2, capacity, cost), rel=1e-6)
+
+
+@settings(max_examples=25)
+@given(
+    tokens=st.lists(st.integers(1, 10) | st.integers(1, 300), min_size=1, max_size=5),
+    ranks=st.sampled_from([1, 2, 3, 5]),
+    cost=COSTS,
+)
+def test_oracle_is_valid_above_the_bound_and_behind_no_planner(tokens: list[int], ranks: int, cost: CostModel) -> None:
+    cluster = Cluster(ranks=ranks, capacity_tokens=97)
+    tokens = [min(length, cluster.longest_tokens) for length in tokens]
+    best: Best = plan_oracle(tokens, cluster, cost)
+    check_plan(best.plan)
+    assert score(best.plan, cost).makespan_seconds == best.makespan_seconds
+    assert best.bound_seconds <= best.makespan_seconds
+    assert bound_seconds(tokens, cluster, cost, lone_rings=False) <= best.makespan_seconds * (1 + 1e-9)
+    for name in PLANNERS:
+        assert best.makespan_seconds <= plan_step(tokens, cluster, cost, planner=name).notes["predicted_seconds"]
+
+
+def test_oracle_is_the_same_twice() -> None:
+    cost = CostModel(quadratic_seconds=1.0, linear_seconds=40.0, fixed_seconds=900.0, ring_seconds=9.0)
+    told = [
+        plan_oracle([150, 61, 59, 33, 20], Cluster(ranks=4, capacity_tokens=60), cost).plan.digest() for _ in range(2)
+    ]
+    assert told[0] == told[1]
+
+
+def test_oracle_refuses_what_is_not_tiny() -> None:
+    with pytest.raises(PlanError, match="at most 8 ranks and 10 sequences; got 9 ranks and 1 sequences"):
+        plan_oracle([5], Cluster(ranks=9, capacity_tokens=10), CostModel(linear_seconds=1.0))
+
+
+def test_oracle_tells_that_its_solver_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "highspy", None)
+    with pytest.raises(ConfigError, match="bench"):
+        plan_oracle([5], Cluster(ranks=2, capacity_tokens=10), CostModel(linear_seconds=1.0))
