@@ -13,6 +13,7 @@ import tyro
 from lengthwise import __version__
 from lengthwise.cli.demo import Demo
 from lengthwise.cli.plan import PlanCommand
+from lengthwise.cli.simulate import Simulate
 from lengthwise.cli.train import Train
 from lengthwise.cli.verify import Verify
 from lengthwise.core.errors import LengthwiseError
@@ -25,6 +26,14 @@ Command = (
         PlanCommand,
         tyro.conf.subcommand(
             "plan", prefix_name=False, description="Plan one step and write the plan file; needs no torch."
+        ),
+    ]
+    | Annotated[
+        Simulate,
+        tyro.conf.subcommand(
+            "simulate",
+            prefix_name=False,
+            description="Simulate steps on machines that you do not have; needs no torch.",
         ),
     ]
     | Annotated[
@@ -77,7 +86,7 @@ def _status(arguments: list[str]) -> int:
             raise
         print(
             f"error[install] this command: expected torch, transformers and safetensors; got no {error.name}. "
-            "Install them as the README says; only `lengthwise plan` runs without.",
+            "Install them as the README says; only `lengthwise plan` and `simulate` run without.",
             file=sys.stderr,
         )
         return 2

@@ -6,7 +6,7 @@ hand; `memory` tells how many tokens fit.
 """
 
 from lengthwise.cost.all_terms import all_terms_cost
-from lengthwise.cost.analytic import analytic_cost
+from lengthwise.cost.analytic import analytic_cost, step_flops
 from lengthwise.cost.given import cost_from_file
 from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, named_hardware
 from lengthwise.cost.memory import activation_bytes, capacity_tokens, host_ratio, state_bytes
@@ -34,4 +34,5 @@ __all__ = [
     "named_shape",
     "shape_from_config",
     "state_bytes",
+    "step_flops",
 ]

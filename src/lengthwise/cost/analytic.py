@@ -13,6 +13,10 @@ heads 0.44; attention equals the linear work at 33K tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.hardware import Hardware
 from lengthwise.cost.model import CostModel
@@ -23,9 +27,7 @@ _PASSES = 2  # forward and backward each send the ring round once
 
 def analytic_cost(shape: ModelShape, hardware: Hardware) -> CostModel:
     """Make the costs of a model on a kind of device, for ranks of one device each."""
-    width = shape.layers * shape.heads * shape.head_dim
-    linear_flops = 6.0 * shape.linear_params
-    attention_flops = (1 + 2.5) * 2.0 * width
+    linear_flops, attention_flops = _flops(shape)
     kv_values = 2 * shape.layers * shape.kv_heads * shape.head_dim
     ring_bytes = kv_values * (_PASSES * hardware.compute_dtype_bytes + GRADIENT_BYTES)
     peak = hardware.peak_flops_per_second
@@ -35,6 +37,26 @@ def analytic_cost(shape: ModelShape, hardware: Hardware) -> CostModel:
         fixed_seconds=shape.layers * hardware.layer_launch_seconds,
         ring_seconds=ring_bytes / hardware.link_bytes_per_second,
         hop_seconds=_PASSES * shape.layers * hardware.hop_latency_seconds,
-        windows=tuple((window, layers / shape.layers) for window, layers in shape.windows),
+        windows=_window_shares(shape),
         version=f"analytic/1 {shape.name} {hardware.name}",
     )
+
+
+def step_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """Count the model's FLOPs of one step, forward and backward.
+
+    What attention does not see and what is recomputed is left out. Over the peak of all devices and the step's seconds
+    that is its MFU.
+    """
+    linear_flops, attention_flops = _flops(shape)
+    counting = CostModel(quadratic_seconds=attention_flops, linear_seconds=linear_flops, windows=_window_shares(shape))
+    return float(counting.compute_seconds(np.array(lengths, dtype=np.int64)).sum())
+
+
+def _flops(shape: ModelShape) -> tuple[float, float]:
+    """Return FLOPs a token of everything but attention, and FLOPs a squared token of attention."""
+    return 6.0 * shape.linear_params, (1 + 2.5) * 2.0 * shape.layers * shape.heads * shape.head_dim
+
+
+def _window_shares(shape: ModelShape) -> tuple[tuple[int, float], ...]:
+    return tuple((window, layers / shape.layers) for window, layers in shape.windows)

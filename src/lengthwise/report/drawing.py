@@ -1,0 +1,90 @@
+"""Charts as SVG text: bars, points and spans. No script, no style attribute, nothing remote; all text is escaped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+WIDTH, HEIGHT = 720, 240
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 36
+_PLOT_WIDTH, _PLOT_HEIGHT = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
+
+
+def bar_chart(labels: Sequence[str], values: Sequence[float], *, title: str, tips: Sequence[str]) -> str:
+    """Draw one bar a label; `tips` are shown on hovering."""
+    most = max(values, default=0.0) or 1.0
+    width = _PLOT_WIDTH / max(1, len(values))
+    parts = []
+    for number, (label, value, tip) in enumerate(zip(labels, values, tips, strict=True)):
+        x, height = _LEFT + number * width, _PLOT_HEIGHT * value / most
+        parts.append(
+            f'<rect class="bar" x="{x + 1:.1f}" y="{_TOP + _PLOT_HEIGHT - height:.1f}" '
+            f'width="{max(1.0, width - 2):.1f}" height="{height:.1f}"><title>{escape(tip)}</title></rect>'
+            f'<text class="small" x="{x + width / 2:.1f}" y="{HEIGHT - _BOTTOM + 14}" text-anchor="middle">'
+            f"{escape(label)}</text>"
+        )
+    return _svg(parts, title)
+
+
+def scatter_chart(points: Sequence[tuple[float, float, str]], *, title: str, x_title: str, y_title: str) -> str:
+    """Draw (x, y, tip) on two logarithmic axes; values must be above 0."""
+    x_low, x_high = _powers([x for x, _, _ in points])
+    y_low, y_high = _powers([y for _, y, _ in points])
+    parts = []
+    for power in range(x_low, x_high + 1, max(1, (x_high - x_low) // 10)):
+        x = _LEFT + _PLOT_WIDTH * (power - x_low) / (x_high - x_low)
+        parts.append(
+            f'<text class="small" x="{x:.1f}" y="{HEIGHT - _BOTTOM + 14}" text-anchor="middle">{_tick(power)}</text>'
+        )
+    for power in range(y_low, y_high + 1):
+        y = _TOP + _PLOT_HEIGHT * (1 - (power - y_low) / (y_high - y_low))
+        parts.append(f'<text class="small" x="{_LEFT - 6}" y="{y + 3:.1f}" text-anchor="end">{_tick(power)}</text>')
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+    for x_value, y_value, tip in points:
+        x = _LEFT + _PLOT_WIDTH * (math.log2(x_value) - x_low) / (x_high - x_low)
+        y = _TOP + _PLOT_HEIGHT * (1 - (math.log2(y_value) - y_low) / (y_high - y_low))
+        parts.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="2.5"><title>{escape(tip)}</title></circle>')
+    parts.append(f'<text class="small" x="{WIDTH / 2}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x_title)}</text>')
+    parts.append(f'<text class="small" x="4" y="{_TOP}">{escape(y_title)}</text>')
+    return _svg(parts, title)
+
+
+def span_chart(rows: Sequence[tuple[str, Sequence[tuple[float, float, str, str]]]], *, title: str, most: float) -> str:
+    """Draw one line a row: its label and (start, end, class, tip) of its spans, seconds from 0 to `most`."""
+    step = _PLOT_HEIGHT / max(1, len(rows))
+    parts = []
+    for number, (label, spans) in enumerate(rows):
+        y = _TOP + number * step
+        parts.append(
+            f'<text class="small" x="{_LEFT - 6}" y="{y + step / 2 + 3:.1f}" text-anchor="end">{escape(label)}</text>'
+        )
+        for start, end, kind, tip in spans:
+            x, width = _LEFT + _PLOT_WIDTH * start / most, _PLOT_WIDTH * (end - start) / most
+            parts.append(
+                f'<rect class="{escape(kind)}" x="{x:.2f}" y="{y + 1:.1f}" width="{max(0.3, width):.2f}" '
+                f'height="{max(1.0, step - 2):.1f}"><title>{escape(tip)}</title></rect>'
+            )
+    for part in range(5):
+        x, anchor = _LEFT + _PLOT_WIDTH * part / 4, "end" if part == 4 else "middle"
+        parts.append(
+            f'<text class="small" x="{x:.1f}" y="{HEIGHT - _BOTTOM + 14}" text-anchor="{anchor}">'
+            f"{most * part / 4:.3g} s</text>"
+        )
+    return _svg(parts, title)
+
+
+def _svg(parts: Sequence[str], title: str) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
+
+
+def _powers(values: Sequence[float]) -> tuple[int, int]:
+    low, high = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
+    return low, max(high, low + 1)
+
+
+def _tick(power: int) -> str:
+    for limit, unit in ((20, "M"), (10, "K")):
+        if power >= limit:
+            return f"{2 ** (power - limit)}{unit}"
+    return str(2**power)

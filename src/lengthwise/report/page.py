@@ -1,0 +1,156 @@
+"""A simulation as one HTML file: lengths, degrees against length, what ranks do, the table. Opens anywhere, offline.
+
+No script and nothing remote: the content-security policy allows the one style sheet, by its hash, and nothing else.
+Everything that comes from outside (names of files and planners) is escaped.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from html import escape
+
+import numpy as np
+
+from lengthwise.core.plan import Plan
+from lengthwise.report.drawing import bar_chart, scatter_chart, span_chart
+from lengthwise.report.figures import count, percent, seconds
+from lengthwise.report.simulation import COLUMNS, result_rows
+from lengthwise.simulator import PlannerResult, Timeline, chosen_ranks
+
+_SHOWN_RANKS, _SHOWN_WHOLE, _SHOWN_CUT = 16, 200, 600
+_GAP = 1e-4  # of the step: shorter gaps cannot be seen
+_STYLE = """
+:root{color-scheme:light dark}
+body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
+h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums}
+th,td{white-space:nowrap;padding:.25rem .6rem;text-align:right;border-bottom:1px solid #8884}
+th:first-child,td:first-child{text-align:left}
+svg{width:100%;height:auto}.small{font-size:10px;fill:currentColor}.grid{stroke:#8883}
+.bar,.dot{fill:#3b76c4}.local{fill:#3b76c4}.ring{fill:#d9822b}.end{fill:#888}
+.scroll{overflow-x:auto}.key{font-size:.85rem}
+"""
+
+
+def simulation_page(
+    results: Sequence[PlannerResult], batches: Sequence[Sequence[int]], *, about: str, sentence: str
+) -> str:
+    """Write the page; ranks are shown for the first and the last planner, on one scale of time."""
+    digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+    shown = [results[0], results[-1]] if len(results) > 1 else [results[0]]
+    most = max(each.first.step_seconds for each in shown)
+    ranks = [
+        f"<h2>Ranks over time: {escape(each.planner)}</h2>{_ranks_chart(each, most)}"
+        f"<p class=key>Blue: packs on one rank. Orange: rings. Grey: the step's end. Empty: waiting. "
+        f"{len(_ranks_of(each.first))} of {each.first.ranks} ranks, the first batch: "
+        f"{escape(seconds(each.first.step_seconds))}, {escape(percent(each.first.idle_ratio))} idle.</p>"
+        for each in shown
+    ]
+    return (
+        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
+        f"<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'sha256-{digest}'\">"
+        '<meta name=viewport content="width=device-width, initial-scale=1">'
+        f"<title>Lengthwise: simulated steps</title><style>{_STYLE}</style></head><body>"
+        f"<h1>What these lengths cost</h1><p>{escape(sentence)}</p><p class=key>{escape(about)}</p>"
+        f"{_table(results)}<h2>Lengths</h2>{_histogram(batches)}"
+        f"<h2>Ranks a sequence: {escape(results[-1].planner)}</h2>{_degrees(results[-1].first_plan)}"
+        f"{''.join(ranks)}<p class=key>Simulated by lengthwise, not measured: costs {escape(_costs(results))}.</p>"
+        "</body></html>\n"
+    )
+
+
+def _costs(results: Sequence[PlannerResult]) -> str:
+    return str(results[0].first_plan.notes["cost"])
+
+
+def _table(results: Sequence[PlannerResult]) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in COLUMNS)
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in result_rows(results))
+    return f"<div class=scroll><table><tr>{head}</tr>{rows}</table></div>"
+
+
+def _histogram(batches: Sequence[Sequence[int]]) -> str:
+    lengths = [length for batch in batches for length in batch]
+    powers = range(min(lengths).bit_length() - 1, max(lengths).bit_length())
+    sequences, tokens = Counter[int](), Counter[int]()
+    for length in lengths:
+        sequences[length.bit_length() - 1] += 1
+        tokens[length.bit_length() - 1] += length
+    labels = [count(2**power) if power < 10 else _binary(power) for power in powers]
+    tips = [
+        f"from {label}: {sequences[power]} sequences, {count(tokens[power])} tokens"
+        for label, power in zip(labels, powers, strict=True)
+    ]
+    shares = [tokens[power] / sum(lengths) for power in powers]
+    chart = bar_chart(labels, shares, title="tokens by length", tips=tips)
+    return f"{chart}<p class=key>Share of tokens in sequences from this length to the next.</p>"
+
+
+def _binary(power: int) -> str:
+    return f"{1 << (power - 10)}K" if power < 20 else f"{1 << (power - 20)}M"
+
+
+def _degrees(plan: Plan) -> str:
+    points = sorted(
+        {
+            (plan.tokens[i], piece.degree)
+            for microbatch in plan.microbatches
+            for piece in microbatch.pieces
+            for i in piece.sequences
+        }
+    )
+    cut = [point for point in points if point[1] > 1]
+    whole = [point for point in points if point[1] == 1]
+    shown = _spread(whole, _SHOWN_WHOLE) + _spread(cut, _SHOWN_CUT)
+    labelled = [(float(x), float(y), f"{x} tokens over {y} ranks") for x, y in shown]
+    chart = scatter_chart(labelled, title="ranks a sequence", x_title="tokens of the sequence", y_title="ranks")
+    return f"{chart}<p class=key>{len(shown)} of {len(points)} different pairs of length and degree are drawn.</p>"
+
+
+def _spread(points: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+    """Take at most so many of them, evenly, the first and last included."""
+    return [points[i] for i in np.linspace(0, len(points) - 1, min(len(points), most), dtype=int).tolist()]
+
+
+def _ranks_of(timeline: Timeline) -> list[int]:
+    return chosen_ranks(timeline, _SHOWN_RANKS)
+
+
+def _ranks_chart(result: PlannerResult, most: float) -> str:
+    timeline = result.first
+    done = timeline.step_seconds - timeline.step_end_seconds
+    rows = []
+    for rank in _ranks_of(timeline):
+        mine = np.flatnonzero(timeline.rank == rank).tolist()
+        spans = [_span(result.first_plan, timeline, rows) for rows in _runs(result.first_plan, timeline, mine)]
+        rows.append((f"rank {rank}", [*spans, (done, timeline.step_seconds, "end", "the step's end")]))
+    return span_chart(rows, title=f"ranks over time, {result.planner}", most=most)
+
+
+def _runs(plan: Plan, timeline: Timeline, rows: list[int]) -> list[list[int]]:
+    """Join packs that follow each other on one rank without a gap; a ring is a run of its own."""
+    runs: list[list[int]] = []
+    for row in rows:
+        follows = runs and timeline.start[row] - timeline.end[runs[-1][-1]] < _GAP * timeline.step_seconds
+        if follows and _degree(plan, timeline, row) == _degree(plan, timeline, runs[-1][-1]) == 1:
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    return runs
+
+
+def _degree(plan: Plan, timeline: Timeline, row: int) -> int:
+    return max(piece.degree for piece in plan.microbatches[int(timeline.microbatch[row])].pieces)
+
+
+def _span(plan: Plan, timeline: Timeline, rows: list[int]) -> tuple[float, float, str, str]:
+    microbatches = [plan.microbatches[int(timeline.microbatch[row])] for row in rows]
+    lengths = [plan.tokens[i] for m in microbatches for piece in m.pieces for i in piece.sequences]
+    degree = _degree(plan, timeline, rows[0])
+    what = f"ring of {degree}" if degree > 1 else f"{len(rows)} packs on this rank"
+    tip = f"{what}: {len(lengths)} sequences, {count(sum(lengths))} tokens"
+    kind = "ring" if degree > 1 else "local"
+    return float(timeline.start[rows[0]]), float(timeline.end[rows[-1]]), kind, tip

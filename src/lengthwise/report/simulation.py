@@ -1,0 +1,89 @@
+"""A simulation as a table for the terminal, as JSON for tools, and as one plain sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from lengthwise.report.figures import count, percent, seconds
+from lengthwise.simulator import PlannerResult
+
+COLUMNS = (
+    "planner", "step time", "p50", "p99", "tokens/s", "MFU", "idle", "exposed", "memory", "speed-up", "tail tax",
+)  # fmt: skip
+
+
+def result_rows(results: Sequence[PlannerResult]) -> list[tuple[str, ...]]:
+    """Write one row a planner, in the order of `COLUMNS`; speed-ups are over the first planner."""
+    return [
+        (
+            each.planner,
+            seconds(each.mean_seconds),
+            seconds(each.percentile_seconds(50)),
+            seconds(each.percentile_seconds(99)),
+            count(each.tokens_per_second),
+            percent(each.flops_ratio),
+            percent(each.mean("idle_ratio")),
+            percent(each.mean("exposed_ratio")),
+            f"{max(step.memory_bytes for step in each.steps) / 1e9:.1f} GB",
+            f"{results[0].mean_seconds / each.mean_seconds:.2f}x",
+            f"{each.tail_tax:.3f}",
+        )
+        for each in results
+    ]
+
+
+def simulation_table(results: Sequence[PlannerResult], *, title: str) -> Table:
+    """Compare planners, one column each."""
+    table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    rows = list(zip(COLUMNS, *result_rows(results), strict=True))
+    for number, heading in enumerate(rows[0]):
+        table.add_column(heading, justify="right" if number else "left")
+    for row in rows[1:]:
+        table.add_row(*row)
+    return table
+
+
+def simulation_json(results: Sequence[PlannerResult], facts: dict[str, Any]) -> dict[str, Any]:
+    """Write all figures, those of single batches too; ratios are of all ranks' time, times in seconds."""
+    return {
+        "schema": "lengthwise.simulation/1",
+        **facts,
+        "planners": {
+            each.planner: {
+                "step_seconds": [step.step_seconds for step in each.steps],
+                "mean_seconds": each.mean_seconds,
+                "p50_seconds": each.percentile_seconds(50),
+                "p99_seconds": each.percentile_seconds(99),
+                "bound_seconds": each.first_plan.notes["bound_seconds"],
+                "tokens_per_second": each.tokens_per_second,
+                "mfu": each.flops_ratio,
+                "compute_ratio": each.mean("compute_ratio"),
+                "idle_ratio": each.mean("idle_ratio"),
+                "exposed_ratio": each.mean("exposed_ratio"),
+                "memory_bytes": max(step.memory_bytes for step in each.steps),
+                "speedup_over_first": results[0].mean_seconds / each.mean_seconds,
+                "tail_tax": each.tail_tax,
+            }
+            for each in results
+        },
+    }
+
+
+def closing_sentence(results: Sequence[PlannerResult], gpus: int) -> str:
+    """Say in one sentence what the tail of lengths costs under the first planner, and what the last one saves."""
+    first, last = results[0], results[-1]
+    ratio = first.mean_seconds / last.mean_seconds
+    if len(results) == 1:
+        return (
+            f"On {gpus} GPUs a step takes {seconds(first.mean_seconds)} with {first.planner}, "
+            f"{percent(first.tail_tax)} of the speed that sequences of 8K would reach (simulated, not measured)."
+        )
+    saves = f"so the same training needs {ratio:.2f} times fewer GPU hours" if ratio >= 1 else "which is slower"
+    verdict = f"{last.planner} takes {seconds(last.mean_seconds)}, {saves}"
+    return (
+        f"On {gpus} GPUs these lengths make a step of {first.planner} take {seconds(first.mean_seconds)}, at "
+        f"{percent(first.tail_tax)} of the speed that sequences of 8K would reach; {verdict} (simulated, not measured)."
+    )

@@ -1,0 +1,185 @@
+"""Planners compared on the same batches, simulated: step times, their spread, and what the tail of lengths costs.
+
+The *tail tax* is the figure that users feel: FLOP/s on the mix over FLOP/s on sequences that are all 8K long, with the
+same ranks, memory, tokens a step and costs, planned by `lengthwise`. 1 means that the tail costs nothing beyond the
+arithmetic that it asks for; attention of long sequences runs faster than linear work or slower, so it can pass 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lengthwise.core.plan import Plan
+from lengthwise.core.shape import Cluster, ModelShape
+from lengthwise.cost import AllTermsCost, Hardware, state_bytes, step_flops
+from lengthwise.planner import plan_step
+from lengthwise.simulator.step import simulate_plan
+from lengthwise.simulator.timeline import Timeline
+
+UNIFORM_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is simulated: a model on so many ranks of a hardware, `devices` of it a rank.
+
+    `context_tokens` sizes the mesh of planners with a fixed one, and is the longest that a sequence may be.
+    """
+
+    shape: ModelShape
+    hardware: Hardware
+    cost: AllTermsCost
+    cluster: Cluster
+    context_tokens: int
+    devices: int = 1
+
+    @property
+    def peak_flops_per_second(self) -> float:
+        """Of all devices together."""
+        return self.cluster.ranks * self.devices * self.hardware.peak_flops_per_second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedStep:
+    """One planner on one batch: times in seconds, ratios of all ranks' time, memory of the fullest device in bytes."""
+
+    step_seconds: float
+    compute_ratio: float
+    exposed_ratio: float
+    idle_ratio: float
+    memory_bytes: float
+    num_tokens: int
+    flops: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerResult:
+    """One planner over all batches; `first_plan` and `first` are those of the first batch."""
+
+    planner: str
+    steps: tuple[SimulatedStep, ...]
+    first_plan: Plan
+    first: Timeline
+    peak_flops_per_second: float
+    uniform_flops_per_second: float = field(default=float("nan"))
+
+    @property
+    def mean_seconds(self) -> float:
+        """Step time, mean over batches."""
+        return float(np.mean([step.step_seconds for step in self.steps]))
+
+    def percentile_seconds(self, percent: float) -> float:
+        """Step time that so many percent of the batches stay below."""
+        return float(np.percentile([step.step_seconds for step in self.steps], percent))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks together."""
+        return sum(step.num_tokens for step in self.steps) / self._total_seconds
+
+    @property
+    def flops_ratio(self) -> float:
+        """Model FLOPs over the peak of all devices: MFU."""
+        return self.flops_per_second / self.peak_flops_per_second
+
+    @property
+    def flops_per_second(self) -> float:
+        """Of the model's arithmetic, recomputation left out."""
+        return sum(step.flops for step in self.steps) / self._total_seconds
+
+    @property
+    def tail_tax(self) -> float:
+        """FLOP/s over that of a batch of sequences of 8K."""
+        return self.flops_per_second / self.uniform_flops_per_second
+
+    def mean(self, name: str) -> float:
+        """Mean over batches of a field of `SimulatedStep`."""
+        return float(np.mean([getattr(step, name) for step in self.steps]))
+
+    @property
+    def _total_seconds(self) -> float:
+        return sum(step.step_seconds for step in self.steps)
+
+
+def compare_planners(
+    planners: Sequence[str],
+    batches: Sequence[Sequence[int]],
+    setting: Setting,
+    *,
+    told: Callable[[str, int], None],
+    options: Mapping[str, object] | None = None,
+) -> list[PlannerResult]:
+    """Plan and simulate every batch with every planner.
+
+    Args:
+        planners: names of `planner.PLANNERS`.
+        batches: lengths of each step.
+        setting: the model, the hardware and the cluster.
+        told: called before each planner and batch, for progress.
+        options: given to `plan_step` besides, the same for all planners.
+
+    Raises:
+        LengthwiseError: of `plan_step`; sequences longer than the context or than the cluster holds are named.
+    """
+    uniform = _simulate("lengthwise", _uniform(sum(batches[0])), setting, {})[1]
+    uniform_rate = uniform.flops / uniform.step_seconds
+    results = []
+    for planner in planners:
+        simulated = []
+        for number, batch in enumerate(batches):
+            told(planner, number)
+            simulated.append(_simulate(planner, batch, setting, options or {}))
+        plan, _, timeline = simulated[0]
+        results.append(
+            PlannerResult(
+                planner=planner,
+                steps=tuple(step for _, step, _ in simulated),
+                first_plan=plan,
+                first=timeline,
+                peak_flops_per_second=setting.peak_flops_per_second,
+                uniform_flops_per_second=uniform_rate,
+            )
+        )
+    return results
+
+
+def _uniform(num_tokens: int) -> list[int]:
+    return [UNIFORM_TOKENS] * max(1, round(num_tokens / UNIFORM_TOKENS))
+
+
+def _simulate(
+    planner: str, tokens: Sequence[int], setting: Setting, options: Mapping[str, object]
+) -> tuple[Plan, SimulatedStep, Timeline]:
+    plan = plan_step(
+        tokens,
+        setting.cluster,
+        setting.cost,
+        planner=planner,
+        layers=setting.shape.layers,
+        context_tokens=max(setting.context_tokens, *tokens) if planner == "static" else None,
+        **options,  # type: ignore[arg-type] - what else `plan_step` takes is its own to check
+    )
+    timeline = simulate_plan(plan, setting.cost)
+    step = SimulatedStep(
+        step_seconds=timeline.step_seconds,
+        compute_ratio=timeline.compute_ratio,
+        exposed_ratio=timeline.exposed_ratio,
+        idle_ratio=timeline.idle_ratio,
+        memory_bytes=_memory_bytes(plan, timeline, setting),
+        num_tokens=sum(tokens),
+        flops=step_flops(setting.shape, tokens),
+    )
+    return plan, step, timeline
+
+
+def _memory_bytes(plan: Plan, timeline: Timeline, setting: Setting) -> float:
+    """Tell what the fullest device holds: its states, and the activations of its largest microbatch on the device."""
+    layers = max(setting.shape.layers, 2)
+    kept = np.array([(2 + (1 - m.offload) * (layers - 2)) / layers for m in plan.microbatches])
+    bytes_a_token = np.array([setting.cost.copy_bytes[m.recompute] for m in plan.microbatches]) * kept
+    activations = timeline.held_tokens * bytes_a_token[timeline.microbatch]
+    states = state_bytes(setting.shape, setting.cluster.ranks, devices=setting.devices)
+    return states + float(activations.max()) * setting.cost.stages  # 1F1B: the first stage keeps one for every stage

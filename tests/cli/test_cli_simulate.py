@@ -1,0 +1,103 @@
+"""`lengthwise simulate`: figures, files and refusals, without torch."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lengthwise.cli import main
+from lengthwise.cli.simulate import drawn_batch
+
+SMALL = ["--model", "llama-7b", "--ranks", "16", "--batch-tokens", "256K", "--batches", "2", "--capacity", "8K"]
+
+
+def simulate(capsys, *arguments) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stopped:
+        main(["simulate", *map(str, arguments)])
+    said = capsys.readouterr()
+    return int(stopped.value.code or 0), said.out, said.err
+
+
+def test_simulate_published_lengths_writes_json_traces_and_a_page(tmp_path, capsys) -> None:
+    out = tmp_path / "out"
+    status, said, _ = simulate(capsys, *SMALL, "--lengths", "github", "--context", "64K", "--out", out)
+    assert status == 0
+    written = json.loads((out / "simulation.json").read_text())
+    assert written["batch_tokens"] == [256 * 1024] * 2
+    assert written["longest_tokens"] <= written["context_tokens"] == 64 * 1024
+    assert list(written["planners"]) == ["static", "single-degree", "bytescale-naive", "bytescale", "lengthwise"]
+    ours = written["planners"]["lengthwise"]
+    assert min(ours["step_seconds"]) >= ours["bound_seconds"] * 0.5
+    assert f"{ours['speedup_over_first']:.2f}x" in said
+    assert f"{ours['tail_tax']:.3f}" in said
+    assert "times fewer GPU hours" in said
+    for planner in written["planners"]:
+        assert json.loads((out / f"trace-{planner}.json").read_text())["traceEvents"]
+    assert "<svg" in (out / "report.html").read_text()
+
+
+def test_simulate_own_data_on_gpus(tmp_path, capsys) -> None:
+    rows = tmp_path / "my.jsonl"
+    rows.write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in (30_000, 500, 500, 20, 4000)))
+    out = tmp_path / "out"
+    status, said, _ = simulate(
+        capsys, "--model", "llama-13b", "--gpus", 32, "--tp", 4, "--pp", 2, "--batch-tokens", "100K", "--batches", 1,
+        "--data", rows, "--planners", "static,lengthwise", "--out", out,
+    )  # fmt: skip
+    assert status == 0
+    written = json.loads((out / "simulation.json").read_text())
+    assert (written["ranks"], written["devices_per_rank"], written["context_tokens"]) == (4, 8, 30_000)
+    assert written["batch_tokens"][0] >= 100 * 1024
+    assert "On 32 GPUs" in said
+
+
+def test_simulate_lengths_of_a_file_twice_is_the_same(tmp_path, capsys) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text("[100, 20000, 7, 3000]")
+    for name in ("a", "b"):
+        simulate(capsys, *SMALL, "--lengths", path, "--planners", "lengthwise", "--out", tmp_path / name)
+    one, other = ((tmp_path / name / "simulation.json").read_bytes() for name in ("a", "b"))
+    assert one == other
+
+
+def test_simulate_needs_no_torch(tmp_path) -> None:
+    absent = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'safetensors')));"
+    run = "from lengthwise.cli import main; main(sys.argv[1:])"
+    arguments = ["simulate", *SMALL, "--lengths", "prolong", "--context", "64K", "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", absent + run, *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_drawn_batches_take_every_sequence_before_any_twice() -> None:
+    known = [5, 10, 20, 40]
+    assert sorted(drawn_batch(known, 75, 0)) == known
+    twice = drawn_batch(known, 100, 1)
+    assert sorted(twice[:4]) == known
+    assert 100 <= sum(twice) < 140
+    assert drawn_batch(known, 100, 1) == twice != drawn_batch(known, 100, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--lengths", "githup"], "Did you mean `github`"),
+        ([], "one of --lengths and --data"),
+        (["--lengths", "github", "--data", "x.jsonl"], "one of --lengths and --data"),
+        (["--lengths", "github", "--context", "2 apples"], "--context"),
+        (["--lengths", "github", "--planners", "statik"], "Did you mean `static`"),
+        (["--lengths", "github", "--planners", "static,static"], "each planner once"),
+        (["--lengths", "github", "--gpus", "16"], "one of --ranks and --gpus"),
+        (["--lengths", "github", "--hardware", "h1000"], "Did you mean `h100`"),
+        (["--lengths", "github", "--tp", "3"], "tensor parallelism"),
+        (["--lengths", "github", "--batches", "0"], "--batches"),
+        (["--lengths", "github", "--context", "2M"], "256 ranks"),
+    ],
+)
+def test_simulate_refuses_what_it_cannot(tmp_path, capsys, arguments, told) -> None:
+    status, _, error = simulate(capsys, *SMALL, *arguments, "--out", tmp_path / "out")
+    assert status == 2
+    assert told in error.replace("\n", " ")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,126 @@
+"""The page of a simulation: everything escaped, nothing remote, well formed."""
+
+import base64
+import hashlib
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import all_terms_cost, named_hardware, named_shape
+from lengthwise.report.page import simulation_page
+from lengthwise.report.simulation import COLUMNS, closing_sentence, result_rows, simulation_json, simulation_table
+from lengthwise.simulator import Setting, compare_planners
+
+SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
+BATCHES = [[60_000, *[2000] * 90, 1], [30_000, 7, *[5000] * 40]]
+HOSTILE = '<img src=x onerror="alert(1)">&\'"'
+
+
+@pytest.fixture(scope="module")
+def results():
+    setting = Setting(
+        shape=SHAPE,
+        hardware=HARDWARE,
+        cost=all_terms_cost(SHAPE, HARDWARE),
+        cluster=Cluster(ranks=12, capacity_tokens=8192),
+        context_tokens=60_000,
+    )
+    return compare_planners(["static", "lengthwise"], BATCHES, setting, told=lambda *_: None)
+
+
+class _Balance(HTMLParser):
+    """Collects tags; those that need closing must be closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict]] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+        if tag not in ("meta", "p", "td", "th", "tr"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag not in ("p", "td", "th", "tr"):
+            assert self.open.pop() == tag
+
+
+def _read(page: str) -> _Balance:
+    parser = _Balance()
+    parser.feed(page)
+    assert parser.open == []
+    return parser
+
+
+def test_page_loads_nothing_and_runs_nothing(results) -> None:
+    page = simulation_page(results, BATCHES, about="about", sentence="one sentence")
+    tags = _read(page).seen
+    assert {tag for tag, _ in tags}.isdisjoint({"script", "link", "img", "iframe", "object", "form", "a"})
+    named = {name for _, attributes in tags for name in attributes}
+    assert not any(name.startswith("on") or name in ("href", "src", "style", "xlink:href") for name in named)
+    style = re.search(r"<style>(.*?)</style>", page, re.DOTALL)
+    assert style is not None
+    policy = next(a["content"] for tag, a in tags if tag == "meta" and "http-equiv" in a)
+    digest = base64.b64encode(hashlib.sha256(style[1].encode()).digest()).decode()
+    assert policy == f"default-src 'none'; style-src 'sha256-{digest}'"
+    assert "url(" not in style[1]
+    assert "@import" not in style[1]
+
+
+def test_page_escapes_what_comes_from_outside(results) -> None:
+    hostile = [
+        replace(
+            each, planner=HOSTILE, first_plan=replace(each.first_plan, notes={**each.first_plan.notes, "cost": HOSTILE})
+        )
+        for each in results
+    ]
+    page = simulation_page(hostile, BATCHES, about=HOSTILE, sentence=HOSTILE)
+    assert "<img" not in page
+    assert page.count("&lt;img src=x onerror=&quot;alert(1)&quot;&gt;&amp;&#x27;&quot;") >= 8
+    _read(page)
+
+
+def test_page_shows_lengths_degrees_ranks_and_the_table(results) -> None:
+    page = simulation_page(results, BATCHES, about="about", sentence="one sentence")
+    tags = _read(page).seen
+    bars = [a for tag, a in tags if tag == "rect" and a.get("class") == "bar"]
+    assert len(bars) == 16  # from 1 to 32K by powers of two
+    dots = set(re.findall(r"<title>(\d+) tokens over (\d+) ranks</title>", page))
+    plan = results[-1].first_plan
+    drawn = {(str(plan.tokens[i]), str(p.degree)) for m in plan.microbatches for p in m.pieces for i in p.sequences}
+    assert dots == drawn
+    spans = [a for tag, a in tags if tag == "rect" and a.get("class") in ("ring", "local")]
+    assert spans
+    assert all(64 <= float(a["x"]) <= 708.5 for a in spans)
+    for column in COLUMNS:
+        assert f"<th>{column}</th>" in page
+    assert "rank 11" in page
+
+
+def test_rows_json_and_table_say_the_same(results) -> None:
+    rows = result_rows(results)
+    assert [row[0] for row in rows] == ["static", "lengthwise"]
+    assert rows[0][COLUMNS.index("speed-up")] == "1.00x"
+    written = simulation_json(results, {"model": "llama-7b"})
+    ratio = written["planners"]["lengthwise"]["speedup_over_first"]
+    assert rows[1][COLUMNS.index("speed-up")] == f"{ratio:.2f}x"
+    assert written["planners"]["static"]["step_seconds"] == [step.step_seconds for step in results[0].steps]
+    table = simulation_table(results, title="one step")
+    assert [str(column.header) for column in table.columns] == ["planner", "static", "lengthwise"]
+    assert table.row_count == len(COLUMNS) - 1
+
+
+def test_closing_sentence_says_what_is_saved(results) -> None:
+    sentence = closing_sentence(results, 12)
+    ratio = results[0].mean_seconds / results[1].mean_seconds
+    assert f"{ratio:.2f} times fewer GPU hours" in sentence
+    assert "not measured" in sentence
+    assert "slower" in closing_sentence(results[::-1], 12)
+    assert "of the speed that sequences of 8K would reach" in closing_sentence(results[:1], 12)
