@@ -53,7 +53,6 @@ def test_score_of_idle_ranks_counts_them() -> None:
     ("feature", "microbatch"),
     [
         ("offload", Microbatch(pieces=(Piece(ranks=(0, 1), sequences=(0,)),), offload=0.5)),
-        ("recompute", Microbatch(pieces=(Piece(ranks=(0, 1), sequences=(0,)),), recompute="layer")),
         ("heads", Microbatch(pieces=(Piece(ranks=(0, 1), sequences=(0,), heads=2),))),
         ("shares", Microbatch(pieces=(Piece(ranks=(0, 1), sequences=(0,), shares=(1.0, 2.0)),))),
     ],

@@ -212,3 +212,20 @@ def test_plan_step_writes_the_golden_plan(name: str) -> None:
     tokens, ranks, capacity, cost, planner = GOLDEN[name]
     plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=capacity), cost, planner=planner, layers=2)
     assert plan.to_json() == (Path(__file__).parent / "golden" / f"{name}.json").read_text()
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_plan_step_puts_one_kind_of_recomputation_into_every_microbatch_and_prices_it(planner: str) -> None:
+    tokens, cluster = (300, 120, 90, 55, 10, 7, 1, 1, 99, 230, 101), Cluster(ranks=6, capacity_tokens=100)
+    kept = plan_step(tokens, cluster, ALL_TERMS, planner=planner)
+    for kind in ("layer", "all_but_attention"):
+        plan = plan_step(tokens, cluster, ALL_TERMS, planner=planner, recompute=kind)
+        assert {microbatch.recompute for microbatch in plan.microbatches} == {kind}
+        assert plan.notes["predicted_seconds"] == score(plan, ALL_TERMS).makespan_seconds
+        assert plan.notes["predicted_seconds"] > kept.notes["predicted_seconds"]
+        assert plan.notes["bound_seconds"] > kept.notes["bound_seconds"]
+
+
+def test_plan_step_names_the_nearest_kind_of_recomputation() -> None:
+    with pytest.raises(ConfigError, match="Did you mean `layer`"):
+        plan_step([5], Cluster(ranks=3, capacity_tokens=20), COMPUTE, recompute="layers")

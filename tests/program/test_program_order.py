@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import lengthwise
 from lengthwise.core.errors import PlanError, Problems
-from lengthwise.core.plan import Piece
+from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
 from lengthwise.program import StrictMatcher, check_order, last_on_all_ranks, lower_microbatch, refuse_unsupported
 from lengthwise.program.order import Operation, rank_groups
 from lengthwise.testing import draw_lengths, make_plan, random_plan
@@ -162,19 +162,58 @@ def test_microbatch_last_on_all_ranks_by_hand():
     assert last_on_all_ranks(beside) == {1}, "all pieces of a microbatch run as one"
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"recompute": "layer"}, "recompute"),
-        ({"recompute": "all_but_attention"}, "recompute"),
-        ({"offload": 0.5}, "offload"),
-    ],
-)
-def test_order_e_recompute_and_offload_are_refused_by_name(change, named):
-    plan = make_plan(3, [8, 4], [RING, PAIR])
+def recomputing(plan, *kinds):
+    return replace(
+        plan, microbatches=tuple(replace(m, recompute=kind) for m, kind in zip(plan.microbatches, kinds, strict=True))
+    )
+
+
+def test_order_e_recomputation_runs_the_forward_rounds_again_before_each_layers_backward():
+    plan = recomputing(make_plan(3, [8, 4], [RING, PAIR]), "layer", "all_but_attention")
     refuse_unsupported(plan)
-    changed = replace(plan, microbatches=(plan.microbatches[0], replace(plan.microbatches[1], **change)))
-    with pytest.raises(PlanError, match=f"microbatch 1: {named}"):
+    labels = [label for label, _ in rank_groups(plan, 2, windows=[None] * 2)]
+    layers = [label.removeprefix("microbatch 0, layer ") for label in labels if label.startswith("microbatch 0")]
+    forward, again, backward = (
+        [f"{name}, hop {hop}" for hop in range(hops)]
+        for name, hops in (("forward", 2), ("forward again", 2), ("backward", 4))
+    )
+    assert layers == [
+        *(f"{layer}, {label}" for layer in (0, 1) for label in forward),
+        *(f"{layer}, {label}" for layer in (1, 0) for label in (*again, *backward)),
+    ]
+    assert not any("again" in label for label in labels if label.startswith("microbatch 1"))
+
+
+@settings(max_examples=30)
+@given(choose=st.randoms(use_true_random=False), ranks=st.integers(2, 7), count=st.integers(1, 5))
+def test_order_e_any_plan_with_any_recomputation_completes(choose, ranks, count):
+    plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count))
+    kinds = [choose.choice(RECOMPUTE_KINDS) for _ in plan.microbatches]
+    again = sum(
+        len(each.transfers)
+        for index, kind in enumerate(kinds)
+        if kind == "layer"
+        for each in lower_microbatch(plan, index).forward_rounds
+    )
+    assert check_order(recomputing(plan, *kinds), layers=2) == check_order(plan, layers=2) + 2 * again
+
+
+def test_order_e_a_rank_that_recomputes_alone_is_found():
+    """Why recomputation belongs to the plan: the others take what one rank sends again for something else."""
+    plan = make_plan(3, [8, 4], [RING, PAIR])
+    matcher = StrictMatcher(3)
+    for rank in range(3):
+        mine = recomputing(plan, "none", "layer") if rank == 1 else plan
+        for label, operations in rank_groups(mine, rank, windows=[None]):
+            matcher.post(rank, label, operations)
+    with pytest.raises(PlanError, match="rank 1"):
+        list(matcher.progress())
+
+
+def test_order_e_offload_is_refused_by_name():
+    plan = make_plan(3, [8, 4], [RING, PAIR])
+    changed = replace(plan, microbatches=(plan.microbatches[0], replace(plan.microbatches[1], offload=0.5)))
+    with pytest.raises(PlanError, match="microbatch 1: offload"):
         refuse_unsupported(changed)
 
 

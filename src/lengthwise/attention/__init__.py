@@ -4,11 +4,13 @@ from lengthwise.attention.choose import choose_kernel
 from lengthwise.attention.kernels import BlockKernel, FlashCpuKernel, ReferenceKernel
 from lengthwise.attention.merge import merge_block
 from lengthwise.attention.planned import PlannedAttention, planned_attention
+from lengthwise.attention.recompute import Recomputation
 
 __all__ = [
     "BlockKernel",
     "FlashCpuKernel",
     "PlannedAttention",
+    "Recomputation",
     "ReferenceKernel",
     "choose_kernel",
     "merge_block",

@@ -24,6 +24,7 @@ from torch import Tensor
 from lengthwise.attention.kernels import BlockKernel, BlockMask
 from lengthwise.attention.merge import merge_block
 from lengthwise.attention.packs import Pack, PackKernel, pack_of
+from lengthwise.attention.recompute import Recomputation
 from lengthwise.comm import Pending, Transport
 from lengthwise.program import BlockTask, MicrobatchProgram, Round, Transfer
 
@@ -54,6 +55,7 @@ class PlannedAttention:
         multiple = kernel.token_multiple
         self.num_rows = max(1, -(-self.num_tokens // multiple)) * multiple  # with the padding that the model runs
         self.layers_run = 0
+        self.recomputation: Recomputation | None = None  # the checkpointed layer that is running, if one is
         starts = program.shard_starts(transport.rank)
         self._own = {
             (index, position): (starts[index], starts[index] + program.shard_tokens(index, position), piece.degree)
@@ -276,7 +278,10 @@ class _Attention(torch.autograd.Function):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        out, lse = planned.forward(q, k, v, scale, window, sinks)
+        def run() -> tuple[Tensor, Tensor]:
+            return planned.forward(q, k, v, scale, window, sinks)
+
+        out, lse = run() if planned.recomputation is None else planned.recomputation.attend(run)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.planned, ctx.scale, ctx.window = planned, scale, window
         return out

@@ -66,7 +66,10 @@ class PlanCommand:
         cluster = Cluster(ranks=self.ranks, capacity_tokens=capacity)
         planner = self.planner or (config.planner if config else "lengthwise")
         layers = shape.layers if shape else 1
-        plan = plan_step(tokens, cluster, cost, planner=planner, layers=layers, context_tokens=context)
+        recompute = config.recompute if config and not self.cost else "none"
+        plan = plan_step(
+            tokens, cluster, cost, planner=planner, layers=layers, context_tokens=context, recompute=recompute
+        )
         write_atomically(self.out, plan.to_json())
 
         console = Console(highlight=False, soft_wrap=True)

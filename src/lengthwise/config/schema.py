@@ -201,6 +201,11 @@ class RunConfig(Settings):
         description="lengthwise plans each step from its lengths; static (one fixed mesh), single-degree, "
         "bytescale-naive, bytescale and power-of-two are there to compare with; default lengthwise",
     )
+    recompute: Literal["none", "layer", "all_but_attention"] = Field(
+        default="none",
+        description="what backward computes again in place of keeping it: none, layer (every decoder layer) or "
+        "all_but_attention (the same, but attention and its ring run once); default none",
+    )
     precision: Literal["fp32", "bf16", "fp64"] = Field(
         default="fp32", description="fp32, bf16 (with fp32 master weights) or fp64; default fp32"
     )

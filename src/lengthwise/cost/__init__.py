@@ -12,6 +12,7 @@ from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, named_hardware
 from lengthwise.cost.memory import activation_bytes, capacity_tokens, host_ratio, state_bytes
 from lengthwise.cost.model import CostModel
 from lengthwise.cost.protocol import Cost
+from lengthwise.cost.recompute import recompute_cost
 from lengthwise.cost.shapes import SHAPE_NAMES, named_shape, shape_from_config
 from lengthwise.cost.terms import AllTermsCost, Link, Pass
 
@@ -32,6 +33,7 @@ __all__ = [
     "host_ratio",
     "named_hardware",
     "named_shape",
+    "recompute_cost",
     "shape_from_config",
     "state_bytes",
     "step_flops",

@@ -1,6 +1,7 @@
 """Makes a Hugging Face causal language model obey a plan, and refuses by name what a plan would compute wrongly."""
 
 from lengthwise.models.adapter import model_loss, model_router_logits, plain_output, token_loss
+from lengthwise.models.checkpointing import recompute_layers
 from lengthwise.models.double import keep_double
 from lengthwise.models.families import FAMILIES, check_model_config
 from lengthwise.models.load import (
@@ -29,6 +30,7 @@ __all__ = [
     "model_router_logits",
     "plain_attention",
     "plain_output",
+    "recompute_layers",
     "save_model",
     "token_loss",
 ]

@@ -34,3 +34,12 @@ def keep_double(dtype: torch.dtype) -> Iterator[None]:
     """Make casts from fp64 to fp32 do nothing inside the block; only for models in fp64, else nothing changes."""
     with _KeepDouble() if dtype == torch.float64 else contextlib.nullcontext():
         yield
+
+
+def as_here() -> contextlib.AbstractContextManager[None]:
+    """Return a block that keeps fp64 if and only if this very place does.
+
+    For what is run again in backward, which torch runs outside of any such block.
+    """
+    kept = torch.zeros((), dtype=torch.float64).float().dtype == torch.float64
+    return keep_double(torch.float64 if kept else torch.float32)

@@ -5,13 +5,14 @@ Independent of every planner: it reads the plan alone, so that all planners are 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.cost import AllTermsCost, Cost
+from lengthwise.cost import AllTermsCost, Cost, recompute_cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,20 +49,22 @@ def score(plan: Plan, cost: Cost) -> Score:
     with v virtual ones, filling and draining it takes (p - 1) / v of the rank's longest microbatch besides.
 
     Raises:
-        PlanError: a feature whose time these costs do not tell: `CostModel` knows no offload, recompute, heads, shares
-            and pipeline, `AllTermsCost` only pipelines of its own stages.
+        PlanError: a feature whose time these costs do not tell: `CostModel` knows no offload, heads, shares and
+            pipeline, `AllTermsCost` only pipelines of its own stages.
     """
     stages = _priced_stages(plan, cost)
     lock_step = plan.schedule["kind"] == "waves"
-    took = iter(_pieces_seconds(plan, cost))
+    costs = {kind: recompute_cost(cost, kind) for kind in {microbatch.recompute for microbatch in plan.microbatches}}
+    took = _recomputed_seconds(plan, costs)
     free, busy = [0.0] * plan.ranks, [0.0] * plan.ranks  # lists: single entries are read and written faster
     longest = [0.0] * plan.ranks
     for microbatch in plan.microbatches:
+        fixed_seconds = costs[microbatch.recompute].fixed_seconds
         if len(microbatch.pieces) == 1:
-            seconds = cost.fixed_seconds + next(took)
+            seconds = fixed_seconds + next(took)
             total = dict.fromkeys(microbatch.pieces[0].ranks, seconds)
         else:
-            total = dict.fromkeys(microbatch.ranks, cost.fixed_seconds)
+            total = dict.fromkeys(microbatch.ranks, fixed_seconds)
             for piece in microbatch.pieces:
                 seconds = next(took)
                 for rank in piece.ranks:
@@ -78,6 +81,13 @@ def score(plan: Plan, cost: Cost) -> Score:
         ring_tokens=plan.ring_tokens,
         num_tokens=sum(plan.tokens),
     )
+
+
+def _recomputed_seconds(plan: Plan, costs: Mapping[str, Cost]) -> Iterator[float]:
+    """Yield `_pieces_seconds`, of each microbatch by the costs of its kind of recomputation."""
+    took = {kind: _pieces_seconds(plan, cost) for kind, cost in costs.items()}
+    kinds = (microbatch.recompute for microbatch in plan.microbatches for _ in microbatch.pieces)
+    return (took[kind][number] for number, kind in enumerate(kinds))
 
 
 def _pieces_seconds(plan: Plan, cost: Cost) -> list[float]:
@@ -134,7 +144,7 @@ def _priced_stages(plan: Plan, cost: Cost) -> int:
         raise _unpriced("plan", ["pipeline"])
     for number, microbatch in enumerate(plan.microbatches):
         pieces = microbatch.pieces
-        used = ["offload"] * (microbatch.offload > 0) + ["recompute"] * (microbatch.recompute != "none")
+        used = ["offload"] * (microbatch.offload > 0)
         used += ["heads"] * any(piece.heads > 1 for piece in pieces)
         used += ["shares"] * any(piece.shares is not None for piece in pieces)
         if used:

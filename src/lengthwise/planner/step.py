@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import unknown_name
-from lengthwise.core.plan import Microbatch, Plan
+from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost
+from lengthwise.cost import Cost, recompute_cost
 from lengthwise.planner.bounds import has_lone_rings, least_makespan, shares_launches_only
 from lengthwise.planner.bytescale import plan_bytescale
 from lengthwise.planner.bytescale_naive import plan_bytescale_naive
@@ -42,6 +42,7 @@ def plan_step(
     planner: str = "lengthwise",
     layers: int = 1,
     context_tokens: int | None = None,
+    recompute: str = "none",
 ) -> Plan:
     """Plan one optimizer step.
 
@@ -52,27 +53,31 @@ def plan_step(
         planner: one of `PLANNERS`.
         layers: layers of the model, for readers that count memory by them.
         context_tokens: what the mesh of `static` is sized for (default: the longest sequence).
+        recompute: what backward computes again, in every microbatch: one of `RECOMPUTE_KINDS`.
 
     Returns:
         A plan whose notes hold planner, predicted_seconds (the makespan), bound_seconds and cost (the version).
 
     Raises:
-        ConfigError: unknown planner, or layers or context_tokens below 1.
+        ConfigError: unknown planner or kind of recomputation, or layers or context_tokens below 1.
         PlanError: no sequences, a length below 1, or sequences that the cluster cannot hold (all of them named).
     """
     if planner not in _PLANNERS:
         raise unknown_name("planner", planner, PLANNERS)
+    if recompute not in RECOMPUTE_KINDS:
+        raise unknown_name("recompute", recompute, RECOMPUTE_KINDS)
     if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
         raise ConfigError("layers", expected="a whole number of at least 1", got=repr(layers), remedy="Mend layers.")
     lengths = read_tokens(tokens)
     refuse_unheld(lengths, cluster)
-    request = PlanRequest(tokens=lengths, cluster=cluster, cost=cost, context_tokens=context_tokens)
+    priced = recompute_cost(cost, recompute)
+    request = PlanRequest(tokens=lengths, cluster=cluster, cost=priced, context_tokens=context_tokens)
     plan = Plan(
         ranks=cluster.ranks,
         layers=layers,
         capacity=cluster.capacity_tokens,
         tokens=lengths,
-        microbatches=tuple(_PLANNERS[planner](request)),
+        microbatches=tuple(replace(each, recompute=recompute) for each in _PLANNERS[planner](request)),
     )
     notes = {
         "planner": planner,

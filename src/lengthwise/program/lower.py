@@ -175,7 +175,7 @@ def refuse_unsupported(plan: Plan) -> None:
     """Refuse what the plan file can say but this version cannot run.
 
     Raises:
-        PlanError: a schedule other than free, or a microbatch with offload, recomputation or split heads.
+        PlanError: a schedule other than free, or a microbatch with offload or split heads.
     """
     problems = []
 
@@ -188,8 +188,6 @@ def refuse_unsupported(plan: Plan) -> None:
         where = f"plan: microbatch {index}"
         if microbatch.offload:
             refuse(f"{where}: offload", "0 (this version keeps activations on the device)", str(microbatch.offload))
-        if microbatch.recompute != "none":
-            refuse(f"{where}: recompute", "none (all this version runs)", microbatch.recompute)
         if any(piece.heads != 1 for piece in microbatch.pieces):
             refuse(f"{where}: heads", "1 (this version rotates keys, it does not split heads)", "more")
     raise_problems(problems[:10])

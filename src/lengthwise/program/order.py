@@ -147,10 +147,10 @@ def check_order(
     """Run the grouped calls of one step of `plan` under strict matching; return how many messages were matched.
 
     Each rank posts, for its microbatches in order, the forward rounds of every layer and the backward rounds of every
-    layer, and then the step-end collective. `windows` gives the sliding window of each layer (default: `layers` layers
-    without one). `counts_routers`: before that, the counting pass of a model with a router balance loss: the forward
-    rounds of all microbatches, then a collective. Those that are the last of all their ranks have run forward in it,
-    and go backward before the others start again.
+    layer, with `recompute: layer` its forward rounds once more before them, and then the step-end collective. `windows`
+    gives the sliding window of each layer (default: `layers` layers without one). `counts_routers`: before that, the
+    counting pass of a model with a router balance loss: the forward rounds of all microbatches, then a collective.
+    Those that are the last of all their ranks have run forward in it, and go backward before the others start again.
 
     Raises:
         PlanError: the ranks would wait for each other for ever; it names the ranks and what they wait in.
@@ -197,13 +197,17 @@ def _pass_groups(
 ) -> Iterator[tuple[str, list[Operation]]]:
     lowered = {window: program.with_window(window) for window in set(windows)}
     layers = range(len(windows))
-    for layer in reversed(layers) if name == "backward" else layers:
+    passes = [(name, layer) for layer in layers]
+    if name == "backward":
+        again = ["forward again"] * (program.microbatch.recompute == "layer")
+        passes = [(each, layer) for layer in reversed(layers) for each in (*again, "backward")]
+    for kind, layer in passes:
         of_layer = lowered[windows[layer]]
-        rounds = of_layer.backward_rounds if name == "backward" else of_layer.forward_rounds
+        rounds = of_layer.backward_rounds if kind == "backward" else of_layer.forward_rounds
         for hop, each in enumerate(rounds):
             operations = [_operation(t, rank) for t in each.transfers if rank in (t.source, t.target)]
             if operations:
-                yield f"microbatch {program.index}, layer {layer}, {name}, hop {hop}", operations
+                yield f"microbatch {program.index}, layer {layer}, {kind}, hop {hop}", operations
 
 
 def _operation(transfer: Transfer, rank: int) -> Operation:

@@ -1,6 +1,7 @@
 """What tests of this package, and of code built on it, stand on: builders, oracles, recorders, and real processes."""
 
 from lengthwise.testing.families import MODEL_TYPES, Difference, build_pair, family_difference, tiny_family_config
+from lengthwise.testing.live import LiveBytes
 from lengthwise.testing.oracles import dense_attention, relative_error
 from lengthwise.testing.plans import draw_lengths, make_plan, random_plan, visible_pairs
 from lengthwise.testing.ranks import run_ranks
@@ -11,6 +12,7 @@ __all__ = [
     "MODEL_TYPES",
     "Call",
     "Difference",
+    "LiveBytes",
     "RecordingTransport",
     "build_pair",
     "dense_attention",

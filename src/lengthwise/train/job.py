@@ -54,6 +54,7 @@ class Job:
             planner=self.config.planner,
             layers=self.model.config.num_hidden_layers,
             context_tokens=max(int(self.dataset.lengths.max()), *lengths),
+            recompute=self.config.recompute,
         )
         check_plan(plan)
         refuse_unsupported(plan)

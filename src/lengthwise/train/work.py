@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from lengthwise.attention import BlockKernel, PlannedAttention
 from lengthwise.comm import Transport
 from lengthwise.core.plan import Plan
-from lengthwise.models import RouterBalance, count_choices, has_balance_loss, model_loss, model_router_logits
+from lengthwise.models import (
+    RouterBalance,
+    count_choices,
+    has_balance_loss,
+    model_loss,
+    model_router_logits,
+    recompute_layers,
+)
 from lengthwise.program import MicrobatchProgram, last_on_all_ranks, lower_plan
 from lengthwise.train.batch import StepBatch
 
@@ -100,7 +107,8 @@ class _RankWork:
         planned = PlannedAttention(program, self.transport, self.kernel)
         tensors = self.batch.tensors(program.segments(self.transport.rank))
         hear = router_logits.extend if train and has_balance_loss(self.model.config) else None
-        with torch.set_grad_enabled(train):
+        recompute = program.microbatch.recompute if train else "none"
+        with torch.set_grad_enabled(train), recompute_layers(self.model, planned, recompute):
             loss = model_loss(self.model, planned, *tensors, hear_router=hear)
         return _Forward(loss=loss, router_logits=router_logits)
 

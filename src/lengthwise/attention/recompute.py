@@ -1,0 +1,52 @@
+"""Attention in a layer that backward runs again: what is kept from the first run, and what is attended anew.
+
+A checkpointed layer runs in forward, saves nothing but its input, and runs once more in backward, when the first of
+its gradients is asked for. Its attention then either attends again, ring and all (`layer`), or takes (out, lse) as the
+first run left them (`all_but_attention`): queries, keys and values are computed anew, and no message is sent.
+Kept: heads x head_dim values in the model's dtype and heads in the accumulation dtype, a token and layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Recomputed(Protocol):
+    """Whose attention is run again: a microbatch's `PlannedAttention`."""
+
+    recomputation: Recomputation | None
+
+
+class Recomputation:
+    """One checkpointed call of one layer, over its two runs."""
+
+    def __init__(self, *, keeps_attention: bool) -> None:
+        self._keeps_attention, self._kept = keeps_attention, deque[tuple[Tensor, Tensor, int]]()
+        self._is_second_run = False
+
+    @contextlib.contextmanager
+    def running(self, planned: Recomputed, *, second: bool) -> Iterator[None]:
+        """Let the attention of `planned` inside the block know which run it is in."""
+        assert planned.recomputation is None, "one checkpointed layer inside another"
+        planned.recomputation, self._is_second_run = self, second
+        try:
+            yield
+        finally:
+            planned.recomputation = None
+
+    def attend(self, run: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of `run`, or those that the first run kept."""
+        if not self._keeps_attention:
+            return run()
+        if not self._is_second_run:
+            out, lse = run()
+            self._kept.append((out.detach(), lse, out._version))
+            return out, lse
+        out, lse, version = self._kept.popleft()
+        assert out._version == version, "the model wrote over the output of its attention"
+        return out, lse

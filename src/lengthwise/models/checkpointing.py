@@ -1,0 +1,76 @@
+"""Activation checkpointing: backward computes layers again, for the microbatches whose plan says so.
+
+Hugging Face wraps every decoder layer of its models for this; the wrap is switched on for the forward of one
+microbatch, with torch's non-reentrant checkpoint (so frozen embeddings and keyword arguments need nothing special).
+A layer's second run makes its ring's forward rounds again right before its backward rounds; since `recompute` is in the
+plan, all ranks of the ring do. torch ends a second run early, once all that was saved is there again: an attention
+saves after its ring is done, so a ring is never left halfway, nor left out by one rank alone.
+
+Costs one more forward of all layers (without the output head; without attention under `all_but_attention`). Saved from
+each layer: its input, and under `all_but_attention` what `attention.recompute` keeps. Chen et al. 2016
+(arXiv 1604.06174); keeping attention out of it: DistFlashAttn (arXiv 2310.03294), section 3.3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from lengthwise.attention import PlannedAttention, Recomputation
+from lengthwise.core.errors import ModelRefused
+from lengthwise.models.double import as_here
+
+
+@contextlib.contextmanager
+def recompute_layers(model: nn.Module, planned: PlannedAttention, kind: str) -> Iterator[None]:
+    """Make what forward runs inside the block be computed again in backward: `kind` of the plan's `recompute`.
+
+    Raises:
+        ModelRefused: a layer of the model was not run through Hugging Face's wrap, so it would have been kept.
+    """
+    if kind == "none":
+        yield
+        return
+    wrapped: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    runs: list[Recomputation] = []
+
+    def run(forward: Callable[..., Any], *arguments: Any) -> Any:
+        layer = Recomputation(keeps_attention=kind == "all_but_attention")
+        runs.append(layer)
+        return checkpoint(
+            forward,
+            *arguments,
+            use_reentrant=False,
+            preserve_rng_state=False,  # a model that draws random numbers is refused
+            context_fn=lambda: (layer.running(planned, second=False), _second_run(layer, planned, as_here())),
+        )
+
+    for module in wrapped:
+        module._gradient_checkpointing_func, module.gradient_checkpointing = run, True
+    try:
+        yield
+    finally:
+        for module in wrapped:
+            module.gradient_checkpointing = False
+    layers: int = model.config.num_hidden_layers  # type: ignore[union-attr]
+    if len(runs) != layers:
+        raise ModelRefused(
+            f"model {type(model).__name__}",
+            expected=f"all {layers} layers to run through Hugging Face's gradient checkpointing",
+            got=f"{len(runs)} that did",
+            remedy="This model can only be trained with `recompute: none`.",
+        )
+
+
+@contextlib.contextmanager
+def _second_run(
+    layer: Recomputation, planned: PlannedAttention, precision: AbstractContextManager[None]
+) -> Iterator[None]:
+    with layer.running(planned, second=True), precision:
+        yield

@@ -1,0 +1,49 @@
+"""How many bytes of tensors are alive: what a forward leaves for its backward, and the peak of both. Any device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations inside the block make, each once, until it is freed.
+
+    What was there before (parameters, flat gradients) is not counted; a view of it, or an operation in place, makes
+    no storage.
+    """
+
+    def __init__(self, *before: Tensor) -> None:
+        super().__init__()
+        self.now_bytes = self.peak_bytes = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in before}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation and note the storages of what it returns."""
+        given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        there = {tensor.untyped_storage()._cdata for tensor in given}
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._note(leaf, there)
+        return result
+
+    def _note(self, tensor: Tensor, there: set[int]) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in there or storage._cdata in self._known:
+            return
+        self._known.add(storage._cdata)
+        self.now_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now_bytes -= size
