@@ -10,7 +10,7 @@ from lengthwise.planner.gangs import place_rings
 def test_place_rings_side_by_side_from_the_lowest_rank() -> None:
     line = place_rings([(0, 3, 5.0), (1, 2, 4.0)], 6)
     assert [(ring.first, ring.degree) for ring in line.rings] == [(0, 3), (3, 2)]
-    assert line.gaps().longest_first(0.0) == []
+    assert line.gaps.longest_first(0.0) == []
     assert line.free.tolist() == [5, 5, 5, 4, 4, 0]
     assert line.last.tolist() == [0, 0, 0, 1, 1, -1]
 
@@ -18,11 +18,11 @@ def test_place_rings_side_by_side_from_the_lowest_rank() -> None:
 def test_place_rings_remembers_the_gap_before_a_ring() -> None:
     line = place_rings([(0, 3, 5.0), (1, 2, 4.0)], 4)
     assert line.rings[1].first == 0  # all start at 5: the interval without idle ranks
-    assert line.gaps().longest_first(0.0) == []
+    assert line.gaps.longest_first(0.0) == []
     line = place_rings([(0, 2, 5.0), (1, 3, 4.0), (2, 2, 1.0), (3, 3, 1.0)], 3)
-    assert line.gaps().longest_first(0.0) == [(2, -1, 1, 5.0), (2, 1, 3, 1.0)]
-    assert line.gaps().longest_first(2.0) == [(2, -1, 1, 5.0)]
-    assert line.waited_seconds == 6
+    assert line.gaps.longest_first(0.0) == [(2, -1, 1, 5.0), (2, 1, 3, 1.0)]
+    assert line.gaps.longest_first(2.0) == [(2, -1, 1, 5.0)]
+    assert line.busy_seconds == 10 + 12 + 2 + 3
     assert line.free.tolist() == [11, 11, 11]
 
 
@@ -32,14 +32,46 @@ def test_place_rings_starts_each_as_early_as_any_interval_allows(data: st.DataOb
     rows = data.draw(st.lists(st.tuples(degrees, st.integers(1, 9)), max_size=40))
     rows = sorted(rows, reverse=True) if data.draw(st.booleans()) else rows
     line = place_rings([(i, degree, float(time)) for i, (degree, time) in enumerate(rows)], ranks)
-    assert [ring.sequence for ring in line.rings] == list(range(len(rows)))
+    assert sorted(ring.sequence for ring in line.rings) == list(range(len(rows)))
+    assert [ring.start_seconds for ring in line.rings] == sorted(ring.start_seconds for ring in line.rings)
     clock = np.zeros(ranks)
-    for ring, (degree, seconds) in zip(line.rings, rows, strict=True):
+    for ring, (degree, seconds) in zip(sorted(line.rings, key=lambda ring: ring.sequence), rows, strict=True):
         start = clock[ring.first : ring.first + degree].max()
         assert start == min(clock[a : a + degree].max() for a in range(ranks - degree + 1))
         clock[ring.first : ring.first + degree] = start + seconds
     assert clock.tolist() == line.free.tolist()
     work = sum(degree * seconds for degree, seconds in rows)
-    waits = sum(seconds for _, _, _, seconds in line.gaps().longest_first(0.0))
+    waits = sum(seconds for _, _, _, seconds in line.gaps.longest_first(0.0))
     assert work + waits == clock.sum()
-    assert waits == line.waited_seconds
+    assert work == line.busy_seconds
+
+
+def test_place_rings_fills_the_hole_beside_a_wide_ring_with_a_narrower_one() -> None:
+    """Four of six ranks, then all: the two beside the first wait for 5, and a ring of two fits there."""
+    rows = [(0, 4, 5.0), (1, 6, 2.0), (2, 2, 4.0)]
+    assert place_rings(rows, 6).free.max() == 11
+    line = place_rings(rows, 6, backfilled=True)
+    assert line.free.max() == 7
+    assert [(ring.sequence, ring.first, ring.start_seconds) for ring in line.rings] == [(0, 0, 0), (2, 4, 0), (1, 0, 5)]
+    assert line.gaps.longest_first(0.0) == [(4, 1, 2, 1.0), (5, 1, 2, 1.0)]
+
+
+@given(data=st.data(), ranks=st.integers(2, 17))
+def test_place_rings_backfilled_never_lets_two_rings_meet(data: st.DataObject, ranks: int) -> None:
+    rows = data.draw(st.lists(st.tuples(st.integers(2, ranks), st.integers(1, 30)), max_size=40))
+    rows = sorted(rows, key=lambda row: -row[0])
+    line = place_rings([(i, degree, float(time)) for i, (degree, time) in enumerate(rows)], ranks, backfilled=True)
+    assert sorted(ring.sequence for ring in line.rings) == list(range(len(rows)))
+    clock, last = np.zeros(ranks), np.full(ranks, -1)
+    waits = {(before, rank): (after, seconds) for rank, after, before, seconds in line.gaps.longest_first(0.0)}
+    for number, ring in enumerate(line.rings):
+        assert (ring.degree, ring.seconds) == rows[ring.sequence]
+        taken = range(ring.first, ring.first + ring.degree)
+        assert all(clock[rank] <= ring.start_seconds for rank in taken)
+        for rank in taken:
+            if clock[rank] < ring.start_seconds:
+                assert waits.pop((number, rank)) == (last[rank], ring.start_seconds - clock[rank])
+            clock[rank], last[rank] = ring.start_seconds + ring.seconds, number
+    assert not waits
+    assert clock.tolist() == line.free.tolist()
+    assert last.tolist() == line.last.tolist()

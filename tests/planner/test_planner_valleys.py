@@ -19,7 +19,7 @@ def _moldable(*rings: tuple[int, int, int]) -> list[Moldable]:
 def test_fill_valleys_widens_each_ring_to_what_its_place_asks_for() -> None:
     line = fill_valleys(_moldable((320, 5, 10), (320, 5, 10), (480, 5, 6), (40, 2, 2)), 12, LINEAR)
     assert [ring.degree for ring in line.rings] == [6, 6, 6, 2]
-    assert line.waited_seconds == 0
+    assert line.gaps.longest_first(0.0) == []
     assert sorted(line.free) == [320 / 6] * 4 + [320 / 6 + 20] * 2 + [320 / 6 + 80] * 6
 
 
@@ -31,7 +31,7 @@ def test_fill_valleys_keeps_a_degree_where_wider_would_not_be_quicker() -> None:
 def test_fill_valleys_remembers_the_gap_under_a_ring_that_is_wider_than_the_valley() -> None:
     line = fill_valleys(_moldable((80, 4, 4), (60, 3, 5)), 5, LINEAR)
     assert [ring.degree for ring in line.rings] == [4, 5]
-    assert line.gaps().longest_first(0.0) == [(4, -1, 1, 20.0)]
+    assert line.gaps.longest_first(0.0) == [(4, -1, 1, 20.0)]
     assert line.free.max() == 20 + 60 / 5
 
 
@@ -50,7 +50,7 @@ def test_fill_valleys_places_each_ring_once_where_its_ranks_are_free(
     line = fill_valleys(moldable, ranks, cost)
     placed = line.rings
     assert sorted(ring.sequence for ring in placed) == list(range(len(rings)))
-    waits = {(before, rank): seconds for rank, _, before, seconds in line.gaps().longest_first(0.0)}
+    waits = {(before, rank): seconds for rank, _, before, seconds in line.gaps.longest_first(0.0)}
     clock = np.zeros(ranks)
     for number, ring in enumerate(placed):
         asked = moldable[ring.sequence]

@@ -1,8 +1,10 @@
-"""Rings on the line of ranks: gang list scheduling.
+"""Rings on the line of ranks: gang list scheduling with backfilling.
 
 Longest degree first, then longest work: each ring takes the interval that lets it start earliest; among those, the one
-that makes the least idle time, then the lowest. A ring starts when the last of its ranks is free, so the others wait:
-these gaps are remembered, and local packs fill them.
+that makes the least idle time, then the lowest. A ring starts when the last of its ranks is free, so the others wait.
+Where neighbours wait together there is a hole, and a later, narrower ring that fits into one runs there, before the
+ring that left it (18 of 24 ranks, then 11: the 6 beside the first are worth a ring). What still waits are gaps, which
+local packs fill.
 
 One ring costs a few array operations over the ranks. Of neighbouring rings of one degree as many are placed with one
 look at the line as can be told from it: the best disjoint intervals, until one of them would start after the first of
@@ -13,12 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 _SWEPT = 3  # rings of one degree from which a sweep is worth its sorting
+_ROUNDING = 1e-12  # waits shorter than this share of the time are sums in another order
+_HOLES = 64  # holes remembered, the largest
 
 
 class Ring(NamedTuple):
@@ -27,13 +32,29 @@ class Ring(NamedTuple):
     sequence: int
     first: int
     degree: int
+    start_seconds: float
+    seconds: float  # launch included
+
+
+class Hole(NamedTuple):
+    """Neighbouring ranks [first, end) that wait together from `start_seconds` until `end_seconds`."""
+
+    first: int
+    end: int
+    start_seconds: float
+    end_seconds: float
+
+    @property
+    def rank_seconds(self) -> float:
+        """The time lost in it."""
+        return (self.end - self.first) * (self.end_seconds - self.start_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gaps:
     """Times in which a rank waits for the start of ring number `before`: arrays, one entry a gap.
 
-    `after` is the ring that the rank ran last, -1 for none.
+    `after` is the ring that the rank ran before that, -1 for none.
     """
 
     ranks: NDArray[np.int64]
@@ -49,45 +70,92 @@ class Gaps:
         return list(zip(*(column[order].tolist() for column in columns), strict=True))
 
 
+@dataclass(frozen=True, kw_only=True)  # without slots, for what is computed once
+class PlacedRings:
+    """Rings on the line, in the order of their starts, which is an order that every rank can run.
+
+    `free` tells when each rank is done with its rings, `last` which is its last, -1 for none.
+    """
+
+    rings: list[Ring]
+    free: NDArray[np.float64]
+    last: NDArray[np.int64]
+    gaps: Gaps
+
+    @cached_property
+    def busy_seconds(self) -> float:
+        """The time of all ranks in rings, waiting left out."""
+        return sum(ring.degree * ring.seconds for ring in self.rings)
+
+
 class Line:
-    """The line of ranks while rings are put on it: when each rank is free, and who waited for whom."""
+    """The line of ranks while rings are put on it: when each rank is free, and where neighbours wait."""
 
     def __init__(self, ranks: int) -> None:
         self.free = np.zeros(ranks)
-        self.last = np.full(ranks, -1, dtype=np.int64)  # the ring that each rank runs last
         self.rings: list[Ring] = []
-        self.waited_seconds = 0.0  # of all ranks together
-        self._waits: list[tuple[int, int, NDArray[np.float64], NDArray[np.int64]]] = []  # ring, first, waits, last
+        self._holes: list[Hole] = []
 
     def put(self, sequence: int, first: int, degree: int, seconds: float) -> float:
         """Let a ring run on [first, first + degree) as soon as all are free; return when it ends."""
         part = self.free[first : first + degree]
         start = float(part.max())
         if part.min() < start:
-            waits = start - part
-            self._waits.append((len(self.rings), first, waits, self.last[first : first + degree].copy()))
-            self.waited_seconds += float(waits.sum())
+            self._remember_holes(first, part, start)
         end = start + seconds
         part[:] = end
-        self.last[first : first + degree] = len(self.rings)
-        self.rings.append(Ring(sequence, first, degree))
+        self.rings.append(Ring(sequence, first, degree, start, seconds))
         return end
 
-    def gaps(self) -> Gaps:
-        """List all waiting so far."""
-        widths = [len(waits) for _, _, waits, _ in self._waits]
-        seconds = np.concatenate([np.zeros(0), *(waits for _, _, waits, _ in self._waits)])
-        after = np.concatenate([np.zeros(0, dtype=np.int64), *(last for _, _, _, last in self._waits)])
-        before = np.repeat(np.array([number for number, _, _, _ in self._waits], dtype=np.int64), widths)
-        firsts = np.array([first for _, first, _, _ in self._waits], dtype=np.int64)
-        begins = np.cumsum([0, *widths])[:-1].astype(np.int64)  # of each ring's entries
-        ranks = np.arange(len(seconds)) + np.repeat(firsts - begins, widths)
-        some = seconds > 0
-        return Gaps(ranks=ranks[some], after=after[some], before=before[some], seconds=seconds[some])
+    def backfill(self, sequence: int, degree: int, seconds: float) -> bool:
+        """Let a ring run in the hole that it leaves narrowest, then shortest; tell whether there is one."""
+        fitting = [
+            (hole.end - hole.first, hole.end_seconds - hole.start_seconds, number)
+            for number, hole in enumerate(self._holes)
+            if hole.end - hole.first >= degree and hole.end_seconds - hole.start_seconds >= seconds
+        ]
+        if not fitting:
+            return False
+        hole = self._holes.pop(min(fitting)[2])
+        self.rings.append(Ring(sequence, hole.first, degree, hole.start_seconds, seconds))
+        middle = hole.first + degree
+        self._holes += [
+            Hole(hole.first, middle, hole.start_seconds + seconds, hole.end_seconds),
+            Hole(middle, hole.end, hole.start_seconds, hole.end_seconds),
+        ]
+        return True
+
+    def placed(self) -> PlacedRings:
+        """Put the rings in the order of their starts, and find what waiting is left."""
+        rings = sorted(self.rings, key=lambda ring: (ring.start_seconds, ring.first))
+        widths = np.array([ring.degree for ring in rings], dtype=np.int64)
+        numbers = np.repeat(np.arange(len(rings)), widths)
+        firsts = np.array([ring.first for ring in rings], dtype=np.int64) - (np.cumsum(widths) - widths)
+        ranks = np.arange(len(numbers)) + np.repeat(firsts, widths)
+        order = np.argsort(ranks, kind="stable")  # by rank, and on each rank by start
+        ranks, numbers = ranks[order], numbers[order]
+        starts = np.array([ring.start_seconds for ring in rings])[numbers]
+        ends = starts + np.array([ring.seconds for ring in rings])[numbers]
+        first_of_rank = np.diff(ranks, prepend=-1) > 0
+        after = np.where(first_of_rank, -1, np.roll(numbers, 1))
+        waits = starts - np.where(first_of_rank, 0.0, np.roll(ends, 1))
+        last = np.full(len(self.free), -1, dtype=np.int64)
+        last[ranks] = numbers  # of one rank the last is written last
+        some = waits > _ROUNDING * ends
+        gaps = Gaps(ranks=ranks[some], after=after[some], before=numbers[some], seconds=waits[some])
+        return PlacedRings(rings=rings, free=self.free, last=last, gaps=gaps)
+
+    def _remember_holes(self, first: int, part: NDArray[np.float64], start: float) -> None:
+        borders = np.flatnonzero(np.diff(part, prepend=-1.0)).tolist()
+        for begin, end in zip(borders, [*borders[1:], len(part)], strict=True):
+            if part[begin] < start and end - begin > 1:
+                self._holes.append(Hole(first + begin, first + end, float(part[begin]), start))
+        if len(self._holes) > _HOLES:
+            self._holes = sorted(self._holes, key=lambda hole: -hole.rank_seconds)[:_HOLES]
 
 
-def place_rings(rings: Sequence[tuple[int, int, float]], ranks: int) -> Line:
-    """Place rings given as (sequence, degree, seconds with launch), in this order."""
+def place_rings(rings: Sequence[tuple[int, int, float]], ranks: int, *, backfilled: bool = False) -> PlacedRings:
+    """Place rings given as (sequence, degree, seconds with launch), in this order; `backfilled`: also into holes."""
     line = Line(ranks)
     place = 0
     while place < len(rings):
@@ -96,13 +164,15 @@ def place_rings(rings: Sequence[tuple[int, int, float]], ranks: int) -> Line:
         while end < len(rings) and rings[end][1] == degree:
             end += 1
         while place < end:
-            if end - place < _SWEPT:
-                sequence, _, seconds = rings[place]
+            sequence, _, seconds = rings[place]
+            if backfilled and line.backfill(sequence, degree, seconds):
+                place += 1
+            elif end - place < _SWEPT:
                 line.put(sequence, earliest_interval(line.free, degree)[0], degree, seconds)
                 place += 1
             else:
                 place += _sweep(line, rings, place, end)
-    return line
+    return line.placed()
 
 
 def _sweep(line: Line, rings: Sequence[tuple[int, int, float]], place: int, end: int) -> int:

@@ -5,8 +5,9 @@
    longer (`degrees`), or a little further, so that as many rings as before fill the line of ranks side by side with no
    rank left over. A little more than T matters where wide rings leave no room for the next one beside them: 20 rings
    of 613 among 12,288 ranks leave 28 for twenty of 7, and end 1.13 above the bound; at 1.02 T all fit side by side.
-3. Rings are placed on the line of ranks in three ways: the longest degree or the longest time first, each where it
-   starts earliest (`gangs`), or place by place, each ring as wide as its place asks for (`valleys`).
+3. Rings are placed on the line of ranks in four ways: the longest degree or the longest time first, each where it
+   starts earliest, the former also with narrower rings in the holes that wider ones leave (`gangs`), or place by place,
+   each ring as wide as its place asks for (`valleys`).
 4. Where the rings and an even share of the rest promise to end near T, short sequences fill the gaps that rings leave,
    then level the ends (`packs`). What promises less waits until nothing better is left.
 5. The schedule that ends first is kept; of equal ones the first tried, which has the fewest cuts.
@@ -31,7 +32,7 @@ from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.planner.degrees import GROWTH_FLOOR_TOKENS, filling_degrees, grown_degrees, most_degrees
-from lengthwise.planner.gangs import Line, place_rings
+from lengthwise.planner.gangs import PlacedRings, Ring, place_rings
 from lengthwise.planner.packs import LocalPack, Rooms, ShortSequences, fill_gaps, level_ends
 from lengthwise.planner.request import PlanRequest, least_degrees_held
 from lengthwise.planner.rings import interval_microbatch
@@ -40,13 +41,13 @@ from lengthwise.planner.valleys import Moldable, fill_valleys
 FRACTIONS = (0.5, 0.25, 0.125)  # of the bound, that a sequence may take
 _HALVINGS = 6  # levels tried between the bound and the best so far
 _NEAR = 1.003  # of the bound; below it no level above the bound is tried
-_GOOD_ENOUGH = 1.0004  # of the bound; further tries could gain no more than this
+_GOOD_ENOUGH = 1.0006  # of the bound; further tries could gain no more than this
 _PROMISING = 1.001  # of the bound; what could end within it is packed at once
 _FAR = 1.01  # of the bound; above it smaller shards are tried
 _PLACING_STEPS = 100_000  # rings x thousands of ranks, placed in all
 _PACKING_STEPS = 4_000  # sequences packed in all, and at least three tries
 
-Way = Literal["widest", "longest", "valleys"]
+Way = Literal["widest", "backfilled", "longest", "valleys"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ class Placed:
 
     candidate: Candidate
     seconds: NDArray[np.float64]  # of each sequence at its degree, launch left out
-    line: Line
+    line: PlacedRings
     least_seconds: float
 
 
@@ -77,7 +78,7 @@ class Placed:
 class Schedule:
     """Where everything runs."""
 
-    line: Line
+    line: PlacedRings
     packs: list[LocalPack]
     makespan_seconds: float
 
@@ -149,6 +150,7 @@ class Search:
     def _try_level(self, level: float, least: NDArray[np.int64], most: NDArray[np.int64]) -> None:
         """Try the candidates of one level: at once what promises much, the others afterwards."""
         waiting: list[Placed] = []
+        same_as_before: list[Ring] | None = None
         for candidate in _candidates(self.request, level * self.bound, least, most):
             if self.over:
                 return
@@ -157,6 +159,9 @@ class Search:
             self._tried.add(candidate.key)
             placed = place(self.request, candidate)
             self._placing -= len(placed.line.rings) * (1 + self.request.cluster.ranks // 1000)
+            if placed.line.rings == same_as_before:
+                continue  # no hole was left to backfill, or none was filled
+            same_as_before = placed.line.rings
             if placed.least_seconds <= self.bound * _PROMISING:
                 self._pack(placed)
             else:
@@ -184,9 +189,11 @@ def _candidates(
     if grown.max() == 1:
         return
     filling = filling_degrees(grown, most, request.cluster.ranks)
+    yield Candidate(degrees=grown, most=grown, way="backfilled")
     yield Candidate(degrees=grown, most=grown, way="longest")
     yield Candidate(degrees=grown, most=most, way="valleys")
     yield Candidate(degrees=filling, most=filling, way="widest")
+    yield Candidate(degrees=filling, most=filling, way="backfilled")
     yield Candidate(degrees=filling, most=filling, way="longest")
 
 
@@ -205,22 +212,22 @@ def place(request: PlanRequest, candidate: Candidate) -> Placed:
         ]
         line = fill_valleys(moldable, ranks, cost)
     else:
-        line = place_rings(list(zip(*rows, (seconds[order] + cost.fixed_seconds).tolist(), strict=True)), ranks)
+        timed = list(zip(*rows, (seconds[order] + cost.fixed_seconds).tolist(), strict=True))
+        line = place_rings(timed, ranks, backfilled=candidate.way == "backfilled")
     local, capacity = degrees == 1, request.cluster.capacity_tokens
     rest, rest_tokens = float(seconds[local].sum()), float(lengths[local].sum())
     if cost.fixed_seconds:
         rooms = sum(room * ring.degree for room, ring in zip(_room_tokens(request, line), line.rings, strict=True))
         rest += cost.fixed_seconds * max(0.0, rest_tokens - rooms) / capacity
-    at_rings = float(line.free.sum()) - line.waited_seconds
     return Placed(
         candidate=candidate,
         seconds=seconds,
         line=line,
-        least_seconds=max(float(line.free.max()), (at_rings + rest) / ranks * (1 - 1e-12)),
+        least_seconds=max(float(line.free.max()), (line.busy_seconds + rest) / ranks * (1 - 1e-12)),
     )
 
 
-def _room_tokens(request: PlanRequest, line: Line) -> list[int]:
+def _room_tokens(request: PlanRequest, line: PlacedRings) -> list[int]:
     """Tell what each ring leaves of the capacity of its ranks: each of two chunks is at most s / 2d, rounded up."""
     capacity, tokens = request.cluster.capacity_tokens, request.tokens
     return [max(0, capacity - 2 * -(-tokens[ring.sequence] // (2 * ring.degree))) for ring in line.rings]
@@ -235,7 +242,7 @@ def pack(request: PlanRequest, placed: Placed) -> Schedule:
     launch_seconds, capacity = request.cost.fixed_seconds, request.cluster.capacity_tokens
     rooms = Rooms(line.last.tolist(), _room_tokens(request, line) if launch_seconds else [])
     limits = {"capacity_tokens": capacity, "launch_seconds": launch_seconds, "rooms": rooms}
-    in_gaps = fill_gaps(line.gaps(), short, **limits)
+    in_gaps = fill_gaps(line.gaps, short, **limits)
     at_ends, makespan = level_ends(line.free.tolist(), short, **limits)
     return Schedule(line=line, packs=in_gaps + at_ends, makespan_seconds=makespan)
 

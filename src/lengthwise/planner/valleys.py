@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lengthwise.cost import Cost
-from lengthwise.planner.gangs import Line
+from lengthwise.planner.gangs import Line, PlacedRings
 
 _ROUNDING = 1e-9  # stretches whose times differ by this share are free together: sums in another order
 
@@ -79,7 +79,7 @@ class Skyline:
         return first, end
 
 
-def fill_valleys(rings: Sequence[Moldable], ranks: int, cost: Cost) -> Line:
+def fill_valleys(rings: Sequence[Moldable], ranks: int, cost: Cost) -> PlacedRings:
     """Place rings given widest first."""
     narrowness = [-ring.degree for ring in rings]
     following = list(range(len(rings) + 1))  # entry i leads to the first one left at or after i
@@ -99,7 +99,7 @@ def fill_valleys(rings: Sequence[Moldable], ranks: int, cost: Cost) -> Line:
         if abs(right - top) < abs(left - top):  # beside the wall that ends nearest to it
             first = end - width
         skyline.put(first, first + width, line.put(ring.sequence, first, width, seconds))
-    return line
+    return line.placed()
 
 
 def _mold(ring: Moldable, room: int, cost: Cost) -> tuple[int, float]:
