@@ -34,7 +34,7 @@ def family_module(model_type):
 
 
 def any_model(experts, top_k, coefficient=1.0):
-    config = SimpleNamespace(router_aux_loss_coef=coefficient)
+    config = SimpleNamespace(model_type="mixtral", router_aux_loss_coef=coefficient)
     parameters = [torch.zeros(1)]
     return SimpleNamespace(
         config=config, num_experts=experts, num_experts_per_tok=top_k, parameters=lambda: iter(parameters)
@@ -117,7 +117,7 @@ def test_every_family_with_hugging_faces_balance_loss_has_ours():
     found = {
         name for name in set(FAMILIES) & set(MODEL_TYPES) if hasattr(family_module(name), "load_balancing_loss_func")
     }
-    assert found == set(ROUTER_FAMILIES)
+    assert found == set(ROUTER_FAMILIES) & set(FAMILIES), "listed here before there is no harm: it is refused there"
     model, logits = any_model(5, 2), drawn(2, 2, 33, 5)
     losses = {
         name: family_module(name).load_balancing_loss_func(tuple(logits), model.num_experts, model.num_experts_per_tok)
@@ -126,7 +126,7 @@ def test_every_family_with_hugging_faces_balance_loss_has_ours():
     assert len(set(map(float, losses.values()))) == 1
 
 
-@pytest.mark.parametrize("model_type", ROUTER_FAMILIES)
+@pytest.mark.parametrize("model_type", sorted(set(ROUTER_FAMILIES) & set(FAMILIES)))
 def test_balance_loss_is_accepted_where_it_is_known(model_type):
     config = tiny_family_config(model_type)
     assert not has_balance_loss(config)

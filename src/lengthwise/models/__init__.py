@@ -12,7 +12,7 @@ from lengthwise.models.load import (
     plain_attention,
     save_model,
 )
-from lengthwise.models.router import ROUTER_FAMILIES, RouterBalance, count_choices, has_balance_loss
+from lengthwise.models.router import ROUTER_FAMILIES, RouterBalance, coefficient_key, count_choices, has_balance_loss
 
 __all__ = [
     "DTYPES",
@@ -22,6 +22,7 @@ __all__ = [
     "RouterBalance",
     "build_model",
     "check_model_config",
+    "coefficient_key",
     "count_choices",
     "find_model",
     "has_balance_loss",

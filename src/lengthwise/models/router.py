@@ -29,14 +29,26 @@ from lengthwise.core.errors import ModelRefused
 ROUTER_FAMILIES = (
     "ernie4_5_moe",
     "flex_olmo",
+    "flint",
     "gpt_oss",
     "granitemoe",
+    "granitemoe_swa",
+    "granitemoeshared",
+    "jetmoe",
+    "laguna",
+    "mellum",
     "minimax_m2",
+    "minimax_m3_vl_text",
     "mixtral",
     "olmoe",
     "qwen2_moe",
     "qwen3_moe",
 )
+
+
+def coefficient_key(config: Any) -> str:
+    """Name the config entry with what the balance loss is multiplied by."""
+    return "aux_loss_coef" if config.model_type == "jetmoe" else "router_aux_loss_coef"
 
 
 def has_balance_loss(config: Any) -> bool:
@@ -64,7 +76,7 @@ class RouterBalance:
 
     def __init__(self, model: Any, counts: Tensor) -> None:
         """Take `count_choices` of every row, summed over all ranks."""
-        self.coefficient: float = model.config.router_aux_loss_coef
+        self.coefficient: float = getattr(model.config, coefficient_key(model.config))
         self._num_rows = int(counts[-1])
         # In fp32 as in Hugging Face, also under fp64, where the division would else differ from it by 6e-8.
         self._frequency = counts[:-1].float() / self._num_rows
@@ -80,7 +92,8 @@ def router_problems(config: Any) -> list[ModelRefused]:
     """List why the balance loss that a config asks for cannot be added."""
     if not has_balance_loss(config):
         return []
-    coefficient = getattr(config, "router_aux_loss_coef", None)
+    key = coefficient_key(config)
+    coefficient = getattr(config, key, None)
     remedy = "Set output_router_logits to false in the model's config.json."
     where = "model config: output_router_logits"
     if config.model_type not in ROUTER_FAMILIES:
@@ -95,7 +108,7 @@ def router_problems(config: Any) -> list[ModelRefused]:
     if not isinstance(coefficient, int | float) or not math.isfinite(coefficient):
         return [
             ModelRefused(
-                "model config: router_aux_loss_coef",
+                f"model config: {key}",
                 expected="a finite number, which the balance loss is multiplied by",
                 got=str(coefficient),
                 remedy=f"Give the number. {remedy}",
@@ -110,8 +123,9 @@ def _num_routers(config: Any) -> int:
     """Count the layers that have a router: which they are is the family's own rule, so the model is asked."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config))  # it writes into the config
-    router = model.base_model._can_record_outputs["router_logits"].target_class
-    return sum(isinstance(module, router) for module in model.modules())
+    recorders = model.base_model._can_record_outputs["router_logits"]
+    routers = tuple(each.target_class for each in (recorders if isinstance(recorders, list) else [recorders]))
+    return sum(isinstance(module, routers) for module in model.modules())
 
 
 def _wide(probabilities: Tensor) -> Tensor:

@@ -7,14 +7,15 @@ of them alone, and its gradient enters the backward pass of each sequence there.
 
 from __future__ import annotations
 
-import importlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from lengthwise.models import has_balance_loss, plain_output
+from lengthwise.models import coefficient_key, has_balance_loss, plain_output
 
 
 def plain_balance(model: Any, sequences: Sequence[Tensor]) -> tuple[float, list[list[Tensor]]]:
@@ -29,10 +30,12 @@ def plain_balance(model: Any, sequences: Sequence[Tensor]) -> tuple[float, list[
     with torch.no_grad():
         outputs = [plain_output(model, ids).router_logits for ids in sequences]
     logits = [[layer.requires_grad_() for layer in layers] for layers in outputs]
-    family = importlib.import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")
+    family: Any = sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__]
     together = tuple(torch.cat(layer) for layer in zip(*logits, strict=True))
     loss = family.load_balancing_loss_func(together, model.num_experts, model.num_experts_per_tok)
     found = iter(
-        torch.autograd.grad(config.router_aux_loss_coef * loss, [each for layers in logits for each in layers])
+        torch.autograd.grad(
+            getattr(config, coefficient_key(config)) * loss, [each for layers in logits for each in layers]
+        )
     )
     return loss.item(), [[next(found) for _ in layers] for layers in logits]
