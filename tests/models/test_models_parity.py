@@ -204,23 +204,42 @@ def test_any_plan_equals_plain_hugging_face(seed):
     check_parity(run_planned("qwen3", plan, batch, "fp64"), run_plain("qwen3", batch, "fp64"), "fp64")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3 tied"])
+@pytest.mark.parametrize("family", ["llama", "qwen3 tied", "gemma3"])
 def test_bf16_error_is_near_that_of_one_device(family):
     """At most 1.5 x the one-device bf16 error against fp64, over all gradients together and tensor by tensor."""
     batch = make_batch(LENGTHS, vocab=48, seed=1)
     exact = run_plain(family, batch, "fp64", weights="bf16")
     alone = run_plain(family, batch, "bf16", weights="bf16")
 
-    def total(gradients):
-        return sum((gradients[n].double() - exact[1][n]).square().sum().item() for n in exact[1]) ** 0.5
-
     ones = gradient_errors(alone[1], exact[1])
     for ranks in (1, 3, 5):
         got = run_planned(family, planned(family, ranks), batch, "bf16", weights="bf16")
         assert abs(got[0] - exact[0]) <= 1.5 * abs(alone[0] - exact[0]) + 1e-4 * abs(exact[0])
-        assert total(got[1]) <= 1.5 * total(alone[1])
+        assert total_error(got[1], exact[1]) <= 1.5 * total_error(alone[1], exact[1])
         for name, error in gradient_errors(got[1], exact[1]).items():
             assert error <= 1.5 * ones[name] + 3e-3, name
+
+
+def total_error(gradients, exact):
+    return sum((gradients[n].double() - exact[n]).square().sum().item() for n in exact) ** 0.5
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "gpt-oss"])
+def test_bf16_error_of_mixtures_is_near_that_of_one_device(family):
+    """The median over five batches of all gradients together is at most 1.5 x one device's.
+
+    Not each batch and each tensor: bf16 sends a token that two experts want alike now to one, now to the other, in one
+    process as under a plan, and one such token moves an expert's gradient by far more than rounding does. Measured
+    over six batches on 1, 3 and 5 ranks: medians 0.82 to 1.28, single batches 0.27 to 6.6.
+    """
+    ratios = []
+    for seed in range(1, 6):
+        batch = make_batch(LENGTHS, vocab=48, seed=seed)
+        exact = run_plain(family, batch, "fp64", weights="bf16")[1]
+        alone = run_plain(family, batch, "bf16", weights="bf16")[1]
+        got = run_planned(family, planned(family, 3), batch, "bf16", weights="bf16")[1]
+        ratios.append(total_error(got, exact) / total_error(alone, exact))
+    assert sorted(ratios)[2] <= 1.5
 
 
 def test_real_processes_equal_plain_hugging_face():

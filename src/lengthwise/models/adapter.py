@@ -8,6 +8,7 @@ each sequence, so RoPE is right wherever a token is; no mask is ever made, becau
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ _WITHOUT_EFFECT = frozenset(
 def register_attention() -> None:
     """Make `attn_implementation="lengthwise"` known to Hugging Face; calling it again changes nothing."""
     AttentionInterface.register(ATTENTION_NAME, _attend)
-    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+    AttentionMaskInterface.register(ATTENTION_NAME, _mask_asked)
 
 
 def model_loss(
@@ -96,8 +97,26 @@ def token_loss(logits: Tensor, shift_labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.to(wide), shift_labels, ignore_index=-100, reduction="sum")
 
 
-def _no_mask(*_args: object, **_kwargs: object) -> None:
-    return None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedMask:
+    """What Hugging Face would put into a mask beyond causality, in place of the mask.
+
+    `local_tokens` is a window or a chunk; `custom`: the model has a mask function of its own.
+    """
+
+    local_tokens: int | None
+    custom: bool
+
+    def __getitem__(self, _part: object) -> AskedMask:
+        """Stay as it is where a model takes the queries' part of a mask; fewer queries than tokens do not pass."""
+        return self
+
+
+def _mask_asked(
+    *_args: object, local_size: int | None = None, use_vmap: bool = False, **_kwargs: object
+) -> AskedMask | None:
+    """Make no mask: None where it would be causal and no more, else what it would be, for `_attend` to compare."""
+    return AskedMask(local_tokens=local_size, custom=use_vmap) if use_vmap or local_size is not None else None
 
 
 def _attend(
@@ -105,7 +124,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | AskedMask | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -120,8 +139,10 @@ def _attend(
     `s_aux` (heads,) is what Hugging Face calls attention sinks.
     """
     refused = {name: value for name, value in others.items() if name not in _WITHOUT_EFFECT and value is not None}
-    if attention_mask is not None:
+    if isinstance(attention_mask, Tensor):
         refused["attention_mask"] = "a tensor"
+    elif attention_mask != (None if sliding_window is None else AskedMask(local_tokens=sliding_window, custom=False)):
+        refused["attention_mask"] = f"{attention_mask} beside sliding_window={sliding_window}"
     if dropout:
         refused["dropout"] = dropout
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):  # as Hugging Face decides it
@@ -130,8 +151,6 @@ def _attend(
         refused["lengthwise"] = "nothing (the model was called outside a plan)"
     if sliding_window is not None and sliding_window < 1:
         refused["sliding_window"] = sliding_window
-    if query.shape[-1] != value.shape[-1]:
-        refused["value head size"] = f"{value.shape[-1]} beside {query.shape[-1]}"
     if refused or lengthwise is None:
         raise ModelRefused(
             f"attention of {type(module).__name__}",
@@ -139,8 +158,22 @@ def _attend(
             got=", ".join(f"{name}={value}" for name, value in refused.items()),
             remedy="This model needs what lengthwise does not do yet; use another model.",
         )
-    q, k, v = (x[0].transpose(0, 1)[: lengthwise.num_tokens] for x in (query, key, value))
+    assert query.shape[2] == max(1, lengthwise.num_tokens), (
+        f"{query.shape[2]} queries of {lengthwise.num_tokens} tokens"
+    )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    head_dim = max(query.shape[-1], value.shape[-1])
+    q, k, v = (_widened(x[0].transpose(0, 1)[: lengthwise.num_tokens], head_dim) for x in (query, key, value))
     out = planned_attention(q, k, v, lengthwise, scale=scale, window=sliding_window, sinks=s_aux)
+    out = out[..., : value.shape[-1]]
     padding = query.shape[2] - len(out)
     return (F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out)[None], None
+
+
+def _widened(x: Tensor, head_dim: int) -> Tensor:
+    """Append zeros to each head: to queries and keys they add nothing to any score, to values a part that is cut off.
+
+    Multi-head latent attention has smaller values than keys (128 beside 192 in DeepSeek-V3), and kernels and the ring
+    want one size. There the zeros cost a sixth of the ring's bytes and as much of the attention's arithmetic.
+    """
+    return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))

@@ -1,9 +1,10 @@
 """Keep fp64 where Hugging Face models step down to fp32.
 
-Their norms compute in fp32 whatever the model's dtype. In an fp64 model such a step rounds: two runs that differ by
-1e-16, as any two orders of summation do, now and then fall on two sides of a rounding border and then differ by 6e-8.
-On a few hundred tokens this does not happen; on 16K tokens it does, and a check to 1e-12 would fail at random.
-`verify` therefore runs both sides with that step left out. Training does not: it gives what plain Hugging Face gives.
+Their norms, routers and eager softmaxes compute in fp32 whatever the model's dtype. In an fp64 model such a step
+rounds: two runs that differ by 1e-16, as any two orders of summation do, now and then fall on two sides of a rounding
+border and then differ by 6e-8. On a few hundred tokens this does not happen; on 16K tokens it does, and a check to
+1e-12 would fail at random. `verify` therefore runs both sides with that step left out. Training does not: it gives
+what plain Hugging Face gives.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -23,9 +25,11 @@ class _KeepDouble(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            down = func is Tensor.float or (func is Tensor.to and torch.float32 in (*args[1:], kwargs.get("dtype")))
-            if down:
+            down = torch.float32 in (*args[1:], kwargs.get("dtype"))
+            if func is Tensor.float or (down and func in (Tensor.to, Tensor.type)):
                 return args[0]
+            if down and func in (F.softmax, torch.softmax):
+                return func(*args, **{**kwargs, "dtype": None})
         return func(*args, **kwargs)
 
 

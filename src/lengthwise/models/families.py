@@ -7,33 +7,74 @@ another rank, and would be silently wrong.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from lengthwise.core.errors import ModelRefused, raise_problems
+from lengthwise.core.errors import LengthwiseError, ModelRefused, raise_problems
+from lengthwise.models.refusals import NEEDED_BY_KIND, NEEDED_BY_SOFTCAP, refused_model
 from lengthwise.models.router import router_problems
 
 FAMILIES = (
+    "afmoe",
     "apertus",
     "arcee",
+    "aria_text",
+    "axk1",
+    "beam",
+    "biogpt",
+    "bitnet",
     "cohere",
     "cohere2",
+    "cohere2_moe",
+    "ctrl",
+    "cwm",
+    "deepseek_v2",
+    "deepseek_v3",
+    "dots1",
     "ernie4_5",
     "ernie4_5_moe",
     "exaone4",
+    "exaone_moe",
     "flex_olmo",
+    "flint",
     "gemma",
     "gemma3_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "gemma4_unified_text",
     "glm",
     "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt-sw3",
+    "gpt2",
+    "gpt_bigcode",
     "gpt_neox",
     "gpt_oss",
     "granite",
+    "granite_swa",
     "granitemoe",
+    "granitemoe_swa",
+    "granitemoeshared",
     "helium",
+    "hrm_text",
     "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "hyperclovax",
     "internlm3",
+    "iquestcoder",
+    "jais2",
+    "jetmoe",
+    "kolibri1",
+    "laguna",
     "llama",
+    "longcat_flash",
+    "mellum",
+    "mimo_v2_flash",
+    "minicpm3",
     "minimax_m2",
+    "minimax_m3_vl_text",
     "ministral",
     "ministral3",
     "mistral",
@@ -43,6 +84,8 @@ FAMILIES = (
     "olmo2",
     "olmo3",
     "olmoe",
+    "opt",
+    "persimmon",
     "phi",
     "phi3",
     "qwen2",
@@ -51,45 +94,60 @@ FAMILIES = (
     "qwen3_moe",
     "seed_oss",
     "smollm3",
+    "solar_open",
     "starcoder2",
+    "youtu",
 )
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+
+# Families whose layers do not hand their window to attention: Hugging Face puts it into a mask, and we make none.
+WINDOW_IN_MASK = ("qwen2_moe",)
 
 # Config keys with one of these words make a layer draw random numbers; ranks would draw different ones.
 RANDOM_WORDS = ("dropout", "pdrop", "jitter", "layerdrop", "drop_path")
 
 # RoPE kinds whose frequencies do not depend on how long the sequence at hand is.
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
+
+_SWITCHES = {
+    "prefix_lm": (
+        "false (a prefix that sees itself both ways)",
+        "Set prefix_lm to false. Needed: token types in the data, and blocks that are not causal.",
+    ),
+    "quantization_config": (
+        "none (a quantised model)",
+        "Use the model's full-precision weights. Needed: gradients for weights that are stored narrower.",
+    ),
+}
 
 
 def check_model_config(config: Any) -> None:
     """Refuse a Hugging Face config that has a part which a plan would compute wrongly.
 
     Raises:
-        ModelRefused: all reasons at once.
+        ModelRefused: all reasons at once, each with the layer or config entry and what would be needed.
     """
-    problems = []
+    problems: list[LengthwiseError] = [] if config.model_type in FAMILIES else [*refused_model(config)]
 
     def refuse(where: str, expected: str, got: object, remedy: str) -> None:
         problems.append(ModelRefused(f"model config: {where}", expected=expected, got=str(got), remedy=remedy))
 
-    if config.model_type not in FAMILIES:
-        refuse(
-            "model_type",
-            f"a family proved equal to plain Hugging Face ({', '.join(FAMILIES)})",
-            config.model_type,
-            "Use one of these families; others follow as they are proved.",
-        )
     for key, value in config.to_dict().items():
-        if value and any(word in key for word in RANDOM_WORDS):
-            refuse(key, "0 (what is drawn at random in training is not supported yet)", value, f"Set {key} to 0.")
-    if getattr(config, "is_causal", None) is False or getattr(config, "use_bidirectional_attention", None):
+        if value and any(word in key for word in RANDOM_WORDS) and not key.startswith("summary_"):
+            refuse(
+                key,
+                "0 (what is drawn at random in training is not supported yet)",
+                value,
+                f"Set {key} to 0. Needed: draws keyed by seed, step, sequence and layer, the same under every plan.",
+            )
+    both_ways = getattr(config, "use_bidirectional_attention", None)  # "vision" is about tokens of images: none here
+    if getattr(config, "is_causal", None) is False or both_ways not in (None, False, "vision"):
         refuse(
             "is_causal",
             "causal attention (each token sees those before it)",
             "bidirectional",
-            "Use a causal language model.",
+            "Use a causal language model. Needed: plans whose blocks see what comes after.",
         )
     for where, kind in rope_kinds(config):
         if kind not in STATIC_ROPE:
@@ -97,20 +155,32 @@ def check_model_config(config: Any) -> None:
                 where,
                 f"one whose frequencies do not depend on the length at hand ({', '.join(STATIC_ROPE)})",
                 kind,
-                "Use one of these, or another model.",
+                "Needed: frequencies made from the length of each sequence, not of the pack or the shard.",
             )
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
-    if unknown:
-        refuse(
-            "layer_types",
-            f"layers of {' or '.join(LAYER_TYPES)}",
-            ", ".join(unknown),
-            "Such layers need state from the tokens before them, wherever those are; use another model.",
-        )
-    if getattr(config, "quantization_config", None) is not None:
-        refuse("quantization_config", "none", "a quantised model", "Use the model's full-precision weights.")
+    for key, (expected, remedy) in _SWITCHES.items():
+        if getattr(config, key, None):
+            refuse(key, expected, getattr(config, key), remedy)
+    if config.model_type in FAMILIES:
+        for where, kind, needed in _other_layers(config):
+            refuse(
+                where, f"layers that attend fully or in a window ({', '.join(LAYER_TYPES)})", kind, f"Needed: {needed}."
+            )
     problems += router_problems(config)
     raise_problems(problems)
+
+
+def _other_layers(config: Any) -> Iterator[tuple[str, str, str]]:
+    """Yield (config entry, kind, what would be needed) for what attention cannot do in a listed family, once a kind."""
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if softcap:
+        yield "attn_logit_softcapping", f"scores capped by tanh at {softcap}", NEEDED_BY_SOFTCAP
+    kinds: list[str] = list(getattr(config, "layer_types", None) or ())
+    for kind in sorted(set(kinds)):
+        where = f"layer_types[{kinds.index(kind)}]"
+        if kind not in LAYER_TYPES:
+            yield where, kind, NEEDED_BY_KIND.get(kind, "this kind of layer in lengthwise.attention")
+        elif kind == "sliding_attention" and config.model_type in WINDOW_IN_MASK:
+            yield where, kind, f"a window that {config.model_type}'s layers hand to their attention"
 
 
 def rope_kinds(config: Any) -> list[tuple[str, str]]:

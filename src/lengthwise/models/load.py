@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from lengthwise.core.errors import ConfigError, OutputError
 from lengthwise.cost import named_shape
@@ -128,8 +128,9 @@ def _refuse_other_weights(name: str, loading: dict[str, Any]) -> None:
 
 
 def plain_attention(source: ModelSource) -> str:
-    """Name Hugging Face's own attention to compare with: sdpa, or eager for models with sinks, which lack it."""
-    return "eager" if source.config.model_type == "gpt_oss" else "sdpa"
+    """Name Hugging Face's own attention to compare with: sdpa, or eager for models that lack it (sinks, softcaps)."""
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)]
+    return "sdpa" if model._supports_sdpa else "eager"
 
 
 def save_model(model: Any, folder: Path) -> None:

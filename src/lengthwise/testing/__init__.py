@@ -1,12 +1,13 @@
 """What tests of this package, and of code built on it, stand on: builders, oracles, recorders, and real processes."""
 
-from lengthwise.testing.families import MODEL_TYPES, Difference, build_pair, family_difference, tiny_family_config
+from lengthwise.testing.families import Difference, build_pair, family_difference
 from lengthwise.testing.live import LiveBytes
 from lengthwise.testing.oracles import dense_attention, relative_error
 from lengthwise.testing.plans import draw_lengths, make_plan, random_plan, visible_pairs
 from lengthwise.testing.ranks import run_ranks
 from lengthwise.testing.recording import Call, RecordingTransport
 from lengthwise.testing.sequences import make_batch
+from lengthwise.testing.tiny import MODEL_TYPES, tiny_family_config
 
 __all__ = [
     "MODEL_TYPES",

@@ -1,4 +1,4 @@
-"""A tiny model of any causal-LM family of the installed transformers, and how far a plan is from plain Hugging Face."""
+"""How far a plan is from plain Hugging Face, for a tiny model of any family."""
 
 from __future__ import annotations
 
@@ -8,37 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import StrictWorld, Transport
 from lengthwise.core.plan import Plan
 from lengthwise.models import DTYPES, ModelSource, build_model, keep_double, plain_attention
 from lengthwise.testing.sequences import make_batch
+from lengthwise.testing.tiny import VOCAB
 from lengthwise.train.flat import FlatParameters
 from lengthwise.train.verify import gradient_differences, plain_gradients, relative_difference
 from lengthwise.train.work import run_plan
-
-MODEL_TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-VOCAB = 48
-
-# What makes a model of a family tiny, by whatever name the family has for it; the rest stays as the family has it.
-_SIZES = {
-    "vocab_size": VOCAB,
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_dim"), 48),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 4),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 128),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "sliding_window": 6,
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,24 +30,6 @@ class Difference:
     loss: float
     gradient: float
     router_loss: float
-
-
-def tiny_family_config(model_type: str) -> Any:
-    """Return a tiny config of the family, with windows, experts and each kind of layer that it has by default.
-
-    Raises:
-        ValueError: the family is a part of a composite model (vision, audio), or cannot be made tiny this way.
-    """
-    base = AutoConfig.for_model(model_type)
-    if getattr(base, "text_config", None) is not None:
-        raise ValueError("a composite model with a text part")
-    names = {*base.to_dict(), *type(base).attribute_map}
-    changes: dict[str, Any] = {name: value for name, value in _SIZES.items() if name in names}
-    changes |= {name: 0.0 for name in names if "dropout" in name or name.endswith("pdrop")}
-    kinds = sorted(set(getattr(base, "layer_types", None) or ()))
-    if kinds:
-        changes["layer_types"] = [kinds[0], kinds[-1]]
-    return type(base)(**changes)
 
 
 def build_pair(model_type: str, config: Any) -> dict[str, torch.nn.Module]:

@@ -1,0 +1,114 @@
+"""Tiny configs of every causal-LM family of the installed transformers, and of the variants that a family has.
+
+A family keeps what is its own (windows, experts, kinds of layers, caps) and only its sizes shrink. What a config leaves
+off by default but the family knows (sliding layers beside full ones) is switched on, so that a proof covers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+MODEL_TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+VOCAB = 48
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "encoder_attention_heads", "num_heads")
+
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id")
+
+# Four layers of which the upper two take the keys and values of the lower two.
+_SHARED_KEYS = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+}
+
+# What makes a model of a family tiny, by whatever name the family has for it; the rest stays as the family has it.
+_SIZES = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim", "encoder_ffn_dim"), 48),
+    **dict.fromkeys(_LAYERS, 2),
+    **dict.fromkeys(_HEADS, 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 128),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    "n_shared_experts": 1,
+    "mlp_only_layers": [0],  # a dense layer below one with experts
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "top_k_experts"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), 24),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size"), 6),
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 8,
+    # Heads of multi-head latent attention, with values smaller than keys; groups of experts to choose from.
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_group": 2,
+    "topk_group": 1,
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
+    **dict.fromkeys(_TOKENS),
+}
+
+# What only these families need: sizes that depend on each other, or kinds of layers that their defaults leave out.
+_OWN: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"layer_types": None, "rope_parameters": None},
+    "cwm": {"bos_token_id": 0},
+    **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified_text"), _SHARED_KEYS),
+    "hrm_text": {"prefix_lm": False},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 6},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"head_dim": 4, "zero_expert_num": 2},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "modernbert-decoder": dict.fromkeys(_TOKENS, 0),
+    "nemotron": {"head_dim": 8},
+    "qwen2_moe": {"use_sliding_window": False, "layer_types": ["full_attention"] * 2},
+    "reformer": {"is_decoder": True},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
+def tiny_family_config(model_type: str, changes: Mapping[str, Any] | None = None) -> Any:
+    """Return a tiny config of the family, with windows, experts and each kind of layer that it has; `changes` win.
+
+    Raises:
+        ValueError: the family is a part of a composite model (vision, audio).
+    """
+    base = AutoConfig.for_model(model_type)
+    if getattr(base, "text_config", None) is not None:
+        raise ValueError("a composite model with a text part")
+    shape = base.to_dict()
+    names = {*shape, *type(base).attribute_map}
+    sizes: dict[str, Any] = {name: value for name, value in _SIZES.items() if name in names}
+    sizes |= {name: 0.0 for name in names if "dropout" in name or name.endswith(("pdrop", "layerdrop"))}
+    if "qk_rope_head_dim" in names:  # latent attention: every head has keys of its own, and head_dim is not theirs
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+        sizes.pop("head_dim", None)
+    if shape.get("q_lora_rank", 1) is None:
+        del sizes["q_lora_rank"]
+    if "use_sliding_window" in names:
+        sizes["use_sliding_window"] = True
+    kinds = _kinds(base, names)
+    if kinds:
+        sizes |= dict.fromkeys((name for name in _LAYERS if name in names), max(2, len(kinds)))
+        sizes["layer_types"] = kinds if len(kinds) > 1 else kinds * 2
+    return type(base)(**{**sizes, **_OWN.get(model_type, {}), **(changes or {})})
+
+
+def _kinds(base: Any, names: set[str]) -> list[str]:
+    """List the kinds of layers of a family, sliding ones too where it has a window and does not list them."""
+    key = type(base).attribute_map.get("layer_types", "layer_types")
+    if isinstance(getattr(type(base), key, None), property):  # not to be set: it follows from other keys
+        return []
+    kinds: set[str] = set(getattr(base, "layer_types", None) or ())
+    if kinds == {"full_attention"} and "sliding_window" in names:
+        kinds.add("sliding_attention")
+    return sorted(kinds, reverse=True)
