@@ -1,79 +1,274 @@
-"""Every planner on the same batches: makespan over the bound, scored by `score`; nothing here is run, all is modelled.
+"""Every planner on the same batches: one command, one table; nothing here is run, all is modelled.
 
-    python benchmarks/planners.py [--ranks 8,24,64,97,256] [--seeds 2] [--recipes prolong,byted] [--planners ...]
+    python benchmarks/planners.py [--rows long-256,tiny] [--seeds 8] [--planners lengthwise,static] [--out PAGE.md]
 
-A batch holds 250,000 tokens a rank, lengths clipped to 0.98 of what all ranks hold, or to the limit of its row, which
-gives many equal longest sequences. Costs are those of llama-7b on h100, capacity 16,384 tokens. The bound is the one
-for plans in which every ring holds one sequence; plans that cut whole packs may be below it. Each entry is the mean
-over seeds; `worst` is the most by which another planner beats `lengthwise` on one batch, in percent (0: none). Plan
-times are medians on this machine, one process, bound and score included.
+Makespans are over the bound (mean over seeds, worst in brackets) and come from `judge.py`, which shares no code with the
+package; `ring-bound-1024` has costs that it does not know and is scored by `score`. Plan times are process seconds of
+one core for a whole `plan_step`, bound and score included (median over seeds). Targets stand beside what was found.
+Batches on which another planner ends before `lengthwise` are counted below the table, and listed where it is by more
+than 0.1 %. `--out` writes all of it between the two planner marks of a page. `--seeds 1 --rows short-64,launch-32`
+takes half a minute, everything takes most of an hour.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
 
-from lengthwise.cli.machine import machine_lines
+from batches import STDLIB, sequences_batch, tiny_batch, tokens_batch, ugly_batch
+from judge import Coefficients, judge
+
+from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import analytic_cost, named_hardware, named_shape
-from lengthwise.planner import PLANNERS, RECIPES, bound_seconds, check_plan, draw_lengths, plan_step, score
+from lengthwise.cost import Cost, CostModel, all_terms_cost, named_hardware, named_shape
+from lengthwise.planner import PLANNERS, bound_seconds, check_plan, plan_step, score
 
-CAPACITY = 16_384
-TOKENS_A_RANK = 250_000
-LIMITS = (None, 400_000, 100_000)
 OURS = "lengthwise"
+COMPUTE = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
+TERMS = CostModel(
+    quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3, version="four terms"
+)
+FAST = (OURS, "bytescale-naive", "power-of-two")  # others take minutes on 12,288 ranks
+LISTED = 0.001  # how much sooner another planner must end to be listed
+UGLY_RANKS = (6, 12, 20, 24, 48, 97)
+MARKS = ("<!-- planners: begin -->", "<!-- planners: end -->")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Batches of one source on one cluster, and what `lengthwise` must show on them."""
+
+    name: str
+    source: str
+    cluster: Cluster
+    cost: Cost
+    most_ratio: float
+    most_ms: float
+    sequences: int | None = None
+    tokens: int | None = None
+    planners: tuple[str, ...] = PLANNERS
+
+    def batch(self, seed: int) -> list[int]:
+        if self.sequences is not None:
+            return sequences_batch(self.source, self.sequences, seed, self.cluster)
+        assert self.tokens is not None, f"row {self.name} has neither sequences nor tokens"
+        return tokens_batch(self.source, self.tokens, seed, self.cluster)
+
+    @property
+    def title(self) -> str:
+        size = f"{self.sequences:,} sequences" if self.sequences else f"{(self.tokens or 0) // 2**20}M tokens"
+        cluster = f"{self.cluster.ranks:,} ranks of {self.cluster.capacity_tokens // 1024}K"
+        return f"`{self.name}` {self.source}: {size}, {cluster}, {self.cost.version}"
+
+
+def rows() -> Iterator[Row]:
+    """List the rows of the table."""
+    for cost, kind, slower, ratio_terms in ((COMPUTE, "", 1, None), (TERMS, "-terms", 3, 1.01)):
+        short = Cluster(ranks=64, capacity_tokens=8192)
+        for source in ("prolong", "wikipedia", "github", STDLIB):
+            ratio = ratio_terms or 1.001
+            yield _row(f"short-64{kind}", source, short, cost, ratio, 30 * slower, sequences=4096)
+        for ranks, ratio, ms in ((256, 1.001, 60), (1024, 1.002, 120)):
+            for source in ("byted", "github"):
+                aim = (1.015 if (ranks, source) == (1024, "github") else ratio_terms) if ratio_terms else ratio
+                cluster = Cluster(ranks=ranks, capacity_tokens=16384)
+                yield _row(f"long-{ranks}{kind}", source, cluster, cost, aim, ms * slower, tokens=2**25)
+    huge = Cluster(ranks=12288, capacity_tokens=16384)
+    row = _row("huge-12288", "byted", huge, COMPUTE, 1.002, 1000, tokens=384 * 2**20)
+    yield replace(row, planners=FAST)
+    few = Cluster(ranks=32, capacity_tokens=8192)
+    yield _row("launch-32", "wikipedia", few, TERMS, 1.02, 30, sequences=512)
+    heads = named_shape("llama-7b")
+    full = all_terms_cost(replace(heads, kv_heads=heads.heads, name="7B, full heads,"), named_hardware("h100"))
+    for source in ("byted", "github"):
+        cluster = Cluster(ranks=1024, capacity_tokens=16384)
+        yield _row("ring-bound-1024", source, cluster, full, 1.05, 1000, tokens=2**25)
+
+
+def _row(name: str, source: str, cluster: Cluster, cost: Cost, ratio: float, ms: float, **size: int) -> Row:
+    return Row(name=name, source=source, cluster=cluster, cost=cost, most_ratio=ratio, most_ms=ms, **size)
+
+
+def makespan(plan: Plan, cost: Cost) -> float:
+    """Judge a plan; costs that the judge does not know are left to `score`."""
+    if not isinstance(cost, CostModel) or cost.hop_seconds or cost.windows:
+        check_plan(plan)
+        return score(plan, cost).makespan_seconds
+    coefficients = Coefficients(
+        quadratic=cost.quadratic_seconds, linear=cost.linear_seconds, fixed=cost.fixed_seconds, ring=cost.ring_seconds
+    )
+    return judge(json.loads(plan.to_json()), coefficients)
+
+
+@dataclass(slots=True)
+class Found:
+    """What one planner did on the batches of a row."""
+
+    ratios: list[float]
+    took_ms: list[float]
+
+
+def run_row(row: Row, planners: Sequence[str], seeds: int, beaten: list[tuple[float, str]]) -> dict[str, Found]:
+    """Plan every batch of a row with every planner."""
+    found = {name: Found([], []) for name in planners if name in row.planners}
+    for seed in range(seeds):
+        tokens = row.batch(seed)
+        bound = bound_seconds(tokens, row.cluster, row.cost)
+        for name, of_planner in found.items():
+            start = time.process_time()
+            plan = plan_step(tokens, row.cluster, row.cost, planner=name)
+            of_planner.took_ms.append(1e3 * (time.process_time() - start))
+            of_planner.ratios.append(makespan(plan, row.cost) / bound)
+        beaten += _beaten(row, seed, {name: of_planner.ratios[seed] for name, of_planner in found.items()})
+    return found
+
+
+def _beaten(row: Row, seed: int, ratios: dict[str, float]) -> Iterator[tuple[float, str]]:
+    """Yield by what share another planner ends before ours, and where."""
+    for name, ratio in ratios.items():
+        if OURS in ratios and ratio < ratios[OURS] * (1 - 1e-9):
+            yield ratios[OURS] / ratio - 1, f"{row.title}, seed {seed}: {name} {ratio:.4f}, {OURS} {ratios[OURS]:.4f}"
+
+
+def table_line(row: Row, found: dict[str, Found], planners: Sequence[str]) -> str:
+    """Write one row of the table: ours with targets and verdicts, then the others."""
+    cells = [row.title]
+    if OURS in found:
+        ratio, ms = statistics.mean(found[OURS].ratios), statistics.median(found[OURS].took_ms)
+        cells += [
+            f"{ratio:.4f} ({max(found[OURS].ratios):.4f})",
+            f"{row.most_ratio:g} {_verdict(ratio <= row.most_ratio)}",
+            f"{ms:.0f}",
+            f"{row.most_ms:g} {_verdict(ms <= row.most_ms)}",
+        ]
+    for name in (name for name in planners if name != OURS):
+        of_planner = found.get(name)
+        mean = f"{statistics.mean(of_planner.ratios):.3f}" if of_planner else ""
+        cells.append(f"{mean} ({statistics.median(of_planner.took_ms):.0f})" if of_planner else "-")
+    return "| " + " | ".join(cells) + " |"
+
+
+def _verdict(is_met: bool) -> str:
+    return "met" if is_met else "**missed**"
+
+
+def main_table(
+    names: Sequence[str] | None, planners: Sequence[str], seeds: int, beaten: list[tuple[float, str]]
+) -> Iterator[str]:
+    """Yield the lines of the main table as they are found."""
+    others = [name for name in planners if name != OURS]
+    heads = ["case", "lengthwise: mean (worst)", "target", "plan ms", "target", *(f"{name} (ms)" for name in others)]
+    yield "| " + " | ".join(heads) + " |"
+    yield "|---" * len(heads) + "|"
+    for row in rows():
+        if names is None or row.name in names:
+            yield table_line(row, run_row(row, planners, seeds, beaten), planners)
+
+
+def ugly_table(batches: int) -> Iterator[str]:
+    """Yield the table of ugly rank counts: every plan is judged, an invalid one stops the run."""
+    yield "| ranks | costs | batches | median | p95 | worst | target: median, p95 |"
+    yield "|---|---|---|---|---|---|---|"
+    for ranks in UGLY_RANKS:
+        for cost in (COMPUTE, TERMS):
+            ratios = []
+            for seed in range(batches):
+                tokens, cluster = ugly_batch(ranks, seed)
+                plan = plan_step(tokens, cluster, cost)
+                ratios.append(makespan(plan, cost) / bound_seconds(tokens, cluster, cost))
+            ratios.sort()
+            median, p95 = statistics.median(ratios), ratios[min(len(ratios) - 1, int(0.95 * len(ratios)))]
+            verdict = f"1.002 {_verdict(median <= 1.002)}, 1.03 {_verdict(p95 <= 1.03)}"
+            worst = f"{ratios[-1]:.4f}"
+            yield f"| {ranks} | {cost.version} | {batches} | {median:.4f} | {p95:.4f} | {worst} | {verdict} |"
+
+
+def tiny_table(cases: int) -> Iterator[str]:
+    """Yield gaps to the oracle, of every planner, over tiny steps with all four terms."""
+    from lengthwise.planner.oracle import plan_oracle
+
+    gaps: dict[str, list[float]] = {name: [] for name in PLANNERS}
+    proven = 0
+    for seed in range(cases):
+        tokens, cluster = tiny_batch(seed)
+        best = plan_oracle(tokens, cluster, TERMS)
+        proven += best.bound_seconds >= best.makespan_seconds * (1 - 2e-3)
+        for name in PLANNERS:
+            taken = makespan(plan_step(tokens, cluster, TERMS, planner=name), TERMS)
+            gaps[name].append(100 * (taken / best.makespan_seconds - 1))
+    yield f"{cases} steps; the oracle's plan is proven to be within 0.2 % of the best in {proven} of them."
+    yield ""
+    yield "| planner | mean gap % | median | worst % | target: mean, worst |"
+    yield "|---|---|---|---|---|"
+    for name, values in gaps.items():
+        mean, worst = statistics.mean(values), max(values)
+        verdict = f"1 {_verdict(mean <= 1)}, 5 {_verdict(worst <= 5)}" if name == OURS else ""
+        yield f"| {name} | {mean:.2f} | {statistics.median(values):.2f} | {worst:.1f} | {verdict} |"
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables, and write them into a page if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="8,24,64,97,256")
-    parser.add_argument("--recipes", default=",".join(RECIPES))
+    names = list(dict.fromkeys(row.name for row in rows())) + ["ugly", "tiny"]
+    parser.add_argument("--rows", help=f"of {', '.join(names)} (default: all)")
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--ugly-batches", type=int, default=500)
+    parser.add_argument("--tiny-cases", type=int, default=200)
     parser.add_argument("--planners", default=",".join(PLANNERS))
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="a page with the two planner marks")
     arguments = parser.parse_args()
-    planners = arguments.planners.split(",")
-    cost = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
-    print(*machine_lines()[1:], sep="\n")
-    print(f"model: {cost.version}, capacity {CAPACITY:,}, {TOKENS_A_RANK:,} tokens a rank, {arguments.seeds} seeds")
-    print("each: makespan / bound (median plan time)")
-    print("recipe", "ranks", "limit", *planners, "worst %", sep=" | ")
-    for recipe in arguments.recipes.split(","):
-        for ranks in map(int, arguments.ranks.split(",")):
-            for limit in LIMITS:
-                print_row(recipe, Cluster(ranks=ranks, capacity_tokens=CAPACITY), limit, planners, arguments.seeds)
+    asked = arguments.rows.split(",") if arguments.rows else names
+    if unknown := set(asked) - set(names):
+        parser.error(f"no rows {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    planners, beaten, start = arguments.planners.split(","), list[tuple[float, str]](), time.process_time()
+    lines: list[str] = []
+
+    def tell(told: Iterator[str] | Sequence[str]) -> None:
+        for line in told:
+            print(line, flush=True)
+            lines.append(line)
+
+    parts: list[tuple[str, Callable[[], Iterator[str]]]] = [
+        ("ugly", lambda: ugly_table(arguments.ugly_batches)),
+        ("tiny", lambda: tiny_table(arguments.tiny_cases)),
+    ]
+    if set(asked) - {name for name, _ in parts}:
+        tell(main_table(asked, planners, arguments.seeds, beaten))
+        listed = [f"- {told}" for share, told in beaten if share > LISTED]
+        tell(
+            [
+                "",
+                f"Times that another planner ends before {OURS}: {len(beaten)}, by over 0.1 %: {len(listed)}.",
+                *listed,
+            ]
+        )
+    for name, part in parts:
+        if name in asked:
+            tell(["", f"### `{name}`", ""])
+            tell(part())
+    seconds = time.process_time() - start
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    tell(["", f"{date.today().isoformat()}, {machine}; {seconds / 60:.0f} minutes, seeds 0 to {arguments.seeds - 1}."])
+    if arguments.out is not None:
+        write_between_marks(arguments.out, lines)
 
 
-def print_row(recipe: str, cluster: Cluster, limit: int | None, planners: Sequence[str], seeds: int) -> None:
-    """Plan the batches of one row with every planner."""
-    cost = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
-    clip = int(0.98 * cluster.longest_tokens)
-    if limit is not None and limit >= clip:
-        return  # the same batches as without a limit
-    ratios: dict[str, list[float]] = {name: [] for name in planners}
-    took: dict[str, list[float]] = {name: [] for name in planners}
-    for seed in range(seeds):
-        tokens = draw_lengths(recipe, TOKENS_A_RANK * cluster.ranks, seed, longest_tokens=limit or clip)
-        bound = bound_seconds(tokens, cluster, cost)
-        for name in planners:
-            start = time.perf_counter()
-            plan = plan_step(tokens, cluster, cost, planner=name)
-            took[name].append(time.perf_counter() - start)
-            check_plan(plan)
-            ratios[name].append(score(plan, cost).makespan_seconds / bound)
-    entries = [f"{statistics.mean(ratios[n]):.4f} ({1e3 * statistics.median(took[n]):.0f} ms)" for n in planners]
-    print(recipe, cluster.ranks, limit or "-", *entries, f"{_worst_percent(ratios):.2f}", sep=" | ", flush=True)
-
-
-def _worst_percent(ratios: dict[str, list[float]]) -> float:
-    """Tell by how much, at most, the best other planner ends before ours."""
-    others = [values for name, values in ratios.items() if name != OURS]
-    if OURS not in ratios or not others:
-        return 0.0
-    return 100 * max(0.0, *(ours / min(rest) - 1 for ours, *rest in zip(ratios[OURS], *others, strict=True)))
+def write_between_marks(page: Path, lines: Sequence[str]) -> None:
+    """Replace what stands between the marks of a page."""
+    text = page.read_text(encoding="utf-8")
+    before, _, rest = text.partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not end:
+        raise SystemExit(f"{page} has no {' ... '.join(MARKS)}")
+    page.write_text(before + MARKS[0] + "\n" + "\n".join(lines) + "\n" + MARKS[1] + after, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,9 @@ def draw_lengths(choose: random.Random, ranks: int, count: int) -> list[int]:
     return [choose.choice((*kinds, choose.randint(1, 40))) for _ in range(count)]
 
 
-def random_plan(choose: random.Random, ranks: int, tokens: Sequence[int], *, layers: int = 1) -> Plan:
+def random_plan(
+    choose: random.Random, ranks: int, tokens: Sequence[int], *, layers: int = 1, shares: bool = True
+) -> Plan:
     """Put every sequence somewhere: rings over any ranks in any order, up to three pieces a microbatch, any shares."""
     left = list(range(len(tokens)))
     choose.shuffle(left)
@@ -43,7 +45,7 @@ def random_plan(choose: random.Random, ranks: int, tokens: Sequence[int], *, lay
             Piece(
                 ranks=tuple(choose.sample(range(ranks), degree)),
                 sequences=tuple(taken),
-                shares=_random_shares(choose, degree),
+                shares=_random_shares(choose, degree) if shares else None,
             )
         )
     microbatches = []
