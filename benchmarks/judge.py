@@ -60,7 +60,7 @@ def pieces_of(microbatch: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def broken_rules(plan: dict[str, Any]) -> Iterator[str]:
-    """Yield what is wrong: a sequence not there once, a rank that does not exist or twice in a piece, too many tokens."""
+    """Yield what is wrong: a sequence not there once, a rank that is none or twice in a piece, too many tokens."""
     seen = [0] * len(plan["tokens"])
     for number, microbatch in enumerate(plan["microbatches"]):
         where = f"microbatch {number}"

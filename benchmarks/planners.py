@@ -2,9 +2,9 @@
 
     python benchmarks/planners.py [--rows long-256,tiny] [--seeds 8] [--planners lengthwise,static] [--out PAGE.md]
 
-Makespans are over the bound (mean over seeds, worst in brackets) and come from `judge.py`, which shares no code with the
-package; `ring-bound-1024` has costs that it does not know and is scored by `score`. Plan times are process seconds of
-one core for a whole `plan_step`, bound and score included (median over seeds). Targets stand beside what was found.
+Makespans are over the bound (mean over seeds, worst in brackets) and come from `judge.py`, which shares no code with
+the package; `ring-bound-1024` has costs that it does not know and is scored by `score`. Plan times are process seconds
+of one core for a whole `plan_step`, bound and score included (median over seeds). Targets stand beside what was found.
 Batches on which another planner ends before `lengthwise` are counted below the table, and listed where it is by more
 than 0.1 %. `--out` writes all of it between the two planner marks of a page. `--seeds 1 --rows short-64,launch-32`
 takes half a minute, everything takes most of an hour.
@@ -161,7 +161,7 @@ def _verdict(is_met: bool) -> str:
 
 
 def main_table(
-    names: Sequence[str] | None, planners: Sequence[str], seeds: int, beaten: list[tuple[float, str]]
+    names: Sequence[str], planners: Sequence[str], seeds: int, beaten: list[tuple[float, str]]
 ) -> Iterator[str]:
     """Yield the lines of the main table as they are found."""
     others = [name for name in planners if name != OURS]
@@ -169,7 +169,7 @@ def main_table(
     yield "| " + " | ".join(heads) + " |"
     yield "|---" * len(heads) + "|"
     for row in rows():
-        if names is None or row.name in names:
+        if row.name in names:
             yield table_line(row, run_row(row, planners, seeds, beaten), planners)
 
 
@@ -217,7 +217,7 @@ def tiny_table(cases: int) -> Iterator[str]:
 def main() -> None:
     """Print the tables, and write them into a page if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = list(dict.fromkeys(row.name for row in rows())) + ["ugly", "tiny"]
+    names = [*dict.fromkeys(row.name for row in rows()), "ugly", "tiny"]
     parser.add_argument("--rows", help=f"of {', '.join(names)} (default: all)")
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--ugly-batches", type=int, default=500)

@@ -1,4 +1,4 @@
-"""The judge of `benchmarks/`, which shares no code with the package, against the package's own score, check and bound."""
+"""The judge of `benchmarks/`, which shares no code with the package, against the package's score, check and bound."""
 
 import json
 import random
