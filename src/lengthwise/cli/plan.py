@@ -37,6 +37,9 @@ class PlanCommand:
     planner: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     """lengthwise, static, single-degree, bytescale-naive, bytescale or power-of-two; default: the run file's, else
     lengthwise."""
+    mode: Annotated[str, tyro.conf.arg(metavar="free|waves", help_behavior_hint="(default: free)")] = "free"
+    """How ranks run beside each other: free (each goes on when its own partners are ready; what this version trains),
+    or waves (all in lock-step, for parameters sharded over all ranks; planner lengthwise only)."""
     model_shape: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     """Whose costs to plan with, llama-7b for example; default: the run file's model, else llama-7b."""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="h100|cpu", help_behavior_hint="")] = None
@@ -68,7 +71,14 @@ class PlanCommand:
         layers = shape.layers if shape else 1
         recompute = config.recompute if config and not self.cost else "none"
         plan = plan_step(
-            tokens, cluster, cost, planner=planner, layers=layers, context_tokens=context, recompute=recompute
+            tokens,
+            cluster,
+            cost,
+            planner=planner,
+            layers=layers,
+            context_tokens=context,
+            recompute=recompute,
+            mode=self.mode,
         )
         write_atomically(self.out, plan.to_json())
 

@@ -8,9 +8,10 @@ from lengthwise.planner.check import check_plan
 from lengthwise.planner.recipes import RECIPES, draw_lengths, lengths_from_file
 from lengthwise.planner.rings import ring_order
 from lengthwise.planner.score import Score, score
-from lengthwise.planner.step import PLANNERS, plan_step
+from lengthwise.planner.step import MODES, PLANNERS, plan_step
 
 __all__ = [
+    "MODES",
     "PLANNERS",
     "RECIPES",
     "Score",

@@ -80,6 +80,16 @@ class ShortSequences:
         self._alive[place] = place - 1
         return place - 1
 
+    def drop(self, index: int) -> None:
+        """Take the sequence at an index of the arrays."""
+        self._alive[index + 1] = index
+
+    def copy(self) -> ShortSequences:
+        """Return the same sequences, from which may be taken apart from these."""
+        other = ShortSequences(self.sequences, self.lengths, self.seconds)
+        other._alive = self._alive.copy()
+        return other
+
     def left(self) -> list[int]:
         """List the indices of those not yet taken, longest first."""
         return [i for i in range(len(self.sequences) - 1, -1, -1) if self._alive[i + 1] == i + 1]

@@ -22,6 +22,7 @@ from lengthwise.planner.request import PlanRequest, read_tokens, refuse_unheld
 from lengthwise.planner.score import score
 from lengthwise.planner.single_degree import plan_single_degree
 from lengthwise.planner.static import plan_static
+from lengthwise.planner.waves import plan_waves
 
 _PLANNERS: Mapping[str, Callable[[PlanRequest], list[Microbatch]]] = {
     "lengthwise": plan_lengthwise,
@@ -32,6 +33,8 @@ _PLANNERS: Mapping[str, Callable[[PlanRequest], list[Microbatch]]] = {
     "power-of-two": plan_power_of_two,
 }
 PLANNERS = tuple(_PLANNERS)
+_MODES: Mapping[str, Callable[[PlanRequest], list[Microbatch]]] = {"free": plan_lengthwise, "waves": plan_waves}
+MODES = tuple(_MODES)
 
 
 def plan_step(
@@ -43,6 +46,7 @@ def plan_step(
     layers: int = 1,
     context_tokens: int | None = None,
     recompute: str = "none",
+    mode: str = "free",
 ) -> Plan:
     """Plan one optimizer step.
 
@@ -54,16 +58,23 @@ def plan_step(
         layers: layers of the model, for readers that count memory by them.
         context_tokens: what the mesh of `static` is sized for (default: the longest sequence).
         recompute: what backward computes again, in every microbatch: one of `RECOMPUTE_KINDS`.
+        mode: how ranks run beside each other, one of `MODES`; `lengthwise` plans all of them, the others `free`.
 
     Returns:
         A plan whose notes hold planner, predicted_seconds (the makespan), bound_seconds and cost (the version).
 
     Raises:
-        ConfigError: unknown planner or kind of recomputation, or layers or context_tokens below 1.
+        ConfigError: unknown planner, mode or kind of recomputation, a mode that the planner does not plan, or layers
+            or context_tokens below 1.
         PlanError: no sequences, a length below 1, or sequences that the cluster cannot hold (all of them named).
     """
     if planner not in _PLANNERS:
         raise unknown_name("planner", planner, PLANNERS)
+    if mode not in _MODES:
+        raise unknown_name("mode", mode, MODES)
+    if mode != "free" and planner != "lengthwise":
+        remedy = "Use planner lengthwise, or mode free."
+        raise ConfigError("mode", expected=f"free, all that planner {planner} plans", got=mode, remedy=remedy)
     if recompute not in RECOMPUTE_KINDS:
         raise unknown_name("recompute", recompute, RECOMPUTE_KINDS)
     if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
@@ -77,7 +88,9 @@ def plan_step(
         layers=layers,
         capacity=cluster.capacity_tokens,
         tokens=lengths,
-        microbatches=tuple(replace(each, recompute=recompute) for each in _PLANNERS[planner](request)),
+        microbatches=_microbatches(request, planner, mode, recompute),
+        schedule={"kind": mode},
+        requires=() if mode == "free" else (mode,),
     )
     notes = {
         "planner": planner,
@@ -86,6 +99,13 @@ def plan_step(
         "cost": cost.version,
     }
     return replace(plan, notes=notes)
+
+
+def _microbatches(request: PlanRequest, planner: str, mode: str, recompute: str) -> tuple[Microbatch, ...]:
+    microbatches = _MODES[mode](request) if planner == "lengthwise" else _PLANNERS[planner](request)
+    if recompute == "none":
+        return tuple(microbatches)
+    return tuple(replace(each, recompute=recompute) for each in microbatches)
 
 
 def _bound_of(plan: Plan, request: PlanRequest) -> float:

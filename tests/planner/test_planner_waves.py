@@ -1,0 +1,84 @@
+"""Plans in lock-step: every wave valid, level, and its transfers in one order."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lengthwise.core.errors import ConfigError
+from lengthwise.core.plan import Plan
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import CostModel, all_terms_cost, named_hardware, named_shape
+from lengthwise.planner import bound_seconds, check_plan, draw_lengths, plan_step, ring_order, score
+from lengthwise.program import check_order
+
+COMPUTE = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0)
+ALL_FOUR = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
+COSTS = (
+    COMPUTE,
+    ALL_FOUR,
+    CostModel(linear_seconds=1.0, hop_seconds=500.0),
+    CostModel(fixed_seconds=1.0),
+    CostModel(ring_seconds=1.0),
+    all_terms_cost(named_shape("llama-7b"), named_hardware("h100")),
+)
+CAPACITY = 97
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ranks=st.sampled_from((1, 2, 3, 5, 7, 12)),
+    tokens=st.lists(st.sampled_from([1, 2, 96, 97, 98, 194, 195, 1009]) | st.integers(1, 900), min_size=1, max_size=25),
+    cost=st.sampled_from(COSTS),
+)
+def test_waves_plan_any_lengths_on_any_ranks(ranks: int, tokens: list[int], cost: CostModel) -> None:
+    cluster = Cluster(ranks=ranks, capacity_tokens=CAPACITY)
+    tokens = [min(length, cluster.longest_tokens) for length in tokens]
+    plan = plan_step(tokens, cluster, cost, mode="waves", layers=2)
+    assert plan.schedule == {"kind": "waves"}
+    check_plan(plan)
+    makespan = score(plan, cost).makespan_seconds
+    assert plan.notes["predicted_seconds"] == makespan
+    assert plan.notes["bound_seconds"] <= makespan * (1 + 1e-9)
+    for microbatch in plan.microbatches:
+        rings = [piece for piece in microbatch.pieces if piece.degree > 1]
+        assert len({rank for piece in rings for rank in piece.ranks}) == sum(piece.degree for piece in rings)
+        assert all(piece.ranks == ring_order(min(piece.ranks), piece.degree) for piece in rings)
+    check_order(replace(plan, schedule={"kind": "free"}, requires=()))
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("recipe", ["github", "prolong"])
+def test_waves_are_level_on_published_lengths(ranks: int, recipe: str) -> None:
+    cluster = Cluster(ranks=ranks, capacity_tokens=16384)
+    tokens = draw_lengths(recipe, 100_000 * ranks, 0, longest_tokens=int(0.98 * cluster.longest_tokens))
+    plan = plan_step(tokens, cluster, COMPUTE, mode="waves")
+    check_plan(plan)
+    assert plan.notes["predicted_seconds"] <= 1.01 * bound_seconds(tokens, cluster, COMPUTE)
+
+
+def test_waves_cut_a_short_sequence_that_all_others_would_wait_for() -> None:
+    """One of 100 tokens would keep three ranks of 40 waiting; cut over all it does not."""
+    cost = CostModel(linear_seconds=1.0)
+    plan = plan_step([100, 1, 1, 1, 1], Cluster(ranks=4, capacity_tokens=100), cost, mode="waves")
+    assert plan.notes["predicted_seconds"] == pytest.approx(26)
+
+
+def test_waves_are_few_where_launches_cost() -> None:
+    cost = CostModel(linear_seconds=1.0, fixed_seconds=1000.0)
+    plan = plan_step([10] * 64, Cluster(ranks=4, capacity_tokens=80), cost, mode="waves")
+    assert len(plan.microbatches) == 2
+
+
+def test_modes_are_refused_by_name() -> None:
+    cluster = Cluster(ranks=2, capacity_tokens=10)
+    with pytest.raises(ConfigError, match="Did you mean `waves`"):
+        plan_step([5], cluster, COMPUTE, mode="wave")
+    with pytest.raises(ConfigError, match="free, all that planner static plans; got waves"):
+        plan_step([5], cluster, COMPUTE, planner="static", mode="waves")
+
+
+def test_waves_of_a_plan_file_are_read_back() -> None:
+    plan = plan_step([5, 30, 7], Cluster(ranks=3, capacity_tokens=10), ALL_FOUR, mode="waves")
+    assert Plan.from_json(plan.to_json()) == plan
