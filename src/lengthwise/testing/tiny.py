@@ -85,12 +85,25 @@ _LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 _LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+# Half of the lengths that tests draw are above what these two were made for, half below.
+_DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+}
 
 # What a family can be besides its own default, by what people call it: (family, changes to its tiny config).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, rope linear": ("llama", {"rope_parameters": _LINEAR}),
     "llama, rope yarn": ("llama", {"rope_parameters": _YARN}),
     "llama, rope llama3": ("llama", {"rope_parameters": _LLAMA3}),
+    "llama, rope dynamic": ("llama", {"rope_parameters": _DYNAMIC, "max_position_embeddings": 16}),
+    "llama, rope longrope": ("llama", {"rope_parameters": _LONGROPE}),
+    "phi3, rope longrope": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 16}),
     "llama, tied embeddings": ("llama", {"tie_word_embeddings": True}),
     "llama, untied embeddings": ("llama", {"tie_word_embeddings": False}),
     "llama, padded vocabulary": ("llama", {"vocab_size": 64}),
