@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch, Piece
+from lengthwise.planner.annealing import MOST_WORK, anneal
 from lengthwise.planner.degrees import GROWTH_FLOOR_TOKENS, filling_degrees, grown_degrees, most_degrees
 from lengthwise.planner.gangs import PlacedRings, Ring, place_rings
 from lengthwise.planner.packs import LocalPack, Rooms, ShortSequences, fill_gaps, level_ends
@@ -91,7 +92,9 @@ def plan_lengthwise(request: PlanRequest) -> list[Microbatch]:
         if search.best_seconds <= request.bound_seconds * _FAR:
             break
     assert search.best is not None, "no level was tried"
-    return write_schedule(search.best)
+    microbatches = write_schedule(search.best)
+    tiny = len(request.tokens) * request.cluster.ranks <= MOST_WORK
+    return anneal(request, microbatches, search.best_seconds) if tiny and not search.good else microbatches
 
 
 def _floors_tokens(request: PlanRequest) -> Iterator[int]:
@@ -124,10 +127,14 @@ class Search:
         self._placing, self._packing = _PLACING_STEPS, max(_PACKING_STEPS, 3 * len(request.tokens))
 
     @property
+    def good(self) -> bool:
+        """Whether there is a schedule with nothing left to gain."""
+        return self.best_seconds <= self.bound * _GOOD_ENOUGH
+
+    @property
     def over(self) -> bool:
         """Whether no further try is worth it."""
-        spent = self.best is not None and (self._placing <= 0 or self._packing <= 0)
-        return spent or self.best_seconds <= self.bound * _GOOD_ENOUGH
+        return self.good or (self.best is not None and (self._placing <= 0 or self._packing <= 0))
 
     def try_floor(self, floor_tokens: int) -> None:
         """Try the levels of one floor: the bound itself, then between it and the best so far, then fractions of it."""
