@@ -3,9 +3,10 @@
     python benchmarks/families.py [--out docs/families.md] [model_type ...]
 
 Each tiny model runs in a process of its own (some allocate gigabytes whatever their config says): loss and every
-gradient of eight documents, packed and cut over rings of three ranks, against the plain model one document at a time.
-Families that are not listed in `lengthwise.models.FAMILIES` are tried too, past the refusal, to show what the layers
-themselves refuse: an unlisted family that differs without being stopped is why the list exists.
+gradient of eight documents, packed and cut over rings of 1, 2, 3 and 5 ranks, in fp64, without and with activation
+checkpointing, against the plain model one document at a time. A family that is not in `lengthwise.models.FAMILIES` is
+only refused, and its row says by which layer and what would be needed; named on the command line it is tried past the
+refusal, which is how a proof begins.
 """
 
 from __future__ import annotations
@@ -15,100 +16,163 @@ import datetime
 import os
 import resource
 import signal
-import sys
 import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 import transformers
+from transformers import AutoConfig, PretrainedConfig
 
-from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.errors import LengthwiseError, Problems
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
-from lengthwise.models import FAMILIES
+from lengthwise.models import FAMILIES, check_model_config
 from lengthwise.planner import plan_step
-from lengthwise.testing import MODEL_TYPES, build_pair, family_difference, tiny_family_config
+from lengthwise.testing import MODEL_TYPES, VARIANTS, build_pair, family_difference, tiny_family_config
 
-LENGTHS, RANKS, MEMORY_BYTES, SECONDS = (1, 57, 2, 40, 5, 31, 11, 8), 3, 6 << 30, 60
+LENGTHS, RANKS, MEMORY_BYTES, SECONDS = (1, 57, 2, 40, 5, 31, 11, 8), (1, 2, 3, 5), 6 << 30, 600
+COST = CostModel(quadratic_seconds=1.0, linear_seconds=100.0)
 
 
-def try_family(model_type: str) -> str:
-    """Return the rest of the family's row."""
+def proof(label: str) -> str:
+    """Return the row of a family or variant that is computed and compared."""
+    model_type, changes = VARIANTS.get(label, (label, {}))
     try:
-        config = tiny_family_config(model_type)
+        config = tiny_family_config(model_type, changes)
         pair = build_pair(model_type, config)
-    except Exception as error:  # noqa: BLE001 - whatever keeps a tiny model from being made
-        return f"not tried | | | cannot be made tiny: {_short(error)}"
-    cluster = Cluster(ranks=RANKS, capacity_tokens=-(-max(LENGTHS) // RANKS) + 1)
-    plan = plan_step(LENGTHS, cluster, CostModel(quadratic_seconds=1.0, linear_seconds=100.0), layers=2)
-    try:
-        fp64, fp32 = (family_difference(pair, plan, LENGTHS, precision=precision) for precision in ("fp64", "fp32"))
-    except LengthwiseError as error:
-        return f"refused by a layer | | | {_short(error)}"
+        kinds = ", ".join(sorted(set(getattr(config, "layer_types", None) or ())))
+        cells = [worst(pair, recompute) for recompute in ("none", "layer")]
     except Exception as error:  # noqa: BLE001 - plain Hugging Face itself may not run this config
-        return f"not tried | | | {type(error).__name__}: {_short(error)}"
-    equal = fp64.loss <= 1e-13 and fp64.gradient <= 1e-12
-    kinds = ", ".join(sorted(set(getattr(config, "layer_types", None) or ())))
-    verdict = "equal" if equal else "DIFFERS"
-    return f"{verdict} | {fp64.loss:.0e} / {fp64.gradient:.0e} | {fp32.loss:.0e} / {fp32.gradient:.0e} | {kinds}"
+        return f"| {label} | not run: {type(error).__name__}: {short(error)} | | |"
+    return f"| {label} | {cells[0]} | {cells[1]} | {kinds} |"
 
 
-def in_a_process(model_type: str) -> str:
-    """Run `try_family` where it can do no harm."""
+def worst(pair: dict[str, torch.nn.Module], recompute: str) -> str:
+    """Return the largest differences over all rank counts, or by what the model was stopped."""
+    losses, gradients = [0.0], [0.0]
+    for ranks in RANKS:
+        cluster = Cluster(ranks=ranks, capacity_tokens=-(-max(LENGTHS) // ranks) + 1)
+        plan = plan_step(LENGTHS, cluster, COST, layers=2, recompute=recompute)
+        try:
+            found = family_difference(pair, plan, LENGTHS, precision="fp64")
+        except LengthwiseError as error:
+            return f"refused: {short(error)}"
+        losses.append(found.loss)
+        gradients.append(found.gradient)
+    loss, gradient = max(losses), max(gradients)
+    return f"{'' if loss <= 1e-13 and gradient <= 1e-12 else '**DIFFERS** '}{loss:.0e} / {gradient:.0e}"
+
+
+def refusal(model_type: str) -> str:
+    """Return the rows of a family that is refused: one for each reason."""
+    try:
+        config = AutoConfig.for_model(model_type)
+    except Exception:  # noqa: BLE001 - a few have no valid default
+        config = PretrainedConfig()
+        config.model_type = model_type
+    try:
+        check_model_config(config)
+    except LengthwiseError as error:
+        told = error.problems if isinstance(error, Problems) else (error,)
+        layers = [each for each in told if each.where.startswith(f"{model_type}: ")]
+        rows = [
+            f"| {model_type} | {each.where.partition(': ')[2]} | {cell(each.got)} | "
+            f"{cell(each.remedy.removeprefix('Needed: ').removesuffix('.'))} |"
+            for each in layers
+        ]
+        return "\n".join(rows)
+    return f"| {model_type} | **NOT REFUSED** | | |"
+
+
+def in_a_process(row: Callable[[str], str], label: str) -> str:
+    """Make a row where it can do no harm."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if not pid:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         signal.alarm(SECONDS)
-        os.write(theirs, try_family(model_type).encode())
+        os.write(theirs, row(label).encode())
         os._exit(0)
     os.close(theirs)
     with os.fdopen(ours, "rb") as pipe:
-        row = pipe.read().decode()
+        text = pipe.read().decode()
     _, status = os.waitpid(pid, 0)
-    return row or f"not tried | | | its process ended with status {status}"
+    return text or f"| {label} | not run: its process ended with status {status} | | |"
 
 
-def _short(error: Exception) -> str:
-    text = " ".join(str(getattr(error, "got", error)).split()) or type(error).__name__
-    return text[:100].replace("|", "/")
+def short(error: Exception) -> str:
+    return cell(" ".join(str(getattr(error, "got", error)).split())[:100])
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "/")
 
 
 def main() -> None:
-    """Print the table, or write it."""
+    """Print the tables, or write the page."""
     parser = argparse.ArgumentParser(description="every causal-LM class against plain Hugging Face")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("model_types", nargs="*", default=MODEL_TYPES)
+    parser.add_argument("model_types", nargs="*")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    rows = []
-    for model_type in arguments.model_types:
-        listed = "yes" if model_type in FAMILIES else "refused"
-        rows.append(f"| {model_type} | {listed} | {in_a_process(model_type)} |")
-        print(rows[-1], file=sys.stderr if arguments.out else sys.stdout, flush=True)
+    proved = arguments.model_types or sorted([*VARIANTS, *(name for name in FAMILIES if name in MODEL_TYPES)])
+    refused = [name for name in arguments.model_types or MODEL_TYPES if name not in (*FAMILIES, *VARIANTS)]
+    proofs, refusals = made(proof, proved), made(refusal, refused)
     if arguments.out:
-        arguments.out.write_text(page(rows), encoding="utf-8")
+        arguments.out.write_text(page(proofs, refusals), encoding="utf-8")
 
 
-def page(rows: list[str]) -> str:
-    """Put the table on its page."""
+def made(row: Callable[[str], str], labels: Iterable[str]) -> list[str]:
+    rows = []
+    for label in labels:
+        rows.append(in_a_process(row, label))
+        print(rows[-1], flush=True)
+    return rows
+
+
+def page(proofs: list[str], refusals: list[str]) -> str:
+    """Put the tables on their page."""
     versions = f"transformers {transformers.__version__} and torch {torch.__version__}"
-    head = f"""# Model families
+    families = sum(name in MODEL_TYPES for name in FAMILIES)
+    return (
+        f"""# Model families
 
 Made by `make families` on {datetime.date.today()} with {versions}, on CPU.
 
-Differences are relative, loss / worst gradient (L2 a tensor), of a tiny random model: eight documents packed and cut
-over rings on {RANKS} ranks, against the plain Hugging Face model one document at a time. *Trained: yes* families are
-held to this by the tests (fp64: 1e-13 / 1e-12). All others are refused by name before a run starts; what came out when
-they were tried past that refusal is shown, because it is why they are refused. `DIFFERS` below about 1e-6 in a family
-that is not trained is its own fp32 arithmetic, not a proved mistake.
+Of the {len(MODEL_TYPES)} causal-LM families of this transformers, {families} are proved equal to plain Hugging Face and
+trained; every other one is refused by name before a run starts.
 
-| family | trained | when tried | fp64 | fp32 | layers, or reason |
-|---|---|---|---|---|---|
+## Proved
+
+The largest relative differences, loss / gradient (L2 a tensor), over plans of {", ".join(map(str, RANKS))} ranks, in
+fp64, of a tiny random model with the family's windows, sinks, experts and kinds of layers: eight documents packed and
+cut over rings, against the plain Hugging Face model one document at a time, without and with activation checkpointing
+(`recompute: layer`). The tests hold every family to 1e-13 / 1e-12. Dropout, where a family has it, must be 0.
+
+In families with multi-head latent attention (deepseek, minicpm3, youtu, longcat and others) Hugging Face makes keys of
+every head before attention, and values smaller than keys are filled up with zeros: what travels round a ring is that of
+full attention with that many heads (DeepSeek-V3: 2 x 128 x 192 numbers a token and layer, of which a sixth are zeros),
+not the 576 of the latent.
+
+| family | loss / gradient | with checkpointing | kinds of layers |
+|---|---|---|---|
 """
-    return head + "\n".join(rows) + "\n"
+        + "\n".join(proofs)
+        + """
+
+## Refused
+
+The first layer of its kind in the family's default config, or the config entry that says it, and what it would take.
+
+| family | layer or config entry | what it is | needed |
+|---|---|---|---|
+"""
+        + "\n".join(refusals)
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

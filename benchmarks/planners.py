@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
+import numpy as np
 from batches import STDLIB, sequences_batch, tiny_batch, tokens_batch, ugly_batch
 from judge import Coefficients, judge
 
@@ -30,6 +31,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, CostModel, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, bound_seconds, check_plan, plan_step, score
+from lengthwise.planner.request import PlanRequest
 
 OURS = "lengthwise"
 COMPUTE = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
@@ -38,6 +40,7 @@ TERMS = CostModel(
 )
 FAST = (OURS, "bytescale-naive", "power-of-two")  # others take minutes on 12,288 ranks
 LISTED = 0.001  # how much sooner another planner must end to be listed
+WAVE_TOKENS = 131_072  # a rank and step
 UGLY_RANKS = (6, 12, 20, 24, 48, 97)
 MARKS = ("<!-- planners: begin -->", "<!-- planners: end -->")
 
@@ -191,19 +194,42 @@ def ugly_table(batches: int) -> Iterator[str]:
             yield f"| {ranks} | {cost.version} | {batches} | {median:.4f} | {p95:.4f} | {worst} | {verdict} |"
 
 
+def waves_table(seeds: int) -> Iterator[str]:
+    """Yield the table of mode `waves`: all ranks in lock-step, as sharded parameters ask for."""
+    yield "| ranks | lengths | costs | waves / (work / ranks): mean (worst) | target | plan ms |"
+    yield "|---|---|---|---|---|---|"
+    for ranks in (8, 64, 1024):
+        cluster = Cluster(ranks=ranks, capacity_tokens=16384)
+        for source in ("github", "prolong"):
+            ratios, took_ms = list[float](), list[float]()
+            for seed in range(seeds):
+                tokens = tokens_batch(source, WAVE_TOKENS * ranks, seed, cluster)
+                start = time.process_time()
+                plan = plan_step(tokens, cluster, COMPUTE, mode="waves")
+                took_ms.append(1e3 * (time.process_time() - start))
+                work = float(COMPUTE.compute_seconds(np.array(tokens)).sum())
+                ratios.append(makespan(plan, COMPUTE) / (work / ranks))
+            mean, worst, ms = statistics.mean(ratios), max(ratios), statistics.median(took_ms)
+            verdict = f"1.03 {_verdict(mean <= 1.03)}"
+            yield f"| {ranks:,} | {source} | {COMPUTE.version} | {mean:.4f} ({worst:.4f}) | {verdict} | {ms:.0f} |"
+
+
 def tiny_table(cases: int) -> Iterator[str]:
-    """Yield gaps to the oracle, of every planner, over tiny steps with all four terms."""
+    """Yield gaps to the oracle, of every planner and of FlexSP, over tiny steps with all four terms."""
+    from lengthwise.planner.flexsp import plan_flexsp
     from lengthwise.planner.oracle import plan_oracle
 
-    gaps: dict[str, list[float]] = {name: [] for name in PLANNERS}
+    gaps: dict[str, list[float]] = {name: [] for name in (*PLANNERS, "flexsp")}
     proven = 0
     for seed in range(cases):
         tokens, cluster = tiny_batch(seed)
         best = plan_oracle(tokens, cluster, TERMS)
         proven += best.bound_seconds >= best.makespan_seconds * (1 - 2e-3)
-        for name in PLANNERS:
-            taken = makespan(plan_step(tokens, cluster, TERMS, planner=name), TERMS)
-            gaps[name].append(100 * (taken / best.makespan_seconds - 1))
+        plans = {name: plan_step(tokens, cluster, TERMS, planner=name) for name in PLANNERS}
+        request = PlanRequest(tokens=best.plan.tokens, cluster=cluster, cost=TERMS)
+        plans["flexsp"] = replace(best.plan, microbatches=tuple(plan_flexsp(request)))
+        for name, plan in plans.items():
+            gaps[name].append(100 * (makespan(plan, TERMS) / best.makespan_seconds - 1))
     yield f"{cases} steps; the oracle's plan is proven to be within 0.2 % of the best in {proven} of them."
     yield ""
     yield "| planner | mean gap % | median | worst % | target: mean, worst |"
@@ -217,7 +243,7 @@ def tiny_table(cases: int) -> Iterator[str]:
 def main() -> None:
     """Print the tables, and write them into a page if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [*dict.fromkeys(row.name for row in rows()), "ugly", "tiny"]
+    names = [*dict.fromkeys(row.name for row in rows()), "waves", "ugly", "tiny"]
     parser.add_argument("--rows", help=f"of {', '.join(names)} (default: all)")
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--ugly-batches", type=int, default=500)
@@ -237,6 +263,7 @@ def main() -> None:
             lines.append(line)
 
     parts: list[tuple[str, Callable[[], Iterator[str]]]] = [
+        ("waves", lambda: waves_table(arguments.seeds)),
         ("ugly", lambda: ugly_table(arguments.ugly_batches)),
         ("tiny", lambda: tiny_table(arguments.tiny_cases)),
     ]

@@ -51,7 +51,10 @@ class PlannedAttention:
 
     def __init__(self, program: MicrobatchProgram, transport: Transport, kernel: BlockKernel) -> None:
         self._program, self._transport, self._kernel = program, transport, kernel
-        self.num_tokens = sum(segment.num_tokens for segment in program.segments(transport.rank))
+        segments = program.segments(transport.rank)
+        self.spans = [(segment.num_tokens, program.tokens[segment.sequence]) for segment in segments]
+        """(tokens here, tokens of the whole sequence) of each segment, in local order."""
+        self.num_tokens = sum(tokens for tokens, _ in self.spans)
         multiple = kernel.token_multiple
         self.num_rows = max(1, -(-self.num_tokens // multiple)) * multiple  # with the padding that the model runs
         self.layers_run = 0

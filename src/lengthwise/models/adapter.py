@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from lengthwise.attention import PlannedAttention, planned_attention
 from lengthwise.core.errors import ModelRefused
+from lengthwise.models.rope import forget_lengths, sequence_lengths
 
 ATTENTION_NAME = "lengthwise"
 
@@ -67,9 +68,10 @@ def _run(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, positio
         # A ring of more ranks than tokens leaves some without any; they still pass keys on, and Hugging Face cannot
         # run on nothing. The token is kept from attention, from the loss and from the routers' counts.
         input_ids, position_ids = (F.pad(x, (0, 1)) for x in (input_ids, position_ids))
-    output = model(
-        input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, lengthwise=planned, **options
-    )
+    with sequence_lengths(model, planned.spans):
+        output = model(
+            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, lengthwise=planned, **options
+        )
     layers: int = model.config.num_hidden_layers  # type: ignore[union-attr]
     if planned.layers_run != layers:
         raise ModelRefused(
@@ -87,6 +89,7 @@ def _own_router_logits(output: Any, planned: PlannedAttention) -> list[Tensor]:
 
 def plain_output(model: nn.Module, input_ids: Tensor) -> Any:
     """Return the plain Hugging Face model's output for one whole sequence of input ids (tokens,)."""
+    forget_lengths(model)
     # use_cache=False: with a cache, packed rows silently see each other; one row is safe, the habit is safer.
     return model(input_ids=input_ids[None], use_cache=False)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from lengthwise.core.errors import LengthwiseError, ModelRefused, raise_problems
 from lengthwise.models.refusals import NEEDED_BY_KIND, NEEDED_BY_SOFTCAP, refused_model
+from lengthwise.models.rope import LENGTH_ROPE
 from lengthwise.models.router import router_problems
 
 FAMILIES = (
@@ -150,12 +151,12 @@ def check_model_config(config: Any) -> None:
             "Use a causal language model. Needed: plans whose blocks see what comes after.",
         )
     for where, kind in rope_kinds(config):
-        if kind not in STATIC_ROPE:
+        if kind not in (*STATIC_ROPE, *LENGTH_ROPE):
             refuse(
                 where,
-                f"one whose frequencies do not depend on the length at hand ({', '.join(STATIC_ROPE)})",
+                f"one whose frequencies are known ({', '.join((*STATIC_ROPE, *LENGTH_ROPE))})",
                 kind,
-                "Needed: frequencies made from the length of each sequence, not of the pack or the shard.",
+                "Needed: whether its frequencies depend on a sequence's length; if so, lengthwise.models.rope.",
             )
     for key, (expected, remedy) in _SWITCHES.items():
         if getattr(config, key, None):

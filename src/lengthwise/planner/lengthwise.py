@@ -11,7 +11,6 @@
 4. Where the rings and an even share of the rest promise to end near T, short sequences fill the gaps that rings leave,
    then level the ends (`packs`). What promises less waits until nothing better is left.
 5. The schedule that ends first is kept; of equal ones the first tried, which has the fewest cuts.
-6. Where few sequences share few ranks and a gap is left, local search goes on from there (`refine`).
 
 Tries are counted, never timed: the plan depends on nothing but its inputs. Small steps are tried in every way, large
 ones, which level better, in a few: 54,845 sequences on 12,288 ranks are placed and packed once or twice.
@@ -32,10 +31,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch, Piece
+from lengthwise.planner.annealing import MOST_WORK, anneal
 from lengthwise.planner.degrees import GROWTH_FLOOR_TOKENS, filling_degrees, grown_degrees, most_degrees
 from lengthwise.planner.gangs import PlacedRings, Ring, place_rings
 from lengthwise.planner.packs import LocalPack, Rooms, ShortSequences, fill_gaps, level_ends
-from lengthwise.planner.refine import refine
 from lengthwise.planner.request import PlanRequest, least_degrees_held
 from lengthwise.planner.rings import interval_microbatch
 from lengthwise.planner.valleys import Moldable, fill_valleys
@@ -93,7 +92,9 @@ def plan_lengthwise(request: PlanRequest) -> list[Microbatch]:
         if search.best_seconds <= request.bound_seconds * _FAR:
             break
     assert search.best is not None, "no level was tried"
-    return refine(request, write_schedule(search.best), search.best_seconds)
+    microbatches = write_schedule(search.best)
+    tiny = len(request.tokens) * request.cluster.ranks <= MOST_WORK
+    return anneal(request, microbatches, search.best_seconds) if tiny and not search.good else microbatches
 
 
 def _floors_tokens(request: PlanRequest) -> Iterator[int]:
@@ -126,10 +127,14 @@ class Search:
         self._placing, self._packing = _PLACING_STEPS, max(_PACKING_STEPS, 3 * len(request.tokens))
 
     @property
+    def good(self) -> bool:
+        """Whether there is a schedule with nothing left to gain."""
+        return self.best_seconds <= self.bound * _GOOD_ENOUGH
+
+    @property
     def over(self) -> bool:
         """Whether no further try is worth it."""
-        spent = self.best is not None and (self._placing <= 0 or self._packing <= 0)
-        return spent or self.best_seconds <= self.bound * _GOOD_ENOUGH
+        return self.good or (self.best is not None and (self._placing <= 0 or self._packing <= 0))
 
     def try_floor(self, floor_tokens: int) -> None:
         """Try the levels of one floor: the bound itself, then between it and the best so far, then fractions of it."""

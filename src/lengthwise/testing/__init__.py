@@ -7,10 +7,11 @@ from lengthwise.testing.plans import draw_lengths, make_plan, random_plan, visib
 from lengthwise.testing.ranks import run_ranks
 from lengthwise.testing.recording import Call, RecordingTransport
 from lengthwise.testing.sequences import make_batch
-from lengthwise.testing.tiny import MODEL_TYPES, tiny_family_config
+from lengthwise.testing.tiny import MODEL_TYPES, VARIANTS, tiny_family_config
 
 __all__ = [
     "MODEL_TYPES",
+    "VARIANTS",
     "Call",
     "Difference",
     "LiveBytes",

@@ -75,6 +75,48 @@ _OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 
+_YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "rope_theta": 10000.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+# Half of the lengths that tests draw are above what these two were made for, half below.
+_DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+}
+
+# What a family can be besides its own default, by what people call it: (family, changes to its tiny config).
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, rope linear": ("llama", {"rope_parameters": _LINEAR}),
+    "llama, rope yarn": ("llama", {"rope_parameters": _YARN}),
+    "llama, rope llama3": ("llama", {"rope_parameters": _LLAMA3}),
+    "llama, rope dynamic": ("llama", {"rope_parameters": _DYNAMIC, "max_position_embeddings": 16}),
+    "llama, rope longrope": ("llama", {"rope_parameters": _LONGROPE}),
+    "phi3, rope longrope": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 16}),
+    "llama, tied embeddings": ("llama", {"tie_word_embeddings": True}),
+    "llama, untied embeddings": ("llama", {"tie_word_embeddings": False}),
+    "llama, padded vocabulary": ("llama", {"vocab_size": 64}),
+    "mistral, window": ("mistral", {"sliding_window": 6}),
+    "mistral, no window": ("mistral", {"sliding_window": None}),
+    "qwen2, no window": ("qwen2", {"use_sliding_window": False, "layer_types": ["full_attention"] * 2}),
+    "qwen3, tied embeddings": ("qwen3", {"tie_word_embeddings": True}),
+    "gemma3_text, logits capped by tanh": ("gemma3_text", {"final_logit_softcapping": 3.0}),
+    "deepseek_v3, no latent queries": ("deepseek_v3", {"q_lora_rank": None}),
+    "deepseek_v3, values larger than keys": ("deepseek_v3", {"v_head_dim": 20}),
+    "deepseek_v3, rope yarn": ("deepseek_v3", {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+}
+
 
 def tiny_family_config(model_type: str, changes: Mapping[str, Any] | None = None) -> Any:
     """Return a tiny config of the family, with windows, experts and each kind of layer that it has; `changes` win.

@@ -1,0 +1,90 @@
+"""RoPE whose frequencies depend on a sequence's length (dynamic, longrope), made from each sequence's own.
+
+Hugging Face's rotary modules take the largest position in a row for the length. A row of ours is a pack of sequences,
+or a shard without its sequence's end. So inside `sequence_lengths` such a module runs once for each sequence in the
+row, with one position more, the sequence's last, whose result is cut off again. Before that it runs on position 0
+alone: a dynamic one remembers the longest row since it last saw a short one, and the result for a sequence would hang
+on what came before it. Cost: two small calls a sequence and microbatch, only for models with such frequencies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from lengthwise.core.errors import ModelRefused
+
+LENGTH_ROPE = ("dynamic", "longrope")
+"""RoPE kinds whose frequencies depend on how long the sequence at hand is."""
+
+
+@contextlib.contextmanager
+def sequence_lengths(model: nn.Module, spans: Sequence[tuple[int, int]]) -> Iterator[None]:
+    """Let rotary modules make frequencies from the length of each sequence while the block runs.
+
+    `spans` lists (tokens here, tokens of the whole sequence) of what a row holds, in its order; what follows them is
+    padding.
+
+    Raises:
+        ModelRefused: such a module is part of a layer, and would run again in backward, outside the block.
+    """
+    modules = _length_rope(model)
+    for module in modules:
+        module.forward = _by_sequence(module.forward, spans)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward  # what the class has
+
+
+def forget_lengths(model: nn.Module) -> None:
+    """Bring dynamic frequencies back to those of a model that has seen no sequence yet."""
+    device = next(model.parameters()).device
+    for module in _length_rope(model):
+        kinds = module.rope_type if isinstance(module.rope_type, dict) else {None: module.rope_type}
+        for kind in kinds:
+            options = {} if kind is None else {"layer_type": kind}
+            module(torch.zeros(1, device=device), torch.zeros(1, 1, dtype=torch.int64, device=device), **options)
+
+
+def _length_rope(model: nn.Module) -> list[Any]:
+    found = []
+    for name, module in model.named_modules():
+        kinds = getattr(module, "rope_type", ())
+        if not set(kinds.values() if isinstance(kinds, dict) else (kinds,)) & set(LENGTH_ROPE):
+            continue
+        parents = [model.get_submodule(name[:end]) for end, sign in enumerate(name) if sign == "."]
+        if any(isinstance(parent, GradientCheckpointingLayer) for parent in parents):
+            raise ModelRefused(
+                f"{name} ({type(module).__name__})",
+                expected=f"rope of kind {' or '.join(LENGTH_ROPE)} made once for all layers",
+                got="a module of one layer",
+                remedy="Use another rope_type. Needed: lengths of sequences where a layer is run again.",
+            )
+        found.append(module)
+    return found
+
+
+def _by_sequence(forward: Callable[..., Any], spans: Sequence[tuple[int, int]]) -> Callable[..., Any]:
+    def run(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+        options = {} if layer_type is None else {"layer_type": layer_type}
+        sizes = [tokens for tokens, _ in spans]
+        *parts, padding = position_ids.split([*sizes, position_ids.shape[-1] - sum(sizes)], dim=-1)
+        made = []
+        for positions, length in [*zip(parts, (length for _, length in spans), strict=True), (padding, 1)]:
+            if not positions.shape[-1]:
+                continue
+            forward(x, torch.zeros_like(positions[:, :1]), **options)
+            last = torch.full_like(positions[:, :1], length - 1)
+            made.append(forward(x, torch.cat((positions, last), dim=-1), **options))
+        if isinstance(made[0], Tensor):
+            return torch.cat([part[:, :-1] for part in made], dim=1)
+        return tuple(torch.cat([part[:, :-1] for part in each], dim=1) for each in zip(*made, strict=True))
+
+    return run

@@ -1,0 +1,163 @@
+"""Tiny steps: a plan is changed piece by piece for as long as that pays, and a little longer.
+
+Where a handful of sequences share a handful of ranks, no rule levels the ends, and what a piece holds matters as much
+as where it runs: short sequences cut together over the ranks of a ring, two of them in one microbatch. Such steps are
+small enough to try it out. The state is a list of pieces, each some sequences over some degree; the list is placed in
+its order, every piece on the interval of ranks where it starts earliest, a local pack without a launch of its own where
+it fits beside the ring that its rank ran just before. A change moves a sequence to another piece or to one of its own,
+gives a piece another degree, or moves it in the list; it is kept if it ends sooner, or not much later, and ever less of
+the latter is allowed (simulated annealing). Random numbers are Python's own from a fixed seed: the same everywhere.
+
+A try costs about 10 us a piece. Measured against the exact oracle, see docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lengthwise.core.plan import Microbatch, Piece
+from lengthwise.planner.holding import held_tokens
+from lengthwise.planner.request import PlanRequest
+from lengthwise.planner.rings import ring_order
+
+MOST_WORK = 300  # sequences x ranks; above it rules level better than tries
+_TRIES = 4_000
+_PATIENCE = 1_800  # tries without a better plan, after which it ends
+_WARMTH = 0.04  # of the makespan, that a change may cost at first
+
+State = list[tuple[int, tuple[int, ...]]]  # pieces as (degree, sequences), in the order in which they are placed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A placed state: (first rank, degree, sequences, number of the microbatch) of each piece, and when all is done."""
+
+    pieces: list[tuple[int, int, tuple[int, ...], int]]
+    makespan_seconds: float
+
+
+def anneal(request: PlanRequest, microbatches: Sequence[Microbatch], makespan_seconds: float) -> list[Microbatch]:
+    """Improve a plan of intervals by trying changes; it is returned as it is where none of them helps."""
+    search = _Annealing(request)
+    state = [(piece.degree, piece.sequences) for microbatch in microbatches for piece in microbatch.pieces]
+    best = search.run(state)
+    return _write(best) if best.makespan_seconds < makespan_seconds * (1 - 1e-9) else list(microbatches)
+
+
+class _Annealing:
+    def __init__(self, request: PlanRequest) -> None:
+        self.request, self.ranks, self.capacity = request, request.cluster.ranks, request.cluster.capacity_tokens
+        self.launch = request.cost.fixed_seconds
+        self.choose = random.Random(0)  # noqa: S311 - nothing secret, and the same everywhere
+        self._seconds: dict[tuple[int, tuple[int, ...]], float] = {}
+        self._held: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def run(self, state: State) -> Layout:
+        """Try changes; return the best layout seen."""
+        current = best = self.place(state)
+        found = 0
+        for number in range(_TRIES):
+            changed = self.change(state)
+            if changed is None:
+                continue
+            layout = self.place(changed)
+            warmth = _WARMTH * (1 - number / _TRIES) ** 2
+            allowed = current.makespan_seconds * (1 - warmth * math.log(1 - self.choose.random()))
+            if layout.makespan_seconds <= allowed:
+                state, current = changed, layout
+                if layout.makespan_seconds < best.makespan_seconds:
+                    best, found = layout, number
+            if number - found > _PATIENCE:
+                break
+        return best
+
+    def change(self, state: State) -> State | None:
+        """Change a state at random; None where the change cannot be held."""
+        choose, new = self.choose, list(state)
+        kind, place = choose.randrange(4), choose.randrange(len(state))
+        degree, sequences = new[place]
+        if kind == 0:
+            new.insert(choose.randrange(len(new)), new.pop(place))
+            return new
+        if kind == 1:
+            near = (degree - 1, degree + 1, choose.randint(1, self.ranks))
+            new[place] = (min(self.ranks, max(1, choose.choice(near))), sequences)
+            return new if self._fits(*new[place]) else None
+        moved = choose.choice(sequences)
+        rest = tuple(i for i in sequences if i != moved)
+        other = choose.randrange(len(new))
+        if kind == 2 and other != place:
+            held = new[other][0]
+            wider = choose.choice((held, held, min(self.ranks, held + degree), choose.randint(1, self.ranks)))
+            new[other] = (wider, (*new[other][1], moved))
+        else:
+            other = len(new)
+            new.append((choose.randint(1, self.ranks), (moved,)))
+        if not self._fits(*new[other]):
+            return None
+        if rest:
+            new[place] = (degree, rest)
+        else:
+            del new[place]
+        return new
+
+    def place(self, state: State) -> Layout:
+        """Place the pieces of a state in their order."""
+        free = [0.0] * self.ranks
+        beside = [(0, -1)] * self.ranks  # tokens that fit beside the ring that a rank ran last, and its number
+        pieces: list[tuple[int, int, tuple[int, ...], int]] = []
+        for number, (degree, sequences) in enumerate(state):
+            seconds = self._piece_seconds(degree, sequences)
+            if degree == 1:
+                tokens = sum(self.request.tokens[i] for i in sequences)
+                joins = [tokens <= beside[rank][0] for rank in range(self.ranks)]
+                ends = [free[rank] - (self.launch if joins[rank] else 0.0) for rank in range(self.ranks)]
+                first = ends.index(min(ends))
+                if joins[first]:
+                    pieces.append((first, 1, sequences, beside[first][1]))
+                    beside[first] = (beside[first][0] - tokens, beside[first][1])
+                    free[first] += seconds - self.launch
+                    continue
+                start = free[first]
+            else:
+                starts = [max(free[first : first + degree]) for first in range(self.ranks - degree + 1)]
+                start = min(starts)
+                first = max(
+                    (place for place, at in enumerate(starts) if at == start),
+                    key=lambda place: (sum(free[place : place + degree]), -place),
+                )
+            room = self.capacity - self._most_held(degree, sequences) if degree > 1 and self.launch else 0
+            for rank in range(first, first + degree):
+                free[rank], beside[rank] = start + seconds, (room, number)
+            pieces.append((first, degree, sequences, number))
+        return Layout(pieces=pieces, makespan_seconds=max(free))
+
+    def _piece_seconds(self, degree: int, sequences: tuple[int, ...]) -> float:
+        key = degree, sequences
+        if key not in self._seconds:
+            lengths = [self.request.tokens[i] for i in sequences]
+            self._seconds[key] = self.launch + self.request.cost.piece_seconds(lengths, degree)
+        return self._seconds[key]
+
+    def _most_held(self, degree: int, sequences: tuple[int, ...]) -> int:
+        key = degree, sequences
+        if key not in self._held:
+            self._held[key] = int(held_tokens([self.request.tokens[i] for i in sequences], degree).max())
+        return self._held[key]
+
+    def _fits(self, degree: int, sequences: tuple[int, ...]) -> bool:
+        """Tell whether ranks hold a piece: its tokens in all, and on each position but for one a cut sequence."""
+        if sum(self.request.tokens[i] for i in sequences) > degree * self.capacity:
+            return False
+        return degree == 1 or self._most_held(degree, sequences) <= self.capacity + len(sequences)
+
+
+def _write(layout: Layout) -> list[Microbatch]:
+    """Write microbatches in the order in which their first pieces were placed."""
+    together: dict[int, list[Piece]] = {}
+    for first, degree, sequences, number in layout.pieces:
+        together.setdefault(number, []).append(Piece(ranks=ring_order(first, degree), sequences=sequences))
+    return [Microbatch(pieces=tuple(pieces)) for pieces in together.values()]

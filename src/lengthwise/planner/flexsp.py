@@ -1,0 +1,149 @@
+"""A baseline for small steps: FlexSP's program, groups of power-of-two degrees chosen micro-batch by micro-batch.
+
+It stands for planning by exact optimization (arXiv 2412.01523), and for its price: every micro-batch is one
+mixed-integer program, solved by HiGHS (`milp`); so it is no planner of `plan_step` and takes small steps only.
+
+1. The batch becomes M micro-batches ("sequence blaster"): sequences by length, cut into M runs whose largest sum of
+   tokens is least. M is at least what memory needs; M and the next two numbers are tried, and the best kept.
+2. Of every micro-batch the ranks are divided into groups of power-of-two degrees, and each sequence goes to one group,
+   such that the slowest group ends first. m[p] says whether group p is used, a[k,p] how many sequences of length k it
+   gets: sum of d[p] m[p] <= N, tokens of a group <= d[p] x C, T >= seconds of each group.
+3. Micro-batches follow each other on all ranks: each is one microbatch of several pieces.
+
+Where it differs from the paper, and why that is fair: groups take the costs and the ring of all planners here, not
+Ulysses' all-to-all; lengths are exact, not rounded into buckets; all ranks together are a group, too, where their
+number is no power of two; a rank that has no group in a microbatch waits for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lengthwise.core.errors import PlanError
+from lengthwise.core.plan import Microbatch, Piece
+from lengthwise.cost import CostModel
+from lengthwise.planner.milp import Program
+from lengthwise.planner.request import PlanRequest
+from lengthwise.planner.rings import ring_order
+from lengthwise.planner.single_degree import room_tokens
+
+MOST_RANKS, MOST_SEQUENCES = 16, 64
+COUNTS_TRIED = 3  # numbers of micro-batches, from the least that memory allows
+_RELATIVE_GAP, _MOST_NODES = 1e-3, 2000
+
+Group = tuple[int, list[int]]  # degree, sequences
+
+
+def plan_flexsp(request: PlanRequest) -> list[Microbatch]:
+    """Plan one small step.
+
+    Raises:
+        ConfigError: highspy is not installed.
+        PlanError: more ranks or sequences than is small, or costs with more terms than the program holds.
+    """
+    cluster, cost, lengths = request.cluster, request.cost, request.lengths
+    if cluster.ranks > MOST_RANKS or len(lengths) > MOST_SEQUENCES or not isinstance(cost, CostModel):
+        raise PlanError(
+            "flexsp",
+            expected=f"at most {MOST_RANKS} ranks and {MOST_SEQUENCES} sequences, and the costs of a CostModel",
+            got=f"{cluster.ranks} ranks, {len(lengths)} sequences, {type(cost).__name__}",
+            remedy="Compare larger steps with the other planners.",
+        )
+    order = np.lexsort((np.arange(len(lengths)), -lengths))
+    tried: list[tuple[float, list[Microbatch]]] = []
+    least = -(-int(lengths.sum()) // cluster.longest_tokens)
+    for count in range(least, len(lengths) + 1):
+        solved = [_solve(request, cost, run) for run in equal_runs(order, lengths, count)]
+        groups = [one for one in solved if one is not None]
+        if len(groups) == count:
+            microbatches = [write_groups(one) for _, one in groups]
+            tried.append((sum(seconds for seconds, _ in groups), microbatches))
+        if tried and count >= least + COUNTS_TRIED - 1:
+            break
+    return min(tried, key=lambda plan: plan[0])[1]  # one sequence a micro-batch is always solved
+
+
+def equal_runs(order: NDArray[np.int64], lengths: NDArray[np.int64], count: int) -> list[list[int]]:
+    """Cut sequences, in this order, into `count` runs whose largest sum of tokens is least."""
+    sums = np.concatenate(([0], np.cumsum(lengths[order])))
+    number = len(order)
+    least = [float("inf")] * number + [0.0]  # of the sequences from i on, cut into the runs so far
+    ends: list[list[int]] = []
+    for runs in range(1, count + 1):
+        before, least, end = least, [float("inf")] * (number + 1), [number] * (number + 1)
+        for i in range(number):
+            for j in range(i + 1, number + 1):
+                largest = max(float(sums[j] - sums[i]), before[j])
+                if (runs > 1 or j == number) and largest < least[i]:
+                    least[i], end[i] = largest, j
+        ends.append(end)
+    runs_found, start = list[list[int]](), 0
+    for end in reversed(ends):
+        runs_found.append(order[start : end[start]].tolist())
+        start = end[start]
+    return runs_found
+
+
+def _solve(request: PlanRequest, cost: CostModel, sequences: Sequence[int]) -> tuple[float, list[Group]] | None:
+    """Choose groups for one micro-batch and what each gets; None if no groups hold it."""
+    ranks, capacity = request.cluster.ranks, request.cluster.capacity_tokens
+    lengths, counts = np.unique(request.lengths[sequences], return_counts=True)
+    unit = float(cost.compute_seconds(lengths) @ counts) + cost.fixed_seconds or 1.0
+    attention = (cost.compute_seconds(lengths) - cost.linear_seconds * lengths) / unit
+    linear, transfers = cost.linear_seconds * lengths / unit, cost.ring_seconds * lengths / unit
+    program = Program()
+    slowest = program.add_variable(cost=1.0)
+    degrees = [degree for degree in _degrees(ranks) for _ in range(ranks // degree)]
+    used = [program.add_choice() for _ in degrees]
+    given = [[program.add_variable(0.0, float(n), whole=True) for n in counts.tolist()] for _ in degrees]
+    program.add_row({used[p]: float(d) for p, d in enumerate(degrees)}, at_most=ranks)
+    for p, d in enumerate(degrees):
+        room = dict(zip(given[p], room_tokens(lengths, d).astype(float).tolist(), strict=True))
+        program.add_row({**room, used[p]: -float(d * capacity)}, at_most=0.0)
+        overhead = (cost.fixed_seconds + cost.hop_seconds * (d - 1)) / unit
+        seconds = {given[p][k]: -float(attention[k] + linear[k]) / d for k in range(len(lengths))}
+        if d > 1:
+            exposed = program.add_variable()
+            hidden = {given[p][k]: float(attention[k] - transfers[k] * (d - 1)) for k in range(len(lengths))}
+            program.add_row({exposed: 1.0, **hidden}, at_least=0.0)
+            seconds[exposed] = -1.0 / d
+        program.add_row({slowest: 1.0, used[p]: -overhead, **seconds}, at_least=0.0)
+        if p and degrees[p - 1] == d:  # alike groups are used in order
+            program.add_row({used[p - 1]: 1.0, used[p]: -1.0}, at_least=0.0)
+    for k, n in enumerate(counts.tolist()):
+        program.add_row({of_group[k]: 1.0 for of_group in given}, at_least=n, at_most=n)
+    values = program.solve(relative_gap=_RELATIVE_GAP, most_nodes=_MOST_NODES).values
+    if values is None:
+        return None
+    by_length = {length: [i for i in sequences if request.tokens[i] == length] for length in lengths.tolist()}
+    groups: list[Group] = []
+    for p, d in enumerate(degrees):
+        taken = [
+            by_length[int(lengths[k])].pop(0) for k in range(len(lengths)) for _ in range(round(values[given[p][k]]))
+        ]
+        if taken:
+            groups.append((d, taken))
+    return max(_group_seconds(request, cost, group) for group in groups), groups
+
+
+def _degrees(ranks: int) -> list[int]:
+    """List the degrees of groups, widest first: powers of two, and all ranks."""
+    return sorted({ranks, *(1 << power for power in range(ranks.bit_length()) if 1 << power <= ranks)}, reverse=True)
+
+
+def _group_seconds(request: PlanRequest, cost: CostModel, group: Group) -> float:
+    degree, sequences = group
+    return cost.fixed_seconds + cost.piece_seconds([request.tokens[i] for i in sequences], degree)
+
+
+def write_groups(groups: Sequence[Group]) -> Microbatch:
+    """Write groups, widest first, as the pieces of one microbatch on neighbouring ranks from rank 0 on."""
+    pieces: list[Piece] = []
+    first = 0
+    for degree, sequences in groups:
+        pieces.append(Piece(ranks=ring_order(first, degree), sequences=tuple(sequences)))
+        first += degree
+    return Microbatch(pieces=tuple(pieces))
