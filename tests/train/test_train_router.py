@@ -3,6 +3,7 @@
 import copy
 import random
 import sys
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -149,6 +150,19 @@ def test_rank_without_work_takes_part_in_the_sum_of_counts():
     plan = make_plan(5, lengths, [Piece(ranks=(0, 1), sequences=(0,)), Piece(ranks=(3,), sequences=(1,))], layers=2)
     batch = make_batch(lengths, vocab=48)
     check_parity(run_planned("olmoe", plan, batch), one_process("olmoe", batch))
+
+
+@pytest.mark.parametrize("kinds", [("layer",), ("all_but_attention",), ("none", "layer", "all_but_attention")])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_balance_loss_with_layers_computed_again(family, kinds):
+    """The router logits come out of checkpointed layers, and the kept graph of a rank is one of them."""
+    batch = make_batch(LENGTHS, vocab=48, seed=1)
+    made = planned(family, 3, capacity=40)
+    microbatches = [replace(each, recompute=kinds[i % len(kinds)]) for i, each in enumerate(made.microbatches)]
+    plan = replace(made, microbatches=tuple(microbatches))
+    assert plan.ring_tokens
+    assert check_order(plan, layers=2, counts_routers=True)
+    check_parity(run_planned(family, plan, batch), one_process(family, batch))
 
 
 def test_balance_loss_over_real_processes():
