@@ -25,7 +25,7 @@ from lengthwise.models import (
     token_loss,
 )
 from lengthwise.planner import plan_step
-from lengthwise.program import check_order
+from lengthwise.program import check_order, last_on_all_ranks, lower_plan
 from lengthwise.program.order import rank_groups
 from lengthwise.testing import (
     RecordingTransport,
@@ -200,28 +200,33 @@ def test_expert_that_no_token_chooses_has_no_gradient_but_its_router_has():
     assert got[2]["model.layers.0.mlp.router.bias"].any()
 
 
-def test_order_counting_is_a_sub_step_whose_only_collective_follows_its_last_ring_transfer():
-    """On the real calls: ring rounds, one sum, ring rounds of the step itself; in evaluation ring rounds only."""
+def test_order_real_calls_are_those_of_the_checked_order():
+    """Counting: ring rounds, one sum; then the kept graph's backward, then the rest; in evaluation ring rounds only."""
     plan, batch = planned("olmoe", 3), make_batch(LENGTHS, vocab=48)
     pair("olmoe")
+    kept = last_on_all_ranks(plan)
+    assert 0 < len(kept) < len(plan.microbatches)
 
     def called(inner, train):
         transport = RecordingTransport(inner)
         model = copy.deepcopy(pair("olmoe")["planned"])
         kernel = choose_kernel(torch.device("cpu"))
         done = run_plan(model, plan, batch, transport, kernel, name="step", train=train)
-        return [(call.name, call.phase.rsplit(" ", 1)[-1]) for call in transport.calls], done.router_loss
+        return [(call.name, call.phase) for call in transport.calls], done.router_loss
 
     for rank, (calls, _) in enumerate(StrictWorld(3).run(lambda t: called(t, True))):
-        [place] = (i for i, (name, _) in enumerate(calls) if name == "all_reduce")
-        counting, step = calls[:place], calls[place + 1 :]
-        assert {name for name, _ in (*counting, *step)} <= {"exchange"}
-        assert {phase for _, phase in counting} <= {"counting", "forward"}
-        assert {phase for _, phase in step} <= {"forward", "backward"}
-        groups = list(rank_groups(plan, rank, windows=[None] * 2, counts_routers=True))
-        assert len(calls) == len(groups) - 1, "what check_order knows, less the step's end"
+        numbers = {program.index: number for number, program in enumerate(lower_plan(plan, rank), start=1)}
+        expected = []
+        for label, operations in list(rank_groups(plan, rank, windows=[None] * 2, counts_routers=True))[:-1]:
+            if operations[0].kind == "collective":
+                expected.append(("all_reduce", "step, sum of the routers' counts"))
+                continue
+            microbatch, _, kind, _ = label.split(", ")
+            number = numbers[int(microbatch.removeprefix("microbatch "))]
+            expected.append(("exchange", f"step, microbatch {number} of {len(numbers)} {kind}"))
+        assert calls == expected
     for calls, router_loss in StrictWorld(3).run(lambda t: called(t, False)):
-        assert {phase for _, phase in calls} <= {"forward"}
+        assert all(name == "exchange" and phase.endswith("forward") for name, phase in calls)
         assert router_loss == 0
 
 
