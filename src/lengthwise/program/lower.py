@@ -161,14 +161,9 @@ def lower_plan(plan: Plan, rank: int) -> tuple[MicrobatchProgram, ...]:
 
 def last_on_all_ranks(plan: Plan) -> frozenset[int]:
     """List the microbatches after which none of their ranks has another one."""
-    last = {
-        rank: index for index, each in enumerate(plan.microbatches) for piece in each.pieces for rank in piece.ranks
-    }
-    return frozenset(
-        index
-        for index, each in enumerate(plan.microbatches)
-        if all(last[rank] == index for piece in each.pieces for rank in piece.ranks)
-    )
+    ranks = [{rank for piece in each.pieces for rank in piece.ranks} for each in plan.microbatches]
+    last = {rank: index for index, those in enumerate(ranks) for rank in those}
+    return frozenset(index for index, those in enumerate(ranks) if all(last[rank] == index for rank in those))
 
 
 def refuse_unsupported(plan: Plan) -> None:
