@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from lengthwise.config.schema import DataSource, EvalConfig, GlobalBatch, OptimizerConfig, RunConfig
+from lengthwise.config.schema import DataSource, EvalConfig, GlobalBatch, LoraConfig, OptimizerConfig, RunConfig
 from lengthwise.planner import PLANNERS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "run-file.md").read_text(encoding="utf-8")
@@ -16,7 +16,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "run-file.md").read_text(encoding="
     sorted(
         {
             key
-            for section in (RunConfig, DataSource, EvalConfig, GlobalBatch, OptimizerConfig)
+            for section in (RunConfig, DataSource, EvalConfig, GlobalBatch, LoraConfig, OptimizerConfig)
             for key in section.model_fields
         }
     ),

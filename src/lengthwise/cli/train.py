@@ -72,7 +72,8 @@ def _inputs(config: RunConfig) -> list[Path]:
     """Everything on disk that the run reads; a hub name is no path of ours."""
     sources = (*config.data, *(config.eval.data if config.eval else ()))
     names = (name for name in (config.model, config.tokenizer_name) if Path(name).is_absolute())
-    return [Path(name) for name in names] + [source.path for source in sources if source.path is not None]
+    adapter = [config.lora.adapter] if config.lora and config.lora.adapter else []
+    return [*map(Path, names), *adapter, *(source.path for source in sources if source.path is not None)]
 
 
 class PrintedProgress:
@@ -112,7 +113,7 @@ def describe_job(job: Job) -> str:
     beyond = f" (beyond the model's max_position_embeddings of {most})" if most and data.lengths.max() > most else ""
     device = "1 process" if job.ranks == 1 else f"{job.ranks} processes"
     return (
-        f"model   {job.model.name} ({job.model.config.model_type}), {start}, {config.precision}\n"
+        f"model   {job.model.name} ({job.model.config.model_type}), {start}, {config.precision}\n{_lora_line(config)}"
         f"data    {len(data.ids)} sequences, {count(data.num_tokens)} tokens, "
         f"longest {data.lengths.max()}{beyond}{skipped}\n"
         f"ranks   {device} on CPU, {config.capacity_tokens} tokens each a microbatch, planner {config.planner}\n"
@@ -120,14 +121,24 @@ def describe_job(job: Job) -> str:
     )
 
 
+def _lora_line(config: RunConfig) -> str:
+    lora = config.lora
+    if lora is None:
+        return ""
+    if lora.adapter is not None:
+        return f"lora    from {lora.adapter}\n"
+    return f"lora    r {lora.r}, lora_alpha {lora.lora_alpha}, on {', '.join(lora.target_modules or ())}\n"
+
+
 def print_summary(job: Job, result: TrainResult) -> None:
     """Say how the run ended and where its files are."""
     if result.stopped_by is not None:
         print(f"\nstopped by {signal.Signals(result.stopped_by).name} after step {result.steps}; the model is saved")
     rate = count(result.num_tokens / result.seconds)
+    opened = "from_pretrained" if job.config.lora is None else "peft's PeftModel.from_pretrained on the base model"
     print(
         f"done    {result.steps} steps, {count(result.num_tokens)} tokens in {seconds(result.seconds)} "
         f"({rate} tokens/s), loss {result.first_loss:.4f} -> {result.last_loss:.4f}\n"
-        f"model   {job.config.output / 'model'} (open it with from_pretrained)\n"
+        f"model   {job.config.output / 'model'} (open it with {opened})\n"
         f"steps   {job.config.output / 'metrics.jsonl'}, ledger.jsonl, plans/"
     )

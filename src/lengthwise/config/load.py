@@ -71,6 +71,9 @@ def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]
         for where, source in sections_at(values, section):
             if isinstance(source.get("path"), str | Path):
                 source["path"] = _resolve_data(f"{where}.path", str(source["path"]), folder, problems)
+    for where, lora in sections_at(values, ("lora",)):
+        if isinstance(lora.get("adapter"), str | Path):
+            lora["adapter"] = _resolve_folder(f"{where}.adapter", str(lora["adapter"]), folder, problems)
     output = values.get("output")
     if output == "":
         problems.append(ConfigError("output", expected="a folder", got="''", remedy="Write for example runs/first."))
@@ -89,6 +92,14 @@ def _resolve_name(key: str, name: str, folder: Path, problems: list[ConfigError]
         remedy = f"Correct `{key}`; relative paths start from the run file's folder."
         problems.append(ConfigError(key, expected="an existing folder", got=f"{local}: {got}", remedy=remedy))
     return name
+
+
+def _resolve_folder(where: str, name: str, folder: Path, problems: list[ConfigError]) -> str:
+    local = _absolute(name, folder)
+    if not name or not os.path.isdir(local):
+        remedy = "Correct the path; relative paths start from the run file's folder."
+        problems.append(ConfigError(where, expected="an existing folder", got=local, remedy=remedy))
+    return local
 
 
 def _resolve_data(where: str, name: str, folder: Path, problems: list[ConfigError]) -> str:

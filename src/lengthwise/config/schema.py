@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 DEFAULT_STEPS = 100
+ALL_LINEAR = "all-linear"
 TINY_MODEL, BYTES_TOKENIZER = "tiny", "bytes"
 
 # A YAML list is what a user can write for a tuple, and text for a path: the two places where strict types give way.
@@ -171,6 +172,55 @@ class OptimizerConfig(Settings):
     )
 
 
+class LoraConfig(Settings):
+    """Low-rank adapters on a frozen base model; keys and defaults are those of peft's `LoraConfig`."""
+
+    r: int | None = Field(default=None, ge=1, description="rank of the adapters; default 8")
+    lora_alpha: int | None = Field(
+        default=None, ge=1, description="adapters are scaled by lora_alpha / r, or / sqrt(r) with use_rslora; default 8"
+    )
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
+        default=None,
+        strict=False,
+        description="all-linear (every linear layer but the output head), or a list of module names as in the model: "
+        "[q_proj, v_proj]; default all-linear",
+    )
+    use_rslora: bool | None = Field(default=None, description="scale by lora_alpha / sqrt(r); default false")
+    adapter: _Path | None = Field(
+        default=None,
+        description="the folder of a saved LoRA adapter to go on from; it brings all keys above; default null",
+    )
+    lora_dropout: float = Field(
+        default=0.0, ge=0, le=0, description="0: what is drawn at random in training is not supported yet"
+    )
+    bias: Literal["none"] = Field(default="none", description="none: only adapters are trained")
+    use_dora: Literal[False] = Field(default=False, description="false: DoRA is not supported")
+    modules_to_save: None = Field(default=None, description="null: only adapters are trained")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_adapter(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        if isinstance(values.get("target_modules"), str):
+            values = {**values, "target_modules": [values["target_modules"]]}
+        if values.get("adapter") is not None:
+            return values
+        given = {key: value for key, value in values.items() if value is not None}
+        return {"r": 8, "lora_alpha": 8, "target_modules": [ALL_LINEAR], "use_rslora": False, **given}
+
+    @classmethod
+    def broken_rules(cls, values: Mapping[str, object]) -> list[BrokenRule]:
+        """Let an adapter that is there say what it is."""
+        keys = ("r", "lora_alpha", "target_modules", "use_rslora")
+        given = [key for key in keys if values.get(key) is not None]
+        if values.get("adapter") is None or not given:
+            return []
+        remedy = "Take them out: the adapter's own are used."
+        expected = f"no {' or '.join(keys)} beside it"
+        return [BrokenRule(key="adapter", expected=expected, got=", ".join(given), remedy=remedy)]
+
+
 class RunConfig(Settings):
     """Everything that decides a run. Made by `load_config`, which also resolves paths; written to the output folder."""
 
@@ -208,6 +258,9 @@ class RunConfig(Settings):
     )
     precision: Literal["fp32", "bf16", "fp64"] = Field(
         default="fp32", description="fp32, bf16 (with fp32 master weights) or fp64; default fp32"
+    )
+    lora: LoraConfig | None = Field(
+        default=None, description="{r: 16, ...}: train LoRA adapters on the frozen model; default null (train it all)"
     )
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="AdamW; every key has a default")
     output: _Path = Field(description="the folder this run writes; relative to the run file's folder")
@@ -249,4 +302,5 @@ SECTIONS: Mapping[tuple[str, ...], type[Settings]] = {
     ("eval", "data"): DataSource,
     ("global_batch",): GlobalBatch,
     ("optimizer",): OptimizerConfig,
+    ("lora",): LoraConfig,
 }

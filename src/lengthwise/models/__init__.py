@@ -12,6 +12,7 @@ from lengthwise.models.load import (
     plain_attention,
     save_model,
 )
+from lengthwise.models.lora import build_adapted, check_lora, save_adapter
 from lengthwise.models.router import ROUTER_FAMILIES, RouterBalance, coefficient_key, count_choices, has_balance_loss
 
 __all__ = [
@@ -20,7 +21,9 @@ __all__ = [
     "ROUTER_FAMILIES",
     "ModelSource",
     "RouterBalance",
+    "build_adapted",
     "build_model",
+    "check_lora",
     "check_model_config",
     "coefficient_key",
     "count_choices",
@@ -32,6 +35,7 @@ __all__ = [
     "plain_attention",
     "plain_output",
     "recompute_layers",
+    "save_adapter",
     "save_model",
     "token_loss",
 ]

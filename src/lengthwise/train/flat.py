@@ -25,6 +25,10 @@ class FlatParameters:
 
     def __init__(self, model: nn.Module, transport: Transport, *, dtype: torch.dtype) -> None:
         self._transport = transport
+        for parameter in model.parameters():
+            if not parameter.requires_grad:  # the base under adapters: in no buffer, but as narrow, and alike on all
+                parameter.data = parameter.detach().to(dtype).contiguous()
+                transport.broadcast(parameter.data, 0)
         self.names, parameters = zip(*_trainable(model), strict=True)
         self._shapes = [parameter.shape for parameter in parameters]
         sizes = [parameter.numel() for parameter in parameters]

@@ -19,7 +19,7 @@ from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport, TorchTransport, Transport, World, agree
 from lengthwise.config import dump_config
 from lengthwise.core.errors import NumericError
-from lengthwise.models import DTYPES, build_model, has_balance_loss, save_model
+from lengthwise.models import DTYPES, build_adapted, has_balance_loss, save_adapter, save_model
 from lengthwise.train.batch import StepBatch
 from lengthwise.train.flat import FlatParameters
 from lengthwise.train.folder import RunFolder
@@ -93,7 +93,7 @@ class _Trainer:
         self._job, self._transport, self._progress, self._stop = job, transport, progress, stop
         self._folder = RunFolder(job.config.output)
         self._kernel = choose_kernel(world.device)
-        self._model: Any = build_model(job.model, seed=job.config.seed).to(world.device)
+        self._model: Any = build_adapted(job.model, job.config.lora, seed=job.config.seed).to(world.device)
         self._flat = FlatParameters(self._model, transport, dtype=DTYPES[job.config.precision])
         self._optimizer = ShardedAdamW(self._flat, job.config.optimizer, transport)
         self._num_steps = job.num_steps
@@ -191,7 +191,8 @@ class _Trainer:
         self._transport.phase = "saving the model"
         if self._transport.rank == 0:
             with self._folder.writing():
-                save_model(self._model, self._folder.model)
+                save = save_model if self._job.config.lora is None else save_adapter
+                save(self._model, self._folder.model)
                 if self._job.tokenizer is not None:
                     self._job.tokenizer.save(self._folder.model)
 

@@ -16,7 +16,7 @@ from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport, World
 from lengthwise.core.plan import Plan
 from lengthwise.data import NO_LOSS, Dataset
-from lengthwise.models import DTYPES, build_model, keep_double, plain_attention, plain_output, token_loss
+from lengthwise.models import DTYPES, build_adapted, keep_double, plain_attention, plain_output, token_loss
 from lengthwise.train.batch import StepBatch
 from lengthwise.train.flat import FlatParameters
 from lengthwise.train.job import Job
@@ -80,7 +80,7 @@ def verify_rank(job: Job, plan: Plan, world: World, on_phase: Callable[[str], No
     """Compute both and compare; None on ranks other than 0, which are done once gradients are gathered."""
     transport, batch = connect(world, job, on_phase), first_batch(job)
     dtype = DTYPES[job.config.precision]
-    model = build_model(job.model, seed=job.config.seed).to(world.device)
+    model = _build(job).to(world.device)
     flat = FlatParameters(model, transport, dtype=dtype)
     with keep_double(dtype):
         work = run_plan(model, plan, batch, transport, choose_kernel(world.device), name="verify")
@@ -93,7 +93,7 @@ def verify_rank(job: Job, plan: Plan, world: World, on_phase: Callable[[str], No
     if world.rank:
         return None
     on_phase("verify, one process")
-    plain = build_model(job.model, seed=job.config.seed, attention=plain_attention(job.model)).to(world.device)
+    plain = _build(job, attention=plain_attention(job.model)).to(world.device)
     reference = plain_gradients(plain, job.dataset, batch.ids, dtype)
     return Verification(
         plan=plan,
@@ -104,6 +104,11 @@ def verify_rank(job: Job, plan: Plan, world: World, on_phase: Callable[[str], No
         gradients=gradient_differences(gradients, reference.gradients),
         tolerance=TOLERANCES[job.config.precision],
     )
+
+
+def _build(job: Job, **options: str) -> nn.Module:
+    """Build the job's model; adapters start from random numbers on both sides, or half of them had no gradient."""
+    return build_adapted(job.model, job.config.lora, seed=job.config.seed, draws_both=True, **options)
 
 
 def gradient_differences(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:

@@ -1,0 +1,230 @@
+"""LoRA through peft: low-rank adapters on a frozen base model, which a plan runs like any other model.
+
+peft puts its layers into the Hugging Face model in place (`inject_adapter_in_model`), so attention, checkpointing and
+flat buffers see the same model as ever, with most parameters frozen. What is saved is peft's own format: an
+`adapter_config.json` and safetensors that `PeftModel.from_pretrained` opens on the base model.
+Hu et al. 2021 (arXiv 2106.09685). Costs: 2 r (inputs + outputs) parameters a matrix, in the flat buffers; the base once
+a rank, in the compute dtype. peft is imported only where a run file asks for it: that takes 3 seconds.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from lengthwise.config import LoraConfig
+from lengthwise.core.errors import ConfigError, OutputError
+from lengthwise.core.names import did_you_mean
+from lengthwise.models.adapter import ATTENTION_NAME
+from lengthwise.models.load import EXPERTS, ModelSource, build_model
+
+CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+ALL_LINEAR = "all-linear"
+_PREFIX, _ADAPTER = "base_model.model.", "default"
+
+# Keys of a saved adapter's config that say what we can run, or say nothing about the arithmetic.
+_RUNNABLE = frozenset(
+    {"alpha_pattern", "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_alpha", "peft_type"}
+    | {"peft_version", "r", "rank_pattern", "revision", "target_modules", "task_type", "use_rslora"}
+)
+
+
+def check_lora(source: ModelSource, lora: LoraConfig) -> None:
+    """Try the adapter on a model without storage, before any process starts.
+
+    Raises:
+        ConfigError: peft is not installed, the base has no weights, names that fit no layer, or an adapter that cannot
+            be read, is of another kind or of another model.
+    """
+    _peft()
+    if not source.weights:
+        raise ConfigError(
+            "lora",
+            expected="a base model with weights",
+            got=f"{source.name}, whose weights start from the seed and are saved nowhere",
+            remedy="Give a model with weights, or take lora out.",
+        )
+    with torch.device("meta"):
+        skeleton: Any = AutoModelForCausalLM.from_config(
+            copy.deepcopy(source.config), experts_implementation=EXPERTS
+        )  # the copy: it writes into the config
+    config = _peft_config(source, lora, skeleton, draws_both=False)
+    if lora.adapter is None:
+        _check_targets(skeleton, config.target_modules)
+    where = "lora.adapter" if lora.adapter else "lora.target_modules"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _inject(config, skeleton)
+    except (ValueError, Warning) as error:
+        raise _refuse(where, "layers that peft can adapt", _first_line(error)) from None
+    if config.target_parameters:  # what peft makes of experts that Hugging Face keeps in one parameter
+        remedy = "Name layers outside of the experts, for example [q_proj, k_proj, v_proj, o_proj]."
+        raise _refuse(where, "linear and embedding layers only", "the experts of a mixture", remedy)
+    if lora.adapter is not None:
+        _check_weights(lora.adapter, skeleton)
+
+
+def build_adapted(
+    source: ModelSource,
+    lora: LoraConfig | None,
+    *,
+    seed: int,
+    attention: str = ATTENTION_NAME,
+    draws_both: bool = False,
+) -> nn.Module:
+    """Do `build_model`, and freeze it under adapters where `lora` is given.
+
+    A starts from `seed`, the same on every rank, and B from zeros, or both from the saved adapter. `draws_both`: B is
+    drawn, too, for checks: as long as B is zero A has no gradient.
+    """
+    model = build_model(source, seed=seed, attention=attention)
+    if lora is None:
+        return model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        _inject(_peft_config(source, lora, model, draws_both=draws_both), model)
+    if lora.adapter is not None:
+        saved = load_file(lora.adapter / WEIGHTS_NAME)
+        for name, parameter in _adapters(model).items():
+            parameter.data = saved[name].to(torch.promote_types(saved[name].dtype, torch.float32))
+    return model.train()
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """Write the adapter that `PeftModel.from_pretrained` opens on the base model, whose name it records.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    config = copy.copy(model.peft_config[_ADAPTER])
+    config.inference_mode = True
+    settings = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    state = {name: tensor.detach().clone().contiguous() for name, tensor in _adapters(model).items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG_NAME).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        save_file(state, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        raise OutputError(
+            str(folder), expected="a folder to write the adapter to", got=str(error), remedy="Free or mend the folder."
+        ) from None
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(
+            "lora", expected="the package peft", got=_first_line(error), remedy="Install it: pip install 'peft>=0.21'."
+        ) from None
+    return peft
+
+
+def _peft_config(source: ModelSource, lora: LoraConfig, model: Any, *, draws_both: bool) -> Any:
+    """Make peft's own config: of the run file, or as the saved adapter has it."""
+    peft = _peft()
+    if lora.adapter is not None:
+        saved = _read_adapter_config(lora.adapter)
+        keys = ("r", "lora_alpha", "target_modules", "use_rslora", "rank_pattern", "alpha_pattern")
+        chosen = {key: saved[key] for key in keys if key in saved}
+    else:
+        named = lora.target_modules or ()
+        chosen = {
+            "r": lora.r,
+            "lora_alpha": lora.lora_alpha,
+            "use_rslora": lora.use_rslora,
+            "target_modules": _linear_names(model) if ALL_LINEAR in named else list(named),
+        }
+    return peft.LoraConfig(
+        task_type="CAUSAL_LM", base_model_name_or_path=source.name, init_lora_weights=not draws_both, **chosen
+    )
+
+
+def _inject(config: Any, model: nn.Module) -> None:
+    _peft().inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+
+
+def _linear_names(model: Any) -> list[str]:
+    """List the last parts of the names of all linear layers but the output head, as peft's `all-linear` chooses."""
+    head = model.get_output_embeddings()
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
+    return sorted({name.rpartition(".")[2] for name in linear})
+
+
+def _check_targets(model: Any, names: Any) -> None:
+    """Refuse names that fit no linear or embedding layer, and one of a pair of tied embeddings."""
+    modules = dict(model.named_modules())
+    kinds = (nn.Linear, nn.Embedding)
+    known = sorted({name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, kinds)})
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    tied = None not in ends and ends[0].weight is ends[1].weight
+    for target in sorted(names):
+        fitting = [module for name, module in modules.items() if name == target or name.endswith(f".{target}")]
+        where, remedy = "lora.target_modules", did_you_mean(target, known) or f"Known: {', '.join(known)}."
+        if not fitting:
+            raise _refuse(where, "names of layers of the model", target, remedy)
+        other = [module for module in fitting if not isinstance(module, kinds)]
+        if other:
+            got = f"{target}, a {type(other[0]).__name__}"
+            raise _refuse(where, "names of linear or embedding layers", got, f"Known: {', '.join(known)}.")
+        if tied and any(module is end for module in fitting for end in ends):
+            got = f"{target}, whose weight input and output share"
+            raise _refuse(where, "layers with a weight of their own", got, "Take it out.")
+
+
+def _read_adapter_config(folder: Path) -> dict[str, Any]:
+    try:
+        saved = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _refuse("lora.adapter", f"a folder with {CONFIG_NAME}", f"{folder}: {_first_line(error)}") from None
+    if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
+        kind = saved.get("peft_type") if isinstance(saved, dict) else type(saved).__name__
+        raise _refuse("lora.adapter", "an adapter of peft_type LORA", str(kind))
+    plain = _peft().LoraConfig().to_dict()
+    other = sorted(key for key in saved.keys() - _RUNNABLE if saved[key] and saved[key] != plain.get(key))
+    if other:
+        got = ", ".join(f"{key}={saved[key]}" for key in other)
+        raise _refuse("lora.adapter", "an adapter of plain LoRA", got, "Such adapters cannot be trained here yet.")
+    return saved
+
+
+def _check_weights(folder: Path, model: nn.Module) -> None:
+    """Compare names and shapes of a saved adapter with those that its config asks for in this model."""
+    try:
+        with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
+            saved = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError) as error:
+        raise _refuse("lora.adapter", f"a folder with {WEIGHTS_NAME}", f"{folder}: {_first_line(error)}") from None
+    asked = {name: list(parameter.shape) for name, parameter in _adapters(model).items()}
+    wrong = sorted(name for name in saved.keys() | asked.keys() if saved.get(name) != asked.get(name))
+    if wrong:
+        first = wrong[0]
+        got = f"{len(wrong)} that differ, first {first}: {saved.get(first, 'missing')}, not {asked.get(first, 'there')}"
+        raise _refuse("lora.adapter", "exactly the weights that its config asks for in this model", got)
+
+
+def _adapters(model: nn.Module) -> dict[str, Tensor]:
+    """Map the name of each adapter weight in peft's files to the parameter."""
+    return {
+        _PREFIX + name.replace(f".{_ADAPTER}", ""): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def _refuse(where: str, expected: str, got: str, remedy: str = "Give another one.") -> ConfigError:
+    return ConfigError(where, expected=expected, got=got, remedy=remedy)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

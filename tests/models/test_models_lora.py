@@ -1,0 +1,321 @@
+"""LoRA adapters: gradients of plain peft on plain Hugging Face, the same start everywhere, files that peft opens."""
+
+import copy
+import json
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lengthwise.attention import choose_kernel
+from lengthwise.comm import SoloTransport, StrictWorld
+from lengthwise.config import LoraConfig
+from lengthwise.core.errors import ConfigError
+from lengthwise.models import (
+    DTYPES,
+    build_adapted,
+    build_model,
+    check_lora,
+    find_model,
+    keep_double,
+    plain_attention,
+    plain_output,
+    save_adapter,
+    save_model,
+    token_loss,
+)
+from lengthwise.testing import make_batch, run_ranks
+from lengthwise.train.flat import FlatParameters
+from lengthwise.train.work import run_plan
+from models.test_models_checkpointing import recomputing
+from models.test_models_parity import LENGTHS, built, check_parity, planned
+
+peft = pytest.importorskip("peft", minversion="0.21")
+
+# peft itself asks transformers for a property that is going out of use.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+CPU = torch.device("cpu")
+FEW = LoraConfig(r=4, lora_alpha=6, target_modules=("q_proj", "v_proj"))
+# Families, and what is adapted; "tied": input and output embedding share their weight.
+CASES = {
+    "llama": LoraConfig(r=4, use_rslora=True),
+    "llama tied": LoraConfig(r=3, lora_alpha=5),
+    "gemma3": LoraConfig(),
+    "phi3": LoraConfig(target_modules=("qkv_proj", "o_proj")),
+    "gpt-oss": FEW,
+    "mixtral": LoraConfig(),
+    "qwen3": LoraConfig(target_modules=("embed_tokens", "lm_head", "k_proj")),
+    "qwen2": LoraConfig(target_modules=("down_proj",)),  # attention of the first layer has no gradient at all
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("bases")
+
+    @cache
+    def folder(family):
+        save_model(copy.deepcopy(built(family)), root / family)
+        return root / family
+
+    return folder
+
+
+def trained(model):
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def as_wide(model, dtype):
+    """Cast parameters and, unlike `Module.to`, no buffers: RoPE frequencies are fp32 in every Hugging Face model."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def plain_peft(folder, lora, dtype, *, seed=3):
+    """The reference: plain Hugging Face, plain peft, drawn as peft draws when it is not told to start B from zeros."""
+    source = find_model(str(folder))
+    model = as_wide(build_model(source, seed=seed, attention=plain_attention(source)), dtype)
+    targets = "all-linear" if lora.target_modules == ("all-linear",) else list(lora.target_modules)
+    if source.config.model_type == "mixtral":  # where peft's all-linear means the experts' parameters, too
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    config = peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.lora_alpha,
+        target_modules=targets,
+        use_rslora=lora.use_rslora,
+        init_lora_weights=False,
+    )
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+def plain_loss_and_gradients(model, batch, dtype):
+    total = 0.0
+    with keep_double(dtype):
+        for i in range(len(batch.ids)):
+            ids, labels = batch.whole(i)
+            loss = token_loss(plain_output(model, ids).logits[0], labels)
+            (loss / batch.loss_tokens).backward()
+            total += loss.item()
+    gradients = {
+        name.removeprefix("base_model.model."): parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    return total / batch.loss_tokens, gradients
+
+
+def planned_model(folder, lora, start):
+    model = build_adapted(find_model(str(folder)), lora, seed=3, draws_both=True)
+    for name, parameter in trained(model).items():
+        parameter.data = start[name].clone()
+    return model
+
+
+def planned_loss_and_gradients(transport, model, plan, batch, precision):
+    model = copy.deepcopy(model)  # built before the threads: Hugging Face builds with global state
+    flat = FlatParameters(model, transport, dtype=DTYPES[precision])
+    with keep_double(DTYPES[precision]):
+        work = run_plan(model, plan, batch, transport, choose_kernel(CPU), name="lora")
+    loss = torch.tensor([work.loss_sum], dtype=torch.float64)
+    transport.all_reduce(loss)
+    flat.reduce_gradients()
+    return loss.item() / batch.loss_tokens, flat.gather_gradients()
+
+
+@pytest.mark.parametrize(("family", "precision"), [*((family, "fp64") for family in CASES), ("llama", "fp32")])
+def test_lora_equals_plain_peft_on_plain_hugging_face(folders, family, precision):
+    lora, dtype = CASES[family], DTYPES[precision]
+    batch = make_batch(LENGTHS, vocab=48, seed=1, masked=0.2)
+    torch.manual_seed(0)
+    reference = plain_peft(folders(family), lora, dtype)
+    start = {
+        name.removeprefix("base_model.model."): parameter.detach().clone()
+        for name, parameter in reference.named_parameters()
+        if parameter.requires_grad
+    }
+    want, model = plain_loss_and_gradients(reference, batch, dtype), planned_model(folders(family), lora, start)
+    assert all(gradient.any() for gradient in want[1].values()), "a gradient of zero proves nothing"
+    for ranks, kinds in ((1, ("none",)), (2, ("layer", "none")), (3, ("none",)), (5, ("all_but_attention", "layer"))):
+        plan = recomputing(planned(family, ranks), *kinds)
+        arguments = (model, plan, batch, precision)
+        results = StrictWorld(ranks).run(lambda t, arguments=arguments: planned_loss_and_gradients(t, *arguments))
+        check_parity(results[0], want, precision)
+
+
+def test_lora_runs_on_processes(folders):
+    batch, plan = make_batch(LENGTHS, vocab=48, seed=1), recomputing(planned("llama", 3), "layer", "none")
+    torch.manual_seed(0)
+    reference = plain_peft(folders("llama"), FEW, torch.float64)
+    start = {n.removeprefix("base_model.model."): p.detach().clone() for n, p in reference.named_parameters()}
+    want = plain_loss_and_gradients(reference, batch, torch.float64)
+    model = planned_model(folders("llama"), FEW, start)
+    got = run_ranks(lambda t: planned_loss_and_gradients(t, model, plan, batch, "fp64"), 3)
+    check_parity(got[0], want, "fp64")
+
+
+def test_lora_starts_from_the_seed_and_as_the_base_model(folders):
+    source = find_model(str(folders("llama")))
+    before = torch.random.get_rng_state()
+    first, second, other = (build_adapted(source, FEW, seed=seed) for seed in (5, 5, 6))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert len(trained(first)) == 8
+    assert all("lora" in name for name in trained(first))
+    assert all(torch.equal(parameter, trained(second)[name]) for name, parameter in trained(first).items())
+    assert not any(p.any() for name, p in trained(first).items() if "lora_B" in name)
+    assert not any(torch.equal(p, trained(other)[name]) for name, p in trained(first).items() if "lora_A" in name)
+    drawn = trained(build_adapted(source, FEW, seed=5, draws_both=True))
+    assert all(parameter.any() for parameter in drawn.values())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+def test_lora_base_is_frozen_narrow_and_that_of_rank_0(folders, precision):
+    built_here = [build_adapted(find_model(str(folders("llama tied"))), FEW, seed=seed) for seed in range(3)]
+
+    def work(transport):
+        model = built_here[transport.rank]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(transport.rank)
+        flat = FlatParameters(model, transport, dtype=DTYPES[precision])
+        assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+        return model, flat.shard_size, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    results = StrictWorld(3).run(work)
+    for model, size, parameters in results:
+        assert size == -(-sum(p.numel() for p in trained(model).values()) // 3)
+        assert {p.dtype for p in parameters.values()} == {DTYPES[precision]}
+        assert all(torch.equal(p, results[0][2][name]) for name, p in parameters.items())
+
+
+@pytest.mark.parametrize("case", ["llama", "llama tied", "mixtral", "qwen3"])
+def test_saved_adapter_opens_in_peft_and_merges_to_the_same_output(folders, tmp_path, case):
+    source = find_model(str(folders(case)))
+    model = build_adapted(source, CASES[case], seed=1, attention=plain_attention(source), draws_both=True)
+    FlatParameters(model, SoloTransport(), dtype=torch.float64)  # parameters become views, as in training
+    save_adapter(model, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    base = as_wide(build_model(source, seed=9, attention=plain_attention(source)), torch.float64)
+    opened = peft.PeftModel.from_pretrained(base, tmp_path, autocast_adapter_dtype=False)
+    assert opened.peft_config["default"].base_model_name_or_path == str(folders(case))
+    ids = torch.arange(30)
+    with torch.no_grad(), keep_double(torch.float64):
+        want = plain_output(model, ids).logits
+        assert torch.equal(plain_output(opened, ids).logits, want)
+        merged = plain_output(opened.merge_and_unload(), ids).logits
+    assert (merged - want).abs().max() <= 1e-12 * want.abs().max()
+
+
+def test_lora_goes_on_from_a_saved_adapter(folders, tmp_path):
+    source = find_model(str(folders("llama")))
+    model = build_adapted(source, LoraConfig(r=3, lora_alpha=7, use_rslora=True), seed=1)
+    save_adapter(model, tmp_path / "a")
+    lora = LoraConfig(adapter=tmp_path / "a")
+    check_lora(source, lora)
+    again = build_adapted(source, lora, seed=8)
+    assert trained(again).keys() == trained(model).keys()
+    assert all(torch.equal(p, trained(model)[name]) for name, p in trained(again).items())
+    save_adapter(again, tmp_path / "b")
+    assert (tmp_path / "b/adapter_config.json").read_text() == (tmp_path / "a/adapter_config.json").read_text()
+    first, second = (load_file(tmp_path / each / "adapter_model.safetensors") for each in "ab")
+    assert all(torch.equal(first[name], second[name]) for name in first | second)
+
+
+def test_lora_goes_on_from_an_adapter_that_peft_wrote(folders, tmp_path):
+    reference = plain_peft(folders("llama"), CASES["llama"], torch.float32)
+    reference.save_pretrained(tmp_path)
+    source, lora = find_model(str(folders("llama"))), LoraConfig(adapter=tmp_path)
+    check_lora(source, lora)
+    got = trained(build_adapted(source, lora, seed=8))
+    want = {name.removeprefix("base_model.model."): p for name, p in trained(reference).items()}
+    assert got.keys() == want.keys()
+    assert all(torch.equal(p, want[name]) for name, p in got.items())
+
+
+@pytest.mark.parametrize(
+    ("family", "names", "told"),
+    [
+        ("llama", ("q_prj", "v_proj"), "q_prj. Did you mean `q_proj`?"),
+        ("llama", ("xyz",), "Known: down_proj, embed_tokens, gate_proj"),
+        ("llama", ("mlp",), "mlp, a LlamaMLP"),
+        ("llama tied", ("lm_head",), "lm_head, whose weight input and output share"),
+        ("llama tied", ("embed_tokens",), "embed_tokens, whose weight"),
+        ("mixtral", ("experts",), "experts, a MixtralExperts"),
+    ],
+)
+def test_lora_refuses_targets_that_it_cannot_adapt(folders, family, names, told):
+    with pytest.raises(ConfigError) as caught:
+        check_lora(find_model(str(folders(family))), LoraConfig(target_modules=names))
+    assert told in str(caught.value)
+    assert caught.value.exit_status == 2
+
+
+def test_lora_checks_without_storage_and_leaves_the_config_as_it_was(folders):
+    source = find_model(str(folders("llama")))
+    before = copy.deepcopy(source.config.to_dict())
+    check_lora(source, FEW)
+    assert source.config.to_dict() == before
+
+
+def test_lora_needs_a_base_model_with_weights():
+    with pytest.raises(ConfigError, match="weights start from the seed"):
+        check_lora(find_model("tiny"), FEW)
+
+
+def test_lora_without_peft_says_what_to_install(folders, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"the package peft.*pip install 'peft") as caught:
+        check_lora(find_model(str(folders("llama"))), FEW)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_status == 2
+
+
+@pytest.fixture
+def adapter(folders, tmp_path):
+    save_adapter(build_adapted(find_model(str(folders("llama"))), FEW, seed=1), tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def edit(folder, **changes):
+    path = Path(folder) / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def drop(folder, *, shape=None):
+    path = Path(folder) / "adapter_model.safetensors"
+    state = load_file(path)
+    name = sorted(state)[0]
+    state[name] = torch.zeros(shape) if shape else state.pop(name) * 0
+    state = state if shape else {key: value for key, value in state.items() if key != name}
+    save_file(state, path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{"), "adapter_config.json"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "adapter_model.safetensors"),
+        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x" * 20), "adapter_model.safetensors"),
+        (lambda folder: edit(folder, peft_type="IA3"), "IA3"),
+        (lambda folder: edit(folder, use_dora=True), "use_dora=True"),
+        (lambda folder: edit(folder, lora_dropout=0.1), "lora_dropout=0.1"),
+        (lambda folder: edit(folder, modules_to_save=["lm_head"]), "modules_to_save"),
+        (lambda folder: edit(folder, init_lora_weights="pissa"), "init_lora_weights=pissa"),
+        (lambda folder: edit(folder, some_new_trick=3), "some_new_trick=3"),
+        (lambda folder: edit(folder, r=5), "lora_A.weight: [4, 32], not [5, 32]"),
+        (lambda folder: edit(folder, target_modules=["nothing"]), "lora.adapter"),
+        (drop, "missing"),
+        (lambda folder: drop(folder, shape=(2, 2)), "[2, 2], not"),
+    ],
+)
+def test_lora_refuses_an_adapter_that_it_cannot_go_on_from(folders, adapter, spoil, told):
+    spoil(adapter)
+    with pytest.raises(ConfigError) as caught:
+        check_lora(find_model(str(folders("llama"))), LoraConfig(adapter=adapter))
+    assert told in str(caught.value)
+    assert caught.value.where == "lora.adapter"
