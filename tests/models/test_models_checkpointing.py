@@ -13,7 +13,7 @@ from lengthwise.attention import PlannedAttention, choose_kernel
 from lengthwise.comm import SoloTransport, StrictWorld
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
-from lengthwise.models import FAMILIES, model_loss, recompute_layers
+from lengthwise.models import FAMILIES, check_recompute, model_loss, recompute_layers
 from lengthwise.program import check_order, lower_plan
 from lengthwise.testing import (
     MODEL_TYPES,
@@ -57,16 +57,24 @@ def test_recomputed_family_equals_plain_hugging_face(family):
         check_parity(run_planned(family, plan, batch, "fp64"), want, "fp64")
 
 
-@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name in MODEL_TYPES])
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name in MODEL_TYPES and name != "ctrl"])
 def test_recomputed_listed_family_equals_plain_hugging_face(model_type):
     pair = build_pair(model_type, tiny_family_config(model_type))
     lengths = (1, 57, 40, 5, 31)
     ring, pack = Piece(ranks=(2, 0, 1), sequences=(1, 0, 3)), Piece(ranks=(1,), sequences=(4,))
     plan = make_plan(3, lengths, [ring, pack, Piece(ranks=(0, 2), sequences=(2,))], layers=2)
-    for kinds in (AGAIN, AGAIN[::-1]):  # both kinds over a ring, in one plan
-        found = family_difference(pair, recomputing(plan, kinds[0], "none", kinds[1]), lengths, precision="fp64")
-        assert found.loss <= 1e-13
-        assert found.gradient <= 1e-12
+    mixed = recomputing(plan, "layer", "none", "all_but_attention")  # both kinds over a ring, in one plan
+    found = family_difference(pair, mixed, lengths, precision="fp64")
+    assert found.loss <= 1e-13
+    assert found.gradient <= 1e-12
+
+
+def test_family_without_hugging_faces_wrap_is_refused_by_name():
+    config = tiny_family_config("ctrl")
+    check_recompute(config, "none")
+    for kind in AGAIN:
+        with pytest.raises(ModelRefused, match=f"{kind} with ctrl"):
+            check_recompute(config, kind)
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
@@ -205,7 +213,7 @@ def test_a_layer_outside_of_hugging_faces_wrap_is_refused():
     model = copy.deepcopy(built("llama"))
     model.model.layers[1] = Plain(model.model.layers[1])
     batch, plan = make_batch((6,), vocab=48), make_plan(1, (6,), [Piece(ranks=(0,), sequences=(0,))])
-    with pytest.raises(ModelRefused, match=r"all 2 layers .* got 1 that did"):
+    with pytest.raises(ModelRefused, match=r"all 2 attention layers .* got 1 that did"):
         run_plan(model, recomputing(plan, "layer"), batch, SoloTransport(), choose_kernel(CPU), name="test")
 
 

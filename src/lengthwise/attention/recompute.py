@@ -23,11 +23,11 @@ class Recomputed(Protocol):
 
 
 class Recomputation:
-    """One checkpointed call of one layer, over its two runs."""
+    """One checkpointed call of one layer, over its two runs. `num_attended`: attentions in the first."""
 
     def __init__(self, *, keeps_attention: bool) -> None:
         self._keeps_attention, self._kept = keeps_attention, deque[tuple[Tensor, Tensor, int]]()
-        self._is_second_run = False
+        self._is_second_run, self.num_attended = False, 0
 
     @contextlib.contextmanager
     def running(self, planned: Recomputed, *, second: bool) -> Iterator[None]:
@@ -41,6 +41,7 @@ class Recomputation:
 
     def attend(self, run: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of `run`, or those that the first run kept."""
+        self.num_attended += not self._is_second_run
         if not self._keeps_attention:
             return run()
         if not self._is_second_run:

@@ -1,7 +1,7 @@
 """Makes a Hugging Face causal language model obey a plan, and refuses by name what a plan would compute wrongly."""
 
 from lengthwise.models.adapter import model_loss, model_router_logits, plain_output, token_loss
-from lengthwise.models.checkpointing import recompute_layers
+from lengthwise.models.checkpointing import check_recompute, recompute_layers
 from lengthwise.models.double import keep_double
 from lengthwise.models.families import FAMILIES, check_model_config
 from lengthwise.models.load import (
@@ -25,6 +25,7 @@ __all__ = [
     "build_model",
     "check_lora",
     "check_model_config",
+    "check_recompute",
     "coefficient_key",
     "count_choices",
     "find_model",

@@ -25,6 +25,24 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lengthwise.attention import PlannedAttention, Recomputation
 from lengthwise.core.errors import ModelRefused
 from lengthwise.models.double import as_here
+from lengthwise.models.load import build_skeleton
+
+_REMEDY = "This model can only be trained with `recompute: none`."
+
+
+def check_recompute(config: Any, kind: str) -> None:
+    """Refuse recomputation for a Hugging Face config whose layers have no wrap for it.
+
+    Raises:
+        ModelRefused: before any process starts.
+    """
+    if kind != "none" and not _wrapped_layers(build_skeleton(config)):
+        raise ModelRefused(
+            "recompute",
+            expected="none, or a model with Hugging Face's gradient checkpointing",
+            got=f"{kind} with {config.model_type}",
+            remedy=_REMEDY,
+        )
 
 
 @contextlib.contextmanager
@@ -37,7 +55,7 @@ def recompute_layers(model: nn.Module, planned: PlannedAttention, kind: str) -> 
     if kind == "none":
         yield
         return
-    wrapped: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    wrapped = _wrapped_layers(model)
     runs: list[Recomputation] = []
 
     def run(forward: Callable[..., Any], *arguments: Any) -> Any:
@@ -58,14 +76,18 @@ def recompute_layers(model: nn.Module, planned: PlannedAttention, kind: str) -> 
     finally:
         for module in wrapped:
             module.gradient_checkpointing = False
-    layers: int = model.config.num_hidden_layers  # type: ignore[union-attr]
-    if len(runs) != layers:
+    attended = sum(layer.num_attended for layer in runs)
+    if attended != planned.layers_run:
         raise ModelRefused(
             f"model {type(model).__name__}",
-            expected=f"all {layers} layers to run through Hugging Face's gradient checkpointing",
-            got=f"{len(runs)} that did",
-            remedy="This model can only be trained with `recompute: none`.",
+            expected=f"all {planned.layers_run} attention layers to run through Hugging Face's gradient checkpointing",
+            got=f"{attended} that did",
+            remedy=_REMEDY,
         )
+
+
+def _wrapped_layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 @contextlib.contextmanager

@@ -111,6 +111,12 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
     return model.train()
 
 
+def build_skeleton(config: Any) -> Any:
+    """Build the model of a Hugging Face config without storage: its layers can be looked at, at any size."""
+    with torch.device("meta"):  # the copy: Hugging Face writes into the config
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), experts_implementation=EXPERTS)
+
+
 def _refuse_other_weights(name: str, loading: dict[str, Any]) -> None:
     """Refuse what Hugging Face only warns of: parameters drawn anew or left aside are a model that nobody asked for."""
     kinds = {"missing": "missing_keys", "not in the model": "unexpected_keys", "of another shape": "mismatched_keys"}

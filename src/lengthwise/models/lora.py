@@ -19,13 +19,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from lengthwise.config import LoraConfig
 from lengthwise.core.errors import ConfigError, OutputError
 from lengthwise.core.names import did_you_mean
 from lengthwise.models.adapter import ATTENTION_NAME
-from lengthwise.models.load import EXPERTS, ModelSource, build_model
+from lengthwise.models.load import ModelSource, build_model, build_skeleton
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
@@ -38,13 +37,15 @@ _RUNNABLE = frozenset(
 )
 
 
-def check_lora(source: ModelSource, lora: LoraConfig) -> None:
-    """Try the adapter on a model without storage, before any process starts.
+def check_lora(source: ModelSource, lora: LoraConfig | None) -> None:
+    """Try the adapter, where one is asked for, on a model without storage, before any process starts.
 
     Raises:
         ConfigError: peft is not installed, the base has no weights, names that fit no layer, or an adapter that cannot
             be read, is of another kind or of another model.
     """
+    if lora is None:
+        return
     _peft()
     if not source.weights:
         raise ConfigError(
@@ -53,10 +54,7 @@ def check_lora(source: ModelSource, lora: LoraConfig) -> None:
             got=f"{source.name}, whose weights start from the seed and are saved nowhere",
             remedy="Give a model with weights, or take lora out.",
         )
-    with torch.device("meta"):
-        skeleton: Any = AutoModelForCausalLM.from_config(
-            copy.deepcopy(source.config), experts_implementation=EXPERTS
-        )  # the copy: it writes into the config
+    skeleton = build_skeleton(source.config)
     config = _peft_config(source, lora, skeleton, draws_both=False)
     if lora.adapter is None:
         _check_targets(skeleton, config.target_modules)

@@ -11,7 +11,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel, analytic_cost, named_hardware, shape_from_config
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, load_dataset, load_tokenizer
-from lengthwise.models import ModelSource, check_lora, check_model_config, find_model
+from lengthwise.models import ModelSource, check_lora, check_model_config, check_recompute, find_model
 from lengthwise.planner import check_plan, plan_step
 from lengthwise.program import refuse_unsupported
 from lengthwise.train.batch import StepBatch
@@ -93,9 +93,9 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float) -> Job
     if model:
         refused = len(collector.problems)
         attempt(lambda: check_model_config(model.config))
-        lora = config.lora
-        if lora is not None and len(collector.problems) == refused:
-            attempt(lambda: check_lora(model, lora))
+        if len(collector.problems) == refused:
+            attempt(lambda: check_recompute(model.config, config.recompute))
+            attempt(lambda: check_lora(model, config.lora))
     collector.raise_all()
     assert model is not None, "a model that was not found must have been a problem"
     assert dataset is not None, "data that was not read must have been a problem"
