@@ -65,6 +65,38 @@ def test_bytescale_keeps_the_bucket_count_that_ends_first(
 
 
 @pytest.mark.parametrize(
+    ("strategy", "order"), [("dp-balance", [[0], [1], [2], [3], [4]]), ("pp-balance", [[0], [2], [1], [3], [4]])]
+)
+def test_bytescale_strategies_empty_a_bucket_or_take_turns(
+    strategy: bytescale.Strategy, order: list[list[int]]
+) -> None:
+    work = [bytescale.Work(degree=1, sequences=[i], seconds=1.0) for i in range(5)]
+    _, microbatches = bytescale.assign([work[:2], work[2:]], 5, 0.0, strategy)
+    assert [list(m.pieces[0].sequences) for m in microbatches] == order
+
+
+@pytest.mark.parametrize("strategies", [("dp-balance", "pp-balance"), ("pp-balance", "dp-balance")])
+def test_bytescale_keeps_the_strategy_that_ends_first(
+    monkeypatch: pytest.MonkeyPatch, strategies: tuple[bytescale.Strategy, ...]
+) -> None:
+    """Of these two batches each strategy is ahead once."""
+    cost = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
+    ahead = set[str]()
+    for recipe in ("github", "wikipedia"):
+        tokens = draw_lengths(recipe, 2**22, 0, longest_tokens=192_675)
+
+        def seconds(tried: tuple[bytescale.Strategy, ...], tokens: list[int] = tokens) -> float:
+            monkeypatch.setattr(bytescale, "STRATEGIES", tried)
+            plan = plan_step(tokens, Cluster(ranks=24, capacity_tokens=8192), cost, planner="bytescale")
+            return plan.notes["predicted_seconds"]
+
+        took = {strategy: seconds((strategy,)) for strategy in strategies}
+        assert seconds(strategies) == min(took.values()) < max(took.values())
+        ahead.add(min(took, key=lambda name: took[name]))
+    assert ahead == set(strategies)
+
+
+@pytest.mark.parametrize(
     ("delta", "then"), [(0.0, [([2], (3,)), ([0, 1], (1,))]), (0.2, [([0, 1], (1,)), ([2], (3,))])]
 )
 def test_bytescale_takes_ranks_within_delta_for_level(

@@ -8,16 +8,47 @@ from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
 from lengthwise.planner import check_plan, plan_step, score
-from lengthwise.planner.static import context_parallel_ranks
+from lengthwise.planner.static import context_parallel_degrees
 
 COST = CostModel(quadratic_seconds=1.0, linear_seconds=1000.0, fixed_seconds=77.0, ring_seconds=500.0)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "context", "expected"), [(8, 100, 1), (8, 101, 2), (8, 201, 4), (6, 201, 3), (7, 101, 7), (12, 401, 6)]
+    ("ranks", "context", "expected"),
+    [
+        (8, 100, (1,)),
+        (8, 101, (2,)),
+        (8, 201, (3, 4)),
+        (6, 201, (3, 4)),
+        (7, 101, (2, 7)),
+        (12, 401, (5, 6, 8)),
+        (6, 401, (5, 6)),
+    ],
 )
-def test_static_mesh_takes_the_smallest_divisor_that_holds_the_context(ranks: int, context: int, expected: int) -> None:
-    assert context_parallel_ranks(Cluster(ranks=ranks, capacity_tokens=100), context) == expected
+def test_static_groups_are_exact_a_divisor_or_a_power_of_two(
+    ranks: int, context: int, expected: tuple[int, ...]
+) -> None:
+    assert context_parallel_degrees(Cluster(ranks=ranks, capacity_tokens=100), context) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "ring_seconds", "cp", "seconds"),
+    [
+        ([150, 150, 150], 7, 2.0, 2, 75.0 + 150),  # three groups of the exact size, one rank idle
+        ([150], 7, 0.0, 7, 150 / 7),  # one sequence and free transfers: the divisor, all ranks
+        ([450, 450, 450, 450], 12, 0.0, 6, 150.0),  # two groups either way: of 6 ranks it is quicker than of 5
+        ([250, 250], 9, 20.0, 3, 250 / 3 + 20 * 250 * 2 / 3),  # a group of 4 would only send more
+        ([250] * 3, 11, 0.0, 11, 750 / 11),
+        ([250] * 4, 11, 0.3, 4, 2 * (250 / 4 + 0.3 * 250 * 3 / 4)),  # two groups of 4; of three of 3 one has two
+    ],
+)
+def test_static_takes_the_mesh_that_ends_first(
+    tokens: list[int], ranks: int, ring_seconds: float, cp: int, seconds: float
+) -> None:
+    cost = CostModel(linear_seconds=1.0, ring_seconds=ring_seconds)
+    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=100), cost, planner="static")
+    assert {microbatch.pieces[0].degree for microbatch in plan.microbatches} == {cp}
+    assert plan.notes["predicted_seconds"] == pytest.approx(seconds)
 
 
 def test_static_packs_in_data_order_and_deals_in_turn() -> None:

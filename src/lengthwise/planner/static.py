@@ -3,6 +3,10 @@
 It stands for how long-context training is run today: the mesh is sized once, for the longest sequence (the context);
 samples are packed in data order up to that context; each pack is cut over all ranks of a group, short samples
 included; packs are dealt to the groups in turn. Attention stays inside each sample, as variable-length kernels do.
+
+Three ways of sizing a group are in use: exactly the ranks that hold the context, what is left over idle; the smallest
+divisor of the rank count; the smallest power of two. Read in its favour, the one that ends this step first is taken
+(of equal ones the first named), though a run could not change its mesh from step to step.
 """
 
 from __future__ import annotations
@@ -29,30 +33,43 @@ def plan_static(request: PlanRequest) -> list[Microbatch]:
     """
     cluster = request.cluster
     context = _context_tokens(request)
-    cp = context_parallel_ranks(cluster, context)
-    packs = _pack_in_order(request.tokens, cp, cluster.capacity_tokens)
-    groups = [ring_order(first, cp) for first in range(0, cluster.ranks, cp)]
-    return [
-        Microbatch(pieces=(Piece(ranks=groups[number % len(groups)], sequences=tuple(pack)),))
-        for number, pack in enumerate(packs)
-    ]
+    plans = [_plan_on(request, cp) for cp in context_parallel_degrees(cluster, context)]
+    return min(plans, key=lambda plan: plan[0])[1]
 
 
-def context_parallel_ranks(cluster: Cluster, context_tokens: int) -> int:
-    """Return the smallest divisor of the rank count that holds a context.
+def context_parallel_degrees(cluster: Cluster, context_tokens: int) -> tuple[int, ...]:
+    """List the group sizes in use that hold a context: exact, divisor, power of two; each once.
 
     Raises:
         PlanError: not even all ranks hold it.
     """
-    for degree in range(1, cluster.ranks + 1):
-        if cluster.ranks % degree == 0 and degree * cluster.capacity_tokens >= context_tokens:
-            return degree
-    raise PlanError(
-        "context_tokens",
-        expected=f"at most {cluster.longest_tokens} tokens ({cluster.ranks} ranks x {cluster.capacity_tokens} tokens)",
-        got=str(context_tokens),
-        remedy=f"Use {-(-context_tokens // cluster.capacity_tokens)} ranks or a shorter context.",
-    )
+    exact = -(-context_tokens // cluster.capacity_tokens)
+    if exact > cluster.ranks:
+        held = f"{cluster.longest_tokens} tokens ({cluster.ranks} ranks x {cluster.capacity_tokens} tokens)"
+        raise PlanError(
+            "context_tokens",
+            expected=f"at most {held}",
+            got=str(context_tokens),
+            remedy=f"Use {exact} ranks or a shorter context.",
+        )
+    divisor = next(degree for degree in range(exact, cluster.ranks + 1) if cluster.ranks % degree == 0)
+    power = 1 << (exact - 1).bit_length()
+    return tuple(dict.fromkeys(degree for degree in (exact, divisor, power) if degree <= cluster.ranks))
+
+
+def _plan_on(request: PlanRequest, cp: int) -> tuple[float, list[Microbatch]]:
+    """Pack and deal on groups of `cp` ranks; return the makespan as well."""
+    cluster, cost = request.cluster, request.cost
+    packs = _pack_in_order(request.tokens, cp, cluster.capacity_tokens)
+    groups = [ring_order(first, cp) for first in range(0, cluster.ranks - cp + 1, cp)]
+    busy = [0.0] * len(groups)
+    for number, pack in enumerate(packs):
+        seconds = cost.piece_seconds([request.tokens[i] for i in pack], cp)
+        busy[number % len(groups)] += cost.fixed_seconds + seconds
+    return max(busy), [
+        Microbatch(pieces=(Piece(ranks=groups[number % len(groups)], sequences=tuple(pack)),))
+        for number, pack in enumerate(packs)
+    ]
 
 
 def _context_tokens(request: PlanRequest) -> int:
