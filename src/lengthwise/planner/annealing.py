@@ -24,8 +24,9 @@ from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.rings import ring_order
 
 MOST_WORK = 300  # sequences x ranks; above it rules level better than tries
-_TRIES = 4_000
-_PATIENCE = 1_800  # tries without a better plan, after which it ends
+_ROUNDS = 2  # each from the best so far, and from rings over all ranks
+_TRIES = 1_500
+_PATIENCE = 900  # tries without a better plan, after which one of them ends
 _WARMTH = 0.04  # of the makespan, that a change may cost at first
 
 State = list[tuple[int, tuple[int, ...]]]  # pieces as (degree, sequences), in the order in which they are placed
@@ -33,17 +34,26 @@ State = list[tuple[int, tuple[int, ...]]]  # pieces as (degree, sequences), in t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A placed state: (first rank, degree, sequences, number of the microbatch) of each piece, and when all is done."""
+    """A placed state: (first rank, degree, sequences, number of the microbatch) of each piece, and when all is done.
+
+    `judged_seconds` is what tries compare: the makespan and the mean time at which ranks are done. Many changes leave
+    the makespan as it is; the mean tells which of them make room (worst gap to the oracle 5 % without it, 3.5 % with).
+    """
 
     pieces: list[tuple[int, int, tuple[int, ...], int]]
     makespan_seconds: float
+    judged_seconds: float
 
 
 def anneal(request: PlanRequest, microbatches: Sequence[Microbatch], makespan_seconds: float) -> list[Microbatch]:
     """Improve a plan of intervals by trying changes; it is returned as it is where none of them helps."""
     search = _Annealing(request)
     state = [(piece.degree, piece.sequences) for microbatch in microbatches for piece in microbatch.pieces]
-    best = search.run(state)
+    layouts = []
+    for _ in range(_ROUNDS):
+        layouts += [search.run(state), search.run(search.all_in_rings())]
+        state = search.state_of(min(layouts, key=_makespan))
+    best = min(layouts, key=_makespan)
     return _write(best) if best.makespan_seconds < makespan_seconds * (1 - 1e-9) else list(microbatches)
 
 
@@ -65,8 +75,8 @@ class _Annealing:
                 continue
             layout = self.place(changed)
             warmth = _WARMTH * (1 - number / _TRIES) ** 2
-            allowed = current.makespan_seconds * (1 - warmth * math.log(1 - self.choose.random()))
-            if layout.makespan_seconds <= allowed:
+            allowed = current.judged_seconds * (1 - warmth * math.log(1 - self.choose.random()))
+            if layout.judged_seconds <= allowed:
                 state, current = changed, layout
                 if layout.makespan_seconds < best.makespan_seconds:
                     best, found = layout, number
@@ -133,7 +143,24 @@ class _Annealing:
             for rank in range(first, first + degree):
                 free[rank], beside[rank] = start + seconds, (room, number)
             pieces.append((first, degree, sequences, number))
-        return Layout(pieces=pieces, makespan_seconds=max(free))
+        makespan = max(free)
+        return Layout(pieces=pieces, makespan_seconds=makespan, judged_seconds=makespan + sum(free) / self.ranks)
+
+    def all_in_rings(self) -> State:
+        """Pack all sequences, longest first, into rings over all ranks: the other end of what is possible."""
+        state: State = []
+        for i in sorted(range(len(self.request.tokens)), key=lambda i: (-self.request.tokens[i], i)):
+            for number, (_, sequences) in enumerate(state):
+                if self._fits(self.ranks, (*sequences, i)):
+                    state[number] = (self.ranks, (*sequences, i))
+                    break
+            else:
+                state.append((self.ranks, (i,)))
+        return state
+
+    def state_of(self, layout: Layout) -> State:
+        """Return the pieces of a layout in the order in which they were placed."""
+        return [(degree, sequences) for _, degree, sequences, _ in layout.pieces]
 
     def _piece_seconds(self, degree: int, sequences: tuple[int, ...]) -> float:
         key = degree, sequences
@@ -153,6 +180,10 @@ class _Annealing:
         if sum(self.request.tokens[i] for i in sequences) > degree * self.capacity:
             return False
         return degree == 1 or self._most_held(degree, sequences) <= self.capacity + len(sequences)
+
+
+def _makespan(layout: Layout) -> float:
+    return layout.makespan_seconds
 
 
 def _write(layout: Layout) -> list[Microbatch]:
