@@ -1,5 +1,6 @@
 """Real gloo processes: what they move, and what they say when one of them dies, hangs or disagrees."""
 
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lengthwise.comm import TorchTransport, agree, broadcast_bytes
+from lengthwise.comm import TorchTransport, World, agree, broadcast_bytes, join, torch_transport
 from lengthwise.core.errors import DataError, RankError, TransferError
 from lengthwise.testing import run_ranks
 from lengthwise.train.launch import launch
@@ -61,6 +62,105 @@ def test_gloo_order_c_connects_all_edges_at_distance_1_and_2_at_start(monkeypatc
         peers = [peer for peer in (rank - 2, rank - 1, rank + 1, rank + 2) if 0 <= peer < 5]
         assert [sorted(call) for call in made] == [sorted([(op, p) for p in peers for op in ("isend", "irecv")])]
         assert (num_groups, ranks) == (1, [()]), "one group for transfers, over all ranks, and no other"
+
+
+class _Event:
+    """A CUDA event of a stream that is the host itself."""
+
+    def __init__(self, *, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.seconds = time.perf_counter()
+
+    def synchronize(self):
+        assert self.seconds
+
+    def elapsed_time(self, later):
+        return (later.seconds - self.seconds) * 1e3
+
+
+@pytest.fixture
+def gpus_replaced(monkeypatch):
+    """Take the path of NCCL with gloo in its place: groups, watch, waits of the stream, all but the device itself."""
+    groups, new_group = [], dist.new_group
+
+    def gloo_group(*, timeout, backend, device_id):
+        groups.append((backend, str(device_id), timeout.total_seconds()))
+        return new_group(timeout=timeout, backend="gloo")
+
+    monkeypatch.setattr(World, "claim_device", lambda world: None)
+    monkeypatch.setattr(dist, "new_group", gloo_group)
+    monkeypatch.setattr(torch_transport, "_zero", lambda device: torch.zeros(1))
+    monkeypatch.setattr(torch_transport, "lies_on_a_device", lambda tensor: tensor.dtype != torch.uint8)
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    return groups
+
+
+def test_nccl_path_has_two_eager_groups_and_keeps_host_tensors_on_gloo(gpus_replaced):
+    def work(world, on_phase):
+        t = TorchTransport(dataclasses.replace(world, gpus=3), timeout_seconds=7, on_phase=on_phase)
+        agree(t, b"plan", "plan")
+        out, room = torch.full((2, 3), float(t.rank)), torch.empty(2, 3)
+        t.exchange([(out, (t.rank + 1) % 3)], [(room, (t.rank - 1) % 3)]).wait()
+        total, piece, everyone = torch.tensor([float(t.rank + 1)]), torch.empty(2), torch.empty(6)
+        t.all_reduce(total)
+        t.reduce_scatter(piece, torch.arange(6.0))
+        t.all_gather(everyone, torch.full((2,), float(t.rank)))
+        t.broadcast(out, 1)
+        before = t.clock.waited_seconds
+        if t.rank == 0:
+            time.sleep(0.3)
+        t.all_reduce(torch.zeros(1))
+        waited = t.clock.waited_seconds - before
+        t.close()
+        numbers = (total.item(), piece.tolist(), everyone.tolist(), room[0, 0].item(), out[0, 0].item())
+        return t.rank, t.shares_gpus, numbers, gpus_replaced, waited > 0.2
+
+    def told(world, on_phase):
+        rank, shares, numbers, groups, late = work(world, on_phase)
+        assert not shares
+        assert numbers == (6, [6 * rank, 6 * rank + 3], [0, 0, 1, 1, 2, 2], (rank - 1) % 3, 1)
+        assert groups == [("nccl", f"cuda:{rank}", 67.0)] * 2, "a minute more than our own time-out"
+        assert late == (rank != 0), "waiting is what the stream waited"
+        return True
+
+    assert launch(told, 3)
+
+
+def test_nccl_path_names_rank_and_phase_when_a_rank_stops_answering(gpus_replaced, capfd):
+    def work(world, on_phase):
+        t = TorchTransport(dataclasses.replace(world, gpus=2), timeout_seconds=1, on_phase=on_phase)
+        t.phase = f"step 3 on {t.rank}"
+        if t.rank == 1:
+            time.sleep(60)
+        pending = t.exchange([], [(torch.empty(4), 1)])
+        t.phase = "much later"  # the host runs ahead of the GPU: it is the phase of the transfer that counts
+        pending.wait()
+
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 0, step 3 on 0, waiting for ranks 1: expected the rank to finish"):
+        launch(work, 2)
+    assert time.monotonic() - start < 1 + 5
+    assert "error[transfer] rank 0, step 3 on 0: expected ranks 1 to answer within 1 s" in capfd.readouterr().err
+
+
+def test_ranks_that_share_a_gpu_move_host_memory_only(gpus_replaced):
+    def work(world, on_phase):
+        t = TorchTransport(dataclasses.replace(world, gpus=2), timeout_seconds=10, on_phase=on_phase)
+        t.close()
+        return t.shares_gpus, gpus_replaced
+
+    assert launch(work, 3) == (True, [("gloo", "None", 10.0)])
+
+
+def test_join_refuses_ranks_of_which_some_have_no_gpu(gpus_replaced):
+    def work(world, on_phase):
+        join(dataclasses.replace(world, gpus=0 if world.rank else 2), timeout_seconds=10, on_phase=on_phase)
+
+    with pytest.raises(RankError, match="1 of 2 on a GPU; this one is"):
+        launch(work, 2)
 
 
 def test_gloo_names_rank_and_phase_when_a_peer_dies():

@@ -1,25 +1,30 @@
 """Moves tensors between ranks: grouped transfers for rings, and the collectives of the step's end.
 
-One interface (`Transport`), two executors: torch.distributed (gloo; NCCL is prepared for) and a strict in-process one.
+One interface (`Transport`), two executors: torch.distributed (gloo, NCCL) and a strict in-process one; `join` chooses.
 No communicator is ever made for a sequence: all ranks share one global group for collectives and one for transfers.
 """
 
 from lengthwise.comm.exchange import agree, broadcast_bytes
+from lengthwise.comm.join import join
 from lengthwise.comm.solo import SoloTransport
+from lengthwise.comm.staged import StagedTransport
 from lengthwise.comm.strict import StrictWorld
 from lengthwise.comm.torch_transport import TorchTransport
 from lengthwise.comm.transport import Clock, Pending, Transport
-from lengthwise.comm.world import World, world_from_environment
+from lengthwise.comm.world import World, count_gpus, world_from_environment
 
 __all__ = [
     "Clock",
     "Pending",
     "SoloTransport",
+    "StagedTransport",
     "StrictWorld",
     "TorchTransport",
     "Transport",
     "World",
     "agree",
     "broadcast_bytes",
+    "count_gpus",
+    "join",
     "world_from_environment",
 ]

@@ -137,6 +137,9 @@ class StrictTransport:
             f"broadcast from {source}", tensor, tensor, lambda tensors: [tensors[source].clone()] * len(tensors)
         )
 
+    def close(self) -> None:
+        """Nothing to leave: the thread ends."""
+
     def _collective(
         self, name: str, output: Tensor, source: Tensor, combine: Callable[[list[Tensor]], Sequence[Tensor]]
     ) -> None:

@@ -1,13 +1,19 @@
-"""Transport over torch.distributed.
+"""Transport over torch.distributed: gloo for host memory, NCCL beside it for GPUs.
 
 Transfers are grouped `batch_isend_irecv` calls only (a bare isend makes a communicator for each pair on NCCL) and have
 a group of their own, also over all ranks, so that they never share a communicator with collectives. All edges that a
 ring can use (neighbours at distance 1 and 2 on the rank line) are connected at the start.
+
+Host tensors (plans, digests, the step's numbers) go over the gloo world also on GPUs: small, exact time-outs, no copy.
+The two NCCL groups are bound to the rank's device and so connected when they are made. Their own time-out is a minute
+longer than ours: it kills the process without a word, and `Watch` speaks first.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -16,15 +22,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lengthwise.comm.transport import Clock, Message, Pending
+from lengthwise.comm.transport import Clock, Message, Pending, lies_on_a_device
+from lengthwise.comm.watch import Posted, Watch
 from lengthwise.comm.world import World
 from lengthwise.core.errors import TransferError
 
 Result = TypeVar("Result")
 
+_NCCL_GRACE_SECONDS = 60.0
+
 
 class TorchTransport:
-    """The ranks of a torch.distributed world."""
+    """The ranks of a torch.distributed world.
+
+    Where ranks share a GPU it moves host memory only, and `shares_gpus` says so: put a `StagedTransport` around it.
+    """
 
     def __init__(
         self, world: World, *, timeout_seconds: float = 600.0, on_phase: Callable[[str], None] | None = None
@@ -35,10 +47,16 @@ class TorchTransport:
         self.phase = "start"
         self._timeout_seconds = timeout_seconds
         timeout = timedelta(seconds=timeout_seconds)
-        self._guard(lambda: world.connect(timeout))
-        self._collectives = dist.group.WORLD
-        self._transfers = _all_ranks(timeout)
-        self._connect_line(world.device)
+        self.shares_gpus = self._guard(lambda: world.connect(timeout))
+        self._device = torch.device("cpu") if self.shares_gpus else world.device
+        self._on_gpus, self._watch = None, None
+        if self._device.type == "cpu":
+            self._transfers = self._guard(lambda: _all_ranks(timeout))
+        else:
+            longer = timeout + timedelta(seconds=_NCCL_GRACE_SECONDS)
+            self._transfers, self._on_gpus = (self._guard(lambda: _all_ranks(longer, self._device)) for _ in range(2))
+            self._watch = Watch(timeout_seconds, self._give_up)
+        self._connect_line()
 
     @property
     def phase(self) -> str:
@@ -59,35 +77,51 @@ class TorchTransport:
         peers = sorted({peer for _, peer in (*sends, *receives)})
         works = self._guard(lambda: dist.batch_isend_irecv(operations), peers) if operations else []
         # The tensors must outlive the transfer: gloo and NCCL read and write them in the background.
-        return _TorchPending(self, works, peers, [tensor for tensor, _ in (*sends, *receives)])
+        return self._pending(works, peers, [tensor for tensor, _ in (*sends, *receives)])
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over all ranks, in place."""
-        self._guard(lambda: dist.all_reduce(tensor, group=self._collectives))
+        self._collective(lambda group: dist.all_reduce(tensor, group=group, async_op=True), tensor)
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Sum over all ranks and keep this rank's slice."""
-        self._guard(lambda: _reduce_scatter(output, source, self._collectives))
+        self._collective(lambda group: _reduce_scatter(output, source, group), output, source)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Concatenate the tensors of all ranks."""
-        self._guard(lambda: _all_gather(output, source, self._collectives))
+        self._collective(lambda group: _all_gather(output, source, group), output, source)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite with the tensor of rank `source`."""
-        self._guard(lambda: dist.broadcast(tensor, source, group=self._collectives))
+        self._collective(lambda group: dist.broadcast(tensor, source, group=group, async_op=True), tensor)
 
     def close(self) -> None:
         """Leave the world; without it torch warns at exit."""
+        if self._watch is not None:
+            torch.cuda.synchronize(self._device)
+            self._watch.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _connect_line(self, device: torch.device) -> None:
+    def _collective(
+        self, call: Callable[[dist.ProcessGroup | None], dist.Work | None], tensor: Tensor, *others: Tensor
+    ) -> None:
+        group = self._on_gpus if lies_on_a_device(tensor) else dist.group.WORLD
+        work = self._guard(lambda: call(group))
+        assert work is not None, "every rank is a member of a group of all ranks"
+        self._pending([work], None, [tensor, *others]).wait()
+
+    def _pending(self, works: Sequence[dist.Work], peers: Sequence[int] | None, alive: Sequence[Tensor]) -> Pending:
+        if self._watch is None or not any(map(lies_on_a_device, alive)):
+            return _TorchPending(self, works, peers, alive)
+        self._watch.add(works, phase=self.phase, others=_named(peers))
+        return _StreamPending(self, works, peers, alive)
+
+    def _connect_line(self) -> None:
         peers = [peer for step in (-2, -1, 1, 2) if 0 <= (peer := self.rank + step) < self.world_size]
         # One collective before the first transfer: NCCL wants all ranks in the first call of a communicator.
-        self._guard(lambda: dist.all_reduce(torch.zeros(1, device=device), group=self._transfers))
-        sends = [(torch.zeros(1, device=device), peer) for peer in peers]
-        receives = [(torch.zeros(1, device=device), peer) for peer in peers]
+        self._guard(lambda: dist.all_reduce(_zero(self._device), group=self._transfers))
+        sends, receives = ([(_zero(self._device), peer) for peer in peers] for _ in range(2))
         self.exchange(sends, receives).wait()
 
     def _guard(self, call: Callable[[], Result], peers: Sequence[int] | None = None) -> Result:
@@ -95,18 +129,32 @@ class TorchTransport:
             try:
                 return call()
             except (RuntimeError, ValueError) as error:  # DistBackendError is a RuntimeError
-                others = "all ranks" if peers is None else "ranks " + ", ".join(map(str, peers))
-                raise TransferError(
-                    f"rank {self.rank}, {self.phase}",
-                    expected=f"{others} to answer within {self._timeout_seconds:g} s",
-                    got=_without_place(str(error)),
-                    remedy="Look at the first rank that reported another error, or died; then start again.",
-                ) from error
+                raise self._transfer_error(self.phase, _named(peers), _without_place(str(error))) from error
+
+    def _transfer_error(self, phase: str, others: str, got: str) -> TransferError:
+        return TransferError(
+            f"rank {self.rank}, {phase}",
+            expected=f"{others} to answer within {self._timeout_seconds:g} s",
+            got=got,
+            remedy="Look at the first rank that reported another error, or died; then start again.",
+        )
+
+    def _give_up(self, posted: Posted) -> None:
+        """End this process: the main thread waits for a GPU that waits for a peer, and cannot be called back."""
+        self.phase = f"{posted.phase}, waiting for {posted.others}"
+        print(self._transfer_error(posted.phase, posted.others, "no answer"), file=sys.stderr, flush=True)
+        os._exit(TransferError.exit_status)
 
 
 class _TorchPending:
+    """Waits on the host until all has arrived."""
+
     def __init__(
-        self, transport: TorchTransport, works: Sequence[dist.Work], peers: Sequence[int], alive: Sequence[Tensor]
+        self,
+        transport: TorchTransport,
+        works: Sequence[dist.Work],
+        peers: Sequence[int] | None,
+        alive: Sequence[Tensor],
     ) -> None:
         self._transport, self._works, self._peers, self._alive = transport, works, peers, alive
 
@@ -116,23 +164,42 @@ class _TorchPending:
         self._alive = ()
 
 
+class _StreamPending(_TorchPending):
+    """Makes the current stream wait; how long it then stood still is known when the stream got there."""
+
+    def wait(self) -> None:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        super().wait()
+        after.record()
+        self._transport.clock.note_stream_wait(before, after)
+
+
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros(1, device=device)
+
+
+def _named(peers: Sequence[int] | None) -> str:
+    return "all ranks" if peers is None else "ranks " + ", ".join(map(str, peers))
+
+
 def _without_place(message: str) -> str:
     """Take gloo's first line without the file and line of its own source in front."""
     return re.sub(r"^\[[^\]]*\.(cc|h|cpp):\d+\] ", "", message.split("\n")[0])
 
 
-def _all_ranks(timeout: timedelta) -> dist.ProcessGroup:
-    group = dist.new_group(timeout=timeout)
+def _all_ranks(timeout: timedelta, device: torch.device | None = None) -> dist.ProcessGroup:
+    group = dist.new_group(timeout=timeout, backend="nccl" if device else "gloo", device_id=device)
     assert isinstance(group, dist.ProcessGroup), f"every rank is a member of a group of all ranks, got {group}"
     return group
 
 
-def _reduce_scatter(output: Tensor, source: Tensor, group: dist.ProcessGroup | None) -> None:
+def _reduce_scatter(output: Tensor, source: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
     # torch 2.13 renames the call and deprecates the old name.
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    call(output, source, group=group)
+    return call(output, source, group=group, async_op=True)
 
 
-def _all_gather(output: Tensor, source: Tensor, group: dist.ProcessGroup | None) -> None:
+def _all_gather(output: Tensor, source: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    call(output, source, group=group)
+    return call(output, source, group=group, async_op=True)

@@ -7,10 +7,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 Message = tuple[Tensor, int]
 """A contiguous tensor and the rank it goes to or comes from."""
+
+
+def lies_on_a_device(tensor: Tensor) -> bool:
+    """Whether a tensor is not in host memory."""
+    return tensor.device.type != "cpu"
 
 
 class Pending(Protocol):
@@ -29,7 +35,8 @@ class Clock:
     """Seconds that a rank spent waiting for others; the rest of a step it was busy."""
 
     def __init__(self) -> None:
-        self.waited_seconds = 0.0
+        self._waited_seconds = 0.0
+        self._stream_waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -38,7 +45,20 @@ class Clock:
         try:
             yield
         finally:
-            self.waited_seconds += time.perf_counter() - start
+            self._waited_seconds += time.perf_counter() - start
+
+    def note_stream_wait(self, before: torch.cuda.Event, after: torch.cuda.Event) -> None:
+        """Count the time between two events of the compute stream as waiting, once the stream has got there."""
+        self._stream_waits.append((before, after))
+
+    @property
+    def waited_seconds(self) -> float:
+        """The sum so far; waits for the GPU to reach the events that were noted."""
+        for before, after in self._stream_waits:
+            after.synchronize()
+            self._waited_seconds += before.elapsed_time(after) / 1e3
+        self._stream_waits.clear()
+        return self._waited_seconds
 
 
 class Transport(Protocol):
@@ -74,4 +94,8 @@ class Transport(Protocol):
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite `tensor` with that of rank `source`."""
+        ...
+
+    def close(self) -> None:
+        """Leave the world."""
         ...

@@ -1,7 +1,8 @@
-"""Which rank this process is, and how it finds the others. The only reader of the launcher's environment."""
+"""Which rank this process is, its device, how it finds the others. The only reader of the launcher's environment."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 from dataclasses import dataclass
@@ -10,33 +11,99 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
-from lengthwise.core.errors import ConfigError
+from lengthwise.core.errors import ConfigError, RankError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """One process of a run. `rendezvous` is a file that all local ranks share; None: torchrun's environment."""
+    """One process of a run. `rendezvous` is a file that all local ranks share; None: torchrun's environment.
+
+    `gpus` is how many GPUs of this machine the run uses; 0: it computes on the CPU.
+    """
 
     rank: int
     world_size: int
     local_rank: int = 0
     rendezvous: Path | None = None
+    gpus: int = 0
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank: CPU for now; CUDA comes with its own kernels and tests."""
-        return torch.device("cpu")
+        """The device of this rank; local ranks beyond the number of GPUs share those there are."""
+        return torch.device("cuda", self.local_rank % self.gpus) if self.gpus else torch.device("cpu")
 
-    def connect(self, timeout: timedelta) -> None:
-        """Join the process group of all ranks."""
+    def claim_device(self) -> None:
+        """Make the rank's GPU the current one; before anything else touches CUDA, which would else take GPU 0."""
+        if self.gpus:
+            torch.cuda.set_device(self.device)
+
+    def connect(self, timeout: timedelta) -> bool:
+        """Join the process group of all ranks, over gloo; return whether any two of them share a GPU.
+
+        GPUs get groups of their own beside it (see `TorchTransport`); this one is for what lies in host memory.
+
+        Raises:
+            RankError: some ranks have a GPU and others have none.
+        """
+        self.claim_device()
         if self.rendezvous is None:
-            dist.init_process_group("gloo", timeout=timeout)
-            return
-        _use_loopback()
-        store = FileStore(str(self.rendezvous), self.world_size)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
+            store, *_ = next(iter(rendezvous("env://", self.rank, self.world_size, timeout=timeout)))
+        else:
+            _use_loopback()
+            store = FileStore(str(self.rendezvous), self.world_size)
+        store.set_timeout(timeout)
+        on_gpu, sharing = self._count(PrefixStore("lengthwise", store), timeout)
+        if on_gpu not in (0, self.world_size):
+            raise RankError(
+                f"rank {self.rank}, start",
+                expected="all ranks on GPUs, or all on the CPU",
+                got=f"{on_gpu} of {self.world_size} on a GPU; this one {'is' if self.gpus else 'is not'}",
+                remedy="Set device: cpu in the run file, or start on machines that all have GPUs.",
+            )
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore("default_pg", store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timeout,
+        )
+        return sharing > 0
+
+    def _count(self, store: Store, timeout: timedelta) -> tuple[int, int]:
+        """Return how many ranks are on a GPU, and how many share theirs with one before them; the same on all ranks.
+
+        Which transport a run takes follows from it, and must be known before the first group is made.
+        """
+        store.add("on_gpu", int(self.gpus > 0))
+        store.add("sharing", int(0 < self.gpus <= self.local_rank))
+        if store.add("here", 1) == self.world_size:
+            store.set("everyone", "is here")
+        store.wait(["everyone"], timeout)
+        return store.add("on_gpu", 0), store.add("sharing", 0)
+
+
+def count_gpus() -> int:
+    """Count the CUDA devices, in a child process: where NVML is missing, counting starts the driver in the process.
+
+    A process that started it cannot fork ranks that use a GPU.
+    """
+    if torch.version.cuda is None and torch.version.hip is None:
+        return 0
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: theirs.send(torch.cuda.device_count()))
+    child.start()
+    theirs.close()
+    try:
+        return int(ours.recv())
+    except EOFError:  # the driver itself failed: as good as no GPU, and torch says more when one is asked for
+        return 0
+    finally:
+        child.join()
+        ours.close()
 
 
 def world_from_environment() -> World | None:

@@ -61,6 +61,10 @@ class RecordingTransport:
         self._collective("broadcast")
         self._inner.broadcast(tensor, source)
 
+    def close(self) -> None:
+        """Leave the world."""
+        self._inner.close()
+
     def _collective(self, name: str) -> None:
         self.calls.append(Call(name=name, phase=self.phase))
 

@@ -1,0 +1,147 @@
+"""Messages through host memory: the same results, and no device tensor ever reaches the transport inside."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lengthwise.attention import FlashCpuKernel, PlannedAttention, planned_attention
+from lengthwise.comm import StagedTransport, StrictWorld, agree, broadcast_bytes, join
+from lengthwise.comm.watch import Watch
+from lengthwise.program import lower_plan
+from lengthwise.testing import draw_lengths, random_plan, run_ranks
+from lengthwise.train.launch import launch
+
+
+class Device(torch.Tensor):
+    """Stands for a tensor on a GPU: the same numbers, and not to be sent."""
+
+
+class HostOnly(StagedTransport):
+    """Wraps a transport and refuses what gloo could not read."""
+
+    def __init__(self, inner):
+        super().__init__(inner, stages=lambda tensor: False)
+
+    def exchange(self, sends, receives):
+        assert not any(isinstance(tensor, Device) for tensor, _ in (*sends, *receives))
+        return super().exchange(sends, receives)
+
+    def reduce_scatter(self, output, source):
+        assert not isinstance(output, Device)
+        assert not isinstance(source, Device)
+        super().reduce_scatter(output, source)
+
+    def all_gather(self, output, source):
+        assert not isinstance(output, Device)
+        assert not isinstance(source, Device)
+        super().all_gather(output, source)
+
+    def all_reduce(self, tensor):
+        assert not isinstance(tensor, Device)
+        super().all_reduce(tensor)
+
+
+def on_device(*values, dtype=torch.float64):
+    return torch.tensor(values, dtype=dtype).as_subclass(Device)
+
+
+def staged(inner):
+    return StagedTransport(HostOnly(inner), stages=lambda tensor: isinstance(tensor, Device))
+
+
+def everything(t):
+    """Use every call once, with tensors of the device and of the host; return what came out."""
+    peer = 1 - t.rank
+    out, room, host_room = on_device(1.0 + t.rank, 5.0), on_device(0.0, 0.0), torch.zeros(1)
+    sends = [(out, peer), (torch.tensor([7.0 + t.rank]), peer)]
+    t.exchange(sends, [(room, peer), (host_room, peer)]).wait()
+    total = on_device(1.0 + t.rank)
+    t.all_reduce(total)
+    piece = on_device(0.0)
+    t.reduce_scatter(piece, on_device(1.0, 2.0))
+    shared = on_device(10.0 + t.rank)
+    t.broadcast(shared, 1)
+    agree(t, b"plan", "plan")
+    assert broadcast_bytes(t, b"x" if t.rank == 0 else None) == b"x"
+    return [x.tolist() for x in (room, host_room, total, piece, shared)]
+
+
+@pytest.mark.parametrize("run", [lambda work: StrictWorld(2).run(work), lambda work: run_ranks(work, 2)])
+def test_staged_transport_moves_and_sums(run):
+    for rank, got in enumerate(run(lambda t: everything(staged(t)))):
+        assert got == [[2.0 - rank, 5.0], [8.0 - rank], [3.0], [2.0 * (1 + rank)], [11.0]]
+
+
+@settings(max_examples=20)
+@given(choose=st.randoms(use_true_random=False), ranks=st.sampled_from([1, 2, 3, 5]), count=st.integers(1, 4))
+def test_staged_rings_are_those_of_any_other_transport_bit_for_bit(choose, ranks, count):
+    plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count))
+
+    def work(transport):
+        results = []
+        for program in lower_plan(plan, transport.rank):
+            planned = PlannedAttention(program, transport, FlashCpuKernel())
+            random = torch.Generator().manual_seed(transport.rank)
+            shapes = [(planned.num_tokens, n, 4) for n in (4, 2, 2)]
+            leaves = [torch.randn(s, generator=random, dtype=torch.float64).requires_grad_() for s in shapes]
+            out = planned_attention(*leaves, planned, scale=0.4)
+            results += [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+        return results
+
+    plain = StrictWorld(ranks).run(work)
+    through = StrictWorld(ranks).run(lambda t: work(StagedTransport(t, stages=lambda tensor: True)))
+    assert all(torch.equal(a, b) for x, y in zip(plain, through, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def test_staged_message_is_what_it_was_when_posted():
+    """A tensor that changes after the call, as the next layer's keys do, changes nothing that was sent."""
+
+    def work(inner):
+        t = StagedTransport(inner, stages=lambda tensor: True)
+        out, room = torch.tensor([1.0 + t.rank]), torch.zeros(1)
+        pending = t.exchange([(out, 1 - t.rank)], [(room, 1 - t.rank)])
+        out.fill_(99)
+        assert room.item() == 0, "nothing arrives before the wait"
+        pending.wait()
+        return room.item()
+
+    assert StrictWorld(2).run(work) == [2, 1]
+
+
+def test_join_says_which_transport_and_why():
+    def work(world, on_phase):
+        said = []
+        join(world, timeout_seconds=30, on_phase=on_phase, say=said.append).close()
+        return said
+
+    assert launch(work, 2) == ["transfers: gloo; because the run computes on the CPU"]
+    assert launch(work, 1) == []
+
+
+class _Work:
+    def __init__(self, *, ends):
+        self.ends = ends
+
+    def is_completed(self):
+        return self.ends
+
+
+def test_watch_tells_once_of_the_oldest_call_that_is_overdue():
+    told = []
+    watch = Watch(0.05, told.append, poll_seconds=0.01)
+    watch.add([_Work(ends=True), _Work(ends=False)], phase="step 1", others="ranks 1")
+    watch.add([_Work(ends=False)], phase="step 2", others="ranks 2")
+    watch._thread.join(10)
+    assert [(posted.phase, posted.others) for posted in told] == [("step 1", "ranks 1")]
+
+
+def test_watch_is_silent_while_calls_end():
+    told = []
+    watch = Watch(0.05, told.append, poll_seconds=0.01)
+    work = _Work(ends=False)
+    watch.add([work], phase="step 1", others="ranks 1")
+    work.ends = True
+    watch._thread.join(0.2)
+    watch.close()
+    assert told == []
