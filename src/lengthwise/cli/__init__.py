@@ -12,6 +12,7 @@ import tyro
 
 from lengthwise import __version__
 from lengthwise.cli.demo import Demo
+from lengthwise.cli.environment import prepare_environment
 from lengthwise.cli.plan import PlanCommand
 from lengthwise.cli.simulate import Simulate
 from lengthwise.cli.train import Train
@@ -52,6 +53,7 @@ Command = (
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit with its status: 0 done, 1 failed, 2 input to be mended, 130 interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    prepare_environment()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a file's name in an ASCII log is no reason to die

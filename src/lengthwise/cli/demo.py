@@ -36,6 +36,7 @@ seed: {seed}
 steps: {steps}
 global_batch: {{tokens: {tokens}}}
 capacity_tokens: {capacity}
+device: cpu
 optimizer: {{lr: 1.0e-3}}
 output: run
 """

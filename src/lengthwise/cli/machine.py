@@ -15,9 +15,11 @@ def machine_lines() -> list[str]:
     import torch
     import transformers
 
+    from lengthwise.comm import count_gpus
+
     return [
         "[bold]Machine[/bold]",
-        f"{_cpu_name()}, {os.cpu_count()} cores, {_memory()}, {torch.cuda.device_count()} GPUs (not used); "
+        f"{_cpu_name()}, {os.cpu_count()} cores, {_memory()}, {count_gpus()} GPUs; "
         f"{platform.system()} {platform.release()}",
         f"lengthwise {__version__}, Python {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",

@@ -7,11 +7,11 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from lengthwise.comm import World, world_from_environment
+from lengthwise.comm import World, count_gpus, world_from_environment
 from lengthwise.config import RunConfig, load_config
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.train.job import Job, prepare_job
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A checked job, and torchrun's world where there is one."""
+    """A checked job, and torchrun's world where there is one. The job says how many GPUs of this machine it uses."""
 
     job: Job
     world: World | None
@@ -56,10 +56,13 @@ def prepare(
     config = collector.attempt(lambda: load_config(path, [each for group in overrides for each in group]))
     if config is not None and check is not None and (world is None or world.rank == 0):
         collector.attempt(lambda: check(config))
+    gpus = collector.attempt(lambda: _gpus(config.device)) if config is not None else None
     collector.raise_all()
     assert config is not None, "a run file that was not read must have been a problem"
-    number = world.world_size if world is not None else ranks or _default_ranks()
-    return Start(job=prepare_job(config, ranks=number, timeout_seconds=timeout_seconds), world=world)
+    assert gpus is not None, "a device that is not there must have been a problem"
+    number = world.world_size if world is not None else ranks or max(1, gpus)
+    job = prepare_job(config, ranks=number, timeout_seconds=timeout_seconds, gpus=gpus)
+    return Start(job=job, world=replace(world, gpus=gpus) if world is not None else None)
 
 
 def _torchrun(ranks: int | None) -> World | None:
@@ -92,16 +95,23 @@ def run_ranks(
     sys.stdout.flush()
     if start.world is not None:
         return work(start.world, lambda _phase: None)
-    return launch(work, start.job.ranks, asks_to_stop=asks_to_stop)
+    return launch(work, start.job.ranks, asks_to_stop=asks_to_stop, gpus=start.job.gpus)
 
 
-def _default_ranks() -> int:
-    import torch
+def _gpus(device: str) -> int:
+    """Count the GPUs that a run with this `device` uses on this machine."""
+    gpus = 0 if device == "cpu" else count_gpus()
+    if device == "cuda" and not gpus:
+        import torch
 
-    gpus = torch.cuda.device_count()
-    if gpus:
-        print(f"note: {gpus} GPUs found; this version computes on the CPU (CUDA comes next)", file=sys.stderr)
-    return max(1, gpus)
+        built = f"torch {torch.__version__} was built {'with' if torch.version.cuda else 'without'} CUDA"
+        raise ConfigError(
+            "device",
+            expected="a GPU, for device: cuda",
+            got=f"none ({built})",
+            remedy="Set device: auto or cpu, or install a CUDA build of torch and a driver.",
+        )
+    return gpus
 
 
 def _quiet_libraries() -> None:

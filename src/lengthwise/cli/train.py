@@ -82,6 +82,10 @@ class PrintedProgress:
     def __init__(self, line: LiveLine) -> None:
         self._line = line
 
+    def note(self, line: str) -> None:
+        """Show what was decided."""
+        self._line.write(line)
+
     def step(self, metrics: StepMetrics, num_steps: int) -> None:
         """Show a finished step."""
         self._line.update(
@@ -111,12 +115,14 @@ def describe_job(job: Job) -> str:
     start = "its weights" if job.model.weights else f"fresh weights from seed {config.seed}"
     most = getattr(job.model.config, "max_position_embeddings", None)
     beyond = f" (beyond the model's max_position_embeddings of {most})" if most and data.lengths.max() > most else ""
-    device = "1 process" if job.ranks == 1 else f"{job.ranks} processes"
+    processes = "1 process" if job.ranks == 1 else f"{job.ranks} processes"
+    device = f"{min(job.ranks, job.gpus)} GPU{'s' * (min(job.ranks, job.gpus) > 1)} here" if job.gpus else "CPU"
     return (
         f"model   {job.model.name} ({job.model.config.model_type}), {start}, {config.precision}\n{_lora_line(config)}"
         f"data    {len(data.ids)} sequences, {count(data.num_tokens)} tokens, "
         f"longest {data.lengths.max()}{beyond}{skipped}\n"
-        f"ranks   {device} on CPU, {config.capacity_tokens} tokens each a microbatch, planner {config.planner}\n"
+        f"ranks   {processes} on {device}, {config.capacity_tokens} tokens each a microbatch, "
+        f"planner {config.planner}\n"
         f"output  {config.output}"
     )
 

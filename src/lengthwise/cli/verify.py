@@ -93,6 +93,7 @@ def verification_lines(found: Verification) -> list[str]:
     worst = sorted(found.gradients.items(), key=lambda item: -item[1])[:5]
     width = max(len(name) for name, _ in worst)
     return [
+        *found.notes,
         f"plan: {len(found.plan.microbatches)} microbatches, {rings} rings, "
         f"{count(found.plan.ring_tokens)} tokens in rings",
         f"loss: {found.loss:.9f}, one process {found.reference_loss:.9f}, difference {found.loss_difference:.2e}",

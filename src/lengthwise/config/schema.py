@@ -262,6 +262,14 @@ class RunConfig(Settings):
     lora: LoraConfig | None = Field(
         default=None, description="{r: 16, ...}: train LoRA adapters on the frozen model; default null (train it all)"
     )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto (GPUs where there are any), cpu or cuda; default auto"
+    )
+    memory_check: bool | None = Field(
+        default=None,
+        description="true runs the largest microbatch once before the first step, so that too little memory shows at "
+        "once; default null: on GPUs only",
+    )
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="AdamW; every key has a default")
     output: _Path = Field(description="the folder this run writes; relative to the run file's folder")
 

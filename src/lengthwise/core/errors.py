@@ -79,6 +79,12 @@ class RankError(LengthwiseError):
     code = "rank"
 
 
+class MemoryShortage(LengthwiseError):  # noqa: N818 - the name says what happened
+    """Work that does not fit into the memory of a device."""
+
+    code = "memory"
+
+
 class NumericError(LengthwiseError):
     """A loss or gradient that is not finite."""
 

@@ -3,7 +3,7 @@
 from lengthwise.models.adapter import model_loss, model_router_logits, plain_output, token_loss
 from lengthwise.models.checkpointing import check_recompute, recompute_layers
 from lengthwise.models.double import keep_double
-from lengthwise.models.families import FAMILIES, check_model_config
+from lengthwise.models.families import FAMILIES, check_model_config, largest_head_dim
 from lengthwise.models.load import (
     DTYPES,
     ModelSource,
@@ -31,6 +31,7 @@ __all__ = [
     "find_model",
     "has_balance_loss",
     "keep_double",
+    "largest_head_dim",
     "model_loss",
     "model_router_logits",
     "plain_attention",

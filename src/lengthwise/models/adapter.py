@@ -64,10 +64,12 @@ def model_router_logits(
 
 def _run(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor, **options: Any) -> Any:
     """Return the model's output; rows past `planned.num_tokens` are padding, which stands for no one."""
-    if not planned.num_tokens:
-        # A ring of more ranks than tokens leaves some without any; they still pass keys on, and Hugging Face cannot
-        # run on nothing. The token is kept from attention, from the loss and from the routers' counts.
-        input_ids, position_ids = (F.pad(x, (0, 1)) for x in (input_ids, position_ids))
+    # Up to a multiple that suits the device, and at least one token: a ring of more ranks than tokens leaves some
+    # without any, which still pass keys on, and Hugging Face cannot run on nothing. Padding is kept from attention,
+    # from the loss and from the routers' counts.
+    padding = planned.num_rows - planned.num_tokens
+    if padding:
+        input_ids, position_ids = (F.pad(x, (0, padding)) for x in (input_ids, position_ids))
     with sequence_lengths(model, planned.spans):
         output = model(
             input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, lengthwise=planned, **options

@@ -184,6 +184,14 @@ def _other_layers(config: Any) -> Iterator[tuple[str, str, str]]:
             yield where, kind, f"a window that {config.model_type}'s layers hand to their attention"
 
 
+def largest_head_dim(config: Any) -> int:
+    """Return the largest head that any attention of the model has, by what its config says."""
+    named = ("head_dim", "global_head_dim", "v_head_dim")
+    sizes = [getattr(config, name, None) or 0 for name in named]
+    latent = [getattr(config, name, None) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    return max(*sizes, sum(latent)) or config.hidden_size // config.num_attention_heads
+
+
 def rope_kinds(config: Any) -> list[tuple[str, str]]:
     """List (config path, RoPE kind): one for the model, or one for each kind of layer where they differ."""
     rope = getattr(config, "rope_parameters", None) or {}

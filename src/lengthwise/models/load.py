@@ -153,7 +153,7 @@ def save_model(model: Any, folder: Path) -> None:
     for name, tensor in model.state_dict().items():
         key = (tensor.data_ptr(), tensor.shape)
         if key not in copies:
-            copies[key] = tensor.detach().clone()
+            copies[key] = tensor.detach().to("cpu", copy=True)
         state[name] = copies[key]
     try:
         model.save_pretrained(folder, state_dict=state)

@@ -19,7 +19,7 @@ from lengthwise.train.batch import StepBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A checked run, the same on every rank."""
+    """A checked run, the same on every rank. `gpus`: how many GPUs of a machine it uses; 0: it computes on the CPU."""
 
     config: RunConfig
     ranks: int
@@ -28,6 +28,7 @@ class Job:
     eval_dataset: Dataset | None
     tokenizer: Tokenizer | None
     timeout_seconds: float
+    gpus: int = 0
 
     def batches(self) -> Iterator[StepBatch]:
         """Yield the global batches of the run, in order."""
@@ -61,10 +62,11 @@ class Job:
         return plan
 
     def _cost(self) -> CostModel:
-        return analytic_cost(shape_from_config(self.model.config.to_dict()), named_hardware("cpu"))
+        hardware = named_hardware("h100" if self.gpus else "cpu")
+        return analytic_cost(shape_from_config(self.model.config.to_dict()), hardware)
 
 
-def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float) -> Job:
+def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: int = 0) -> Job:
     """Find the model, read the data and check one against the other.
 
     Raises:
@@ -107,6 +109,7 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float) -> Job
         eval_dataset=eval_dataset,
         tokenizer=loaded[0] if loaded else None,
         timeout_seconds=timeout_seconds,
+        gpus=gpus,
     )
     _check_losses(job)
     return job

@@ -87,24 +87,25 @@ class StopRequest:
             raise KeyboardInterrupt
 
 
-def launch(work: Work[Result], ranks: int, *, asks_to_stop: bool = False) -> Result:
+def launch(work: Work[Result], ranks: int, *, asks_to_stop: bool = False, gpus: int = 0) -> Result:
     """Run `work` on `ranks` local ranks, in this process when it is one, and return the result of rank 0.
 
     Ctrl-C and SIGTERM end the ranks, unless `asks_to_stop`: `work` then listens itself and ends when it can, and only
-    a second signal ends the ranks.
+    a second signal ends the ranks. `gpus`: how many GPUs of this machine they use (see `World`); this process must not
+    have started CUDA, which does not survive a fork.
 
     Raises:
         LengthwiseError: what a rank raised, or RankError for one that died.
         KeyboardInterrupt: a signal ended the ranks.
     """
     if ranks == 1:
-        return work(World(rank=0, world_size=1), lambda _phase: None)
+        return work(World(rank=0, world_size=1, gpus=gpus), lambda _phase: None)
     with tempfile.TemporaryDirectory(prefix="lengthwise-") as folder, StopRequest().listening() as stop:
-        return _Children(work, ranks, Path(folder) / "rendezvous").outcome(stop, asks=asks_to_stop)
+        return _Children(work, ranks, Path(folder) / "rendezvous", gpus).outcome(stop, asks=asks_to_stop)
 
 
 class _Children:
-    def __init__(self, work: Work[Any], ranks: int, rendezvous: Path) -> None:
+    def __init__(self, work: Work[Any], ranks: int, rendezvous: Path, gpus: int) -> None:
         self._board = StatusBoard(ranks)
         self._pipes: list[Connection] = []
         self._processes: list[ForkProcess] = []
@@ -113,7 +114,7 @@ class _Children:
         context = multiprocessing.get_context("fork")
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
-            world = World(rank=rank, world_size=ranks, local_rank=rank, rendezvous=rendezvous)
+            world = World(rank=rank, world_size=ranks, local_rank=rank, rendezvous=rendezvous, gpus=gpus)
             process = context.Process(target=_child, args=(work, world, theirs, self._board), name=f"rank {rank}")
             process.start()
             theirs.close()

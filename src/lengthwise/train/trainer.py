@@ -16,24 +16,37 @@ from typing import Any, Protocol
 import torch
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import SoloTransport, TorchTransport, Transport, World, agree
+from lengthwise.comm import Transport, World, agree, join
 from lengthwise.config import dump_config
 from lengthwise.core.errors import NumericError
-from lengthwise.models import DTYPES, build_adapted, has_balance_loss, save_adapter, save_model
+from lengthwise.models import (
+    DTYPES,
+    build_adapted,
+    has_balance_loss,
+    largest_head_dim,
+    save_adapter,
+    save_model,
+)
 from lengthwise.train.batch import StepBatch
 from lengthwise.train.flat import FlatParameters
 from lengthwise.train.folder import RunFolder
 from lengthwise.train.job import Job
 from lengthwise.train.launch import StopRequest
+from lengthwise.train.memory import SMALLER_STATE, telling_memory
 from lengthwise.train.metrics import StepMetrics, step_metrics
 from lengthwise.train.optimizer import ShardedAdamW
 from lengthwise.train.planning import PlanAhead, PlannedStep
 from lengthwise.train.schedule import learning_rate
+from lengthwise.train.warmup import check_memory
 from lengthwise.train.work import Work, run_plan
 
 
 class Progress(Protocol):
     """Who is told how the run goes; called on rank 0 only."""
+
+    def note(self, line: str) -> None:
+        """Hear what was decided, and why: kernel, transport, what the memory check found."""
+        ...
 
     def step(self, metrics: StepMetrics, num_steps: int) -> None:
         """Hear of a finished step."""
@@ -57,15 +70,19 @@ class TrainResult:
     stopped_by: int | None
 
 
-def connect(world: World, job: Job, on_phase: Callable[[str], None]) -> TorchTransport | SoloTransport:
+def connect(
+    world: World, job: Job, on_phase: Callable[[str], None], say: Callable[[str], None] | None = None
+) -> Transport:
     """Join the ranks of the run, and check that all of them read the same run file and data.
+
+    `say` is told which transport it is, and why.
 
     Raises:
         RankError: they did not.
     """
+    transport = join(world, timeout_seconds=job.timeout_seconds, on_phase=on_phase, say=say)
     if world.world_size == 1:
-        return SoloTransport()
-    transport = TorchTransport(world, timeout_seconds=job.timeout_seconds, on_phase=on_phase)
+        return transport
     data = hashlib.sha256(dump_config(job.config).encode())
     for dataset in filter(None, (job.dataset, job.eval_dataset)):
         data.update(dataset.offsets.tobytes())
@@ -77,7 +94,7 @@ def connect(world: World, job: Job, on_phase: Callable[[str], None]) -> TorchTra
 
 def train_rank(job: Job, world: World, progress: Progress, on_phase: Callable[[str], None]) -> TrainResult:
     """Train to the end, or until asked to stop, and save the model (rank 0)."""
-    transport = connect(world, job, on_phase)
+    transport = connect(world, job, on_phase, None if world.rank else progress.note)
     with StopRequest(ends_at_the_second=world.world_size == 1).listening() as stop:
         trainer = _Trainer(job, world, transport, progress, stop)
         try:
@@ -92,16 +109,29 @@ class _Trainer:
     def __init__(self, job: Job, world: World, transport: Transport, progress: Progress, stop: StopRequest) -> None:
         self._job, self._transport, self._progress, self._stop = job, transport, progress, stop
         self._folder = RunFolder(job.config.output)
-        self._kernel = choose_kernel(world.device)
-        self._model: Any = build_adapted(job.model, job.config.lora, seed=job.config.seed).to(world.device)
-        self._flat = FlatParameters(self._model, transport, dtype=DTYPES[job.config.precision])
-        self._optimizer = ShardedAdamW(self._flat, job.config.optimizer, transport)
+        dtype = DTYPES[job.config.precision]
+        self._kernel = choose_kernel(
+            world.device,
+            dtype=dtype,
+            head_dim=largest_head_dim(job.model.config),
+            say=None if world.rank else progress.note,
+        )
+        with telling_memory(
+            lambda: f"rank {world.rank}, start",
+            needs=lambda: "the model, its gradients and its optimizer",
+            remedy=SMALLER_STATE,
+        ):
+            self._model: Any = build_adapted(job.model, job.config.lora, seed=job.config.seed).to(world.device)
+            self._flat = FlatParameters(self._model, transport, dtype=dtype)
+            self._optimizer = ShardedAdamW(self._flat, job.config.optimizer, transport)
+        self._checks_memory = job.config.memory_check if job.config.memory_check is not None else job.gpus > 0
         self._num_steps = job.num_steps
         self._plans = PlanAhead(job.batches(), job.make_plan, transport)
 
     def run(self) -> TrainResult:
         if self._transport.rank == 0:
             self._folder.start(self._job.config)
+        self._maybe_check_memory()
         start, tokens, losses = time.perf_counter(), 0, []
         number, taken, stopped_by = 1, self._plans.take("step 1"), None
         while taken is not None and stopped_by is None:
@@ -166,6 +196,14 @@ class _Trainer:
         rows = torch.empty(self._transport.world_size * len(numbers), dtype=torch.float64)
         self._transport.all_gather(rows, mine)
         return rows.view(self._transport.world_size, len(numbers))
+
+    def _maybe_check_memory(self) -> None:
+        if not self._checks_memory:
+            return
+        self._transport.phase = "memory check before the first step"
+        found = check_memory(self._model, self._flat, self._job, self._kernel)
+        if self._transport.rank == 0:
+            self._progress.note(found)
 
     def _maybe_evaluate(self, number: int) -> None:
         every = self._job.config.eval

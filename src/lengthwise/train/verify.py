@@ -16,10 +16,19 @@ from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport, World
 from lengthwise.core.plan import Plan
 from lengthwise.data import NO_LOSS, Dataset
-from lengthwise.models import DTYPES, build_adapted, keep_double, plain_attention, plain_output, token_loss
+from lengthwise.models import (
+    DTYPES,
+    build_adapted,
+    keep_double,
+    largest_head_dim,
+    plain_attention,
+    plain_output,
+    token_loss,
+)
 from lengthwise.train.batch import StepBatch
 from lengthwise.train.flat import FlatParameters
 from lengthwise.train.job import Job
+from lengthwise.train.memory import telling_memory
 from lengthwise.train.plain_router import plain_balance
 from lengthwise.train.trainer import connect
 from lengthwise.train.work import run_plan
@@ -34,6 +43,7 @@ class Verification:
 
     `router_loss` is the routers' balance loss over the batch, 0 where the model's config asks for none.
     `gradients` maps each parameter to |difference| / max(|reference|, 1e-3 of the median parameter's norm), L2.
+    `notes` say which kernel and transport it was, and why.
     """
 
     plan: Plan
@@ -43,6 +53,7 @@ class Verification:
     tolerance: float
     router_loss: float = 0.0
     reference_router_loss: float = 0.0
+    notes: tuple[str, ...] = ()
 
     @property
     def loss_difference(self) -> float:
@@ -77,13 +88,28 @@ def first_batch(job: Job) -> StepBatch:
 
 
 def verify_rank(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]) -> Verification | None:
-    """Compute both and compare; None on ranks other than 0, which are done once gradients are gathered."""
-    transport, batch = connect(world, job, on_phase), first_batch(job)
+    """Compute both and compare; None on ranks other than 0, which are done once gradients are gathered.
+
+    Raises:
+        MemoryShortage: the two models do not fit beside each other.
+    """
+    with telling_memory(
+        lambda: f"rank {world.rank}, verify",
+        needs=lambda: "the planned model and the plain one, with a gradient each,",
+        remedy="Verify a smaller model of the same kind.",
+    ):
+        return _compare(job, plan, world, on_phase)
+
+
+def _compare(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]) -> Verification | None:
+    notes: list[str] = []
+    transport, batch = connect(world, job, on_phase, notes.append), first_batch(job)
     dtype = DTYPES[job.config.precision]
+    kernel = choose_kernel(world.device, dtype=dtype, head_dim=largest_head_dim(job.model.config), say=notes.append)
     model = _build(job).to(world.device)
     flat = FlatParameters(model, transport, dtype=dtype)
     with keep_double(dtype):
-        work = run_plan(model, plan, batch, transport, choose_kernel(world.device), name="verify")
+        work = run_plan(model, plan, batch, transport, kernel, name="verify")
     transport.phase = "verify, gathering gradients"
     losses = torch.tensor([work.loss_sum, work.router_loss], dtype=torch.float64)
     transport.all_reduce(losses)
@@ -103,6 +129,7 @@ def verify_rank(job: Job, plan: Plan, world: World, on_phase: Callable[[str], No
         reference_router_loss=reference.router_loss,
         gradients=gradient_differences(gradients, reference.gradients),
         tolerance=TOLERANCES[job.config.precision],
+        notes=tuple(notes),
     )
 
 

@@ -28,6 +28,7 @@ from lengthwise.models import (
 )
 from lengthwise.program import MicrobatchProgram, last_on_all_ranks, lower_plan
 from lengthwise.train.batch import StepBatch
+from lengthwise.train.memory import SMALLER_MICROBATCHES, telling_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +57,26 @@ def run_plan(
 
     The loss is divided once, by the loss tokens of the global batch. Between the first forward and the last backward
     no collective is issued, so that a rank can never wait in one for another that waits for its next ring message.
+
+    Raises:
+        MemoryShortage: a microbatch does not fit on the device.
     """
+
+    def needs() -> str:
+        programs, rank = lower_plan(plan, transport.rank), transport.rank
+        most = max(sum(segment.num_tokens for segment in program.segments(rank)) for program in programs)
+        return f"microbatches of up to {most} tokens"
+
+    with telling_memory(lambda: f"rank {transport.rank}, {transport.phase}", needs=needs, remedy=SMALLER_MICROBATCHES):
+        return _run_all(model, plan, batch, transport, kernel, name=name, train=train)
+
+
+def _run_all(
+    model: nn.Module, plan: Plan, batch: StepBatch, transport: Transport, kernel: BlockKernel, *, name: str, train: bool
+) -> Work:
     start, waited = time.perf_counter(), transport.clock.waited_seconds
-    loss_sum = router_loss = 0.0
+    device = next(model.parameters()).device
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # on the device: reading them would stop it each time
     rank = _RankWork(model, batch, transport, kernel, lower_plan(plan, transport.rank), name)
     todo, kept, balance = range(len(rank.programs)), dict[int, _Forward](), None
     if train and has_balance_loss(model.config):
@@ -71,10 +89,11 @@ def run_plan(
             if balance is not None:
                 share = balance.share(done.router_logits)
                 objective = objective + balance.coefficient * share
-                router_loss += share.item()
+                sums[1] += share.detach()
             rank.enter(number, "backward")
             objective.backward()
-        loss_sum += done.loss.item()
+        sums[0] += done.loss.detach()
+    loss_sum, router_loss = sums.tolist()
     waited = transport.clock.waited_seconds - waited
     busy_seconds = time.perf_counter() - start - waited
     return Work(loss_sum=loss_sum, router_loss=router_loss, busy_seconds=busy_seconds)
@@ -105,12 +124,16 @@ class _RankWork:
         self.enter(number, "forward")
         program, router_logits = self.programs[number], list[Tensor]()
         planned = PlannedAttention(program, self.transport, self.kernel)
-        tensors = self.batch.tensors(program.segments(self.transport.rank))
+        tensors = self._tensors(program)
         hear = router_logits.extend if train and has_balance_loss(self.model.config) else None
         recompute = program.microbatch.recompute if train else "none"
         with torch.set_grad_enabled(train), recompute_layers(self.model, planned, recompute):
             loss = model_loss(self.model, planned, *tensors, hear_router=hear)
         return _Forward(loss=loss, router_logits=router_logits)
+
+    def _tensors(self, program: MicrobatchProgram) -> list[Tensor]:
+        device = next(self.model.parameters()).device
+        return [tensor.to(device) for tensor in self.batch.tensors(program.segments(self.transport.rank))]
 
     def count_routers(self, keeps: Collection[int]) -> tuple[RouterBalance, dict[int, _Forward]]:
         """Sum over all ranks what all tokens choose, after each rank's last ring; keep graphs of these microbatches."""
@@ -130,5 +153,5 @@ class _RankWork:
         self.enter(number, "counting")
         program = self.programs[number]
         planned = PlannedAttention(program, self.transport, self.kernel)
-        input_ids, position_ids, _ = self.batch.tensors(program.segments(self.transport.rank))
+        input_ids, position_ids, _ = self._tensors(program)
         return model_router_logits(self.model, planned, input_ids, position_ids)

@@ -1,0 +1,40 @@
+"""Running out of device memory, in words: where, what needed it, how much there is, and what to change."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from lengthwise.core.errors import MemoryShortage
+from lengthwise.report.figures import count
+
+SMALLER_MICROBATCHES = (
+    "Set recompute: layer, or lower capacity_tokens: longer sequences are then cut over more ranks, packs are smaller."
+)
+SMALLER_STATE = "Use bf16, a smaller model, or more ranks: optimizer state and masters are cut over them."
+
+
+@contextlib.contextmanager
+def telling_memory(where: Callable[[], str], *, needs: Callable[[], str], remedy: str) -> Iterator[None]:
+    """Turn running out of device memory into an error of ours; `where` and `needs` are asked when it happens.
+
+    Raises:
+        MemoryShortage: the block did not fit.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        first = (str(error).strip().splitlines() or ["out of memory"])[0].rstrip(".")
+        got = f"{first}{memory_in_use()}"
+        raise MemoryShortage(where(), expected=f"{needs()} to fit", got=got, remedy=remedy) from error
+
+
+def memory_in_use() -> str:
+    """Say how much of a GPU this process held at most; nothing without a GPU."""
+    if not torch.cuda.is_initialized():
+        return ""
+    device = torch.cuda.current_device()
+    most, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+    return f"; this process held {count(most)}B at most, of {count(total)}B on {torch.cuda.get_device_name(device)}"

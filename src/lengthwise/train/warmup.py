@@ -1,0 +1,64 @@
+"""The largest microbatch, run once before the first step, so that too little memory shows at once and not hours in.
+
+Each rank runs it alone, as a pack that needs no transfers: no two ranks can miss each other, and all find out at the
+same time. A ring's shard of as many tokens holds a little more, the keys, values and gradients of one layer that are
+under way, and fragmentation comes with time: so this finds what cannot work, and does not prove that all will.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import nn
+
+from lengthwise.attention import BlockKernel
+from lengthwise.comm import SoloTransport
+from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.data import Dataset
+from lengthwise.data.dataset import DatasetBuilder
+from lengthwise.train.batch import StepBatch
+from lengthwise.train.flat import FlatParameters
+from lengthwise.train.job import Job
+from lengthwise.train.memory import memory_in_use
+from lengthwise.train.work import run_plan
+
+
+def check_memory(model: nn.Module, flat: FlatParameters, job: Job, kernel: BlockKernel) -> str:
+    """Run the largest local microbatch forward and backward and discard its gradients; say what was found.
+
+    Raises:
+        MemoryShortage: it does not fit.
+    """
+    lengths = largest_pack(job)
+    piece = Piece(ranks=(0,), sequences=tuple(range(len(lengths))))
+    plan = Plan(
+        ranks=1,
+        layers=job.model.config.num_hidden_layers,
+        capacity=sum(lengths),
+        tokens=lengths,
+        microbatches=(Microbatch(pieces=(piece,), recompute=job.config.recompute),),
+    )
+    batch = StepBatch(_random_sequences(lengths, vocab=job.model.config.vocab_size), range(len(lengths)))
+    run_plan(model, plan, batch, SoloTransport(), kernel, name="memory check before the first step")
+    flat.grads.zero_()
+    return f"memory check: the largest microbatch, {sum(lengths)} tokens, ran{memory_in_use()}"
+
+
+def largest_pack(job: Job) -> tuple[int, ...]:
+    """Return the lengths of the most tokens that one rank can hold in one microbatch of this run.
+
+    As many as the capacity, or as the largest global batch that the data can make, in documents of the longest length.
+    """
+    lengths = np.sort(job.dataset.lengths[job.dataset.ids])[::-1]
+    asked, longest = job.config.global_batch, int(lengths[0])
+    batch = max(longest, asked.tokens) if asked.tokens is not None else int(lengths[: asked.sequences].sum())
+    total = min(job.config.capacity_tokens, batch)
+    longest = min(longest, total)
+    return (longest,) * (total // longest) + ((total % longest,) if total % longest else ())
+
+
+def _random_sequences(lengths: tuple[int, ...], *, vocab: int) -> Dataset:
+    random, builder = np.random.default_rng(0), DatasetBuilder()
+    builder.start_source("memory check", "memory check", None)
+    for length in lengths:
+        builder.add(random.integers(0, vocab, length, dtype=np.int32), None)
+    return builder.finish()
