@@ -1,4 +1,7 @@
-"""What holds for every test: one thread, no network, and the same property-based cases on every machine."""
+"""What holds for every test: one thread, no network, no GPU unless asked for, the same property-based cases everywhere.
+
+With LENGTHWISE_TEST_GPU=1 (`make gpu-check`) GPUs are seen; all other tests are of the CPU, also where there is one.
+"""
 
 import os
 import sys
@@ -7,6 +10,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+if not os.environ.get("LENGTHWISE_TEST_GPU"):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 from hypothesis import HealthCheck, settings

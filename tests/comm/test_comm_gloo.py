@@ -142,7 +142,7 @@ def test_nccl_path_names_rank_and_phase_when_a_rank_stops_answering(gpus_replace
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 0, step 3 on 0, waiting for ranks 1: expected the rank to finish"):
         launch(work, 2)
-    assert time.monotonic() - start < 1 + 5
+    assert time.monotonic() - start < 30, "not the 60 s that the other rank sleeps"
     assert "error[transfer] rank 0, step 3 on 0: expected ranks 1 to answer within 1 s" in capfd.readouterr().err
 
 

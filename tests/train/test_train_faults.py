@@ -277,12 +277,12 @@ def test_train_ranks_that_read_other_data_are_found_at_the_start(tmp_path, monke
     rows = [{**row, "labels": list(row["input_ids"])} for row in make_rows([30, 12])]
     connect = trainer.connect
 
-    def other_data(world, job, on_phase):
+    def other_data(world, job, *rest):
         if world.rank == 2:
             values = getattr(job.dataset, changed).copy()
             values[1] += 1
             object.__setattr__(job.dataset, changed, values)
-        return connect(world, job, on_phase)
+        return connect(world, job, *rest)
 
     monkeypatch.setattr(trainer, "connect", other_data)
     assert call("train", write_run(tmp_path, rows), "--ranks", 3) == 1

@@ -1,0 +1,137 @@
+"""On a GPU: the chosen kernels, packs and rings against dense attention on the CPU in fp64."""
+
+import pytest
+import torch
+
+from lengthwise.attention import PlannedAttention, ReferenceKernel, choose_kernel, planned_attention
+from lengthwise.attention.cuda_kernels import EfficientKernel, TorchVarlenOps
+from lengthwise.attention.kernels import BlockMask
+from lengthwise.attention.varlen import VarlenKernel
+from lengthwise.comm import StagedTransport, StrictWorld
+from lengthwise.core.plan import Piece
+from lengthwise.program import lower_plan
+from lengthwise.testing import dense_attention, make_plan, relative_error
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU (make gpu-check)")]
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
+HEADS, KV_HEADS, SCALE = 8, 2, 0.11
+LENGTHS = (700, 1, 2, 127, 128, 129, 33)
+PIECES = [
+    [Piece(ranks=(0, 2, 1), sequences=(0,)), Piece(ranks=(1,), sequences=(1, 3, 5))],
+    [Piece(ranks=(1, 0), sequences=(4, 2)), Piece(ranks=(2,), sequences=(6,))],
+]
+PLAN = make_plan(3, LENGTHS, PIECES)
+
+
+def draw(tokens, dtype, *, dim=64, seed=0):
+    """Return (q, k, v, grad_out) on the CPU, already rounded to `dtype`."""
+    random = torch.Generator().manual_seed(seed)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    return [torch.randn(tokens, n, dim, generator=random).to(dtype) for n in heads]
+
+
+def expected(q, k, v, grad, *, window=None, sinks=None):
+    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+    out, _ = dense_attention(q, k, v, scale=SCALE, window=window, sinks=sinks)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad.double())]
+
+
+def close(got, wanted, dtype):
+    for name, a, b in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
+        error = relative_error(a.cpu(), b, floor=0.05 * b.numel() ** 0.5)
+        assert error < TOLERANCES[dtype], f"{name} of {len(b)} tokens: {error}"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("dim", [64, 20, 128, 256])
+def test_gpu_blocks_equal_dense(dtype, dim):
+    kernel = choose_kernel(torch.device("cuda"), dtype=dtype, head_dim=dim)
+    for tokens in (1, 7, 128, 300):
+        rows = draw(tokens, dtype, dim=dim)
+        q, k, v, grad = (x.cuda() for x in rows)
+        out, lse = kernel.forward(q, k, v, causal=True, scale=SCALE)
+        grads = kernel.backward(grad, q, k, v, out, lse, causal=True, scale=SCALE)
+        assert (out.dtype, lse.dtype) == (dtype, torch.promote_types(dtype, torch.float32))
+        close((out, *grads), expected(*rows), dtype)
+
+
+@pytest.mark.parametrize("kernel", [VarlenKernel(TorchVarlenOps()), EfficientKernel()], ids=lambda k: k.name)
+@pytest.mark.parametrize(("queries", "keys"), [(1, 200), (200, 1), (130, 64), (64, 130)])
+def test_gpu_blocks_give_their_share_under_the_lse_of_all_keys(kernel, queries, keys):
+    """A full block with out and lse from more keys than its own, as in a ring; the reference says what is right."""
+    dtype = torch.bfloat16
+    q, _, _, grad = draw(queries, dtype)
+    _, k, v, _ = draw(keys + 50, dtype, seed=1)
+    reference = ReferenceKernel()
+    out, lse = reference.forward(q, k, v, causal=False, scale=SCALE)
+    k, v = k[:keys], v[:keys]
+    wanted = reference.backward(grad, q, k, v, out, lse, causal=False, scale=SCALE)
+    q, k, v, grad, out, lse = (x.cuda() for x in (q, k, v, grad, out, lse))
+    got = kernel.backward(grad, q, k, v, out, lse, causal=False, scale=SCALE)
+    for name, a, b in zip(("dq", "dk", "dv"), got, wanted, strict=True):
+        assert relative_error(a.cpu(), b, floor=0.05 * b.numel() ** 0.5) < 2e-2, name
+
+
+@pytest.mark.parametrize(("queries", "keys", "distance", "window"), [(30, 64, 64, 95), (5, 64, 300, 302), (1, 9, 9, 4)])
+def test_gpu_window_edges_are_where_the_mask_says(queries, keys, distance, window):
+    dtype = torch.bfloat16
+    q, _, _, grad = draw(queries, dtype)
+    _, k, v, _ = draw(keys, dtype, seed=1)
+    mask = BlockMask(queries=queries, keys=keys, distance=distance, causal=False, window=window)
+    results = []
+    for kernel, device in ((ReferenceKernel(), "cpu"), (VarlenKernel(TorchVarlenOps()), "cuda")):
+        a, b, c, d = (x.to(device) for x in (q, k, v, grad))
+        own = BlockMask(queries=queries, keys=keys, distance=distance, causal=False, window=window)
+        out, lse = kernel.forward(a, b, c, causal=False, scale=SCALE, mask=own)
+        results.append((out, lse, *kernel.backward(d, a, b, c, out, lse, causal=False, scale=SCALE, mask=own)))
+    assert mask.window_left is not None
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), *results, strict=True):
+        assert relative_error(b.cpu(), a, floor=0.05 * a.numel() ** 0.5) < 2e-2, name
+
+
+def run_rank(transport, rows, kernel, window, sinks):
+    """Return [(sequence, start, stop, [out, dq, dk, dv])] of this rank's segments."""
+    pieces = []
+    for program in lower_plan(PLAN, transport.rank):
+        segments = program.segments(transport.rank)
+        *leaves, grad = (torch.cat([rows[s.sequence][n][s.start : s.stop] for s in segments]).cuda() for n in range(4))
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        planned = PlannedAttention(program, transport, kernel)
+        out = planned_attention(*leaves, planned, scale=SCALE, window=window, sinks=sinks)
+        results, start = [out.detach(), *torch.autograd.grad(out, leaves, grad)], 0
+        for s in segments:
+            pieces.append((s.sequence, s.start, s.stop, [x[start : start + s.num_tokens].cpu() for x in results]))
+            start += s.num_tokens
+    return pieces
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("window", "with_sinks"), [(None, False), (50, False), (200, True), (1, False)])
+@pytest.mark.parametrize("staged", [False, True])
+def test_gpu_rings_and_packs_equal_dense(dtype, window, with_sinks, staged):
+    """Three ranks as threads on one GPU: the strict transport copies there; staged, all goes through pinned memory."""
+    kernel = choose_kernel(torch.device("cuda"), dtype=dtype, head_dim=64)
+    rows = [draw(length, dtype, seed=i) for i, length in enumerate(LENGTHS)]
+    sinks = torch.linspace(-2, 2, HEADS) if with_sinks else None
+    on_gpu = None if sinks is None else sinks.to("cuda", dtype)
+
+    def work(transport):
+        chosen = StagedTransport(transport) if staged else transport
+        return run_rank(chosen, rows, kernel, window, on_gpu)
+
+    whole = [[torch.full_like(row[n], float("nan")) for n in (0, 0, 1, 2)] for row in rows]
+    for sequence, start, stop, results in (piece for pieces in StrictWorld(3).run(work) for piece in pieces):
+        for into, part in zip(whole[sequence], results, strict=True):
+            into[start:stop] = part
+    for row, got in zip(rows, whole, strict=True):
+        close(got, expected(*row, window=window, sinks=None if sinks is None else sinks.to(dtype).double()), dtype)
+
+
+def test_gpu_kernel_for_bf16_takes_packs_and_says_why():
+    said = []
+    kernel = choose_kernel(torch.device("cuda"), dtype=torch.bfloat16, head_dim=128, say=said.append)
+    assert kernel.token_multiple == 128
+    assert said[0].startswith("attention kernel: ")
+    if torch.cuda.get_device_capability() >= (8, 0) and torch.backends.cuda.is_flash_attention_available():
+        assert isinstance(kernel, VarlenKernel)
