@@ -9,7 +9,7 @@ from lengthwise.attention import FlashCpuKernel, PlannedAttention
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.comm import SoloTransport, StrictWorld
 from lengthwise.core.plan import Piece
-from lengthwise.models import DTYPES, keep_double
+from lengthwise.models import DTYPES, FAMILIES, keep_double, largest_head_dim
 from lengthwise.program import lower_plan
 from lengthwise.testing import build_pair, families, family_difference, make_batch, make_plan, tiny_family_config
 from lengthwise.testing.varlen import ReferenceVarlenOps
@@ -81,3 +81,14 @@ def test_the_path_of_gpus_equals_plain_hugging_face(monkeypatch, model_type):
     difference = family_difference(pair, PLAN, LENGTHS, precision="fp64")
     assert difference.loss < 1e-12
     assert difference.gradient < 1e-12
+
+
+def test_largest_head_dim_is_known_of_every_family():
+    """It decides whether flash kernels can be used: 8 as made tiny, 8 + 4 where keys have a rotary part, or its own."""
+    found = {model_type: largest_head_dim(tiny_family_config(model_type)) for model_type in FAMILIES}
+    assert {model_type: dim for model_type, dim in found.items() if dim not in (8, 12)} == {
+        "gemma4_text": 512,
+        "gemma4_unified_text": 512,
+    }
+    assert found["llama"] == 8
+    assert found["deepseek_v3"] == 12

@@ -163,9 +163,7 @@ def _attend(
             got=", ".join(f"{name}={value}" for name, value in refused.items()),
             remedy="This model needs what lengthwise does not do yet; use another model.",
         )
-    assert query.shape[2] == max(1, lengthwise.num_tokens), (
-        f"{query.shape[2]} queries of {lengthwise.num_tokens} tokens"
-    )
+    assert query.shape[2] == lengthwise.num_rows, f"{query.shape[2]} queries in {lengthwise.num_rows} rows"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     head_dim = max(query.shape[-1], value.shape[-1])
     q, k, v = (_widened(x[0].transpose(0, 1)[: lengthwise.num_tokens], head_dim) for x in (query, key, value))

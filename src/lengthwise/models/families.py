@@ -186,10 +186,12 @@ def _other_layers(config: Any) -> Iterator[tuple[str, str, str]]:
 
 def largest_head_dim(config: Any) -> int:
     """Return the largest head that any attention of the model has, by what its config says."""
+    layers = getattr(config, "per_layer_config", None) or [config]  # where layers differ, the config has one for each
     named = ("head_dim", "global_head_dim", "v_head_dim")
-    sizes = [getattr(config, name, None) or 0 for name in named]
-    latent = [getattr(config, name, None) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
-    return max(*sizes, sum(latent)) or config.hidden_size // config.num_attention_heads
+    latent = ("qk_nope_head_dim", "qk_rope_head_dim")
+    sizes = [getattr(layer, name, None) or 0 for layer in layers for name in named]
+    sizes += [sum(getattr(layer, name, None) or 0 for name in latent) for layer in layers]
+    return max(sizes) or config.hidden_size // config.num_attention_heads
 
 
 def rope_kinds(config: Any) -> list[tuple[str, str]]:
