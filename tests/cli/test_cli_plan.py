@@ -235,6 +235,7 @@ def test_plan_with_given_costs_refuses_what_would_do_nothing(tmp_path, capfd, le
     rest = ("--cost", cost, "--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json")
     assert "--model-shape" in refused(capfd, *rest, "--model-shape", "llama-7b")
     assert "--hardware" in refused(capfd, *rest, "--hardware", "h100")
+    assert "--ranks-per-node" in refused(capfd, *rest, "--ranks-per-node", 8)
     cost.write_text('{"linear_seconds": -1, "speed": 1}')
     err = refused(capfd, *rest)
     assert "linear_seconds" in err
@@ -247,3 +248,36 @@ def test_plan_of_lengths_that_the_given_costs_do_not_price_prints_its_table(tmp_
     rest = ("--cost", cost, "--lengths", lengths, "--ranks", 2, "--out", tmp_path / "plan.json")
     assert call("plan", *rest, "--capacity", 100) == 0
     assert "0.0 %" in capsys.readouterr().out
+
+
+def test_plan_of_lengths_counts_two_kinds_of_links(tmp_path, capsys):
+    """A ring of 64K tokens over 8 ranks: quicker where they share a node."""
+    lengths, out = tmp_path / "lengths.json", tmp_path / "plan.json"
+    lengths.write_text("[65536]")
+    took = {}
+    for ranks_per_node in (1, 8):
+        rest = ("--ranks", 8, "--capacity", 8192, "--ranks-per-node", ranks_per_node, "--out", out)
+        assert call("plan", "--lengths", lengths, *rest) == 0
+        assert "all-terms/1 llama-7b h100" in capsys.readouterr().out
+        took[ranks_per_node] = read_plan(out).notes["predicted_seconds"]
+    assert took[8] < took[1]
+
+
+def test_plan_refuses_nodes_that_are_none(tmp_path, capfd, lengths):
+    rest = ("--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json")
+    assert "ranks_per_node" in refused(capfd, "--lengths", lengths, *rest, "--ranks-per-node", 0)
+    run = write_run(tmp_path, make_rows([3]), model="tiny")
+    assert "--hardware" in refused(capfd, "--config", run, *rest, "--ranks-per-node", 8)
+
+
+def test_plan_writes_waves(tmp_path, lengths):
+    out = tmp_path / "plan.json"
+    rest = ("--ranks", 2, "--capacity", 64, "--out", out)
+    assert call("plan", "--lengths", lengths, *rest, "--mode", "waves") == 0
+    assert read_plan(out).schedule == {"kind": "waves"}
+
+
+def test_plan_refuses_modes_that_there_are_not(tmp_path, capfd, lengths):
+    rest = ("--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json")
+    assert "waves" in refused(capfd, *rest, "--mode", "wave")
+    assert "static" in refused(capfd, *rest, "--mode", "waves", "--planner", "static")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +18,7 @@ from lengthwise.report.figures import count, seconds
 
 if TYPE_CHECKING:
     from lengthwise.config import RunConfig
-    from lengthwise.cost import CostModel
+    from lengthwise.cost import Cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,9 @@ class PlanCommand:
     model_shape: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     """Whose costs to plan with, llama-7b for example; default: the run file's model, else llama-7b."""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="h100|cpu", help_behavior_hint="")] = None
-    """What the ranks are; default: cpu with --config (what this version trains on), h100 with --lengths."""
+    """What the ranks are; default: cpu with --config (planned as training does), h100 with --lengths."""
+    ranks_per_node: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Neighbouring ranks that share a node and its faster link; default: the hardware's."""
     cost: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json", help_behavior_hint="")] = None
     """Plan with these costs in place of a model's and a hardware's: {"quadratic_seconds": q, "linear_seconds": l,
     "fixed_seconds": g, "ring_seconds": c}, left out: 0. A piece of d ranks with S tokens takes (q sum s^2 + l S) / d,
@@ -61,7 +63,7 @@ class PlanCommand:
             raise ConfigError("plan", expected="one of --config and --lengths", got=got, remedy="Give exactly one.")
         config = self._read_config()
         shape = self._shape(config)
-        cost = self._cost(shape, "cpu" if config else "h100")
+        cost = self._cost(shape)
         tokens, context = self._lengths(config, None if self.model_shape or not shape else shape.vocab)
         capacity = config.capacity_tokens if self.capacity is None and config else self.capacity
         if capacity is None:
@@ -106,7 +108,12 @@ class PlanCommand:
 
         if self.cost is None:
             return _shape_of(config) if config and not self.model_shape else named_shape(self.model_shape or "llama-7b")
-        for option, value in (("--model-shape", self.model_shape), ("--hardware", self.hardware)):
+        unused = {
+            "--model-shape": self.model_shape,
+            "--hardware": self.hardware,
+            "--ranks-per-node": self.ranks_per_node,
+        }
+        for option, value in unused.items():
             if value is not None:
                 raise ConfigError(
                     option,
@@ -117,22 +124,36 @@ class PlanCommand:
         known = config is not None and (config.model == "tiny" or (Path(config.model) / "config.json").is_file())
         return _shape_of(config) if config and known else None
 
-    def _cost(self, shape: ModelShape | None, hardware: str) -> CostModel:
-        from lengthwise.cost import analytic_cost, cost_from_file, named_hardware
+    def _cost(self, shape: ModelShape | None) -> Cost:
+        """Make the costs: those given; those that training plans with; or, for other machines, with all terms."""
+        from lengthwise.cost import all_terms_cost, analytic_cost, cost_from_file, named_hardware
 
         if self.cost is not None:
             return cost_from_file(self.cost)
         assert shape is not None, "without --cost there is always a shape"
-        return analytic_cost(shape, named_hardware(self.hardware or hardware))
+        if self.config is not None and self.hardware is None:
+            if self.ranks_per_node is not None:
+                raise ConfigError(
+                    "--ranks-per-node",
+                    expected="--hardware beside it (without, --config plans as training on CPUs does)",
+                    got="no --hardware",
+                    remedy="Add --hardware h100, or leave --ranks-per-node out.",
+                )
+            return analytic_cost(shape, named_hardware("cpu"))
+        hardware = named_hardware(self.hardware or "h100")
+        if self.ranks_per_node is not None:
+            hardware = replace(hardware, ranks_per_node=self.ranks_per_node)
+        return all_terms_cost(shape, hardware)
 
     def _lengths(self, config: RunConfig | None, vocab_size: int | None) -> tuple[list[int], int | None]:
         """Return (lengths to plan, the context that a fixed mesh must hold)."""
-        from lengthwise.data import Batches, load_dataset, load_tokenizer
-        from lengthwise.planner import lengths_from_file
-
         if config is None:
+            from lengthwise.planner import lengths_from_file
+
             assert self.lengths is not None, "one of the two was checked to be given"
             return list(lengths_from_file(self.lengths)), None
+        from lengthwise.data import Batches, load_dataset, load_tokenizer
+
         dataset = load_dataset(
             config.data, tokenizer=lambda: load_tokenizer(config.tokenizer_name), vocab_size=vocab_size
         )
