@@ -186,19 +186,20 @@ def test_verify_fails_at_an_error_of_one_in_ten_million_in_fp64_only(run_file, c
 
 
 def test_verify_fails_when_a_pack_is_not_isolated(run_file, capsys, monkeypatch):
-    """Design 7: packed documents seeing each other: all local documents of a microbatch become one causal block."""
+    """Design 7: packed documents seeing each other: all documents of a pack become one causal block."""
     tasks = MicrobatchProgram.tasks
 
     def joined(self, rank, hop):
-        found = tasks(self, rank, hop)
-        if self.hops > 1 or len(found) < 2:
-            return found
-        first, last = found[0], found[-1]
-        tokens = last.q_stop - first.q_start
-        return (dataclasses.replace(first, q_stop=last.q_stop, kv_start=0, kv_stop=tokens),)
+        blocks = []
+        for task in tasks(self, rank, hop):
+            if blocks and blocks[-1].piece == task.piece and self.microbatch.pieces[task.piece].degree == 1:
+                blocks[-1] = dataclasses.replace(blocks[-1], q_stop=task.q_stop, kv_stop=task.kv_stop)
+            else:
+                blocks.append(task)
+        return tuple(blocks)
 
     monkeypatch.setattr(MicrobatchProgram, "tasks", joined)
-    assert call("verify", run_file, "--ranks", 2, "--set", "capacity_tokens=60") == 1
+    assert call("verify", run_file, "--ranks", 2, "--set", "capacity_tokens=60", "planner=bytescale-naive") == 1
     assert "FAIL" in capsys.readouterr().out
 
 

@@ -91,7 +91,7 @@ def test_lora_trains_as_plain_peft_does_and_saves_what_peft_opens(tmp_path, caps
     assert all(relative(got, wanted) < 1e-7 for got, wanted in zip(losses(output), want, strict=True))
     assert {each.name for each in (output / "model").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     saved = json.loads((output / "model/adapter_config.json").read_text())
-    assert saved["base_model_name_or_path"] == str(tmp_path / "model")
+    assert (saved["base_model_name_or_path"], saved["inference_mode"]) == (str(tmp_path / "model"), True)
     opened = peft.AutoPeftModelForCausalLM.from_pretrained(output / "model", dtype=torch.float64)
     ids = torch.arange(20)[None]
     got, wanted = (each(input_ids=ids, use_cache=False).logits for each in (opened, model))
