@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint families clean
+.PHONY: demo test lint families gpu-check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lengthwise demo
@@ -20,6 +20,14 @@ lint: $(VENV)/.installed-dev
 
 families: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/families.py --out docs/families.md
+
+# On a machine with a GPU: parity on it, and what a step costs, into docs/gpu.md. Elsewhere: one line, status 2.
+gpu-check:
+	@test -e /dev/nvidiactl || test -e /dev/dxg || test -e /dev/kfd || \
+	  { echo "gpu-check: no GPU on this machine; nothing was run or written" >&2; exit 2; }
+	@$(MAKE) --no-print-directory $(VENV)/.installed-dev
+	LENGTHWISE_TEST_GPU=1 $(BIN)/python -m pytest -m gpu -W default
+	$(BIN)/python benchmarks/gpu_step.py --out docs/gpu.md
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -47,8 +47,9 @@ def model_source(name: str) -> ModelSource:
 
 def plain_one_by_one(model: torch.nn.Module, batch: StepBatch) -> None:
     """The loop of a careful user: one document a forward, no padding."""
+    device = next(model.parameters()).device
     for index in range(len(batch.ids)):
-        ids, _ = batch.whole(index)
+        ids = batch.whole(index)[0].to(device)
         model(
             input_ids=ids[None], labels=ids[None], use_cache=False, num_items_in_batch=batch.loss_tokens
         ).loss.backward()
@@ -56,10 +57,11 @@ def plain_one_by_one(model: torch.nn.Module, batch: StepBatch) -> None:
 
 def plain_packed(model: torch.nn.Module, batch: StepBatch, packs: Sequence[Sequence[int]]) -> None:
     """Documents packed as `packs` says, kept apart by position ids."""
+    device = next(model.parameters()).device
     for pack in packs:
-        ids = torch.cat([batch.whole(index)[0] for index in pack])
-        positions = torch.cat([torch.arange(batch.lengths[index]) for index in pack])
-        labels = torch.cat([batch.whole(index)[1] for index in pack])
+        ids = torch.cat([batch.whole(index)[0] for index in pack]).to(device)
+        positions = torch.cat([torch.arange(batch.lengths[index]) for index in pack]).to(device)
+        labels = torch.cat([batch.whole(index)[1] for index in pack]).to(device)
         model(
             input_ids=ids[None],
             position_ids=positions[None],
@@ -68,6 +70,24 @@ def plain_packed(model: torch.nn.Module, batch: StepBatch, packs: Sequence[Seque
             use_cache=False,
             num_items_in_batch=batch.loss_tokens,
         ).loss.backward()
+
+
+def interleaved_seconds(
+    loops: Mapping[str, Callable[[], object]], repeats: int, *, finish: Callable[[], object] = lambda: None
+) -> dict[str, list[float]]:
+    """Time each loop `repeats` times, in turns; `finish` waits for what a loop has only posted."""
+    seconds: dict[str, list[float]] = {loop: [] for loop in loops}
+    for repeat in range(repeats + 1):
+        names = list(loops)
+        first = repeat % len(names)  # each goes first in turn: what ran before it is not always the same
+        for loop, run in ((name, loops[name]) for name in names[first:] + names[:first]):
+            finish()
+            start = time.perf_counter()
+            run()
+            finish()
+            if repeat:  # the first round warms up
+                seconds[loop].append(time.perf_counter() - start)
+    return seconds
 
 
 def measure(name: str, job: Job, batches: Sequence[StepBatch], repeats: int) -> None:
@@ -90,15 +110,7 @@ def measure(name: str, job: Job, batches: Sequence[StepBatch], repeats: int) -> 
             run_plan(ours, p, b, transport, kernel, name="benchmark") for b, p in zip(batches, plans, strict=True)
         ],
     }
-    seconds: dict[str, list[float]] = {loop: [] for loop in loops}
-    for repeat in range(repeats + 1):
-        names = list(loops)
-        first = repeat % len(names)  # each goes first in turn: what ran before it is not always the same
-        for loop, run in ((name, loops[name]) for name in names[first:] + names[:first]):
-            start = time.perf_counter()
-            run()
-            if repeat:  # the first round warms up
-                seconds[loop].append(time.perf_counter() - start)
+    seconds = interleaved_seconds(loops, repeats)
     medians = {loop: statistics.median(each) for loop, each in seconds.items()}
     best = min(("packed", "one by one"), key=lambda loop: medians[loop])
     parameters = sum(parameter.numel() for parameter in ours.parameters())

@@ -12,9 +12,9 @@ def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> N
     """Set what GPUs want.
 
     Expandable segments: the sizes of microbatches change all the time, and fixed segments would fragment. The old name
-    of the key, because torch 2.11 to 2.13 read that one first.
+    of the key counts as the user's word too: torch reads it first.
     NVML for torch's own checks: the other way starts the driver in this process, and then it could not fork ranks.
     """
     if not any(key in environment for key in _ALLOCATOR_KEYS):
-        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
