@@ -58,7 +58,7 @@ def worst(pair: dict[str, torch.nn.Module], recompute: str) -> str:
             found = family_difference(pair, plan, LENGTHS, precision="fp64")
         except LengthwiseError as error:
             return f"refused: {short(error)}"
-        losses.append(found.loss)
+        losses += [found.loss, found.router_loss]
         gradients.append(found.gradient)
     loss, gradient = max(losses), max(gradients)
     return f"{'' if loss <= 1e-13 and gradient <= 1e-12 else '**DIFFERS** '}{loss:.0e} / {gradient:.0e}"
@@ -151,6 +151,10 @@ The largest relative differences, loss / gradient (L2 a tensor), over plans of {
 fp64, of a tiny random model with the family's windows, sinks, experts and kinds of layers: eight documents packed and
 cut over rings, against the plain Hugging Face model one document at a time, without and with activation checkpointing
 (`recompute: layer`). The tests hold every family to 1e-13 / 1e-12. Dropout, where a family has it, must be 0.
+
+Rows with *router loss* are of configs that say `output_router_logits: true`, with a coefficient of 0.5: the gradients
+are then those of both losses, and the loss is the worse of the two. A family without such a row has no balance loss in
+Hugging Face, and a config of it that asks for one is refused.
 
 In families with multi-head latent attention (deepseek, minicpm3, youtu, longcat and others) Hugging Face makes keys of
 every head before attention, and values smaller than keys are filled up with zeros: what travels round a ring is that of

@@ -202,21 +202,17 @@ def test_stop_request_ends_a_process_of_its_own_at_the_second():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 2e-12])
-@pytest.mark.parametrize("place", ["gradient", "loss", "reference"])
+@pytest.mark.parametrize("place", ["gradient", "loss", "reference_loss", "router_loss", "reference_router_loss"])
 def test_verification_fails_at_nan_infinity_and_what_is_over_the_tolerance(place, bad):
-    keys = {"plan": make_plan(1, [2], [Microbatch(pieces=(Piece(ranks=(0,), sequences=(0,)),)).pieces[0]])}
-    loss, reference, gradients = 1.0, 1.0, {"a": 1e-13, "b": 0.0, "c": 1e-13}
-    good = Verification(loss=loss, reference_loss=reference, gradients=gradients, tolerance=1e-12, **keys)
-    assert good.passed
-    if place == "gradient":
-        gradients = {**gradients, "b": bad}
-    elif place == "loss":
-        loss += bad
-    else:
-        reference += bad
-    assert not Verification(
-        loss=loss, reference_loss=reference, gradients=gradients, tolerance=1e-12, **keys
-    ).passed  # fmt: skip
+    keys = {
+        "plan": make_plan(1, [2], [Microbatch(pieces=(Piece(ranks=(0,), sequences=(0,)),)).pieces[0]]),
+        "gradients": {"a": 1e-13, "b": 0.0, "c": 1e-13},
+        "tolerance": 1e-12,
+        **dict.fromkeys(("loss", "reference_loss", "router_loss", "reference_router_loss"), 1.0),
+    }
+    assert Verification(**keys).passed
+    changed = {"gradients": {**keys["gradients"], "b": bad}} if place == "gradient" else {place: 1.0 + bad}
+    assert not Verification(**{**keys, **changed}).passed
 
 
 def test_run_folder_line_is_json_that_any_reader_takes(tmp_path):

@@ -56,7 +56,7 @@ def pair(family, unchosen=None):
         return found
     config = tiny_family_config(family)
     config.output_router_logits = True
-    setattr(config, coefficient_key(config), COEFFICIENT)
+    setattr(config, coefficient_key(family), COEFFICIENT)
     experts = "num_local_experts" if "num_local_experts" in config.to_dict() else "num_experts"
     setattr(config, experts, 5)  # a number that fp32 cannot divide by exactly
     check_model_config(config)
@@ -124,6 +124,13 @@ def test_balance_loss_and_gradients_equal_plain_hugging_face(family):
         assert any(len(piece.sequences) > 1 == piece.degree for m in plan.microbatches for piece in m.pieces)
         assert check_order(plan, layers=2, counts_routers=True) > 0 or ranks == 1
         check_parity(run_planned(family, plan, batch), want)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "jetmoe"])  # jetmoe lists the logits of a router twice
+def test_reference_of_verify_equals_one_graph_of_all_documents(family):
+    batch = make_batch(LENGTHS, vocab=48, seed=1, masked=0.2)
+    found = verify.plain_gradients(copy.deepcopy(pair(family)["plain"]), batch.dataset, batch.ids, torch.float64)
+    check_parity((found.loss, found.router_loss, found.gradients), one_process(family, batch))
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -46,9 +46,9 @@ ROUTER_FAMILIES = (
 )
 
 
-def coefficient_key(config: Any) -> str:
-    """Name the config entry with what the balance loss is multiplied by."""
-    return "aux_loss_coef" if config.model_type == "jetmoe" else "router_aux_loss_coef"
+def coefficient_key(model_type: str) -> str:
+    """Name the config entry of a family with what the balance loss is multiplied by."""
+    return "aux_loss_coef" if model_type == "jetmoe" else "router_aux_loss_coef"
 
 
 def has_balance_loss(config: Any) -> bool:
@@ -76,7 +76,7 @@ class RouterBalance:
 
     def __init__(self, model: Any, counts: Tensor) -> None:
         """Take `count_choices` of every row, summed over all ranks."""
-        self.coefficient: float = getattr(model.config, coefficient_key(model.config))
+        self.coefficient: float = getattr(model.config, coefficient_key(model.config.model_type))
         self._num_rows = int(counts[-1])
         # In fp32 as in Hugging Face, also under fp64, where the division would else differ from it by 6e-8.
         self._frequency = counts[:-1].float() / self._num_rows
@@ -92,7 +92,7 @@ def router_problems(config: Any) -> list[ModelRefused]:
     """List why the balance loss that a config asks for cannot be added."""
     if not has_balance_loss(config):
         return []
-    key = coefficient_key(config)
+    key = coefficient_key(config.model_type)
     coefficient = getattr(config, key, None)
     remedy = "Set output_router_logits to false in the model's config.json."
     where = "model config: output_router_logits"

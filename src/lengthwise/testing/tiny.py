@@ -12,6 +12,8 @@ from typing import Any
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from lengthwise.models import ROUTER_FAMILIES, coefficient_key
+
 MODEL_TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 VOCAB = 48
 
@@ -115,6 +117,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3, no latent queries": ("deepseek_v3", {"q_lora_rank": None}),
     "deepseek_v3, values larger than keys": ("deepseek_v3", {"v_head_dim": 20}),
     "deepseek_v3, rope yarn": ("deepseek_v3", {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    **{
+        f"{family}, router loss": (family, {"output_router_logits": True, coefficient_key(family): 0.5})
+        for family in ROUTER_FAMILIES
+    },
 }
 
 

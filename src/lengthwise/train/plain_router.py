@@ -29,13 +29,13 @@ def plain_balance(model: Any, sequences: Sequence[Tensor]) -> tuple[float, list[
         return 0.0, [[] for _ in sequences]
     with torch.no_grad():
         outputs = [plain_output(model, ids).router_logits for ids in sequences]
-    logits = [[layer.requires_grad_() for layer in layers] for layers in outputs]
+    logits = [[layer.detach().requires_grad_() for layer in layers] for layers in outputs]
     family: Any = sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__]
     together = tuple(torch.cat(layer) for layer in zip(*logits, strict=True))
     loss = family.load_balancing_loss_func(together, model.num_experts, model.num_experts_per_tok)
     found = iter(
         torch.autograd.grad(
-            getattr(config, coefficient_key(config)) * loss, [each for layers in logits for each in layers]
+            getattr(config, coefficient_key(config.model_type)) * loss, [each for layers in logits for each in layers]
         )
     )
     return loss.item(), [[next(found) for _ in layers] for layers in logits]
