@@ -25,7 +25,8 @@ from lengthwise.planner.rings import ring_order
 
 MOST_WORK = 300  # sequences x ranks; above it rules level better than tries
 _ROUNDS = 2  # each from the best so far, and from rings over all ranks
-_TRIES = 1_500
+_TRIES = 1_500  # a round and start
+_PLACED = 12_000  # pieces placed in those, which makes them fewer where there are more than eight
 _PATIENCE = 900  # tries without a better plan, after which one of them ends
 _WARMTH = 0.04  # of the makespan, that a change may cost at first
 
@@ -69,12 +70,13 @@ class _Annealing:
         """Try changes; return the best layout seen."""
         current = best = self.place(state)
         found = 0
-        for number in range(_TRIES):
+        tries = min(_TRIES, _PLACED // len(state))
+        for number in range(tries):
             changed = self.change(state)
             if changed is None:
                 continue
             layout = self.place(changed)
-            warmth = _WARMTH * (1 - number / _TRIES) ** 2
+            warmth = _WARMTH * (1 - number / tries) ** 2
             allowed = current.judged_seconds * (1 - warmth * math.log(1 - self.choose.random()))
             if layout.judged_seconds <= allowed:
                 state, current = changed, layout

@@ -44,6 +44,7 @@ _HALVINGS = 6  # levels tried between the bound and the best so far
 _NEAR = 1.003  # of the bound; below it no level above the bound is tried
 _GOOD_ENOUGH = 1.0006  # of the bound; further tries could gain no more than this
 _PROMISING = 1.001  # of the bound; what could end within it is packed at once
+_WORTH_ANNEALING = 1.005  # of the bound; tiny steps above it are tried out
 _FAR = 1.01  # of the bound; above it smaller shards are tried
 _PLACING_STEPS = 100_000  # rings x thousands of ranks, placed in all
 _PACKING_STEPS = 4_000  # sequences packed in all, and at least three tries
@@ -94,7 +95,8 @@ def plan_lengthwise(request: PlanRequest) -> list[Microbatch]:
     assert search.best is not None, "no level was tried"
     microbatches = write_schedule(search.best)
     tiny = len(request.tokens) * request.cluster.ranks <= MOST_WORK
-    return anneal(request, microbatches, search.best_seconds) if tiny and not search.good else microbatches
+    worth_it = tiny and search.best_seconds > request.bound_seconds * _WORTH_ANNEALING
+    return anneal(request, microbatches, search.best_seconds) if worth_it else microbatches
 
 
 def _floors_tokens(request: PlanRequest) -> Iterator[int]:
@@ -127,14 +129,10 @@ class Search:
         self._placing, self._packing = _PLACING_STEPS, max(_PACKING_STEPS, 3 * len(request.tokens))
 
     @property
-    def good(self) -> bool:
-        """Whether there is a schedule with nothing left to gain."""
-        return self.best_seconds <= self.bound * _GOOD_ENOUGH
-
-    @property
     def over(self) -> bool:
         """Whether no further try is worth it."""
-        return self.good or (self.best is not None and (self._placing <= 0 or self._packing <= 0))
+        spent = self.best is not None and (self._placing <= 0 or self._packing <= 0)
+        return spent or self.best_seconds <= self.bound * _GOOD_ENOUGH
 
     def try_floor(self, floor_tokens: int) -> None:
         """Try the levels of one floor: the bound itself, then between it and the best so far, then fractions of it."""
