@@ -92,6 +92,14 @@ def test_plan_step_ends_near_the_bound_where_many_wide_rings_meet(seed: int) -> 
     assert plan.notes["predicted_seconds"] <= 1.002 * plan.notes["bound_seconds"]
 
 
+def test_plan_step_cuts_the_longest_further_where_the_floor_alone_holds_it_up() -> None:
+    """At 4,096 tokens a rank its 2M tokens end 1.0093 above the bound, whatever else is tried; once the end of it."""
+    cluster = Cluster(ranks=1024, capacity_tokens=16384)
+    tokens = draw_lengths("github", 32 * 2**20, 7)
+    plan = plan_step(tokens, cluster, COMPUTE)
+    assert plan.notes["predicted_seconds"] <= 1.002 * plan.notes["bound_seconds"]
+
+
 def test_plan_step_plans_thousands_of_ranks() -> None:
     """At the bound itself 20 rings take 12,260 ranks and leave too few for the others: once 1.13 above it."""
     cluster = Cluster(ranks=12288, capacity_tokens=16384)

@@ -106,7 +106,7 @@ def _floors_tokens(request: PlanRequest) -> Iterator[int]:
     which one sequence alone already ends too late is left out.
     """
     floor = min(GROWTH_FLOOR_TOKENS, max(1, request.cluster.capacity_tokens // 2))
-    lengths, ranks, limit = request.lengths, request.cluster.ranks, request.bound_seconds * _FAR
+    lengths, ranks, limit = request.lengths, request.cluster.ranks, request.bound_seconds * _PROMISING
     least = least_degrees_held(lengths, request.cluster.capacity_tokens)
     while floor > 1:
         most = most_degrees(lengths, least, ranks, floor)
