@@ -130,15 +130,16 @@ def test_clocks_are_those_of_running_every_layer_of_the_program(
 
 def test_two_rings_over_one_rank_share_its_link() -> None:
     tokens = [40_000, 40_000]
-    apart = Microbatch(pieces=(Piece(ranks=(7, 8), sequences=(0,)), Piece(ranks=(15, 16), sequences=(1,))))
-    shared = Microbatch(pieces=(Piece(ranks=(7, 8), sequences=(0,)), Piece(ranks=(7, 9), sequences=(1,))))
-    slow = all_terms_cost(SHAPE, replace(HARDWARE, link_bytes_per_second=1e8))
+    apart = Microbatch(pieces=(Piece(ranks=(7, 8, 9), sequences=(0,)), Piece(ranks=(15, 16, 17), sequences=(1,))))
+    shared = Microbatch(pieces=(Piece(ranks=(7, 8, 9), sequences=(0,)), Piece(ranks=(7, 10, 11), sequences=(1,))))
+    slow = all_terms_cost(replace(SHAPE, layers=2), replace(HARDWARE, link_bytes_per_second=1e8, ranks_per_node=1))
+    slow = replace(slow, block_efficiency=())
     one, both = (float(microbatch_clocks(m, tokens, slow).total.max()) for m in (apart, shared))
     assert both == pytest.approx(2 * one, rel=0.05)
-    forward, total = _slow_clocks(shared, tokens, replace(slow, block_efficiency=()), 32)
-    mine = microbatch_clocks(shared, tokens, replace(slow, block_efficiency=()))
-    assert mine.total == pytest.approx([total[rank] for rank in mine.ranks], rel=0.01)
-    assert mine.forward == pytest.approx([forward[rank] for rank in mine.ranks], rel=0.01)
+    forward, total = _slow_clocks(shared, tokens, slow, 32)
+    mine = microbatch_clocks(shared, tokens, slow)
+    assert mine.total == pytest.approx([total[rank] for rank in mine.ranks], rel=1e-9)
+    assert mine.forward == pytest.approx([forward[rank] for rank in mine.ranks], rel=1e-9)
 
 
 @settings(deadline=None)
@@ -176,6 +177,12 @@ def test_copies_hold_up_what_compute_does_not_hide() -> None:
     assert offloaded.total[0] == pytest.approx(plain.total[0] + offloaded.copied[0])
     long = microbatch_clocks(Microbatch(pieces=(piece,), offload=1.0), [300_000], COST)
     assert long.copied[0] == 0
+    slow = replace(COST, copy_bytes_per_second=1e8)
+    held = microbatch_clocks(Microbatch(pieces=(piece,), offload=1.0), [3000], slow)
+    both_ways = 2 * slow.copy_seconds(3000.0, 1.0, "none")
+    assert held.total[0] == pytest.approx(
+        both_ways
+    )  # out behind forward, in behind backward: copies are all that counts
 
 
 def test_shares_with_split_heads_are_refused() -> None:

@@ -21,6 +21,7 @@ from lengthwise.core.plan import Piece
 from lengthwise.cost import AllTermsCost
 
 Floats = NDArray[np.float64]
+_EXACT = 2**62  # products below fit NumPy's whole numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +61,8 @@ def piece_stages(piece: Piece, lengths: Sequence[int], cost: AllTermsCost) -> Pi
             got="both",
             remedy="Plan without one of them.",
         )
-    chunks = np.array([np.diff(chunk_bounds(length, positions, piece.shares)) for length in lengths], dtype=np.float64)
-    low, high = chunks[:, :positions], chunks[:, : positions - 1 : -1]
+    chunks = _chunks(lengths, positions, piece.shares)
+    low, high = chunks[:, :positions], np.ascontiguousarray(chunks[:, : positions - 1 : -1])
     shards = low + high
     groups = np.array(piece.ranks).reshape(positions, piece.heads)
     nodes = groups // cost.ranks_per_node
@@ -75,6 +76,15 @@ def piece_stages(piece: Piece, lengths: Sequence[int], cost: AllTermsCost) -> Pi
         near=np.all(nodes == np.roll(nodes, -1, axis=0), axis=1),
         exchange=cost.exchange_bytes / cost.layers * held * (piece.heads - 1) / piece.heads / links,
     )
+
+
+def _chunks(lengths: Sequence[int], positions: int, shares: tuple[float, ...] | None) -> Floats:
+    """Return the tokens of each sequence's 2 x positions chunks, as `core.cut` cuts them."""
+    if shares is None and max(lengths) * 2 * positions < _EXACT:
+        borders = np.array(lengths, dtype=np.int64)[:, None] * np.arange(2 * positions + 1) // (2 * positions)
+    else:
+        borders = np.array([chunk_bounds(length, positions, shares) for length in lengths])
+    return np.diff(borders, axis=1).astype(np.float64)
 
 
 def _blocks(lengths: Floats, low: Floats, high: Floats, cost: AllTermsCost) -> Floats:
