@@ -5,6 +5,7 @@ The same lengths, cluster, costs and planner give the same plan, in any process 
 
 from lengthwise.planner.bounds import bound_seconds
 from lengthwise.planner.check import check_plan
+from lengthwise.planner.exchange import split_heads
 from lengthwise.planner.recipes import RECIPES, draw_lengths, lengths_from_file
 from lengthwise.planner.rings import ring_order
 from lengthwise.planner.score import Score, score
@@ -22,4 +23,5 @@ __all__ = [
     "plan_step",
     "ring_order",
     "score",
+    "split_heads",
 ]

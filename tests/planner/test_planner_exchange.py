@@ -1,0 +1,44 @@
+"""The exchange of a plan's rings: never slower, and nothing else changed."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import all_terms_cost, named_hardware, named_shape
+from lengthwise.planner import check_plan, plan_step, ring_order, score, split_heads
+
+COST = all_terms_cost(replace(named_shape("llama-7b"), kv_heads=32), named_hardware("h100"))
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    tokens=st.lists(st.integers(1, 90_000), min_size=1, max_size=12),
+    ranks=st.sampled_from([12, 16, 24]),
+    planner=st.sampled_from(["static", "lengthwise", "bytescale"]),
+)
+def test_split_heads_never_ends_later_and_moves_nothing(tokens, ranks, planner) -> None:
+    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=8192), COST, planner=planner, layers=32)
+    split = split_heads(plan, COST)
+    check_plan(split)
+    assert score(split, COST).makespan_seconds <= score(plan, COST).makespan_seconds * (1 + 1e-12)
+    for before, after in zip(plan.microbatches, split.microbatches, strict=True):
+        assert [replace(piece, heads=1) for piece in after.pieces] == list(before.pieces)
+    assert ("heads" in split.requires) == any(p.heads > 1 for m in split.microbatches for p in m.pieces)
+
+
+@pytest.mark.parametrize(("first", "expected"), [(0, 4), (5, 1)])
+def test_heads_are_split_where_groups_stay_in_a_node(first: int, expected: int) -> None:
+    """Of 16 ranks from 0 the ring visits 0, 2, 4, 6 | 8, ...: groups of four stay in a node; from 5 none does."""
+    piece = Piece(ranks=ring_order(first, 16), sequences=(0,))
+    plan = Plan(ranks=32, layers=32, capacity=8192, tokens=(80_000,), microbatches=(Microbatch(pieces=(piece,)),))
+    fast_inside = replace(
+        COST,
+        near=replace(COST.near, bytes_per_second=1e13),
+        far=replace(COST.far, bytes_per_second=2e10),
+        exchange_bytes=40 * COST.exchange_bytes,
+    )
+    assert split_heads(plan, fast_inside).microbatches[0].pieces[0].heads == expected
