@@ -1,0 +1,157 @@
+"""The simulator against the truth of this machine: steps of `lengthwise train` on 2 ranks, measured and simulated.
+
+    python benchmarks/simulator_error.py [--steps 12] [--capacity 4096]
+
+1. Profile, with two processes at work as in training: local microbatches of several lengths and packs, sequences over
+   both ranks, and the step's end, each the median of some runs. Least squares give seconds a squared token, a token and
+   a microbatch; the link's rate and latency are those with which simulated rings are nearest to the measured ones.
+2. Train the tiny model on the Python standard library, a run of its own that the profile has not seen.
+3. Simulate the plans that the run wrote, and compare every step but the first, which warms up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lengthwise.attention import choose_kernel
+from lengthwise.cli import main as lengthwise
+from lengthwise.cli.machine import machine_lines
+from lengthwise.config.schema import OptimizerConfig
+from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.cost import AllTermsCost, CostModel, Link, all_terms_cost, named_hardware, named_shape
+from lengthwise.models import build_model, find_model
+from lengthwise.simulator import simulate_plan
+from lengthwise.testing import make_batch, run_ranks
+from lengthwise.train.flat import FlatParameters
+from lengthwise.train.optimizer import ShardedAdamW
+from lengthwise.train.work import run_plan
+
+SHAPE, REPEATS = named_shape("tiny"), 5
+LOCAL = ((128,), (512,), (1024,), (2048,), (4096,), (256,) * 8, (700,) * 5, (3000, 500, 500))
+RINGS = (256, 1024, 2048, 4096, 8192)
+
+
+def main() -> None:
+    """Print the profile and the error of every step."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--capacity", type=int, default=4096)
+    arguments = parser.parse_args()
+    print(*machine_lines()[1:], sep="\n")
+    local, rings, end_seconds = run_ranks(profile, 2)[0]
+    cost = fitted_cost(local, rings, end_seconds)
+    print(f"profile: {cost.version}; step's end {1e3 * end_seconds:.1f} ms")
+    with tempfile.TemporaryDirectory() as folder:
+        measured, plans = train(Path(folder), arguments.steps, arguments.capacity)
+    simulated = [simulate_plan(plan, cost).step_seconds for plan in plans]
+    print("step | measured s | simulated s | error %")
+    for step, (truth, guess) in enumerate(zip(measured, simulated, strict=True), start=1):
+        warm_up = " (warm-up, left out)" if step == 1 else ""
+        print(f"{step} | {truth:.3f} | {guess:.3f} | {100 * (guess / truth - 1):+.1f}{warm_up}")
+    errors = [abs(guess / truth - 1) for truth, guess in zip(measured[1:], simulated[1:], strict=True)]
+    total = sum(simulated[1:]) / sum(measured[1:]) - 1
+    mean = f"mean absolute error {100 * statistics.mean(errors):.1f} % (aim: 10 %)"
+    print(f"{mean}, of all steps together {100 * total:+.1f} %")
+
+
+def local_plan(lengths: Sequence[int]) -> Plan:
+    """The same pack on either rank."""
+    first = tuple(range(len(lengths)))
+    packs = (first, tuple(i + len(lengths) for i in first))
+    return _plan([*lengths, *lengths], *(Piece(ranks=(rank,), sequences=pack) for rank, pack in enumerate(packs)))
+
+
+def ring_plan(length: int) -> Plan:
+    """One sequence over both ranks."""
+    return _plan([length], Piece(ranks=(0, 1), sequences=(0,)))
+
+
+def _plan(tokens: Sequence[int], *pieces: Piece) -> Plan:
+    microbatches = tuple(Microbatch(pieces=(piece,)) for piece in pieces)
+    return Plan(ranks=2, layers=SHAPE.layers, capacity=10**6, tokens=tuple(tokens), microbatches=microbatches)
+
+
+def profile(transport: Any) -> tuple[list[float], list[float], float]:
+    """Measure on one of two ranks: seconds of `LOCAL`, of `RINGS` and of the step's end, of the slower rank."""
+    torch.set_num_threads(1)
+    model: Any = build_model(find_model("tiny"), seed=0)
+    flat = FlatParameters(model, transport, dtype=torch.float32)
+    optimizer = ShardedAdamW(flat, OptimizerConfig(), transport)
+    kernel = choose_kernel(torch.device("cpu"))
+
+    def of_plan(plan: Plan) -> float:
+        batch = make_batch(plan.tokens, vocab=SHAPE.vocab)
+        return _median_seconds(lambda: run_plan(model, plan, batch, transport, kernel, name="profile"), transport)
+
+    local = [of_plan(local_plan(lengths)) for lengths in LOCAL]
+    rings = [of_plan(ring_plan(length)) for length in RINGS]
+    return local, rings, _median_seconds(lambda: optimizer.update(1e-4, optimizer.reduce()), transport)
+
+
+def _median_seconds(run: Callable[[], object], transport: Any) -> float:
+    took = []
+    for _ in range(REPEATS + 1):
+        transport.all_reduce(torch.zeros(1))
+        start = time.perf_counter()
+        run()
+        rows = torch.zeros(transport.world_size, dtype=torch.float64)
+        rows[transport.rank] = time.perf_counter() - start
+        transport.all_reduce(rows)
+        took.append(float(rows.max()))
+    return statistics.median(took[1:])
+
+
+def fitted_cost(local: Sequence[float], rings: Sequence[float], end_seconds: float) -> AllTermsCost:
+    """Fit the costs to the profile; every measurement counts by its relative error."""
+    terms = np.array([[sum(n * n for n in lengths), sum(lengths), 1.0] for lengths in LOCAL])
+    seconds = np.array(local)
+    fitted = np.maximum(0.0, np.linalg.lstsq(terms / seconds[:, None], np.ones(len(seconds)), rcond=None)[0])
+    quadratic, linear, fixed = map(float, fitted)
+    plain = replace(
+        all_terms_cost(SHAPE, named_hardware("cpu")),
+        work=CostModel(quadratic_seconds=quadratic, linear_seconds=linear, fixed_seconds=fixed),
+        block_efficiency=(),
+    )
+    best, nearest = plain, np.inf
+    for rate, latency in product(np.geomspace(1e7, 1e10, 25), np.geomspace(1e-5, 3e-2, 25)):
+        link = Link(bytes_per_second=float(rate), hop_seconds=float(latency) * SHAPE.layers)
+        tried = replace(plain, near=link, far=link, reduced_bytes=2 * end_seconds * float(rate))
+        guesses = [simulate_plan(ring_plan(length), tried).work_end_seconds.max() for length in RINGS]
+        error = float(np.abs(np.array(guesses) / np.array(rings) - 1).mean())
+        if error < nearest:
+            told = f"q {quadratic:.3g}, l {linear:.3g}, g {fixed:.3g}, link {rate:.3g} B/s + {latency:.3g} s a hop"
+            best, nearest = replace(tried, version=f"{told}; rings fitted to {100 * error:.1f} %"), error
+    return best
+
+
+def train(folder: Path, steps: int, capacity: int) -> tuple[list[float], list[Plan]]:
+    """Run `lengthwise train`; return each step's seconds and plan."""
+    config = folder / "run.yaml"
+    config.write_text(
+        f"model: tiny\ndata: [{{python_stdlib: true, max_tokens: {2 * capacity}, too_long: skip}}]\nsteps: {steps}\n"
+        f"global_batch: {{tokens: {6 * capacity}}}\ncapacity_tokens: {capacity}\noutput: out\n"
+    )
+    try:
+        lengthwise(["train", str(config), "--ranks", "2"])
+    except SystemExit as stopped:
+        if stopped.code:
+            raise
+    metrics = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
+    plans = [Plan.from_json(path.read_text()) for path in sorted((folder / "out/plans").glob("*.json"))]
+    return [row["step_seconds"] for row in metrics], plans
+
+
+if __name__ == "__main__":
+    main()
