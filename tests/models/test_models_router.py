@@ -1,7 +1,9 @@
 """The balance loss from counts equals Hugging Face's function on all rows together, however the rows are cut."""
 
 import itertools
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -124,6 +126,12 @@ def test_every_family_with_hugging_faces_balance_loss_has_ours():
         for name in found
     }
     assert len(set(map(float, losses.values()))) == 1
+
+
+def test_run_file_page_names_the_families_with_the_loss():
+    page = (Path(__file__).parents[2] / "docs/run-file.md").read_text()
+    told = page.partition("Families with such a loss:")[2].partition("; the others are refused")[0]
+    assert re.findall(r"\w+", told.replace("(`aux_loss_coef`)", "")) == list(ROUTER_FAMILIES)
 
 
 @pytest.mark.parametrize("model_type", sorted(set(ROUTER_FAMILIES) & set(FAMILIES)))
