@@ -4,11 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lengthwise.core.plan import Plan
+from lengthwise.core.errors import PlanError
+from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
 from lengthwise.planner import bound_seconds, check_plan, plan_step, score
-from lengthwise.planner.annealing import MOST_WORK, anneal
+from lengthwise.planner.annealing import MOST_WORK, Annealing, anneal
 from lengthwise.planner.request import PlanRequest
 from lengthwise.program import check_order
 
@@ -53,6 +54,26 @@ def test_annealed_plans_are_valid_and_never_later(ranks: int, tokens: list[int],
     check_order(plan)
     after = score(plan, cost).makespan_seconds
     assert bound_seconds(tokens, cluster, cost, lone_rings=False) * (1 - 1e-9) <= after <= before
+
+
+def test_annealing_holds_no_pack_whose_chunks_pile_up_on_one_rank() -> None:
+    """Three tokens over four ranks: one holds two of them. Four such packs are 12 tokens, but 8 on that rank, not 7."""
+    request = PlanRequest(
+        tokens=(3, 3, 3, 3), cluster=Cluster(ranks=4, capacity_tokens=3), cost=CostModel(linear_seconds=1.0)
+    )
+    whole = Plan(
+        ranks=4,
+        layers=1,
+        capacity=3,
+        tokens=request.tokens,
+        microbatches=(Microbatch(pieces=(Piece(ranks=(0, 2, 3, 1), sequences=(0, 1, 2, 3)),)),),
+    )
+    with pytest.raises(PlanError, match="at most 3 tokens held"):
+        check_plan(whole)
+    search = Annealing(request)
+    assert search.fits(4, (0, 1, 2))
+    assert not search.fits(4, (0, 1, 2, 3))
+    assert not search.fits(1, (0, 1))
 
 
 def test_anneal_leaves_a_plan_that_nothing_betters() -> None:

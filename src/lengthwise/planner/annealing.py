@@ -48,7 +48,7 @@ class Layout:
 
 def anneal(request: PlanRequest, microbatches: Sequence[Microbatch], makespan_seconds: float) -> list[Microbatch]:
     """Improve a plan of intervals by trying changes; it is returned as it is where none of them helps."""
-    search = _Annealing(request)
+    search = Annealing(request)
     state = [(piece.degree, piece.sequences) for microbatch in microbatches for piece in microbatch.pieces]
     layouts = []
     for _ in range(_ROUNDS):
@@ -58,7 +58,9 @@ def anneal(request: PlanRequest, microbatches: Sequence[Microbatch], makespan_se
     return _write(best) if best.makespan_seconds < makespan_seconds * (1 - 1e-9) else list(microbatches)
 
 
-class _Annealing:
+class Annealing:
+    """Tries changes of one step's plan."""
+
     def __init__(self, request: PlanRequest) -> None:
         self.request, self.ranks, self.capacity = request, request.cluster.ranks, request.cluster.capacity_tokens
         self.launch = request.cost.fixed_seconds
@@ -97,7 +99,7 @@ class _Annealing:
         if kind == 1:
             near = (degree - 1, degree + 1, choose.randint(1, self.ranks))
             new[place] = (min(self.ranks, max(1, choose.choice(near))), sequences)
-            return new if self._fits(*new[place]) else None
+            return new if self.fits(*new[place]) else None
         moved = choose.choice(sequences)
         rest = tuple(i for i in sequences if i != moved)
         other = choose.randrange(len(new))
@@ -108,7 +110,7 @@ class _Annealing:
         else:
             other = len(new)
             new.append((choose.randint(1, self.ranks), (moved,)))
-        if not self._fits(*new[other]):
+        if not self.fits(*new[other]):
             return None
         if rest:
             new[place] = (degree, rest)
@@ -153,7 +155,7 @@ class _Annealing:
         state: State = []
         for i in sorted(range(len(self.request.tokens)), key=lambda i: (-self.request.tokens[i], i)):
             for number, (_, sequences) in enumerate(state):
-                if self._fits(self.ranks, (*sequences, i)):
+                if self.fits(self.ranks, (*sequences, i)):
                     state[number] = (self.ranks, (*sequences, i))
                     break
             else:
@@ -177,7 +179,7 @@ class _Annealing:
             self._held[key] = int(held_tokens([self.request.tokens[i] for i in sequences], degree).max())
         return self._held[key]
 
-    def _fits(self, degree: int, sequences: tuple[int, ...]) -> bool:
+    def fits(self, degree: int, sequences: tuple[int, ...]) -> bool:
         """Tell whether ranks hold a piece: its tokens in all, and on each position but for one a cut sequence."""
         if sum(self.request.tokens[i] for i in sequences) > degree * self.capacity:
             return False
