@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lengthwise.attention import planned
+from lengthwise.cli import calibrate
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.models import adapter
 from lengthwise.program import MicrobatchProgram
@@ -36,6 +37,16 @@ def test_verify_passes_alone_and_leaves_no_output(run_file, capsys):
     assert call("verify", run_file, "--ranks", 1, "--set", "capacity_tokens=64") == 0
     assert "PASS" in capsys.readouterr().out
     assert not (run_file.parent / "out").exists()
+
+
+def test_verify_says_beforehand_what_it_will_take(run_file, capsys, monkeypatch):
+    monkeypatch.setattr(calibrate, "memory_bytes", lambda: 1e6)
+    assert call("verify", run_file, "--ranks", 2) == 0, "it refuses nothing"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("expected, roughly: ")
+    assert lines[2].startswith("memory, roughly: ")
+    assert lines[3].startswith("warning: this machine has 1.00MB of memory")
+    assert next(i for i, line in enumerate(lines) if line.startswith("plan: ")) > 3
 
 
 def hand_plan(run_file, change=lambda plan: None):

@@ -35,9 +35,14 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _memory() -> str:
+def memory_bytes() -> float | None:
+    """Return the memory of this machine in bytes; None where the system does not tell."""
     try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (AttributeError, ValueError, OSError):  # not POSIX
-        return "memory unknown"
-    return f"{count(total)}B memory"
+        return None
+
+
+def _memory() -> str:
+    total = memory_bytes()
+    return "memory unknown" if total is None else f"{count(total)}B memory"

@@ -13,6 +13,7 @@ from lengthwise.core.errors import PlanError
 from lengthwise.report.figures import count
 
 if TYPE_CHECKING:
+    from lengthwise.cli.start import Start
     from lengthwise.core.plan import Plan
     from lengthwise.train.job import Job
     from lengthwise.train.verify import Verification
@@ -24,7 +25,7 @@ class Verify:
 
     Exits with 1 when a difference is above 1e-12 in fp64, 1e-5 in fp32, 2e-2 in bf16 (relative L2 of each tensor,
     floored by 1e-3 of the median tensor's norm). The one process runs the plain Hugging Face model, one sequence at a
-    time.
+    time. Says before it starts how long that will take and how much memory, roughly.
     """
 
     config: RunFile
@@ -51,6 +52,8 @@ class Verify:
             print(
                 f"verify: {len(batch.ids)} sequences, {count(sum(batch.lengths))} tokens, {job.config.precision}, "
                 f"{job.ranks} ranks against one process",
+                *expectations(start, plan),
+                sep="\n",
                 flush=True,
             )
         found = run_ranks(start, lambda world, note: verify_rank(job, plan, world, note))
@@ -58,6 +61,30 @@ class Verify:
             return 0
         print("\n".join(verification_lines(found)))
         return 0 if found.passed else 1
+
+
+def expectations(start: Start, plan: Plan) -> list[str]:
+    """Say how long it will take and how much memory, from the model's shape, the plan and a second's calibration."""
+    from lengthwise.cli.calibrate import calibrate
+    from lengthwise.cost import shape_from_config
+    from lengthwise.models import count_parameters, plain_attention
+    from lengthwise.report.forecast import forecast_lines, forecast_verification
+
+    job = start.job
+    if job.gpus:
+        return ["expected: not told on GPUs yet (the calibration is of CPUs)"]
+    shape, precision = shape_from_config(job.model.config.to_dict()), job.config.precision
+    speed = calibrate(shape, precision)
+    forecast = forecast_verification(
+        shape,
+        plan,
+        speed,
+        parameters=count_parameters(job.model.config),
+        precision=precision,
+        local_ranks=job.ranks if start.world is None else start.world.local_size,
+        eager=plain_attention(job.model) == "eager",
+    )
+    return forecast_lines(forecast, speed.memory_bytes)
 
 
 def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:

@@ -27,6 +27,7 @@ class World:
     rank: int
     world_size: int
     local_rank: int = 0
+    local_size: int = 1  # ranks on this machine
     rendezvous: Path | None = None
     gpus: int = 0
 
@@ -127,7 +128,13 @@ def world_from_environment() -> World | None:
             remedy="Start with torchrun, or unset these variables and use --ranks.",
         )
     rank, world_size, local_rank = (int(number or 0) for number in numbers)
-    return World(rank=rank, world_size=world_size, local_rank=local_rank)
+    local_size = os.environ.get("LOCAL_WORLD_SIZE", "")  # launchers other than torchrun may leave it out
+    return World(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_size=int(local_size) if local_size.isdigit() and int(local_size) else world_size,
+    )
 
 
 def _use_loopback() -> None:

@@ -117,6 +117,11 @@ def build_skeleton(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), experts_implementation=EXPERTS)
 
 
+def count_parameters(config: Any) -> int:
+    """Count the parameters of a config's model, tied ones once; no weights are made."""
+    return sum(parameter.numel() for parameter in build_skeleton(config).parameters())
+
+
 def _refuse_other_weights(name: str, loading: dict[str, Any]) -> None:
     """Refuse what Hugging Face only warns of: parameters drawn anew or left aside are a model that nobody asked for."""
     kinds = {"missing": "missing_keys", "not in the model": "unexpected_keys", "of another shape": "mismatched_keys"}

@@ -1,0 +1,165 @@
+"""How long `verify` will take and how much memory, told before it starts: from shapes, lengths and a quick calibration.
+
+    planned    the work of the busiest rank under costs of this machine, all local ranks sharing its cores
+    plain      the same sequences one by one on rank 0, with the threads that one rank has
+    build      drawing or reading the parameters, copying and reducing them: twice on rank 0
+
+    bytes of a rank    parameters x (values, gradients, 2 / ranks of them) + tokens of its largest microbatch x a token
+    bytes of rank 0    what it had, the gathered gradients, a whole plain model with flat buffers of its own
+                       + the longest sequence x a token, + its scores where plain attention keeps them whole
+
+A token keeps the tensors of every layer (`cost.memory`) and its logits three times over. An estimate: what it leaves
+out (Python, the allocator's rest, other programs) is why no decision hangs on it; it only warns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lengthwise.core.cut import local_tokens
+from lengthwise.core.plan import Microbatch, Plan
+from lengthwise.core.shape import ModelShape
+from lengthwise.cost import CostModel, activation_bytes, recompute_cost
+from lengthwise.report.figures import count, seconds
+
+_BUILD_PASSES = 30  # reads and writes of each parameter's bytes from an empty process to a reduced gradient
+_LOGIT_COPIES = 3  # the logits, their log-softmax and its gradient
+_RANK_BYTES = 60e6  # what a forked rank has of its own before any model: its threads, gloo, Python's objects
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineSpeed:
+    """What one thread of a machine does, as calibrated, and what the machine has.
+
+    linear_flops_per_second, attention_flops_per_second: in the precision of the run, forward and backward.
+    copy_bytes_per_second: read and written, of large tensors. draw_per_second: normal random numbers.
+    layer_seconds: what a layer costs however few tokens it has, forward and backward.
+    process_bytes: what a process holds before any model. memory_bytes: of the machine; None: not known.
+    """
+
+    cores: int
+    linear_flops_per_second: float
+    attention_flops_per_second: float
+    copy_bytes_per_second: float
+    draw_per_second: float
+    layer_seconds: float
+    process_bytes: float
+    memory_bytes: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Seconds of the three parts, and bytes: of the ranks of this machine together, then of rank 0 alone."""
+
+    build_seconds: float
+    planned_seconds: float
+    plain_seconds: float
+    planned_bytes: float
+    plain_bytes: float
+    local_ranks: int
+
+    @property
+    def total_seconds(self) -> float:
+        """From start to verdict."""
+        return self.build_seconds + self.planned_seconds + self.plain_seconds
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most that this machine holds at one time."""
+        return max(self.planned_bytes, self.plain_bytes)
+
+
+def forecast_verification(
+    shape: ModelShape,
+    plan: Plan,
+    speed: MachineSpeed,
+    *,
+    parameters: int,
+    precision: str,
+    local_ranks: int,
+    eager: bool = False,
+) -> Forecast:
+    """Estimate `verify` of a plan on `local_ranks` processes of this machine.
+
+    `parameters` is the model's true count; where it differs from the shape's, linear work is scaled by it. `eager`:
+    the plain model keeps whole score matrices.
+    """
+    narrow, wide = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (2, 4)}[precision]
+    threads = max(1, speed.cores // local_ranks)
+    waits = max(1.0, local_ranks / speed.cores)
+    cost = _cost(shape, speed, threads, parameters)
+    logits = shape.vocab * (narrow + _LOGIT_COPIES * wide)
+    masters = parameters * wide / plan.ranks
+    model = parameters * (narrow + wide) + 2 * masters  # values, gradients; the exact slice and its gradients
+    tokens = max(lengths := plan.tokens)
+    scores = 2 * shape.layers * shape.heads * tokens**2 * wide * eager
+    plain = parameters * (narrow + 3 * wide) + tokens * (activation_bytes(shape, "none", narrow) + logits) + scores
+    passes = _BUILD_PASSES * wide * parameters / (speed.copy_bytes_per_second * threads)
+    held = max(
+        _most_tokens(plan, each) * (activation_bytes(shape, each.recompute, narrow) + logits)
+        for each in plan.microbatches
+    )
+    return Forecast(
+        build_seconds=(passes + parameters / speed.draw_per_second) * (waits + 1),
+        planned_seconds=max(_busy_seconds(plan, cost)) * waits,
+        plain_seconds=sum(cost.piece_seconds([length], 1) + cost.fixed_seconds for length in lengths),
+        planned_bytes=speed.process_bytes + local_ranks * (_RANK_BYTES + model + held),
+        plain_bytes=speed.process_bytes + _RANK_BYTES + model + parameters * wide + plain,
+        local_ranks=local_ranks,
+    )
+
+
+def forecast_lines(forecast: Forecast, memory_bytes: float | None) -> list[str]:
+    """Say what to expect, and warn where the machine has less memory than that."""
+    plan, one, models = (
+        seconds(each) for each in (forecast.planned_seconds, forecast.plain_seconds, forecast.build_seconds)
+    )
+    together, alone = count(forecast.planned_bytes), count(forecast.plain_bytes)
+    lines = [
+        f"expected, roughly: {seconds(forecast.total_seconds)} (the plan {plan}, one process {one}, models {models})",
+        f"memory, roughly: {count(forecast.peak_bytes)}B on this machine (its {forecast.local_ranks} ranks together "
+        f"{together}B, then one process {alone}B)",
+    ]
+    if memory_bytes is not None and forecast.peak_bytes > memory_bytes:
+        lines.append(
+            f"warning: this machine has {count(memory_bytes)}B of memory. If a rank is killed, try fewer --ranks, a "
+            "smaller global_batch or capacity_tokens, fewer layers, or --set precision=fp32."
+        )
+    return lines
+
+
+def _cost(shape: ModelShape, speed: MachineSpeed, threads: int, parameters: int) -> CostModel:
+    """Make the costs of a rank with so many threads; linear work follows the model's true parameters."""
+    pairs = 7.0 * shape.layers * shape.heads * shape.head_dim
+    linear = 6.0 * shape.linear_params * parameters / shape.total_params
+    return CostModel(
+        quadratic_seconds=pairs / (speed.attention_flops_per_second * threads),
+        linear_seconds=linear / (speed.linear_flops_per_second * threads),
+        fixed_seconds=shape.layers * speed.layer_seconds,
+        windows=tuple((window, layers / shape.layers) for window, layers in shape.windows),
+        version="calibrated",
+    )
+
+
+def _busy_seconds(plan: Plan, cost: CostModel) -> list[float]:
+    busy = [0.0] * plan.ranks
+    for microbatch in plan.microbatches:
+        priced = recompute_cost(cost, microbatch.recompute)
+        assert isinstance(priced, CostModel), "five coefficients stay five coefficients"
+        for rank in {rank for piece in microbatch.pieces for rank in piece.ranks}:
+            busy[rank] += priced.fixed_seconds
+        for piece in microbatch.pieces:
+            took = priced.piece_seconds([plan.tokens[i] for i in piece.sequences], piece.degree)
+            for rank in piece.ranks:
+                busy[rank] += took
+    return busy
+
+
+def _most_tokens(plan: Plan, microbatch: Microbatch) -> int:
+    """Count the tokens that the fullest rank of a microbatch holds."""
+    held = [0] * plan.ranks
+    for piece in microbatch.pieces:
+        lengths = [plan.tokens[i] for i in piece.sequences]
+        for position, rank in enumerate(piece.ranks):
+            held[rank] += local_tokens(lengths, piece.degree, position, piece.shares)
+    return max(held)
