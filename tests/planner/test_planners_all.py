@@ -36,7 +36,7 @@ def steps(draw: st.DrawFn, ranks: st.SearchStrategy[int]) -> tuple[list[int], Cl
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(step=steps(st.sampled_from(RANKS)))
 def test_planners_plan_every_sequence_once_within_capacity_and_above_the_bound(
     planner: str, step: tuple[list[int], Cluster]
@@ -53,7 +53,7 @@ def test_planners_plan_every_sequence_once_within_capacity_and_above_the_bound(
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(step=steps(st.sampled_from([1, 2, 3, 5, 6, 7])))
 def test_planners_never_let_ranks_wait_for_each_other_for_ever(planner: str, step: tuple[list[int], Cluster]) -> None:
     tokens, cluster = step
@@ -64,7 +64,7 @@ def test_planners_never_let_ranks_wait_for_each_other_for_ever(planner: str, ste
 
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("cost", [COST, ALL_TERMS], ids=["four-terms", "all-terms"])
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(step=steps(st.sampled_from(RANKS)))
 def test_planners_meet_four_neighbours_at_most(planner: str, cost: Cost, step: tuple[list[int], Cluster]) -> None:
     tokens, cluster = step
