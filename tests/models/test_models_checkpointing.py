@@ -57,7 +57,11 @@ def test_recomputed_family_equals_plain_hugging_face(family):
         check_parity(run_planned(family, plan, batch, "fp64"), want, "fp64")
 
 
-@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name in MODEL_TYPES and name != "ctrl"])
+# ctrl has no wrap; hrm_text runs its layers several times, the first times without gradients: refused by their counts.
+NOT_RECOMPUTED = ("ctrl", "hrm_text")
+
+
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name in MODEL_TYPES and name not in NOT_RECOMPUTED])
 def test_recomputed_listed_family_equals_plain_hugging_face(model_type):
     pair = build_pair(model_type, tiny_family_config(model_type))
     lengths = (1, 57, 40, 5, 31)
