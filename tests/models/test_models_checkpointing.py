@@ -61,7 +61,7 @@ def test_recomputed_family_equals_plain_hugging_face(family):
 NOT_RECOMPUTED = ("ctrl", "hrm_text")
 
 
-@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name in MODEL_TYPES and name not in NOT_RECOMPUTED])
+@pytest.mark.parametrize("model_type", sorted({*FAMILIES} & {*MODEL_TYPES} - {*NOT_RECOMPUTED}))
 def test_recomputed_listed_family_equals_plain_hugging_face(model_type):
     pair = build_pair(model_type, tiny_family_config(model_type))
     lengths = (1, 57, 40, 5, 31)
