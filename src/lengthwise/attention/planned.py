@@ -116,7 +116,10 @@ class PlannedAttention:
         """Return (dq, dk, dv) of this rank's tokens, in the dtype of q, k and v."""
         wide = _wide(q.dtype)
         dq = torch.empty_like(q, dtype=wide)
-        dkv = torch.zeros(2, *k.shape, dtype=wide, device=k.device)
+        # Without a window every key, like every query, is in one diagonal block, which is its first.
+        first_writes = window is None
+        room = torch.empty if first_writes else torch.zeros
+        dkv = room(2, *k.shape, dtype=wide, device=k.device)
         gradients = {shard: dkv[:, start:stop] for shard, (start, stop, _) in self._own.items()}
         held = self._pack(k, v)
         _, stages = self._stages_of(window, q.device)
@@ -141,7 +144,10 @@ class PlannedAttention:
                 if into is None:
                     into = gradients[task.piece, task.home] = self._room(task.piece, task.home, k, wide).zero_()
                 for total, part in zip(into, block_dkv, strict=True):
-                    total[cols] += part
+                    if task.causal and first_writes:
+                        total[cols] = part
+                    else:
+                        total[cols] += part
             pending.wait()
             for content, shard, message in arriving:
                 if content == "dkv":
