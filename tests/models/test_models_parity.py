@@ -177,8 +177,8 @@ def test_family_equals_plain_hugging_face(family, precision):
     want = run_plain(family, batch, precision)
     for ranks in (1, 2, 3, 5):
         plan = planned(family, ranks)
-        packs = [piece for m in plan.microbatches for piece in m.pieces if piece.degree == 1 < len(piece.sequences)]
-        assert packs
+        # Documents must meet in one forward, or nothing would show that they are kept apart.
+        assert any(sum(len(piece.sequences) for piece in m.pieces) > 1 for m in plan.microbatches)
         assert (plan.ring_tokens > 0) == (ranks > 1)
         assert check_order(plan, layers=2) == 0 or ranks > 1
         check_parity(run_planned(family, plan, batch, precision), want, precision)

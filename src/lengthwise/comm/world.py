@@ -94,17 +94,17 @@ def count_gpus() -> int:
     if torch.version.cuda is None and torch.version.hip is None:
         return 0
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=lambda: theirs.send(torch.cuda.device_count()))
+    our_pipe, their_pipe = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: their_pipe.send(torch.cuda.device_count()))
     child.start()
-    theirs.close()
+    their_pipe.close()
     try:
-        return int(ours.recv())
+        return int(our_pipe.recv())
     except EOFError:  # the driver itself failed: as good as no GPU, and torch says more when one is asked for
         return 0
     finally:
         child.join()
-        ours.close()
+        our_pipe.close()
 
 
 def world_from_environment() -> World | None:
