@@ -10,9 +10,21 @@ import sys
 import time
 
 import pytest
+from transformers import GPT2Config, OPTConfig
 
 from lengthwise import __version__
-from train.small_runs import Command, call, count_lines, losses, make_rows, steps_of, train, write_model, write_run
+from train.small_runs import (
+    VOCAB,
+    Command,
+    call,
+    count_lines,
+    losses,
+    make_rows,
+    steps_of,
+    train,
+    write_model,
+    write_run,
+)
 
 
 def refused(capfd, *arguments, code=2):
@@ -105,6 +117,22 @@ def test_train_tells_all_problems_of_model_and_data_in_one_message(tmp_path, cap
 def test_start_refuses_a_bad_argument_by_name(tmp_path, capfd, monkeypatch, verb, arguments, said):
     no_process_may_start(monkeypatch)
     assert said in refused(capfd, verb, write_run(tmp_path, make_rows([3])), *arguments)
+
+
+@pytest.mark.parametrize("family", [GPT2Config, OPTConfig])
+def test_train_refuses_sequences_beyond_a_table_of_positions(tmp_path, capfd, monkeypatch, family):
+    # Once an IndexError in the middle of a step.
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout"), 0.0)
+    config = family(**sizes, **dropouts, layerdrop=0.0, ffn_dim=32, word_embed_proj_dim=32, max_position_embeddings=16)
+    config.save_pretrained(tmp_path / "table")
+    path = write_run(tmp_path, make_rows([16, 3]), model=tmp_path / "table", capacity_tokens=20, steps=1)
+    train(path)
+    write_run(tmp_path, make_rows([17, 3]), model=tmp_path / "table", capacity_tokens=20, steps=1)
+    no_process_may_start(monkeypatch)
+    told = refused(capfd, "train", path, "--overwrite", "--ranks", 2)
+    for part in ("max_position_embeddings", "17 tokens", "max_tokens: 16"):
+        assert part in told
 
 
 def test_start_refuses_a_run_file_that_is_not_there(tmp_path, capfd):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lengthwise.config import GlobalBatch
 from lengthwise.core.errors import DataError, LengthwiseError
-from lengthwise.data import Batches, check_fits, epoch_order
+from lengthwise.data import Batches, check_fits, check_positions, epoch_order
 from lengthwise.data.dataset import DatasetBuilder
 
 GOLDEN = {
@@ -143,6 +143,14 @@ def test_fits_names_the_sequence_and_what_would_hold_it():
     assert "at most 12 tokens" in told
     for remedy in ("at least 4 ranks", "capacity_tokens: 5", "max_tokens: 12", "too_long: skip"):
         assert remedy in told
+
+
+def test_positions_name_the_table_and_the_sequence():
+    check_positions(dataset_of([1, 0, 12]), positions=12)
+    with pytest.raises(DataError) as caught:
+        check_positions(dataset_of([1, 0, 13]), positions=12)
+    for part in ("2 (train.jsonl:3, 13 tokens)", "max_position_embeddings", "max_tokens: 12"):
+        assert part in str(caught.value)
 
 
 def test_fits_names_five_and_counts_the_others():

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport, StrictWorld
 from lengthwise.config import LoraConfig
-from lengthwise.core.errors import ConfigError
+from lengthwise.core.errors import ConfigError, Problems
 from lengthwise.models import (
     DTYPES,
     build_adapted,
@@ -239,12 +239,12 @@ def test_lora_goes_on_from_an_adapter_that_peft_wrote(folders, tmp_path):
 @pytest.mark.parametrize(
     ("family", "names", "told"),
     [
-        ("llama", ("q_prj", "v_proj"), "q_prj. Did you mean `q_proj`?"),
+        ("llama", ("q_prj", "v_proj"), "`q_prj`. Did you mean `q_proj`?"),
         ("llama", ("xyz",), "Known: down_proj, embed_tokens, gate_proj"),
-        ("llama", ("mlp",), "mlp, a LlamaMLP"),
-        ("llama tied", ("lm_head",), "lm_head, whose weight input and output share"),
-        ("llama tied", ("embed_tokens",), "embed_tokens, whose weight"),
-        ("mixtral", ("experts",), "experts, a MixtralExperts"),
+        ("llama", ("mlp",), "`mlp`, a LlamaMLP"),
+        ("llama tied", ("lm_head",), "`lm_head`, whose weight input and output share"),
+        ("llama tied", ("embed_tokens",), "`embed_tokens`, whose weight"),
+        ("mixtral", ("experts",), "`experts`, a MixtralExperts"),
     ],
 )
 def test_lora_refuses_targets_that_it_cannot_adapt(folders, family, names, told):
@@ -252,6 +252,15 @@ def test_lora_refuses_targets_that_it_cannot_adapt(folders, family, names, told)
         check_lora(find_model(str(folders(family))), LoraConfig(target_modules=names))
     assert told in str(caught.value)
     assert caught.value.exit_status == 2
+
+
+def test_lora_tells_all_targets_that_it_does_not_know(folders):
+    with pytest.raises(Problems) as caught:
+        check_lora(find_model(str(folders("llama"))), LoraConfig(target_modules=("q_prj", "k_prj", "v_proj")))
+    told = str(caught.value)
+    assert "`q_prj`. Did you mean" in told
+    assert "`k_prj`. Did you mean" in told
+    assert "v_proj" not in told.replace("`v_proj`?", "")
 
 
 def test_lora_checks_without_storage_and_leaves_the_config_as_it_was(folders):
@@ -294,6 +303,13 @@ def drop(folder, *, shape=None):
     save_file(state, path)
 
 
+def copy_base(folder):
+    """As peft saves an adapter of which an embedding is a target."""
+    path = Path(folder) / "adapter_model.safetensors"
+    name = "base_model.model.model.embed_tokens.base_layer.weight"
+    save_file({**load_file(path), name: torch.zeros(48, 32)}, path)
+
+
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
@@ -307,10 +323,11 @@ def drop(folder, *, shape=None):
         (lambda folder: edit(folder, modules_to_save=["lm_head"]), "modules_to_save"),
         (lambda folder: edit(folder, init_lora_weights="pissa"), "init_lora_weights=pissa"),
         (lambda folder: edit(folder, some_new_trick=3), "some_new_trick=3"),
-        (lambda folder: edit(folder, r=5), "lora_A.weight: [4, 32], not [5, 32]"),
+        (lambda folder: edit(folder, r=5), "lora_A.weight: [4, 32] in the file, [5, 32] in the model"),
         (lambda folder: edit(folder, target_modules=["nothing"]), "lora.adapter"),
-        (drop, "missing"),
-        (lambda folder: drop(folder, shape=(2, 2)), "[2, 2], not"),
+        (drop, "nothing in the file"),
+        (copy_base, "save_embedding_layers=False"),
+        (lambda folder: drop(folder, shape=(2, 2)), "[2, 2] in the file"),
     ],
 )
 def test_lora_refuses_an_adapter_that_it_cannot_go_on_from(folders, adapter, spoil, told):

@@ -5,7 +5,7 @@ its tokenizer, torch never.
 """
 
 from lengthwise.data.dataset import NO_LOSS, Dataset
-from lengthwise.data.fit import check_fits
+from lengthwise.data.fit import check_fits, check_positions
 from lengthwise.data.load import load_dataset
 from lengthwise.data.sampler import Batch, Batches, epoch_order
 from lengthwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -18,6 +18,7 @@ __all__ = [
     "Dataset",
     "Tokenizer",
     "check_fits",
+    "check_positions",
     "epoch_order",
     "load_dataset",
     "load_tokenizer",

@@ -3,7 +3,7 @@
 from lengthwise.models.adapter import model_loss, model_router_logits, plain_output, token_loss
 from lengthwise.models.checkpointing import check_recompute, recompute_layers
 from lengthwise.models.double import keep_double
-from lengthwise.models.families import FAMILIES, check_model_config, largest_head_dim
+from lengthwise.models.families import FAMILIES, check_model_config, largest_head_dim, position_limit
 from lengthwise.models.load import (
     DTYPES,
     ModelSource,
@@ -38,6 +38,7 @@ __all__ = [
     "model_router_logits",
     "plain_attention",
     "plain_output",
+    "position_limit",
     "recompute_layers",
     "save_adapter",
     "save_model",

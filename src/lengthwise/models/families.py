@@ -202,3 +202,8 @@ def rope_kinds(config: Any) -> list[tuple[str, str]]:
         (f"{where}.rope_type", each.get("rope_type", "default"))
         for where, each in (nested or {"rope_parameters": rope}).items()
     ]
+
+
+def position_limit(config: Any) -> int | None:
+    """Tell how long a sequence may be where positions are looked up in a table; None where rope makes them."""
+    return None if getattr(config, "rope_parameters", None) else getattr(config, "max_position_embeddings", None)

@@ -21,14 +21,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lengthwise.config import LoraConfig
-from lengthwise.core.errors import ConfigError, OutputError
+from lengthwise.core.errors import ConfigError, OutputError, raise_problems
 from lengthwise.core.names import did_you_mean
 from lengthwise.models.adapter import ATTENTION_NAME
 from lengthwise.models.load import ModelSource, build_model, build_skeleton
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
-_PREFIX, _ADAPTER = "base_model.model.", "default"
+_PREFIX, _ADAPTER, _BASE_COPY = "base_model.model.", "default", ".base_layer.weight"
 
 # Keys of a saved adapter's config that say what we can run, or say nothing about the arithmetic.
 _RUNNABLE = frozenset(
@@ -166,18 +166,20 @@ def _check_targets(model: Any, names: Any) -> None:
     known = sorted({name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, kinds)})
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     tied = None not in ends and ends[0].weight is ends[1].weight
+    where, problems = "lora.target_modules", []
     for target in sorted(names):
         fitting = [module for name, module in modules.items() if name == target or name.endswith(f".{target}")]
-        where, remedy = "lora.target_modules", did_you_mean(target, known) or f"Known: {', '.join(known)}."
-        if not fitting:
-            raise _refuse(where, "names of layers of the model", target, remedy)
         other = [module for module in fitting if not isinstance(module, kinds)]
-        if other:
-            got = f"{target}, a {type(other[0]).__name__}"
-            raise _refuse(where, "names of linear or embedding layers", got, f"Known: {', '.join(known)}.")
-        if tied and any(module is end for module in fitting for end in ends):
-            got = f"{target}, whose weight input and output share"
-            raise _refuse(where, "layers with a weight of their own", got, "Take it out.")
+        near = did_you_mean(target, known) or f"Known: {', '.join(known)}."
+        if not fitting:
+            problems.append(_refuse(where, "names of layers of the model", f"`{target}`", near))
+        elif other:
+            got = f"`{target}`, a {type(other[0]).__name__}"
+            problems.append(_refuse(where, "names of linear or embedding layers", got, f"Known: {', '.join(known)}."))
+        elif tied and any(module is end for module in fitting for end in ends):
+            got = f"`{target}`, whose weight input and output share"
+            problems.append(_refuse(where, "layers with a weight of their own", got, "Take it out."))
+    raise_problems(problems)
 
 
 def _read_adapter_config(folder: Path) -> dict[str, Any]:
@@ -204,10 +206,16 @@ def _check_weights(folder: Path, model: nn.Module) -> None:
     except (OSError, SafetensorError) as error:
         raise _refuse("lora.adapter", f"a folder with {WEIGHTS_NAME}", f"{folder}: {_first_line(error)}") from None
     asked = {name: list(parameter.shape) for name, parameter in _adapters(model).items()}
+    copies = sorted(name for name in saved.keys() - asked.keys() if name.endswith(_BASE_COPY))
+    if copies:  # peft adds it by itself where an embedding is a target
+        got = f"a copy of the base model's weight besides, {copies[0]}"
+        remedy = "Save it with save_pretrained(..., save_embedding_layers=False)."
+        raise _refuse("lora.adapter", "the weights of the adapter alone", got, remedy)
     wrong = sorted(name for name in saved.keys() | asked.keys() if saved.get(name) != asked.get(name))
     if wrong:
         first = wrong[0]
-        got = f"{len(wrong)} that differ, first {first}: {saved.get(first, 'missing')}, not {asked.get(first, 'there')}"
+        there, here = saved.get(first, "nothing"), asked.get(first, "nothing")
+        got = f"{len(wrong)} that differ, first {first}: {there} in the file, {here} in the model"
         raise _refuse("lora.adapter", "exactly the weights that its config asks for in this model", got)
 
 

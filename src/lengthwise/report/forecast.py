@@ -116,7 +116,8 @@ def forecast_lines(forecast: Forecast, memory_bytes: float | None) -> list[str]:
     )
     together, alone = count(forecast.planned_bytes), count(forecast.plain_bytes)
     lines = [
-        f"expected, roughly: {seconds(forecast.total_seconds)} (the plan {plan}, one process {one}, models {models})",
+        f"expected, roughly: {seconds(forecast.total_seconds)} (the plan {plan}, one process {one}, models {models}), "
+        "and some seconds in which processes start",
         f"memory, roughly: {count(forecast.peak_bytes)}B on this machine (its {forecast.local_ranks} ranks together "
         f"{together}B, then one process {alone}B)",
     ]

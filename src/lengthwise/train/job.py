@@ -10,8 +10,15 @@ from lengthwise.core.errors import Collector, DataError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel, analytic_cost, named_hardware, shape_from_config
-from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, load_dataset, load_tokenizer
-from lengthwise.models import ModelSource, check_lora, check_model_config, check_recompute, find_model
+from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
+from lengthwise.models import (
+    ModelSource,
+    check_lora,
+    check_model_config,
+    check_recompute,
+    find_model,
+    position_limit,
+)
 from lengthwise.planner import check_plan, plan_step
 from lengthwise.program import refuse_unsupported
 from lengthwise.train.batch import StepBatch
@@ -92,6 +99,10 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: 
         )
     for each in filter(None, (dataset, eval_dataset)):
         attempt(lambda each=each: check_fits(each, ranks=ranks, capacity_tokens=config.capacity_tokens))
+    positions = position_limit(model.config) if model else None
+    if positions is not None:
+        for each in filter(None, (dataset, eval_dataset)):
+            attempt(lambda each=each: check_positions(each, positions=positions))
     if model:
         refused = len(collector.problems)
         attempt(lambda: check_model_config(model.config))
