@@ -1,12 +1,13 @@
 """What being general costs: one rank of Lengthwise against the faster of two plain Hugging Face loops.
 
-    python benchmarks/overhead.py [--repeats 5] [--batches 3] [--models tiny,25m]
+    python benchmarks/overhead.py [--repeats 5] [--batches 3] [--models tiny,25m] [--without-packed]
 
 Forward and backward over the same global batches of standard library files up to 8,192 bytes, in fp32, in one process:
     packed      documents packed to the capacity, position ids, use_cache=False: Hugging Face makes the block mask
     one by one  one document at a time
     lengthwise  the plan of one rank, through the engine's own path (collate, planned attention, flat gradients)
-Repeats are interleaved, so that a noisy machine is noisy for all three; the figure is the ratio of medians.
+Repeats are interleaved, so that a noisy machine is noisy for all three; the figure is the ratio of medians. The packed
+loop takes minutes where the model is large; `--without-packed` leaves it out.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def interleaved_seconds(
     return seconds
 
 
-def measure(name: str, job: Job, batches: Sequence[StepBatch], repeats: int) -> None:
+def measure(name: str, job: Job, batches: Sequence[StepBatch], repeats: int, *, packed: bool) -> None:
     """Print the seconds of all three, and the ratio."""
     source = model_source(name)
     plain = build_model(source, seed=0, attention=plain_attention(source))
@@ -110,9 +111,11 @@ def measure(name: str, job: Job, batches: Sequence[StepBatch], repeats: int) -> 
             run_plan(ours, p, b, transport, kernel, name="benchmark") for b, p in zip(batches, plans, strict=True)
         ],
     }
+    if not packed:
+        del loops["packed"]
     seconds = interleaved_seconds(loops, repeats)
     medians = {loop: statistics.median(each) for loop, each in seconds.items()}
-    best = min(("packed", "one by one"), key=lambda loop: medians[loop])
+    best = min((loop for loop in loops if loop != "lengthwise"), key=lambda loop: medians[loop])
     parameters = sum(parameter.numel() for parameter in ours.parameters())
     cells = "  ".join(f"{loop} {median:.3f} s" for loop, median in medians.items())
     ratio = medians["lengthwise"] / medians[best]
@@ -125,6 +128,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--batches", type=int, default=3)
     parser.add_argument("--models", default="tiny,25m")
+    parser.add_argument("--without-packed", action="store_true")
     arguments = parser.parse_args()
     print("\n".join(machine_lines()[1:]))
     config = build_config(
@@ -141,7 +145,7 @@ def main() -> None:
     batches = [batch for batch, _ in zip(job.batches(), range(arguments.batches), strict=False)]
     print(f"{len(batches)} batches, {sum(sum(batch.lengths) for batch in batches)} tokens, {arguments.repeats} repeats")
     for name in arguments.models.split(","):
-        measure(name, job, batches, arguments.repeats)
+        measure(name, job, batches, arguments.repeats, packed=not arguments.without_packed)
 
 
 if __name__ == "__main__":
