@@ -1,7 +1,7 @@
 """The bound against every plan there is, for a few sequences on two or three ranks."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import example, given, settings
@@ -14,6 +14,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
 from lengthwise.planner import bound_seconds, check_plan, score
 from lengthwise.planner.bounds import has_lone_rings, shares_launches_only
+from planner.partitions import partitions
 
 Held = tuple[tuple[int, ...], tuple[int, ...]]  # ranks, lengths
 
@@ -26,17 +27,6 @@ COSTS = st.builds(
     hop_seconds=st.sampled_from([0.0, 70.0]),
 )
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=3)
-
-
-def _partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
-    """Yield every way to put items, by index, into groups."""
-    if not items:
-        yield []
-        return
-    for rest in _partitions(items[1:]):
-        yield [[items[0]], *rest]
-        for i, group in enumerate(rest):
-            yield [*rest[:i], [items[0], *group], *rest[i + 1 :]]
 
 
 def _fits(microbatch: Sequence[Held], ranks: int, capacity: int, *, rounding: bool = True) -> bool:
@@ -75,12 +65,12 @@ def _least_makespan(
     """
     places = [where for n in range(1, ranks + 1) for where in itertools.combinations(range(ranks), n)]
     best = float("inf")
-    for groups in _partitions(range(len(lengths))):
+    for groups in partitions(range(len(lengths))):
         for chosen in itertools.product(places, repeat=len(groups)):
             pieces = [(where, tuple(lengths[i] for i in group)) for where, group in zip(chosen, groups, strict=True)]
             if (lone or shared) and not all(_is_lone(where, group, capacity) for where, group in pieces):
                 continue
-            joined = [[[i] for i in range(len(pieces))]] if lone else _partitions(range(len(pieces)))
+            joined = [[[i] for i in range(len(pieces))]] if lone else partitions(range(len(pieces)))
             for together in joined:
                 microbatches = [[pieces[i] for i in group] for group in together]
                 if all(

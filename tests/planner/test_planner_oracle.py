@@ -15,6 +15,7 @@ from lengthwise.cost import CostModel
 from lengthwise.planner import PLANNERS, bound_seconds, check_plan, plan_step, score
 from lengthwise.planner.holding import held_tokens
 from lengthwise.planner.oracle import Best, plan_oracle
+from planner.partitions import partitions
 
 COSTS = st.builds(
     CostModel,
@@ -25,16 +26,6 @@ COSTS = st.builds(
     hop_seconds=st.sampled_from([0.0, 70.0]),
 )
 EXACT = {"relative_gap": 1e-9, "most_nodes": 10**6}
-
-
-def _partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
-    if not items:
-        yield []
-        return
-    for rest in _partitions(items[1:]):
-        yield [[items[0]], *rest]
-        for i, group in enumerate(rest):
-            yield [*rest[:i], [items[0], *group], *rest[i + 1 :]]
 
 
 def _fits(lengths: Sequence[int], degree: int, capacity: int, beside: int = 0) -> bool:
@@ -71,7 +62,7 @@ def _besides(
 
 def _every_plan(tokens: Sequence[int], ranks: int, capacity: int) -> Iterator[Plan]:
     every = [where for n in range(1, ranks + 1) for where in itertools.combinations(range(ranks), n)]
-    for groups in _partitions(range(len(tokens))):
+    for groups in partitions(range(len(tokens))):
         held = [[tokens[i] for i in group] for group in groups]
         for places in itertools.product(every, repeat=len(groups)):
             if not all(_fits(group, len(where), capacity) for group, where in zip(held, places, strict=True)):
