@@ -46,6 +46,46 @@ def test_place_rings_starts_each_as_early_as_any_interval_allows(data: st.DataOb
     assert work == line.busy_seconds
 
 
+@given(data=st.data(), ranks=st.integers(1, 17), node=st.integers(1, 6))
+def test_place_rings_on_nodes_ends_each_as_early_as_any_interval_allows(
+    data: st.DataObject, ranks: int, node: int
+) -> None:
+    rows = data.draw(st.lists(st.tuples(st.integers(1, min(ranks, 5)), st.integers(1, 9)), max_size=40))
+    rows = sorted(rows, reverse=True)
+    penalty = data.draw(st.integers(1, 5))
+
+    def extra(_sequence: int, degree: int) -> np.ndarray | None:
+        if degree > node:
+            return None
+        firsts = np.arange(ranks - degree + 1)
+        return penalty * (firsts % node + degree > node).astype(np.float64)
+
+    timed = [(i, degree, float(time)) for i, (degree, time) in enumerate(rows)]
+    line = place_rings(timed, ranks, extra_seconds=extra)
+    clock = np.zeros(ranks)
+    for ring, (degree, seconds) in zip(sorted(line.rings, key=lambda ring: ring.sequence), rows, strict=True):
+        more = extra(0, degree)
+        more = np.zeros(ranks - degree + 1) if more is None else more
+        ends = [clock[a : a + degree].max() + seconds + more[a] for a in range(ranks - degree + 1)]
+        assert ring.start_seconds + ring.seconds == min(ends)
+        assert ring.seconds == seconds + more[ring.first]
+        clock[ring.first : ring.first + degree] = ring.start_seconds + ring.seconds
+    assert clock.tolist() == line.free.tolist()
+
+
+def test_place_rings_backfills_at_the_end_of_a_hole_where_it_is_quicker() -> None:
+    """The hole is ranks 3 to 7 until 5; from 3 a ring of 2 would straddle nodes of 4 and be too long for the hole."""
+    rows = [(0, 3, 5.0), (1, 8, 2.0), (2, 2, 4.0)]
+
+    def extra(_sequence: int, degree: int) -> np.ndarray | None:
+        return 2.0 * (np.arange(8 - degree + 1) % 4 + degree > 4) if degree <= 4 else None
+
+    line = place_rings(rows, 8, backfilled=True, extra_seconds=extra)
+    assert [(ring.sequence, ring.first, ring.seconds) for ring in line.rings] == [(0, 0, 5), (2, 6, 4), (1, 0, 2)]
+    waits = line.gaps.longest_first(0.0)
+    assert waits == [(3, -1, 2, 5.0), (4, -1, 2, 5.0), (5, -1, 2, 5.0), (6, 1, 2, 1.0), (7, 1, 2, 1.0)]
+
+
 def test_place_rings_fills_the_hole_beside_a_wide_ring_with_a_narrower_one() -> None:
     """Four of six ranks, then all: the two beside the first wait for 5, and a ring of two fits there."""
     rows = [(0, 4, 5.0), (1, 6, 2.0), (2, 2, 4.0)]

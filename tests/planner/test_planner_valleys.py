@@ -1,10 +1,13 @@
 """Valleys: rings that fill the line from wall to wall, never one over another."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.cost import CostModel
+from lengthwise.cost import CostModel, all_terms_cost, named_hardware, named_shape
+from lengthwise.planner.ground import Ground
 from lengthwise.planner.valleys import Moldable, fill_valleys
 
 LINEAR = CostModel(linear_seconds=1.0)
@@ -17,19 +20,20 @@ def _moldable(*rings: tuple[int, int, int]) -> list[Moldable]:
 
 
 def test_fill_valleys_widens_each_ring_to_what_its_place_asks_for() -> None:
-    line = fill_valleys(_moldable((320, 5, 10), (320, 5, 10), (480, 5, 6), (40, 2, 2)), 12, LINEAR)
+    line = fill_valleys(_moldable((320, 5, 10), (320, 5, 10), (480, 5, 6), (40, 2, 2)), Ground(LINEAR, 12), LINEAR)
     assert [ring.degree for ring in line.rings] == [6, 6, 6, 2]
     assert line.gaps.longest_first(0.0) == []
     assert sorted(line.free) == [320 / 6] * 4 + [320 / 6 + 20] * 2 + [320 / 6 + 80] * 6
 
 
 def test_fill_valleys_keeps_a_degree_where_wider_would_not_be_quicker() -> None:
-    line = fill_valleys(_moldable((100, 3, 8)), 5, CostModel(linear_seconds=1.0, hop_seconds=50.0))
+    cost = CostModel(linear_seconds=1.0, hop_seconds=50.0)
+    line = fill_valleys(_moldable((100, 3, 8)), Ground(cost, 5), cost)
     assert [ring.degree for ring in line.rings] == [3]
 
 
 def test_fill_valleys_remembers_the_gap_under_a_ring_that_is_wider_than_the_valley() -> None:
-    line = fill_valleys(_moldable((80, 4, 4), (60, 3, 5)), 5, LINEAR)
+    line = fill_valleys(_moldable((80, 4, 4), (60, 3, 5)), Ground(LINEAR, 5), LINEAR)
     assert [ring.degree for ring in line.rings] == [4, 5]
     assert line.gaps.longest_first(0.0) == [(4, -1, 1, 20.0)]
     assert line.free.max() == 20 + 60 / 5
@@ -47,7 +51,7 @@ def test_fill_valleys_places_each_ring_once_where_its_ranks_are_free(
     cost = CostModel(linear_seconds=1.0, quadratic_seconds=0.01, fixed_seconds=fixed, hop_seconds=hop)
     widest_first = sorted(rings, key=lambda ring: -ring[1])
     moldable = _moldable(*((length, degree, degree + more) for length, degree, more in widest_first))
-    line = fill_valleys(moldable, ranks, cost)
+    line = fill_valleys(moldable, Ground(cost, ranks), cost)
     placed = line.rings
     assert sorted(ring.sequence for ring in placed) == list(range(len(rings)))
     waits = {(before, rank): seconds for rank, _, before, seconds in line.gaps.longest_first(0.0)}
@@ -63,3 +67,13 @@ def test_fill_valleys_places_each_ring_once_where_its_ranks_are_free(
         clock[ring.first : ring.first + ring.degree] = start + seconds
     assert not waits
     assert clock.tolist() == line.free.tolist()
+
+
+def test_fill_valleys_stays_inside_a_node_where_a_wall_lies_across_its_border() -> None:
+    """After a ring of 3, ranks 3 to 7 are free together: beside the wall a ring of 2 would straddle nodes of 4."""
+    cost = replace(all_terms_cost(named_shape("llama-7b"), named_hardware("h100")), ranks_per_node=4)
+    rings = _moldable((90_000, 3, 3), (20_000, 2, 2))
+    assert [ring.first for ring in fill_valleys(rings, Ground(LINEAR, 8), cost).rings] == [0, 3]
+    line = fill_valleys(rings, Ground(cost, 8), cost)
+    assert [ring.first for ring in line.rings] == [0, 6]
+    assert line.rings[1].seconds == cost.piece_seconds([20_000], 2) + cost.fixed_seconds

@@ -2,6 +2,7 @@
 
 Longest degree first, then longest work: each ring takes the interval that lets it start earliest; among those, the one
 that makes the least idle time, then the lowest. A ring starts when the last of its ranks is free, so the others wait.
+Where the line is not level (`ground`: nodes), it is the interval in which the ring ends earliest.
 Where neighbours wait together there is a hole, and a later, narrower ring that fits into one runs there, before the
 ring that left it (18 of 24 ranks, then 11: the 6 beside the first are worth a ring). What still waits are gaps, which
 local packs fill.
@@ -13,7 +14,7 @@ those just placed has ended. That is the same schedule, and on 12,288 ranks 3,33
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -24,6 +25,9 @@ from numpy.typing import NDArray
 _SWEPT = 3  # rings of one degree from which a sweep is worth its sorting
 _ROUNDING = 1e-12  # waits shorter than this share of the time are sums in another order
 _HOLES = 64  # holes remembered, the largest
+
+
+Extra = NDArray[np.float64] | None  # how much longer a ring takes at each first rank; None: nowhere longer
 
 
 class Ring(NamedTuple):
@@ -107,21 +111,23 @@ class Line:
         self.rings.append(Ring(sequence, first, degree, start, seconds))
         return end
 
-    def backfill(self, sequence: int, degree: int, seconds: float) -> bool:
+    def backfill(self, sequence: int, degree: int, seconds: float, extra: Extra) -> bool:
         """Let a ring run in the hole that it leaves narrowest, then shortest; tell whether there is one."""
         fitting = [
             (hole.end - hole.first, hole.end_seconds - hole.start_seconds, number)
             for number, hole in enumerate(self._holes)
-            if hole.end - hole.first >= degree and hole.end_seconds - hole.start_seconds >= seconds
+            if hole.end - hole.first >= degree
+            and hole.end_seconds - hole.start_seconds >= seconds + _quicker_end(extra, hole, degree)[0]
         ]
         if not fitting:
             return False
         hole = self._holes.pop(min(fitting)[2])
-        self.rings.append(Ring(sequence, hole.first, degree, hole.start_seconds, seconds))
-        middle = hole.first + degree
+        more, first = _quicker_end(extra, hole, degree)
+        self.rings.append(Ring(sequence, first, degree, hole.start_seconds, seconds + more))
+        end = first + degree
         self._holes += [
-            Hole(hole.first, middle, hole.start_seconds + seconds, hole.end_seconds),
-            Hole(middle, hole.end, hole.start_seconds, hole.end_seconds),
+            Hole(first, end, hole.start_seconds + seconds + more, hole.end_seconds),
+            Hole(*((end, hole.end) if first == hole.first else (hole.first, first)), *hole[2:]),
         ]
         return True
 
@@ -154,8 +160,30 @@ class Line:
             self._holes = sorted(self._holes, key=lambda hole: -hole.rank_seconds)[:_HOLES]
 
 
-def place_rings(rings: Sequence[tuple[int, int, float]], ranks: int, *, backfilled: bool = False) -> PlacedRings:
-    """Place rings given as (sequence, degree, seconds with launch), in this order; `backfilled`: also into holes."""
+def _nowhere_longer(_sequence: int, _degree: int) -> Extra:
+    return None
+
+
+def at_place(extra: Extra, first: int) -> float:
+    """Tell what a place adds."""
+    return 0.0 if extra is None else float(extra[first])
+
+
+def place_rings(
+    rings: Sequence[tuple[int, int, float]],
+    ranks: int,
+    *,
+    backfilled: bool = False,
+    extra_seconds: Callable[[int, int], Extra] = _nowhere_longer,
+) -> PlacedRings:
+    """Place rings given as (sequence, degree, seconds with launch), in this order.
+
+    Args:
+        rings: widest first, those of one degree together.
+        ranks: of the line.
+        backfilled: place rings also into the holes that wider ones left.
+        extra_seconds: tells of a sequence and a degree how much longer than `seconds` each place takes.
+    """
     line = Line(ranks)
     place = 0
     while place < len(rings):
@@ -165,40 +193,59 @@ def place_rings(rings: Sequence[tuple[int, int, float]], ranks: int, *, backfill
             end += 1
         while place < end:
             sequence, _, seconds = rings[place]
-            if backfilled and line.backfill(sequence, degree, seconds):
+            extra = extra_seconds(sequence, degree)
+            if backfilled and line.backfill(sequence, degree, seconds, extra):
                 place += 1
             elif end - place < _SWEPT:
-                line.put(sequence, earliest_interval(line.free, degree)[0], degree, seconds)
+                first = earliest_interval(line.free, degree, extra)[0]
+                line.put(sequence, first, degree, seconds + at_place(extra, first))
                 place += 1
             else:
-                place += _sweep(line, rings, place, end)
+                place += _sweep(line, rings[place:end], extra, extra_seconds)
     return line.placed()
 
 
-def _sweep(line: Line, rings: Sequence[tuple[int, int, float]], place: int, end: int) -> int:
-    """Place rings [place, end) of one degree side by side, as far as one look at the line tells where; count them."""
-    degree = rings[place][1]
+def _sweep(
+    line: Line, rings: Sequence[tuple[int, int, float]], extra: Extra, extra_seconds: Callable[[int, int], Extra]
+) -> int:
+    """Place rings of one degree side by side, as far as one look at the line tells where; count them.
+
+    Places are ordered by what they add to the first of these rings, `extra`.
+    """
+    degree = rings[0][1]
     starts, idle = _starts_and_idle(line.free, degree)
+    if extra is not None:
+        starts = starts + extra
     taken = bytearray(len(line.free))
-    number, soonest_end = place, float("inf")
+    number, soonest_end = 0, float("inf")
     order = np.lexsort((idle, starts))
     for first, start in zip(order.tolist(), starts[order].tolist(), strict=True):
-        if number == end or start >= soonest_end:
+        if number == len(rings) or start >= soonest_end:
             break
         if taken[first] or taken[first + degree - 1]:
             continue
         sequence, _, seconds = rings[number]
+        seconds += at_place(extra_seconds(sequence, degree), first)
         soonest_end = min(soonest_end, line.put(sequence, first, degree, seconds))
         taken[first : first + degree] = b"\1" * degree
         number += 1
-    return number - place
+    return number
 
 
-def earliest_interval(free: NDArray[np.float64], degree: int) -> tuple[int, float]:
-    """Find where a ring starts earliest; of equal ones, where the least time is lost waiting, then the lowest."""
+def earliest_interval(free: NDArray[np.float64], degree: int, extra: Extra = None) -> tuple[int, float]:
+    """Find where a ring ends earliest; of equal ones, where the least time is lost waiting, then the lowest.
+
+    Returns its first rank and when it starts. Where `extra` is None it ends earliest where it starts earliest.
+    """
     starts, idle = _starts_and_idle(free, degree)
-    start = float(starts.min())
-    return int(np.argmin(np.where(starts == start, idle, np.inf))), start
+    ends = starts if extra is None else starts + extra
+    first = int(np.argmin(np.where(ends == ends.min(), idle, np.inf)))
+    return first, float(starts[first])
+
+
+def _quicker_end(extra: Extra, hole: Hole, degree: int) -> tuple[float, int]:
+    """Tell at which end of a hole a ring is quicker, the lower if at both, as (what it adds there, first rank)."""
+    return min((at_place(extra, first), first) for first in (hole.first, hole.end - degree))
 
 
 def _starts_and_idle(free: NDArray[np.float64], degree: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -215,10 +215,13 @@ def place(request: PlanRequest, candidate: Candidate) -> Placed:
             Moldable(sequence=i, length=request.tokens[i], degree=degree, most=most)
             for i, degree, most in zip(*rows, candidate.most[order].tolist(), strict=True)
         ]
-        line = fill_valleys(moldable, ranks, cost)
+        line = fill_valleys(moldable, request.ground, cost)
     else:
         timed = list(zip(*rows, (seconds[order] + cost.fixed_seconds).tolist(), strict=True))
-        line = place_rings(timed, ranks, backfilled=candidate.way == "backfilled")
+        request.ground.prepare(lengths[cut], degrees[cut])
+        line = place_rings(
+            timed, ranks, backfilled=candidate.way == "backfilled", extra_seconds=request.ring_extra_seconds
+        )
     local, capacity = degrees == 1, request.cluster.capacity_tokens
     rest, rest_tokens = float(seconds[local].sum()), float(lengths[local].sum())
     if cost.fixed_seconds:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner.bounds import least_makespan
+from lengthwise.planner.ground import Ground
 from lengthwise.planner.lengths import least_degrees_held, read_tokens, refuse_unheld
 
 __all__ = ["PlanRequest", "least_degrees_held", "read_tokens", "refuse_unheld"]
@@ -31,6 +32,15 @@ class PlanRequest:
         lengths = np.array(self.tokens, dtype=np.int64)
         lengths.setflags(write=False)  # shared by all who ask
         return lengths
+
+    @cached_property
+    def ground(self) -> Ground:
+        """What the places of the line add to the seconds of a ring."""
+        return Ground(self.cost, self.cluster.ranks)
+
+    def ring_extra_seconds(self, sequence: int, degree: int) -> NDArray[np.float64] | None:
+        """Ask the ground about a ring of one sequence."""
+        return self.ground.extra_seconds(self.tokens[sequence], degree)
 
     @cached_property
     def bound_seconds(self) -> float:

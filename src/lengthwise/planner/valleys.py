@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lengthwise.cost import Cost
-from lengthwise.planner.gangs import Line, PlacedRings
+from lengthwise.planner.gangs import Line, PlacedRings, at_place
+from lengthwise.planner.ground import Ground
 
 _ROUNDING = 1e-9  # stretches whose times differ by this share are free together: sums in another order
 
@@ -79,8 +80,9 @@ class Skyline:
         return first, end
 
 
-def fill_valleys(rings: Sequence[Moldable], ranks: int, cost: Cost) -> PlacedRings:
+def fill_valleys(rings: Sequence[Moldable], ground: Ground, cost: Cost) -> PlacedRings:
     """Place rings given widest first."""
+    ranks = ground.ranks
     narrowness = [-ring.degree for ring in rings]
     following = list(range(len(rings) + 1))  # entry i leads to the first one left at or after i
     skyline = Skyline(ranks)
@@ -95,10 +97,13 @@ def fill_valleys(rings: Sequence[Moldable], ranks: int, cost: Cost) -> PlacedRin
         following[number] = number + 1
         ring = rings[number]
         width, seconds = _mold(ring, end - first, cost)
+        extra = ground.extra_seconds(ring.length, width)
+        at_left, at_right = at_place(extra, first), at_place(extra, end - width)
         top = height + seconds
-        if abs(right - top) < abs(left - top):  # beside the wall that ends nearest to it
-            first = end - width
-        skyline.put(first, first + width, line.put(ring.sequence, first, width, seconds))
+        nearest = abs(right - top) < abs(left - top)  # beside the wall that ends nearest to it, where it is as quick
+        if at_right < at_left or (at_right == at_left and nearest):
+            first, at_left = end - width, at_right
+        skyline.put(first, first + width, line.put(ring.sequence, first, width, seconds + at_left))
     return line.placed()
 
 
