@@ -9,7 +9,8 @@
    starts earliest, the former also with narrower rings in the holes that wider ones leave (`gangs`), or place by place,
    each ring as wide as its place asks for (`valleys`).
 4. Where the rings and an even share of the rest promise to end near T, short sequences fill the gaps that rings leave,
-   then level the ends (`packs`). What promises less waits until nothing better is left.
+   then level the ends (`packs`), at last by exchanges between the last rank to finish and the first (`swaps`: prolong
+   on 64 ranks 1.0001 of the bound, 1.0006 without). What promises less waits until nothing better is left.
 5. The schedule that ends first is kept; of equal ones the first tried, which has the fewest cuts.
 
 Tries are counted, never timed: the plan depends on nothing but its inputs. Small steps are tried in every way, large
@@ -43,13 +44,16 @@ FRACTIONS = (0.5, 0.25, 0.125)  # of the bound, that a sequence may take
 _HALVINGS = 6  # levels tried between the bound and the best so far
 _NEAR = 1.003  # of the bound; below it no level above the bound is tried
 _GOOD_ENOUGH = 1.0006  # of the bound; further tries could gain no more than this
+_LEVEL = 1.0004  # of the bound; ends are levelled down to it
 _PROMISING = 1.001  # of the bound; what could end within it is packed at once
 _WORTH_ANNEALING = 1.005  # of the bound; tiny steps above it are tried out
 _FAR = 1.01  # of the bound; above it smaller shards are tried
+_CROWDED = 4  # rings a rank; where so many follow each other, places are looked at before rings
 _PLACING_STEPS = 100_000  # rings x thousands of ranks, placed in all
-_PACKING_STEPS = 4_000  # sequences packed in all, and at least three tries
+_PACKING_STEPS = 4_000  # sequences packed in all, and at least two tries
 
 Way = Literal["widest", "backfilled", "longest", "valleys"]
+ORDERED_WAYS: tuple[Way, ...] = ("widest", "backfilled", "longest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,14 +129,15 @@ class Search:
         self.request, self.bound = request, request.bound_seconds
         self.best: Schedule | None = None
         self.best_seconds = float("inf")
-        self._tried: set[bytes] = set()
-        self._placing, self._packing = _PLACING_STEPS, max(_PACKING_STEPS, 3 * len(request.tokens))
+        self._tried, self._packed = set[bytes](), set[bytes]()
+        self._crowded = False
+        self._placing, self._packing = _PLACING_STEPS, max(_PACKING_STEPS, 2 * len(request.tokens))
 
     @property
     def over(self) -> bool:
         """Whether no further try is worth it."""
         spent = self.best is not None and (self._placing <= 0 or self._packing <= 0)
-        return spent or self.best_seconds <= self.bound * _GOOD_ENOUGH
+        return spent or self.best_seconds <= self.bound * (_FAR if self._crowded else _GOOD_ENOUGH)
 
     def try_floor(self, floor_tokens: int) -> None:
         """Try the levels of one floor: the bound itself, then between it and the best so far, then fractions of it."""
@@ -167,7 +172,8 @@ class Search:
             if placed.line.rings == same_as_before:
                 continue  # no hole was left to backfill, or none was filled
             same_as_before = placed.line.rings
-            if placed.least_seconds <= self.bound * _PROMISING:
+            self._crowded = is_crowded(self.request, candidate.degrees)
+            if placed.least_seconds <= self.bound * (_FAR if self._crowded else _PROMISING):
                 self._pack(placed)
             else:
                 waiting.append(placed)
@@ -179,10 +185,21 @@ class Search:
     def _pack(self, placed: Placed) -> None:
         if placed.least_seconds >= self.best_seconds:
             return
+        if self._is_known(placed):
+            self._packing -= len(self.request.tokens) // 2  # a try all the same, or small steps would make hundreds
+            return
         self._packing -= len(self.request.tokens)
         schedule = pack(self.request, placed)
         if schedule.makespan_seconds < self.best_seconds:
             self.best, self.best_seconds = schedule, schedule.makespan_seconds
+
+    def _is_known(self, placed: Placed) -> bool:
+        """Tell whether rings that leave the same gaps and ends, on whichever ranks, were packed before."""
+        line = placed.line
+        key = np.sort(line.free).tobytes() + np.sort(line.gaps.seconds).tobytes() + placed.candidate.degrees.tobytes()
+        known = key in self._packed
+        self._packed.add(key)
+        return known
 
 
 def _candidates(
@@ -190,16 +207,29 @@ def _candidates(
 ) -> Iterator[Candidate]:
     """Yield what to try where no sequence should take longer than `limit_seconds`."""
     grown = grown_degrees(request.cost, request.lengths, least, most, limit_seconds)
-    yield Candidate(degrees=grown, most=grown, way="widest")
     if grown.max() == 1:
+        yield Candidate(degrees=grown, most=grown, way="widest")
         return
+    crowded = is_crowded(request, grown)
     filling = filling_degrees(grown, most, request.cluster.ranks)
-    yield Candidate(degrees=grown, most=grown, way="backfilled")
-    yield Candidate(degrees=grown, most=grown, way="longest")
-    yield Candidate(degrees=grown, most=most, way="valleys")
-    yield Candidate(degrees=filling, most=filling, way="widest")
-    yield Candidate(degrees=filling, most=filling, way="backfilled")
-    yield Candidate(degrees=filling, most=filling, way="longest")
+    valleys = Candidate(degrees=grown, most=most, way="valleys")
+    if crowded:
+        yield valleys
+    for way in ORDERED_WAYS:
+        yield Candidate(degrees=grown, most=grown, way=way)
+    if not crowded:
+        yield valleys
+    for way in ORDERED_WAYS:
+        yield Candidate(degrees=filling, most=filling, way=way)
+
+
+def is_crowded(request: PlanRequest, degrees: NDArray[np.int64]) -> bool:
+    """Tell whether so many rings follow each other that only `valleys` keeps the line full, and in a fraction of time.
+
+    2,163 rings on 64 ranks (files of the standard library) end 1.07 to 1.21 of the bound placed ring by ring in any
+    order, 1.00001 place by place.
+    """
+    return bool(np.count_nonzero(degrees > 1) >= _CROWDED * request.cluster.ranks)
 
 
 def place(request: PlanRequest, candidate: Candidate) -> Placed:
@@ -251,7 +281,8 @@ def pack(request: PlanRequest, placed: Placed) -> Schedule:
     rooms = Rooms(line.last.tolist(), _room_tokens(request, line) if launch_seconds else [])
     limits = {"capacity_tokens": capacity, "launch_seconds": launch_seconds, "rooms": rooms}
     in_gaps = fill_gaps(line.gaps, short, **limits)
-    at_ends, makespan = level_ends(line.free.tolist(), short, **limits)
+    goal_seconds = request.bound_seconds * _LEVEL
+    at_ends, makespan = level_ends(line.free.tolist(), short, **limits, goal_seconds=goal_seconds)
     return Schedule(line=line, packs=in_gaps + at_ends, makespan_seconds=makespan)
 
 

@@ -11,9 +11,15 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from lengthwise.planner.gangs import Gaps
+from lengthwise.planner.swaps import Bin, level_by_swaps
 
 _OPEN_PACKS = 64  # packs of one rank in which room is looked for; older ones are taken as full
+_NEARLY = 1.01  # times the goal; ends later than that are not worth mending
+_SWAPS = 64  # exchanges between ranks, and two a rank
+_UNLIMITED = 2**62  # room of a bin that is packed later
 _RANKS_COMPARED = 4  # least loaded ranks among which one with room is looked for, to save a launch
 
 
@@ -149,51 +155,76 @@ def level_ends(
     capacity_tokens: int,
     launch_seconds: float,
     rooms: Rooms = NO_ROOMS,
+    goal_seconds: float = float("inf"),
 ) -> tuple[list[LocalPack], float]:
-    """Give what is left to the least loaded ranks, longest first; return the packs and when the last rank is done."""
+    """Give what is left to the least loaded ranks, longest first; return the packs and when the last rank is done.
+
+    Where that ends after `goal_seconds`, but not by much, sequences are exchanged between ranks (`swaps`).
+    """
     left = short.left()
     loads = [(seconds, rank) for rank, seconds in enumerate(free)]
     heapq.heapify(loads)
     if launch_seconds == 0:
-        return _level_without_launches(loads, left, short, capacity_tokens)
-    bins = [_RankPacks(capacity_tokens, short.lengths[left[-1]] if left else 0) for _ in free]
+        bins = _owned(loads, left, short)
+    else:
+        bins = _packed(loads, left, short, capacity_tokens, launch_seconds, rooms)
+    makespan = max(loads)[0]
+    if goal_seconds < makespan <= goal_seconds * _NEARLY:
+        ends = [load for load, _ in sorted(loads, key=lambda entry: entry[1])]
+        columns = np.array(short.lengths), np.array(short.seconds)
+        makespan = level_by_swaps(ends, bins, *columns, goal_seconds=goal_seconds, most_swaps=_SWAPS + 2 * len(free))
+    if launch_seconds == 0:
+        return _packs_of_owned(bins, short, capacity_tokens), makespan
+    packs = [
+        LocalPack(rank, [short.sequences[index] for index in each.indices], beside=each.beside)
+        for rank, of_rank in enumerate(bins)
+        for each in of_rank
+        if each.indices
+    ]
+    return packs, makespan
+
+
+def _packed(
+    loads: list[tuple[float, int]],
+    left: Sequence[int],
+    short: ShortSequences,
+    capacity_tokens: int,
+    launch_seconds: float,
+    rooms: Rooms,
+) -> list[list[Bin]]:
+    """Deal to the least loaded ranks, each launch counted; return the packs of each rank."""
+    ranks = [_RankPacks(capacity_tokens, short.lengths[left[-1]] if left else 0) for _ in loads]
     for rank, after in enumerate(rooms.last):
-        bins[rank].open_beside(rooms.take(rank, after))
-    compared = min(_RANKS_COMPARED, len(free))
+        ranks[rank].open(rooms.take(rank, after), beside=after)
     for index in left:
         length, seconds = short.lengths[index], short.seconds[index]
         load, rank = loads[0]
-        pack = bins[rank].first_fit(length)
-        if pack is None:
-            launch, load, rank = _least_with_launch(loads, bins, length, launch_seconds, compared)
-            pack = bins[rank].first_fit(length)
-            heapq.heappush(loads, (load + launch + seconds, rank))
-        else:
+        if length <= ranks[rank].widest_tokens:
             heapq.heapreplace(loads, (load + seconds, rank))
-        bins[rank].put(pack, length, short.sequences[index])
-    packs = [
-        LocalPack(rank, pack, beside=rooms.last[rank] if pack is each.beside else None)
-        for rank, each in enumerate(bins)
-        for pack in each.packs
-        if pack
-    ]
-    return packs, max(loads)[0]
+        else:
+            launch, load, rank = _least_with_launch(loads, ranks, length, launch_seconds)
+            heapq.heappush(loads, (load + launch + seconds, rank))
+        ranks[rank].put(length, index)
+    return [each.packs for each in ranks]
 
 
-def _level_without_launches(
-    loads: list[tuple[float, int]], left: Sequence[int], short: ShortSequences, capacity_tokens: int
-) -> tuple[list[LocalPack], float]:
-    """Do `level_ends` where packs cost nothing: first who computes what, then each rank packs its own."""
+def _owned(loads: list[tuple[float, int]], left: Sequence[int], short: ShortSequences) -> list[list[Bin]]:
+    """Deal where packs cost nothing: each rank has one bin without limits, and packs it afterwards."""
     owned: list[list[int]] = [[] for _ in loads]
     for index in left:
         load, rank = loads[0]
         heapq.heapreplace(loads, (load + short.seconds[index], rank))
         owned[rank].append(index)
+    return [[Bin(indices, _UNLIMITED)] for indices in owned]
+
+
+def _packs_of_owned(bins: Sequence[list[Bin]], short: ShortSequences, capacity_tokens: int) -> list[LocalPack]:
+    """Let each rank put its own sequences into the first of its packs with room, longest first."""
     packs: list[LocalPack] = []
-    for rank, indices in enumerate(owned):
+    for rank, (owned,) in enumerate(bins):
         rooms: list[int] = []
         first = len(packs)
-        for index in indices:
+        for index in sorted(owned.indices, reverse=True):
             length = short.lengths[index]
             place = next((place for place, room in enumerate(rooms) if room >= length), len(rooms))
             if place == len(rooms):
@@ -201,69 +232,66 @@ def _level_without_launches(
                 packs.append(LocalPack(rank, []))
             rooms[place] -= length
             packs[first + place].sequences.append(short.sequences[index])
-    return packs, max(loads)[0]
+    return packs
 
 
 class _RankPacks:
     """The packs of one rank; those with no room for the shortest sequence are not looked at again."""
 
-    __slots__ = ("_capacity_tokens", "_open", "_rooms", "_shortest", "beside", "packs")
+    __slots__ = ("_capacity_tokens", "_open", "_rooms", "_shortest", "packs", "widest_tokens")
 
     def __init__(self, capacity_tokens: int, shortest: int) -> None:
-        self.packs: list[list[int]] = []
-        self.beside: list[int] | None = None  # the pack that shares a microbatch, and its launch, with a ring
-        self._open: list[list[int]] = []  # packs with room, and beside it the room of each
+        self.packs: list[Bin] = []
+        self.widest_tokens = 0  # the most room of any open pack; a sequence up to here needs no launch
+        self._open: list[Bin] = []  # packs with room, and beside it the room of each
         self._rooms: list[int] = []
         self._capacity_tokens, self._shortest = capacity_tokens, shortest
 
-    def open_beside(self, room_tokens: int) -> None:
-        """Open a pack in what a ring leaves of the rank's capacity."""
+    def open(self, room_tokens: int, beside: int | None = None) -> None:
+        """Open a pack; `beside`: of a ring's microbatch, in what the ring leaves of the rank's capacity."""
         if room_tokens >= self._shortest:
-            self.beside = []
-            self.packs.append(self.beside)
-            self._open.append(self.beside)
+            self.packs.append(Bin([], room_tokens, beside=beside))
+            self._open.append(self.packs[-1])
             self._rooms.append(room_tokens)
+            self.widest_tokens = max(self.widest_tokens, room_tokens)
 
-    def first_fit(self, length: int) -> int | None:
-        """Find the first open pack with room for `length` tokens."""
-        for place, room in enumerate(self._rooms):
-            if room >= length:
-                return place
-        return None
-
-    def put(self, place: int | None, length: int, sequence: int) -> None:
-        """Put a sequence into an open pack, or into a new one."""
-        if place is None:
-            place = len(self._open)
-            self._open.append([])
-            self._rooms.append(self._capacity_tokens)
-            self.packs.append(self._open[place])
-        self._open[place].append(sequence)
-        self._rooms[place] -= length
-        if self._rooms[place] < self._shortest or len(self._open) > _OPEN_PACKS:
-            full = place if self._rooms[place] < self._shortest else 0
-            del self._open[full], self._rooms[full]
+    def put(self, length: int, index: int) -> None:
+        """Put a sequence into the first open pack with room, or into a new one."""
+        if length > self.widest_tokens:
+            self.open(self._capacity_tokens)
+        rooms = self._rooms
+        place = 0
+        while rooms[place] < length:
+            place += 1
+        pack = self._open[place]
+        pack.indices.append(index)
+        pack.room_tokens = rooms[place] = room = rooms[place] - length
+        if room < self._shortest or len(rooms) > _OPEN_PACKS:
+            full = place if room < self._shortest else 0
+            del self._open[full], rooms[full]
+        self.widest_tokens = max(rooms, default=0)
 
 
 def _least_with_launch(
-    loads: list[tuple[float, int]], bins: Sequence[_RankPacks], length: int, launch_seconds: float, compared: int
+    loads: list[tuple[float, int]], ranks: Sequence[_RankPacks], length: int, launch_seconds: float
 ) -> tuple[float, float, int]:
-    """Take, of the `compared` least loaded ranks, the one that is least loaded with a launch where it needs one.
+    """Take, of the least loaded ranks, the one that is least loaded with a launch where it needs one.
 
-    Returns the launch, the load and the rank, which is no longer in `loads`.
+    The least loaded of all needs one, or it would not be asked. Returns the launch, the load and the rank, which is no
+    longer in `loads`.
     """
-    popped: list[tuple[float, int]] = []
-    best: tuple[float, float, int, float] | None = None
-    for place in range(compared):
-        load, rank = heapq.heappop(loads)
-        popped.append((load, rank))
-        launch = launch_seconds if bins[rank].first_fit(length) is None else 0.0
-        if best is None or load + launch < best[0]:
-            best = (load + launch, load, place, launch)
-        if launch == 0.0:
+    first = best = heapq.heappop(loads)
+    launch = launch_seconds
+    others: list[tuple[float, int]] = []
+    for _ in range(min(_RANKS_COMPARED, len(ranks)) - 1):
+        if loads[0][0] >= first[0] + launch_seconds:
             break  # a busier rank cannot end earlier
-    assert best is not None, "at least one rank is compared"
-    for place, entry in enumerate(popped):
-        if place != best[2]:
-            heapq.heappush(loads, entry)
-    return best[3], best[1], popped[best[2]][1]
+        entry = heapq.heappop(loads)
+        if length <= ranks[entry[1]].widest_tokens:
+            others.append(first)
+            best, launch = entry, 0.0
+            break
+        others.append(entry)
+    for entry in others:
+        heapq.heappush(loads, entry)
+    return launch, *best
