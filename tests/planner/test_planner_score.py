@@ -61,3 +61,25 @@ def test_score_refuses_what_its_costs_do_not_tell(feature: str, microbatch: Micr
     plan = Plan(ranks=2, layers=4, capacity=100, tokens=(20,), microbatches=(microbatch,))
     with pytest.raises(PlanError, match=feature):
         score(plan, COST)
+
+
+def test_score_of_a_pipeline_runs_its_stages() -> None:
+    plan = _plan(*[[((rank,), (2 * i + rank,))] for i in range(4) for rank in (0, 1)], tokens=(20,) * 8, ranks=2)
+    piped = replace(plan, schedule={"kind": "pipeline", "stages": 4, "virtual": 2}, requires=("pipeline",))
+    scored = score(piped, COST)
+    assert scored.makespan_seconds == pytest.approx(30 / 2 * (4 * 2 + 3))
+    assert scored.busy_seconds == (120, 120)
+    assert score(replace(piped, schedule={**piped.schedule, "stages": 1}), COST).makespan_seconds == 120
+
+
+def test_score_of_a_pipeline_depends_on_the_order_of_unequal_microbatches() -> None:
+    """Of 60, 40 and 20 seconds in two stages, falling or rising, F and B are 1 and 2 of 3 parts."""
+    ends = {}
+    for tokens in ((50, 30, 10), (10, 30, 50), (30, 10, 50)):
+        plan = _plan(*[[((0,), (i,))] for i in range(3)], tokens=tokens, ranks=1)
+        piped = replace(plan, schedule={"kind": "pipeline", "stages": 2, "virtual": 1}, requires=("pipeline",))
+        ends[tokens] = score(piped, COST).makespan_seconds
+    # stage 1: F and B of 60 from 20 to 80; stage 0: B of 60 until 120, F of 20, B of 40 until 153.3, B of 20
+    assert ends[50, 30, 10] == pytest.approx(20 + 60 + 40 + 20 / 3 + 80 / 3 + 40 / 3)
+    assert ends[10, 30, 50] == pytest.approx(20 / 3 + 20 + 40 + 60 + 40)
+    assert ends[30, 10, 50] > 166

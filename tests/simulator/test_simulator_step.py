@@ -87,14 +87,55 @@ def test_waves_start_together() -> None:
     )
 
 
-def test_pipelines_fill_once_and_loaders_delay_all() -> None:
+def _pipelined(plan: Plan, stages: int, virtual: int) -> Plan:
+    schedule = {"kind": "pipeline", "stages": stages, "virtual": virtual}
+    return replace(plan, schedule=schedule, requires=("pipeline",))
+
+
+@pytest.mark.parametrize(("stages", "virtual"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize("recipe", ["github", "prolong"])
+def test_pipelines_are_near_their_score(recipe: str, stages: int, virtual: int) -> None:
+    cost = all_terms_cost(SHAPE, HARDWARE, stages=stages)
+    tokens = draw_lengths(recipe, 1_000_000, 1, longest_tokens=100_000)
+    plan = _pipelined(plan_step(tokens, Cluster(ranks=16, capacity_tokens=8192), cost, layers=32), stages, virtual)
+    timeline = simulate_plan(plan, cost)
+    assert timeline.work_end_seconds.max() == pytest.approx(score(plan, cost).makespan_seconds, rel=0.05)
+    ratios = timeline.compute_ratio + timeline.exposed_ratio + timeline.idle_ratio
+    assert ratios + cost.step_end_seconds(16) / timeline.step_seconds == pytest.approx(1.0)
+    assert len(timeline.rank) == stages * virtual * sum(len(m.ranks) for m in plan.microbatches)
+
+
+def test_messages_between_stages_delay_a_pipeline_of_equal_packs() -> None:
+    cost = all_terms_cost(SHAPE, HARDWARE, stages=4)
+    plan = _local(*[8192] * 16)
+    free = replace(cost, stage_bytes=0.0, far=replace(cost.far, hop_seconds=0.0))
+    (t,) = {COST.piece_seconds([8192], 1) / 4 + COST.fixed_seconds / 4}
+    assert simulate_plan(plan, free).work_end_seconds.max() == pytest.approx(t * (8 + 3))
+    assert simulate_plan(plan, free).idle_ratio == pytest.approx(3 / 11, rel=0.2)  # of the step, its end included
+    sent = float(cost.stage_send_seconds(np.array([8192.0]))[0])
+    late = simulate_plan(plan, cost).work_end_seconds.max() - t * 11
+    assert 6 * sent <= late * (1 + 1e-9) < 60 * sent  # three hops forward and three back, at least
+
+
+def test_stages_of_waves_go_through_them_together() -> None:
+    cost = all_terms_cost(SHAPE, HARDWARE, stages=2)
+    waves = replace(_local(5000, 300, 200), schedule={"kind": "waves"}, requires=("waves",))
+    timeline = simulate_plan(waves, cost)
+    for index in range(3):
+        for stage in (0, 1):
+            mine = (timeline.microbatch == index) & (timeline.stage == stage)
+            assert len(set(timeline.start[mine])) == len(set(timeline.backward[mine])) == 1
+    assert timeline.work_end_seconds.max() == pytest.approx(score(waves, cost).makespan_seconds, rel=0.05)
+
+
+def test_loaders_delay_all_and_other_stages_are_refused() -> None:
     cost = all_terms_cost(SHAPE, HARDWARE, stages=4)
     plan = _local(5000, 300, 200)
     timeline = simulate_plan(plan, cost)
-    assert timeline.work_end_seconds.max() == pytest.approx(score(plan, cost).makespan_seconds)
     later = simulate_plan(plan, cost, loader_seconds=0.5)
     assert later.step_seconds == pytest.approx(timeline.step_seconds + 0.5)
     assert later.idle_ratio > timeline.idle_ratio
-    piped = replace(plan, schedule={"kind": "pipeline", "stages": 2, "virtual": 1}, requires=("pipeline",))
     with pytest.raises(PlanError, match="stages"):
-        simulate_plan(piped, cost)
+        simulate_plan(_pipelined(plan, 2, 1), cost)
+    with pytest.raises(PlanError, match="pipeline of 2 stages"):
+        score(_pipelined(plan, 2, 1), cost)

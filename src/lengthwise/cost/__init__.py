@@ -12,7 +12,7 @@ from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, named_hardware
 from lengthwise.cost.memory import activation_bytes, capacity_tokens, host_ratio, state_bytes
 from lengthwise.cost.model import CostModel
 from lengthwise.cost.protocol import Cost
-from lengthwise.cost.recompute import recompute_cost
+from lengthwise.cost.recompute import forward_share, recompute_cost
 from lengthwise.cost.shapes import SHAPE_NAMES, named_shape, shape_from_config
 from lengthwise.cost.terms import AllTermsCost, Link, Pass
 
@@ -30,6 +30,7 @@ __all__ = [
     "analytic_cost",
     "capacity_tokens",
     "cost_from_file",
+    "forward_share",
     "host_ratio",
     "named_hardware",
     "named_shape",

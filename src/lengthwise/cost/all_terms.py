@@ -2,8 +2,9 @@
 
 Tensor parallelism over t devices divides arithmetic, heads and their bytes by t and adds an all-reduce of the hidden
 states, two a layer and pass, over the near link and hidden by nothing. A pipeline of p stages gives a device 1 / p of
-the layers; the time to fill it is the schedule's, see `planner.score`. Both are plain factors, good for comparing plans
-of one mesh, not for choosing t and p.
+the layers; neighbouring ranks share nodes stage by stage, so hidden states pass from stage to stage between nodes. The
+time to fill it is the schedule's, see `planner.stage_clocks`. Both are plain factors, good for comparing plans of one
+mesh, not for choosing t and p.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def all_terms_cost(shape: ModelShape, hardware: Hardware, *, tensor: int = 1, st
         ),
         reduced_bytes=shape.total_params / devices * (GRADIENT_BYTES + dtype_bytes),
         stages=stages,
+        stage_bytes=shape.hidden / tensor * dtype_bytes if stages > 1 else 0.0,
         version=f"all-terms/1 {shape.name} {hardware.name}" + (f" tp{tensor} pp{stages}" if devices > 1 else ""),
     )
 
@@ -92,5 +94,5 @@ def _check_mesh(shape: ModelShape, hardware: Hardware, tensor: int, stages: int)
             "pipeline stages",
             expected=f"1 to the {shape.layers} layers",
             got=str(stages),
-            remedy="Choose another --pp.",
+            remedy="Choose other --pp or --stages.",
         )

@@ -15,6 +15,11 @@ from lengthwise.cost.protocol import Cost
 _LINEAR_SHARE, _ATTENTION_SHARE, _RING_SHARE, _HOP_SHARE = 1 / 3, 2 / 7, 1 / 4, 1 / 2
 
 
+def forward_share(kind: str) -> float:
+    """Tell which share of a microbatch's time is its first forward pass, by its linear work."""
+    return _LINEAR_SHARE if kind == "none" else _LINEAR_SHARE / (1 + _LINEAR_SHARE)
+
+
 def recompute_cost(cost: Cost, kind: str) -> Cost:
     """Return the costs of microbatches whose `recompute` is `kind`, from those of microbatches that keep everything.
 

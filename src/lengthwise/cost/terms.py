@@ -67,6 +67,7 @@ class AllTermsCost:
     copy_bytes_per_second: to or from the host, one direction, with the node's other ranks copying too.
     reduced_bytes: gradients and parameters that the step's end moves, a rank.
     stages: pipeline stages of a rank; coefficients are those of one stage.
+    stage_bytes: of a token's activations, sent on from a stage to the next, between nodes.
     """
 
     work: CostModel
@@ -85,6 +86,7 @@ class AllTermsCost:
     copy_bytes_per_second: float
     reduced_bytes: float
     stages: int = 1
+    stage_bytes: float = 0.0
     version: str = "given"
 
     @property
@@ -194,6 +196,10 @@ class AllTermsCost:
         together = min(self.near.bytes_per_second, self.far.bytes_per_second * self.ranks_per_node)
         rate = self.near.bytes_per_second if ranks <= self.ranks_per_node else together
         return self.reduced_bytes * (ranks - 1) / ranks / rate
+
+    def stage_send_seconds(self, held: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Tell how long the activations of so many tokens of a rank take from one stage to the next."""
+        return self.far.hop_seconds / self.layers + self.stage_bytes * held / self.far.bytes_per_second
 
     def crosses(self, ranks: Sequence[int]) -> bool:
         """Tell whether these ranks are of more than one node."""

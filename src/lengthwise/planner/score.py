@@ -5,14 +5,15 @@ Independent of every planner: it reads the plan alone, so that all planners are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.cost import AllTermsCost, Cost, recompute_cost
+from lengthwise.cost import AllTermsCost, Cost, forward_share, recompute_cost
+from lengthwise.planner.stage_clocks import stage_clocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,41 +47,63 @@ def score(plan: Plan, cost: Cost) -> Score:
     """Score a plan: a microbatch starts when all its ranks are free and keeps each busy for the sum of its pieces.
 
     In a plan of kind `waves` it starts when every rank of the cluster is free. Where a rank is a pipeline of p stages
-    with v virtual ones, filling and draining it takes (p - 1) / v of the rank's longest microbatch besides.
+    (of the costs, or of a plan of kind `pipeline`), these seconds are those of each stage, and all stages run
+    interleaved 1F1B (`stage_order`, `stage_clocks`) with messages that take no time. For m microbatches of equal t on
+    each rank that ends after t m + t (p - 1) / v; busy_seconds are those of one stage.
 
     Raises:
-        PlanError: a feature whose time these costs do not tell: `CostModel` knows no offload, heads, shares and
-            pipeline, `AllTermsCost` only pipelines of its own stages.
+        PlanError: a feature whose time these costs do not tell: `CostModel` knows no offload, heads and shares,
+            `AllTermsCost` only pipelines of its own stages.
     """
     stages = _priced_stages(plan, cost)
     lock_step = plan.schedule["kind"] == "waves"
-    costs = {kind: recompute_cost(cost, kind) for kind in {microbatch.recompute for microbatch in plan.microbatches}}
-    took = _recomputed_seconds(plan, costs)
     free, busy = [0.0] * plan.ranks, [0.0] * plan.ranks  # lists: single entries are read and written faster
-    longest = [0.0] * plan.ranks
-    for microbatch in plan.microbatches:
-        fixed_seconds = costs[microbatch.recompute].fixed_seconds
-        if len(microbatch.pieces) == 1:
-            seconds = fixed_seconds + next(took)
-            total = dict.fromkeys(microbatch.pieces[0].ranks, seconds)
-        else:
-            total = dict.fromkeys(microbatch.ranks, fixed_seconds)
-            for piece in microbatch.pieces:
-                seconds = next(took)
-                for rank in piece.ranks:
-                    total[rank] += seconds
+    totals: list[dict[int, float]] = []
+    for total in _rank_seconds(plan, cost):
         start = max(free) if lock_step else max(map(free.__getitem__, total))
         for rank, seconds in total.items():
             free[rank] = start + seconds
             busy[rank] += seconds
-            longest[rank] = max(longest[rank], seconds)
-    fill = (stages - 1) / int(plan.schedule.get("virtual", 1))
+        if stages > 1:
+            totals.append(dict.fromkeys(range(plan.ranks), 0.0) | total if lock_step else total)
     return Score(
-        makespan_seconds=max(end + fill * most for end, most in zip(free, longest, strict=True)),
+        makespan_seconds=max(free) if stages == 1 else _pipelined_seconds(plan, totals, stages),
         busy_seconds=tuple(busy),
         ring_tokens=plan.ring_tokens,
         num_tokens=sum(plan.tokens),
     )
+
+
+def _pipelined_seconds(plan: Plan, totals: Sequence[Mapping[int, float]], stages: int) -> float:
+    """Run microbatches, given as seconds of each of their ranks, through stages; tell when the last one is done."""
+    counts = [len(total) for total in totals]
+    forward = np.repeat([forward_share(microbatch.recompute) for microbatch in plan.microbatches], counts)
+    seconds = np.array([each for total in totals for each in total.values()])
+    clocks = stage_clocks(
+        [tuple(total) for total in totals],
+        forward * seconds,
+        (1 - forward) * seconds,
+        stages=stages,
+        virtual=int(plan.schedule.get("virtual", 1)),
+    )
+    return float(clocks.end.max())
+
+
+def _rank_seconds(plan: Plan, cost: Cost) -> Iterator[dict[int, float]]:
+    """Yield how long each microbatch keeps each of its ranks busy, its launch included."""
+    costs = {kind: recompute_cost(cost, kind) for kind in {microbatch.recompute for microbatch in plan.microbatches}}
+    took = _recomputed_seconds(plan, costs)
+    for microbatch in plan.microbatches:
+        fixed_seconds = costs[microbatch.recompute].fixed_seconds
+        if len(microbatch.pieces) == 1:
+            yield dict.fromkeys(microbatch.pieces[0].ranks, fixed_seconds + next(took))
+            continue
+        total = dict.fromkeys(microbatch.ranks, fixed_seconds)
+        for piece in microbatch.pieces:
+            seconds = next(took)
+            for rank in piece.ranks:
+                total[rank] += seconds
+        yield total
 
 
 def _recomputed_seconds(plan: Plan, costs: Mapping[str, Cost]) -> Iterator[float]:
@@ -140,8 +163,6 @@ def _priced_stages(plan: Plan, cost: Cost) -> int:
         if asked not in (None, cost.stages):
             raise _unpriced("plan", [f"a pipeline of {asked} stages (the costs are those of {cost.stages})"])
         return cost.stages
-    if asked is not None:
-        raise _unpriced("plan", ["pipeline"])
     for number, microbatch in enumerate(plan.microbatches):
         pieces = microbatch.pieces
         used = ["offload"] * (microbatch.offload > 0)
@@ -149,7 +170,7 @@ def _priced_stages(plan: Plan, cost: Cost) -> int:
         used += ["shares"] * any(piece.shares is not None for piece in pieces)
         if used:
             raise _unpriced(f"microbatch {number}", used)
-    return 1
+    return asked or 1
 
 
 def _unpriced(where: str, features: list[str]) -> PlanError:

@@ -124,10 +124,21 @@ def _ranks_chart(result: PlannerResult, most: float) -> str:
     done = timeline.step_seconds - timeline.step_end_seconds
     rows = []
     for rank in _ranks_of(timeline):
-        mine = np.flatnonzero(timeline.rank == rank).tolist()
-        spans = [_span(result.first_plan, timeline, rows) for rows in _runs(result.first_plan, timeline, mine)]
-        rows.append((f"rank {rank}", [*spans, (done, timeline.step_seconds, "end", "the step's end")]))
+        mine = np.flatnonzero((timeline.rank == rank) & (timeline.stage == 0)).tolist()
+        if timeline.stages > 1:
+            spans = [span for row in mine for span in _passes(result.first_plan, timeline, row)]
+        else:
+            spans = [_span(result.first_plan, timeline, run) for run in _runs(result.first_plan, timeline, mine)]
+        stage = ", stage 0" if timeline.stages > 1 else ""
+        rows.append((f"rank {rank}{stage}", [*spans, (done, timeline.step_seconds, "end", "the step's end")]))
     return span_chart(rows, title=f"ranks over time, {result.planner}", most=most)
+
+
+def _passes(plan: Plan, timeline: Timeline, row: int) -> list[tuple[float, float, str, str]]:
+    """Draw the two passes of a stage apart: between them it runs other microbatches."""
+    *_, kind, tip = _span(plan, timeline, [row])
+    passes = ((timeline.start, timeline.forward, "forward"), (timeline.backward, timeline.end, "backward"))
+    return [(float(begin[row]), float(end[row]), kind, f"{name}, {tip}") for begin, end, name in passes]
 
 
 def _runs(plan: Plan, timeline: Timeline, rows: list[int]) -> list[list[int]]:

@@ -3,20 +3,25 @@
 The plan's global order is walked with a clock a rank, as `planner.score` does; how long a ring keeps each of its ranks
 comes from its stages (`rounds`), not from a formula. A microbatch starts when all its ranks are free. Packs on one rank
 exchange nothing and are priced in one array operation for all of them. After its last microbatch every rank enters the
-step's end, which all leave together. Not simulated: variance of kernels, congestion inside the network between nodes,
-and the order of copies on the host beyond its share for each rank.
+step's end, which all leave together. Where a rank is a pipeline, its stages run interleaved 1F1B
+(`planner.stage_order`): every action of a microbatch takes its part of these clocks, starts together on all ranks of
+its ring, and sends activations on over the link between nodes, one message after the other. Not simulated: variance of
+kernels, congestion inside the network between nodes, activations and rings sharing a link, and the order of copies on
+the host beyond its share for each rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.cost import AllTermsCost
+from lengthwise.planner.stage_clocks import stage_clocks
 from lengthwise.simulator.rounds import MicrobatchClocks, microbatch_clocks
 from lengthwise.simulator.stages import Floats
 from lengthwise.simulator.timeline import Timeline
@@ -27,44 +32,104 @@ def simulate_plan(plan: Plan, cost: AllTermsCost, *, loader_seconds: float = 0.0
 
     Args:
         plan: of any planner; `waves` are run in lock-step.
-        cost: of the model and hardware; ranks of several stages fill and drain once a step.
+        cost: of the model and hardware, and how many stages a rank has.
         loader_seconds: what every rank waits for its data before the first microbatch.
 
     Raises:
         PlanError: a pipeline of other stages than the costs', or shares together with split heads.
     """
-    kind, stages = plan.schedule["kind"], cost.stages
-    if kind == "pipeline" and plan.schedule["stages"] != stages:
+    stages = cost.stages
+    if plan.schedule["kind"] == "pipeline" and plan.schedule["stages"] != stages:
         raise PlanError(
             "schedule: stages",
             expected=f"{stages}, as in the costs",
             got=str(plan.schedule["stages"]),
             remedy="Give costs of that many stages (--pp).",
         )
-    free, longest = np.full(plan.ranks, loader_seconds), np.zeros(plan.ranks)
-    rows: list[tuple[int, float, MicrobatchClocks]] = []
-    for index, clocks in enumerate(_all_clocks(plan, cost)):
-        where = np.array(clocks.ranks)
-        start = float(free.max() if kind == "waves" else free[where].max())
-        free[where] = start + clocks.total
-        longest[where] = np.maximum(longest[where], clocks.total)
-        rows.append((index, start, clocks))
-    counts = [len(clocks.ranks) for _, _, clocks in rows]
-    starts = np.repeat([start for _, start, _ in rows], counts)
+    run = _run_flat if stages == 1 else _run_stages
+    return run(plan, cost, _all_clocks(plan, cost), loader_seconds)
+
+
+def _run_flat(plan: Plan, cost: AllTermsCost, clocks: list[MicrobatchClocks], loader_seconds: float) -> Timeline:
+    """Walk the plan's order with a clock a rank."""
+    free = np.full(plan.ranks, loader_seconds)
+    starts = []
+    for each in clocks:
+        where = np.array(each.ranks)
+        starts.append(float(free.max() if plan.schedule["kind"] == "waves" else free[where].max()))
+        free[where] = starts[-1] + each.total
+    start = np.repeat(starts, [len(each.ranks) for each in clocks])
+    forward = start + np.concatenate([each.forward for each in clocks])
     return Timeline(
+        **_rows(clocks),
         ranks=plan.ranks,
-        rank=np.array([rank for _, _, clocks in rows for rank in clocks.ranks], dtype=np.int64),
-        microbatch=np.repeat(np.array([index for index, _, _ in rows], dtype=np.int64), counts),
-        start=starts,
-        forward=starts + np.concatenate([clocks.forward for _, _, clocks in rows]),
-        end=starts + np.concatenate([clocks.total for _, _, clocks in rows]),
-        compute=np.concatenate([clocks.compute for _, _, clocks in rows]),
-        copied=np.concatenate([clocks.copied for _, _, clocks in rows]),
-        held_tokens=np.concatenate([clocks.held_tokens for _, _, clocks in rows]),
-        fill_seconds=longest * (stages - 1) / int(plan.schedule.get("virtual", 1)),
+        stages=1,
+        stage=np.zeros(len(start), dtype=np.int64),
+        start=start,
+        forward=forward,
+        backward=forward,
+        end=start + np.concatenate([each.total for each in clocks]),
         step_end_seconds=cost.step_end_seconds(plan.ranks),
         loader_seconds=loader_seconds,
     )
+
+
+def _run_stages(plan: Plan, cost: AllTermsCost, clocks: list[MicrobatchClocks], loader_seconds: float) -> Timeline:
+    """Run the plan through the stages of its ranks; rows go by chunk, then as in the plan."""
+    if plan.schedule["kind"] == "waves":
+        clocks = [_with_all_ranks(each, plan.ranks) for each in clocks]
+    virtual = int(plan.schedule.get("virtual", 1))
+    rows = _rows(clocks)
+    forward = np.concatenate([each.forward for each in clocks])
+    ran = stage_clocks(
+        [each.ranks for each in clocks],
+        forward,
+        np.concatenate([each.total for each in clocks]) - forward,
+        stages=cost.stages,
+        virtual=virtual,
+        send_seconds=cost.stage_send_seconds(rows["held_tokens"]),
+        start_seconds=loader_seconds,
+    )
+    chunks = cost.stages * virtual
+    repeated = {name: np.tile(values, chunks) for name, values in rows.items()}
+    for name in ("compute", "copied"):
+        repeated[name] /= virtual
+    return Timeline(
+        **repeated,
+        ranks=plan.ranks,
+        stages=cost.stages,
+        stage=np.repeat(ran.stage[:chunks], len(forward)),
+        start=ran.begin[:chunks].ravel(),
+        forward=ran.end[:chunks].ravel(),
+        backward=ran.begin[: chunks - 1 : -1].ravel(),
+        end=ran.end[: chunks - 1 : -1].ravel(),
+        step_end_seconds=cost.step_end_seconds(plan.ranks),
+        loader_seconds=loader_seconds,
+    )
+
+
+def _rows(clocks: list[MicrobatchClocks]) -> dict[str, Any]:
+    """Join what does not depend on when microbatches run: arrays of one entry for each rank of each."""
+    counts = [len(each.ranks) for each in clocks]
+    return {
+        "rank": np.array([rank for each in clocks for rank in each.ranks], dtype=np.int64),
+        "microbatch": np.repeat(np.arange(len(clocks)), counts),
+        "compute": np.concatenate([each.compute for each in clocks]),
+        "copied": np.concatenate([each.copied for each in clocks]),
+        "held_tokens": np.concatenate([each.held_tokens for each in clocks]),
+    }
+
+
+def _with_all_ranks(clocks: MicrobatchClocks, ranks: int) -> MicrobatchClocks:
+    """Let a wave name the ranks that have no work in it, too: they go through its stages with the others."""
+
+    def spread(values: Floats) -> Floats:
+        every = np.zeros(ranks)
+        every[list(clocks.ranks)] = values
+        return every
+
+    names = ("forward", "total", "compute", "copied", "held_tokens")
+    return MicrobatchClocks(ranks=tuple(range(ranks)), **{name: spread(getattr(clocks, name)) for name in names})
 
 
 def _all_clocks(plan: Plan, cost: AllTermsCost) -> list[MicrobatchClocks]:

@@ -182,4 +182,9 @@ def _memory_bytes(plan: Plan, timeline: Timeline, setting: Setting) -> float:
     bytes_a_token = np.array([setting.cost.copy_bytes[m.recompute] for m in plan.microbatches]) * kept
     activations = timeline.held_tokens * bytes_a_token[timeline.microbatch]
     states = state_bytes(setting.shape, setting.cluster.ranks, devices=setting.devices)
-    return states + float(activations.max()) * setting.cost.stages  # 1F1B: the first stage keeps one for every stage
+    return states + float(activations.max()) * _kept_at_once(setting.cost.stages, int(plan.schedule.get("virtual", 1)))
+
+
+def _kept_at_once(stages: int, virtual: int) -> float:
+    """Tell of how many microbatches the first stage keeps activations at most: 1F1B, interleaved or not."""
+    return stages if virtual == 1 else stages + (stages - 1) / virtual

@@ -1,4 +1,4 @@
-"""What a simulated step took: one row for each rank and microbatch, and the figures that follow from them."""
+"""What a simulated step took: a row for each rank, chunk of its layers and microbatch, and the figures from them."""
 
 from __future__ import annotations
 
@@ -10,34 +10,42 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One step; entry i of the arrays is one rank in one microbatch, in the plan's order, times in seconds.
+    """One step; entry i of the arrays is one chunk of layers of one rank in one microbatch, times in seconds.
 
-    rank, microbatch: which. start: when all ranks of the microbatch were free. forward, end: when this rank was done
-    with its forward and its backward pass. compute: its arithmetic and launches. copied: time that copies to and from
-    the host held it up. held_tokens: what it held.
-    fill_seconds: filling and draining of each rank's pipeline. step_end_seconds: the reduction that all ranks enter
-    together. loader_seconds: waiting for data before the first microbatch.
+    A rank of `stages` pipeline stages is that many devices of equally many chunks; without stages one chunk is all.
+    rank, stage, microbatch: which. start, forward: when its forward pass began (all ranks of the microbatch were free)
+    and ended; backward, end: when its backward pass did. compute: its arithmetic and launches. copied: time that copies
+    to and from the host held it up. held_tokens: what it held.
+    step_end_seconds: the reduction that all ranks enter together. loader_seconds: waiting for data before the first
+    microbatch.
     """
 
     ranks: int
+    stages: int
     rank: NDArray[np.int64]
+    stage: NDArray[np.int64]
     microbatch: NDArray[np.int64]
     start: NDArray[np.float64]
     forward: NDArray[np.float64]
+    backward: NDArray[np.float64]
     end: NDArray[np.float64]
     compute: NDArray[np.float64]
     copied: NDArray[np.float64]
     held_tokens: NDArray[np.float64]
-    fill_seconds: NDArray[np.float64]
     step_end_seconds: float
     loader_seconds: float
 
     @property
     def work_end_seconds(self) -> NDArray[np.float64]:
-        """When each rank is done with its last microbatch, its pipeline drained."""
+        """When each rank is done with its last microbatch, on its last stage to be done."""
         ends = np.full(self.ranks, self.loader_seconds)
         np.maximum.at(ends, self.rank, self.end)
-        return ends + self.fill_seconds
+        return ends
+
+    @property
+    def busy_seconds(self) -> NDArray[np.float64]:
+        """The time of each entry inside its two passes."""
+        return self.forward - self.start + self.end - self.backward
 
     @property
     def step_seconds(self) -> float:
@@ -46,18 +54,19 @@ class Timeline:
 
     @property
     def compute_ratio(self) -> float:
-        """Share of all ranks' time that is arithmetic, 0 to 1."""
+        """Share of all devices' time that is arithmetic, 0 to 1."""
         return float(self.compute.sum()) / self._all
 
     @property
     def exposed_ratio(self) -> float:
-        """Share of all ranks' time in which a rank in a microbatch waits for transfers, copies or its ring."""
-        return float((self.end - self.start - self.compute).sum()) / self._all
+        """Share of all devices' time in which one in a microbatch waits for transfers, copies or its ring."""
+        return float((self.busy_seconds - self.compute).sum()) / self._all
 
     @property
     def idle_ratio(self) -> float:
-        """Share of all ranks' time outside microbatches and the step's end: waiting for others, pipelines filling."""
-        return max(0.0, 1.0 - (float((self.end - self.start).sum()) + self.ranks * self.step_end_seconds) / self._all)
+        """Share of all devices' time outside microbatches and the step's end: waiting for others, pipeline bubbles."""
+        step_ends = self.ranks * self.stages * self.step_end_seconds
+        return max(0.0, 1.0 - (float(self.busy_seconds.sum()) + step_ends) / self._all)
 
     @property
     def most_held_tokens(self) -> float:
@@ -66,4 +75,4 @@ class Timeline:
 
     @property
     def _all(self) -> float:
-        return self.ranks * self.step_seconds
+        return self.ranks * self.stages * self.step_seconds

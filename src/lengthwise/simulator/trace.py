@@ -1,8 +1,8 @@
 """A timeline as a Chrome trace: JSON that chrome://tracing and ui.perfetto.dev open.
 
-Nodes are processes, ranks are threads; each rank's forward and backward passes are slices, what lies between is time in
-which it waits. Thousands of ranks would make a file that no viewer opens, so some are chosen: the first ones, the one
-that is done last and the one that works least, and ranks spread over the line.
+Nodes are processes, ranks are threads, each stage of a rank one of its own; each rank's forward and backward passes are
+slices, what lies between is time in which it waits. Thousands of ranks would make a file that no viewer opens, so some
+are chosen: the first ones, the one that is done last and the one that works least, and ranks spread over the line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def chosen_ranks(timeline: Timeline, most: int) -> list[int]:
     """Choose at most `most` ranks to look at, ascending; all where they are no more."""
     if timeline.ranks <= most:
         return list(range(timeline.ranks))
-    busy = np.bincount(timeline.rank, weights=timeline.end - timeline.start, minlength=timeline.ranks)
+    busy = np.bincount(timeline.rank, weights=timeline.busy_seconds, minlength=timeline.ranks)
     wanted = [0, int(np.argmax(timeline.work_end_seconds)), int(np.argmin(busy))]
     wanted += np.linspace(0, timeline.ranks - 1, most, dtype=np.int64).tolist()
     return sorted(list(dict.fromkeys(wanted))[:most])
@@ -35,23 +35,25 @@ def chrome_trace(plan: Plan, timeline: Timeline, *, ranks_per_node: int, most_ra
     events: list[dict[str, Any]] = []
     for rank in shown:
         node = rank // ranks_per_node
-        events += [
-            {"ph": "M", "name": "process_name", "pid": node, "args": {"name": f"node {node}"}},
-            {"ph": "M", "name": "thread_name", "pid": node, "tid": rank, "args": {"name": f"rank {rank}"}},
-        ]
-        for row in np.flatnonzero(timeline.rank == rank).tolist():
-            events += _slices(plan, timeline, row, node)
+        events.append({"ph": "M", "name": "process_name", "pid": node, "args": {"name": f"node {node}"}})
         done = float(timeline.step_seconds) - timeline.step_end_seconds
-        events.append(_slice("step end", node, rank, done, timeline.step_end_seconds, {}))
+        for stage in range(timeline.stages):
+            thread = rank * timeline.stages + stage
+            name = f"rank {rank}" if timeline.stages == 1 else f"rank {rank}, stage {stage}"
+            events.append({"ph": "M", "name": "thread_name", "pid": node, "tid": thread, "args": {"name": name}})
+            for row in np.flatnonzero((timeline.rank == rank) & (timeline.stage == stage)).tolist():
+                events += _slices(plan, timeline, row, node, thread)
+            events.append(_slice("step end", node, thread, done, timeline.step_end_seconds, {}))
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
 
 
-def _slices(plan: Plan, timeline: Timeline, row: int, node: int) -> list[dict[str, Any]]:
-    rank, index = int(timeline.rank[row]), int(timeline.microbatch[row])
+def _slices(plan: Plan, timeline: Timeline, row: int, node: int, thread: int) -> list[dict[str, Any]]:
+    index = int(timeline.microbatch[row])
     microbatch = plan.microbatches[index]
     lengths = [plan.tokens[i] for piece in microbatch.pieces for i in piece.sequences]
     degree = max(piece.degree for piece in microbatch.pieces)
-    start, middle, end = (float(clock[row]) for clock in (timeline.start, timeline.forward, timeline.end))
+    clocks = (timeline.start, timeline.forward, timeline.backward, timeline.end)
+    start, forward, backward, end = (float(clock[row]) for clock in clocks)
     facts = {
         "microbatch": index,
         "degree": degree,
@@ -59,15 +61,15 @@ def _slices(plan: Plan, timeline: Timeline, row: int, node: int) -> list[dict[st
         "lengths_tokens": lengths[:_NAMED],
         "held_tokens": round(float(timeline.held_tokens[row])),
         "compute_seconds": float(timeline.compute[row]),
-        "exposed_seconds": end - start - float(timeline.compute[row]),
+        "exposed_seconds": float(timeline.busy_seconds[row] - timeline.compute[row]),
     }
     name = f"ring of {degree}" if degree > 1 else f"pack of {len(lengths)}"
     return [
-        _slice(f"forward, {name}", node, rank, start, middle - start, facts),
-        _slice(f"backward, {name}", node, rank, middle, end - middle, facts),
+        _slice(f"forward, {name}", node, thread, start, forward - start, facts),
+        _slice(f"backward, {name}", node, thread, backward, end - backward, facts),
     ]
 
 
-def _slice(name: str, node: int, rank: int, start: float, seconds: float, facts: dict[str, Any]) -> dict[str, Any]:
+def _slice(name: str, node: int, thread: int, start: float, seconds: float, facts: dict[str, Any]) -> dict[str, Any]:
     times = {"ts": _MICROSECONDS * start, "dur": _MICROSECONDS * seconds}
-    return {"ph": "X", "name": name, "pid": node, "tid": rank, **times, "args": facts}
+    return {"ph": "X", "name": name, "pid": node, "tid": thread, **times, "args": facts}

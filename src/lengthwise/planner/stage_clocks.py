@@ -1,0 +1,79 @@
+"""The clocks of every stage of every rank: a `StageOrder` executed, tick by tick.
+
+An action starts when the stage is free on all ranks of its microbatch and what the stage before sends has come to each
+of them. Activations travel while the sender computes on; what one stage sends goes one after the other. Microbatches
+of one tick share nothing, so a tick is a few array operations over their ranks: 1,024 ranks with 40 microbatches each
+in 8 stages take 0.2 s. `planner.score` runs it with the costs' own times and free messages, the simulator with those of
+its rounds and links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lengthwise.planner.stage_order import stage_order
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageClocks:
+    """When actions begin and end: arrays at [action, row], a row for each rank of each microbatch, plan's order."""
+
+    stage: NDArray[np.int64]  # of each action
+    begin: Floats
+    end: Floats
+
+
+def stage_clocks(
+    ranks_of: Sequence[Sequence[int]],
+    forward_seconds: Floats,
+    backward_seconds: Floats,
+    *,
+    stages: int,
+    virtual: int,
+    send_seconds: Floats | None = None,
+    start_seconds: float = 0.0,
+) -> StageClocks:
+    """Run all microbatches through the stages of their ranks.
+
+    Args:
+        ranks_of: the ranks of each microbatch, in the plan's order.
+        forward_seconds, backward_seconds: of a row, all chunks of one stage together.
+        stages, virtual: of the pipeline that each rank is.
+        send_seconds: of a row, from one stage to the next (default: messages take no time).
+        start_seconds: when the first action may begin.
+    """
+    order = stage_order(ranks_of, stages, virtual)
+    chunks, stage = order.chunks, order.action_stages
+    counts = np.array([len(ranks) for ranks in ranks_of], dtype=np.int64)
+    first_row = np.cumsum(counts) - counts
+    rank = np.array([each for ranks in ranks_of for each in ranks], dtype=np.int64)
+    num_ranks = int(rank.max(initial=0)) + 1
+    free = np.full((stages, num_ranks), start_seconds)
+    link_free = np.full((stages, num_ranks), start_seconds)
+    ready = np.full(len(rank), start_seconds)
+    took = np.stack((forward_seconds, backward_seconds)) / virtual
+    begin, end = np.empty((2 * chunks, len(rank))), np.empty((2 * chunks, len(rank)))
+    for numbers, steps in order.together():
+        width = counts[numbers]
+        groups = np.cumsum(width) - width
+        rows = np.arange(int(width.sum())) + np.repeat(first_row[numbers] - groups, width)
+        step = np.repeat(steps, width)
+        where = stage[step], rank[rows]
+        latest = np.maximum.reduceat(np.maximum(ready[rows], free[where]), groups)
+        start = np.repeat(latest, width)
+        done = start + took[np.where(step < chunks, 0, 1), rows]
+        begin[step, rows], end[step, rows], free[where] = start, done, done
+        if send_seconds is None:
+            ready[rows] = done
+            continue
+        onward = (step != chunks - 1) & (step != 2 * chunks - 1) & (stages > 1)  # the last chunk turns where it is
+        sent = np.maximum(done, link_free[where]) + send_seconds[rows]
+        link_free[where] = np.where(onward, sent, link_free[where])
+        ready[rows] = np.where(onward, sent, done)
+    return StageClocks(stage=stage, begin=begin, end=end)
