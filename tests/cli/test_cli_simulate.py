@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from lengthwise import cost
 from lengthwise.cli import main
 from lengthwise.cli.simulate import drawn_batch
 
@@ -61,6 +63,25 @@ def test_simulate_lengths_of_a_file_twice_is_the_same(tmp_path, capsys) -> None:
     assert one == other
 
 
+def test_simulate_waits_for_its_loader(tmp_path, capsys) -> None:
+    described = json.loads(Path(cost.__file__).with_name("hardware.json").read_text())["h100"]
+    hardware = tmp_path / "slow.json"
+    hardware.write_text(json.dumps({**described, "loader_tokens_per_second": 1e5}))
+    written = {}
+    for loader in ("none", "local", "remote"):
+        out = tmp_path / loader
+        simulate(
+            capsys, *SMALL, "--lengths", "github", "--context", "64K", "--planners", "lengthwise",
+            "--hardware", hardware, "--loader", loader, "--out", out,
+        )  # fmt: skip
+        written[loader] = json.loads((out / "simulation.json").read_text())["planners"]["lengthwise"]
+        assert ("waiting for data" in (out / "trace-lengthwise.json").read_text()) == (loader == "local")
+    assert written["none"]["loader_seconds"] == [0, 0]
+    late = [b - a for a, b in zip(written["none"]["step_seconds"], written["local"]["step_seconds"], strict=True)]
+    assert late == pytest.approx(written["local"]["loader_seconds"])
+    assert written["remote"]["step_seconds"] == written["none"]["step_seconds"]
+
+
 def test_simulate_needs_no_torch(tmp_path) -> None:
     run = "import sys; from lengthwise.cli import main; sys.argv[1:1] = ['simulate']\ntry:\n    main(sys.argv[1:])\n"
     run += "finally:\n    print([name for name in ('torch', 'transformers') if name in sys.modules])"
@@ -92,6 +113,7 @@ def test_drawn_batches_take_every_sequence_before_any_twice() -> None:
         (["--lengths", "github", "--hardware", "h1000"], "Did you mean `h100`"),
         (["--lengths", "github", "--tp", "3"], "tensor parallelism"),
         (["--lengths", "github", "--batches", "0"], "--batches"),
+        (["--lengths", "github", "--loader", "remot"], "Did you mean `remote`"),
         (["--lengths", "github", "--context", "2M"], "256 ranks"),
     ],
 )

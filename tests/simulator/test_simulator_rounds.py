@@ -64,15 +64,21 @@ def _slow_pass(program, microbatch: Microbatch, clock: dict[int, float], cost: A
         for transfer in rounds[hop].transfers if hop < len(rounds) else ():
             size = keys_bytes if transfer.content == "kv" else gradient_bytes
             payload[transfer.piece, transfer.source, transfer.target] += size * transfer.tokens
-        seconds, out, into = {}, defaultdict(float), defaultdict(float)
+        seconds, out, into, up, down = {}, *(defaultdict[int, float](float) for _ in range(4))
         for (piece, source, target), size in payload.items():
-            link = cost.near if source // cost.ranks_per_node == target // cost.ranks_per_node else cost.far
+            here, there = source // cost.ranks_per_node, target // cost.ranks_per_node
+            link = cost.near if here == there else cost.far
             took = link.hop_seconds / cost.layers + size / link.bytes_per_second
             seconds[piece, source, target] = took
             out[source] += took
             into[target] += took
+            if here != there:
+                up[here] += size / cost.uplink_bytes_per_second
+                down[there] += size / cost.uplink_bytes_per_second
         for _, source, target in seconds:
-            done = max(clock[source], clock[target]) + max(out[source], into[target])
+            here, there = source // cost.ranks_per_node, target // cost.ranks_per_node
+            uplink = cost.far.hop_seconds / cost.layers + max(up[here], down[there]) if here != there else 0.0
+            done = max(clock[source], clock[target]) + max(out[source], into[target], uplink)
             end[source], end[target] = max(end[source], done), max(end[target], done)
         clock = end
     return clock
@@ -103,15 +109,21 @@ def _slow_clocks(microbatch: Microbatch, tokens: list[int], cost: AllTermsCost, 
     first=st.integers(0, 9),
     packs=st.lists(st.tuples(st.integers(0, 15), st.integers(1, 3000)), max_size=3),
     slow_link=st.sampled_from([1.0, 0.02]),
+    uplink=st.sampled_from([1.0, 0.3]),
     recompute=st.sampled_from(["none", "layer"]),
     layers=st.sampled_from([1, 2, 6]),
 )
 def test_clocks_are_those_of_running_every_layer_of_the_program(
-    lengths, degree, first, packs, slow_link, recompute, layers
+    lengths, degree, first, packs, slow_link, uplink, recompute, layers
 ) -> None:
     cost = all_terms_cost(
         replace(SHAPE, layers=layers),
-        replace(HARDWARE, link_bytes_per_second=50e9 * slow_link, block_efficiency=((1, 1.0),)),
+        replace(
+            HARDWARE,
+            link_bytes_per_second=50e9 * slow_link,
+            node_uplink_bytes_per_second=400e9 * slow_link * uplink / 4,
+            block_efficiency=((1, 1.0),),
+        ),
     )
     cost = replace(cost, block_efficiency=())
     pieces = [Piece(ranks=ring_order(first, degree), sequences=tuple(range(len(lengths))))]

@@ -132,7 +132,8 @@ def test_loaders_delay_all_and_other_stages_are_refused() -> None:
     cost = all_terms_cost(SHAPE, HARDWARE, stages=4)
     plan = _local(5000, 300, 200)
     timeline = simulate_plan(plan, cost)
-    later = simulate_plan(plan, cost, loader_seconds=0.5)
+    later = timeline.delayed(0.5)
+    assert timeline.delayed(0.0) is timeline
     assert later.step_seconds == pytest.approx(timeline.step_seconds + 0.5)
     assert later.idle_ratio > timeline.idle_ratio
     with pytest.raises(PlanError, match="stages"):

@@ -55,6 +55,8 @@ class Simulate:
     """Planners to compare; speed-ups are over the first."""
     batches: Annotated[int, tyro.conf.arg(metavar="N")] = 4
     """Batches to simulate, each with its own seed."""
+    loader: Annotated[str, tyro.conf.arg(metavar="none|local|remote")] = "none"
+    """How data is loaded: none (it is there), local (every process reads for itself), remote (each sequence once)."""
     trace_ranks: Annotated[int, tyro.conf.arg(metavar="N")] = 32
     """Ranks that a trace shows."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
@@ -111,8 +113,10 @@ class Simulate:
 
     def _setting_and_batches(self) -> tuple[Setting, list[list[int]]]:
         from lengthwise.cost import all_terms_cost, capacity_tokens, named_hardware, named_shape
-        from lengthwise.simulator import Setting
+        from lengthwise.simulator import LOADERS, Setting
 
+        if self.loader not in LOADERS:
+            raise unknown_name("--loader", self.loader, LOADERS)
         shape, hardware = named_shape(self.model), named_hardware(self.hardware)
         cost = all_terms_cost(shape, hardware, tensor=self.tp, stages=self.pp)
         devices = self.tp * self.pp
@@ -125,8 +129,9 @@ class Simulate:
         batches, context = self._batches(context)
         cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
         setting = Setting(
-            shape=shape, hardware=hardware, cost=cost, cluster=cluster, context_tokens=context, devices=devices
-        )
+            shape=shape, hardware=hardware, cost=cost, cluster=cluster, context_tokens=context, devices=devices,
+            loader=self.loader,
+        )  # fmt: skip
         return setting, batches
 
     def _ranks(self, devices: int) -> int:
@@ -192,7 +197,7 @@ class Simulate:
         return {
             "about": f"{setting.shape.name} on {cluster.ranks} ranks{mesh} of {setting.hardware.name}, "
             f"{cluster.capacity_tokens:,} tokens a rank; {len(batches)} batches of {sum(batches[0]):,} tokens of "
-            f"{self.lengths or self.data}, longest {longest:,}",
+            f"{self.lengths or self.data}, longest {longest:,}; loader: {self.loader}",
             "model": setting.shape.name,
             "hardware": setting.hardware.name,
             "cost": setting.cost.version,
@@ -204,6 +209,7 @@ class Simulate:
             "num_sequences": [len(batch) for batch in batches],
             "batch_tokens": [sum(batch) for batch in batches],
             "longest_tokens": longest,
+            "loader": self.loader,
         }
 
 

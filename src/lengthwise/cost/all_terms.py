@@ -77,6 +77,7 @@ def all_terms_cost(shape: ModelShape, hardware: Hardware, *, tensor: int = 1, st
         reduced_bytes=shape.total_params / devices * (GRADIENT_BYTES + dtype_bytes),
         stages=stages,
         stage_bytes=shape.hidden / tensor * dtype_bytes if stages > 1 else 0.0,
+        uplink_bytes_per_second=hardware.node_uplink_bytes_per_second / tensor,
         version=f"all-terms/1 {shape.name} {hardware.name}" + (f" tp{tensor} pp{stages}" if devices > 1 else ""),
     )
 

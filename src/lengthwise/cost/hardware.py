@@ -33,11 +33,13 @@ class Hardware:
         share is 1. Between two points shares are interpolated; below the first the share falls with the tokens.
     link_bytes_per_second, hop_latency_seconds: one direction of a rank's link to another node; start of one transfer.
     node_link_bytes_per_second, node_hop_latency_seconds: the same inside a node.
+    node_uplink_bytes_per_second: what all devices of a node send to other nodes together, one direction; they share it.
     ranks_per_node: devices of one node.
     layer_launch_seconds: overhead of one layer, forward and backward, that does not grow with tokens.
     compute_dtype_bytes: 2 for bf16, 4 for fp32.
     copy_bytes_per_second: between one device and its host, one direction.
     host_copy_bytes_per_second: what the host takes from, or gives to, all devices of the node together.
+    loader_tokens_per_second: of text that the processors of one node read and tokenize, all its loaders together.
     device_bytes, host_bytes: memory of one device, and of the host of a node.
     source: where the numbers come from.
 
@@ -56,9 +58,11 @@ class Hardware:
     ranks_per_node: int
     node_link_bytes_per_second: float
     node_hop_latency_seconds: float
+    node_uplink_bytes_per_second: float
     block_efficiency: tuple[tuple[float, float], ...]
     copy_bytes_per_second: float
     host_copy_bytes_per_second: float
+    loader_tokens_per_second: float
     device_bytes: float
     host_bytes: float
     source: str

@@ -61,6 +61,8 @@ class AllTermsCost:
     block_efficiency: as in `Hardware`; empty: blocks of any size run at full speed.
     forward, backward: shares of the two passes.
     near, far: links inside a node and between nodes; ranks_per_node: how many neighbours on the line share a node.
+    uplink_bytes_per_second: what the ranks of a node send to other nodes together; only the simulator and the step's
+        end ask for it, planners take each rank's far link for its own.
     ring_bytes, exchange_bytes: a token, all layers, both passes: what a ring passes on, what an all-to-all moves.
     heads, kv_heads: of one device; groups of u ranks must divide the heads, and repeat KV heads beyond `kv_heads`.
     copy_bytes: activations of a token that can be offloaded, for each kind of recomputation.
@@ -87,6 +89,7 @@ class AllTermsCost:
     reduced_bytes: float
     stages: int = 1
     stage_bytes: float = 0.0
+    uplink_bytes_per_second: float = math.inf
     version: str = "given"
 
     @property
@@ -98,6 +101,11 @@ class AllTermsCost:
     def ring_seconds(self) -> float:
         """Seconds to pass on one token's keys, values and gradients between nodes."""
         return self.ring_bytes / self.far.bytes_per_second
+
+    @property
+    def shares_uplinks(self) -> bool:
+        """Whether the uplink of a node is less than the far links of its ranks together."""
+        return self.uplink_bytes_per_second < self.far.bytes_per_second * self.ranks_per_node
 
     def hops_seconds(self, degree: int) -> float:
         """Tell the latency of all hops of a ring of `degree` positions, placed in as few nodes as can be."""
@@ -191,9 +199,10 @@ class AllTermsCost:
     def step_end_seconds(self, ranks: int) -> float:
         """Tell how long gradients and parameters take to be reduced and gathered over all ranks, once a step.
 
-        Between nodes all links of a node carry their part, as ring collectives do.
+        Between nodes all links of a node carry their part, as ring collectives do, as far as its uplink allows.
         """
-        together = min(self.near.bytes_per_second, self.far.bytes_per_second * self.ranks_per_node)
+        outside = min(self.far.bytes_per_second * self.ranks_per_node, self.uplink_bytes_per_second)
+        together = min(self.near.bytes_per_second, outside)
         rate = self.near.bytes_per_second if ranks <= self.ranks_per_node else together
         return self.reduced_bytes * (ranks - 1) / ranks / rate
 
@@ -293,6 +302,8 @@ class AllTermsCost:
             "kv_heads": self.kv_heads,
             "stages": self.stages,
         }
+        if self.uplink_bytes_per_second <= 0 or math.isnan(self.uplink_bytes_per_second):
+            numbers["uplink_bytes_per_second"] = self.uplink_bytes_per_second
         for name, value in numbers.items():
             if not math.isfinite(value) or value <= 0:
                 raise ConfigError(f"cost: {name}", expected="a number above 0", got=repr(value), remedy=f"Mend {name}.")

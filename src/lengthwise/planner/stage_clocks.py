@@ -37,7 +37,6 @@ def stage_clocks(
     stages: int,
     virtual: int,
     send_seconds: Floats | None = None,
-    start_seconds: float = 0.0,
 ) -> StageClocks:
     """Run all microbatches through the stages of their ranks.
 
@@ -46,7 +45,6 @@ def stage_clocks(
         forward_seconds, backward_seconds: of a row, all chunks of one stage together.
         stages, virtual: of the pipeline that each rank is.
         send_seconds: of a row, from one stage to the next (default: messages take no time).
-        start_seconds: when the first action may begin.
     """
     order = stage_order(ranks_of, stages, virtual)
     chunks, stage = order.chunks, order.action_stages
@@ -54,9 +52,9 @@ def stage_clocks(
     first_row = np.cumsum(counts) - counts
     rank = np.array([each for ranks in ranks_of for each in ranks], dtype=np.int64)
     num_ranks = int(rank.max(initial=0)) + 1
-    free = np.full((stages, num_ranks), start_seconds)
-    link_free = np.full((stages, num_ranks), start_seconds)
-    ready = np.full(len(rank), start_seconds)
+    free = np.zeros((stages, num_ranks))
+    link_free = np.zeros((stages, num_ranks))
+    ready = np.zeros(len(rank))
     took = np.stack((forward_seconds, backward_seconds)) / virtual
     begin, end = np.empty((2 * chunks, len(rank))), np.empty((2 * chunks, len(rank)))
     for numbers, steps in order.together():

@@ -54,6 +54,7 @@ def simulation_json(results: Sequence[PlannerResult], facts: dict[str, Any]) -> 
         "planners": {
             each.planner: {
                 "step_seconds": [step.step_seconds for step in each.steps],
+                "loader_seconds": [step.loader_seconds for step in each.steps],
                 "mean_seconds": each.mean_seconds,
                 "p50_seconds": each.percentile_seconds(50),
                 "p99_seconds": each.percentile_seconds(99),

@@ -1,5 +1,7 @@
 """Plans x costs -> a timeline: what a step would take on machines that nobody here has. Pure: no torch, no clock."""
 
+from lengthwise.simulator.contention import node_bytes
+from lengthwise.simulator.loading import LOADERS, loading_seconds, waits_seconds
 from lengthwise.simulator.rounds import MicrobatchClocks, microbatch_clocks
 from lengthwise.simulator.stages import PieceStages, piece_stages
 from lengthwise.simulator.step import simulate_plan
@@ -8,6 +10,7 @@ from lengthwise.simulator.timeline import Timeline
 from lengthwise.simulator.trace import chosen_ranks, chrome_trace
 
 __all__ = [
+    "LOADERS",
     "MicrobatchClocks",
     "PieceStages",
     "PlannerResult",
@@ -17,7 +20,10 @@ __all__ = [
     "chosen_ranks",
     "chrome_trace",
     "compare_planners",
+    "loading_seconds",
     "microbatch_clocks",
+    "node_bytes",
     "piece_stages",
     "simulate_plan",
+    "waits_seconds",
 ]

@@ -67,7 +67,8 @@ def piece_stages(piece: Piece, lengths: Sequence[int], cost: AllTermsCost) -> Pi
     groups = np.array(piece.ranks).reshape(positions, piece.heads)
     nodes = groups // cost.ranks_per_node
     own = np.all(nodes == nodes[:, :1], axis=1)
-    links = np.where(own, cost.near.bytes_per_second, cost.far.bytes_per_second)
+    outside = min(cost.far.bytes_per_second, cost.uplink_bytes_per_second / cost.ranks_per_node)
+    links = np.where(own, cost.near.bytes_per_second, outside)
     held = shards.sum(axis=0) / piece.heads
     return PieceStages(
         blocks=_blocks(np.array(lengths, dtype=np.float64), low, high, cost) / (piece.heads * cost.layers),

@@ -5,14 +5,15 @@ comes from its stages (`rounds`), not from a formula. A microbatch starts when a
 exchange nothing and are priced in one array operation for all of them. After its last microbatch every rank enters the
 step's end, which all leave together. Where a rank is a pipeline, its stages run interleaved 1F1B
 (`planner.stage_order`): every action of a microbatch takes its part of these clocks, starts together on all ranks of
-its ring, and sends activations on over the link between nodes, one message after the other. Not simulated: variance of
-kernels, congestion inside the network between nodes, activations and rings sharing a link, and the order of copies on
-the host beyond its share for each rank.
+its ring, and sends activations on over the link between nodes, one message after the other. Where ranks share the
+uplink of their node, microbatches that run at one time slow each other down (`contention`). Not simulated: variance of
+kernels, congestion beyond the uplinks, activations and rings sharing a link, and the order of copies on the host beyond
+its share for each rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,18 +23,18 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.cost import AllTermsCost
 from lengthwise.planner.stage_clocks import stage_clocks
+from lengthwise.simulator.contention import TURNS, Uplinks
 from lengthwise.simulator.rounds import MicrobatchClocks, microbatch_clocks
 from lengthwise.simulator.stages import Floats
 from lengthwise.simulator.timeline import Timeline
 
 
-def simulate_plan(plan: Plan, cost: AllTermsCost, *, loader_seconds: float = 0.0) -> Timeline:
+def simulate_plan(plan: Plan, cost: AllTermsCost) -> Timeline:
     """Simulate one step of `plan`.
 
     Args:
         plan: of any planner; `waves` are run in lock-step.
         cost: of the model and hardware, and how many stages a rank has.
-        loader_seconds: what every rank waits for its data before the first microbatch.
 
     Raises:
         PlanError: a pipeline of other stages than the costs', or shares together with split heads.
@@ -47,12 +48,21 @@ def simulate_plan(plan: Plan, cost: AllTermsCost, *, loader_seconds: float = 0.0
             remedy="Give costs of that many stages (--pp).",
         )
     run = _run_flat if stages == 1 else _run_stages
-    return run(plan, cost, _all_clocks(plan, cost), loader_seconds)
+    clocks = _all_clocks(plan, lambda _: cost)
+    timeline = run(plan, cost, clocks)
+    if not cost.shares_uplinks:
+        return timeline
+    uplinks = Uplinks(plan, [float(each.total.max()) for each in clocks], cost)
+    for _ in range(TURNS):
+        if not uplinks.slow_down(*timeline.microbatch_spans(len(plan.microbatches))):
+            break
+        timeline = run(plan, cost, _all_clocks(plan, uplinks.slowed))
+    return timeline
 
 
-def _run_flat(plan: Plan, cost: AllTermsCost, clocks: list[MicrobatchClocks], loader_seconds: float) -> Timeline:
+def _run_flat(plan: Plan, cost: AllTermsCost, clocks: list[MicrobatchClocks]) -> Timeline:
     """Walk the plan's order with a clock a rank."""
-    free = np.full(plan.ranks, loader_seconds)
+    free = np.zeros(plan.ranks)
     starts = []
     for each in clocks:
         where = np.array(each.ranks)
@@ -70,11 +80,11 @@ def _run_flat(plan: Plan, cost: AllTermsCost, clocks: list[MicrobatchClocks], lo
         backward=forward,
         end=start + np.concatenate([each.total for each in clocks]),
         step_end_seconds=cost.step_end_seconds(plan.ranks),
-        loader_seconds=loader_seconds,
+        loader_seconds=0.0,
     )
 
 
-def _run_stages(plan: Plan, cost: AllTermsCost, clocks: list[MicrobatchClocks], loader_seconds: float) -> Timeline:
+def _run_stages(plan: Plan, cost: AllTermsCost, clocks: list[MicrobatchClocks]) -> Timeline:
     """Run the plan through the stages of its ranks; rows go by chunk, then as in the plan."""
     if plan.schedule["kind"] == "waves":
         clocks = [_with_all_ranks(each, plan.ranks) for each in clocks]
@@ -88,7 +98,6 @@ def _run_stages(plan: Plan, cost: AllTermsCost, clocks: list[MicrobatchClocks], 
         stages=cost.stages,
         virtual=virtual,
         send_seconds=cost.stage_send_seconds(rows["held_tokens"]),
-        start_seconds=loader_seconds,
     )
     chunks = cost.stages * virtual
     repeated = {name: np.tile(values, chunks) for name, values in rows.items()}
@@ -104,7 +113,7 @@ def _run_stages(plan: Plan, cost: AllTermsCost, clocks: list[MicrobatchClocks], 
         backward=ran.begin[: chunks - 1 : -1].ravel(),
         end=ran.end[: chunks - 1 : -1].ravel(),
         step_end_seconds=cost.step_end_seconds(plan.ranks),
-        loader_seconds=loader_seconds,
+        loader_seconds=0.0,
     )
 
 
@@ -132,16 +141,17 @@ def _with_all_ranks(clocks: MicrobatchClocks, ranks: int) -> MicrobatchClocks:
     return MicrobatchClocks(ranks=tuple(range(ranks)), **{name: spread(getattr(clocks, name)) for name in names})
 
 
-def _all_clocks(plan: Plan, cost: AllTermsCost) -> list[MicrobatchClocks]:
-    """Run every microbatch from a common start; equal ones only once."""
-    alone = _lone_packs(plan, cost)
+def _all_clocks(plan: Plan, cost_of: Callable[[int], AllTermsCost]) -> list[MicrobatchClocks]:
+    """Run every microbatch from a common start, each at its own costs; equal ones only once."""
+    alone = _lone_packs(plan, cost_of(0))
     known: dict[object, MicrobatchClocks] = {}
     clocks = []
     for index, microbatch in enumerate(plan.microbatches):
         if index in alone:
             clocks.append(alone[index])
             continue
-        key = _alike(microbatch, plan.tokens, cost)
+        cost = cost_of(index)
+        key = _alike(microbatch, plan.tokens, cost), cost.far.bytes_per_second
         if key not in known:
             known[key] = microbatch_clocks(microbatch, plan.tokens, cost)
         clocks.append(replace(known[key], ranks=microbatch.ranks))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.cost import AllTermsCost, Hardware, state_bytes, step_flops
 from lengthwise.planner import plan_step
+from lengthwise.simulator.loading import loading_seconds, waits_seconds
 from lengthwise.simulator.step import simulate_plan
 from lengthwise.simulator.timeline import Timeline
 
@@ -26,7 +28,8 @@ UNIFORM_TOKENS = 8192
 class Setting:
     """What is simulated: a model on so many ranks of a hardware, `devices` of it a rank.
 
-    `context_tokens` sizes the mesh of planners with a fixed one, and is the longest that a sequence may be.
+    `context_tokens` sizes the mesh of planners with a fixed one, and is the longest that a sequence may be. `loader` is
+    one of `simulator.loading.LOADERS`.
     """
 
     shape: ModelShape
@@ -35,6 +38,7 @@ class Setting:
     cluster: Cluster
     context_tokens: int
     devices: int = 1
+    loader: str = "none"
 
     @property
     def peak_flops_per_second(self) -> float:
@@ -44,9 +48,13 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
-    """One planner on one batch: times in seconds, ratios of all ranks' time, memory of the fullest device in bytes."""
+    """One planner on one batch: times in seconds, ratios of all ranks' time, memory of the fullest device in bytes.
+
+    loader_seconds: of the step, what all ranks wait for their data.
+    """
 
     step_seconds: float
+    loader_seconds: float
     compute_ratio: float
     exposed_ratio: float
     idle_ratio: float
@@ -124,21 +132,17 @@ def compare_planners(
     Raises:
         LengthwiseError: of `plan_step`; sequences longer than the context or than the cluster holds are named.
     """
-    uniform = _simulate("lengthwise", _uniform(sum(batches[0])), setting, {})[1]
+    (uniform,) = _steps(_simulate("lengthwise", [_uniform(sum(batches[0]))], setting, {}, lambda _: None), setting)
     uniform_rate = uniform.flops / uniform.step_seconds
     results = []
     for planner in planners:
-        simulated = []
-        for number, batch in enumerate(batches):
-            told(planner, number)
-            simulated.append(_simulate(planner, batch, setting, options or {}))
-        plan, _, timeline = simulated[0]
+        simulated = _simulate(planner, batches, setting, options or {}, partial(told, planner))
         results.append(
             PlannerResult(
                 planner=planner,
-                steps=tuple(step for _, step, _ in simulated),
-                first_plan=plan,
-                first=timeline,
+                steps=_steps(simulated, setting),
+                first_plan=simulated[0][0],
+                first=simulated[0][1],
                 peak_flops_per_second=setting.peak_flops_per_second,
                 uniform_flops_per_second=uniform_rate,
             )
@@ -151,28 +155,57 @@ def _uniform(num_tokens: int) -> list[int]:
 
 
 def _simulate(
-    planner: str, tokens: Sequence[int], setting: Setting, options: Mapping[str, object]
-) -> tuple[Plan, SimulatedStep, Timeline]:
-    plan = plan_step(
-        tokens,
-        setting.cluster,
-        setting.cost,
-        planner=planner,
-        layers=setting.shape.layers,
-        context_tokens=max(setting.context_tokens, *tokens) if planner == "static" else None,
-        **options,  # type: ignore[arg-type] - what else `plan_step` takes is its own to check
+    planner: str,
+    batches: Sequence[Sequence[int]],
+    setting: Setting,
+    options: Mapping[str, object],
+    told: Callable[[int], None],
+) -> list[tuple[Plan, Timeline]]:
+    """Plan and simulate every batch, each after the one before it has been computed and its own data loaded."""
+    plans, timelines = [], []
+    for number, tokens in enumerate(batches):
+        told(number)
+        plan = plan_step(
+            tokens,
+            setting.cluster,
+            setting.cost,
+            planner=planner,
+            layers=setting.shape.layers,
+            context_tokens=max(setting.context_tokens, *tokens) if planner == "static" else None,
+            **options,  # type: ignore[arg-type] - what else `plan_step` takes is its own to check
+        )
+        plans.append(plan)
+        timelines.append(simulate_plan(plan, setting.cost))
+    loads = [
+        loading_seconds(
+            plan,
+            setting.loader,
+            tokens_per_second=setting.hardware.loader_tokens_per_second,
+            ranks_per_node=setting.cost.ranks_per_node,
+            devices=setting.devices,
+            fixed_mesh=planner == "static",
+        )
+        for plan in plans
+    ]
+    waits = waits_seconds(loads, [timeline.step_seconds for timeline in timelines])
+    delayed = [timeline.delayed(wait) for timeline, wait in zip(timelines, waits, strict=True)]
+    return list(zip(plans, delayed, strict=True))
+
+
+def _steps(simulated: Sequence[tuple[Plan, Timeline]], setting: Setting) -> tuple[SimulatedStep, ...]:
+    return tuple(
+        SimulatedStep(
+            step_seconds=timeline.step_seconds,
+            loader_seconds=timeline.loader_seconds,
+            compute_ratio=timeline.compute_ratio,
+            exposed_ratio=timeline.exposed_ratio,
+            idle_ratio=timeline.idle_ratio,
+            memory_bytes=_memory_bytes(plan, timeline, setting),
+            num_tokens=sum(plan.tokens),
+            flops=step_flops(setting.shape, plan.tokens),
+        )
+        for plan, timeline in simulated
     )
-    timeline = simulate_plan(plan, setting.cost)
-    step = SimulatedStep(
-        step_seconds=timeline.step_seconds,
-        compute_ratio=timeline.compute_ratio,
-        exposed_ratio=timeline.exposed_ratio,
-        idle_ratio=timeline.idle_ratio,
-        memory_bytes=_memory_bytes(plan, timeline, setting),
-        num_tokens=sum(tokens),
-        flops=step_flops(setting.shape, tokens),
-    )
-    return plan, step, timeline
 
 
 def _memory_bytes(plan: Plan, timeline: Timeline, setting: Setting) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,26 @@ class Timeline:
     held_tokens: NDArray[np.float64]
     step_end_seconds: float
     loader_seconds: float
+
+    def delayed(self, loader_seconds: float) -> Timeline:
+        """Return the same step, all ranks waiting so much longer for their data before it begins."""
+        if loader_seconds == 0:
+            return self
+        return replace(
+            self,
+            start=self.start + loader_seconds,
+            forward=self.forward + loader_seconds,
+            backward=self.backward + loader_seconds,
+            end=self.end + loader_seconds,
+            loader_seconds=self.loader_seconds + loader_seconds,
+        )
+
+    def microbatch_spans(self, microbatches: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Tell when each of the plan's microbatches begins on its first rank, and ends on its last."""
+        starts, ends = np.full(microbatches, np.inf), np.zeros(microbatches)
+        np.minimum.at(starts, self.microbatch, self.start)
+        np.maximum.at(ends, self.microbatch, self.end)
+        return starts, ends
 
     @property
     def work_end_seconds(self) -> NDArray[np.float64]:

@@ -1,0 +1,85 @@
+"""Microbatches that run at one time and share the uplink of a node: how much slower each one's far links become.
+
+Within a microbatch links are shared stage by stage (`rounds`). Between microbatches, which nobody keeps in step, shares
+are those of a fluid: over its time a microbatch asks a node's uplink for the mean rate of its bytes, as if it were
+alone; while all that run ask for more than the uplink gives, everybody's far links slow down by that ratio. A
+microbatch gets the mean ratio over its time at its worst node. Its clocks are then run anew with links so much slower,
+which moves all that follows: three turns, in which no ratio falls, so contention never makes a step faster.
+
+Disjoint intervals of the rank line meet at few nodes, each with at most two links out, so this matters where a node has
+few NICs for its ranks. Cost: the far edges of every ring once, then a sort a node and turn.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from lengthwise.core.plan import Microbatch, Plan
+from lengthwise.cost import AllTermsCost
+from lengthwise.simulator.stages import Floats
+
+TURNS = 3
+Uplink = tuple[int, str]  # a node, and whether its bytes go out or in
+
+
+def node_bytes(microbatch: Microbatch, tokens: Sequence[int], cost: AllTermsCost) -> dict[Uplink, float]:
+    """Count the bytes that rings of a microbatch send out of, and into, each node: all layers and passes."""
+    total: dict[Uplink, float] = defaultdict(float)
+    passes = sum(each.ring for each in cost.passes(microbatch.recompute))
+    for piece in microbatch.pieces:
+        positions = piece.degree // piece.heads
+        if positions == 1:
+            continue
+        passed = sum(tokens[i] for i in piece.sequences) * (positions - 1) / positions
+        repeated = max(1.0, piece.heads / cost.kv_heads) / piece.heads
+        edge_bytes = passes * cost.ring_bytes * passed * repeated
+        nodes = np.array(piece.ranks) // cost.ranks_per_node
+        targets = np.roll(nodes, -piece.heads)
+        for source, target in zip(nodes[nodes != targets].tolist(), targets[nodes != targets].tolist(), strict=True):
+            total[source, "out"] += edge_bytes
+            total[target, "in"] += edge_bytes
+    return dict(total)
+
+
+class Uplinks:
+    """What every microbatch of a plan asks of the uplinks, and the slowdowns found so far."""
+
+    def __init__(self, plan: Plan, alone_seconds: Sequence[float], cost: AllTermsCost) -> None:
+        self._cost = cost
+        self.slowdowns = np.ones(len(plan.microbatches))
+        self._rates: dict[Uplink, list[tuple[int, float]]] = defaultdict(list)
+        for index, (microbatch, seconds) in enumerate(zip(plan.microbatches, alone_seconds, strict=True)):
+            for uplink, size in node_bytes(microbatch, plan.tokens, cost).items():
+                self._rates[uplink].append((index, size / seconds))
+
+    def slow_down(self, starts: Floats, ends: Floats) -> bool:
+        """Raise the slowdowns to those of microbatches that run from `starts` to `ends`; tell whether any rose."""
+        before = self.slowdowns.copy()
+        for asked in self._rates.values():
+            which = np.array([index for index, _ in asked])
+            rates = np.array([rate for _, rate in asked])
+            ratios = _mean_ratios(starts[which], ends[which], rates / self._cost.uplink_bytes_per_second)
+            np.maximum.at(self.slowdowns, which, ratios)
+        return bool(np.any(self.slowdowns > before))
+
+    def slowed(self, index: int) -> AllTermsCost:
+        """Return the costs of microbatch `index`, its far links and its share of the uplinks slowed down."""
+        far, slowdown = self._cost.far, float(self.slowdowns[index])
+        link = replace(far, bytes_per_second=far.bytes_per_second / slowdown)
+        return replace(self._cost, far=link, uplink_bytes_per_second=self._cost.uplink_bytes_per_second / slowdown)
+
+
+def _mean_ratios(starts: Floats, ends: Floats, shares: Floats) -> Floats:
+    """Tell the mean over each span of how many times too much all spans together ask for, never below 1."""
+    borders = np.unique(np.concatenate((starts, ends)))
+    change = np.zeros(len(borders))
+    first, last = np.searchsorted(borders, starts), np.searchsorted(borders, ends)
+    np.add.at(change, first, shares)
+    np.add.at(change, last, -shares)
+    ratio = np.maximum(1.0, np.cumsum(change))
+    passed = np.concatenate(([0.0], np.cumsum(ratio[:-1] * np.diff(borders))))
+    return (passed[last] - passed[first]) / np.maximum(ends - starts, 1e-300)

@@ -1,0 +1,77 @@
+"""Loading: how long the processors of a node read and tokenize for one step, and how long ranks wait for it.
+
+    none     data is there: nothing is read
+    local    every device's process reads for itself. On a fixed mesh it knows its group and reads the whole sequences
+             of that group's packs; where plans differ from step to step any sequence may become its own, so it reads
+             the whole batch. Processes of a node share its processors: what ByteScale (arXiv 2502.21231, section 7)
+             found to be read redundantly and to contend
+    remote   servers beside the ranks read every sequence once, a node's share each, and send clients what is theirs
+
+One step is loaded ahead: the next batch is read while the present step computes, so a rank waits for what is longer
+than that. Steps are taken as a circle: the first follows the last, as in the midst of a run. Bytes that servers send
+are not counted: 4 a token, where a ring's are tens of thousands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lengthwise.core.errors import ConfigError
+from lengthwise.core.names import unknown_name
+from lengthwise.core.plan import Plan
+
+LOADERS = ("none", "local", "remote")
+
+
+def loading_seconds(
+    plan: Plan,
+    loader: str,
+    *,
+    tokens_per_second: float,
+    ranks_per_node: int,
+    devices: int = 1,
+    fixed_mesh: bool = False,
+) -> float:
+    """Tell how long the busiest node reads for one step.
+
+    Args:
+        plan: whose sequences are read.
+        loader: one of `LOADERS`.
+        tokens_per_second: of one node, all its loaders together.
+        ranks_per_node: neighbours on the rank line that share a node.
+        devices: of one rank, each with a process that reads.
+        fixed_mesh: which rank takes which sequence is known before the plan.
+
+    Raises:
+        ConfigError: an unknown loader.
+    """
+    if loader not in LOADERS:
+        raise unknown_name("loader", loader, LOADERS)
+    if loader == "none":
+        return 0.0
+    if not tokens_per_second > 0:
+        got = repr(tokens_per_second)
+        raise ConfigError("loader: tokens_per_second", expected="above 0", got=got, remedy="Give a loader's speed.")
+    nodes = -(-plan.ranks // ranks_per_node)
+    if loader == "remote":
+        return sum(plan.tokens) / nodes / tokens_per_second
+    read = _group_tokens(plan) if fixed_mesh else np.full(plan.ranks, float(sum(plan.tokens)))
+    of_nodes = np.bincount(np.arange(plan.ranks) // ranks_per_node, weights=read, minlength=nodes)
+    return float(of_nodes.max()) * devices / tokens_per_second
+
+
+def waits_seconds(loads: Sequence[float], works: Sequence[float]) -> list[float]:
+    """Tell how long each step waits for its data: what its loading takes beyond the work of the step before it."""
+    return [max(0.0, load - works[number - 1]) for number, load in enumerate(loads)]
+
+
+def _group_tokens(plan: Plan) -> NDArray[np.float64]:
+    """Count the tokens of all whole sequences that each rank has a part of."""
+    read = np.zeros(plan.ranks)
+    for microbatch in plan.microbatches:
+        for piece in microbatch.pieces:
+            read[list(piece.ranks)] += sum(plan.tokens[i] for i in piece.sequences)
+    return read
