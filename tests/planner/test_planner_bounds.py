@@ -119,8 +119,15 @@ def test_bound_of_shared_launches_is_below_every_such_plan(lengths: list[int], c
 def test_bound_of_shared_launches_counts_a_launch_for_a_capacity_of_tokens() -> None:
     cost = CostModel(linear_seconds=1.0, fixed_seconds=30.0)
     cluster = Cluster(ranks=2, capacity_tokens=60)
-    bound = bound_seconds([100, 40, 40], cluster, cost, shared_launches=True)
+    bound = bound_seconds([100, 40, 40], cluster, cost, shared_launches=True, whole_launches=False)
     assert bound == pytest.approx((180 + 180 / 60 * 30) / 2)
+
+
+def test_bound_counts_whole_launches() -> None:
+    cost = CostModel(linear_seconds=1.0, fixed_seconds=30.0)
+    cluster = Cluster(ranks=2, capacity_tokens=60)
+    # 1.5 launches a rank: one that runs one is done after 61 tokens at most, so both had better run two
+    assert bound_seconds([100, 40, 40], cluster, cost, shared_launches=True) == pytest.approx((180 + 4 * 30) / 2)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +213,8 @@ def test_bound_is_the_quickest_time_of_the_longest_where_that_is_more() -> None:
 def test_bound_charges_a_ring_a_launch_on_each_rank() -> None:
     cost = CostModel(linear_seconds=1.0, fixed_seconds=30.0)
     cluster = Cluster(ranks=2, capacity_tokens=60)
-    assert bound_seconds([100, 60], cluster, cost) == pytest.approx((100 + 2 * 30 + 60 + 30) / 2)
+    bound = bound_seconds([100, 60], cluster, cost, whole_launches=False)
+    assert bound == pytest.approx((100 + 2 * 30 + 60 + 30) / 2)
     assert bound_seconds([100, 60], cluster, cost, lone_rings=False) < (100 + 60 + 60 + 30) / 2
 
 

@@ -9,6 +9,8 @@ Where a ring shares its microbatch with local packs, and no rank of it holds mor
 carries at most `capacity` tokens of a rank, the ring's included: `shared_launches=True` lets a ring, too, owe only
 g s / capacity. It is the bound of this package's own plans where launches cost anything.
 
+Both count parts of launches. Where plans are of these kinds, `launches` counts whole ones, and the higher bound holds.
+
 A plan that cuts whole packs, or holds more than the capacity beside a ring, can share launches, hide transfers of one
 sequence behind another, and use the rounding rule of the plan file: a rank may hold one token more for each *cut*
 sequence of the microbatch, also where it holds none of that sequence. Then another piece there may hold the token: with
@@ -35,6 +37,7 @@ from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner.degrees import degree_search
+from lengthwise.planner.launches import whole_launches_bound
 from lengthwise.planner.lengths import least_degrees_held, read_tokens, refuse_unheld
 
 _BISECTIONS = 40
@@ -48,6 +51,7 @@ def bound_seconds(
     *,
     lone_rings: bool = True,
     shared_launches: bool = False,
+    whole_launches: bool = True,
 ) -> float:
     """Return the least makespan, in seconds, that any plan of these lengths could have.
 
@@ -57,6 +61,8 @@ def bound_seconds(
         cost: the costs that the plan is scored with.
         lone_rings: whether every ring holds one sequence and is of at least s / capacity ranks.
         shared_launches: whether such a ring may have its microbatch not for itself, no rank above the capacity.
+        whole_launches: whether launches also count as whole numbers on each rank, where rings hold one sequence;
+            False: the bound that counts parts of them, as outside judges may.
 
     Raises:
         PlanError: a sequence that the cluster cannot hold.
@@ -64,7 +70,18 @@ def bound_seconds(
     checked = read_tokens(tokens)
     refuse_unheld(checked, cluster)
     lengths = np.array(checked, dtype=np.int64)
-    return least_makespan(lengths, cluster, cost, lone_rings=lone_rings, shared_launches=shared_launches)
+    parts = least_makespan(lengths, cluster, cost, lone_rings=lone_rings, shared_launches=shared_launches)
+    return max(parts, launches_makespan(lengths, cluster, cost)) if lone_rings and whole_launches else parts
+
+
+def launches_makespan(tokens: NDArray[np.int64], cluster: Cluster, cost: Cost) -> float:
+    """Bound the makespan by the whole launches of each rank, for plans in which every ring holds one sequence.
+
+    A ring may hold one token above the capacity, which the plan file allows for rounding.
+    """
+    lengths, counts = np.unique(tokens, return_counts=True)
+    roomy = Cluster(ranks=cluster.ranks, capacity_tokens=cluster.capacity_tokens + 1)
+    return whole_launches_bound(lengths, counts, cost.compute_seconds(lengths), roomy, cost.fixed_seconds)
 
 
 def least_makespan(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
-from lengthwise.planner.bounds import least_makespan
+from lengthwise.planner.bounds import launches_makespan, least_makespan
 from lengthwise.planner.ground import Ground
 from lengthwise.planner.lengths import least_degrees_held, read_tokens, refuse_unheld
 
@@ -45,11 +45,17 @@ class PlanRequest:
     @cached_property
     def bound_seconds(self) -> float:
         """The bound for plans in which every ring holds one sequence."""
-        return least_makespan(self.lengths, self.cluster, self.cost)
+        return max(least_makespan(self.lengths, self.cluster, self.cost), self._launches_seconds)
 
     @cached_property
     def shared_bound_seconds(self) -> float:
         """The bound where rings may share their launches with local packs."""
         if self.cost.fixed_seconds == 0:
             return self.bound_seconds
-        return least_makespan(self.lengths, self.cluster, self.cost, shared_launches=True)
+        shared = least_makespan(self.lengths, self.cluster, self.cost, shared_launches=True)
+        return max(shared, self._launches_seconds)
+
+    @cached_property
+    def _launches_seconds(self) -> float:
+        """The bound that counts whole launches."""
+        return launches_makespan(self.lengths, self.cluster, self.cost)
