@@ -38,6 +38,7 @@ from lengthwise.planner.gangs import PlacedRings, Ring, place_rings
 from lengthwise.planner.packs import LocalPack, Rooms, ShortSequences, fill_gaps, level_ends
 from lengthwise.planner.request import PlanRequest, least_degrees_held
 from lengthwise.planner.rings import interval_microbatch
+from lengthwise.planner.rivals import best_of_rivals, is_worth_rivals
 from lengthwise.planner.valleys import Moldable, fill_valleys
 
 FRACTIONS = (0.5, 0.25, 0.125)  # of the bound, that a sequence may take
@@ -97,10 +98,12 @@ def plan_lengthwise(request: PlanRequest) -> list[Microbatch]:
         if search.best_seconds <= request.bound_seconds * _FAR:
             break
     assert search.best is not None, "no level was tried"
-    microbatches = write_schedule(search.best)
+    microbatches, seconds = write_schedule(search.best), search.best_seconds
+    if is_worth_rivals(request, seconds):
+        microbatches, seconds = best_of_rivals(request, microbatches, seconds)
     tiny = len(request.tokens) * request.cluster.ranks <= MOST_WORK
-    worth_it = tiny and search.best_seconds > request.bound_seconds * _WORTH_ANNEALING
-    return anneal(request, microbatches, search.best_seconds) if worth_it else microbatches
+    worth_it = tiny and seconds > request.bound_seconds * _WORTH_ANNEALING
+    return anneal(request, microbatches, seconds) if worth_it else microbatches
 
 
 def _floors_tokens(request: PlanRequest) -> Iterator[int]:

@@ -1,0 +1,60 @@
+"""Whole plans of simpler structures, made where the search of `lengthwise` ends above the bound.
+
+Rings of one sequence and packs on one rank are the best material where there is enough of it to level. A handful of
+sequences, capacities of a few tokens, or launches that cost more than the work can ask for something else: packs cut
+over rings of one degree (`single_degree`, `static`), or the fewest ranks and launches (`bytescale`). These planners are
+baselines; here their plans are candidates like any other, so that a user never loses by asking for `lengthwise`. Of 250
+random steps with wild costs each of them ended earlier on some, by up to 1.2x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from lengthwise.core.plan import Microbatch, Plan
+from lengthwise.planner.bytescale import plan_bytescale
+from lengthwise.planner.bytescale_naive import plan_bytescale_naive
+from lengthwise.planner.power_of_two import plan_power_of_two
+from lengthwise.planner.request import PlanRequest
+from lengthwise.planner.score import score
+from lengthwise.planner.single_degree import plan_single_degree
+from lengthwise.planner.static import plan_static
+
+_RIVALS: tuple[Callable[[PlanRequest], list[Microbatch]], ...] = (
+    plan_single_degree,
+    plan_static,
+    plan_bytescale,
+    plan_bytescale_naive,
+    plan_power_of_two,
+)
+_CLOSE, _FAR = 1.0006, 1.01  # of the bound, below which small and larger steps are left as they are
+_SMALL, _LARGER = 50_000, 1_000_000  # sequences x ranks, up to which rivals are made, in tens and hundreds of ms
+
+
+def is_worth_rivals(request: PlanRequest, makespan_seconds: float) -> bool:
+    """Tell whether other plans could end enough earlier to be worth making."""
+    size = len(request.tokens) * request.cluster.ranks
+    close = request.bound_seconds * (_CLOSE if size <= _SMALL else _FAR)
+    return size <= _LARGER and makespan_seconds > close
+
+
+def best_of_rivals(
+    request: PlanRequest, microbatches: list[Microbatch], makespan_seconds: float
+) -> tuple[list[Microbatch], float]:
+    """Return the plan that ends first, and when: the one given, or one of another structure that ends earlier."""
+    best, best_seconds = microbatches, makespan_seconds
+    free_context = replace(request, context_tokens=None)  # the mesh of this step, not of a whole run
+    for rival in _RIVALS:
+        other = rival(free_context)
+        plan = Plan(
+            ranks=request.cluster.ranks,
+            layers=1,
+            capacity=request.cluster.capacity_tokens,
+            tokens=request.tokens,
+            microbatches=tuple(other),
+        )
+        seconds = score(plan, request.cost).makespan_seconds
+        if seconds < best_seconds * (1 - 1e-9):
+            best, best_seconds = other, seconds
+    return best, best_seconds

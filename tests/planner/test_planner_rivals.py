@@ -1,0 +1,68 @@
+"""No other planner ends a step sooner than `lengthwise`, whatever costs and lengths are."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lengthwise.core.plan import Plan
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import CostModel
+from lengthwise.planner import PLANNERS, plan_step
+from lengthwise.planner.lengthwise import Search, write_schedule
+from lengthwise.planner.request import PlanRequest
+from lengthwise.planner.rivals import best_of_rivals, is_worth_rivals
+from lengthwise.planner.score import score
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    ranks=st.sampled_from([1, 2, 3, 5, 7, 12, 24]),
+    capacity=st.sampled_from([1, 7, 64, 1000]),
+    shares=st.lists(st.floats(0, 1), min_size=1, max_size=40),
+    cost=st.builds(
+        CostModel,
+        quadratic_seconds=st.sampled_from([0.0, 1.0]),
+        linear_seconds=st.sampled_from([100.0, 4096.0]),
+        fixed_seconds=st.sampled_from([0.0, 2e4, 1e6]),
+        ring_seconds=st.sampled_from([0.0, 4e3, 2e5]),
+    ),
+)
+@example(
+    ranks=24,
+    capacity=7,
+    shares=[0.3, 0.01] * 20,
+    cost=CostModel(linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=3e4),
+)
+def test_no_planner_ends_sooner(ranks: int, capacity: int, shares: list[float], cost: CostModel) -> None:
+    tokens = [max(1, int(share**3 * ranks * capacity)) for share in shares]
+    cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
+    seconds = {name: score(plan_step(tokens, cluster, cost, planner=name), cost).makespan_seconds for name in PLANNERS}
+    assert seconds["lengthwise"] <= min(seconds.values()) * 1.0006
+
+
+def test_a_rival_replaces_a_plan_that_ends_later() -> None:
+    tokens, cluster = (3,) * 2 + (1,) * 5, Cluster(ranks=3, capacity_tokens=7)
+    cost = CostModel(linear_seconds=1.0, fixed_seconds=1e-3)
+    request = PlanRequest(tokens=tokens, cluster=cluster, cost=cost)
+    search = Search(request)
+    search.try_floor(1)
+    assert search.best is not None
+    own = write_schedule(search.best)
+    better, seconds = best_of_rivals(request, own, 1e9)
+    plan = Plan(ranks=3, layers=1, capacity=7, tokens=tokens, microbatches=tuple(better))
+    assert seconds < 1e9
+    assert seconds == pytest.approx(score(plan, cost).makespan_seconds)
+    assert best_of_rivals(request, own, 0.0) == (own, 0.0)
+
+
+def test_rivals_are_left_out_near_the_bound_and_for_large_steps() -> None:
+    cluster, cost = Cluster(ranks=100, capacity_tokens=100), CostModel(linear_seconds=1.0)
+    small = PlanRequest(tokens=(1,) * 400, cluster=cluster, cost=cost)
+    assert is_worth_rivals(small, small.bound_seconds * 1.001)
+    assert not is_worth_rivals(small, small.bound_seconds * 1.0005)
+    medium = PlanRequest(tokens=(1,) * 600, cluster=cluster, cost=cost)
+    assert not is_worth_rivals(medium, medium.bound_seconds * 1.009)
+    assert is_worth_rivals(medium, medium.bound_seconds * 1.011)
+    assert not is_worth_rivals(PlanRequest(tokens=(1,) * 10_001, cluster=cluster, cost=cost), float("inf"))
