@@ -1,6 +1,6 @@
 """Emulation: real processes in which compute is slept, and everything else is real; measured beside the simulator.
 
-    python benchmarks/emulate.py [--ranks 16] [--planners static,...] [--recipe github] [--steps 2] [--out FILE.json]
+    python benchmarks/emulate.py [--ranks 16] [--planners static,...] [--recipe github] [--steps 2] [--namespaces]
 
 Every rank is a process of this machine, joined over gloo. Real: the planner on rank 0 a step ahead, sending plans and
 agreeing on them, the lowered program with its grouped transfers, one tensor a message, the reduction at the step's end,
@@ -9,9 +9,14 @@ not fight for cores, so the wall clock is the makespan. Loopback has no tiers, s
 carries the time at which it was posted, and its receiver takes it no earlier than latency and bytes of the emulated
 link after both sides had posted it. Messages carry --real-bytes a token, not the emulated bytes.
 
-The model is llama-7b in 4 layers on nodes of 4 devices that are 64 times slower than an h100: stages are then long
-against the time that a loaded machine of two cores takes to wake a process. Times of the step's end are slept on top of
-the real reduction. A rank that wakes up to 3 ms late sleeps that much less the next time; what is later counts.
+--namespaces (root): every node is a network namespace, its ranks share one NIC, shaped by `tc tbf` (`namespaces`), and
+messages between nodes are not delayed but take as long as their bytes do on it, at a rate that suits --real-bytes.
+The simulator is then told of one NIC a node, so that it must know what two rings over one NIC cost each other.
+
+The model is llama-7b in 4 layers on nodes of 4 devices that are --slower times slower than an h100: stages are then
+long against the time that a machine of two cores takes to wake a process. Times of the step's end are slept on top of
+the real reduction. Sleeping is not exact and waking takes its turn: a rank that is up to 3 ms late for something sleeps
+that much less the next time, and its messages count as posted when they were due; what is later than that counts.
 """
 
 from __future__ import annotations
@@ -20,34 +25,39 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from namespaces import shaped_nodes
 
 from lengthwise.cli.machine import machine_lines
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import AllTermsCost, Pass, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import check_plan, draw_lengths, plan_step
-from lengthwise.program import MicrobatchProgram, lower_plan
+from lengthwise.program import MicrobatchProgram, Transfer, lower_plan
 from lengthwise.simulator import simulate_plan
 from lengthwise.testing import run_ranks
 from lengthwise.train.planning import PlanAhead
 
-LAYERS, SLOWER, RANKS_PER_NODE, CAPACITY = 4, 64.0, 4, 8192
+LAYERS, RANKS_PER_NODE, CAPACITY = 4, 4, 8192
+Call = tuple[Any, list[tuple[torch.Tensor, Transfer]], float]  # pending, what will arrive, when it was posted
 PLANNERS = "static,single-degree,bytescale,lengthwise"
 
 
-def emulated_cost() -> AllTermsCost:
-    """Make the costs of the emulated model."""
+def emulated_cost(slower: float, *, nics: int) -> AllTermsCost:
+    """Make the costs of the emulated model, of nodes with so many links to others."""
     fast = named_hardware("h100")
     slowed = {
-        name: getattr(fast, name) / SLOWER
-        for name in ("peak_flops_per_second", "link_bytes_per_second", "node_link_bytes_per_second")
+        "peak_flops_per_second": fast.peak_flops_per_second / slower,
+        "link_bytes_per_second": fast.link_bytes_per_second / slower,
+        "node_link_bytes_per_second": fast.node_link_bytes_per_second / slower,
+        "node_uplink_bytes_per_second": nics * fast.link_bytes_per_second / slower,
     }
     shape = replace(named_shape("llama-7b"), layers=LAYERS)
     return all_terms_cost(shape, replace(fast, ranks_per_node=RANKS_PER_NODE, **slowed))
@@ -65,41 +75,73 @@ class Lengths:
         return list(range(len(self.lengths)))
 
 
-class Emulated:
-    """One rank: sleeps its blocks, exchanges real messages, takes them when the emulated link would deliver them."""
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One rank in one layer of one pass of a microbatch: seconds to sleep, and its transfers, by stage."""
 
-    def __init__(self, transport: Any, cost: AllTermsCost, real_bytes: int) -> None:
-        self._transport, self._cost, self._width = transport, cost, max(1, real_bytes // 4)
+    own_seconds: float
+    blocks_seconds: list[float]
+    transfers: list[list[Transfer]]
+
+
+class Emulated:
+    """One rank: sleeps its blocks, exchanges real messages, takes them when the emulated link would deliver them.
+
+    `real_bytes`: of the keys and values of a token. `shaped`: links between nodes are real ones.
+    """
+
+    def __init__(self, transport: Any, cost: AllTermsCost, real_bytes: int, *, shaped: bool) -> None:
+        self._transport, self._cost, self._shaped = transport, cost, shaped
+        gradients = real_bytes * (cost.backward.ring - cost.forward.ring) / cost.forward.ring
+        self._width = {"kv": max(1, real_bytes // 4), "gradients": max(1, round(gradients / 4))}
         self._until = 0.0
 
     def run(self, plan: Plan) -> float:
         """Run one step of `plan`; return the wall-clock seconds from all ranks' start to this one's end."""
-        programs = lower_plan(plan, self._transport.rank)
-        self._transport.all_reduce(torch.zeros(1))  # a common start
-        start = self._until = time.monotonic()
-        for program in programs:
-            for each in self._cost.passes(program.microbatch.recompute):
-                self._run_pass(program, each, backward=each is self._cost.backward)
+        layers = [
+            self._layer(program, each, backward=each is self._cost.backward)
+            for program in lower_plan(plan, self._transport.rank)
+            for each in self._cost.passes(program.microbatch.recompute)
+        ]
+        start = self._until = self._common_start()
+        self._sleep(0.0)
+        for layer in layers:
+            for _ in range(self._cost.layers):
+                self._run_layer(layer)
         gradients = torch.zeros(1024 * self._transport.world_size)
         self._transport.reduce_scatter(torch.zeros(1024), gradients)
         self._transport.all_gather(gradients, torch.zeros(1024))
-        self._until = time.monotonic()
+        self._until = self._due()
         self._sleep(self._cost.step_end_seconds(plan.ranks))
         return time.monotonic() - start
 
-    def _run_pass(self, program: MicrobatchProgram, each: Pass, *, backward: bool) -> None:
+    def _common_start(self) -> float:
+        """Agree on a point in time, a little later than when the last rank is ready; all share one clock."""
+        ready = torch.zeros(self._transport.world_size, dtype=torch.float64)
+        ready[self._transport.rank] = time.monotonic()
+        self._transport.all_reduce(ready)
+        return float(ready.max()) + _LEAD
+
+    def _layer(self, program: MicrobatchProgram, each: Pass, *, backward: bool) -> Layer:
         rank, cost = self._transport.rank, self._cost
         held = sum(segment.num_tokens for segment in program.segments(rank))
-        own = each.linear * (cost.work.linear_seconds * held + cost.fixed_seconds) / cost.layers
         rounds = program.backward_rounds if backward else program.forward_rounds
-        blocks = [self._blocks(program, each, hop) for hop in range(program.hops)]
-        for _ in range(cost.layers):
-            self._sleep(own)
-            for hop in range(max(program.hops, len(rounds))):
-                transfers = rounds[hop].transfers if hop < len(rounds) else ()
-                arrivals = self._post([each for each in transfers if rank in (each.source, each.target)])
-                self._sleep(blocks[hop] if hop < program.hops else 0.0)
-                self._take(arrivals)
+        stages = max(program.hops, len(rounds))
+        return Layer(
+            own_seconds=each.linear * (cost.work.linear_seconds * held + cost.fixed_seconds) / cost.layers,
+            blocks_seconds=[self._blocks(program, each, hop) if hop < program.hops else 0.0 for hop in range(stages)],
+            transfers=[
+                [t for t in rounds[hop].transfers if rank in (t.source, t.target)] if hop < len(rounds) else []
+                for hop in range(stages)
+            ],
+        )
+
+    def _run_layer(self, layer: Layer) -> None:
+        self._sleep(layer.own_seconds)
+        for seconds, transfers in zip(layer.blocks_seconds, layer.transfers, strict=True):
+            call = self._post(transfers)
+            self._sleep(seconds)
+            self._take(call)
 
     def _blocks(self, program: MicrobatchProgram, each: Pass, hop: int) -> float:
         total = 0.0
@@ -111,55 +153,63 @@ class Emulated:
             total += whole * (1 if task.causal else 2) * queries * keys / length**2
         return each.attention * total / self._cost.layers
 
-    def _post(self, transfers: Sequence[Any]) -> tuple[Any, list[tuple[torch.Tensor, float]], float] | None:
+    def _post(self, transfers: Sequence[Transfer]) -> Call | None:
         """Post one grouped call; return it with what will arrive and how long its link takes."""
         if not transfers:
             return None
-        rank, posted = self._transport.rank, time.monotonic()
+        rank, posted = self._transport.rank, self._due()
         stamp = torch.tensor([posted], dtype=torch.float64)
         sends, receives, arriving = [], [], []
-        seconds: dict[int, float] = {}
         for each in transfers:
-            if each.target == rank:
-                seconds[each.source] = seconds.get(each.source, 0.0) + self._link_seconds(
-                    each, first=each.source not in seconds
-                )
-        for each in transfers:
-            payload = torch.zeros(each.tokens * self._width)
+            payload = torch.zeros(each.tokens * self._width["kv" if each.content == "kv" else "gradients"])
             if each.source == rank:
                 sends += [(stamp, each.target), (payload, each.target)]
-            else:
-                arrived = torch.zeros(1, dtype=torch.float64)
-                receives += [(arrived, each.source), (payload, each.source)]
-                arriving.append((arrived, seconds[each.source]))
+                continue
+            arrived = torch.zeros(1, dtype=torch.float64)
+            receives += [(arrived, each.source), (payload, each.source)]
+            arriving.append((arrived, each))
         return self._transport.exchange(sends, receives), arriving, posted
 
-    def _link_seconds(self, transfer: Any, *, first: bool) -> float:
-        cost = self._cost
-        near = transfer.source // cost.ranks_per_node == transfer.target // cost.ranks_per_node
-        link = cost.near if near else cost.far
-        share = cost.forward.ring if transfer.content == "kv" else cost.backward.ring - cost.forward.ring
-        latency = link.hop_seconds / cost.layers if first else 0.0
-        return latency + share * cost.ring_bytes / cost.layers * transfer.tokens / link.bytes_per_second
-
-    def _take(self, call: tuple[Any, list[tuple[torch.Tensor, float]], float] | None) -> None:
+    def _take(self, call: Call | None) -> None:
+        """Wait for a grouped call, and until the emulated links would have delivered what has come over them."""
         if call is None:
             return
         pending, arriving, posted = call
         pending.wait()
-        for stamp, seconds in arriving:
-            self._until = max(self._until, max(posted, float(stamp)) + seconds)
+        links: dict[int, float] = {}
+        for stamp, each in arriving:
+            if self._shaped and self._leaves_node(each):
+                self._until = max(self._until, time.monotonic())
+                continue
+            first = each.source not in links
+            links[each.source] = links.get(each.source, 0.0) + self._link_seconds(each, first=first)
+            self._until = max(self._until, max(posted, float(stamp)) + links[each.source])
         self._sleep(0.0)
+
+    def _leaves_node(self, transfer: Transfer) -> bool:
+        return transfer.source // self._cost.ranks_per_node != transfer.target // self._cost.ranks_per_node
+
+    def _link_seconds(self, transfer: Transfer, *, first: bool) -> float:
+        cost = self._cost
+        link = cost.far if self._leaves_node(transfer) else cost.near
+        share = cost.forward.ring if transfer.content == "kv" else cost.backward.ring - cost.forward.ring
+        latency = link.hop_seconds / cost.layers if first else 0.0
+        return latency + share * cost.ring_bytes / cost.layers * transfer.tokens / link.bytes_per_second
+
+    def _due(self) -> float:
+        """Tell when what happens now was to happen, where that is a moment ago."""
+        return max(self._until, time.monotonic() - _LATE)
 
     def _sleep(self, seconds: float) -> None:
         """Sleep to a point in time, so that waking late once is made up for by the next sleep."""
-        now = time.monotonic()
-        self._until = max(self._until, now - _LATE) + seconds
-        if self._until > now:
-            time.sleep(self._until - now)
+        self._until = self._due() + seconds
+        left = self._until - time.monotonic()
+        if left > 0:
+            time.sleep(left)
 
 
 _LATE = 0.003  # seconds by which a rank may wake late and still catch up; more is real waiting
+_LEAD = 0.05  # seconds from the last rank that is ready to the common start
 
 
 def main() -> None:
@@ -170,10 +220,12 @@ def main() -> None:
     parser.add_argument("--recipe", default="github")
     parser.add_argument("--tokens-a-rank", type=int, default=24_000)
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--real-bytes", type=int, default=64)
+    parser.add_argument("--slower", type=float, default=64.0, help="than an h100: longer stages, smaller overheads")
+    parser.add_argument("--real-bytes", type=int, default=64, help="that a token's keys and values travel as")
+    parser.add_argument("--namespaces", action="store_true", help="shaped links between nodes; needs root")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    cost = emulated_cost()
+    cost = emulated_cost(arguments.slower, nics=1 if arguments.namespaces else RANKS_PER_NODE)
     cluster = Cluster(ranks=arguments.ranks, capacity_tokens=CAPACITY)
     longest = int(0.8 * cluster.longest_tokens)
     batches = [
@@ -185,7 +237,8 @@ def main() -> None:
     print(f"{arguments.ranks} processes, {arguments.steps} steps of {arguments.recipe}; seconds of a step, mean")
     print("planner", "measured", "simulated", "error %", "speed-up measured", "speed-up simulated", sep=" | ")
     for planner in arguments.planners.split(","):
-        rows[planner] = emulate(planner, batches, cluster, cost, longest, arguments.real_bytes)
+        with links(arguments, cost) as enter:
+            rows[planner] = emulate(planner, batches, cluster, cost, longest, arguments.real_bytes, enter)
         measured, simulated = (statistics.mean(column) for column in zip(*rows[planner], strict=True))
         first = [statistics.mean(column) for column in zip(*next(iter(rows.values())), strict=True)]
         ratios = f"{first[0] / measured:.2f} | {first[1] / simulated:.2f}"
@@ -197,8 +250,27 @@ def main() -> None:
         arguments.out.write_text(json.dumps({"ranks": arguments.ranks, "steps": rows}, indent=1))
 
 
+@contextmanager
+def links(arguments: argparse.Namespace, cost: AllTermsCost) -> Iterator[Callable[[int], None] | None]:
+    """Make the links between nodes, if real ones were asked for; yield what takes a rank to its node."""
+    if not arguments.namespaces:
+        yield None
+        return
+    keys_bytes = cost.ring_bytes * cost.forward.ring / cost.layers  # emulated, of a token
+    rate = cost.uplink_bytes_per_second * arguments.real_bytes / keys_bytes
+    print(f"links of nodes: {8e-6 * rate:.0f} Mbit/s of payload", flush=True)
+    with shaped_nodes(-(-arguments.ranks // RANKS_PER_NODE), rate) as nodes:
+        yield lambda rank: nodes.enter(rank // RANKS_PER_NODE)
+
+
 def emulate(
-    planner: str, batches: list[list[int]], cluster: Cluster, cost: AllTermsCost, context: int, real_bytes: int
+    planner: str,
+    batches: list[list[int]],
+    cluster: Cluster,
+    cost: AllTermsCost,
+    context: int,
+    real_bytes: int,
+    enter: Callable[[int], None] | None,
 ) -> list[tuple[float, float]]:
     """Run all batches with one planner; return (measured, simulated) seconds of each step."""
 
@@ -212,7 +284,7 @@ def emulate(
         torch.set_num_threads(1)
         stream: Iterator[Any] = iter([Lengths(batch) for batch in batches])
         ahead = PlanAhead(stream, make_plan, transport)
-        rank, steps = Emulated(transport, cost, real_bytes), []
+        rank, steps = Emulated(transport, cost, real_bytes, shaped=enter is not None), []
         for step in range(len(batches)):
             planned = ahead.take(f"step {step}")
             assert planned is not None, f"no plan for step {step} of {len(batches)}"
@@ -225,8 +297,11 @@ def emulate(
         ahead.close()
         return steps
 
-    return run_ranks(work, cluster.ranks)[0]
+    return run_ranks(work, cluster.ranks, timeout_seconds=600.0, before_joining=enter)[0]
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -15,9 +15,15 @@ Result = TypeVar("Result")
 
 
 def run_ranks(
-    work: Callable[[TorchTransport | SoloTransport], Result], ranks: int, *, timeout_seconds: float = 120.0
+    work: Callable[[TorchTransport | SoloTransport], Result],
+    ranks: int,
+    *,
+    timeout_seconds: float = 120.0,
+    before_joining: Callable[[int], None] | None = None,
 ) -> list[Result]:
     """Call `work` in one forked process a rank, joined over gloo; return what each returned, by rank.
+
+    `before_joining` is called in each of them with its rank, before it opens a socket.
 
     Raises:
         LengthwiseError: what `lengthwise.train.launch.launch` raises for a rank that failed.
@@ -25,6 +31,8 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="lengthwise-test-") as folder:
 
         def rank_work(world: World, on_phase: Callable[[str], None]) -> None:
+            if before_joining is not None:
+                before_joining(world.rank)
             transport = (
                 SoloTransport()
                 if world.world_size == 1
