@@ -5,6 +5,8 @@ Written from docs/plan-file.md and the cost formula alone, in plain Python, so t
 
     seconds of a piece of d ranks = (q sum s^2 + l S) / d  +  max(0, c S (d - 1) / d - q sum s^2 / d)  if d > 1
     a microbatch adds g on each of its ranks, starts when all its ranks are free, and runs its pieces one after another
+
+Where a plan notes `speeds`, q, l and g of a piece are divided by the speed of its slowest rank.
 """
 
 from __future__ import annotations
@@ -35,15 +37,27 @@ def judge(plan: dict[str, Any], cost: Coefficients) -> float:
         raise ValueError(problem)
     lock_step = plan["schedule"]["kind"] == "waves"
     free = dict.fromkeys(range(plan["ranks"]), 0.0)
+    speeds = [speed for count, speed in plan.get("speeds", [[plan["ranks"], 1.0]]) for _ in range(count)]
     for microbatch in plan["microbatches"]:
         busy: dict[int, float] = {}
+        launches: dict[int, float] = {}
         for piece in pieces_of(microbatch):
-            seconds = piece_seconds([plan["tokens"][i] for i in piece["sequences"]], len(piece["ranks"]), cost)
+            slowed = at_speed(cost, min(speeds[rank] for rank in piece["ranks"]))
+            seconds = piece_seconds([plan["tokens"][i] for i in piece["sequences"]], len(piece["ranks"]), slowed)
             for rank in piece["ranks"]:
-                busy[rank] = busy.get(rank, cost.fixed) + seconds
+                busy[rank] = busy.get(rank, 0.0) + seconds
+                launches[rank] = max(launches.get(rank, 0.0), slowed.fixed)
+        busy = {rank: seconds + launches[rank] for rank, seconds in busy.items()}
         start = max(free.values()) if lock_step else max(free[rank] for rank in busy)
         free.update({rank: start + seconds for rank, seconds in busy.items()})
     return max(free.values())
+
+
+def at_speed(cost: Coefficients, speed: float) -> Coefficients:
+    """Divide what a rank of this speed does slower; transfers take what they take."""
+    return Coefficients(
+        quadratic=cost.quadratic / speed, linear=cost.linear / speed, fixed=cost.fixed / speed, ring=cost.ring
+    )
 
 
 def piece_seconds(lengths: Sequence[int], degree: int, cost: Coefficients) -> float:

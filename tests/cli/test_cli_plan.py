@@ -281,3 +281,21 @@ def test_plan_refuses_modes_that_there_are_not(tmp_path, capfd, lengths):
     rest = ("--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json")
     assert "waves" in refused(capfd, *rest, "--mode", "wave")
     assert "static" in refused(capfd, *rest, "--mode", "waves", "--planner", "static")
+
+
+def test_plan_on_ranks_of_unequal_speed(tmp_path, capfd):
+    (tmp_path / "lengths.json").write_text("[60000, 9000, 700, 5000, 12000, 800, 400, 9000]")
+    rest = ("--lengths", tmp_path / "lengths.json", "--capacity", 65536, "--out", tmp_path / "plan.json")
+    assert call("plan", *rest, "--ranks", 4, "--speeds", "2x1.0,2x0.5") == 0
+    plan = read_plan(tmp_path / "plan.json")
+    assert plan.notes["speeds"] == [[2, 1.0], [2, 0.5]]
+    assert "step time" in capfd.readouterr().out
+    unequal = plan.notes["predicted_seconds"]
+    assert call("plan", *rest, "--ranks", 4) == 0
+    assert read_plan(tmp_path / "plan.json").notes["predicted_seconds"] < unequal
+    (tmp_path / "speeds.json").write_text("[1, 1, NaN, 0]")
+    err = refused(capfd, *rest, "--ranks", 4, "--speeds", tmp_path / "speeds.json")
+    assert "rank 2" in err
+    assert "rank 3" in err
+    assert "expected 4, one a rank; got 3" in refused(capfd, *rest, "--ranks", 4, "--speeds", "1,0.5,1")
+    assert "entry 2" in refused(capfd, *rest, "--ranks", 4, "--speeds", "1,quick,1,1")

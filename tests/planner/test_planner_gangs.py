@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.planner.gangs import place_rings
+from lengthwise.planner.ground import Extras
 
 
 def test_place_rings_side_by_side_from_the_lowest_rank() -> None:
@@ -54,18 +55,19 @@ def test_place_rings_on_nodes_ends_each_as_early_as_any_interval_allows(
     rows = sorted(rows, reverse=True)
     penalty = data.draw(st.integers(1, 5))
 
-    def extra(_sequence: int, degree: int) -> np.ndarray | None:
+    def extra(_sequence: int, degree: int) -> Extras | None:
         if degree > node:
             return None
         firsts = np.arange(ranks - degree + 1)
-        return penalty * (firsts % node + degree > node).astype(np.float64)
+        more = penalty * (firsts % node + degree > node).astype(np.float64)
+        return Extras(more, more)
 
     timed = [(i, degree, float(time)) for i, (degree, time) in enumerate(rows)]
     line = place_rings(timed, ranks, extra_seconds=extra)
     clock = np.zeros(ranks)
     for ring, (degree, seconds) in zip(sorted(line.rings, key=lambda ring: ring.sequence), rows, strict=True):
         more = extra(0, degree)
-        more = np.zeros(ranks - degree + 1) if more is None else more
+        more = np.zeros(ranks - degree + 1) if more is None else more.seconds
         ends = [clock[a : a + degree].max() + seconds + more[a] for a in range(ranks - degree + 1)]
         assert ring.start_seconds + ring.seconds == min(ends)
         assert ring.seconds == seconds + more[ring.first]
@@ -77,8 +79,9 @@ def test_place_rings_backfills_at_the_end_of_a_hole_where_it_is_quicker() -> Non
     """The hole is ranks 3 to 7 until 5; from 3 a ring of 2 would straddle nodes of 4 and be too long for the hole."""
     rows = [(0, 3, 5.0), (1, 8, 2.0), (2, 2, 4.0)]
 
-    def extra(_sequence: int, degree: int) -> np.ndarray | None:
-        return 2.0 * (np.arange(8 - degree + 1) % 4 + degree > 4) if degree <= 4 else None
+    def extra(_sequence: int, degree: int) -> Extras | None:
+        more = 2.0 * (np.arange(8 - degree + 1) % 4 + degree > 4)
+        return Extras(more, more) if degree <= 4 else None
 
     line = place_rings(rows, 8, backfilled=True, extra_seconds=extra)
     assert [(ring.sequence, ring.first, ring.seconds) for ring in line.rings] == [(0, 0, 5), (2, 6, 4), (1, 0, 2)]

@@ -46,6 +46,10 @@ class PlanCommand:
     """What the ranks are; default: cpu with --config (planned as training does), h100 with --lengths."""
     ranks_per_node: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Neighbouring ranks that share a node and its faster link; default: the hardware's."""
+    speeds: Annotated[str | None, tyro.conf.arg(metavar="LIST|FILE.json", help_behavior_hint="")] = None
+    """How fast each rank computes, 1 as the costs say: 1,1,0.5,0.5, or runs of neighbours, 8x1.0,8x0.6, or a JSON list.
+    Arithmetic and launches take seconds / speed, transfers what they take; default: all 1. Mode free only; planners
+    other than lengthwise plan as if all ranks were alike, and are only priced with it."""
     cost: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json", help_behavior_hint="")] = None
     """Plan with these costs in place of a model's and a hardware's: {"quadratic_seconds": q, "linear_seconds": l,
     "fixed_seconds": g, "ring_seconds": c}, left out: 0. A piece of d ranks with S tokens takes (q sum s^2 + l S) / d,
@@ -55,7 +59,7 @@ class PlanCommand:
 
     def run(self) -> int:
         """Run the command; return the exit status."""
-        from lengthwise.planner import plan_step
+        from lengthwise.planner import parse_speeds, plan_step
         from lengthwise.report.plans import degree_table, plan_table
 
         if (self.config is None) == (self.lengths is None):
@@ -81,6 +85,7 @@ class PlanCommand:
             context_tokens=context,
             recompute=recompute,
             mode=self.mode,
+            speeds=None if self.speeds is None else parse_speeds(self.speeds),
         )
         write_atomically(self.out, plan.to_json())
 

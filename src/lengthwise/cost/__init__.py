@@ -11,7 +11,7 @@ from lengthwise.cost.given import cost_from_file
 from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, named_hardware
 from lengthwise.cost.memory import activation_bytes, capacity_tokens, host_ratio, state_bytes
 from lengthwise.cost.model import CostModel
-from lengthwise.cost.protocol import Cost
+from lengthwise.cost.protocol import Cost, RingCost
 from lengthwise.cost.recompute import forward_share, recompute_cost
 from lengthwise.cost.shapes import SHAPE_NAMES, named_shape, shape_from_config
 from lengthwise.cost.terms import AllTermsCost, Link, Pass
@@ -25,6 +25,7 @@ __all__ = [
     "Hardware",
     "Link",
     "Pass",
+    "RingCost",
     "activation_bytes",
     "all_terms_cost",
     "analytic_cost",

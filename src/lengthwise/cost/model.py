@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,6 +100,15 @@ class CostModel:
         transfers = self.ring_seconds * tokens * (degrees - 1)
         exposed = np.where(degrees > 1, np.maximum(0.0, transfers - attention), 0.0)
         return (attention + self.linear_seconds * tokens + exposed) / degrees + self.hop_seconds * (degrees - 1)
+
+    def at_speed(self, speed: float) -> CostModel:
+        """Return the costs of ranks that compute and launch `speed` times as fast; transfers and hops stay."""
+        return replace(
+            self,
+            quadratic_seconds=self.quadratic_seconds / speed,
+            linear_seconds=self.linear_seconds / speed,
+            fixed_seconds=self.fixed_seconds / speed,
+        )
 
     def hops_seconds(self, degree: int) -> float:
         """Tell the part of a piece's seconds that depends on its degree alone: the latency of its hops."""

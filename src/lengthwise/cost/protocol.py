@@ -8,19 +8,27 @@ heads, recomputation), which can be asked more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-class Cost(Protocol):
-    """Seconds of forward and backward through the whole model."""
+class RingCost(Protocol):
+    """Seconds of rings of one sequence, all that the search for degrees asks."""
 
     @property
     def fixed_seconds(self) -> float:
         """Seconds that a microbatch takes on each of its ranks, whatever it holds."""
         ...
+
+    def ring_piece_seconds(self, lengths: NDArray[np.int64], degrees: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Tell how long many pieces of one sequence each take: entry i is of `lengths[i]` over `degrees[i]` ranks."""
+        ...
+
+
+class Cost(RingCost, Protocol):
+    """Seconds of forward and backward through the whole model."""
 
     @property
     def ring_seconds(self) -> float:
@@ -40,10 +48,10 @@ class Cost(Protocol):
         """Tell the arithmetic of each sequence alone on one rank, in seconds; no cut makes it less in sum."""
         ...
 
-    def ring_piece_seconds(self, lengths: NDArray[np.int64], degrees: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Do `piece_seconds` for many pieces of one sequence each: entry i is of `lengths[i]` over `degrees[i]`."""
-        ...
-
     def hops_seconds(self, degree: int) -> float:
         """Tell the part of a piece's seconds that depends on its degree alone: the latency of its hops."""
+        ...
+
+    def at_speed(self, speed: float) -> Self:
+        """Return the costs of ranks that compute and launch `speed` times as fast; what moves between ranks stays."""
         ...

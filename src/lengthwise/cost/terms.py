@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -112,6 +112,10 @@ class AllTermsCost:
         link = self.near if degree <= self.ranks_per_node else self.far
         return sum(link.hop_seconds for each in (self.forward, self.backward) if each.ring) * (degree - 1)
 
+    def at_speed(self, speed: float) -> AllTermsCost:
+        """Return the costs of ranks that compute and launch `speed` times as fast; links and copies stay."""
+        return replace(self, work=self.work.at_speed(speed))
+
     def compute_seconds(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
         """Tell the arithmetic of each sequence alone on one rank, in seconds."""
         tokens = lengths.astype(np.float64)
@@ -127,6 +131,7 @@ class AllTermsCost:
         offload: float = 0.0,
         recompute: str = "none",
         shares: tuple[float, ...] | None = None,
+        speeds: Sequence[float] | None = None,
     ) -> float:
         """Tell how long a piece keeps each of its ranks busy, the microbatch's `fixed_seconds` left out.
 
@@ -138,6 +143,7 @@ class AllTermsCost:
             offload: ratio of the microbatch, 0 to 1.
             recompute: kind of the microbatch, see `core.plan.RECOMPUTE_KINDS`.
             shares: weight of each rank's part (default: all equal); the slowest rank counts.
+            speeds: how many times as fast each rank computes, in ring order (default: as the costs say).
 
         Raises:
             PlanError: groups of heads that divide neither.
@@ -149,10 +155,9 @@ class AllTermsCost:
         held: Numbers = total / degree
         if shares is not None:
             parts, held = _parts(lengths, degree, shares)
-        near_ring, near_exchange = self._near(degree, heads, ranks)
-        seconds = self._seconds(
-            attention * parts, held, total, degree, heads, (near_ring, near_exchange), offload, recompute
-        )
+        pace: Numbers = 1.0 if speeds is None else np.array(speeds)
+        near, work = self._near(degree, heads, ranks), attention * parts / pace
+        seconds = self._seconds(work, held, total, degree, heads, near, offload, recompute, pace)
         return float(np.max(seconds))
 
     def ring_piece_seconds(
@@ -250,13 +255,17 @@ class AllTermsCost:
         near: tuple[Numbers, Numbers],
         offload: Numbers,
         recompute: str,
+        pace: Numbers = 1.0,
     ) -> Numbers:
-        """Sum the passes of one rank: its attention in seconds, the tokens it holds, and those of the whole piece."""
+        """Sum the passes of one rank: its attention in seconds, the tokens it holds, and those of the whole piece.
+
+        `pace`: how many times as fast it computes; `attention` is that of the rank at its pace.
+        """
         positions = degree / heads
         ring, hop = self._ring(near[0])
         repeated = np.maximum(1.0, heads / self.kv_heads)  # a group wider than the KV heads holds some of them twice
         transfers = ring * repeated * (total * positions - total) / degree
-        linear = self.work.linear_seconds * held
+        linear = self.work.linear_seconds * held / pace
         links = np.where(near[1], self.near.bytes_per_second, self.far.bytes_per_second)
         exchange = self.exchange_bytes * held * (heads - 1) / heads / links
         seconds: Numbers = 0.0

@@ -9,6 +9,7 @@ from lengthwise.planner.exchange import split_heads
 from lengthwise.planner.recipes import RECIPES, draw_lengths, lengths_from_file
 from lengthwise.planner.rings import ring_order
 from lengthwise.planner.score import Score, score
+from lengthwise.planner.speeds import parse_speeds
 from lengthwise.planner.step import MODES, PLANNERS, plan_step
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "check_plan",
     "draw_lengths",
     "lengths_from_file",
+    "parse_speeds",
     "plan_step",
     "ring_order",
     "score",

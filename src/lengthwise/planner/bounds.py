@@ -37,8 +37,11 @@ from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner.degrees import degree_search
+from lengthwise.planner.ground import Ground
+from lengthwise.planner.holding import held_tokens
 from lengthwise.planner.launches import whole_launches_bound
 from lengthwise.planner.lengths import least_degrees_held, read_tokens, refuse_unheld
+from lengthwise.planner.speeds import at_mean_speed, read_speeds
 
 _BISECTIONS = 40
 _PRECISE = 1e-10  # of the bound, by which it may be too low
@@ -52,6 +55,7 @@ def bound_seconds(
     lone_rings: bool = True,
     shared_launches: bool = False,
     whole_launches: bool = True,
+    speeds: Sequence[float] | None = None,
 ) -> float:
     """Return the least makespan, in seconds, that any plan of these lengths could have.
 
@@ -63,37 +67,53 @@ def bound_seconds(
         shared_launches: whether such a ring may have its microbatch not for itself, no rank above the capacity.
         whole_launches: whether launches also count as whole numbers on each rank, where rings hold one sequence;
             False: the bound that counts parts of them, as outside judges may.
+        speeds: of each rank, see `planner.speeds` (default: all 1).
 
     Raises:
         PlanError: a sequence that the cluster cannot hold.
+        ConfigError: speeds that are none.
     """
     checked = read_tokens(tokens)
     refuse_unheld(checked, cluster)
     lengths = np.array(checked, dtype=np.int64)
-    parts = least_makespan(lengths, cluster, cost, lone_rings=lone_rings, shared_launches=shared_launches)
-    return max(parts, launches_makespan(lengths, cluster, cost)) if lone_rings and whole_launches else parts
+    cost, relative = at_mean_speed(cost, read_speeds(speeds, cluster.ranks))
+    ground = Ground(cost, cluster.ranks, relative, cluster.capacity_tokens)
+    kind = {"lone_rings": lone_rings, "shared_launches": shared_launches}
+    parts = least_makespan(lengths, cluster, cost, ground=ground, **kind)
+    return max(parts, launches_makespan(lengths, cluster, cost, ground)) if lone_rings and whole_launches else parts
 
 
-def launches_makespan(tokens: NDArray[np.int64], cluster: Cluster, cost: Cost) -> float:
+def launches_makespan(tokens: NDArray[np.int64], cluster: Cluster, cost: Cost, ground: Ground) -> float:
     """Bound the makespan by the whole launches of each rank, for plans in which every ring holds one sequence.
 
-    A ring may hold one token above the capacity, which the plan file allows for rounding.
+    A ring may hold one token above the capacity, which the plan file allows for rounding. Ranks of unequal speed have
+    no such bound: 0.
     """
+    if ground.speeds is not None:
+        return 0.0
     lengths, counts = np.unique(tokens, return_counts=True)
     roomy = Cluster(ranks=cluster.ranks, capacity_tokens=cluster.capacity_tokens + 1)
     return whole_launches_bound(lengths, counts, cost.compute_seconds(lengths), roomy, cost.fixed_seconds)
 
 
 def least_makespan(
-    tokens: NDArray[np.int64], cluster: Cluster, cost: Cost, *, lone_rings: bool = True, shared_launches: bool = False
+    tokens: NDArray[np.int64],
+    cluster: Cluster,
+    cost: Cost,
+    *,
+    ground: Ground,
+    lone_rings: bool = True,
+    shared_launches: bool = False,
 ) -> float:
-    """Do `bound_seconds` for lengths that have been checked."""
+    """Do `bound_seconds` for lengths that have been checked; `cost` is that of the mean speed of `ground`."""
     lengths, counts = np.unique(tokens, return_counts=True)
     ranks, capacity = cluster.ranks, cluster.capacity_tokens
     least = least_degrees_held(lengths, capacity) if lone_rings else _least_degrees_allowed(lengths, counts, cluster)
     alone = cost.compute_seconds(lengths)
     shared = cost.fixed_seconds / capacity
     num_tokens = sum(tokens.tolist())  # Python's whole numbers do not overflow
+
+    spent, best = (cost, cost) if ground.speeds is None else (ground.least_spent(), ground.best_places())
 
     launches = 0.0 if lone_rings else shared * max(0, num_tokens - ranks * len(tokens))  # of all, together
 
@@ -103,15 +123,15 @@ def least_makespan(
         if not lone_rings:
             return float(counts[picked] @ alone[picked])
         launch = shared * some if shared_launches else degrees * cost.fixed_seconds
-        rings = degrees * cost.ring_piece_seconds(some, degrees) + launch
+        rings = degrees * spent.ring_piece_seconds(some, degrees) + launch
         return float(counts[picked] @ np.where(degrees > 1, rings, alone[picked] + shared * some))
 
-    quick = cost.ring_piece_seconds(lengths, least) + cost.fixed_seconds  # at the degree that owes least
+    quick = best.ring_piece_seconds(lengths, least) + best.fixed_seconds  # at the degree that owes least
     low = (owed(least, np.ones(len(lengths), dtype=np.bool_)) + launches) / ranks
     settled = quick <= low  # these keep their least degree, whatever T above `low`
     base = owed(least[settled], settled) + launches
     open_, open_least = lengths[~settled], least[~settled]
-    search = degree_search(cost, open_, open_least, np.full_like(open_, ranks))
+    search = degree_search(best, open_, open_least, np.full_like(open_, ranks))
 
     def feasible(seconds: float) -> bool:
         degrees = search(seconds)
@@ -151,6 +171,10 @@ def _most_held(plan: Plan, microbatch: Microbatch) -> int:
     held = Counter[int]()
     for piece in microbatch.pieces:
         degree = len(piece.ranks)
+        if piece.shares is not None:
+            tokens = held_tokens([plan.tokens[i] for i in piece.sequences], degree, piece.shares).tolist()
+            held.update(dict(zip(piece.ranks, tokens, strict=True)))
+            continue
         most = sum(2 * -(-plan.tokens[i] // (2 * degree)) if degree > 1 else plan.tokens[i] for i in piece.sequences)
         for rank in piece.ranks:
             held[rank] += most

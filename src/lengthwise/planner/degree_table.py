@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.cost import Cost
+from lengthwise.cost import RingCost
 
 _EVERY = 64  # degrees up to here are all in the grid, above it every 64th of the degree
 _SLACK = 1 + 1e-12  # rounding, always taken in favour of the smaller degree
@@ -23,7 +23,7 @@ Whole = NDArray[np.int64]
 class DegreeTable:
     """Seconds of sequences, launch included, over a grid of degrees in [least, most]."""
 
-    def __init__(self, cost: Cost, lengths: Whole, least: Whole, most: Whole) -> None:
+    def __init__(self, cost: RingCost, lengths: Whole, least: Whole, most: Whole) -> None:
         self._cost, self._lengths, self._least, self._most = cost, lengths, least, most
         self._at_least = self._seconds_at(lengths, least)
         self._made = np.inf  # the smallest limit for which rows were made

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.cost import Cost, CostModel
+from lengthwise.cost import Cost, CostModel, RingCost
 from lengthwise.planner.degree_table import DegreeTable
 
 GROWTH_FLOOR_TOKENS = 4096  # growth stops here: attention blocks under 2K tokens run slower than the formula says
@@ -32,7 +32,7 @@ def least_degrees(
 
 
 def degree_search(
-    cost: Cost, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64]
+    cost: RingCost, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64]
 ) -> Callable[[float], NDArray[np.int64]]:
     """Return `least_degrees` of these sequences as a function of `seconds`, for who asks again and again."""
     if isinstance(cost, CostModel):

@@ -17,17 +17,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lengthwise.planner.ground import Extras, window_max
+
 _SWEPT = 3  # rings of one degree from which a sweep is worth its sorting
 _ROUNDING = 1e-12  # waits shorter than this share of the time are sums in another order
 _HOLES = 64  # holes remembered, the largest
-
-
-Extra = NDArray[np.float64] | None  # how much longer a ring takes at each first rank; None: nowhere longer
 
 
 class Ring(NamedTuple):
@@ -91,6 +91,13 @@ class PlacedRings:
         """The time of all ranks in rings, waiting left out."""
         return sum(ring.degree * ring.seconds for ring in self.rings)
 
+    def kept_seconds(self, speeds: Sequence[float] | None) -> float:
+        """Do `busy_seconds`, in seconds of a rank of speed 1."""
+        if speeds is None:
+            return self.busy_seconds
+        sums = [0.0, *accumulate(speeds)]
+        return sum(ring.seconds * (sums[ring.first + ring.degree] - sums[ring.first]) for ring in self.rings)
+
 
 class Line:
     """The line of ranks while rings are put on it: when each rank is free, and where neighbours wait."""
@@ -111,7 +118,7 @@ class Line:
         self.rings.append(Ring(sequence, first, degree, start, seconds))
         return end
 
-    def backfill(self, sequence: int, degree: int, seconds: float, extra: Extra) -> bool:
+    def backfill(self, sequence: int, degree: int, seconds: float, extra: Extras | None) -> bool:
         """Let a ring run in the hole that it leaves narrowest, then shortest; tell whether there is one."""
         fitting = [
             (hole.end - hole.first, hole.end_seconds - hole.start_seconds, number)
@@ -160,13 +167,13 @@ class Line:
             self._holes = sorted(self._holes, key=lambda hole: -hole.rank_seconds)[:_HOLES]
 
 
-def _nowhere_longer(_sequence: int, _degree: int) -> Extra:
+def _nowhere_longer(_sequence: int, _degree: int) -> Extras | None:
     return None
 
 
-def at_place(extra: Extra, first: int) -> float:
+def at_place(extra: Extras | None, first: int) -> float:
     """Tell what a place adds."""
-    return 0.0 if extra is None else float(extra[first])
+    return 0.0 if extra is None else float(extra.seconds[first])
 
 
 def place_rings(
@@ -174,7 +181,7 @@ def place_rings(
     ranks: int,
     *,
     backfilled: bool = False,
-    extra_seconds: Callable[[int, int], Extra] = _nowhere_longer,
+    extra_seconds: Callable[[int, int], Extras | None] = _nowhere_longer,
 ) -> PlacedRings:
     """Place rings given as (sequence, degree, seconds with launch), in this order.
 
@@ -206,7 +213,10 @@ def place_rings(
 
 
 def _sweep(
-    line: Line, rings: Sequence[tuple[int, int, float]], extra: Extra, extra_seconds: Callable[[int, int], Extra]
+    line: Line,
+    rings: Sequence[tuple[int, int, float]],
+    extra: Extras | None,
+    extra_seconds: Callable[[int, int], Extras | None],
 ) -> int:
     """Place rings of one degree side by side, as far as one look at the line tells where; count them.
 
@@ -214,13 +224,14 @@ def _sweep(
     """
     degree = rings[0][1]
     starts, idle = _starts_and_idle(line.free, degree)
+    least = 0.0  # what the best place adds
     if extra is not None:
-        starts = starts + extra
+        starts, least = starts + extra.judged, float(extra.judged.min())
     taken = bytearray(len(line.free))
     number, soonest_end = 0, float("inf")
     order = np.lexsort((idle, starts))
     for first, start in zip(order.tolist(), starts[order].tolist(), strict=True):
-        if number == len(rings) or start >= soonest_end:
+        if number == len(rings) or start >= soonest_end + least:
             break
         if taken[first] or taken[first + degree - 1]:
             continue
@@ -232,34 +243,24 @@ def _sweep(
     return number
 
 
-def earliest_interval(free: NDArray[np.float64], degree: int, extra: Extra = None) -> tuple[int, float]:
+def earliest_interval(free: NDArray[np.float64], degree: int, extra: Extras | None = None) -> tuple[int, float]:
     """Find where a ring ends earliest; of equal ones, where the least time is lost waiting, then the lowest.
 
     Returns its first rank and when it starts. Where `extra` is None it ends earliest where it starts earliest.
     """
     starts, idle = _starts_and_idle(free, degree)
-    ends = starts if extra is None else starts + extra
+    ends = starts if extra is None else starts + extra.judged
     first = int(np.argmin(np.where(ends == ends.min(), idle, np.inf)))
     return first, float(starts[first])
 
 
-def _quicker_end(extra: Extra, hole: Hole, degree: int) -> tuple[float, int]:
+def _quicker_end(extra: Extras | None, hole: Hole, degree: int) -> tuple[float, int]:
     """Tell at which end of a hole a ring is quicker, the lower if at both, as (what it adds there, first rank)."""
     return min((at_place(extra, first), first) for first in (hole.first, hole.end - degree))
 
 
 def _starts_and_idle(free: NDArray[np.float64], degree: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Tell for each interval of `degree` ranks when it is free, and how long its ranks then have waited together."""
-    starts = _window_max(free, degree)
+    starts = window_max(free, degree)
     total = np.concatenate(([0.0], np.cumsum(free)))
     return starts, degree * starts - (total[degree:] - total[:-degree])
-
-
-def _window_max(values: NDArray[np.float64], width: int) -> NDArray[np.float64]:
-    """Return the largest of every `width` neighbours, by doubling."""
-    span, largest = 1, values
-    while 2 * span <= width:
-        largest = np.maximum(largest[:-span], largest[span:])
-        span *= 2
-    rest = width - span
-    return np.maximum(largest[:-rest], largest[rest:]) if rest else largest

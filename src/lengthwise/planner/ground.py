@@ -1,62 +1,280 @@
 """The line of ranks as rings find it: level, or quicker to run on in one place than in another.
 
 A ring inside a node takes the near link, one that straddles a border the far one; degrees are chosen as if every ring
-lay in as few nodes as can be, so where a narrow ring is put decides whether it keeps that promise. Those who place
-rings ask here how much longer than promised each place takes, and end a ring as early as they can instead of starting
-it so. Where all places are alike the answer is None, and nothing is computed.
+lay in as few nodes as can be, so where a narrow ring is put decides whether it keeps that promise. Where ranks are of
+unequal speed a ring goes at the *pace* of its place: that of its slowest rank, or, where costs can price shares and the
+ranks can hold them, the mean speed, each rank taking a part of the sequence by its speed. Those who place rings ask
+here how much longer than promised each place takes (less than 0: it is quicker), and end a ring as early as they can
+instead of starting it so. Where all places are alike the answer is None, and nothing is computed.
+
+Seconds at any pace come from a few, exact at these and between them straight in 1 / pace: at most a little too long,
+because that function bends upward wherever transfers come out from under attention.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.cost import AllTermsCost, Cost
 
+_PACES = 9  # at which rings are priced; the others lie between them
+_LOST = 4  # times that fast ranks lose in a ring count against its place; ends alone fall 1.4 % further behind
+_ROUNDED = 2  # tokens by which a rank's two chunks may exceed its share
+_ALLOWED = 6  # tokens that bounds allow a rank above its capacity: the plan file's one, and rounding of its work
+_STEPS = 128  # of a rank's capacity, by which bounds tell rings apart
+_LOOKED_AT = 2048  # ranks up to which bounds look at every place of every ring
+_WHOLE = 1 - 1e-9  # the mean speed of all ranks, whatever was rounded
+_AT_ONCE = 2**20  # speeds looked at together
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """All places of rings of one degree, one entry a first rank.
+
+    straddles: whether such a ring leaves its node though it need not. slowest, mean, fastest: speed of its ranks.
+    """
+
+    straddles: NDArray[np.bool_]
+    slowest: Floats
+    mean: Floats
+    fastest: Floats
+
+
+class Extras(NamedTuple):
+    """What each first rank adds to a ring: to its seconds, and, what places are judged by, time that ranks lose too."""
+
+    seconds: Floats
+    judged: Floats
+
+
+class PacedCost:
+    """Rings at a pace and times a weight of their own.
+
+    Args:
+        cost: at pace 1.
+        choose: tells pace and weight of a share of the ranks' capacity, 0 to 1, that a sequence takes, and a degree.
+        capacity_tokens: of a rank.
+    """
+
+    def __init__(self, cost: Cost, choose: Callable[[float, int], tuple[float, float]], capacity_tokens: int) -> None:
+        self._cost, self._choose, self._capacity = cost, choose, capacity_tokens
+        self._chosen: dict[tuple[int, int], tuple[Cost, float]] = {}
+
+    @property
+    def fixed_seconds(self) -> float:
+        """The launch of the fastest rank."""
+        return self._of(0, 1)[0].fixed_seconds
+
+    def ring_piece_seconds(self, lengths: NDArray[np.int64], degrees: NDArray[np.int64]) -> Floats:
+        """Do as `RingCost` says."""
+        filled = np.minimum(_STEPS * lengths // (self._capacity * degrees), _STEPS)
+        pairs, numbers = np.unique(np.stack((filled, degrees)), axis=1, return_inverse=True)
+        seconds = np.zeros(len(lengths))
+        for number, (step, degree) in enumerate(pairs.T.tolist()):
+            some = numbers.ravel() == number
+            cost, weight = self._of(step, degree)
+            seconds[some] = weight * cost.ring_piece_seconds(lengths[some], degrees[some])
+        return seconds
+
+    def _of(self, step: int, degree: int) -> tuple[Cost, float]:
+        key = step, degree
+        if key not in self._chosen:
+            pace, weight = self._choose(step / _STEPS, degree)
+            self._chosen[key] = self._cost.at_speed(pace), weight
+        return self._chosen[key]
+
 
 class Ground:
-    """What the places of the line add to the seconds that `cost` tells of a ring, for a line of `ranks`."""
+    """What the places of the line add to the seconds that `cost` tells of a ring, its launch included.
 
-    def __init__(self, cost: Cost, ranks: int) -> None:
-        self.ranks = ranks
-        self._cost = cost
-        self._across: Cost | None = None  # the same costs where every ring leaves its node
+    Args:
+        cost: of a rank of speed 1.
+        ranks: of the line.
+        speeds: of each rank, their mean 1; None: all alike.
+        capacity_tokens: what a rank holds; shares stay within it.
+    """
+
+    def __init__(self, cost: Cost, ranks: int, speeds: Sequence[float] | None = None, capacity_tokens: int = 0) -> None:
+        self.ranks, self.speeds = ranks, None if speeds is None else np.array(speeds)
+        self.has_shares = self.speeds is not None and isinstance(cost, AllTermsCost)
+        self._capacity = capacity_tokens
         self._ranks_per_node = ranks
+        self._costs: list[Cost] = [cost]  # and, where nodes matter, the same costs where every ring leaves its node
         if isinstance(cost, AllTermsCost) and cost.near != cost.far and cost.ranks_per_node < ranks:
-            self._across, self._ranks_per_node = replace(cost, ranks_per_node=1), cost.ranks_per_node
-        self._penalties: dict[tuple[int, int], float] = {}
-        self._straddling: dict[int, NDArray[np.float64]] = {}
+            self._costs.append(replace(cost, ranks_per_node=1))
+            self._ranks_per_node = cost.ranks_per_node
+        self._paces = np.ones(1) if self.speeds is None else _some_of(self.speeds)
+        self._paced = [[each.at_speed(pace) if pace != 1 else each for pace in self._paces] for each in self._costs]
+        self._known: dict[tuple[int, int], tuple[float, Floats]] = {}  # of a ring: promised, and at each cost and pace
+        self._places: dict[int, Places] = {}
+        self._lost: Floats | None = None  # without shares: by rings of each degree or more, see `_least_lost`
 
     @property
     def is_level(self) -> bool:
         """Whether all places are alike for every ring."""
-        return self._across is None
+        return self.speeds is None and len(self._costs) == 1
 
     def prepare(self, lengths: NDArray[np.int64], degrees: NDArray[np.int64]) -> None:
         """Price many rings at once, before they are asked for one by one."""
-        if self._across is None:
+        some = np.flatnonzero((degrees > 1) & ((degrees <= self._ranks_per_node) | (self.speeds is not None)))
+        if self.is_level or len(some) == 0:
             return
-        some = np.flatnonzero((degrees > 1) & (degrees <= self._ranks_per_node))
         lengths, degrees = lengths[some], degrees[some]
-        seconds = (each.ring_piece_seconds(lengths, degrees) for each in (self._across, self._cost))
-        penalties = np.subtract(*seconds).tolist()
-        self._penalties.update(zip(zip(lengths.tolist(), degrees.tolist(), strict=True), penalties, strict=True))
+        seconds = [[each.ring_piece_seconds(lengths, degrees) for each in row] for row in self._paced]
+        promised = self._costs[0].ring_piece_seconds(lengths, degrees).tolist()
+        keys = zip(lengths.tolist(), degrees.tolist(), strict=True)
+        values = zip(promised, np.moveaxis(np.array(seconds), 2, 0), strict=True)
+        self._known.update(zip(keys, values, strict=True))
 
-    def extra_seconds(self, length: int, degree: int) -> NDArray[np.float64] | None:
-        """Tell for each first rank how much longer than in its best place a ring takes; None where nowhere longer."""
-        if self._across is None or not 1 < degree <= self._ranks_per_node:
+    def extra_seconds(self, length: int, degree: int) -> Extras | None:
+        """Tell for each first rank how much longer than the costs say a ring takes; None where nowhere longer."""
+        if self.is_level or degree < 2 or (self.speeds is None and degree > self._ranks_per_node):
             return None
         key = length, degree
-        if key not in self._penalties:
+        if key not in self._known:
             self.prepare(np.array([length]), np.array([degree]))
-        penalty = self._penalties[key]
-        return penalty * self._straddles(degree) if penalty > 0 else None
+        (promised, seconds), places = self._known[key], self.places(degree)
+        if self.speeds is None:
+            penalty = float(seconds[1, 0]) - promised
+            if penalty <= 0:
+                return None
+            extra = np.where(places.straddles, penalty, 0.0)
+            return Extras(extra, extra)
+        slownesses = 1 / self._paces_of(length, degree, self._capacity - _ROUNDED)
+        rings = [np.interp(slownesses, 1 / self._paces, row) for row in seconds]
+        launches = self._costs[0].fixed_seconds * (1 / places.slowest - 1)
+        took = np.where(places.straddles, rings[-1], rings[0])
+        extra = took - promised + launches
+        return Extras(extra, extra + _LOST * took * (places.mean * slownesses - 1))
 
-    def _straddles(self, degree: int) -> NDArray[np.float64]:
-        """Return 1 for each first rank from which a ring of `degree` leaves its node, else 0."""
-        if degree not in self._straddling:
-            firsts = np.arange(self.ranks - degree + 1) % self._ranks_per_node
-            self._straddling[degree] = (firsts + degree > self._ranks_per_node).astype(np.float64)
-        return self._straddling[degree]
+    def places(self, degree: int) -> Places:
+        """Look at every interval of `degree` ranks."""
+        if degree not in self._places:
+            firsts = np.arange(self.ranks - degree + 1)
+            straddles = (firsts % self._ranks_per_node + degree > self._ranks_per_node) & (
+                degree <= self._ranks_per_node
+            )
+            speeds = np.ones(self.ranks) if self.speeds is None else self.speeds
+            sums = np.concatenate(([0.0], np.cumsum(speeds)))
+            self._places[degree] = Places(
+                straddles=straddles,
+                slowest=-window_max(-speeds, degree),
+                mean=(sums[degree:] - sums[:-degree]) / degree,
+                fastest=window_max(speeds, degree),
+            )
+        return self._places[degree]
+
+    def shares(self, length: int, first: int, degree: int) -> list[float] | None:
+        """Tell what part of a sequence each rank of a place takes, in the order of the line; None: all alike."""
+        if not self.has_shares or self.speeds is None or degree < 2:
+            return None
+        speeds = self.speeds[first : first + degree]
+        parts = levelled(speeds[None], (self._capacity - _ROUNDED) / length)[0][0]
+        return None if parts.min() == parts.max() else (parts / parts.max()).tolist()
+
+    def most_held_tokens(self, length: int, first: int, degree: int) -> int:
+        """Bound what any rank of a place holds of a sequence."""
+        shares = self.shares(length, first, degree)
+        if shares is None:
+            return 2 * -(-length // (2 * degree))
+        return math.ceil(length * max(shares) / sum(shares)) + _ROUNDED
+
+    def best_places(self) -> PacedCost:
+        """Return costs of rings where they are quickest, for bounds: no place and no shares make them quicker."""
+
+        def pace_and_weight(filled: float, degree: int) -> tuple[float, float]:
+            return float(self._paces_at_most(filled, degree).max()), 1.0
+
+        return PacedCost(self._costs[0], pace_and_weight, self._capacity)
+
+    def least_spent(self) -> PacedCost:
+        """Return costs of what rings of this degree or more keep from the line, in seconds of a rank of speed 1.
+
+        They are for each of the ranks. Where a ring is slower than the mean of its ranks, without shares or without
+        room for them, fast ones wait: at least by the share that is least in any place of any such ring. The rest is
+        least at the lowest pace, on which transfers hide best.
+        """
+        assert self.speeds is not None, "on level ground rings keep what the costs say"
+        lowest = float(self.speeds.min())
+
+        def pace_and_weight(filled: float, degree: int) -> tuple[float, float]:
+            return lowest, lowest * self._least_lost(filled * degree * self._capacity, degree)
+
+        return PacedCost(self._costs[0], pace_and_weight, self._capacity)
+
+    def _least_lost(self, length: float, degree: int) -> float:
+        """Tell how many times what they do the ranks are kept by a ring of this degree or more; 1 where no time is."""
+        at_most = self._capacity + _ALLOWED
+        if self.ranks > _LOOKED_AT or (self.has_shares and self._paces_of(length, self.ranks, at_most)[0] > _WHOLE):
+            return 1.0
+        if not self.has_shares:
+            if self._lost is None:
+                each = [self.places(degree) for degree in range(1, self.ranks + 1)]
+                lost = np.array([float((places.mean / places.slowest).min()) for places in each])
+                self._lost = np.minimum.accumulate(lost[::-1])[::-1]
+            return float(self._lost[degree - 1])
+        some = range(max(degree, math.ceil(length / at_most)), self.ranks + 1)
+        return min(float((self.places(each).mean / self._paces_of(length, each, at_most)).min()) for each in some)
+
+    def _paces_at_most(self, filled: float, degree: int) -> Floats:
+        """Tell the pace in each place of sequences that fill at least this share of the ranks' capacity."""
+        return self._paces_of(filled * degree * self._capacity, degree, self._capacity + _ALLOWED)
+
+    def _paces_of(self, length: float, degree: int, capacity_tokens: float) -> Floats:
+        """Tell the pace of a ring in each place, of which each rank holds up to `capacity_tokens`."""
+        places = self.places(degree)
+        if not self.has_shares:
+            return places.slowest
+        tight = np.flatnonzero(length * places.fastest > capacity_tokens * degree * places.mean)
+        if len(tight) == 0:
+            return places.mean
+        assert self.speeds is not None, "level ground has no paces"
+        paces = places.mean.copy()
+        for some in np.array_split(tight, 1 + len(tight) * degree // _AT_ONCE):
+            speeds = self.speeds[some[:, None] + np.arange(degree)]
+            paces[some] = 1 / (degree * levelled(speeds, capacity_tokens / length)[1])
+        return paces
+
+
+def levelled(speeds: Floats, most: float) -> tuple[Floats, Floats]:
+    """Part a whole over ranks so that the last is done earliest, no part above `most`; a row is a ring.
+
+    Where even equal parts exceed `most`, parts are equal. Returns the parts, and for each row the time of the last.
+    Fast ranks are filled first: k of them to the brim, the others by their speed.
+    """
+    degree = speeds.shape[1]
+    if most * degree <= 1:
+        return np.full_like(speeds, 1 / degree), 1 / (degree * speeds.min(axis=1))
+    order = np.argsort(-speeds, axis=1, kind="stable")
+    fast = np.take_along_axis(speeds, order, axis=1)
+    slower = np.cumsum(fast[:, ::-1], axis=1)[:, ::-1]  # the sum of this speed and all below
+    times = (1 - most * np.arange(degree)) / slower  # of the others, where so many are full
+    full = np.argmax(fast * times <= most * (1 + 1e-12), axis=1)
+    time = np.take_along_axis(times, full[:, None], axis=1)
+    return np.minimum(most, speeds * time), time[:, 0]
+
+
+def window_max(values: Floats, width: int) -> Floats:
+    """Return the largest of every `width` neighbours, by doubling."""
+    span, largest = 1, values
+    while 2 * span <= width:
+        largest = np.maximum(largest[:-span], largest[span:])
+        span *= 2
+    rest = width - span
+    return np.maximum(largest[:-rest], largest[rest:]) if rest else largest
+
+
+def _some_of(speeds: Floats) -> Floats:
+    """Choose the paces at which rings are priced, fastest first."""
+    distinct = np.unique(speeds)
+    if len(distinct) > _PACES:
+        distinct = 1 / np.linspace(1 / distinct[0], 1 / distinct[-1], _PACES)
+    return np.sort(distinct)[::-1]

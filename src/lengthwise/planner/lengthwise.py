@@ -25,7 +25,7 @@ degrees chosen beforehand fit neither: these batches ended at 1.08 to 1.18 of th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -39,6 +39,7 @@ from lengthwise.planner.packs import LocalPack, Rooms, ShortSequences, fill_gaps
 from lengthwise.planner.request import PlanRequest, least_degrees_held
 from lengthwise.planner.rings import interval_microbatch
 from lengthwise.planner.rivals import best_of_rivals, is_worth_rivals
+from lengthwise.planner.uneven import level_uneven_ends
 from lengthwise.planner.valleys import Moldable, fill_valleys
 
 FRACTIONS = (0.5, 0.25, 0.125)  # of the bound, that a sequence may take
@@ -98,9 +99,11 @@ def plan_lengthwise(request: PlanRequest) -> list[Microbatch]:
         if search.best_seconds <= request.bound_seconds * _FAR:
             break
     assert search.best is not None, "no level was tried"
-    microbatches, seconds = write_schedule(search.best), search.best_seconds
+    microbatches, seconds = write_schedule(search.best, request), search.best_seconds
     if is_worth_rivals(request, seconds):
         microbatches, seconds = best_of_rivals(request, microbatches, seconds)
+    if request.speeds is not None:
+        return microbatches  # tries know ranks of one speed only
     tiny = len(request.tokens) * request.cluster.ranks <= MOST_WORK
     worth_it = tiny and seconds > request.bound_seconds * _WORTH_ANNEALING
     return anneal(request, microbatches, seconds) if worth_it else microbatches
@@ -199,7 +202,8 @@ class Search:
     def _is_known(self, placed: Placed) -> bool:
         """Tell whether rings that leave the same gaps and ends, on whichever ranks, were packed before."""
         line = placed.line
-        key = np.sort(line.free).tobytes() + np.sort(line.gaps.seconds).tobytes() + placed.candidate.degrees.tobytes()
+        alike = np.sort if self.request.speeds is None else np.asarray  # on ranks of unequal speed it matters on which
+        key = alike(line.free).tobytes() + alike(line.gaps.seconds).tobytes() + placed.candidate.degrees.tobytes()
         known = key in self._packed
         self._packed.add(key)
         return known
@@ -264,14 +268,17 @@ def place(request: PlanRequest, candidate: Candidate) -> Placed:
         candidate=candidate,
         seconds=seconds,
         line=line,
-        least_seconds=max(float(line.free.max()), (line.busy_seconds + rest) / ranks * (1 - 1e-12)),
+        least_seconds=max(float(line.free.max()), (line.kept_seconds(request.speeds) + rest) / ranks * (1 - 1e-12)),
     )
 
 
 def _room_tokens(request: PlanRequest, line: PlacedRings) -> list[int]:
     """Tell what each ring leaves of the capacity of its ranks: each of two chunks is at most s / 2d, rounded up."""
     capacity, tokens = request.cluster.capacity_tokens, request.tokens
-    return [max(0, capacity - 2 * -(-tokens[ring.sequence] // (2 * ring.degree))) for ring in line.rings]
+    if not request.ground.has_shares:
+        return [max(0, capacity - 2 * -(-tokens[ring.sequence] // (2 * ring.degree))) for ring in line.rings]
+    most = (request.ground.most_held_tokens(tokens[ring.sequence], ring.first, ring.degree) for ring in line.rings)
+    return [max(0, capacity - tokens) for tokens in most]
 
 
 def pack(request: PlanRequest, placed: Placed) -> Schedule:
@@ -283,13 +290,19 @@ def pack(request: PlanRequest, placed: Placed) -> Schedule:
     launch_seconds, capacity = request.cost.fixed_seconds, request.cluster.capacity_tokens
     rooms = Rooms(line.last.tolist(), _room_tokens(request, line) if launch_seconds else [])
     limits = {"capacity_tokens": capacity, "launch_seconds": launch_seconds, "rooms": rooms}
+    speeds = request.speeds
+    if speeds is not None:
+        gaps = replace(line.gaps, seconds=line.gaps.seconds * np.array(speeds)[line.gaps.ranks])  # in work, as packs
+        in_gaps = fill_gaps(gaps, short, **limits)
+        at_ends, makespan = level_uneven_ends(line.free.tolist(), speeds, short, **limits)
+        return Schedule(line=line, packs=in_gaps + at_ends, makespan_seconds=makespan)
     in_gaps = fill_gaps(line.gaps, short, **limits)
     goal_seconds = request.bound_seconds * _LEVEL
     at_ends, makespan = level_ends(line.free.tolist(), short, **limits, goal_seconds=goal_seconds)
     return Schedule(line=line, packs=in_gaps + at_ends, makespan_seconds=makespan)
 
 
-def write_schedule(schedule: Schedule) -> list[Microbatch]:
+def write_schedule(schedule: Schedule, request: PlanRequest) -> list[Microbatch]:
     """Write a schedule as microbatches in one global order."""
     before: dict[int | None, list[Microbatch]] = {}
     beside: dict[int, dict[int, list[int]]] = {}
@@ -301,7 +314,8 @@ def write_schedule(schedule: Schedule) -> list[Microbatch]:
     microbatches: list[Microbatch] = []
     for number, ring in enumerate(schedule.line.rings):
         microbatches += before.get(number, [])
-        microbatch = interval_microbatch(ring.first, ring.degree, [ring.sequence])
+        shares = request.ground.shares(request.tokens[ring.sequence], ring.first, ring.degree)
+        microbatch = interval_microbatch(ring.first, ring.degree, [ring.sequence], shares)
         local = [Piece(ranks=(rank,), sequences=tuple(own)) for rank, own in sorted(beside.get(number, {}).items())]
         microbatches.append(Microbatch(pieces=(*microbatch.pieces, *local)) if local else microbatch)
     return microbatches + before.get(None, [])

@@ -175,13 +175,17 @@ def level_ends(
         makespan = level_by_swaps(ends, bins, *columns, goal_seconds=goal_seconds, most_swaps=_SWAPS + 2 * len(free))
     if launch_seconds == 0:
         return _packs_of_owned(bins, short, capacity_tokens), makespan
-    packs = [
+    return local_packs(bins, short), makespan
+
+
+def local_packs(bins: Sequence[Sequence[Bin]], short: ShortSequences) -> list[LocalPack]:
+    """Write the bins of each rank, all that hold anything, as packs at its end or beside its last ring."""
+    return [
         LocalPack(rank, [short.sequences[index] for index in each.indices], beside=each.beside)
         for rank, of_rank in enumerate(bins)
         for each in of_rank
         if each.indices
     ]
-    return packs, makespan
 
 
 def _packed(
@@ -193,7 +197,7 @@ def _packed(
     rooms: Rooms,
 ) -> list[list[Bin]]:
     """Deal to the least loaded ranks, each launch counted; return the packs of each rank."""
-    ranks = [_RankPacks(capacity_tokens, short.lengths[left[-1]] if left else 0) for _ in loads]
+    ranks = [RankPacks(capacity_tokens, short.lengths[left[-1]] if left else 0) for _ in loads]
     for rank, after in enumerate(rooms.last):
         ranks[rank].open(rooms.take(rank, after), beside=after)
     for index in left:
@@ -235,7 +239,7 @@ def _packs_of_owned(bins: Sequence[list[Bin]], short: ShortSequences, capacity_t
     return packs
 
 
-class _RankPacks:
+class RankPacks:
     """The packs of one rank; those with no room for the shortest sequence are not looked at again."""
 
     __slots__ = ("_capacity_tokens", "_open", "_rooms", "_shortest", "packs", "widest_tokens")
@@ -273,7 +277,7 @@ class _RankPacks:
 
 
 def _least_with_launch(
-    loads: list[tuple[float, int]], ranks: Sequence[_RankPacks], length: int, launch_seconds: float
+    loads: list[tuple[float, int]], ranks: Sequence[RankPacks], length: int, launch_seconds: float
 ) -> tuple[float, float, int]:
     """Take, of the least loaded ranks, the one that is least loaded with a launch where it needs one.
 

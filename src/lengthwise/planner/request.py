@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner.bounds import launches_makespan, least_makespan
-from lengthwise.planner.ground import Ground
+from lengthwise.planner.ground import Extras, Ground
 from lengthwise.planner.lengths import least_degrees_held, read_tokens, refuse_unheld
 
 __all__ = ["PlanRequest", "least_degrees_held", "read_tokens", "refuse_unheld"]
@@ -19,12 +19,16 @@ __all__ = ["PlanRequest", "least_degrees_held", "read_tokens", "refuse_unheld"]
 
 @dataclass(frozen=True, kw_only=True)  # without slots, for what is computed once
 class PlanRequest:
-    """One step to plan; `context_tokens` sizes the mesh of planners with a fixed one (None: the longest sequence)."""
+    """One step to plan; `context_tokens` sizes the mesh of planners with a fixed one (None: the longest sequence).
+
+    Where ranks are of unequal speed, `cost` is that of the mean speed and `speeds` are in parts of it, along the line.
+    """
 
     tokens: tuple[int, ...]
     cluster: Cluster
     cost: Cost
     context_tokens: int | None = None
+    speeds: tuple[float, ...] | None = None
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
@@ -36,26 +40,26 @@ class PlanRequest:
     @cached_property
     def ground(self) -> Ground:
         """What the places of the line add to the seconds of a ring."""
-        return Ground(self.cost, self.cluster.ranks)
+        return Ground(self.cost, self.cluster.ranks, self.speeds, self.cluster.capacity_tokens)
 
-    def ring_extra_seconds(self, sequence: int, degree: int) -> NDArray[np.float64] | None:
+    def ring_extra_seconds(self, sequence: int, degree: int) -> Extras | None:
         """Ask the ground about a ring of one sequence."""
         return self.ground.extra_seconds(self.tokens[sequence], degree)
 
     @cached_property
     def bound_seconds(self) -> float:
         """The bound for plans in which every ring holds one sequence."""
-        return max(least_makespan(self.lengths, self.cluster, self.cost), self._launches_seconds)
+        return max(least_makespan(self.lengths, self.cluster, self.cost, ground=self.ground), self._launches_seconds)
 
     @cached_property
     def shared_bound_seconds(self) -> float:
         """The bound where rings may share their launches with local packs."""
         if self.cost.fixed_seconds == 0:
             return self.bound_seconds
-        shared = least_makespan(self.lengths, self.cluster, self.cost, shared_launches=True)
+        shared = least_makespan(self.lengths, self.cluster, self.cost, ground=self.ground, shared_launches=True)
         return max(shared, self._launches_seconds)
 
     @cached_property
     def _launches_seconds(self) -> float:
         """The bound that counts whole launches."""
-        return launches_makespan(self.lengths, self.cluster, self.cost)
+        return launches_makespan(self.lengths, self.cluster, self.cost, self.ground)

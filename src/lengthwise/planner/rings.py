@@ -20,6 +20,13 @@ def ring_order(first: int, degree: int) -> tuple[int, ...]:
     return (*evens, *reversed(odds))
 
 
-def interval_microbatch(first: int, degree: int, sequences: Sequence[int]) -> Microbatch:
-    """Make a microbatch of one piece over the interval [first, first + degree), in the order of the ring."""
-    return Microbatch(pieces=(Piece(ranks=ring_order(first, degree), sequences=tuple(sequences)),))
+def interval_microbatch(
+    first: int, degree: int, sequences: Sequence[int], shares: Sequence[float] | None = None
+) -> Microbatch:
+    """Make a microbatch of one piece over the interval [first, first + degree), in the order of the ring.
+
+    `shares`: the weight of each rank of the interval, in the order of the line.
+    """
+    ranks = ring_order(first, degree)
+    weights = None if shares is None else tuple(shares[rank - first] for rank in ranks)
+    return Microbatch(pieces=(Piece(ranks=ranks, sequences=tuple(sequences), shares=weights),))

@@ -54,7 +54,7 @@ def best_of_rivals(
             tokens=request.tokens,
             microbatches=tuple(other),
         )
-        seconds = score(plan, request.cost).makespan_seconds
+        seconds = score(plan, request.cost, speeds=request.speeds).makespan_seconds
         if seconds < best_seconds * (1 - 1e-9):
             best, best_seconds = other, seconds
     return best, best_seconds

@@ -13,6 +13,7 @@ import numpy as np
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.cost import AllTermsCost, Cost, forward_share, recompute_cost
+from lengthwise.planner.speeds import noted_speeds, read_speeds
 from lengthwise.planner.stage_clocks import stage_clocks
 
 
@@ -43,8 +44,11 @@ class Score:
         return self.ring_tokens / self.num_tokens
 
 
-def score(plan: Plan, cost: Cost) -> Score:
+def score(plan: Plan, cost: Cost, *, speeds: Sequence[float] | None = None) -> Score:
     """Score a plan: a microbatch starts when all its ranks are free and keeps each busy for the sum of its pieces.
+
+    `speeds` has one entry a rank (default: those that the plan's notes tell, else 1): a piece takes as long as its
+    slowest rank needs for its share, and its launch as long as on that rank.
 
     In a plan of kind `waves` it starts when every rank of the cluster is free. Where a rank is a pipeline of p stages
     (of the costs, or of a plan of kind `pipeline`), these seconds are those of each stage, and all stages run
@@ -54,12 +58,14 @@ def score(plan: Plan, cost: Cost) -> Score:
     Raises:
         PlanError: a feature whose time these costs do not tell: `CostModel` knows no offload, heads and shares,
             `AllTermsCost` only pipelines of its own stages.
+        ConfigError: speeds that are none.
     """
+    paces = noted_speeds(plan) if speeds is None else read_speeds(speeds, plan.ranks)
     stages = _priced_stages(plan, cost)
     lock_step = plan.schedule["kind"] == "waves"
     free, busy = [0.0] * plan.ranks, [0.0] * plan.ranks  # lists: single entries are read and written faster
     totals: list[dict[int, float]] = []
-    for total in _rank_seconds(plan, cost):
+    for total in _rank_seconds(plan, cost, paces):
         start = max(free) if lock_step else max(map(free.__getitem__, total))
         for rank, seconds in total.items():
             free[rank] = start + seconds
@@ -89,16 +95,22 @@ def _pipelined_seconds(plan: Plan, totals: Sequence[Mapping[int, float]], stages
     return float(clocks.end.max())
 
 
-def _rank_seconds(plan: Plan, cost: Cost) -> Iterator[dict[int, float]]:
+def _rank_seconds(plan: Plan, cost: Cost, speeds: Sequence[float] | None) -> Iterator[dict[int, float]]:
     """Yield how long each microbatch keeps each of its ranks busy, its launch included."""
     costs = {kind: recompute_cost(cost, kind) for kind in {microbatch.recompute for microbatch in plan.microbatches}}
-    took = _recomputed_seconds(plan, costs)
+    took = _recomputed_seconds(plan, costs, speeds)
     for microbatch in plan.microbatches:
         fixed_seconds = costs[microbatch.recompute].fixed_seconds
         if len(microbatch.pieces) == 1:
-            yield dict.fromkeys(microbatch.pieces[0].ranks, fixed_seconds + next(took))
+            ranks = microbatch.pieces[0].ranks
+            launch = fixed_seconds if speeds is None else fixed_seconds / _slowest(ranks, speeds)
+            yield dict.fromkeys(ranks, launch + next(took))
             continue
-        total = dict.fromkeys(microbatch.ranks, fixed_seconds)
+        total = dict.fromkeys(microbatch.ranks, fixed_seconds if speeds is None else 0.0)
+        if speeds is not None:
+            for piece in microbatch.pieces:
+                launch = fixed_seconds / _slowest(piece.ranks, speeds)
+                total.update({rank: max(total[rank], launch) for rank in piece.ranks})
         for piece in microbatch.pieces:
             seconds = next(took)
             for rank in piece.ranks:
@@ -106,23 +118,49 @@ def _rank_seconds(plan: Plan, cost: Cost) -> Iterator[dict[int, float]]:
         yield total
 
 
-def _recomputed_seconds(plan: Plan, costs: Mapping[str, Cost]) -> Iterator[float]:
-    """Yield `_pieces_seconds`, of each microbatch by the costs of its kind of recomputation."""
-    took = {kind: _pieces_seconds(plan, cost) for kind, cost in costs.items()}
-    kinds = (microbatch.recompute for microbatch in plan.microbatches for _ in microbatch.pieces)
-    return (took[kind][number] for number, kind in enumerate(kinds))
+def _slowest(ranks: Sequence[int], speeds: Sequence[float]) -> float:
+    return min(map(speeds.__getitem__, ranks))
 
 
-def _pieces_seconds(plan: Plan, cost: Cost) -> list[float]:
-    """Tell how long each piece keeps each of its ranks busy, in the order of the plan; launches are left out.
+def _recomputed_seconds(plan: Plan, costs: Mapping[str, Cost], speeds: Sequence[float] | None) -> Iterator[float]:
+    """Yield how long each piece keeps its ranks busy, of each microbatch by the costs of its kind of recomputation."""
+    placed = [(microbatch, piece) for microbatch in plan.microbatches for piece in microbatch.pieces]
+    if speeds is None:
+        took = {kind: _pieces_seconds(placed, plan.tokens, cost) for kind, cost in costs.items()}
+    else:
+        took = {kind: _paced_seconds(placed, plan.tokens, cost, speeds) for kind, cost in costs.items()}
+    return (took[microbatch.recompute][number] for number, (microbatch, _) in enumerate(placed))
+
+
+def _paced_seconds(
+    placed: Sequence[tuple[Microbatch, Piece]], tokens: Sequence[int], cost: Cost, speeds: Sequence[float]
+) -> list[float]:
+    """Do `_pieces_seconds` on ranks of unequal speed: equal shares wait for the slowest, others are told apart."""
+    took = [0.0] * len(placed)
+    alike: dict[float, list[int]] = {}
+    for number, (microbatch, piece) in enumerate(placed):
+        own = [speeds[rank] for rank in piece.ranks]
+        if piece.shares is not None and isinstance(cost, AllTermsCost):
+            lengths = [tokens[i] for i in piece.sequences]
+            took[number] = all_terms_seconds(lengths, microbatch, piece, cost, speeds=own)
+        else:
+            alike.setdefault(min(own), []).append(number)
+    for speed, numbers in alike.items():
+        some = _pieces_seconds([placed[number] for number in numbers], tokens, cost.at_speed(speed))
+        for number, seconds in zip(numbers, some, strict=True):
+            took[number] = seconds
+    return took
+
+
+def _pieces_seconds(placed: Sequence[tuple[Microbatch, Piece]], of_step: Sequence[int], cost: Cost) -> list[float]:
+    """Tell how long each piece keeps each of its ranks busy, in the order given; launches are left out.
 
     Local packs and rings of one sequence, thousands in a plan, are priced in two array operations, where their place
-    and their microbatch make no difference.
+    and their microbatch make no difference. `of_step`: the lengths of all sequences.
     """
-    placed = [(microbatch, piece) for microbatch in plan.microbatches for piece in microbatch.pieces]
     counts = np.array([len(piece.sequences) for _, piece in placed], dtype=np.int64)
     degrees = np.array([len(piece.ranks) for _, piece in placed], dtype=np.int64)
-    tokens = np.array(plan.tokens, dtype=np.int64)
+    tokens = np.array(of_step, dtype=np.int64)
     inside = tokens[[i for _, piece in placed for i in piece.sequences]]
     starts = np.cumsum(counts) - counts
     took = np.zeros(len(placed))
@@ -135,7 +173,7 @@ def _pieces_seconds(plan: Plan, cost: Cost) -> list[float]:
     took[lone] = cost.ring_piece_seconds(inside[starts[lone]], degrees[lone])
     for number in np.flatnonzero(~packed & ~lone & (counts > 0)).tolist():
         microbatch, piece = placed[number]
-        lengths = [plan.tokens[i] for i in piece.sequences]
+        lengths = [of_step[i] for i in piece.sequences]
         if all_terms:
             took[number] = all_terms_seconds(lengths, microbatch, piece, cost)
         else:
@@ -143,7 +181,14 @@ def _pieces_seconds(plan: Plan, cost: Cost) -> list[float]:
     return took.tolist()
 
 
-def all_terms_seconds(lengths: list[int], microbatch: Microbatch, piece: Piece, cost: AllTermsCost) -> float:
+def all_terms_seconds(
+    lengths: list[int],
+    microbatch: Microbatch,
+    piece: Piece,
+    cost: AllTermsCost,
+    *,
+    speeds: Sequence[float] | None = None,
+) -> float:
     """Tell how long a piece keeps each of its ranks busy where the plan puts it, launches left out."""
     return cost.piece_seconds(
         lengths,
@@ -153,6 +198,7 @@ def all_terms_seconds(lengths: list[int], microbatch: Microbatch, piece: Piece, 
         offload=microbatch.offload,
         recompute=microbatch.recompute,
         shares=piece.shares,
+        speeds=speeds,
     )
 
 

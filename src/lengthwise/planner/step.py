@@ -21,6 +21,7 @@ from lengthwise.planner.power_of_two import plan_power_of_two
 from lengthwise.planner.request import PlanRequest, read_tokens, refuse_unheld
 from lengthwise.planner.score import score
 from lengthwise.planner.single_degree import plan_single_degree
+from lengthwise.planner.speeds import at_mean_speed, read_speeds, speed_runs
 from lengthwise.planner.static import plan_static
 from lengthwise.planner.waves import plan_waves
 
@@ -47,6 +48,7 @@ def plan_step(
     context_tokens: int | None = None,
     recompute: str = "none",
     mode: str = "free",
+    speeds: Sequence[float] | None = None,
 ) -> Plan:
     """Plan one optimizer step.
 
@@ -60,12 +62,16 @@ def plan_step(
         recompute: what backward computes again, in every microbatch: one of `RECOMPUTE_KINDS`.
         mode: how ranks run beside each other, one of `MODES`; `lengthwise` plans all of them, the others `free`.
 
+        speeds: of each rank, a number above 0, 1 as fast as the costs say (default: all 1). `lengthwise` plans with
+            them; the plans of the others are those for equal ranks, and only scored with them.
+
     Returns:
-        A plan whose notes hold planner, predicted_seconds (the makespan), bound_seconds and cost (the version).
+        A plan whose notes hold planner, predicted_seconds (the makespan), bound_seconds and cost (the version),
+        and speeds where they are not all 1.
 
     Raises:
         ConfigError: unknown planner, mode or kind of recomputation, a mode that the planner does not plan, or layers
-            or context_tokens below 1.
+            or context_tokens below 1, speeds that are none or in another mode than free.
         PlanError: no sequences, a length below 1, or sequences that the cluster cannot hold (all of them named).
     """
     if planner not in _PLANNERS:
@@ -79,26 +85,37 @@ def plan_step(
         raise unknown_name("recompute", recompute, RECOMPUTE_KINDS)
     if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
         raise ConfigError("layers", expected="a whole number of at least 1", got=repr(layers), remedy="Mend layers.")
+    paces = read_speeds(speeds, cluster.ranks)
+    if paces is not None and mode != "free":
+        remedy = "Use mode free, or leave speeds out."
+        raise ConfigError("speeds", expected=f"all 1 in mode {mode}", got="unequal ranks", remedy=remedy)
     lengths = read_tokens(tokens)
     refuse_unheld(lengths, cluster)
-    priced = recompute_cost(cost, recompute)
-    request = PlanRequest(tokens=lengths, cluster=cluster, cost=priced, context_tokens=context_tokens)
+    priced, relative = at_mean_speed(recompute_cost(cost, recompute), paces)
+    request = PlanRequest(tokens=lengths, cluster=cluster, cost=priced, context_tokens=context_tokens, speeds=relative)
+    microbatches = _microbatches(request, planner, mode, recompute)
     plan = Plan(
         ranks=cluster.ranks,
         layers=layers,
         capacity=cluster.capacity_tokens,
         tokens=lengths,
-        microbatches=_microbatches(request, planner, mode, recompute),
+        microbatches=microbatches,
         schedule={"kind": mode},
-        requires=() if mode == "free" else (mode,),
+        requires=_features(mode, microbatches),
     )
     notes = {
         "planner": planner,
-        "predicted_seconds": score(plan, cost).makespan_seconds,
+        "predicted_seconds": score(plan, cost, speeds=paces).makespan_seconds,
         "bound_seconds": _bound_of(plan, request),
         "cost": cost.version,
     }
-    return replace(plan, notes=notes)
+    return replace(plan, notes=notes if paces is None else {**notes, "speeds": speed_runs(paces)})
+
+
+def _features(mode: str, microbatches: Sequence[Microbatch]) -> tuple[str, ...]:
+    """List what a reader must know to run these microbatches."""
+    shares = any(piece.shares is not None for microbatch in microbatches for piece in microbatch.pieces)
+    return (() if mode == "free" else (mode,)) + (("shares",) if shares else ())
 
 
 def _microbatches(request: PlanRequest, planner: str, mode: str, recompute: str) -> tuple[Microbatch, ...]:
@@ -114,4 +131,4 @@ def _bound_of(plan: Plan, request: PlanRequest) -> float:
         return request.bound_seconds
     if shares_launches_only(plan):
         return request.shared_bound_seconds
-    return least_makespan(request.lengths, request.cluster, request.cost, lone_rings=False)
+    return least_makespan(request.lengths, request.cluster, request.cost, ground=request.ground, lone_rings=False)

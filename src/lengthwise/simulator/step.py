@@ -22,6 +22,7 @@ import numpy as np
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.cost import AllTermsCost
+from lengthwise.planner.speeds import noted_speeds
 from lengthwise.planner.stage_clocks import stage_clocks
 from lengthwise.simulator.contention import TURNS, Uplinks
 from lengthwise.simulator.rounds import MicrobatchClocks, microbatch_clocks
@@ -37,8 +38,16 @@ def simulate_plan(plan: Plan, cost: AllTermsCost) -> Timeline:
         cost: of the model and hardware, and how many stages a rank has.
 
     Raises:
-        PlanError: a pipeline of other stages than the costs', or shares together with split heads.
+        PlanError: a pipeline of other stages than the costs', shares together with split heads, or ranks of unequal
+            speed.
     """
+    if noted_speeds(plan) is not None:
+        raise PlanError(
+            "speeds",
+            expected="ranks of one speed, all that is simulated",
+            got="a plan for unequal ranks",
+            remedy="Score it instead (`lengthwise plan --speeds` prints that), or plan without speeds.",
+        )
     stages = cost.stages
     if plan.schedule["kind"] == "pipeline" and plan.schedule["stages"] != stages:
         raise PlanError(

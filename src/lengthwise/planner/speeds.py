@@ -1,0 +1,124 @@
+"""Ranks of unequal speed: a number for each rank, 1 where it computes as fast as the costs say.
+
+A rank of speed v takes seconds / v for arithmetic and for launches; what links and copies take is left as it is. A ring
+goes at the pace of its slowest rank, unless shares of its sequence level it. Speeds are written in plans, and may be
+given, as runs of neighbours: `8x1.0,8x0.6` is 16 ranks, thousands of them one line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from itertools import groupby
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError, raise_problems
+from lengthwise.core.plan import Plan
+from lengthwise.cost import Cost
+
+_MOST = 2**20  # ranks in a run
+_NAMED = 5  # wrong entries named in one message; the others are counted
+
+
+def read_speeds(speeds: Sequence[float] | None, ranks: int, where: str = "speeds") -> tuple[float, ...] | None:
+    """Check a speed for each of `ranks` ranks; None where all compute as fast as the costs say.
+
+    Raises:
+        ConfigError: another number of them, or an entry that is not a finite number above 0.
+        Problems: several of these.
+    """
+    if speeds is None:
+        return None
+    listed = list(speeds)
+    wrong = [rank for rank, value in enumerate(listed) if not _is_speed(value)]
+    problems: list[LengthwiseError] = [
+        _refuse(f"{where}: rank {rank}", "a finite number above 0", repr(listed[rank])) for rank in wrong[:_NAMED]
+    ]
+    if len(wrong) > _NAMED:
+        problems.append(_refuse(where, "finite numbers above 0", f"{len(wrong) - _NAMED} more that are not"))
+    if len(listed) != ranks:
+        problems.append(_refuse(where, f"{ranks}, one a rank", str(len(listed))))
+    raise_problems(problems)
+    return None if all(value == 1 for value in listed) else tuple(float(value) for value in listed)
+
+
+def parse_speeds(text: str, where: str = "--speeds") -> list[float]:
+    """Read speeds as a user types them: `1,1,0.5`, runs like `8x1.0,8x0.6`, or the name of a JSON file with a list.
+
+    Raises:
+        ConfigError: an entry that is neither a number nor a run of one, or a file without a list of speeds.
+    """
+    if text.endswith(".json"):
+        return _speeds_of_file(Path(text))
+    speeds: list[float] = []
+    for number, entry in enumerate(text.split(",")):
+        count, _, speed = entry.strip().rpartition("x") if "x" in entry else ("1", "", entry)
+        try:
+            speeds += [float(speed)] * _count(count)
+        except ValueError:
+            expected = "a speed, or COUNTxSPEED for neighbouring ranks, as in 8x1.0,8x0.6"
+            raise _refuse(f"{where}: entry {number + 1}", expected, repr(entry)) from None
+    return speeds
+
+
+def speed_runs(speeds: Sequence[float]) -> list[list[float]]:
+    """Write speeds as a plan's note: [how many neighbouring ranks, their speed], along the line."""
+    return [[len(list(run)), speed] for speed, run in groupby(speeds)]
+
+
+def at_mean_speed(cost: Cost, speeds: Sequence[float] | None) -> tuple[Cost, tuple[float, ...] | None]:
+    """Return the costs of a rank of mean speed, and speeds in parts of it; None where all are alike."""
+    if speeds is None:
+        return cost, None
+    if min(speeds) == max(speeds):
+        return cost.at_speed(speeds[0]), None
+    mean = math.fsum(speeds) / len(speeds)
+    return cost.at_speed(mean), tuple(speed / mean for speed in speeds)
+
+
+def noted_speeds(plan: Plan) -> tuple[float, ...] | None:
+    """Read the speeds that a plan's notes say it was made for; None where there are none.
+
+    Raises:
+        PlanError: a note that is no list of [count, speed], or not one speed a rank.
+    """
+    runs = plan.notes.get("speeds")
+    if runs is None:
+        return None
+    if not isinstance(runs, list) or not all(_is_run(run) for run in runs) or sum(run[0] for run in runs) != plan.ranks:
+        expected = f"a list of [count, speed] for {plan.ranks} ranks in all"
+        raise PlanError("speeds", expected=expected, got=repr(runs)[:80], remedy="Mend or leave out this note.")
+    return read_speeds([speed for count, speed in runs for _ in range(count)], plan.ranks)
+
+
+def _speeds_of_file(path: Path) -> list[float]:
+    try:
+        speeds = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _refuse(str(path), "a JSON list of speeds", str(error)) from None
+    if not isinstance(speeds, list):
+        raise _refuse(str(path), "a JSON list of speeds", type(speeds).__name__)
+    return speeds
+
+
+def _is_speed(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf
+
+
+def _is_run(run: Any) -> bool:
+    return isinstance(run, list) and len(run) == 2 and type(run[0]) is int and run[0] > 0 and _is_speed(run[1])
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if not 0 < count <= _MOST:
+        raise ValueError(text)
+    return count
+
+
+def _refuse(where: str, expected: str, got: str) -> ConfigError:
+    remedy = "Give every rank a speed: 1 as fast as the costs say, 0.5 half as fast."
+    return ConfigError(where, expected=expected, got=got, remedy=remedy)

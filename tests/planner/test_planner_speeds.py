@@ -1,0 +1,269 @@
+"""Ranks of unequal speed: what users may write, what plans for them cost, and that no plan beats the bound."""
+
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from judge import Coefficients, judge
+
+from lengthwise.core.errors import ConfigError, PlanError, Problems
+from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import Cost, CostModel, all_terms_cost, named_hardware, named_shape
+from lengthwise.planner import (
+    PLANNERS,
+    bound_seconds,
+    check_plan,
+    draw_lengths,
+    parse_speeds,
+    plan_step,
+    ring_order,
+    score,
+)
+from lengthwise.planner.ground import levelled
+from lengthwise.planner.speeds import noted_speeds, read_speeds, speed_runs
+from lengthwise.program import check_order
+from lengthwise.simulator import simulate_plan
+
+CAPACITY = 29
+FOUR = {"quadratic": 1.0, "linear": 500.0, "fixed": 20000.0, "ring": 90.0}
+COST = CostModel(**{f"{name}_seconds": value for name, value in FOUR.items()})
+HOPS = CostModel(quadratic_seconds=1.0, linear_seconds=500.0, ring_seconds=2000.0, hop_seconds=300.0)
+ALL_TERMS = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
+UGLY = st.sampled_from([1, 2, 3, 5, 23, CAPACITY - 1, CAPACITY, CAPACITY + 1, 2 * CAPACITY - 1, 2 * CAPACITY + 1])
+SPEED = st.sampled_from([0.5, 1.0]) | st.floats(0.1, 3.0)
+
+
+@st.composite
+def uneven_steps(draw: st.DrawFn, most_ranks: int = 13) -> tuple[list[int], Cluster, list[float]]:
+    cluster = Cluster(ranks=draw(st.integers(1, most_ranks)), capacity_tokens=CAPACITY)
+    lengths = draw(st.lists(UGLY | st.integers(1, 400), min_size=1, max_size=25))
+    speeds = draw(st.lists(SPEED, min_size=cluster.ranks, max_size=cluster.ranks))
+    return [min(length, cluster.longest_tokens) for length in lengths], cluster, speeds
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@settings(max_examples=40, deadline=None)
+@given(step=uneven_steps(), cost=st.sampled_from([COST, HOPS, ALL_TERMS]))
+def test_planners_hold_every_rule_on_ranks_of_unequal_speed(
+    planner: str, step: tuple[list[int], Cluster, list[float]], cost: Cost
+) -> None:
+    tokens, cluster, speeds = step
+    plan = plan_step(tokens, cluster, cost, planner=planner, speeds=speeds)
+    check_plan(plan)
+    makespan = score(plan, cost, speeds=speeds).makespan_seconds
+    assert plan.notes["predicted_seconds"] == makespan == score(plan, cost).makespan_seconds
+    assert plan.notes["bound_seconds"] <= makespan * (1 + 1e-9)
+    assert bound_seconds(tokens, cluster, cost, lone_rings=False, speeds=speeds) <= makespan * (1 + 1e-9)
+    if cost is COST:
+        assert judge(json.loads(plan.to_json()), Coefficients(**FOUR)) == pytest.approx(makespan, rel=1e-12)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert noted_speeds(plan) == read_speeds(speeds, cluster.ranks)
+    assert plan_step(tokens, cluster, cost, planner=planner, speeds=speeds).digest() == plan.digest()
+    peers: dict[int, set[int]] = {}
+    for piece in (piece for microbatch in plan.microbatches for piece in microbatch.pieces if piece.degree > 1):
+        for here, there in zip(piece.ranks, (*piece.ranks[1:], piece.ranks[0]), strict=True):
+            peers.setdefault(here, set()).add(there)
+            peers.setdefault(there, set()).add(here)
+    assert all(len(met) <= 4 for met in peers.values())
+
+
+@settings(max_examples=20, deadline=None)
+@given(step=uneven_steps(7), cost=st.sampled_from([COST, ALL_TERMS]))
+def test_ranks_of_unequal_speed_never_wait_for_each_other_for_ever(
+    step: tuple[list[int], Cluster, list[float]], cost: Cost
+) -> None:
+    tokens, cluster, speeds = step
+    plan = plan_step(tokens, cluster, cost, speeds=speeds)
+    assert (check_order(plan, layers=2) > 0) == any(p.degree > 1 for m in plan.microbatches for p in m.pieces)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_equal_speeds_plan_the_same_bytes(planner: str) -> None:
+    tokens, cluster = (300, 120, 90, 55, 10, 7, 1, 1, 99, 230, 101), Cluster(ranks=6, capacity_tokens=100)
+    plain = plan_step(tokens, cluster, COST, planner=planner)
+    assert plan_step(tokens, cluster, COST, planner=planner, speeds=[1, 1.0] * 3).to_json() == plain.to_json()
+    twice = plan_step(tokens, cluster, COST.at_speed(2.0), planner=planner)
+    quick = plan_step(tokens, cluster, COST, planner=planner, speeds=[2.0] * 6)
+    assert quick.microbatches == twice.microbatches
+    assert quick.notes["predicted_seconds"] == pytest.approx(twice.notes["predicted_seconds"], rel=1e-12)
+    assert quick.notes["bound_seconds"] == twice.notes["bound_seconds"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), ranks=st.integers(1, 9), cost=st.sampled_from([COST, HOPS, ALL_TERMS]))
+def test_no_plan_of_lone_rings_beats_the_bound_of_unequal_speeds(data: st.DataObject, ranks: int, cost: Cost) -> None:
+    """Plans at random: any intervals, any order, and where costs price them any shares that ranks can hold."""
+    cluster = Cluster(ranks=ranks, capacity_tokens=40)
+    tokens = data.draw(st.lists(st.integers(1, 40 * ranks), min_size=1, max_size=6))
+    speeds = data.draw(st.lists(SPEED, min_size=ranks, max_size=ranks))
+    microbatches = []
+    for i in data.draw(st.permutations(range(len(tokens)))):
+        degree = data.draw(st.integers(-(-tokens[i] // 40), ranks))
+        first = data.draw(st.integers(0, ranks - degree))
+        kind = data.draw(st.sampled_from(["equal", "speeds", "any"])) if cost is ALL_TERMS else "equal"
+        where = ring_order(first, degree)
+        shares = {
+            "equal": None,
+            "speeds": tuple(speeds[rank] for rank in where),
+            "any": tuple(data.draw(st.floats(0.5, 2)) for _ in where),
+        }[kind]
+        microbatches.append(Microbatch(pieces=(Piece(ranks=where, sequences=(i,), shares=shares),)))
+    plan = Plan(
+        ranks=ranks,
+        layers=1,
+        capacity=40,
+        tokens=tuple(tokens),
+        microbatches=tuple(microbatches),
+        requires=("shares",),
+    )
+    try:
+        check_plan(plan)
+    except (PlanError, Problems):
+        return  # shares that a rank cannot hold
+    least = bound_seconds(tokens, cluster, cost, speeds=speeds)
+    assert least <= score(plan, cost, speeds=speeds).makespan_seconds * (1 + 1e-9)
+
+
+def _plan(*microbatches: Microbatch, tokens: tuple[int, ...], ranks: int) -> Plan:
+    return Plan(ranks=ranks, layers=1, capacity=10**6, tokens=tokens, microbatches=microbatches)
+
+
+def test_score_lets_a_ring_wait_for_its_slowest_rank() -> None:
+    cost = CostModel(linear_seconds=1.0, fixed_seconds=10.0, ring_seconds=3.0)
+    ring, pack = Piece(ranks=(0, 2, 1), sequences=(0,)), Piece(ranks=(1,), sequences=(1,))
+    slowest = (60 / 3 + 10) / 0.5 + 3.0 * 60 * 2 / 3  # transfers are as long as on any rank
+    apart = _plan(Microbatch(pieces=(ring,)), Microbatch(pieces=(pack,)), tokens=(60, 8), ranks=3)
+    scored = score(apart, cost, speeds=[1, 2, 0.5])
+    assert scored.busy_seconds == (slowest, slowest + (8 + 10) / 2, slowest)
+    beside = _plan(Microbatch(pieces=(ring, pack)), tokens=(60, 8), ranks=3)
+    assert score(beside, cost, speeds=[1, 2, 0.5]).busy_seconds == (slowest, slowest + 8 / 2, slowest)
+
+
+def test_score_lets_shares_level_a_ring_of_unequal_ranks() -> None:
+    piece = Piece(ranks=(0, 1), sequences=(0,))
+    tokens, speeds = (60_000,), [1.0, 0.5]
+    plain = score(_plan(Microbatch(pieces=(piece,)), tokens=tokens, ranks=2), ALL_TERMS, speeds=speeds)
+    levelled = Piece(ranks=(0, 1), sequences=(0,), shares=(2.0, 1.0))
+    shared = score(_plan(Microbatch(pieces=(levelled,)), tokens=tokens, ranks=2), ALL_TERMS, speeds=speeds)
+    assert shared.makespan_seconds == pytest.approx(plain.makespan_seconds * 0.5 / 0.75, rel=1e-3)
+
+
+@given(
+    speeds=st.lists(st.floats(0.1, 3.0), min_size=1, max_size=9),
+    room=st.floats(0.3, 3.0),
+)
+def test_levelled_parts_end_as_early_as_any_that_fit(speeds: list[float], room: float) -> None:
+    most = room / len(speeds)
+    parts, ends = levelled(np.array([speeds]), most)
+    assert parts.sum() == pytest.approx(1)
+    assert ends[0] == pytest.approx(max(parts[0] / speeds))
+    if room <= 1:
+        assert parts[0].tolist() == [1 / len(speeds)] * len(speeds)
+        return
+    assert parts.max() <= most * (1 + 1e-9)
+    could = sum(min(most, speed * ends[0] * (1 - 1e-6)) for speed in speeds)
+    assert could < 1  # sooner, even with every rank busy until then or full, something is left over
+
+
+@pytest.mark.parametrize("recipe", ["prolong", "wikipedia"])
+def test_plan_step_levels_ranks_of_unequal_speed(recipe: str) -> None:
+    """64 ranks at random half as fast as the others: with shares, and packs by speed, as good as on equal ranks."""
+    cluster = Cluster(ranks=64, capacity_tokens=8192)
+    choose = random.Random(0)
+    speeds = [choose.choice((1.0, 0.5)) for _ in range(64)]
+    tokens = draw_lengths(recipe, 2**23, 0, longest_tokens=400_000)
+    plan = plan_step(tokens, cluster, ALL_TERMS, speeds=speeds)
+    check_plan(plan)
+    assert "shares" in plan.requires
+    assert plan.notes["predicted_seconds"] <= 1.02 * plan.notes["bound_seconds"]
+    blind = score(plan_step(tokens, cluster, ALL_TERMS), ALL_TERMS, speeds=speeds).makespan_seconds
+    assert blind > 1.3 * plan.notes["predicted_seconds"]
+
+
+@pytest.mark.parametrize("recipe", ["github", "prolong"])
+def test_rings_keep_to_ranks_of_one_speed_where_costs_know_no_shares(recipe: str) -> None:
+    """Nodes of 8 at random 0.6 times as fast: placed by their ends alone, rings leave github at 1.033 of the bound."""
+    cluster = Cluster(ranks=64, capacity_tokens=8192)
+    choose = random.Random(0)
+    speeds = [speed for _ in range(8) for speed in [choose.choice((1.0, 0.6))] * 8]
+    cost = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
+    tokens = draw_lengths(recipe, 2**23, 0, longest_tokens=500_000)
+    plan = plan_step(tokens, cluster, cost, speeds=speeds)
+    assert plan.requires == ()
+    assert plan.notes["predicted_seconds"] <= 1.02 * plan.notes["bound_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "told"),
+    [
+        ([1.0, 1.0], "expected 3, one a rank; got 2"),
+        ([1.0, 0, 1.0], "rank 1: expected a finite number above 0; got 0"),
+        ([1.0, 1.0, -0.5], "rank 2: .* got -0.5"),
+        ([math.nan, 1.0, 1.0], "rank 0: .* got nan"),
+        ([1.0, math.inf, 1.0], "rank 1: .* got inf"),
+        ([1.0, "fast", 1.0], "rank 1: .* got 'fast'"),
+        ([1.0, True, 1.0], "rank 1: .* got True"),
+        ([1.0, None, 1.0], "rank 1: .* got None"),
+    ],
+)
+def test_plan_step_refuses_what_is_no_speed(speeds: list[float], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        plan_step([5, 6], Cluster(ranks=3, capacity_tokens=10), COST, speeds=speeds)
+
+
+def test_plan_step_tells_all_wrong_speeds_at_once() -> None:
+    with pytest.raises(Problems) as caught:
+        plan_step([5, 6], Cluster(ranks=9, capacity_tokens=10), COST, speeds=[0.0] * 8)
+    told = str(caught.value)
+    assert all(f"rank {rank}:" in told for rank in range(5))
+    assert "3 more" in told
+    assert "expected 9, one a rank; got 8" in told
+
+
+def test_plan_step_refuses_speeds_in_lock_step() -> None:
+    with pytest.raises(ConfigError, match="speeds: expected all 1 in mode waves"):
+        plan_step([5, 6], Cluster(ranks=2, capacity_tokens=10), COST, speeds=[1, 0.5], mode="waves")
+    plan_step([5, 6], Cluster(ranks=2, capacity_tokens=10), COST, speeds=[1, 1], mode="waves")
+
+
+def test_parse_speeds_reads_lists_runs_and_files(tmp_path) -> None:
+    assert parse_speeds("1,1,0.5") == [1, 1, 0.5]
+    assert parse_speeds(" 2x1.0 , 3x0.6,0.5") == [1, 1, 0.6, 0.6, 0.6, 0.5]
+    path = tmp_path / "speeds.json"
+    path.write_text("[1, 0.5]")
+    assert parse_speeds(str(path)) == [1, 0.5]
+    assert speed_runs([1, 1, 0.6, 1]) == [[2, 1], [1, 0.6], [1, 1]]
+
+
+@pytest.mark.parametrize("text", ["fast", "1,,1", "x1", "0x1", "2x", "-1x1", "1.5x1", ""])
+def test_parse_speeds_names_the_entry_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="--speeds: entry"):
+        parse_speeds(text)
+
+
+@pytest.mark.parametrize("text", ["{}", "[1,", "1"])
+def test_parse_speeds_names_a_file_without_a_list(tmp_path, text: str) -> None:
+    path = tmp_path / "speeds.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"speeds\.json: expected a JSON list"):
+        parse_speeds(str(path))
+    with pytest.raises(ConfigError, match=r"none\.json"):
+        parse_speeds(str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize("note", [[[2, 1.0]], [[3, 0]], [[1.5, 1], [1.5, 1]], "fast", [3, 1.0], [[3, 1.0, 2]], {}])
+def test_score_refuses_a_note_of_speeds_that_is_none(note: object) -> None:
+    plan = _plan(Microbatch(pieces=(Piece(ranks=(0,), sequences=(0,)),)), tokens=(5,), ranks=3)
+    with pytest.raises(PlanError, match="speeds"):
+        score(Plan.from_json(plan.to_json()[:-2] + f', "speeds": {json.dumps(note)}}}'), COST)
+
+
+def test_simulate_plan_refuses_ranks_of_unequal_speed() -> None:
+    plan = plan_step([5000, 600], Cluster(ranks=2, capacity_tokens=4096), ALL_TERMS, speeds=[1, 0.5])
+    with pytest.raises(PlanError, match="unequal ranks"):
+        simulate_plan(plan, ALL_TERMS)
