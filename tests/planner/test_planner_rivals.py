@@ -49,7 +49,7 @@ def test_a_rival_replaces_a_plan_that_ends_later() -> None:
     search = Search(request)
     search.try_floor(1)
     assert search.best is not None
-    own = write_schedule(search.best)
+    own = write_schedule(search.best, request)
     better, seconds = best_of_rivals(request, own, 1e9)
     plan = Plan(ranks=3, layers=1, capacity=7, tokens=tokens, microbatches=tuple(better))
     assert seconds < 1e9
