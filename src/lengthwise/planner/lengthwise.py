@@ -11,7 +11,8 @@
 4. Where the rings and an even share of the rest promise to end near T, short sequences fill the gaps that rings leave,
    then level the ends (`packs`), at last by exchanges between the last rank to finish and the first (`swaps`: prolong
    on 64 ranks 1.0001 of the bound, 1.0006 without). What promises less waits until nothing better is left.
-5. The schedule that ends first is kept; of equal ones the first tried, which has the fewest cuts.
+5. The schedule that ends first is kept; of equal ones the first tried, which has the fewest cuts. Ranks that would end
+   with a ring end with a pack where that costs nothing (`last_local`).
 
 Tries are counted, never timed: the plan depends on nothing but its inputs. Small steps are tried in every way, large
 ones, which level better, in a few: 54,845 sequences on 12,288 ranks are placed and packed once or twice.
@@ -35,6 +36,7 @@ from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.planner.annealing import MOST_WORK, anneal
 from lengthwise.planner.degrees import GROWTH_FLOOR_TOKENS, filling_degrees, grown_degrees, most_degrees
 from lengthwise.planner.gangs import PlacedRings, Ring, place_rings
+from lengthwise.planner.last_local import end_with_packs
 from lengthwise.planner.packs import LocalPack, Rooms, ShortSequences, fill_gaps, level_ends
 from lengthwise.planner.request import PlanRequest, least_degrees_held
 from lengthwise.planner.rings import interval_microbatch
@@ -102,11 +104,10 @@ def plan_lengthwise(request: PlanRequest) -> list[Microbatch]:
     microbatches, seconds = write_schedule(search.best, request), search.best_seconds
     if is_worth_rivals(request, seconds):
         microbatches, seconds = best_of_rivals(request, microbatches, seconds)
-    if request.speeds is not None:
-        return microbatches  # tries know ranks of one speed only
-    tiny = len(request.tokens) * request.cluster.ranks <= MOST_WORK
-    worth_it = tiny and seconds > request.bound_seconds * _WORTH_ANNEALING
-    return anneal(request, microbatches, seconds) if worth_it else microbatches
+    tiny = len(request.tokens) * request.cluster.ranks <= MOST_WORK and request.speeds is None
+    if tiny and seconds > request.bound_seconds * _WORTH_ANNEALING:
+        microbatches = anneal(request, microbatches, seconds)
+    return end_with_packs(request, microbatches)
 
 
 def _floors_tokens(request: PlanRequest) -> Iterator[int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner.bounds import launches_makespan, least_makespan
@@ -36,6 +38,16 @@ class PlanRequest:
         lengths = np.array(self.tokens, dtype=np.int64)
         lengths.setflags(write=False)  # shared by all who ask
         return lengths
+
+    def draft(self, microbatches: Sequence[Microbatch]) -> Plan:
+        """Write a plan to be scored while planning."""
+        return Plan(
+            ranks=self.cluster.ranks,
+            layers=1,
+            capacity=self.cluster.capacity_tokens,
+            tokens=self.tokens,
+            microbatches=tuple(microbatches),
+        )
 
     @cached_property
     def ground(self) -> Ground:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from lengthwise.core.plan import Microbatch, Plan
+from lengthwise.core.plan import Microbatch
 from lengthwise.planner.bytescale import plan_bytescale
 from lengthwise.planner.bytescale_naive import plan_bytescale_naive
 from lengthwise.planner.power_of_two import plan_power_of_two
@@ -47,14 +47,7 @@ def best_of_rivals(
     free_context = replace(request, context_tokens=None)  # the mesh of this step, not of a whole run
     for rival in _RIVALS:
         other = rival(free_context)
-        plan = Plan(
-            ranks=request.cluster.ranks,
-            layers=1,
-            capacity=request.cluster.capacity_tokens,
-            tokens=request.tokens,
-            microbatches=tuple(other),
-        )
-        seconds = score(plan, request.cost, speeds=request.speeds).makespan_seconds
+        seconds = score(request.draft(other), request.cost, speeds=request.speeds).makespan_seconds
         if seconds < best_seconds * (1 - 1e-9):
             best, best_seconds = other, seconds
     return best, best_seconds
