@@ -277,6 +277,22 @@ def test_plan_writes_waves(tmp_path, lengths):
     assert read_plan(out).schedule == {"kind": "waves"}
 
 
+def test_plan_writes_pipelines_and_refuses_stages_without_them(tmp_path, capfd, lengths):
+    out = tmp_path / "plan.json"
+    rest = ("--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", out)
+    assert call("plan", *rest, "--mode", "pipeline", "--stages", 4, "--virtual", 2) == 0
+    plan = read_plan(out)
+    assert plan.schedule == {"kind": "pipeline", "stages": 4, "virtual": 2}
+    assert plan.requires == ("pipeline",)
+    assert plan.notes["cost"] == "all-terms/1 llama-7b h100 tp1 pp4"
+    capfd.readouterr()
+    assert "Use mode pipeline" in refused(capfd, *rest, "--stages", 4)
+    assert "1 to the 32 layers" in refused(capfd, *rest, "--mode", "pipeline", "--stages", 33)
+    assert "1 to the 32 layers" in refused(capfd, *rest, "--mode", "pipeline", "--stages", 0)
+    assert "virtual" in refused(capfd, *rest, "--mode", "pipeline", "--stages", 4, "--virtual", 0)
+    assert "stages: expected a number" in refused(capfd, *rest, "--mode", "pipeline")
+
+
 def test_plan_refuses_modes_that_there_are_not(tmp_path, capfd, lengths):
     rest = ("--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json")
     assert "waves" in refused(capfd, *rest, "--mode", "wave")

@@ -54,6 +54,23 @@ def test_simulate_own_data_on_gpus(tmp_path, capsys) -> None:
     assert "On 32 GPUs" in said
 
 
+def test_simulate_pipelines_stage_by_stage(tmp_path, capsys) -> None:
+    mesh = ("--lengths", "github", "--context", "64K", "--pp", 4, "--planners", "bytescale,lengthwise")
+    status, _, _ = simulate(capsys, *SMALL, *mesh, "--mode", "pipeline", "--virtual", 2, "--out", tmp_path / "piped")
+    assert status == 0
+    simulate(capsys, *SMALL, *mesh, "--out", tmp_path / "free")
+    piped, free = (json.loads((tmp_path / name / "simulation.json").read_text()) for name in ("piped", "free"))
+    assert (piped["mode"], piped["stages"], piped["virtual"]) == ("pipeline", 4, 2)
+    for planner in ("bytescale", "lengthwise"):
+        assert piped["planners"][planner]["mean_seconds"] < free["planners"][planner]["mean_seconds"]
+    trace = json.loads((tmp_path / "piped" / "trace-lengthwise.json").read_text())["traceEvents"]
+    assert "rank 0, stage 3" in {event["args"].get("name") for event in trace}
+    assert "stage 0" in (tmp_path / "piped" / "report.html").read_text()
+    status, _, said = simulate(capsys, *SMALL, *mesh, "--virtual", 2, "--out", tmp_path / "no")
+    assert status == 2
+    assert "Use mode pipeline" in said
+
+
 def test_simulate_lengths_of_a_file_twice_is_the_same(tmp_path, capsys) -> None:
     path = tmp_path / "lengths.json"
     path.write_text("[100, 20000, 7, 3000]")

@@ -100,6 +100,12 @@ def test_verify_runs_a_plan_of_several_pieces_written_by_hand(run_file, capsys, 
         (lambda plan: plan.update(capacity=3), "at most 3 tokens held"),
         (lambda plan: plan["microbatches"][2].update(offload=0.5), "offload"),
         (lambda plan: plan.update(schedule={"kind": "waves"}), "waves"),
+        (
+            lambda plan: plan.update(
+                schedule={"kind": "pipeline", "stages": 2, "virtual": 1}, requires=[*plan["requires"], "pipeline"]
+            ),
+            "kind free (all this version runs); got pipeline",
+        ),
     ],
 )
 def test_verify_refuses_a_plan_that_does_not_fit(run_file, capfd, change, said):

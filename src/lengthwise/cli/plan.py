@@ -37,9 +37,14 @@ class PlanCommand:
     planner: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     """lengthwise, static, single-degree, bytescale-naive, bytescale or power-of-two; default: the run file's, else
     lengthwise."""
-    mode: Annotated[str, tyro.conf.arg(metavar="free|waves", help_behavior_hint="(default: free)")] = "free"
+    mode: Annotated[str, tyro.conf.arg(metavar="free|waves|pipeline", help_behavior_hint="(default: free)")] = "free"
     """How ranks run beside each other: free (each goes on when its own partners are ready; what this version trains),
-    or waves (all in lock-step, for parameters sharded over all ranks; planner lengthwise only)."""
+    waves (all in lock-step, for parameters sharded over all ranks; planner lengthwise only), or pipeline (each rank is
+    a pipeline of --stages stages; other planners plan free and run that through the stages)."""
+    stages: Annotated[int | None, tyro.conf.arg(metavar="P", help_behavior_hint="")] = None
+    """Pipeline stages of a rank, for mode pipeline; --cost is then that of one stage."""
+    virtual: Annotated[int | None, tyro.conf.arg(metavar="V", help_behavior_hint="")] = None
+    """Chunks of layers of a stage (interleaved 1F1B), for mode pipeline; default: 1."""
     model_shape: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     """Whose costs to plan with, llama-7b for example; default: the run file's model, else llama-7b."""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="h100|cpu", help_behavior_hint="")] = None
@@ -86,6 +91,8 @@ class PlanCommand:
             recompute=recompute,
             mode=self.mode,
             speeds=None if self.speeds is None else parse_speeds(self.speeds),
+            stages=self.stages,
+            virtual=self.virtual,
         )
         write_atomically(self.out, plan.to_json())
 
@@ -137,18 +144,18 @@ class PlanCommand:
             return cost_from_file(self.cost)
         assert shape is not None, "without --cost there is always a shape"
         if self.config is not None and self.hardware is None:
-            if self.ranks_per_node is not None:
+            if self.ranks_per_node is not None or self.stages is not None:
                 raise ConfigError(
-                    "--ranks-per-node",
+                    "--stages" if self.ranks_per_node is None else "--ranks-per-node",
                     expected="--hardware beside it (without, --config plans as training on CPUs does)",
                     got="no --hardware",
-                    remedy="Add --hardware h100, or leave --ranks-per-node out.",
+                    remedy="Add --hardware h100, or leave this option out.",
                 )
             return analytic_cost(shape, named_hardware("cpu"))
         hardware = named_hardware(self.hardware or "h100")
         if self.ranks_per_node is not None:
             hardware = replace(hardware, ranks_per_node=self.ranks_per_node)
-        return all_terms_cost(shape, hardware)
+        return all_terms_cost(shape, hardware, stages=1 if self.stages is None else self.stages)
 
     def _lengths(self, config: RunConfig | None, vocab_size: int | None) -> tuple[list[int], int | None]:
         """Return (lengths to plan, the context that a fixed mesh must hold)."""

@@ -51,6 +51,11 @@ class Simulate:
     """Devices that split every layer of a rank (tensor parallelism)."""
     pp: Annotated[int, tyro.conf.arg(metavar="P")] = 1
     """Pipeline stages of a rank."""
+    virtual: Annotated[int | None, tyro.conf.arg(metavar="V", help_behavior_hint="")] = None
+    """Chunks of layers of a stage (interleaved 1F1B), for --mode pipeline; default: 1."""
+    mode: Annotated[str, tyro.conf.arg(metavar="free|waves|pipeline", help_behavior_hint="(default: free)")] = "free"
+    """How plans are made: free, waves (lengthwise only), or pipeline (planned for the --pp stages; other planners plan
+    free and run that through the stages)."""
     planners: Annotated[str, tyro.conf.arg(metavar="NAME,...")] = _PLANNERS
     """Planners to compare; speed-ups are over the first."""
     batches: Annotated[int, tyro.conf.arg(metavar="N")] = 4
@@ -79,6 +84,7 @@ class Simulate:
                 batches,
                 setting,
                 told=lambda planner, batch: status.update(f"{planner}, batch {batch + 1} of {len(batches)}"),
+                options=self._mode_options(),
             )
         gpus = setting.cluster.ranks * setting.devices
         facts = self._facts(setting, batches)
@@ -99,6 +105,11 @@ class Simulate:
         write_atomically(self.out / "report.html", page)
         console.print(f"written to {self.out}: simulation.json, trace-*.json, report.html")
         return 0
+
+    def _mode_options(self) -> dict[str, object]:
+        """Return what `plan_step` is told of the mode; it refuses what does not go together."""
+        stages = self.pp if self.mode == "pipeline" else None
+        return {"mode": self.mode, "stages": stages, "virtual": self.virtual}
 
     def _planner_names(self) -> list[str]:
         from lengthwise.planner import PLANNERS
@@ -201,6 +212,9 @@ class Simulate:
             "model": setting.shape.name,
             "hardware": setting.hardware.name,
             "cost": setting.cost.version,
+            "mode": self.mode,
+            "stages": self.pp,
+            "virtual": self.virtual or 1,
             "ranks": cluster.ranks,
             "devices_per_rank": setting.devices,
             "capacity_tokens": cluster.capacity_tokens,

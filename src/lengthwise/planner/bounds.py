@@ -23,6 +23,11 @@ a capacity of 29, two cut sequences of a few tokens let 30 or 31 tokens of a thi
 - A sequence over d ranks brings s tokens and at most d allowances. So the tokens of all, less `ranks` for each
   sequence, take no more than capacity a launch. (Less per sequence, not only down to 0: the allowances that a short
   sequence has left serve others.)
+
+Where ranks are pipelines of p stages with v virtual ones, t is what a sequence takes on one stage. It passes through
+all of them, forward and backward: p t(d) <= T. And the last stage of a rank begins after p - 1 forward passes of its
+first microbatch and ends p - 1 backward passes of its last one before the rank does, chunks of 1 / v of a stage, each
+of which has its launch: the work of all is at most ranks x (T - g (p - 1) / v).
 """
 
 from __future__ import annotations
@@ -104,8 +109,13 @@ def least_makespan(
     ground: Ground,
     lone_rings: bool = True,
     shared_launches: bool = False,
+    stages: int = 1,
+    virtual: int = 1,
 ) -> float:
-    """Do `bound_seconds` for lengths that have been checked; `cost` is that of the mean speed of `ground`."""
+    """Do `bound_seconds` for lengths that have been checked; `cost` is that of the mean speed of `ground`.
+
+    Ranks are pipelines of `stages` stages with `virtual` chunks each.
+    """
     lengths, counts = np.unique(tokens, return_counts=True)
     ranks, capacity = cluster.ranks, cluster.capacity_tokens
     least = least_degrees_held(lengths, capacity) if lone_rings else _least_degrees_allowed(lengths, counts, cluster)
@@ -126,16 +136,18 @@ def least_makespan(
         rings = degrees * spent.ring_piece_seconds(some, degrees) + launch
         return float(counts[picked] @ np.where(degrees > 1, rings, alone[picked] + shared * some))
 
-    quick = best.ring_piece_seconds(lengths, least) + best.fixed_seconds  # at the degree that owes least
-    low = (owed(least, np.ones(len(lengths), dtype=np.bool_)) + launches) / ranks
+    fill = (stages - 1) / virtual * best.fixed_seconds  # the least that a first and a last microbatch can be
+    quick = stages * (best.ring_piece_seconds(lengths, least) + best.fixed_seconds)  # at the degree that owes least
+    low = (owed(least, np.ones(len(lengths), dtype=np.bool_)) + launches) / ranks + fill
     settled = quick <= low  # these keep their least degree, whatever T above `low`
     base = owed(least[settled], settled) + launches
     open_, open_least = lengths[~settled], least[~settled]
     search = degree_search(best, open_, open_least, np.full_like(open_, ranks))
 
     def feasible(seconds: float) -> bool:
-        degrees = search(seconds)
-        return bool(np.all(degrees <= ranks)) and base + owed(degrees, ~settled) <= ranks * seconds * (1 + 1e-12)
+        degrees = search(seconds / stages)
+        room = ranks * (seconds - fill) * (1 + 1e-12)
+        return bool(np.all(degrees <= ranks)) and base + owed(degrees, ~settled) <= room
 
     if feasible(low):
         return low

@@ -66,11 +66,12 @@ def plan_bytescale(request: PlanRequest) -> list[Microbatch]:
     """Plan one step with the fewest ranks a sequence, balanced bucket by bucket."""
     flops = request.cost.compute_seconds(request.lengths)
     delta = DELTA * float(flops.sum()) / request.cluster.ranks
+    strategies = STRATEGIES if request.stages == 1 else STRATEGIES[1:]
     best: tuple[float, list[Microbatch]] | None = None
     for count in BUCKETS:
         buckets = [_make_work(request, bucket) for bucket in equal_buckets(request.lengths, flops, count)]
         longest = max((work.seconds for bucket in buckets for work in bucket if work.degree > 1), default=0.0)
-        for strategy in STRATEGIES[: len(buckets)]:  # one bucket is the same in both
+        for strategy in strategies[: len(buckets)]:  # one bucket is the same in both
             makespan, microbatches = assign(buckets, request.cluster.ranks, delta, strategy)
             if best is None or makespan < best[0]:
                 best = makespan, microbatches

@@ -24,6 +24,7 @@ class PlanRequest:
     """One step to plan; `context_tokens` sizes the mesh of planners with a fixed one (None: the longest sequence).
 
     Where ranks are of unequal speed, `cost` is that of the mean speed and `speeds` are in parts of it, along the line.
+    Each rank is a pipeline of `stages` stages with `virtual` chunks of layers each.
     """
 
     tokens: tuple[int, ...]
@@ -31,6 +32,13 @@ class PlanRequest:
     cost: Cost
     context_tokens: int | None = None
     speeds: tuple[float, ...] | None = None
+    stages: int = 1
+    virtual: int = 1
+
+    @property
+    def priced_stages(self) -> int:
+        """The stages that the plan will be scored with: in mode `free` those of the costs, too."""
+        return max(self.stages, getattr(self.cost, "stages", 1))
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:

@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from lengthwise.core.errors import ConfigError
+from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.core.names import unknown_name
 from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, recompute_cost
+from lengthwise.cost import AllTermsCost, Cost, recompute_cost
 from lengthwise.planner.bounds import has_lone_rings, least_makespan, shares_launches_only
 from lengthwise.planner.bytescale import plan_bytescale
 from lengthwise.planner.bytescale_naive import plan_bytescale_naive
 from lengthwise.planner.lengthwise import plan_lengthwise
+from lengthwise.planner.pipeline import pipeline_schedule, plan_pipeline
 from lengthwise.planner.power_of_two import plan_power_of_two
 from lengthwise.planner.request import PlanRequest, read_tokens, refuse_unheld
 from lengthwise.planner.score import score
@@ -34,7 +35,11 @@ _PLANNERS: Mapping[str, Callable[[PlanRequest], list[Microbatch]]] = {
     "power-of-two": plan_power_of_two,
 }
 PLANNERS = tuple(_PLANNERS)
-_MODES: Mapping[str, Callable[[PlanRequest], list[Microbatch]]] = {"free": plan_lengthwise, "waves": plan_waves}
+_MODES: Mapping[str, Callable[[PlanRequest], list[Microbatch]]] = {
+    "free": plan_lengthwise,
+    "waves": plan_waves,
+    "pipeline": plan_pipeline,
+}
 MODES = tuple(_MODES)
 
 
@@ -49,6 +54,8 @@ def plan_step(
     recompute: str = "none",
     mode: str = "free",
     speeds: Sequence[float] | None = None,
+    stages: int | None = None,
+    virtual: int | None = None,
 ) -> Plan:
     """Plan one optimizer step.
 
@@ -60,7 +67,10 @@ def plan_step(
         layers: layers of the model, for readers that count memory by them.
         context_tokens: what the mesh of `static` is sized for (default: the longest sequence).
         recompute: what backward computes again, in every microbatch: one of `RECOMPUTE_KINDS`.
-        mode: how ranks run beside each other, one of `MODES`; `lengthwise` plans all of them, the others `free`.
+        mode: how ranks run beside each other, one of `MODES`; `lengthwise` plans all of them. The others plan `free`,
+            and in mode `pipeline` run what they plan there through the stages.
+        stages: of the pipeline that each rank is in mode `pipeline`; the costs are those of one stage.
+        virtual: chunks of layers of a stage (default: 1).
 
         speeds: of each rank, a number above 0, 1 as fast as the costs say (default: all 1). `lengthwise` plans with
             them; the plans of the others are those for equal ranks, and only scored with them.
@@ -70,37 +80,38 @@ def plan_step(
         and speeds where they are not all 1.
 
     Raises:
-        ConfigError: unknown planner, mode or kind of recomputation, a mode that the planner does not plan, or layers
-            or context_tokens below 1, speeds that are none or in another mode than free.
+        ConfigError: unknown planner, mode or kind of recomputation, a mode that the planner does not plan, layers
+            or context_tokens below 1, speeds that are none or in another mode than free, or stages that are none,
+            too many, not those of the costs or of no use.
         PlanError: no sequences, a length below 1, or sequences that the cluster cannot hold (all of them named).
     """
-    if planner not in _PLANNERS:
-        raise unknown_name("planner", planner, PLANNERS)
-    if mode not in _MODES:
-        raise unknown_name("mode", mode, MODES)
-    if mode != "free" and planner != "lengthwise":
-        remedy = "Use planner lengthwise, or mode free."
-        raise ConfigError("mode", expected=f"free, all that planner {planner} plans", got=mode, remedy=remedy)
-    if recompute not in RECOMPUTE_KINDS:
-        raise unknown_name("recompute", recompute, RECOMPUTE_KINDS)
-    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
-        raise ConfigError("layers", expected="a whole number of at least 1", got=repr(layers), remedy="Mend layers.")
+    _refuse_choices(planner, mode, recompute, layers)
     paces = read_speeds(speeds, cluster.ranks)
     if paces is not None and mode != "free":
         remedy = "Use mode free, or leave speeds out."
         raise ConfigError("speeds", expected=f"all 1 in mode {mode}", got="unequal ranks", remedy=remedy)
+    _refuse_stages(mode, stages, virtual, layers, cost)
     lengths = read_tokens(tokens)
     refuse_unheld(lengths, cluster)
     priced, relative = at_mean_speed(recompute_cost(cost, recompute), paces)
-    request = PlanRequest(tokens=lengths, cluster=cluster, cost=priced, context_tokens=context_tokens, speeds=relative)
+    request = PlanRequest(
+        tokens=lengths,
+        cluster=cluster,
+        cost=priced,
+        context_tokens=context_tokens,
+        speeds=relative,
+        stages=stages or 1,
+        virtual=virtual or 1,
+    )
     microbatches = _microbatches(request, planner, mode, recompute)
+    piped = mode == "pipeline"
     plan = Plan(
         ranks=cluster.ranks,
         layers=layers,
         capacity=cluster.capacity_tokens,
         tokens=lengths,
         microbatches=microbatches,
-        schedule={"kind": mode},
+        schedule=pipeline_schedule(request.stages, request.virtual) if piped else {"kind": mode},
         requires=_features(mode, microbatches),
     )
     notes = {
@@ -110,6 +121,21 @@ def plan_step(
         "cost": cost.version,
     }
     return replace(plan, notes=notes if paces is None else {**notes, "speeds": speed_runs(paces)})
+
+
+def _refuse_choices(planner: str, mode: str, recompute: str, layers: int) -> None:
+    """Refuse names that do not exist or do not go together."""
+    if planner not in _PLANNERS:
+        raise unknown_name("planner", planner, PLANNERS)
+    if mode not in _MODES:
+        raise unknown_name("mode", mode, MODES)
+    if mode == "waves" and planner != "lengthwise":
+        remedy = "Use planner lengthwise, or mode free."
+        raise ConfigError("mode", expected=f"free, all that planner {planner} plans", got=mode, remedy=remedy)
+    if recompute not in RECOMPUTE_KINDS:
+        raise unknown_name("recompute", recompute, RECOMPUTE_KINDS)
+    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
+        raise ConfigError("layers", expected="a whole number of at least 1", got=repr(layers), remedy="Mend layers.")
 
 
 def _features(mode: str, microbatches: Sequence[Microbatch]) -> tuple[str, ...]:
@@ -127,8 +153,54 @@ def _microbatches(request: PlanRequest, planner: str, mode: str, recompute: str)
 
 def _bound_of(plan: Plan, request: PlanRequest) -> float:
     """Find the highest bound that holds for plans of this kind."""
-    if has_lone_rings(plan):
-        return request.bound_seconds
-    if shares_launches_only(plan):
-        return request.shared_bound_seconds
-    return least_makespan(request.lengths, request.cluster, request.cost, ground=request.ground, lone_rings=False)
+    lone_rings, shared_launches = has_lone_rings(plan), shares_launches_only(plan)
+    if lone_rings:
+        bound = request.bound_seconds
+    elif shared_launches:
+        bound = request.shared_bound_seconds
+    else:
+        bound = least_makespan(request.lengths, request.cluster, request.cost, ground=request.ground, lone_rings=False)
+    if request.priced_stages == 1:
+        return bound
+    staged = least_makespan(
+        request.lengths,
+        request.cluster,
+        request.cost,
+        ground=request.ground,
+        lone_rings=lone_rings or shared_launches,
+        shared_launches=not lone_rings,
+        stages=request.priced_stages,
+        virtual=request.virtual,
+    )
+    return max(bound, staged)
+
+
+def _refuse_stages(mode: str, stages: int | None, virtual: int | None, layers: int, cost: Cost) -> None:
+    """Refuse stages and virtual ones that are no numbers, too many, not those of the costs, or without their mode."""
+    problems: list[LengthwiseError] = []
+    asked = {"stages": stages, "virtual": virtual}
+    for name, value in asked.items():
+        if value is not None and mode != "pipeline":
+            remedy = f"Use mode pipeline, or leave {name} out."
+            problems.append(ConfigError(name, expected=f"nothing in mode {mode}", got=repr(value), remedy=remedy))
+        elif value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            problems.append(
+                ConfigError(name, expected="a whole number of at least 1", got=repr(value), remedy=f"Mend {name}.")
+            )
+    if mode == "pipeline" and stages is None:
+        problems.append(ConfigError("stages", expected="a number in mode pipeline", got="none", remedy="Give stages."))
+    raise_problems(problems)
+    if mode != "pipeline":
+        return
+    chunks = (stages or 1) * (virtual or 1)
+    if layers > 1 and chunks > layers:
+        raise ConfigError(
+            "stages",
+            expected=f"stages x virtual of at most the {layers} layers",
+            got=f"{stages} x {virtual or 1}",
+            remedy="Use fewer of them.",
+        )
+    if isinstance(cost, AllTermsCost) and stages != cost.stages:
+        raise ConfigError(
+            "stages", expected=f"{cost.stages}, as in the costs", got=str(stages), remedy="Make costs of these stages."
+        )

@@ -132,7 +132,8 @@ def compare_planners(
     Raises:
         LengthwiseError: of `plan_step`; sequences longer than the context or than the cluster holds are named.
     """
-    (uniform,) = _steps(_simulate("lengthwise", [_uniform(sum(batches[0]))], setting, {}, lambda _: None), setting)
+    alike = {key: value for key, value in (options or {}).items() if key in ("mode", "stages", "virtual")}
+    (uniform,) = _steps(_simulate("lengthwise", [_uniform(sum(batches[0]))], setting, alike, lambda _: None), setting)
     uniform_rate = uniform.flops / uniform.step_seconds
     results = []
     for planner in planners:
