@@ -18,6 +18,8 @@ from lengthwise.cost import Cost, CostModel, RingCost
 from lengthwise.planner.degree_table import DegreeTable
 
 GROWTH_FLOOR_TOKENS = 4096  # growth stops here: attention blocks under 2K tokens run slower than the formula says
+_MOST_STACKED = 12  # rings on top of each other, beyond which what is left over is small
+_NEARLY_WHOLE = 0.8  # of its part of the time, from which a ring is not cut further
 _SLACK = 1e-12  # rounding of the roots, always taken in favour of the smaller degree
 
 
@@ -100,6 +102,24 @@ def grown_degrees(
     slow = degrees > most
     if np.any(slow):
         degrees[slow] = quickest_degrees(cost, lengths[slow], least[slow], most[slow])
+    return degrees
+
+
+def stacking_degrees(
+    cost: Cost, lengths: NDArray[np.int64], degrees: NDArray[np.int64], most: NDArray[np.int64], seconds: float
+) -> NDArray[np.int64]:
+    """Widen rings so that two, three ... of them end together with one that takes `seconds`.
+
+    A ring of 0.6 of the time leaves 0.4 that a second one does not fit into; cut a little further it takes 0.5. One of
+    more than `_NEARLY_WHOLE` of its part stays as it is.
+    """
+    for parts in range(2, _MOST_STACKED + 1):
+        took = cost.ring_piece_seconds(lengths, degrees) + cost.fixed_seconds
+        between = (took > seconds / parts) & (took < _NEARLY_WHOLE * seconds / (parts - 1)) & (degrees > 1)
+        if np.any(between):
+            narrower = least_degrees(cost, lengths[between], degrees[between], most[between], seconds / parts)
+            degrees = degrees.copy()
+            degrees[between] = np.where(narrower <= most[between], narrower, degrees[between])
     return degrees
 
 

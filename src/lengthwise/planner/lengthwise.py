@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.planner.annealing import MOST_WORK, anneal
-from lengthwise.planner.degrees import GROWTH_FLOOR_TOKENS, filling_degrees, grown_degrees, most_degrees
+from lengthwise.planner.degrees import GROWTH_FLOOR_TOKENS, filling_degrees, grown_degrees, most_degrees, stacking_degrees
 from lengthwise.planner.gangs import PlacedRings, Ring, place_rings
 from lengthwise.planner.last_local import end_with_packs
 from lengthwise.planner.packs import LocalPack, Rooms, ShortSequences, fill_gaps, level_ends
@@ -55,6 +55,7 @@ _FAR = 1.01  # of the bound; above it smaller shards are tried
 _CROWDED = 4  # rings a rank; where so many follow each other, places are looked at before rings
 _PLACING_STEPS = 100_000  # rings x thousands of ranks, placed in all
 _PACKING_STEPS = 4_000  # sequences packed in all, and at least two tries
+_OVERDRAFT = 4  # times as many more while the best is far from the bound
 
 Way = Literal["widest", "backfilled", "longest", "valleys"]
 ORDERED_WAYS: tuple[Way, ...] = ("widest", "backfilled", "longest")
@@ -139,11 +140,13 @@ class Search:
         self._tried, self._packed = set[bytes](), set[bytes]()
         self._crowded = False
         self._placing, self._packing = _PLACING_STEPS, max(_PACKING_STEPS, 2 * len(request.tokens))
+        self._overdraft = _OVERDRAFT * self._packing
 
     @property
     def over(self) -> bool:
         """Whether no further try is worth it."""
-        spent = self.best is not None and (self._placing <= 0 or self._packing <= 0)
+        overdraft = self._overdraft if self.best_seconds > self.bound * _FAR else 0
+        spent = self.best is not None and (self._placing <= 0 or self._packing <= -overdraft)
         return spent or self.best_seconds <= self.bound * (_FAR if self._crowded else _GOOD_ENOUGH)
 
     def try_floor(self, floor_tokens: int) -> None:
@@ -227,6 +230,9 @@ def _candidates(
         yield Candidate(degrees=grown, most=grown, way=way)
     if not crowded:
         yield valleys
+        stacking = stacking_degrees(request.cost, request.lengths, grown, most, limit_seconds)
+        for way in ORDERED_WAYS:
+            yield Candidate(degrees=stacking, most=stacking, way=way)
     for way in ORDERED_WAYS:
         yield Candidate(degrees=filling, most=filling, way=way)
 
