@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
 from lengthwise.planner import plan_step
-from lengthwise.planner.degrees import filling_degrees, grown_degrees, least_degrees, most_degrees, quickest_degrees
+from lengthwise.planner.degrees import (
+    filling_degrees,
+    grown_degrees,
+    least_degrees,
+    most_degrees,
+    quickest_degrees,
+    stacking_degrees,
+)
 
 COSTS = st.builds(
     CostModel,
@@ -67,3 +74,14 @@ def test_growth_stops_at_the_floor_where_that_is_good_enough() -> None:
     lengths = [200_000] + [1000] * 800
     plan = plan_step(lengths, Cluster(ranks=4, capacity_tokens=200_000), CostModel(linear_seconds=1.0))
     assert max(piece.degree for microbatch in plan.microbatches for piece in microbatch.pieces) == 1
+
+
+def test_stacking_degrees_end_with_their_part_of_the_time() -> None:
+    cost = CostModel(linear_seconds=1.0)
+    lengths, most = np.array([100, 70, 45, 30, 12, 5]), np.array([99, 99, 99, 2, 99, 99])
+    stacked = stacking_degrees(cost, lengths, np.array([1, 2, 2, 2, 1, 2]), most, 60.0)
+    # 100 is no ring; 35 is cut to 23.3, which is still not near its half, and to 17.5, near a third; 22.5 to a fourth;
+    # 15 is a fourth; 12 is no ring; 2.5 is less than any part
+    assert stacked.tolist() == [1, 4, 3, 2, 1, 2]
+    for length, degree in zip(lengths.tolist(), stacked.tolist(), strict=True):
+        assert degree == 1 or length / degree <= 60 / 2

@@ -140,3 +140,13 @@ def test_loaders_delay_all_and_other_stages_are_refused() -> None:
         simulate_plan(_pipelined(plan, 2, 1), cost)
     with pytest.raises(PlanError, match="pipeline of 2 stages"):
         score(_pipelined(plan, 2, 1), cost)
+
+
+def test_a_step_takes_what_was_planned_where_rings_wait_in_every_layer() -> None:
+    tokens = draw_lengths("prolong", 4 * 2**20, 0, longest_tokens=100_000)
+    plan = plan_step(tokens, Cluster(ranks=64, capacity_tokens=7680), COST, layers=SHAPE.layers)
+    planned = score(plan, COST).makespan_seconds
+    assert simulate_plan(plan, COST).work_end_seconds.max() <= planned * 1.01  # 1.03 with packs beside rings
+    rings = [microbatch for microbatch in plan.microbatches if len(microbatch.ranks) > 1]
+    assert rings
+    assert all(len(microbatch.pieces) == 1 for microbatch in rings)

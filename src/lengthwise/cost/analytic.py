@@ -38,6 +38,7 @@ def analytic_cost(shape: ModelShape, hardware: Hardware) -> CostModel:
         ring_seconds=ring_bytes / hardware.link_bytes_per_second,
         hop_seconds=_PASSES * shape.layers * hardware.hop_latency_seconds,
         windows=_window_shares(shape),
+        couples_layers=True,
         version=f"analytic/1 {shape.name} {hardware.name}",
     )
 

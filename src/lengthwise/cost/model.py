@@ -35,6 +35,7 @@ class CostModel:
     ring_seconds: seconds to move the keys, values and their gradients of one token over one link.
     hop_seconds: seconds of latency a hop of a ring, transfers of all layers and both passes together.
     windows: (window in tokens, share of the attention layers that have it); the other layers see everything.
+    couples_layers: whether ranks of a ring wait for each other in every layer, see `protocol`.
     version: what the coefficients come from; written into every plan made with them.
 
     Raises:
@@ -47,6 +48,7 @@ class CostModel:
     ring_seconds: float = 0.0
     hop_seconds: float = 0.0
     windows: tuple[tuple[int, float], ...] = ()
+    couples_layers: bool = False
     version: str = "given"
 
     def __post_init__(self) -> None:

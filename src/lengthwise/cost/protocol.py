@@ -36,6 +36,15 @@ class Cost(RingCost, Protocol):
         ...
 
     @property
+    def couples_layers(self) -> bool:
+        """Whether ranks of a ring wait for the slowest of them in every layer, as they do in engines.
+
+        Local packs beside a ring on some of its ranks then hold up all. False: the plan file's rule, by which each rank
+        is busy for the sum of its own pieces.
+        """
+        ...
+
+    @property
     def version(self) -> str:
         """What the costs come from; written into every plan made with them."""
         ...

@@ -98,6 +98,11 @@ class AllTermsCost:
         return self.work.fixed_seconds
 
     @property
+    def couples_layers(self) -> bool:
+        """Whether ranks of a ring wait for the slowest of them in every layer: yes, as in the simulator."""
+        return True
+
+    @property
     def ring_seconds(self) -> float:
         """Seconds to pass on one token's keys, values and gradients between nodes."""
         return self.ring_bytes / self.far.bytes_per_second

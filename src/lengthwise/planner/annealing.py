@@ -143,7 +143,11 @@ class Annealing:
                     (place for place, at in enumerate(starts) if at == start),
                     key=lambda place: (sum(free[place : place + degree]), -place),
                 )
-            room = self.capacity - self._most_held(degree, sequences) if degree > 1 and self.launch else 0
+            room = (
+                self.capacity - self._most_held(degree, sequences)
+                if degree > 1 and self.request.packs_beside_rings
+                else 0
+            )
             for rank in range(first, first + degree):
                 free[rank], beside[rank] = start + seconds, (room, number)
             pieces.append((first, degree, sequences, number))

@@ -34,7 +34,13 @@ from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.planner.annealing import MOST_WORK, anneal
-from lengthwise.planner.degrees import GROWTH_FLOOR_TOKENS, filling_degrees, grown_degrees, most_degrees, stacking_degrees
+from lengthwise.planner.degrees import (
+    GROWTH_FLOOR_TOKENS,
+    filling_degrees,
+    grown_degrees,
+    most_degrees,
+    stacking_degrees,
+)
 from lengthwise.planner.gangs import PlacedRings, Ring, place_rings
 from lengthwise.planner.last_local import end_with_packs
 from lengthwise.planner.packs import LocalPack, Rooms, ShortSequences, fill_gaps, level_ends
@@ -269,7 +275,7 @@ def place(request: PlanRequest, candidate: Candidate) -> Placed:
     local, capacity = degrees == 1, request.cluster.capacity_tokens
     rest, rest_tokens = float(seconds[local].sum()), float(lengths[local].sum())
     if cost.fixed_seconds:
-        rooms = sum(room * ring.degree for room, ring in zip(_room_tokens(request, line), line.rings, strict=True))
+        rooms = sum(room * ring.degree for room, ring in zip(_room_tokens(request, line), line.rings, strict=False))
         rest += cost.fixed_seconds * max(0.0, rest_tokens - rooms) / capacity
     return Placed(
         candidate=candidate,
@@ -280,7 +286,12 @@ def place(request: PlanRequest, candidate: Candidate) -> Placed:
 
 
 def _room_tokens(request: PlanRequest, line: PlacedRings) -> list[int]:
-    """Tell what each ring leaves of the capacity of its ranks: each of two chunks is at most s / 2d, rounded up."""
+    """Tell what each ring leaves of the capacity of its ranks: each of two chunks is at most s / 2d, rounded up.
+
+    Empty where nothing may stand beside rings.
+    """
+    if not request.packs_beside_rings:
+        return []
     capacity, tokens = request.cluster.capacity_tokens, request.tokens
     if not request.ground.has_shares:
         return [max(0, capacity - 2 * -(-tokens[ring.sequence] // (2 * ring.degree))) for ring in line.rings]
@@ -295,7 +306,7 @@ def pack(request: PlanRequest, placed: Placed) -> Schedule:
     ascending = local[np.lexsort((-local, lengths[local]))]
     short = ShortSequences(ascending.tolist(), lengths[ascending].tolist(), seconds[ascending].tolist())
     launch_seconds, capacity = request.cost.fixed_seconds, request.cluster.capacity_tokens
-    rooms = Rooms(line.last.tolist(), _room_tokens(request, line) if launch_seconds else [])
+    rooms = Rooms(line.last.tolist(), _room_tokens(request, line))
     limits = {"capacity_tokens": capacity, "launch_seconds": launch_seconds, "rooms": rooms}
     speeds = request.speeds
     if speeds is not None:
