@@ -24,12 +24,12 @@ _SHOWN_RANKS, _SHOWN_WHOLE, _SHOWN_CUT = 16, 200, 600
 _GAP = 1e-4  # of the step: shorter gaps cannot be seen
 _STYLE = """
 :root{color-scheme:light dark}
-body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
+body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}
-th,td{white-space:nowrap;padding:.25rem .6rem;text-align:right;border-bottom:1px solid #8884}
+th,td{white-space:nowrap;padding:.25rem .5rem;text-align:right;border-bottom:1px solid #8884}
 th:first-child,td:first-child{text-align:left}
-svg{width:100%;height:auto}.small{font-size:10px;fill:currentColor}.grid{stroke:#8883}
+svg{width:100%;min-width:36rem;height:auto}.small{font-size:10px;fill:currentColor}.grid{stroke:#8883}
 .bar,.dot{fill:#3b76c4}.local{fill:#3b76c4}.ring{fill:#d9822b}.end{fill:#888}
 .scroll{overflow-x:auto}.key{font-size:.85rem}
 """
@@ -43,7 +43,7 @@ def simulation_page(
     shown = [results[0], results[-1]] if len(results) > 1 else [results[0]]
     most = max(each.first.step_seconds for each in shown)
     ranks = [
-        f"<h2>Ranks over time: {escape(each.planner)}</h2>{_ranks_chart(each, most)}"
+        f"<h2>Ranks over time: {escape(each.planner)}</h2>{_scrolling(_ranks_chart(each, most))}"
         f"<p class=key>Blue: packs on one rank. Orange: rings. Grey: the step's end. Empty: waiting. "
         f"{len(_ranks_of(each.first))} of {each.first.ranks} ranks, the first batch: "
         f"{escape(seconds(each.first.step_seconds))}, {escape(percent(each.first.idle_ratio))} idle.</p>"
@@ -69,7 +69,12 @@ def _costs(results: Sequence[PlannerResult]) -> str:
 def _table(results: Sequence[PlannerResult]) -> str:
     head = "".join(f"<th>{escape(column)}</th>" for column in COLUMNS)
     rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in result_rows(results))
-    return f"<div class=scroll><table><tr>{head}</tr>{rows}</table></div>"
+    return _scrolling(f"<table><tr>{head}</tr>{rows}</table>")
+
+
+def _scrolling(wide: str) -> str:
+    """Let what is wider than a phone scroll by itself, so that its text stays large enough to read."""
+    return f"<div class=scroll>{wide}</div>"
 
 
 def _histogram(batches: Sequence[Sequence[int]]) -> str:
@@ -86,7 +91,7 @@ def _histogram(batches: Sequence[Sequence[int]]) -> str:
     ]
     shares = [tokens[power] / sum(lengths) for power in powers]
     chart = bar_chart(labels, shares, title="tokens by length", tips=tips)
-    return f"{chart}<p class=key>Share of tokens in sequences from this length to the next.</p>"
+    return f"{_scrolling(chart)}<p class=key>Share of tokens in sequences from this length to the next.</p>"
 
 
 def _binary(power: int) -> str:
@@ -107,7 +112,8 @@ def _degrees(plan: Plan) -> str:
     shown = _spread(whole, _SHOWN_WHOLE) + _spread(cut, _SHOWN_CUT)
     labelled = [(float(x), float(y), f"{x} tokens over {y} ranks") for x, y in shown]
     chart = scatter_chart(labelled, title="ranks a sequence", x_title="tokens of the sequence", y_title="ranks")
-    return f"{chart}<p class=key>{len(shown)} of {len(points)} different pairs of length and degree are drawn.</p>"
+    told = f"{len(shown)} of {len(points)} different pairs of length and degree are drawn."
+    return f"{_scrolling(chart)}<p class=key>{told}</p>"
 
 
 def _spread(points: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
