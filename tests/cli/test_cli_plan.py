@@ -315,3 +315,22 @@ def test_plan_on_ranks_of_unequal_speed(tmp_path, capfd):
     assert "rank 3" in err
     assert "expected 4, one a rank; got 3" in refused(capfd, *rest, "--ranks", 4, "--speeds", "1,0.5,1")
     assert "entry 2" in refused(capfd, *rest, "--ranks", 4, "--speeds", "1,quick,1,1")
+
+
+def test_plan_offloads_and_splits_heads_where_asked(tmp_path, capfd):
+    lengths, out = tmp_path / "lengths.json", tmp_path / "plan.json"
+    lengths.write_text("[106496, 3000]")
+    rest = ("--lengths", lengths, "--ranks", 9, "--capacity", 8192, "--out", out)
+    assert "needs 13 ranks" in refused(capfd, *rest)
+    assert call("plan", *rest, "--offload", "auto", "--heads", "auto") == 0
+    assert read_plan(out).microbatches[0].offload > 0
+
+
+def test_plan_refuses_offload_and_heads_beside_given_costs(tmp_path, capfd, lengths):
+    cost = tmp_path / "cost.json"
+    cost.write_text('{"linear_seconds": 1}')
+    rest = ("--cost", cost, "--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json")
+    err = refused(capfd, *rest, "--offload", "auto", "--heads", "auto")
+    assert "offload: expected off" in err
+    assert "heads: expected off" in err
+    assert "offload" in refused(capfd, *rest, "--offload", "always")

@@ -14,7 +14,7 @@ from lengthwise.cost import (
     all_terms_cost,
     analytic_cost,
     capacity_tokens,
-    host_ratio,
+    host_share_bytes,
     named_hardware,
     named_shape,
     state_bytes,
@@ -93,11 +93,8 @@ def test_capacity_is_what_fits_beside_weights_and_optimizer() -> None:
 
 
 def test_host_memory_is_shared_by_a_node() -> None:
-    capacity = 32_768
-    whole = 8 * capacity * activation_bytes(LLAMA_7B, "none", 2)
-    small = replace(H100, host_bytes=whole / 1.8)
-    assert host_ratio(LLAMA_7B, small, capacity) == pytest.approx(0.5)
-    assert host_ratio(LLAMA_7B, H100, capacity) == 1.0
+    assert host_share_bytes(H100) == pytest.approx(0.9 * 2e12 / 8)
+    assert all_terms_cost(LLAMA_7B, H100, tensor=4).host_bytes == host_share_bytes(H100)
 
 
 def test_total_params_count_every_expert() -> None:

@@ -127,17 +127,6 @@ def test_heads_that_divide_neither_ranks_nor_heads_are_refused(degree: int, head
         H100.piece_seconds([100], degree, heads=heads)
 
 
-def test_best_heads_are_found_by_trying_all() -> None:
-    lengths = np.array([512, 4096, 30_000, 100_000, 2**20, 2**21])
-    for degree in (1, 3, 8, 12, 16, 64):
-        degrees = np.full(len(lengths), degree)
-        best = H100.best_heads(lengths, degrees)
-        for length, chosen in zip(lengths.tolist(), best.tolist(), strict=True):
-            allowed = [u for u in range(1, 33) if 32 % u == 0 and degree % u == 0]
-            seconds = {u: H100.piece_seconds([length], degree, heads=u) for u in allowed}
-            assert seconds[chosen] == min(seconds.values())
-
-
 def test_small_blocks_run_slower() -> None:
     simple = plain_cost(CostModel(quadratic_seconds=1.0))
     cost = replace(simple, block_efficiency=((10, 0.5), (20, 1.0)))

@@ -26,13 +26,15 @@ def test_split_heads_never_ends_later_and_moves_nothing(tokens, ranks, planner) 
     check_plan(split)
     assert score(split, COST).makespan_seconds <= score(plan, COST).makespan_seconds * (1 + 1e-12)
     for before, after in zip(plan.microbatches, split.microbatches, strict=True):
-        assert [replace(piece, heads=1) for piece in after.pieces] == list(before.pieces)
+        plain = [replace(p, heads=1, ranks=ring_order(min(p.ranks), p.degree)) for p in after.pieces]
+        assert plain == list(before.pieces)
+        assert all(p.ranks == ring_order(min(p.ranks), p.degree, p.heads) for p in after.pieces)
     assert ("heads" in split.requires) == any(p.heads > 1 for m in split.microbatches for p in m.pieces)
 
 
-@pytest.mark.parametrize(("first", "expected"), [(0, 4), (5, 1)])
+@pytest.mark.parametrize(("first", "expected"), [(0, 8), (4, 4), (6, 2), (5, 1)])
 def test_heads_are_split_where_groups_stay_in_a_node(first: int, expected: int) -> None:
-    """Of 16 ranks from 0 the ring visits 0, 2, 4, 6 | 8, ...: groups of four stay in a node; from 5 none does."""
+    """Nodes are of eight ranks: groups of eight stay in them from 0 on, of four from 4 on, of two from 6 on."""
     piece = Piece(ranks=ring_order(first, 16), sequences=(0,))
     plan = Plan(ranks=32, layers=32, capacity=8192, tokens=(80_000,), microbatches=(Microbatch(pieces=(piece,)),))
     fast_inside = replace(

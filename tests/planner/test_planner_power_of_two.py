@@ -20,7 +20,7 @@ def _pieces(plan: Plan) -> list[list[tuple[list[int], tuple[int, ...]]]]:
 
 def _sub_batch(lengths: list[int], capacity: int, ranks: int) -> list[tuple[int, list[int]]]:
     array = np.array(lengths)
-    degrees = power_of_two_degrees(array, capacity, ranks)
+    degrees = power_of_two_degrees(-(-array // capacity), ranks)
     gangs = next_sub_batch(range(len(lengths)), array, degrees, np.square(array.astype(float)) / degrees, ranks)
     return [(gang.degree, gang.sequences) for gang in gangs]
 
@@ -29,7 +29,7 @@ def _sub_batch(lengths: list[int], capacity: int, ranks: int) -> list[tuple[int,
     ("length", "ranks", "degree"), [(1, 8, 1), (10, 8, 1), (11, 8, 2), (21, 8, 4), (41, 8, 8), (41, 6, 6), (70, 7, 7)]
 )
 def test_power_of_two_degrees_round_up_to_a_power_or_to_all_ranks(length: int, ranks: int, degree: int) -> None:
-    assert power_of_two_degrees(np.array([length]), 10, ranks).tolist() == [degree]
+    assert power_of_two_degrees(np.array([-(-length // 10)]), ranks).tolist() == [degree]
 
 
 def test_power_of_two_is_what_megatron_core_0_16_plans() -> None:
@@ -76,7 +76,7 @@ def test_power_of_two_packs_what_a_gang_holds() -> None:
 def test_power_of_two_sub_batches_give_every_rank_at_most_one_gang(lengths: list[int], ranks: int) -> None:
     lengths = sorted((min(length, 10 * ranks) for length in lengths), reverse=True)
     gangs = _sub_batch(lengths, 10, ranks)
-    degrees = power_of_two_degrees(np.array(lengths), 10, ranks)
+    degrees = power_of_two_degrees(-(-np.array(lengths) // 10), ranks)
     taken = [i for _, sequences in gangs for i in sequences]
     assert len(taken) == len(set(taken)) > 0
     assert sum(degree for degree, _ in gangs) <= ranks

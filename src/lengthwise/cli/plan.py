@@ -45,6 +45,12 @@ class PlanCommand:
     """Pipeline stages of a rank, for mode pipeline; --cost is then that of one stage."""
     virtual: Annotated[int | None, tyro.conf.arg(metavar="V", help_behavior_hint="")] = None
     """Chunks of layers of a stage (interleaved 1F1B), for mode pipeline; default: 1."""
+    offload: Annotated[str, tyro.conf.arg(metavar="off|auto", help_behavior_hint="(default: off)")] = "off"
+    """Whether ranks may keep activations on the host to hold longer sequences: auto (as far as it ends the step sooner;
+    this version plans and simulates it, and does not run it) or off."""
+    heads: Annotated[str, tyro.conf.arg(metavar="off|auto", help_behavior_hint="(default: off)")] = "off"
+    """Whether rings may split attention heads over groups of ranks: auto (where that is quicker; planned and simulated,
+    not run by this version) or off."""
     model_shape: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     """Whose costs to plan with, llama-7b for example; default: the run file's model, else llama-7b."""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="h100|cpu", help_behavior_hint="")] = None
@@ -89,6 +95,8 @@ class PlanCommand:
             layers=layers,
             context_tokens=context,
             recompute=recompute,
+            offload=self.offload,
+            heads=self.heads,
             mode=self.mode,
             speeds=None if self.speeds is None else parse_speeds(self.speeds),
             stages=self.stages,

@@ -1,15 +1,16 @@
 """Seconds of a piece of work, and where they come from: a model's shape and a hardware description.
 
 Pure: no torch, no devices. Planners ask a `Cost`: `CostModel`, five coefficients, or `AllTermsCost`, with two kinds of
-link, block sizes, heads, offload and recomputation. `analytic_cost` and `all_terms_cost` make them with no machine at
-hand; `memory` tells how many tokens fit.
+link, block sizes, heads, offload and recomputation, or `JointCost`, which chooses those. `analytic_cost` and
+`all_terms_cost` make them with no machine at hand; `memory` tells how many tokens fit.
 """
 
 from lengthwise.cost.all_terms import all_terms_cost
 from lengthwise.cost.analytic import analytic_cost, step_flops
 from lengthwise.cost.given import cost_from_file
 from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, named_hardware
-from lengthwise.cost.memory import activation_bytes, capacity_tokens, host_ratio, state_bytes
+from lengthwise.cost.joint import JointCost
+from lengthwise.cost.memory import activation_bytes, capacity_tokens, host_share_bytes, state_bytes
 from lengthwise.cost.model import CostModel
 from lengthwise.cost.protocol import Cost, RingCost
 from lengthwise.cost.recompute import forward_share, recompute_cost
@@ -23,6 +24,7 @@ __all__ = [
     "Cost",
     "CostModel",
     "Hardware",
+    "JointCost",
     "Link",
     "Pass",
     "RingCost",
@@ -32,7 +34,7 @@ __all__ = [
     "capacity_tokens",
     "cost_from_file",
     "forward_share",
-    "host_ratio",
+    "host_share_bytes",
     "named_hardware",
     "named_shape",
     "recompute_cost",

@@ -16,7 +16,7 @@ from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.analytic import GRADIENT_BYTES, analytic_cost
 from lengthwise.cost.hardware import Hardware
-from lengthwise.cost.memory import activation_bytes
+from lengthwise.cost.memory import activation_bytes, host_share_bytes
 from lengthwise.cost.terms import AllTermsCost, Link, Pass
 
 _ALL_REDUCES = 2  # a layer and pass: after attention and after the MLP
@@ -75,6 +75,7 @@ def all_terms_cost(shape: ModelShape, hardware: Hardware, *, tensor: int = 1, st
             hardware.copy_bytes_per_second, hardware.host_copy_bytes_per_second / hardware.ranks_per_node
         ),
         reduced_bytes=shape.total_params / devices * (GRADIENT_BYTES + dtype_bytes),
+        host_bytes=host_share_bytes(hardware),
         stages=stages,
         stage_bytes=shape.hidden / tensor * dtype_bytes if stages > 1 else 0.0,
         uplink_bytes_per_second=hardware.node_uplink_bytes_per_second / tensor,

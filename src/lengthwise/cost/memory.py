@@ -60,7 +60,6 @@ def capacity_tokens(
     return tokens
 
 
-def host_ratio(shape: ModelShape, hardware: Hardware, capacity: int, *, recompute: str = "none") -> float:
-    """Tell the largest offload ratio that the host's memory allows when all ranks of a node offload at once, 0 to 1."""
-    whole = activation_bytes(shape, recompute, hardware.compute_dtype_bytes) * capacity * hardware.ranks_per_node
-    return min(1.0, hardware.host_bytes * (1 - RESERVED) / whole)
+def host_share_bytes(hardware: Hardware) -> float:
+    """Tell what one device may offload to the host's memory while all devices of its node do."""
+    return hardware.host_bytes * (1 - RESERVED) / hardware.ranks_per_node

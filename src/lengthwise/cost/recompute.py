@@ -3,14 +3,17 @@
 Forward is a third of the linear work and of the launches, two of the seven parts of attention's work (two products
 forward, five backward), a quarter of a ring's bytes (keys and values in the compute type; backward sends these and
 their gradients in fp32) and half of its hops. The output head is counted as if it were run again, though it is not.
+`AllTermsCost` knows its passes and prices the second forward as one more of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from lengthwise.cost.joint import JointCost
 from lengthwise.cost.model import CostModel
 from lengthwise.cost.protocol import Cost
+from lengthwise.cost.terms import AllTermsCost
 
 _LINEAR_SHARE, _ATTENTION_SHARE, _RING_SHARE, _HOP_SHARE = 1 / 3, 2 / 7, 1 / 4, 1 / 2
 
@@ -21,10 +24,11 @@ def forward_share(kind: str) -> float:
 
 
 def recompute_cost(cost: Cost, kind: str) -> Cost:
-    """Return the costs of microbatches whose `recompute` is `kind`, from those of microbatches that keep everything.
-
-    `AllTermsCost` is returned as it is: it prices recomputation itself, where it is asked for it.
-    """
+    """Return the costs of microbatches whose `recompute` is `kind`, from those of microbatches that keep everything."""
+    if isinstance(cost, AllTermsCost):
+        return JointCost(terms=cost, recompute=kind) if kind != "none" else cost
+    if isinstance(cost, JointCost):
+        return replace(cost, recompute=kind)
     if kind == "none" or not isinstance(cost, CostModel):
         return cost
     attends_again = kind == "layer"

@@ -67,6 +67,7 @@ class AllTermsCost:
     heads, kv_heads: of one device; groups of u ranks must divide the heads, and repeat KV heads beyond `kv_heads`.
     copy_bytes: activations of a token that can be offloaded, for each kind of recomputation.
     copy_bytes_per_second: to or from the host, one direction, with the node's other ranks copying too.
+    host_bytes: a device's part of the host's memory, for what is offloaded.
     reduced_bytes: gradients and parameters that the step's end moves, a rank.
     stages: pipeline stages of a rank; coefficients are those of one stage.
     stage_bytes: of a token's activations, sent on from a stage to the next, between nodes.
@@ -87,6 +88,7 @@ class AllTermsCost:
     copy_bytes: Mapping[str, float]
     copy_bytes_per_second: float
     reduced_bytes: float
+    host_bytes: float = math.inf
     stages: int = 1
     stage_bytes: float = 0.0
     uplink_bytes_per_second: float = math.inf
@@ -112,10 +114,10 @@ class AllTermsCost:
         """Whether the uplink of a node is less than the far links of its ranks together."""
         return self.uplink_bytes_per_second < self.far.bytes_per_second * self.ranks_per_node
 
-    def hops_seconds(self, degree: int) -> float:
+    def hops_seconds(self, degree: int, *, recompute: str = "none") -> float:
         """Tell the latency of all hops of a ring of `degree` positions, placed in as few nodes as can be."""
         link = self.near if degree <= self.ranks_per_node else self.far
-        return sum(link.hop_seconds for each in (self.forward, self.backward) if each.ring) * (degree - 1)
+        return sum(link.hop_seconds for each in self.passes(recompute) if each.ring) * (degree - 1)
 
     def at_speed(self, speed: float) -> AllTermsCost:
         """Return the costs of ranks that compute and launch `speed` times as fast; links and copies stay."""
@@ -180,31 +182,22 @@ class AllTermsCost:
         """
         tokens = lengths.astype(np.float64)
         attention = self.attention_seconds(tokens, degrees / heads) / degrees
-        near = (degrees <= self.ranks_per_node, (degrees <= self.ranks_per_node) | (2 * heads <= self.ranks_per_node))
+        near = (degrees <= self.ranks_per_node, (degrees <= self.ranks_per_node) | (heads <= self.ranks_per_node))
         return self._seconds(attention, tokens / degrees, tokens, degrees, heads, near, offload, recompute)
 
-    def best_heads(self, lengths: NDArray[np.int64], degrees: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Find the groups of heads with which each sequence takes least over its degree; 1 where a plain ring does."""
-        best = np.ones_like(degrees)
-        least = self.ring_piece_seconds(lengths, degrees)
-        for group in (u for u in range(2, self.heads + 1) if self.heads % u == 0):
-            allowed = degrees % group == 0
-            if not np.any(allowed):
-                continue
-            seconds = np.where(allowed, self.ring_piece_seconds(lengths, degrees, heads=group), np.inf)
-            best, least = np.where(seconds < least, group, best), np.minimum(least, seconds)
-        return best
-
-    def free_offload(self, lengths: NDArray[np.int64], degrees: NDArray[np.int64]) -> NDArray[np.float64]:
+    def free_offload(
+        self, lengths: NDArray[np.int64], degrees: NDArray[np.int64], *, recompute: str = "none"
+    ) -> NDArray[np.float64]:
         """Tell the largest ratio at which copies hide behind compute, for each sequence over its degree: Eq. 3."""
         tokens = lengths.astype(np.float64)
         attention, linear = (
             self.attention_seconds(tokens, degrees) / degrees,
             self.work.linear_seconds * tokens / degrees,
         )
-        hides = [each.attention * attention + each.linear * linear for each in (self.forward, self.backward)]
-        whole = self.copy_seconds(tokens / degrees, 1.0, "none")
-        return np.minimum(1.0, np.minimum(*hides) / np.maximum(whole, 1e-300))  # nothing to copy: any ratio is free
+        first, *others = (each.attention * attention + each.linear * linear for each in self.passes(recompute))
+        whole = self.copy_seconds(tokens / degrees, 1.0, recompute)
+        hides = np.minimum(first, sum(others))
+        return np.minimum(1.0, hides / np.maximum(whole, 1e-300))  # nothing to copy: any ratio is free
 
     def step_end_seconds(self, ranks: int) -> float:
         """Tell how long gradients and parameters take to be reduced and gathered over all ranks, once a step.
@@ -293,7 +286,7 @@ class AllTermsCost:
 
     def _near(self, degree: int, heads: int, ranks: Sequence[int] | None) -> tuple[bool, bool]:
         if ranks is None:
-            return degree <= self.ranks_per_node, degree <= self.ranks_per_node or 2 * heads <= self.ranks_per_node
+            return degree <= self.ranks_per_node, min(degree, heads) <= self.ranks_per_node
         groups = [ranks[first : first + heads] for first in range(0, degree, heads)]
         return not self.crosses(ranks), heads == 1 or not any(self.crosses(group) for group in groups)
 

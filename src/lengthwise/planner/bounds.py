@@ -40,12 +40,12 @@ from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost
-from lengthwise.planner.degrees import degree_search
+from lengthwise.cost import Cost, JointCost
+from lengthwise.planner.degrees import cheapest_degrees, degree_search, most_held_tokens
 from lengthwise.planner.ground import Ground
 from lengthwise.planner.holding import held_tokens
 from lengthwise.planner.launches import whole_launches_bound
-from lengthwise.planner.lengths import least_degrees_held, read_tokens, refuse_unheld
+from lengthwise.planner.lengths import read_tokens, refuse_unheld
 from lengthwise.planner.speeds import at_mean_speed, read_speeds
 
 _BISECTIONS = 40
@@ -91,13 +91,13 @@ def bound_seconds(
 def launches_makespan(tokens: NDArray[np.int64], cluster: Cluster, cost: Cost, ground: Ground) -> float:
     """Bound the makespan by the whole launches of each rank, for plans in which every ring holds one sequence.
 
-    A ring may hold one token above the capacity, which the plan file allows for rounding. Ranks of unequal speed have
-    no such bound: 0.
+    A ring may hold one token above the capacity, which the plan file allows for rounding, and more where it offloads.
+    Ranks of unequal speed have no such bound: 0.
     """
     if ground.speeds is not None:
         return 0.0
     lengths, counts = np.unique(tokens, return_counts=True)
-    roomy = Cluster(ranks=cluster.ranks, capacity_tokens=cluster.capacity_tokens + 1)
+    roomy = Cluster(ranks=cluster.ranks, capacity_tokens=most_held_tokens(cost, cluster) + 1)
     return whole_launches_bound(lengths, counts, cost.compute_seconds(lengths), roomy, cost.fixed_seconds)
 
 
@@ -118,23 +118,30 @@ def least_makespan(
     """
     lengths, counts = np.unique(tokens, return_counts=True)
     ranks, capacity = cluster.ranks, cluster.capacity_tokens
-    least = least_degrees_held(lengths, capacity) if lone_rings else _least_degrees_allowed(lengths, counts, cluster)
+    launch_tokens = capacity if shared_launches else None
+    held = most_held_tokens(cost, cluster)
+    stretch = (held + (held > capacity)) / capacity  # of the capacity, and of the tokens allowed for rounding
+    if lone_rings:
+        least = cheapest_degrees(cost, lengths, cluster, launch_tokens=launch_tokens)
+    else:
+        least = _least_degrees_allowed(lengths, counts, cluster, stretch)
+        cost = cost.without_copies() if isinstance(cost, JointCost) else cost
     alone = cost.compute_seconds(lengths)
     shared = cost.fixed_seconds / capacity
     num_tokens = sum(tokens.tolist())  # Python's whole numbers do not overflow
 
     spent, best = (cost, cost) if ground.speeds is None else (ground.least_spent(), ground.best_places())
 
-    launches = 0.0 if lone_rings else shared * max(0, num_tokens - ranks * len(tokens))  # of all, together
+    launches = 0.0 if lone_rings else shared * max(0, num_tokens / stretch - ranks * len(tokens))  # of all, together
 
     def owed(degrees: NDArray[np.int64], picked: NDArray[np.bool_]) -> float:
         """Seconds of one rank that the picked lengths owe, together."""
         some = lengths[picked]
         if not lone_rings:
             return float(counts[picked] @ alone[picked])
-        launch = shared * some if shared_launches else degrees * cost.fixed_seconds
+        launch = shared * np.minimum(some, degrees * capacity) if shared_launches else degrees * cost.fixed_seconds
         rings = degrees * spent.ring_piece_seconds(some, degrees) + launch
-        return float(counts[picked] @ np.where(degrees > 1, rings, alone[picked] + shared * some))
+        return float(counts[picked] @ np.where((degrees > 1) | (some > capacity), rings, alone[picked] + shared * some))
 
     fill = (stages - 1) / virtual * best.fixed_seconds  # the least that a first and a last microbatch can be
     quick = stages * (best.ring_piece_seconds(lengths, least) + best.fixed_seconds)  # at the degree that owes least
@@ -142,7 +149,7 @@ def least_makespan(
     settled = quick <= low  # these keep their least degree, whatever T above `low`
     base = owed(least[settled], settled) + launches
     open_, open_least = lengths[~settled], least[~settled]
-    search = degree_search(best, open_, open_least, np.full_like(open_, ranks))
+    search = degree_search(best, open_, open_least, np.full_like(open_, ranks), launch_tokens=launch_tokens)
 
     def feasible(seconds: float) -> bool:
         degrees = search(seconds / stages)
@@ -170,12 +177,21 @@ def shares_launches_only(plan: Plan) -> bool:
 
 
 def _are_held(plan: Plan) -> bool:
+    """Tell whether each ring holds one sequence that its ranks hold, and what is offloaded is alone."""
     return all(
-        len(piece.ranks) == 1
-        or (len(piece.sequences) == 1 and plan.tokens[piece.sequences[0]] <= len(piece.ranks) * plan.capacity)
+        _is_alone(microbatch)
+        if microbatch.offload
+        else all(
+            len(piece.ranks) == 1
+            or (len(piece.sequences) == 1 and plan.tokens[piece.sequences[0]] <= len(piece.ranks) * plan.capacity)
+            for piece in microbatch.pieces
+        )
         for microbatch in plan.microbatches
-        for piece in microbatch.pieces
     )
+
+
+def _is_alone(microbatch: Microbatch) -> bool:
+    return len(microbatch.pieces) == 1 and len(microbatch.pieces[0].sequences) == 1
 
 
 def _most_held(plan: Plan, microbatch: Microbatch) -> int:
@@ -194,13 +210,16 @@ def _most_held(plan: Plan, microbatch: Microbatch) -> int:
 
 
 def _least_degrees_allowed(
-    lengths: NDArray[np.int64], counts: NDArray[np.int64], cluster: Cluster
+    lengths: NDArray[np.int64], counts: NDArray[np.int64], cluster: Cluster, stretch: float
 ) -> NDArray[np.int64]:
-    """Count the ranks that memory needs for each length, with every allowance that others could bring."""
+    """Count the ranks that memory needs for each length, with every allowance that others could bring.
+
+    `stretch`: by what the tokens on a rank may exceed that where it offloads.
+    """
     short = lengths < 2 * cluster.ranks
     most_alone = cluster.capacity_tokens + int(counts[short].sum()) - short
-    cut = np.maximum(2, -(-lengths // (most_alone + 1)))
-    return np.where(lengths <= most_alone, 1, cut)
+    alone, beside = ((stretch * most).astype(np.int64) for most in (most_alone, most_alone + 1))
+    return np.where(lengths <= alone, 1, np.maximum(2, -(-lengths // beside)))
 
 
 def _least_feasible(feasible: Callable[[float], bool], low: float, high: float) -> float:

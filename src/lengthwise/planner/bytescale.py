@@ -24,8 +24,10 @@ What the paper leaves open, read in favour of the baseline:
   Delta, 5 % of the ideal step, is within 0.1 % of the best of 0 to 20 %.
 
 Where it differs from the paper, and why that is fair:
-- Equation 3's offload ratio is NOT here: the engine cannot offload yet, so the fewest ranks are ceil(s / C). No planner
-  here offloads, so all are compared alike; what offload gained in the paper is in no figure.
+- Equation 3's offload ratio is taken where costs offer offload (`--offload auto`): the fewest ranks D(s) whose device
+  holds s with a ratio that compute hides; ratio and degree follow from each other (`degrees.hidden_degrees`). Without,
+  D(s) = ceil(s / C), that equation at ratio 0. `plan_step` plans both ways and keeps the one that ends sooner: at scale
+  fewer ranks for the longest sequence make the step longer.
 - Rings are intervals of the line of ranks, as for every planner here.
 
 N ranks cost O(N log d) for each ring or pack and bucket count.
@@ -44,7 +46,7 @@ from numpy.typing import NDArray
 from lengthwise.core.plan import Microbatch
 from lengthwise.planner.gangs import earliest_interval
 from lengthwise.planner.packs import full_packs
-from lengthwise.planner.request import PlanRequest, least_degrees_held
+from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.rings import interval_microbatch
 
 BUCKETS = (1, 2, 4, 8, 16)  # tried in this order; fewer come out where single sequences are worth more than a bucket
@@ -55,11 +57,12 @@ DELTA = 0.05  # share of the ideal step time by which a rank must lag to be a ta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One ring or pack that waits for ranks; `seconds` with its launch."""
+    """One ring or pack that waits for ranks; `seconds` with its launch; long: one sequence beyond the capacity."""
 
     degree: int
     sequences: list[int]
     seconds: float
+    is_long: bool = False
 
 
 def plan_bytescale(request: PlanRequest) -> list[Microbatch]:
@@ -70,7 +73,7 @@ def plan_bytescale(request: PlanRequest) -> list[Microbatch]:
     best: tuple[float, list[Microbatch]] | None = None
     for count in BUCKETS:
         buckets = [_make_work(request, bucket) for bucket in equal_buckets(request.lengths, flops, count)]
-        longest = max((work.seconds for bucket in buckets for work in bucket if work.degree > 1), default=0.0)
+        longest = max((work.seconds for bucket in buckets for work in bucket if work.is_long), default=0.0)
         for strategy in strategies[: len(buckets)]:  # one bucket is the same in both
             makespan, microbatches = assign(buckets, request.cluster.ranks, delta, strategy)
             if best is None or makespan < best[0]:
@@ -122,15 +125,16 @@ def equal_buckets(lengths: NDArray[np.int64], flops: NDArray[np.float64], count:
 def _make_work(request: PlanRequest, bucket: list[int]) -> list[Work]:
     """Make rings of the long and packs of the short sequences of a bucket, longest first."""
     capacity, cost, tokens = request.cluster.capacity_tokens, request.cost, request.tokens
-    degrees = least_degrees_held(request.lengths[bucket], capacity).tolist()
-    short = [i for i, degree in zip(bucket, degrees, strict=True) if degree == 1][::-1]
-    pieces = [(degree, [i]) for i, degree in zip(bucket, degrees, strict=True) if degree > 1]
+    degrees = request.hidden_degrees
+    short = [i for i in bucket if tokens[i] <= capacity][::-1]
+    pieces = [(int(degrees[i]), [i]) for i in bucket if tokens[i] > capacity]
     pieces += [(1, pack) for pack in full_packs(short, [tokens[i] for i in short], capacity)]
     return [
         Work(
             degree=degree,
             sequences=sequences,
             seconds=cost.fixed_seconds + cost.piece_seconds([tokens[i] for i in sequences], degree),
+            is_long=tokens[sequences[0]] > capacity,
         )
         for degree, sequences in pieces
     ]

@@ -3,15 +3,15 @@
 It stands for what dynamic groups gain by themselves: no communication that memory does not ask for, and no look at
 what anything costs.
 
-1. A sequence longer than the capacity C is cut over the fewest ranks that hold it, ceil(s / C).
+1. A sequence longer than the capacity C is cut over the fewest ranks that hold it, D(s).
 2. Shorter ones are packed to fill C: one pack after the other takes the longest that still fits.
 3. Pieces are dealt in order, long sequences as they come in the data, then packs. Every rank has one slot in every
    round; a piece of d ranks takes the next d slots of the first round that has them. So ranks hold about equal tokens,
    which is all that Algorithm 1 asks, and unequal work.
 
 Where it differs from the paper, and why that is fair:
-- Equation 3's offload ratio is NOT here: the engine cannot offload yet, so D(s) = ceil(s / C) is that equation at
-  r = 0. No planner here offloads, so all are compared alike; what offload gained in the paper is in no figure.
+- D(s) is Equation 3 where costs offer offload (`--offload auto`): the fewest ranks whose device holds s with a ratio
+  that compute hides. Without, it is ceil(s / C), that equation at ratio 0. `plan_step` keeps the better of both.
 - Line 10 ("assign sequences to ranks") leaves the order open. Filling earlier rounds, instead of going on from the last
   rank, leaves no holes where rings do not fit side by side: a kind reading.
 - Rings are intervals of the line of ranks, as for every planner here; dealt in order, they are so by themselves.
@@ -26,17 +26,17 @@ import numpy as np
 
 from lengthwise.core.plan import Microbatch
 from lengthwise.planner.packs import full_packs
-from lengthwise.planner.request import PlanRequest, least_degrees_held
+from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.rings import interval_microbatch
 
 
 def plan_bytescale_naive(request: PlanRequest) -> list[Microbatch]:
     """Plan one step with the fewest ranks a sequence, dealt in order."""
     capacity = request.cluster.capacity_tokens
-    degrees = least_degrees_held(request.lengths, capacity).tolist()
-    short = sorted((i for i, degree in enumerate(degrees) if degree == 1), key=lambda i: (request.tokens[i], -i))
-    pieces = [(degree, [i]) for i, degree in enumerate(degrees) if degree > 1]
-    pieces += [(1, pack) for pack in full_packs(short, [request.tokens[i] for i in short], capacity)]
+    tokens, degrees = request.tokens, request.hidden_degrees.tolist()
+    short = sorted((i for i, length in enumerate(tokens) if length <= capacity), key=lambda i: (tokens[i], -i))
+    pieces = [(degree, [i]) for i, degree in enumerate(degrees) if tokens[i] > capacity]
+    pieces += [(1, pack) for pack in full_packs(short, [tokens[i] for i in short], capacity)]
     slots = deal_in_rounds([degree for degree, _ in pieces], request.cluster.ranks)
     order = sorted(range(len(pieces)), key=lambda place: slots[place])
     return [interval_microbatch(slots[place][1], *pieces[place]) for place in order]

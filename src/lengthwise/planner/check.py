@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from lengthwise.core.errors import LengthwiseError, PlanError, raise_problems
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.planner.holding import held_tokens
+from lengthwise.planner.holding import held_by_rank
 
 _TOLD = 20  # problems told in full; a broken plan can have thousands
 _REMEDY = "Mend the plan or the planner that wrote it."
@@ -91,13 +91,7 @@ def _piece_problems(plan: Plan, piece: Piece, where: str) -> Iterator[PlanError]
 
 def _capacity_problems(plan: Plan, microbatch: Microbatch, where: str) -> list[PlanError]:
     """Check local_tokens x (2 + (1 - offload) (L - 2)) / L <= capacity + 1 a cut sequence, on every rank."""
-    held: Counter[int] = Counter()
-    cut: Counter[int] = Counter()
-    for piece in microbatch.pieces:
-        held_here = held_tokens([plan.tokens[i] for i in piece.sequences], piece.degree, piece.shares)
-        for rank, tokens in zip(piece.ranks, held_here.tolist(), strict=True):
-            held[rank] += tokens
-            cut[rank] += len(piece.sequences) if piece.degree > 1 else 0
+    held, cut = held_by_rank(plan, microbatch)
     layers = max(plan.layers, 2)
     kept = 2 + (1 - microbatch.offload) * (layers - 2)
     return [

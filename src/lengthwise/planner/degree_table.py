@@ -1,10 +1,15 @@
-"""The least degree within a limit where costs have no closed form: seconds on a grid of degrees, refined to the unit.
+"""The cheapest degree within a limit where costs have no closed form: seconds on a grid of degrees, refined to the
+unit.
 
-t(d) falls with d until transfers and hops outweigh the gain, apart from one step up where a ring first leaves its node.
-The grid holds every degree up to 64 and steps of a 64th above, so between two of its neighbours t(d) is as good as
-straight; where a limit falls between them, the least whole degree is found by halving. Only sequences that are too slow
-at their least degree have a row, about 64 log2(N) entries on N ranks, made when a limit first asks for it; each further
-limit costs one comparison an entry.
+t(d) falls with d until transfers and hops outweigh the gain, apart from one step up where a ring first leaves its node,
+and d t(d), what a sequence takes of all ranks' time, grows: then the cheapest degree within a limit is the least. Where
+copies of offload or the split of heads depend on the degree (`JointCost`) d t(d) falls and rises again, so the degree
+of least d t(d) is taken, the first of equal ones.
+
+The grid holds every degree up to 64 and above, in steps of a 64th, multiples of ever higher powers of two, which are
+the degrees that heads split. Between two neighbours t(d) is as good as straight; where a limit falls between them, the
+least whole degree is found by halving. Only sequences that are too slow at their least degree have a row, about 64
+log2(N) entries on N ranks, made when a limit first asks for it; each further limit costs one comparison an entry.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.cost import RingCost
+from lengthwise.cost import JointCost, RingCost
 
 _EVERY = 64  # degrees up to here are all in the grid, above it every 64th of the degree
 _SLACK = 1 + 1e-12  # rounding, always taken in favour of the smaller degree
@@ -21,16 +26,31 @@ Whole = NDArray[np.int64]
 
 
 class DegreeTable:
-    """Seconds of sequences, launch included, over a grid of degrees in [least, most]."""
+    """Seconds of sequences, launch included, over a grid of degrees in [least, most].
 
-    def __init__(self, cost: RingCost, lengths: Whole, least: Whole, most: Whole) -> None:
+    only: the degrees to choose from, ascending (default: all).
+    launch_tokens: tokens that a shared launch carries; then a sequence owes its share of launches, if that is less.
+    """
+
+    def __init__(
+        self,
+        cost: RingCost,
+        lengths: Whole,
+        least: Whole,
+        most: Whole,
+        *,
+        only: Whole | None = None,
+        launch_tokens: int | None = None,
+    ) -> None:
         self._cost, self._lengths, self._least, self._most = cost, lengths, least, most
+        self._only, self._launch_tokens = only, launch_tokens
+        self._falls = isinstance(cost, JointCost) and (cost.offloads or cost.splits_heads)
         self._at_least = self._seconds_at(lengths, least)
         self._made = np.inf  # the smallest limit for which rows were made
         self._make_rows(np.zeros(0, dtype=np.int64))
 
     def within(self, seconds: float) -> Whole:
-        """Find the least degree of each sequence that ends within `seconds`; most + 1 where there is none."""
+        """Find the cheapest degree of each sequence that ends within `seconds`; most + 1 where there is none."""
         limit = seconds * _SLACK
         slow = self._at_least > limit
         if limit < self._made:
@@ -40,27 +60,57 @@ class DegreeTable:
         degrees[self._rows] = np.where(slow[self._rows], self._refined(limit), self._least[self._rows])
         return np.where(self._least <= self._most, degrees, self._most + 1)
 
+    def cheapest(self) -> Whole:
+        """Find the degree of each sequence at which it takes least of all ranks' time, the launches included."""
+        self._make_rows(np.arange(len(self._lengths)))
+        rows, column = np.arange(len(self._lengths)), np.argmin(self._taken, axis=1)
+        best, least = self._degrees[rows, column], self._taken[rows, column]
+        low = self._degrees[rows, np.maximum(column - 1, 0)] + 1
+        high = self._degrees[rows, np.minimum(column + 1, self._degrees.shape[1] - 1)] - 1
+        for step in range(int((high - low).max(initial=-1)) + 1 if self._only is None else 0):
+            degrees = np.clip(low + step, self._least, np.maximum(high, self._least))
+            taken = self._taken_at(degrees, self._seconds_at(self._lengths, degrees), self._lengths)
+            better = (taken < least) | ((taken == least) & (degrees < best))
+            best, least = np.where(better, degrees, best), np.where(better, taken, least)
+        return best
+
+    def quickest(self) -> Whole:
+        """Find the degree of the grid at which each sequence takes the least seconds."""
+        self._make_rows(np.arange(len(self._lengths)))
+        return self._degrees[np.arange(len(self._lengths)), np.argmin(self._seconds, axis=1)]
+
     def _seconds_at(self, lengths: Whole, degrees: Whole) -> NDArray[np.float64]:
         return self._cost.ring_piece_seconds(lengths, degrees) + self._cost.fixed_seconds
+
+    def _taken_at(self, degrees: Whole, seconds: NDArray[np.float64], lengths: Whole) -> NDArray[np.float64]:
+        """Tell what sequences take of all ranks' time; where that grows with the degree, by the degree alone."""
+        if not self._falls:
+            return degrees.astype(np.float64)
+        if self._launch_tokens is None:
+            return degrees * seconds
+        shared = np.minimum(degrees, lengths / self._launch_tokens)
+        return degrees * seconds - self._cost.fixed_seconds * (degrees - shared)
 
     def _make_rows(self, rows: Whole) -> None:
         self._rows = rows
         least, most = self._least[rows], self._most[rows]
-        grid = _grid(int(least.min(initial=1)), int(most.max(initial=1)))
+        lowest, highest = int(least.min(initial=1)), int(most.max(initial=1))
+        grid = _grid(lowest, highest) if self._only is None else self._only
         # Columns outside a row's own range stand for its least or most degree, so these two are always looked at.
         self._degrees = np.clip(np.broadcast_to(grid, (len(rows), len(grid))), least[:, None], most[:, None])
-        flat = np.repeat(self._lengths[rows], len(grid))
-        self._seconds = self._seconds_at(flat, self._degrees.ravel()).reshape(self._degrees.shape)
+        flat, lengths = self._degrees.ravel(), np.repeat(self._lengths[rows], len(grid))
+        self._seconds = self._seconds_at(lengths, flat).reshape(self._degrees.shape)
+        self._taken = self._taken_at(self._degrees, self._seconds, self._lengths[rows][:, None])
 
     def _refined(self, limit: float) -> Whole:
-        """Find the first column within the limit, and halve the step to it; most + 1 where there is no such column."""
+        """Find the cheapest column within the limit, and halve the step to it; most + 1 where there is none."""
         rows, lengths = np.arange(len(self._rows)), self._lengths[self._rows]
-        quick = self._seconds <= limit
-        column = np.argmax(quick, axis=1)
-        found = quick[rows, column]
+        column = np.argmin(np.where(self._seconds <= limit, self._taken, np.inf), axis=1)
+        found = self._seconds[rows, column] <= limit
         high = self._degrees[rows, column]
-        low = np.where(column > 0, self._degrees[rows, column - 1], high)  # too slow
-        while np.any(open_ := found & (high - low > 1)):
+        before = np.maximum(column - 1, 0)
+        low = np.where(self._seconds[rows, before] > limit, self._degrees[rows, before], high)  # too slow
+        while self._only is None and np.any(open_ := found & (high - low > 1)):
             middle = np.where(open_, (low + high) // 2, high)
             ends = self._seconds_at(lengths, middle) <= limit
             high, low = np.where(open_ & ends, middle, high), np.where(open_ & ~ends, middle, low)
@@ -70,5 +120,6 @@ class DegreeTable:
 def _grid(least: int, most: int) -> Whole:
     degrees = list(range(least, min(most, max(_EVERY, least)) + 1))
     while degrees and degrees[-1] < most:
-        degrees.append(min(most, degrees[-1] + max(1, degrees[-1] // _EVERY)))
+        step = 1 << max(0, (degrees[-1] // _EVERY).bit_length() - 1)
+        degrees.append(min(most, (degrees[-1] // step + 1) * step))
     return np.array(degrees or [least], dtype=np.int64)

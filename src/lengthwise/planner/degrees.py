@@ -4,6 +4,11 @@ t(d), the seconds of one sequence alone over d ranks, falls with d until exposed
 Under `CostModel` each of its two branches (transfers hidden, transfers exposed) is a / d + h d + constant, so the least
 degree that keeps t(d) within a limit is the lower root of a quadratic. No search: arrays of any size in a few
 operations. Other costs have no closed form: see `degree_table`.
+
+What memory needs is itself a choice under `JointCost`: a rank that offloads holds more than its capacity, at the price
+of copies. Growth then starts from the degree that takes least of all ranks' time, between the fewest ranks that hold a
+sequence with everything offloaded and those that need not offload. Where heads are split, only degrees that nodes and
+groups of heads divide are worth trying, and rings of such degrees, widest first, also start at borders of nodes.
 """
 
 from __future__ import annotations
@@ -14,8 +19,10 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.cost import Cost, CostModel, RingCost
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import Cost, CostModel, JointCost, RingCost
 from lengthwise.planner.degree_table import DegreeTable
+from lengthwise.planner.lengths import least_degrees_held
 
 GROWTH_FLOOR_TOKENS = 4096  # growth stops here: attention blocks under 2K tokens run slower than the formula says
 _MOST_STACKED = 12  # rings on top of each other, beyond which what is left over is small
@@ -26,20 +33,97 @@ _SLACK = 1e-12  # rounding of the roots, always taken in favour of the smaller d
 def least_degrees(
     cost: Cost, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64], seconds: float
 ) -> NDArray[np.int64]:
-    """Find the least degree in [least, most] at which each sequence, with its launch, ends within `seconds`.
+    """Find the cheapest degree in [least, most] at which each sequence, with its launch, ends within `seconds`.
 
-    Entries for which there is none are most + 1.
+    Entries for which there is none are most + 1. The cheapest is the least, but for `JointCost`.
     """
     return degree_search(cost, lengths, least, most)(seconds)
 
 
 def degree_search(
-    cost: RingCost, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64]
+    cost: RingCost,
+    lengths: NDArray[np.int64],
+    least: NDArray[np.int64],
+    most: NDArray[np.int64],
+    *,
+    only: NDArray[np.int64] | None = None,
+    launch_tokens: int | None = None,
 ) -> Callable[[float], NDArray[np.int64]]:
-    """Return `least_degrees` of these sequences as a function of `seconds`, for who asks again and again."""
+    """Return `least_degrees` of these sequences as a function of `seconds`, for who asks again and again.
+
+    `only` and `launch_tokens` are those of `DegreeTable`.
+    """
     if isinstance(cost, CostModel):
         return partial(_solved_degrees, cost, lengths, least, most)
-    return DegreeTable(cost, lengths, least, most).within
+    return DegreeTable(cost, lengths, least, most, only=only, launch_tokens=launch_tokens).within
+
+
+def most_held_tokens(cost: Cost, cluster: Cluster) -> int:
+    """Tell how many tokens of one piece a rank holds at most, offloading as far as these costs allow."""
+    capacity = cluster.capacity_tokens
+    return cost.most_held_tokens(capacity) if isinstance(cost, JointCost) else capacity
+
+
+def fewest_degrees(cost: Cost, lengths: NDArray[np.int64], cluster: Cluster) -> NDArray[np.int64]:
+    """Count the fewest ranks that hold each sequence, offloading as far as these costs allow."""
+    return least_degrees_held(lengths, most_held_tokens(cost, cluster))
+
+
+def cheapest_degrees(
+    cost: Cost,
+    lengths: NDArray[np.int64],
+    cluster: Cluster,
+    *,
+    only: NDArray[np.int64] | None = None,
+    launch_tokens: int | None = None,
+) -> NDArray[np.int64]:
+    """Find the degree that takes least of all ranks' time, launch included: of those that hold a sequence."""
+    fewest = fewest_degrees(cost, lengths, cluster)
+    if not isinstance(cost, JointCost) or not (cost.offloads or cost.splits_heads):
+        return fewest
+    held = least_degrees_held(lengths, cluster.capacity_tokens)
+    if cost.splits_heads:
+        held = np.where(held > 1, cluster.ranks, 1) if only is None else _rounded_up(held, only)
+    most = np.maximum(fewest, np.minimum(held, cluster.ranks))
+    chosen, long = fewest.copy(), np.flatnonzero(most > 1)
+    table = DegreeTable(cost, lengths[long], fewest[long], most[long], only=only, launch_tokens=launch_tokens)
+    chosen[long] = table.cheapest()
+    return chosen
+
+
+def hidden_degrees(cost: Cost, lengths: NDArray[np.int64], cluster: Cluster) -> NDArray[np.int64]:
+    """Count the fewest ranks that hold each sequence with the offload that compute hides: Eq. 3 of ByteScale.
+
+    The ratio that is free and the degree that then holds a sequence depend on each other; halved to the first degree at
+    which the ratio that is needed is free.
+    """
+    low, high = fewest_degrees(cost, lengths, cluster), least_degrees_held(lengths, cluster.capacity_tokens)
+    if not isinstance(cost, JointCost):
+        return high
+    high = np.minimum(high, cluster.ranks)
+    while np.any(low < high):
+        middle = (low + high) // 2
+        free = cost.hides_copies(lengths, middle)
+        low, high = np.where(free, low, np.minimum(middle + 1, high)), np.where(free, middle, high)
+    return high
+
+
+def useful_degrees(cost: Cost, ranks: int) -> NDArray[np.int64] | None:
+    """List the degrees worth trying where heads are split; None where any degree is."""
+    if not isinstance(cost, JointCost) or not cost.splits_heads:
+        return None
+    node = cost.ranks_per_node
+    powers = {1 << power for power in range(node.bit_length()) if 1 << power <= min(node, ranks)}
+    return np.array(sorted(powers | {*range(node, ranks + 1, node), ranks}), dtype=np.int64)
+
+
+def _rounded_up(degrees: NDArray[np.int64], only: NDArray[np.int64]) -> NDArray[np.int64]:
+    return only[np.minimum(np.searchsorted(only, degrees), len(only) - 1)]
+
+
+def rounded_down(degrees: NDArray[np.int64], least: NDArray[np.int64], only: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Round degrees down to those worth trying, not below the least."""
+    return np.maximum(least, only[np.searchsorted(only, degrees, side="right") - 1])
 
 
 def _solved_degrees(
@@ -70,9 +154,16 @@ def _lower_root(work: NDArray[np.float64], budget: NDArray[np.float64], hop: flo
 
 
 def quickest_degrees(
-    cost: Cost, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64]
+    cost: Cost,
+    lengths: NDArray[np.int64],
+    least: NDArray[np.int64],
+    most: NDArray[np.int64],
+    *,
+    only: NDArray[np.int64] | None = None,
 ) -> NDArray[np.int64]:
     """Find the degree in [least, most] of least t(d), from a grid of steps of an eighth; ties take the fewest ranks."""
+    if only is not None:
+        return DegreeTable(cost, lengths, least, most, only=only).quickest()
     best, best_seconds = least, cost.ring_piece_seconds(lengths, least)
     factor = 1.0
     while np.any(factor * least < most):
@@ -92,16 +183,22 @@ def most_degrees(
 
 
 def grown_degrees(
-    cost: Cost, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64], seconds: float
+    cost: Cost,
+    lengths: NDArray[np.int64],
+    least: NDArray[np.int64],
+    most: NDArray[np.int64],
+    seconds: float,
+    *,
+    only: NDArray[np.int64] | None = None,
 ) -> NDArray[np.int64]:
     """Choose degrees for a schedule in which no sequence should take longer than `seconds`.
 
-    A sequence that cannot be that quick gets its quickest degree.
+    A sequence that cannot be that quick gets its quickest degree. `only`: the degrees to choose from (default: all).
     """
-    degrees = least_degrees(cost, lengths, least, most, seconds)
+    degrees = degree_search(cost, lengths, least, most, only=only)(seconds)
     slow = degrees > most
     if np.any(slow):
-        degrees[slow] = quickest_degrees(cost, lengths[slow], least[slow], most[slow])
+        degrees[slow] = quickest_degrees(cost, lengths[slow], least[slow], most[slow], only=only)
     return degrees
 
 

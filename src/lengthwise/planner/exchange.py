@@ -1,17 +1,21 @@
 """How the rings of a plan exchange keys: each by the split of heads that takes least where its ranks are.
 
-A pass over a finished plan of any planner, so that all are compared with the same exchange: pieces, ranks and order
-stay, only `heads` is chosen, among the divisors of the ring's ranks and of the model's heads. Splitting heads over u
-ranks divides what goes round the ring by u and pays an all-to-all, which is cheap inside a node. The engine does not
-run such plans yet; it refuses them by name.
+A pass over a finished plan of any planner, so that all are compared with the same exchange: pieces, their ranks and the
+order of microbatches stay, only `heads` is chosen, among the divisors of the ring's ranks and of the model's heads; a
+ring over an interval then visits it group by group. Splitting heads over u ranks divides what goes round the ring by u
+and pays an all-to-all, which is cheap inside a node. The engine does not run such plans yet; it refuses them by name.
+`lengthwise` chooses degrees with this pass in mind (`cost.JointCost`).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.cost import AllTermsCost
+from lengthwise.planner.rings import ring_order
+from lengthwise.planner.score import all_terms_seconds
 
 
 def split_heads(plan: Plan, cost: AllTermsCost) -> Plan:
@@ -30,16 +34,16 @@ def _quickest(plan: Plan, microbatch: Microbatch, piece: Piece, cost: AllTermsCo
     if piece.degree == 1 or piece.shares is not None:
         return piece
     lengths = [plan.tokens[i] for i in piece.sequences]
-    seconds = {
-        heads: cost.piece_seconds(
-            lengths,
-            piece.degree,
-            ranks=piece.ranks,
-            heads=heads,
-            offload=microbatch.offload,
-            recompute=microbatch.recompute,
+    first = min(piece.ranks)
+    is_interval = piece.ranks == ring_order(first, piece.degree)
+    best, least = piece, inf
+    for heads in range(1, min(cost.heads, piece.degree) + 1):
+        if cost.heads % heads or piece.degree % heads:
+            continue
+        split = replace(
+            piece, heads=heads, ranks=ring_order(first, piece.degree, heads) if is_interval else piece.ranks
         )
-        for heads in range(1, cost.heads + 1)
-        if cost.heads % heads == 0 and piece.degree % heads == 0
-    }
-    return replace(piece, heads=min(seconds, key=lambda heads: (seconds[heads], heads)))
+        seconds = all_terms_seconds(lengths, microbatch, split, cost)
+        if seconds < least:
+            best, least = split, seconds
+    return best

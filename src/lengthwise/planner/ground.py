@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.cost import AllTermsCost, Cost
+from lengthwise.cost import AllTermsCost, Cost, JointCost
 
 _PACES = 9  # at which rings are priced; the others lie between them
 _LOST = 4  # times that fast ranks lose in a ring count against its place; ends alone fall 1.4 % further behind
@@ -104,13 +104,15 @@ class Ground:
 
     def __init__(self, cost: Cost, ranks: int, speeds: Sequence[float] | None = None, capacity_tokens: int = 0) -> None:
         self.ranks, self.speeds = ranks, None if speeds is None else np.array(speeds)
-        self.has_shares = self.speeds is not None and isinstance(cost, AllTermsCost)
+        terms = cost.terms if isinstance(cost, JointCost) else cost
+        self.has_shares = self.speeds is not None and isinstance(terms, AllTermsCost)
         self._capacity = capacity_tokens
         self._ranks_per_node = ranks
         self._costs: list[Cost] = [cost]  # and, where nodes matter, the same costs where every ring leaves its node
-        if isinstance(cost, AllTermsCost) and cost.near != cost.far and cost.ranks_per_node < ranks:
-            self._costs.append(replace(cost, ranks_per_node=1))
-            self._ranks_per_node = cost.ranks_per_node
+        if isinstance(terms, AllTermsCost) and terms.near != terms.far and terms.ranks_per_node < ranks:
+            across = replace(terms, ranks_per_node=1)
+            self._costs.append(replace(cost, terms=across) if isinstance(cost, JointCost) else across)
+            self._ranks_per_node = terms.ranks_per_node
         self._paces = np.ones(1) if self.speeds is None else _some_of(self.speeds)
         self._paced = [[each.at_speed(pace) if pace != 1 else each for pace in self._paces] for each in self._costs]
         self._known: dict[tuple[int, int], tuple[float, Floats]] = {}  # of a ring: promised, and at each cost and pace

@@ -39,12 +39,13 @@ from lengthwise.planner.degrees import (
     filling_degrees,
     grown_degrees,
     most_degrees,
+    rounded_down,
     stacking_degrees,
 )
 from lengthwise.planner.gangs import PlacedRings, Ring, place_rings
 from lengthwise.planner.last_local import end_with_packs
 from lengthwise.planner.packs import LocalPack, Rooms, ShortSequences, fill_gaps, level_ends
-from lengthwise.planner.request import PlanRequest, least_degrees_held
+from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.rings import interval_microbatch
 from lengthwise.planner.rivals import best_of_rivals, is_worth_rivals
 from lengthwise.planner.uneven import level_uneven_ends
@@ -125,10 +126,9 @@ def _floors_tokens(request: PlanRequest) -> Iterator[int]:
     """
     floor = min(GROWTH_FLOOR_TOKENS, max(1, request.cluster.capacity_tokens // 2))
     lengths, ranks, limit = request.lengths, request.cluster.ranks, request.bound_seconds * _PROMISING
-    least = least_degrees_held(lengths, request.cluster.capacity_tokens)
     while floor > 1:
-        most = most_degrees(lengths, least, ranks, floor)
-        degrees = grown_degrees(request.cost, lengths, least, most, limit)
+        most = most_degrees(lengths, request.least_degrees, ranks, floor)
+        degrees = grown_degrees(request.cost, lengths, request.least_degrees, most, limit, only=request.useful_degrees)
         slowest = request.cost.ring_piece_seconds(lengths, degrees).max() + request.cost.fixed_seconds
         if slowest <= limit * (1 + 1e-9):
             yield floor
@@ -158,8 +158,9 @@ class Search:
     def try_floor(self, floor_tokens: int) -> None:
         """Try the levels of one floor: the bound itself, then between it and the best so far, then fractions of it."""
         lengths, ranks = self.request.lengths, self.request.cluster.ranks
-        least = least_degrees_held(lengths, self.request.cluster.capacity_tokens)
+        least, only = self.request.least_degrees, self.request.useful_degrees
         most = most_degrees(lengths, least, ranks, floor_tokens)
+        most = most if only is None else rounded_down(most, least, only)
         self._try_level(1.0, least, most)
         low = 1.0
         for _ in range(_HALVINGS):
@@ -223,13 +224,15 @@ def _candidates(
     request: PlanRequest, limit_seconds: float, least: NDArray[np.int64], most: NDArray[np.int64]
 ) -> Iterator[Candidate]:
     """Yield what to try where no sequence should take longer than `limit_seconds`."""
-    grown = grown_degrees(request.cost, request.lengths, least, most, limit_seconds)
+    only = request.useful_degrees
+    grown = grown_degrees(request.cost, request.lengths, least, most, limit_seconds, only=only)
     if grown.max() == 1:
         yield Candidate(degrees=grown, most=grown, way="widest")
         return
     crowded = is_crowded(request, grown)
     filling = filling_degrees(grown, most, request.cluster.ranks)
-    valleys = Candidate(degrees=grown, most=most, way="valleys")
+    filling = filling if only is None else rounded_down(filling, grown, only)
+    valleys = Candidate(degrees=grown, most=most if only is None else grown, way="valleys")
     if crowded:
         yield valleys
     for way in ORDERED_WAYS:
@@ -237,6 +240,7 @@ def _candidates(
     if not crowded:
         yield valleys
         stacking = stacking_degrees(request.cost, request.lengths, grown, most, limit_seconds)
+        stacking = stacking if only is None else rounded_down(stacking, grown, only)
         for way in ORDERED_WAYS:
             yield Candidate(degrees=stacking, most=stacking, way=way)
     for way in ORDERED_WAYS:
@@ -256,7 +260,8 @@ def place(request: PlanRequest, candidate: Candidate) -> Placed:
     """Put rings on the line by degree and then time; `longest`: by time and then degree."""
     lengths, cost, degrees, ranks = request.lengths, request.cost, candidate.degrees, request.cluster.ranks
     seconds = cost.ring_piece_seconds(lengths, degrees)
-    cut = np.flatnonzero(degrees > 1)
+    is_placed = (degrees > 1) | (lengths > request.cluster.capacity_tokens)  # what is offloaded on one rank is alone
+    cut = np.flatnonzero(is_placed)
     keys = (seconds[cut], degrees[cut]) if candidate.way == "longest" else (degrees[cut], seconds[cut])
     order = cut[np.lexsort((cut, -keys[1], -keys[0]))]
     rows = order.tolist(), degrees[order].tolist()
@@ -272,7 +277,7 @@ def place(request: PlanRequest, candidate: Candidate) -> Placed:
         line = place_rings(
             timed, ranks, backfilled=candidate.way == "backfilled", extra_seconds=request.ring_extra_seconds
         )
-    local, capacity = degrees == 1, request.cluster.capacity_tokens
+    local, capacity = ~is_placed, request.cluster.capacity_tokens
     rest, rest_tokens = float(seconds[local].sum()), float(lengths[local].sum())
     if cost.fixed_seconds:
         rooms = sum(room * ring.degree for room, ring in zip(_room_tokens(request, line), line.rings, strict=False))
@@ -302,7 +307,7 @@ def _room_tokens(request: PlanRequest, line: PlacedRings) -> list[int]:
 def pack(request: PlanRequest, placed: Placed) -> Schedule:
     """Put short sequences beside rings, into gaps and onto the ends."""
     lengths, seconds, line = request.lengths, placed.seconds, placed.line
-    local = np.flatnonzero(placed.candidate.degrees == 1)
+    local = np.flatnonzero((placed.candidate.degrees == 1) & (lengths <= request.cluster.capacity_tokens))
     ascending = local[np.lexsort((-local, lengths[local]))]
     short = ShortSequences(ascending.tolist(), lengths[ascending].tolist(), seconds[ascending].tolist())
     launch_seconds, capacity = request.cost.fixed_seconds, request.cluster.capacity_tokens

@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.cost import forward_share
 from lengthwise.planner.degrees import GROWTH_FLOOR_TOKENS, grown_degrees, most_degrees
+from lengthwise.planner.lengths import least_degrees_held
 from lengthwise.planner.lengthwise import plan_lengthwise
-from lengthwise.planner.request import PlanRequest, least_degrees_held
+from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.score import score
 from lengthwise.planner.slots import Grid, bundle_rings
 from lengthwise.planner.stage_clocks import stage_clocks

@@ -20,6 +20,8 @@ Where it differs, and why that is fair:
 - Any number of ranks works: a degree above all ranks becomes all ranks, and a gang is doubled only where enough ranks
   have nothing. There, Megatron-Core asserts.
 - What goes back in step 4 is put in its place by length again, not at the end.
+- Where costs offer offload, what memory needs is counted with the offload that compute hides, as for `bytescale`.
+  Pieces that meet in one microbatch share its ratio, the largest that any of them needs: so the plan file has it.
 - Rings are intervals of the line of ranks, as for every planner here.
 
 A batch of n sequences costs O(n log n) for each sub-batch.
@@ -37,7 +39,7 @@ from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.planner.bytescale import equal_buckets
-from lengthwise.planner.request import PlanRequest, least_degrees_held
+from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.rings import ring_order
 from lengthwise.planner.single_degree import first_fit_packs, room_tokens
 
@@ -56,7 +58,7 @@ class Gang:
 def plan_power_of_two(request: PlanRequest) -> list[Microbatch]:
     """Plan one step by next powers of two, sub-batch by sub-batch."""
     lengths, ranks = request.lengths, request.cluster.ranks
-    degrees = power_of_two_degrees(lengths, request.cluster.capacity_tokens, ranks)
+    degrees = power_of_two_degrees(request.hidden_degrees, ranks)
     work = np.square(lengths.astype(np.float64)) / degrees
     left = np.lexsort((np.arange(len(lengths)), -lengths)).tolist()
     microbatches: list[Microbatch] = []
@@ -68,9 +70,8 @@ def plan_power_of_two(request: PlanRequest) -> list[Microbatch]:
     return microbatches
 
 
-def power_of_two_degrees(lengths: NDArray[np.int64], capacity_tokens: int, ranks: int) -> NDArray[np.int64]:
+def power_of_two_degrees(least: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
     """Round the ranks that memory needs up to a power of two, or to all ranks where that is more than there are."""
-    least = least_degrees_held(lengths, capacity_tokens)
     rounded = np.array([1 << (int(degree) - 1).bit_length() for degree in least], dtype=np.int64)
     return np.minimum(rounded, ranks)
 
@@ -158,7 +159,8 @@ def pack_gangs(request: PlanRequest, gangs: Sequence[Gang]) -> list[list[list[in
     packs = []
     for gang in gangs:
         room = room_tokens(request.lengths[gang.sequences], gang.degree)
-        filled = first_fit_packs(room, gang.degree * request.cluster.capacity_tokens)
+        capacity = gang.degree * request.cluster.capacity_tokens
+        filled = first_fit_packs(np.minimum(room, capacity), capacity)  # what is longer fills a pack by itself
         packs.append([[gang.sequences[i] for i in pack] for pack in filled])
     return packs
 

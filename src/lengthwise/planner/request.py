@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost
+from lengthwise.cost import Cost, JointCost
 from lengthwise.planner.bounds import launches_makespan, least_makespan
+from lengthwise.planner.degrees import (
+    cheapest_degrees,
+    fewest_degrees,
+    hidden_degrees,
+    most_held_tokens,
+    useful_degrees,
+)
 from lengthwise.planner.ground import Extras, Ground
-from lengthwise.planner.lengths import least_degrees_held, read_tokens, refuse_unheld
+from lengthwise.planner.lengths import read_tokens, refuse_unheld
 
-__all__ = ["PlanRequest", "least_degrees_held", "read_tokens", "refuse_unheld"]
+__all__ = ["PlanRequest", "read_tokens", "refuse_unheld"]
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, for what is computed once
@@ -73,6 +80,37 @@ class PlanRequest:
         With costs of whole layers on 64 ranks, prolong ended 1.03 above the bound with them, simulated, 1.002 without.
         """
         return self.cost.fixed_seconds > 0 and not self.cost.couples_layers
+
+    @cached_property
+    def most_held_tokens(self) -> int:
+        """The tokens of one piece that a rank holds at most: the capacity, or more with offload."""
+        return most_held_tokens(self.cost, self.cluster)
+
+    @cached_property
+    def fewest_degrees(self) -> NDArray[np.int64]:
+        """The fewest ranks that hold each sequence, whatever its offload costs."""
+        return fewest_degrees(self.cost, self.lengths, self.cluster)
+
+    @cached_property
+    def hidden_degrees(self) -> NDArray[np.int64]:
+        """The fewest ranks that hold each sequence with an offload that costs nothing."""
+        return self._of_unique(hidden_degrees)
+
+    @cached_property
+    def least_degrees(self) -> NDArray[np.int64]:
+        """The degree of each sequence that takes least of all ranks' time: where growth starts."""
+        return self._of_unique(partial(cheapest_degrees, only=self.useful_degrees))
+
+    @cached_property
+    def useful_degrees(self) -> NDArray[np.int64] | None:
+        """The degrees worth trying; None: all are."""
+        return useful_degrees(self.cost, self.cluster.ranks)
+
+    def _of_unique(self, find: Callable[[Cost, NDArray[np.int64], Cluster], NDArray[np.int64]]) -> NDArray[np.int64]:
+        if not isinstance(self.cost, JointCost):
+            return self.fewest_degrees
+        lengths, places = np.unique(self.lengths, return_inverse=True)
+        return find(self.cost, lengths, self.cluster)[places]
 
     @cached_property
     def bound_seconds(self) -> float:

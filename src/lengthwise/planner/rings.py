@@ -4,6 +4,10 @@ A ring is an interval of the line of ranks, visited evens upward and odds downwa
 the interval 0..5 is visited 0, 2, 4, 5, 3, 1 and 1..4 is visited 2, 4, 3, 1. Inside an interval every hop goes from r
 to r + 2 or r - 2; at its two ends a hop joins neighbours. So over all plans ever made rank r exchanges with r - 2,
 r - 1, r + 1 and r + 2 only, and the few connections can be made once, at the start.
+
+Where groups of u ranks split heads, a group is u neighbours, so that it stays inside its node where the interval starts
+at a multiple of u, and it is the groups that are visited evens upward, odds downward: ranks 0 to 11 in groups of two
+are visited 0, 1 | 4, 5 | 8, 9 | 10, 11 | 6, 7 | 2, 3.
 """
 
 from __future__ import annotations
@@ -13,8 +17,12 @@ from collections.abc import Sequence
 from lengthwise.core.plan import Microbatch, Piece
 
 
-def ring_order(first: int, degree: int) -> tuple[int, ...]:
-    """List the ranks of the interval [first, first + degree) in the order of the ring."""
+def ring_order(first: int, degree: int, heads: int = 1) -> tuple[int, ...]:
+    """List the ranks of [first, first + degree) in the order of the ring, whose groups have `heads` ranks."""
+    if heads > 1:
+        begin = first // heads
+        groups = ring_order(begin, degree // heads)
+        return tuple(first + (group - begin) * heads + place for group in groups for place in range(heads))
     end = first + degree
     evens, odds = range(first + first % 2, end, 2), range(first + 1 - first % 2, end, 2)
     return (*evens, *reversed(odds))

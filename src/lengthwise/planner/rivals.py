@@ -9,10 +9,11 @@ random steps with wild costs each of them ended earlier on some, by up to 1.2x.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from lengthwise.core.plan import Microbatch
+from lengthwise.cost import JointCost
 from lengthwise.planner.bytescale import plan_bytescale
 from lengthwise.planner.bytescale_naive import plan_bytescale_naive
 from lengthwise.planner.power_of_two import plan_power_of_two
@@ -36,7 +37,14 @@ def is_worth_rivals(request: PlanRequest, makespan_seconds: float) -> bool:
     """Tell whether other plans could end enough earlier to be worth making."""
     size = len(request.tokens) * request.cluster.ranks
     close = request.bound_seconds * (_CLOSE if size <= _SMALL else _FAR)
-    return size <= _LARGER and makespan_seconds > close
+    joint = isinstance(request.cost, JointCost)  # for these, plans are compared once their choices are written
+    return size <= _LARGER and makespan_seconds > close and not joint
+
+
+def rival_plans(request: PlanRequest) -> Iterator[list[Microbatch]]:
+    """Yield the plans of the other planners."""
+    free_context = replace(request, context_tokens=None)  # the mesh of this step, not of a whole run
+    return (rival(free_context) for rival in _RIVALS)
 
 
 def best_of_rivals(
@@ -44,9 +52,7 @@ def best_of_rivals(
 ) -> tuple[list[Microbatch], float]:
     """Return the plan that ends first, and when: the one given, or one of another structure that ends earlier."""
     best, best_seconds = microbatches, makespan_seconds
-    free_context = replace(request, context_tokens=None)  # the mesh of this step, not of a whole run
-    for rival in _RIVALS:
-        other = rival(free_context)
+    for other in rival_plans(request):
         seconds = score(request.draft(other), request.cost, speeds=request.speeds).makespan_seconds
         if seconds < best_seconds * (1 - 1e-9):
             best, best_seconds = other, seconds

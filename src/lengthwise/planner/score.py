@@ -12,7 +12,7 @@ import numpy as np
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.cost import AllTermsCost, Cost, forward_share, recompute_cost
+from lengthwise.cost import AllTermsCost, Cost, JointCost, forward_share, recompute_cost
 from lengthwise.planner.speeds import noted_speeds, read_speeds
 from lengthwise.planner.stage_clocks import stage_clocks
 
@@ -108,7 +108,8 @@ def _pipelined_seconds(plan: Plan, totals: Sequence[Mapping[int, float]], stages
 def _rank_seconds(plan: Plan, cost: Cost, speeds: Sequence[float] | None) -> Iterator[dict[int, float]]:
     """Yield how long each microbatch keeps each of its ranks busy, its launch included."""
     costs = {kind: recompute_cost(cost, kind) for kind in {microbatch.recompute for microbatch in plan.microbatches}}
-    took = _recomputed_seconds(plan, costs, speeds)
+    pricing = dict.fromkeys(costs, cost) if isinstance(cost, AllTermsCost) else costs  # it knows each microbatch's kind
+    took = _recomputed_seconds(plan, pricing, speeds)
     for microbatch in plan.microbatches:
         fixed_seconds = costs[microbatch.recompute].fixed_seconds
         if len(microbatch.pieces) == 1:
@@ -176,10 +177,12 @@ def _pieces_seconds(placed: Sequence[tuple[Microbatch, Piece]], of_step: Sequenc
     took = np.zeros(len(placed))
     all_terms = isinstance(cost, AllTermsCost)
     plain = np.array([microbatch.offload == 0 and microbatch.recompute == "none" for microbatch, _ in placed])
-    packed = (degrees == 1) & (counts > 0) & plain
+    offloads = isinstance(cost, JointCost) and cost.offloads  # then even one sequence on one rank may pay for copies
+    is_ring = (degrees > 1) | (offloads & (counts == 1))
+    packed = ~is_ring & (counts > 0) & plain
     if np.any(packed):
         took[packed] = np.add.reduceat(cost.compute_seconds(inside), starts[counts > 0])[packed[counts > 0]]
-    lone = (degrees > 1) & (counts == 1) & (not all_terms)
+    lone = is_ring & (counts == 1) & (not all_terms)
     took[lone] = cost.ring_piece_seconds(inside[starts[lone]], degrees[lone])
     for number in np.flatnonzero(~packed & ~lone & (counts > 0)).tolist():
         microbatch, piece = placed[number]

@@ -5,13 +5,16 @@ samples are packed in data order up to that context; each pack is cut over all r
 included; packs are dealt to the groups in turn. Attention stays inside each sample, as variable-length kernels do.
 
 Three ways of sizing a group are in use: exactly the ranks that hold the context, what is left over idle; the smallest
-divisor of the rank count; the smallest power of two. Read in its favour, the one that ends this step first is taken
-(of equal ones the first named), though a run could not change its mesh from step to step.
+divisor of the rank count; the smallest power of two. Read in its favour, the one that ends this step first is taken (of
+equal ones the first named), though a run could not change its mesh from step to step. Where costs offer offload, groups
+are also sized for 2, 4, 8, ... times the capacity a rank; what is longer than a group's capacity is a pack of its own,
+offloaded as far as it must be, and all other packs stay on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,9 +34,13 @@ def plan_static(request: PlanRequest) -> list[Microbatch]:
         ConfigError: a context that is not a number of tokens.
         PlanError: a context that the cluster cannot hold, or a sequence longer than the context.
     """
-    cluster = request.cluster
     context = _context_tokens(request)
-    plans = [_plan_on(request, cp) for cp in context_parallel_degrees(cluster, context)]
+    clusters = [request.cluster]
+    while (held := clusters[-1].capacity_tokens) < request.most_held_tokens:
+        clusters.append(replace(clusters[-1], capacity_tokens=min(2 * held, request.most_held_tokens)))
+    holding = [cluster for cluster in clusters[:-1] if cluster.longest_tokens >= context]
+    sizes = (cp for cluster in (*holding, clusters[-1]) for cp in context_parallel_degrees(cluster, context))
+    plans = [_plan_on(request, cp) for cp in dict.fromkeys(sizes)]
     return min(plans, key=lambda plan: plan[0])[1]
 
 
@@ -95,13 +102,18 @@ def _pack_in_order(tokens: Sequence[int], cp: int, capacity_tokens: int) -> list
     """Put each sequence into the first pack with room, in data order.
 
     Room is counted in the tokens that each position really holds: a cut sequence may leave one more than its share
-    on a position, which the plan file allows once a sequence.
+    on a position, which the plan file allows once a sequence. A sequence beyond a group's capacity is alone.
     """
     packs: list[list[int]] = []
     held: list[NDArray[np.int64]] = []
     room = np.full(len(tokens), cp * capacity_tokens, dtype=np.int64)
     for i, length in enumerate(tokens):
         share = held_tokens([length], cp)
+        if length > cp * capacity_tokens:
+            room[len(packs)] = 0
+            packs.append([i])
+            held.append(share)
+            continue
         rounding = 1 if cp > 1 else 0
         for pack in np.flatnonzero(room[: len(packs) + 1] >= length).tolist():
             if pack == len(packs):

@@ -5,21 +5,27 @@ A new planner is one new file with a function from a request to microbatches, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.core.names import unknown_name
 from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import AllTermsCost, Cost, recompute_cost
+from lengthwise.cost import AllTermsCost, Cost, CostModel
 from lengthwise.planner.bounds import has_lone_rings, least_makespan, shares_launches_only
 from lengthwise.planner.bytescale import plan_bytescale
 from lengthwise.planner.bytescale_naive import plan_bytescale_naive
+from lengthwise.planner.choices import Freedom, refuse_choices
+from lengthwise.planner.degrees import most_held_tokens
+from lengthwise.planner.exchange import split_heads
 from lengthwise.planner.lengthwise import plan_lengthwise
+from lengthwise.planner.offload import write_offload
 from lengthwise.planner.pipeline import pipeline_schedule, plan_pipeline
 from lengthwise.planner.power_of_two import plan_power_of_two
 from lengthwise.planner.request import PlanRequest, read_tokens, refuse_unheld
+from lengthwise.planner.rivals import rival_plans
 from lengthwise.planner.score import score
 from lengthwise.planner.single_degree import plan_single_degree
 from lengthwise.planner.speeds import at_mean_speed, read_speeds, speed_runs
@@ -41,6 +47,7 @@ _MODES: Mapping[str, Callable[[PlanRequest], list[Microbatch]]] = {
     "pipeline": plan_pipeline,
 }
 MODES = tuple(_MODES)
+_SMALL = 10_000  # sequences x ranks; the other planners take 0.1 s then
 
 
 def plan_step(
@@ -52,6 +59,8 @@ def plan_step(
     layers: int = 1,
     context_tokens: int | None = None,
     recompute: str = "none",
+    offload: str = "off",
+    heads: str = "off",
     mode: str = "free",
     speeds: Sequence[float] | None = None,
     stages: int | None = None,
@@ -67,11 +76,12 @@ def plan_step(
         layers: layers of the model, for readers that count memory by them.
         context_tokens: what the mesh of `static` is sized for (default: the longest sequence).
         recompute: what backward computes again, in every microbatch: one of `RECOMPUTE_KINDS`.
+        offload: `auto`: ranks may hold more than the capacity, each microbatch offloading what it must; `off`: none.
+        heads: `auto`: rings may split heads, each as it is quickest; `off`: none does.
         mode: how ranks run beside each other, one of `MODES`; `lengthwise` plans all of them. The others plan `free`,
             and in mode `pipeline` run what they plan there through the stages.
         stages: of the pipeline that each rank is in mode `pipeline`; the costs are those of one stage.
         virtual: chunks of layers of a stage (default: 1).
-
         speeds: of each rank, a number above 0, 1 as fast as the costs say (default: all 1). `lengthwise` plans with
             them; the plans of the others are those for equal ranks, and only scored with them.
 
@@ -80,50 +90,58 @@ def plan_step(
         and speeds where they are not all 1.
 
     Raises:
-        ConfigError: unknown planner, mode or kind of recomputation, a mode that the planner does not plan, layers
-            or context_tokens below 1, speeds that are none or in another mode than free, or stages that are none,
-            too many, not those of the costs or of no use.
+        ConfigError: unknown planner, mode, choice or kind of recomputation, a mode that the planner does not plan,
+            choices that these costs do not price, layers or context_tokens below 1, speeds that are none, or in another
+            mode than free or together with choices, or stages that are none, too many, not those of the costs or of
+            no use.
         PlanError: no sequences, a length below 1, or sequences that the cluster cannot hold (all of them named).
     """
-    _refuse_choices(planner, mode, recompute, layers)
+    _refuse_options(planner, mode, recompute, layers)
     paces = read_speeds(speeds, cluster.ranks)
     if paces is not None and mode != "free":
         remedy = "Use mode free, or leave speeds out."
         raise ConfigError("speeds", expected=f"all 1 in mode {mode}", got="unequal ranks", remedy=remedy)
     _refuse_stages(mode, stages, virtual, layers, cost)
-    lengths = read_tokens(tokens)
-    refuse_unheld(lengths, cluster)
-    priced, relative = at_mean_speed(recompute_cost(cost, recompute), paces)
+    lengths, freedom = read_tokens(tokens), Freedom(recompute=recompute, offload=offload, heads=heads)
+    refuse_choices(freedom, cost, layers, mode, paces)
+    widest, relative = at_mean_speed(freedom.widest(cost, cluster, layers), paces)
+    refuse_unheld(lengths, replace(cluster, capacity_tokens=most_held_tokens(widest, cluster)))
+    empty = Plan(
+        ranks=cluster.ranks,
+        layers=layers,
+        capacity=cluster.capacity_tokens,
+        tokens=lengths,
+        microbatches=(),
+        schedule=pipeline_schedule(stages or 1, virtual or 1) if mode == "pipeline" else {"kind": mode},
+        requires=() if mode == "free" else (mode,),
+    )
     request = PlanRequest(
         tokens=lengths,
         cluster=cluster,
-        cost=priced,
+        cost=widest,
         context_tokens=context_tokens,
         speeds=relative,
         stages=stages or 1,
         virtual=virtual or 1,
     )
-    microbatches = _microbatches(request, planner, mode, recompute)
-    piped = mode == "pipeline"
-    plan = Plan(
-        ranks=cluster.ranks,
-        layers=layers,
-        capacity=cluster.capacity_tokens,
-        tokens=lengths,
-        microbatches=microbatches,
-        schedule=pipeline_schedule(request.stages, request.virtual) if piped else {"kind": mode},
-        requires=_features(mode, microbatches),
-    )
+    best, least = empty, inf
+    for variant in freedom.variants(widest, max(lengths), cluster, decides_heads=planner == "lengthwise"):
+        asked = request if variant == widest else replace(request, cost=variant)
+        for microbatches in _proposals(asked, planner, mode):
+            plan = _finished(replace(empty, microbatches=tuple(microbatches)), cost, freedom)
+            seconds = score(plan, cost, speeds=paces).makespan_seconds
+            if seconds < least:
+                best, least = plan, seconds
     notes = {
         "planner": planner,
-        "predicted_seconds": score(plan, cost, speeds=paces).makespan_seconds,
-        "bound_seconds": _bound_of(plan, request),
+        "predicted_seconds": least,
+        "bound_seconds": _bound_of(best, request),
         "cost": cost.version,
     }
-    return replace(plan, notes=notes if paces is None else {**notes, "speeds": speed_runs(paces)})
+    return replace(best, notes=notes if paces is None else {**notes, "speeds": speed_runs(paces)})
 
 
-def _refuse_choices(planner: str, mode: str, recompute: str, layers: int) -> None:
+def _refuse_options(planner: str, mode: str, recompute: str, layers: int) -> None:
     """Refuse names that do not exist or do not go together."""
     if planner not in _PLANNERS:
         raise unknown_name("planner", planner, PLANNERS)
@@ -138,17 +156,28 @@ def _refuse_choices(planner: str, mode: str, recompute: str, layers: int) -> Non
         raise ConfigError("layers", expected="a whole number of at least 1", got=repr(layers), remedy="Mend layers.")
 
 
-def _features(mode: str, microbatches: Sequence[Microbatch]) -> tuple[str, ...]:
-    """List what a reader must know to run these microbatches."""
-    shares = any(piece.shares is not None for microbatch in microbatches for piece in microbatch.pieces)
-    return (() if mode == "free" else (mode,)) + (("shares",) if shares else ())
+def _proposals(request: PlanRequest, planner: str, mode: str) -> Iterator[list[Microbatch]]:
+    """Yield what to choose from: of small steps under costs with all terms, `lengthwise` also looks at all others'.
+
+    Where a few sequences meet on a few ranks, what they cost together, and where, is not in the price of each alone:
+    transfers hidden behind another's attention, rings that cross nodes.
+    """
+    yield _MODES[mode](request) if planner == "lengthwise" else _PLANNERS[planner](request)
+    is_small = len(request.tokens) * request.cluster.ranks <= _SMALL and not isinstance(request.cost, CostModel)
+    if planner == "lengthwise" and mode == "free" and is_small:
+        yield from rival_plans(request)
 
 
-def _microbatches(request: PlanRequest, planner: str, mode: str, recompute: str) -> tuple[Microbatch, ...]:
-    microbatches = _MODES[mode](request) if planner == "lengthwise" else _PLANNERS[planner](request)
-    if recompute == "none":
-        return tuple(microbatches)
-    return tuple(replace(each, recompute=recompute) for each in microbatches)
+def _finished(plan: Plan, cost: Cost, freedom: Freedom) -> Plan:
+    """Write into a plan what follows from its degrees: recomputation, offload ratios, splits of heads."""
+    if freedom.recompute != "none":
+        recomputed = tuple(replace(each, recompute=freedom.recompute) for each in plan.microbatches)
+        plan = replace(plan, microbatches=recomputed)
+    if freedom.offload == "auto":
+        plan = write_offload(plan)
+    if any(piece.shares is not None for microbatch in plan.microbatches for piece in microbatch.pieces):
+        plan = replace(plan, requires=(*plan.requires, "shares"))
+    return split_heads(plan, cost) if freedom.heads == "auto" and isinstance(cost, AllTermsCost) else plan
 
 
 def _bound_of(plan: Plan, request: PlanRequest) -> float:

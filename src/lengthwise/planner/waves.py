@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.planner.degrees import degree_search
 from lengthwise.planner.packs import ShortSequences
-from lengthwise.planner.request import PlanRequest, least_degrees_held
+from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.rings import ring_order
 
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # the longest sequence is tried over N / part ranks
@@ -75,7 +75,7 @@ class _Builder:
         self.cost, self.ranks, self.capacity = request.cost, request.cluster.ranks, request.cluster.capacity_tokens
         self.order = np.lexsort((-np.arange(len(request.tokens)), request.lengths))
         self.lengths = request.lengths[self.order]
-        self.least = least_degrees_held(self.lengths, self.capacity)
+        self.least = request.least_degrees[self.order]
         self.alone = self.cost.compute_seconds(self.lengths)
         self.launch = self.cost.fixed_seconds
 
@@ -127,7 +127,8 @@ class _Builder:
     ) -> tuple[list[tuple[int, int, list[int]]], list[float], list[int], float]:
         """Put rings side by side; return them, the time and the room left on every rank, and the work done."""
         free, rooms = [seconds - self.launch] * self.ranks, [self.capacity] * self.ranks
-        slow = (self.least > 1) | (self.alone + self.launch > seconds * (1 + 1e-12))
+        slow = (self.least > 1) | (self.lengths > self.capacity)  # what is offloaded on one rank is alone there, too
+        slow |= self.alone + self.launch > seconds * (1 + 1e-12)
         cut = np.array([i for i in order if slow[i]], dtype=np.int64)
         most = np.full_like(cut, self.ranks)
         degrees = degree_search(self.cost, self.lengths[cut], self.least[cut], most)(seconds)
