@@ -334,3 +334,17 @@ def test_plan_refuses_offload_and_heads_beside_given_costs(tmp_path, capfd, leng
     assert "offload: expected off" in err
     assert "heads: expected off" in err
     assert "offload" in refused(capfd, *rest, "--offload", "always")
+
+
+def test_plan_chooses_recomputation_by_what_memory_leaves(tmp_path, capfd, lengths):
+    out = tmp_path / "plan.json"
+    rest = ("--lengths", lengths, "--ranks", 64, "--out", out)
+    assert call("plan", *rest, "--recompute", "auto") == 0
+    assert read_plan(out).capacity > 1000
+    assert "nothing beside --recompute auto" in refused(capfd, *rest, "--recompute", "auto", "--capacity", 64)
+    assert call("plan", *rest, "--recompute", "layer", "--capacity", 64) == 0
+    assert read_plan(out).microbatches[0].recompute == "layer"
+    assert "recompute" in refused(capfd, *rest, "--recompute", "layers", "--capacity", 64)
+    assert "--recompute auto" in refused(capfd, *rest)
+    run = write_run(tmp_path, make_rows([3]), model="tiny")
+    assert "--config" in refused(capfd, "--config", run, "--ranks", 2, "--out", out, "--recompute", "layer")

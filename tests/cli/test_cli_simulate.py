@@ -139,3 +139,17 @@ def test_simulate_refuses_what_it_cannot(tmp_path, capsys, arguments, told) -> N
     assert status == 2
     assert told in error.replace("\n", " ")
     assert not (tmp_path / "out").exists()
+
+
+def test_simulate_lets_all_planners_choose_offload_heads_and_recomputation(tmp_path, capsys) -> None:
+    small = [*SMALL[: SMALL.index("--capacity")], "--lengths", "github", "--context", "128K", "--out", tmp_path / "out"]
+    choices = ("--offload", "auto", "--heads", "auto", "--planners", "bytescale,lengthwise")
+    status, said, _ = simulate(capsys, *small, *choices, "--recompute", "auto")
+    assert status == 0
+    assert "all_but_attention 30,080" in said
+    written = json.loads((tmp_path / "out" / "simulation.json").read_text())
+    assert (written["offload"], written["heads"], written["recompute"]) == ("auto", "auto", "auto")
+    assert set(written["capacities_tokens"]) == {"none", "layer", "all_but_attention"}
+    assert min(written["planners"]["lengthwise"]["step_seconds"]) > 0
+    for refused in (("--recompute", "auto", "--capacity", "8K"), ("--recompute", "all"), ("--offload", "yes")):
+        assert simulate(capsys, *small, *refused)[0] == 2

@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 
 from lengthwise.core.errors import ConfigError, OutputError
-from lengthwise.core.shape import Cluster, ModelShape
+from lengthwise.core.shape import ModelShape
 from lengthwise.report.figures import count, seconds
 
 if TYPE_CHECKING:
@@ -51,6 +51,9 @@ class PlanCommand:
     heads: Annotated[str, tyro.conf.arg(metavar="off|auto", help_behavior_hint="(default: off)")] = "off"
     """Whether rings may split attention heads over groups of ranks: auto (where that is quicker; planned and simulated,
     not run by this version) or off."""
+    recompute: Annotated[str | None, tyro.conf.arg(metavar="KIND|auto", help_behavior_hint="")] = None
+    """What backward computes again: none, layer, all_but_attention, or auto: the kind that ends the step first, each
+    with the capacity that it leaves beside weights and optimizer, by estimate; default: the run file's, else none."""
     model_shape: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     """Whose costs to plan with, llama-7b for example; default: the run file's model, else llama-7b."""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="h100|cpu", help_behavior_hint="")] = None
@@ -70,7 +73,7 @@ class PlanCommand:
 
     def run(self) -> int:
         """Run the command; return the exit status."""
-        from lengthwise.planner import parse_speeds, plan_step
+        from lengthwise.planner import parse_speeds, plan_recomputed
         from lengthwise.report.plans import degree_table, plan_table
 
         if (self.config is None) == (self.lengths is None):
@@ -80,21 +83,16 @@ class PlanCommand:
         shape = self._shape(config)
         cost = self._cost(shape)
         tokens, context = self._lengths(config, None if self.model_shape or not shape else shape.vocab)
-        capacity = config.capacity_tokens if self.capacity is None and config else self.capacity
-        if capacity is None:
-            raise ConfigError("--capacity", expected="tokens a rank can hold", got="nothing", remedy="Add --capacity.")
-        cluster = Cluster(ranks=self.ranks, capacity_tokens=capacity)
         planner = self.planner or (config.planner if config else "lengthwise")
         layers = shape.layers if shape else 1
-        recompute = config.recompute if config and not self.cost else "none"
-        plan = plan_step(
+        plan = plan_recomputed(
             tokens,
-            cluster,
+            self.ranks,
             cost,
+            self._capacities(config, shape),
             planner=planner,
             layers=layers,
             context_tokens=context,
-            recompute=recompute,
             offload=self.offload,
             heads=self.heads,
             mode=self.mode,
@@ -108,12 +106,34 @@ class PlanCommand:
         named = f"model {shape.name} ({cost.version})" if shape and not self.cost else f"costs {cost.version}"
         console.print(
             f"{len(tokens)} sequences, {count(sum(tokens))} tokens, longest {max(tokens)}; "
-            f"{cluster.ranks} ranks of {capacity} tokens; {named}"
+            f"{plan.ranks} ranks of {plan.capacity} tokens; {named}"
         )
         console.print(plan_table({planner: plan}, cost, title="one step (model, not measured)"))
         console.print(degree_table(plan))
         console.print(f"bound {seconds(float(plan.notes['bound_seconds']))} (model); written to {self.out}")
         return 0
+
+    def _capacities(self, config: RunConfig | None, shape: ModelShape | None) -> dict[str, int]:
+        """Tell what a rank holds with each kind of recomputation that may be chosen."""
+        if self.recompute is not None and (config is not None or self.cost is not None):
+            raise ConfigError(
+                "--recompute",
+                expected="nothing beside --config, whose recompute counts, or --cost, which knows none",
+                got=repr(self.recompute),
+                remedy="Leave it out.",
+            )
+        if self.recompute == "auto":
+            from lengthwise.cost import named_hardware, recompute_capacities
+
+            assert shape is not None, "without --cost there is always a shape"
+            refuse_capacity(self.capacity)
+            return recompute_capacities(shape, named_hardware(self.hardware or "h100"), self.ranks)
+        kind = config.recompute if config and not self.cost else self.recompute or "none"
+        capacity = config.capacity_tokens if self.capacity is None and config else self.capacity
+        if capacity is None:
+            remedy = "Add --capacity, or --recompute auto."
+            raise ConfigError("--capacity", expected="tokens a rank can hold", got="nothing", remedy=remedy)
+        return {kind: capacity}
 
     def _read_config(self) -> RunConfig | None:
         if self.config is None:
@@ -179,6 +199,17 @@ class PlanCommand:
         )
         first = next(iter(Batches(dataset, config)))
         return [int(dataset.lengths[i]) for i in first.ids], int(dataset.lengths.max())
+
+
+def refuse_capacity(capacity: object) -> None:
+    """Refuse a capacity beside `--recompute auto`.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if capacity is not None:
+        expected = "nothing beside --recompute auto: every kind has its own"
+        raise ConfigError("--capacity", expected=expected, got=str(capacity), remedy="Leave out one of them.")
 
 
 def write_atomically(path: Path, text: str) -> None:

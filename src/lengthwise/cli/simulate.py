@@ -17,6 +17,8 @@ from lengthwise.core.shape import Cluster
 from lengthwise.core.sizes import parse_tokens
 
 if TYPE_CHECKING:
+    from lengthwise.core.shape import ModelShape
+    from lengthwise.cost import Hardware
     from lengthwise.simulator import Setting
 
 _PLANNERS = "static,single-degree,bytescale-naive,bytescale,lengthwise"
@@ -56,6 +58,13 @@ class Simulate:
     mode: Annotated[str, tyro.conf.arg(metavar="free|waves|pipeline", help_behavior_hint="(default: free)")] = "free"
     """How plans are made: free, waves (lengthwise only), or pipeline (planned for the --pp stages; other planners plan
     free and run that through the stages)."""
+    offload: Annotated[str, tyro.conf.arg(metavar="off|auto", help_behavior_hint="(default: off)")] = "off"
+    """Whether ranks may keep activations on the host to hold longer sequences, for all planners alike."""
+    heads: Annotated[str, tyro.conf.arg(metavar="off|auto", help_behavior_hint="(default: off)")] = "off"
+    """Whether rings may split attention heads, for all planners alike."""
+    recompute: Annotated[str, tyro.conf.arg(metavar="KIND|auto", help_behavior_hint="(default: none)")] = "none"
+    """What backward computes again: none, layer, all_but_attention, or auto: for each planner and step the kind that
+    ends first, with the capacity that it leaves (no --capacity then)."""
     planners: Annotated[str, tyro.conf.arg(metavar="NAME,...")] = _PLANNERS
     """Planners to compare; speed-ups are over the first."""
     batches: Annotated[int, tyro.conf.arg(metavar="N")] = 4
@@ -84,7 +93,7 @@ class Simulate:
                 batches,
                 setting,
                 told=lambda planner, batch: status.update(f"{planner}, batch {batch + 1} of {len(batches)}"),
-                options=self._mode_options(),
+                options=self._options(),
             )
         gpus = setting.cluster.ranks * setting.devices
         facts = self._facts(setting, batches)
@@ -106,10 +115,11 @@ class Simulate:
         console.print(f"written to {self.out}: simulation.json, trace-*.json, report.html")
         return 0
 
-    def _mode_options(self) -> dict[str, object]:
-        """Return what `plan_step` is told of the mode; it refuses what does not go together."""
+    def _options(self) -> dict[str, object]:
+        """Return what `plan_step` is told of mode and choices; it refuses what does not go together."""
         stages = self.pp if self.mode == "pipeline" else None
-        return {"mode": self.mode, "stages": stages, "virtual": self.virtual}
+        choices = {"offload": self.offload, "heads": self.heads}
+        return {"mode": self.mode, "stages": stages, "virtual": self.virtual, **choices}
 
     def _planner_names(self) -> list[str]:
         from lengthwise.planner import PLANNERS
@@ -123,7 +133,7 @@ class Simulate:
         return names
 
     def _setting_and_batches(self) -> tuple[Setting, list[list[int]]]:
-        from lengthwise.cost import all_terms_cost, capacity_tokens, named_hardware, named_shape
+        from lengthwise.cost import all_terms_cost, named_hardware, named_shape
         from lengthwise.simulator import LOADERS, Setting
 
         if self.loader not in LOADERS:
@@ -132,18 +142,30 @@ class Simulate:
         cost = all_terms_cost(shape, hardware, tensor=self.tp, stages=self.pp)
         devices = self.tp * self.pp
         ranks = self._ranks(devices)
-        if self.capacity is not None:
-            capacity = parse_tokens(self.capacity, "--capacity")
-        else:
-            capacity = capacity_tokens(shape, hardware, ranks, devices=devices)
+        capacities = self._capacities(shape, hardware, ranks)
         context = None if self.context is None else parse_tokens(self.context, "--context")
         batches, context = self._batches(context)
-        cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
+        cluster = Cluster(ranks=ranks, capacity_tokens=max(capacities.values()))
         setting = Setting(
             shape=shape, hardware=hardware, cost=cost, cluster=cluster, context_tokens=context, devices=devices,
-            loader=self.loader,
+            loader=self.loader, capacities=capacities,
         )  # fmt: skip
         return setting, batches
+
+    def _capacities(self, shape: ModelShape, hardware: Hardware, ranks: int) -> dict[str, int]:
+        """Tell what a rank holds with each kind of recomputation that may be chosen."""
+        from lengthwise.cli.plan import refuse_capacity
+        from lengthwise.core.plan import RECOMPUTE_KINDS
+        from lengthwise.cost import recompute_capacities
+
+        if self.recompute not in (*RECOMPUTE_KINDS, "auto"):
+            raise unknown_name("--recompute", self.recompute, (*RECOMPUTE_KINDS, "auto"))
+        if self.recompute == "auto":
+            refuse_capacity(self.capacity)
+        elif self.capacity is not None:
+            return {self.recompute: parse_tokens(self.capacity, "--capacity")}
+        kinds = RECOMPUTE_KINDS if self.recompute == "auto" else (self.recompute,)
+        return recompute_capacities(shape, hardware, ranks, kinds=kinds, devices=self.tp * self.pp)
 
     def _ranks(self, devices: int) -> int:
         if (self.ranks is None) == (self.gpus is None):
@@ -202,17 +224,29 @@ class Simulate:
         )
         return [int(length) for length in dataset.lengths]
 
+    def _held(self, setting: Setting) -> str:
+        """Tell what a rank holds, by kind of recomputation where there are several."""
+        capacities = dict(setting.capacities or {})
+        told = [
+            f"{kind} {capacity:,}" if len(capacities) > 1 else f"{capacity:,}" for kind, capacity in capacities.items()
+        ]
+        return ", ".join(told)
+
     def _facts(self, setting: Setting, batches: list[list[int]]) -> dict[str, Any]:
         cluster, longest = setting.cluster, max(map(max, batches))
         mesh = f" of {self.tp} x {self.pp} devices" if setting.devices > 1 else ""
         return {
             "about": f"{setting.shape.name} on {cluster.ranks} ranks{mesh} of {setting.hardware.name}, "
-            f"{cluster.capacity_tokens:,} tokens a rank; {len(batches)} batches of {sum(batches[0]):,} tokens of "
+            f"{self._held(setting)} tokens a rank; {len(batches)} batches of {sum(batches[0]):,} tokens of "
             f"{self.lengths or self.data}, longest {longest:,}; loader: {self.loader}",
             "model": setting.shape.name,
             "hardware": setting.hardware.name,
             "cost": setting.cost.version,
             "mode": self.mode,
+            "offload": self.offload,
+            "heads": self.heads,
+            "recompute": self.recompute,
+            "capacities_tokens": dict(setting.capacities or {}),
             "stages": self.pp,
             "virtual": self.virtual or 1,
             "ranks": cluster.ranks,

@@ -10,7 +10,13 @@ from lengthwise.cost.analytic import analytic_cost, step_flops
 from lengthwise.cost.given import cost_from_file
 from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, named_hardware
 from lengthwise.cost.joint import JointCost
-from lengthwise.cost.memory import activation_bytes, capacity_tokens, host_share_bytes, state_bytes
+from lengthwise.cost.memory import (
+    activation_bytes,
+    capacity_tokens,
+    host_share_bytes,
+    recompute_capacities,
+    state_bytes,
+)
 from lengthwise.cost.model import CostModel
 from lengthwise.cost.protocol import Cost, RingCost
 from lengthwise.cost.recompute import forward_share, recompute_cost
@@ -37,6 +43,7 @@ __all__ = [
     "host_share_bytes",
     "named_hardware",
     "named_shape",
+    "recompute_capacities",
     "recompute_cost",
     "shape_from_config",
     "state_bytes",

@@ -13,7 +13,10 @@ buffers of its own, which `reserved` stands for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lengthwise.core.errors import ConfigError
+from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.hardware import Hardware
 
@@ -58,6 +61,26 @@ def capacity_tokens(
             remedy="Use more devices a rank (--tp, --pp), recomputation, or give --capacity.",
         )
     return tokens
+
+
+def recompute_capacities(
+    shape: ModelShape, hardware: Hardware, ranks: int, *, kinds: Sequence[str] = RECOMPUTE_KINDS, devices: int = 1
+) -> dict[str, int]:
+    """Tell `capacity_tokens` for each of these kinds of recomputation for which there is room.
+
+    Raises:
+        ConfigError: there is room for none of them.
+    """
+    found: dict[str, int] = {}
+    refused: list[ConfigError] = []
+    for kind in kinds:
+        try:
+            found[kind] = capacity_tokens(shape, hardware, ranks, recompute=kind, devices=devices)
+        except ConfigError as error:
+            refused.append(error)
+    if not found:
+        raise refused[-1]
+    return found
 
 
 def host_share_bytes(hardware: Hardware) -> float:

@@ -7,6 +7,7 @@ from lengthwise.planner.bounds import bound_seconds
 from lengthwise.planner.check import check_plan
 from lengthwise.planner.exchange import split_heads
 from lengthwise.planner.recipes import RECIPES, draw_lengths, lengths_from_file
+from lengthwise.planner.recomputation import plan_recomputed
 from lengthwise.planner.rings import ring_order
 from lengthwise.planner.score import Score, score
 from lengthwise.planner.speeds import parse_speeds
@@ -22,6 +23,7 @@ __all__ = [
     "draw_lengths",
     "lengths_from_file",
     "parse_speeds",
+    "plan_recomputed",
     "plan_step",
     "ring_order",
     "score",

@@ -16,7 +16,7 @@ import numpy as np
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.cost import AllTermsCost, Hardware, state_bytes, step_flops
-from lengthwise.planner import plan_step
+from lengthwise.planner import plan_recomputed
 from lengthwise.simulator.loading import loading_seconds, waits_seconds
 from lengthwise.simulator.step import simulate_plan
 from lengthwise.simulator.timeline import Timeline
@@ -29,7 +29,8 @@ class Setting:
     """What is simulated: a model on so many ranks of a hardware, `devices` of it a rank.
 
     `context_tokens` sizes the mesh of planners with a fixed one, and is the longest that a sequence may be. `loader` is
-    one of `simulator.loading.LOADERS`.
+    one of `simulator.loading.LOADERS`. `capacities`: tokens of a rank for each kind of recomputation that a step may
+    choose (default: none, with the capacity of the cluster).
     """
 
     shape: ModelShape
@@ -39,6 +40,7 @@ class Setting:
     context_tokens: int
     devices: int = 1
     loader: str = "none"
+    capacities: Mapping[str, int] | None = None
 
     @property
     def peak_flops_per_second(self) -> float:
@@ -132,8 +134,8 @@ def compare_planners(
     Raises:
         LengthwiseError: of `plan_step`; sequences longer than the context or than the cluster holds are named.
     """
-    alike = {key: value for key, value in (options or {}).items() if key in ("mode", "stages", "virtual")}
-    (uniform,) = _steps(_simulate("lengthwise", [_uniform(sum(batches[0]))], setting, alike, lambda _: None), setting)
+    alike = [_uniform(sum(batches[0]))]
+    (uniform,) = _steps(_simulate("lengthwise", alike, setting, options or {}, lambda _: None), setting)
     uniform_rate = uniform.flops / uniform.step_seconds
     results = []
     for planner in planners:
@@ -166,14 +168,15 @@ def _simulate(
     plans, timelines = [], []
     for number, tokens in enumerate(batches):
         told(number)
-        plan = plan_step(
+        plan = plan_recomputed(
             tokens,
-            setting.cluster,
+            setting.cluster.ranks,
             setting.cost,
+            setting.capacities or {"none": setting.cluster.capacity_tokens},
             planner=planner,
             layers=setting.shape.layers,
             context_tokens=max(setting.context_tokens, *tokens) if planner == "static" else None,
-            **options,  # type: ignore[arg-type] - what else `plan_step` takes is its own to check
+            **options,
         )
         plans.append(plan)
         timelines.append(simulate_plan(plan, setting.cost))

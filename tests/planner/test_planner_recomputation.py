@@ -1,0 +1,81 @@
+"""Recomputation chosen for a step: the kind that ends first, with the capacity that memory leaves it."""
+
+from dataclasses import replace
+
+import pytest
+
+from lengthwise.core.errors import ConfigError, PlanError
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import (
+    activation_bytes,
+    all_terms_cost,
+    named_hardware,
+    named_shape,
+    recompute_capacities,
+    recompute_cost,
+    state_bytes,
+)
+from lengthwise.planner import PLANNERS, check_plan, plan_recomputed, plan_step, score
+
+SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
+COST = all_terms_cost(SHAPE, HARDWARE)
+SLOW_LINKS = all_terms_cost(SHAPE, replace(HARDWARE, link_bytes_per_second=1e9, node_link_bytes_per_second=1e9))
+CAPACITIES = {"none": 4096, "layer": 40_960, "all_but_attention": 16_384}
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("cost", [COST, SLOW_LINKS], ids=["h100", "slow links"])
+def test_the_kind_that_ends_first_is_kept(planner: str, cost) -> None:
+    tokens = [60_000, 3000, 9000, 500] * 3
+    plan = plan_recomputed(tokens, 24, cost, CAPACITIES, planner=planner, layers=32)
+    check_plan(plan)
+    seconds = {
+        kind: float(
+            plan_step(
+                tokens, Cluster(ranks=24, capacity_tokens=capacity), cost, planner=planner, layers=32, recompute=kind
+            ).notes["predicted_seconds"]
+        )
+        for kind, capacity in CAPACITIES.items()
+    }
+    (kind,) = {microbatch.recompute for microbatch in plan.microbatches}
+    assert plan.notes["predicted_seconds"] == seconds[kind] == min(seconds.values())
+    assert plan.capacity == CAPACITIES[kind]
+
+
+def test_recomputation_pays_where_it_saves_rings_over_slow_links() -> None:
+    kinds = [
+        plan_recomputed([30_000] * 24, 24, cost, CAPACITIES, layers=32).microbatches[0].recompute
+        for cost in (COST, SLOW_LINKS)
+    ]
+    assert kinds == ["none", "layer"]
+
+
+def test_kinds_that_cannot_hold_a_sequence_are_left_to_others_that_can() -> None:
+    plan = plan_recomputed([70_000], 2, COST, CAPACITIES, layers=32)
+    assert plan.microbatches[0].recompute == "layer"
+    with pytest.raises(PlanError, match="2 ranks x 40960 tokens"):
+        plan_recomputed([90_000], 2, COST, CAPACITIES, layers=32)
+
+
+def test_capacities_are_those_of_kinds_with_room() -> None:
+    assert list(recompute_capacities(SHAPE, HARDWARE, 64)) == ["none", "layer", "all_but_attention"]
+    states, of_token = state_bytes(SHAPE, 64), activation_bytes(SHAPE, "none", 2)
+    tight, full = (replace(HARDWARE, device_bytes=(states + tokens * of_token) / 0.9) for tokens in (100, 1))
+    found = recompute_capacities(SHAPE, tight, 64)
+    assert "none" not in found
+    assert found["layer"] > found["all_but_attention"] > 128
+    with pytest.raises(ConfigError, match="128 tokens"):
+        recompute_capacities(SHAPE, full, 64)
+
+
+@pytest.mark.parametrize("kind", ["layer", "all_but_attention"])
+def test_planners_price_recomputation_as_the_score_does(kind: str) -> None:
+    """One sequence on one rank, and one over two nodes: attention, ring, hops and launches of the second forward."""
+    priced = recompute_cost(COST, kind)
+    for length, ranks in ((3000, 1), (90_000, 12)):
+        cluster = Cluster(ranks=ranks, capacity_tokens=8192)
+        plan = plan_step([length], cluster, COST, layers=32, recompute=kind)
+        assert [piece.degree for m in plan.microbatches for piece in m.pieces] == [ranks]
+        took = priced.piece_seconds([length], ranks) + priced.fixed_seconds
+        assert score(plan, COST).makespan_seconds == pytest.approx(took, rel=1e-12)
+        assert took > COST.piece_seconds([length], ranks) + COST.fixed_seconds * 1.3
