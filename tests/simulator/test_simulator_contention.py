@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, plan_step, ring_order
-from lengthwise.simulator import microbatch_clocks, node_bytes, simulate_plan
+from lengthwise.simulator import microbatch_clocks, node_bytes, piece_stages, simulate_plan
+from lengthwise.simulator.contention import Uplinks
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 NODES_OF_4 = replace(HARDWARE, ranks_per_node=4, node_uplink_bytes_per_second=4 * HARDWARE.link_bytes_per_second)
@@ -61,11 +63,43 @@ def test_bytes_of_a_node_are_those_of_the_rings_that_cross_it() -> None:
     piece = Piece(ranks=ring_order(2, 4), sequences=(0,))
     passed = cost.ring_bytes * 1000 * 3 / 4
     crossing = node_bytes(Microbatch(pieces=(piece,)), (1000,), cost)
-    assert crossing == pytest.approx({(0, "out"): passed, (0, "in"): passed, (1, "out"): passed, (1, "in"): passed})
+    assert crossing == pytest.approx({0: passed, 1: passed})
     again = node_bytes(Microbatch(pieces=(piece,), recompute="layer"), (1000,), cost)
-    assert again[0, "out"] == pytest.approx(passed * (1 + cost.forward.ring))
+    assert again[0] == pytest.approx(passed * (1 + cost.forward.ring))
     inside = Piece(ranks=(4, 6, 7, 5), sequences=(0,))
     assert node_bytes(Microbatch(pieces=(inside, Piece(ranks=(9,), sequences=(0,)))), (1000,), cost) == {}
+
+
+def test_slowdown_is_the_mean_over_a_microbatchs_time() -> None:
+    cost = replace(all_terms_cost(SHAPE, NODES_OF_4), uplink_bytes_per_second=1.0)
+    plan = _crossing(2, 6)
+    seconds = node_bytes(plan.microbatches[0], plan.tokens, cost)[1] / 0.6  # alone each asks for 0.6 of the uplink
+    uplinks = Uplinks(plan, [seconds, seconds], cost)
+    assert not uplinks.slow_down(np.array([0.0, 20.0]), np.array([10.0, 30.0]))
+    assert uplinks.slow_down(np.array([0.0, 5.0]), np.array([10.0, 15.0]))
+    assert uplinks.slowdowns.tolist() == pytest.approx([1.1, 1.1])  # half of the time both
+    assert uplinks.slowed(0).far.bytes_per_second == pytest.approx(cost.far.bytes_per_second / 1.1)
+
+
+def test_groups_that_cross_nodes_exchange_over_their_share_of_the_uplink() -> None:
+    cost = all_terms_cost(SHAPE, NODES_OF_4)
+    narrow = replace(cost, uplink_bytes_per_second=cost.far.bytes_per_second)
+    piece = Piece(ranks=(2, 3, 4, 5), sequences=(0,), heads=4)
+    wide, shared = (piece_stages(piece, [40_000], each).exchange for each in (cost, narrow))
+    assert shared == pytest.approx(4 * wide)
+    inside = replace(piece, ranks=(4, 5, 6, 7))
+    assert piece_stages(inside, [40_000], narrow).exchange == pytest.approx(
+        piece_stages(inside, [40_000], cost).exchange
+    )
+
+
+def test_the_steps_end_takes_no_more_than_the_uplinks() -> None:
+    cost = all_terms_cost(SHAPE, NODES_OF_4)
+    narrow = replace(cost, uplink_bytes_per_second=1e9)
+    assert narrow.step_end_seconds(16) == pytest.approx(cost.reduced_bytes * 15 / 16 / 1e9)
+    assert narrow.step_end_seconds(4) == cost.step_end_seconds(4)
+    with pytest.raises(ConfigError, match="uplink"):
+        replace(cost, uplink_bytes_per_second=0.0)
 
 
 @settings(deadline=None, max_examples=25)

@@ -154,6 +154,20 @@ def test_two_rings_over_one_rank_share_its_link() -> None:
     assert mine.forward == pytest.approx([forward[rank] for rank in mine.ranks], rel=1e-9)
 
 
+def test_uplinks_carry_what_comes_in_as_well() -> None:
+    slow = replace(HARDWARE, link_bytes_per_second=1e9, node_uplink_bytes_per_second=2e8)
+    cost = replace(all_terms_cost(replace(SHAPE, layers=2), slow), block_efficiency=())
+    pieces = (  # both send much into node 1 and little out of it
+        Piece(ranks=(7, 8), sequences=(0,), shares=(9.0, 1.0)),
+        Piece(ranks=(15, 16), sequences=(1,), shares=(1.0, 9.0)),
+    )
+    microbatch = Microbatch(pieces=pieces)
+    forward, total = _slow_clocks(microbatch, [40_000, 40_000], cost, 24)
+    clocks = microbatch_clocks(microbatch, [40_000, 40_000], cost)
+    assert clocks.forward == pytest.approx([forward[rank] for rank in clocks.ranks], rel=1e-9)
+    assert clocks.total == pytest.approx([total[rank] for rank in clocks.ranks], rel=1e-9)
+
+
 @settings(deadline=None)
 @given(
     length=st.integers(1, 2 * 10**6),

@@ -23,12 +23,11 @@ from lengthwise.cost import AllTermsCost
 from lengthwise.simulator.stages import Floats
 
 TURNS = 3
-Uplink = tuple[int, str]  # a node, and whether its bytes go out or in
 
 
-def node_bytes(microbatch: Microbatch, tokens: Sequence[int], cost: AllTermsCost) -> dict[Uplink, float]:
-    """Count the bytes that rings of a microbatch send out of, and into, each node: all layers and passes."""
-    total: dict[Uplink, float] = defaultdict(float)
+def node_bytes(microbatch: Microbatch, tokens: Sequence[int], cost: AllTermsCost) -> dict[int, float]:
+    """Count the bytes that rings of a microbatch send out of each node, all layers and passes; as many come in."""
+    total: dict[int, float] = defaultdict(float)
     passes = sum(each.ring for each in cost.passes(microbatch.recompute))
     for piece in microbatch.pieces:
         positions = piece.degree // piece.heads
@@ -38,10 +37,8 @@ def node_bytes(microbatch: Microbatch, tokens: Sequence[int], cost: AllTermsCost
         repeated = max(1.0, piece.heads / cost.kv_heads) / piece.heads
         edge_bytes = passes * cost.ring_bytes * passed * repeated
         nodes = np.array(piece.ranks) // cost.ranks_per_node
-        targets = np.roll(nodes, -piece.heads)
-        for source, target in zip(nodes[nodes != targets].tolist(), targets[nodes != targets].tolist(), strict=True):
-            total[source, "out"] += edge_bytes
-            total[target, "in"] += edge_bytes
+        for node in nodes[nodes != np.roll(nodes, -piece.heads)].tolist():
+            total[node] += edge_bytes
     return dict(total)
 
 
@@ -51,10 +48,10 @@ class Uplinks:
     def __init__(self, plan: Plan, alone_seconds: Sequence[float], cost: AllTermsCost) -> None:
         self._cost = cost
         self.slowdowns = np.ones(len(plan.microbatches))
-        self._rates: dict[Uplink, list[tuple[int, float]]] = defaultdict(list)
+        self._rates: dict[int, list[tuple[int, float]]] = defaultdict(list)
         for index, (microbatch, seconds) in enumerate(zip(plan.microbatches, alone_seconds, strict=True)):
-            for uplink, size in node_bytes(microbatch, plan.tokens, cost).items():
-                self._rates[uplink].append((index, size / seconds))
+            for node, size in node_bytes(microbatch, plan.tokens, cost).items():
+                self._rates[node].append((index, size / seconds))
 
     def slow_down(self, starts: Floats, ends: Floats) -> bool:
         """Raise the slowdowns to those of microbatches that run from `starts` to `ends`; tell whether any rose."""
