@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MESHES))
     parser.add_argument("--recipes", default="github,byted")
     parser.add_argument("--contexts", default="256K,512K,1M,2M")
-    parser.add_argument("--choices", default="ring")
+    parser.add_argument("--choices", default="ring,heads,auto,offload")
     parser.add_argument("--planners", default=",".join(PLANNERS))
     parser.add_argument("--hardware", default="bytescale-gpu")
     parser.add_argument("--rows", type=Path, default=Path("runs/bytescale_evaluation.jsonl"))

@@ -65,6 +65,11 @@ class PlanRequest:
         )
 
     @cached_property
+    def most_compute_seconds(self) -> float:
+        """The arithmetic of the sequence that has most of it, alone on one rank."""
+        return float(self.cost.compute_seconds(self.lengths).max())
+
+    @cached_property
     def ground(self) -> Ground:
         """What the places of the line add to the seconds of a ring."""
         return Ground(self.cost, self.cluster.ranks, self.speeds, self.cluster.capacity_tokens)

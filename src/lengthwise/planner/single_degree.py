@@ -69,7 +69,7 @@ def least_seconds(request: PlanRequest, degree: int) -> float:
     num_packs = -(-int(np.minimum(request.lengths, capacity).sum()) // capacity)  # what is longer is a pack of its own
     computing = cost.without_copies() if isinstance(cost, JointCost) else cost
     together = computing.piece_seconds(request.tokens, degree) - cost.hops_seconds(degree)
-    longest = float(cost.compute_seconds(request.lengths).max()) / degree
+    longest = request.most_compute_seconds / degree
     return max((together + num_packs * launch) / groups, longest + launch) * (1 - 1e-12)
 
 
