@@ -288,14 +288,14 @@ def main() -> None:
         write_between_marks(arguments.out, lines)
 
 
-def write_between_marks(page: Path, lines: Sequence[str]) -> None:
+def write_between_marks(page: Path, lines: Sequence[str], marks: tuple[str, str] = MARKS) -> None:
     """Replace what stands between the marks of a page."""
     text = page.read_text(encoding="utf-8")
-    before, _, rest = text.partition(MARKS[0])
-    _, end, after = rest.partition(MARKS[1])
+    before, _, rest = text.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
     if not end:
-        raise SystemExit(f"{page} has no {' ... '.join(MARKS)}")
-    page.write_text(before + MARKS[0] + "\n" + "\n".join(lines) + "\n" + MARKS[1] + after, encoding="utf-8")
+        raise SystemExit(f"{page} has no {' ... '.join(marks)}")
+    page.write_text(before + marks[0] + "\n" + "\n".join(lines) + "\n" + marks[1] + after, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ _ALLOWED = 6  # tokens that bounds allow a rank above its capacity: the plan fil
 _STEPS = 128  # of a rank's capacity, by which bounds tell rings apart
 _LOOKED_AT = 2048  # ranks up to which bounds look at every place of every ring
 _WHOLE = 1 - 1e-9  # the mean speed of all ranks, whatever was rounded
+_REMEMBERED = 2**22  # entries of `Extras`, 16 bytes each
 _AT_ONCE = 2**20  # speeds looked at together
 
 Floats = NDArray[np.float64]
@@ -116,6 +117,7 @@ class Ground:
         self._paces = np.ones(1) if self.speeds is None else _some_of(self.speeds)
         self._paced = [[each.at_speed(pace) if pace != 1 else each for pace in self._paces] for each in self._costs]
         self._known: dict[tuple[int, int], tuple[float, Floats]] = {}  # of a ring: promised, and at each cost and pace
+        self._uneven: dict[tuple[int, int], Extras] = {}
         self._places: dict[int, Places] = {}
         self._lost: Floats | None = None  # without shares: by rings of each degree or more, see `_least_lost`
 
@@ -150,12 +152,17 @@ class Ground:
                 return None
             extra = np.where(places.straddles, penalty, 0.0)
             return Extras(extra, extra)
+        if key in self._uneven:
+            return self._uneven[key]
         slownesses = 1 / self._paces_of(length, degree, self._capacity - _ROUNDED)
         rings = [np.interp(slownesses, 1 / self._paces, row) for row in seconds]
         launches = self._costs[0].fixed_seconds * (1 / places.slowest - 1)
         took = np.where(places.straddles, rings[-1], rings[0])
         extra = took - promised + launches
-        return Extras(extra, extra + _LOST * took * (places.mean * slownesses - 1))
+        found = Extras(extra, extra + _LOST * took * (places.mean * slownesses - 1))
+        if len(self._uneven) * self.ranks < _REMEMBERED:
+            self._uneven[key] = found
+        return found
 
     def places(self, degree: int) -> Places:
         """Look at every interval of `degree` ranks."""
@@ -179,6 +186,11 @@ class Ground:
         if not self.has_shares or self.speeds is None or degree < 2:
             return None
         speeds = self.speeds[first : first + degree]
+        most = float(speeds.max())
+        if speeds.min() == most:
+            return None
+        if length * most <= (self._capacity - _ROUNDED) * float(speeds.sum()):
+            return (speeds / most).tolist()
         parts = levelled(speeds[None], (self._capacity - _ROUNDED) / length)[0][0]
         return None if parts.min() == parts.max() else (parts / parts.max()).tolist()
 

@@ -61,6 +61,7 @@ _WORTH_ANNEALING = 1.005  # of the bound; tiny steps above it are tried out
 _FAR = 1.01  # of the bound; above it smaller shards are tried
 _CROWDED = 4  # rings a rank; where so many follow each other, places are looked at before rings
 _PLACING_STEPS = 100_000  # rings x thousands of ranks, placed in all
+_UNEVEN = 4  # times that a ring counts where each place has a pace of its own
 _PACKING_STEPS = 4_000  # sequences packed in all, and at least two tries
 _OVERDRAFT = 4  # times as many more while the best is far from the bound
 
@@ -145,7 +146,8 @@ class Search:
         self.best_seconds = float("inf")
         self._tried, self._packed = set[bytes](), set[bytes]()
         self._crowded = False
-        self._placing, self._packing = _PLACING_STEPS, max(_PACKING_STEPS, 2 * len(request.tokens))
+        self._placing = _PLACING_STEPS // (1 if request.speeds is None else _UNEVEN)
+        self._packing = max(_PACKING_STEPS, 2 * len(request.tokens))
         self._overdraft = _OVERDRAFT * self._packing
 
     @property

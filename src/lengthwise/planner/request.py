@@ -103,8 +103,15 @@ class PlanRequest:
 
     @cached_property
     def least_degrees(self) -> NDArray[np.int64]:
-        """The degree of each sequence that takes least of all ranks' time: where growth starts."""
-        return self._of_unique(partial(cheapest_degrees, only=self.useful_degrees))
+        """The degree of each sequence that takes least of all ranks' time: where growth starts.
+
+        Where shares level ranks of unequal speed, the fastest has room for its part.
+        """
+        least = self._of_unique(partial(cheapest_degrees, only=self.useful_degrees))
+        if self.speeds is None or not self.ground.has_shares:
+            return least
+        levelled = np.ceil(self.lengths * (max(self.speeds) / self.cluster.capacity_tokens)).astype(np.int64)
+        return np.where(least > 1, np.minimum(np.maximum(levelled, least), self.cluster.ranks), least)
 
     @cached_property
     def useful_degrees(self) -> NDArray[np.int64] | None:

@@ -1,0 +1,109 @@
+"""Ranks of unequal speed: how far above their bound plans end, for each way in which speeds differ.
+
+    python benchmarks/speeds.py [--ranks 8,16,32,64] [--seeds 2] [--out PAGE.md]
+
+`halves`: each rank at random half as fast as another; `uniform`: anything from half as fast; `nodes`: nodes of 8 at
+random 0.6 times as fast; `one`: a single rank of 0.7. 128K tokens a rank, capacity 8K, lengths clipped as in
+`planners.py`. *four terms* are the costs of `planners.py`, which know no shares: a ring is as slow as its slowest rank.
+*all terms* (7B on h100) price shares. *blind*: the plan for equal ranks, scored with the speeds. Plan times are process
+seconds. `--out` writes the table between the two speeds marks of a page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+
+from batches import tokens_batch
+from planners import TERMS, write_between_marks
+
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
+from lengthwise.planner import check_plan, plan_step, score
+
+TOKENS_A_RANK, CAPACITY_TOKENS, RANKS_A_NODE = 131_072, 8192, 8
+SOURCES = ("github", "prolong", "wikipedia")
+AIM = 1.02
+MARKS = ("<!-- speeds: begin -->", "<!-- speeds: end -->")
+
+
+def draw_speeds(kind: str, ranks: int, seed: int) -> list[float]:
+    """Draw a speed for each rank."""
+    choose = random.Random(seed)
+    if kind == "halves":
+        return [choose.choice((1.0, 0.5)) for _ in range(ranks)]
+    if kind == "uniform":
+        return [choose.uniform(0.5, 1) for _ in range(ranks)]
+    if kind == "nodes":
+        of_nodes = [choose.choice((1.0, 0.6)) for _ in range(-(-ranks // RANKS_A_NODE))]
+        return [of_nodes[rank // RANKS_A_NODE] for rank in range(ranks)]
+    speeds = [1.0] * ranks
+    speeds[choose.randrange(ranks)] = 0.7
+    return speeds
+
+
+def table(ranks: list[int], seeds: int) -> Iterator[str]:
+    """Yield the lines of the table as they are found."""
+    costs = {"four terms": TERMS, "all terms": all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))}
+    yield "| costs | speeds | lengths | " + " | ".join(f"{count} ranks" for count in ranks) + " | blind | worst ms |"
+    yield "|---" * (len(ranks) + 5) + "|"
+    for name, cost in costs.items():
+        of_kind: list[float] = []
+        for kind in ("halves", "uniform", "nodes", "one"):
+            for source in SOURCES:
+                cells, ratios, blind, took_ms = [name, kind, source], list[float](), list[float](), list[float]()
+                for count in ranks:
+                    found = [_ratios(source, kind, count, seed, cost) for seed in range(seeds)]
+                    cells.append(f"{statistics.mean(ours for ours, _, _ in found):.4f}")
+                    ratios += [ours for ours, _, _ in found]
+                    blind += [other for _, other, _ in found]
+                    took_ms += [ms for _, _, ms in found]
+                of_kind += ratios
+                yield "| " + " | ".join([*cells, f"{statistics.mean(blind):.3f}", f"{max(took_ms):.0f}"]) + " |"
+        mean = statistics.mean(of_kind)
+        verdict = "met" if mean <= AIM else "**missed**"
+        yield f"| {name} | all | mean {mean:.4f}, worst {max(of_kind):.4f}; aim {AIM} {verdict} |" + " |" * (
+            len(ranks) + 2
+        )
+
+
+def _ratios(source: str, kind: str, ranks: int, seed: int, cost: Cost) -> tuple[float, float, float]:
+    """Plan one batch; return makespan / bound, that of the plan for equal ranks, and the plan time in ms."""
+    cluster, speeds = Cluster(ranks=ranks, capacity_tokens=CAPACITY_TOKENS), draw_speeds(kind, ranks, seed)
+    tokens = tokens_batch(source, ranks * TOKENS_A_RANK, seed, cluster)
+    start = time.process_time()
+    plan = plan_step(tokens, cluster, cost, speeds=speeds)
+    took_ms = 1e3 * (time.process_time() - start)
+    check_plan(plan)
+    bound = plan.notes["bound_seconds"]
+    blind = score(plan_step(tokens, cluster, cost), cost, speeds=speeds).makespan_seconds
+    return score(plan, cost).makespan_seconds / bound, blind / bound, took_ms
+
+
+def main() -> None:
+    """Print the table, and write it into a page if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="8,16,32,64")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="a page with the two speeds marks")
+    arguments = parser.parse_args()
+    lines: list[str] = []
+    for line in table([int(count) for count in arguments.ranks.split(",")], arguments.seeds):
+        print(line, flush=True)
+        lines.append(line)
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    lines += ["", f"{date.today().isoformat()}, {machine}; seeds 0 to {arguments.seeds - 1}."]
+    print(lines[-1])
+    if arguments.out is not None:
+        write_between_marks(arguments.out, lines, MARKS)
+
+
+if __name__ == "__main__":
+    main()
