@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lengthwise.cost import JointCost, all_terms_cost, named_hardware, named_shape, recompute_cost
@@ -31,13 +31,15 @@ def _ratio(held: float, allowed: int) -> float:
     return high
 
 
+@example(length=20_000, degree=2, recompute="none")
 @given(length=LENGTHS, degree=st.integers(1, 40), recompute=st.sampled_from(["none", "layer", "all_but_attention"]))
 def test_a_piece_pays_for_the_least_ratio_that_holds_it(length: int, degree: int, recompute: str) -> None:
-    joint = _joint(recompute=recompute)
+    cost = replace(COST, copy_bytes_per_second=3e9)  # slow enough to show
+    joint = _joint(terms=cost, recompute=recompute)
     if length / degree > joint.most_held_tokens(CAPACITY):
         degree = -(-length // joint.most_held_tokens(CAPACITY))
     ratio = _ratio(length / degree, CAPACITY + (degree > 1))
-    wanted = COST.piece_seconds([length], degree, offload=ratio, recompute=recompute)
+    wanted = cost.piece_seconds([length], degree, offload=ratio, recompute=recompute)
     assert joint.piece_seconds([length], degree) == pytest.approx(wanted, rel=1e-9)
     (of_ring,) = joint.ring_piece_seconds(np.array([length]), np.array([degree])).tolist()
     assert of_ring == pytest.approx(wanted, rel=1e-9)
