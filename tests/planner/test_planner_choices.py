@@ -52,6 +52,22 @@ def test_cheapest_degrees_are_found_by_trying_all(lengths: list[int], cost: Join
             assert found == 1
 
 
+def test_cheapest_degrees_above_64_are_exact() -> None:
+    """The grid steps by two and four there, and what is between is looked at."""
+    cluster, lengths = Cluster(ranks=400, capacity_tokens=512), np.arange(80_000, 200_000, 5003)
+    quick = replace(HARDWARE, link_bytes_per_second=1e12, hop_latency_seconds=1e-8, block_efficiency=((1, 1.0),))
+    terms = all_terms_cost(SHAPE, quick)
+    terms = replace(terms, work=replace(terms.work, quadratic_seconds=0.0))  # nothing hides copies but linear work
+    cost = _joint(terms=terms, offloads_above_tokens=512)
+    found = cheapest_degrees(cost, lengths, cluster)
+    assert np.any((found > 128) & (found % 2 == 1))
+    for length, least, best in zip(
+        lengths.tolist(), fewest_degrees(cost, lengths, cluster).tolist(), found.tolist(), strict=True
+    ):
+        tried = [_taken(cost, length, degree) for degree in range(least, cluster.ranks + 1)]
+        assert _taken(cost, length, best) == pytest.approx(min(tried), rel=1e-12)
+
+
 @settings(max_examples=25)
 @given(lengths=LENGTHS, cost=st.sampled_from(COSTS), share=st.floats(0.02, 1.2))
 def test_degrees_within_a_limit_are_the_cheapest(lengths: list[int], cost: JointCost, share: float) -> None:
@@ -78,7 +94,7 @@ def test_degrees_within_a_limit_are_the_cheapest(lengths: list[int], cost: Joint
 @settings(max_examples=25)
 @given(lengths=LENGTHS)
 def test_hidden_degrees_are_the_fewest_with_copies_that_hide(lengths: list[int]) -> None:
-    cost, many = COSTS[0], np.array(lengths)
+    cost, many = _joint(terms=replace(SLOW, copy_bytes_per_second=8e9)), np.array(lengths)
     fewest = fewest_degrees(cost, many, CLUSTER).tolist()
     for length, least, found in zip(lengths, fewest, hidden_degrees(cost, many, CLUSTER).tolist(), strict=True):
         free = [d for d in range(least, 61) if cost.hides_copies(np.array([length]), np.array([d]))[0]]
