@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from lengthwise.cost import AllTermsCost, Cost, JointCost
 
 _PACES = 9  # at which rings are priced; the others lie between them
-_LOST = 4  # times that fast ranks lose in a ring count against its place; ends alone fall 1.4 % further behind
+_LOST = 4  # times that time lost by fast ranks counts against a place; uncounted, `halves` end 1.9 % further behind
 _ROUNDED = 2  # tokens by which a rank's two chunks may exceed its share
 _ALLOWED = 6  # tokens that bounds allow a rank above its capacity: the plan file's one, and rounding of its work
 _STEPS = 128  # of a rank's capacity, by which bounds tell rings apart
