@@ -150,3 +150,17 @@ def test_a_step_takes_what_was_planned_where_rings_wait_in_every_layer() -> None
     rings = [microbatch for microbatch in plan.microbatches if len(microbatch.ranks) > 1]
     assert rings
     assert all(len(microbatch.pieces) == 1 for microbatch in rings)
+
+
+@pytest.mark.parametrize("planner", ["lengthwise", "single-degree", "bytescale"])
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+def test_plans_with_offload_and_heads_simulate_near_their_score(planner: str, recompute: str) -> None:
+    cost = all_terms_cost(SHAPE, replace(HARDWARE, link_bytes_per_second=2e10))
+    tokens = [200_000, 200_000, 90_000, 40_000, 9000, 3000] * 4
+    options = {"planner": planner, "layers": 32, "offload": "auto", "heads": "auto", "recompute": recompute}
+    plan = plan_step(tokens, Cluster(ranks=32, capacity_tokens=8192), cost, **options)
+    timeline = simulate_plan(plan, cost)
+    assert timeline.work_end_seconds.max() == pytest.approx(score(plan, cost).makespan_seconds, rel=0.05)
+    if planner == "lengthwise":
+        assert any(microbatch.offload > 0 for microbatch in plan.microbatches)
+        assert any(piece.heads > 1 for microbatch in plan.microbatches for piece in microbatch.pieces)
