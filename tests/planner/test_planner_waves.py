@@ -58,6 +58,27 @@ def test_waves_are_level_on_published_lengths(ranks: int, recipe: str) -> None:
     assert plan.notes["predicted_seconds"] <= 1.01 * bound_seconds(tokens, cluster, COMPUTE)
 
 
+def test_waves_begin_with_the_sequence_that_sets_one() -> None:
+    """670K tokens take longer than an even wave at any degree: 1.19 of the bound, 1.26 where its wave comes last."""
+    cluster = Cluster(ranks=256, capacity_tokens=16384)
+    tokens = draw_lengths("github", 32_768 * 256, 0, longest_tokens=1_700_000)
+    plan = plan_step(tokens, cluster, ALL_FOUR, mode="waves")
+    check_plan(plan)
+    longest = tokens.index(max(tokens))
+    assert longest in {i for piece in plan.microbatches[0].pieces for i in piece.sequences}
+    assert plan.notes["predicted_seconds"] <= 1.2 * plan.notes["bound_seconds"]
+
+
+def test_waves_of_even_shares_end_near_the_bound_where_they_are_few() -> None:
+    """32K tokens a rank of 16K: two waves can hold no more, three even ones are best."""
+    cluster = Cluster(ranks=64, capacity_tokens=16384)
+    tokens = draw_lengths("prolong", 32_768 * 64, 0, longest_tokens=40_000)
+    plan = plan_step(tokens, cluster, ALL_FOUR, mode="waves")
+    check_plan(plan)
+    assert len(plan.microbatches) == 3
+    assert plan.notes["predicted_seconds"] <= 1.04 * plan.notes["bound_seconds"]
+
+
 def test_waves_cut_a_short_sequence_that_all_others_would_wait_for() -> None:
     """One of 100 tokens would keep three ranks of 40 waiting; cut over all it does not."""
     cost = CostModel(linear_seconds=1.0)

@@ -66,9 +66,16 @@ NO_ROOMS = Rooms([], [])
 class ShortSequences:
     """Sequences in ascending order of length, from which the longest that still fits is taken again and again."""
 
-    def __init__(self, sequences: Sequence[int], lengths: Sequence[int], seconds: Sequence[float]) -> None:
+    def __init__(
+        self,
+        sequences: Sequence[int],
+        lengths: Sequence[int],
+        seconds: Sequence[float],
+        alive: list[int] | None = None,
+    ) -> None:
         self.sequences, self.lengths, self.seconds = sequences, lengths, seconds
-        self._alive = list(range(len(sequences) + 1))  # entry i + 1 leads to the last one left at or before i
+        # Entry i + 1 leads to the last one left at or before i.
+        self._alive = list(range(len(sequences) + 1)) if alive is None else alive
 
     def _last_left(self, place: int) -> int:
         root = place
@@ -92,9 +99,7 @@ class ShortSequences:
 
     def copy(self) -> ShortSequences:
         """Return the same sequences, from which may be taken apart from these."""
-        other = ShortSequences(self.sequences, self.lengths, self.seconds)
-        other._alive = self._alive.copy()
-        return other
+        return ShortSequences(self.sequences, self.lengths, self.seconds, self._alive.copy())
 
     def left(self) -> list[int]:
         """List the indices of those not yet taken, longest first."""

@@ -6,10 +6,12 @@ what counts is that all ranks of a wave need the same time, and that waves are f
 1. For a time t, the longest sequences that are left are cut just so far that each takes no longer, and put side by side
    until the line of ranks is full; then every rank is filled up with the longest local sequences that fit both its
    capacity and its time. That is one wave.
-2. Several t are tried: those that cut the longest sequence over N ranks, N / 2, N / 3 and so on, those that fill the
-   capacity with sequences of some quantile, and what levels all that is left over as few waves as can hold it. Of the
-   waves that lose about least, the longest is kept, and the next one begins. What "about" means is tried in
-   three ways where launches cost.
+2. Several t are tried, longest first: those that cut the longest sequence over N ranks, N / 2, N / 3 and so on, those
+   that fill the capacity with sequences of some quantile, and what levels all that is left over as few waves as can
+   hold it. The first wave that is level and makes none more needed is kept; without one, of those that lose about
+   least, the longest. What "about" means is tried in three ways where the result is far from the bound.
+3. Where one sequence takes longer at any degree than an even wave, it sets a wave anyhow. Then waves that begin with
+   it, at a few of its degrees, are tried, too: they take as much with it as memory holds, and the others are short.
 
 Long sequences come first and together, short ones are left to level the last waves. Costs waves x tries x (N + n).
 """
@@ -23,44 +25,84 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch, Piece
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import Cost
 from lengthwise.planner.degrees import degree_search
 from lengthwise.planner.packs import ShortSequences
 from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.rings import ring_order
 
+Floats = NDArray[np.float64]
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # the longest sequence is tried over N / part ranks
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the tokens left, shortest sequences first
 _PATIENCE = (0.01, 0.003, 0.03)  # of the ranks' time; a longer wave may lose so much more than the best
+_LEVEL = 0.995  # of the ranks' time in a wave, launches left out, that is enough
+_NEAR = 1.01  # of the bound; below it no other way is tried
+_SLACKS = (1.003, 1.02, 1.06)  # over an even share, that a wave may take
+_SHORTEST = 0.2  # of an even wave, that a wave is tried to take
+_BEGINNINGS = 2  # degrees of a sequence that sets a wave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wave:
-    """One wave: pieces as (first rank, degree, sequences), what it leaves, its useful share of the ranks' time."""
+    """One wave: pieces as (first rank, degree, sequences), what it leaves, and shares of the ranks' time.
+
+    useful: spent on work, counting launches of waves that it makes needed besides. level: without any launch, 0 where
+    it makes more waves needed.
+    """
 
     pieces: list[tuple[int, int, list[int]]]
     left: ShortSequences
     seconds: float
     useful: float
+    level: float
 
 
 def plan_waves(request: PlanRequest) -> list[Microbatch]:
     """Plan one step in lock-step."""
-    builder = _Builder(request)
-    tried = [_waves(builder, patience) for patience in (_PATIENCE if builder.launch else _PATIENCE[:1])]
-    waves = min(tried, key=lambda waves: sum(wave.seconds for wave in waves))
-    return [Microbatch(pieces=tuple(map(_piece, wave.pieces))) for wave in waves]
+    builder = _Builder.of(request)
+    best: list[Wave] = []
+    for patience, beginning in _ways(builder):
+        waves = _waves(builder, patience, beginning)
+        if not best or _total(waves) < _total(best):
+            best = waves
+        if _total(best) <= request.shared_bound_seconds * _NEAR:
+            break
+    return [Microbatch(pieces=tuple(map(_piece, wave.pieces))) for wave in best]
 
 
-def _waves(builder: _Builder, patience: float) -> list[Wave]:
+def _total(waves: list[Wave]) -> float:
+    return sum(wave.seconds for wave in waves)
+
+
+def _ways(builder: _Builder) -> Iterator[tuple[float, float | None]]:
+    """Yield what to try: how patient to be, and how long the first wave is to be (None: whatever loses least)."""
+    yield _PATIENCE[0], None
+    beginnings = builder.beginnings()
+    yield from ((_PATIENCE[0], seconds) for seconds in beginnings)
+    if builder.launch and len(beginnings) == 1:  # no sequence sets a wave
+        yield from ((patience, None) for patience in _PATIENCE[1:])
+
+
+def _waves(builder: _Builder, patience: float, beginning: float | None) -> list[Wave]:
     """Build wave after wave; of those that lose at most `patience` more than the best, the longest."""
-    left, waves = builder.all_sequences(), list[Wave]()
-    while order := left.left():
-        tried = [builder.build(left, order, seconds) for seconds in builder.times(order)]
-        most = max(wave.useful for wave in tried)
-        waves.append(max((each for each in tried if each.useful >= most - patience), key=lambda wave: wave.seconds))
-        left = waves[-1].left
-        assert waves[-1].pieces, f"a wave without work, {len(order)} sequences left"
+    waves = list[Wave]()
+    while len(builder.order):
+        times = [beginning] if beginning is not None and not waves else builder.times()
+        waves.append(_best_wave(builder, times, patience))
+        assert waves[-1].pieces, f"a wave without work, {len(builder.order)} sequences left"
+        builder = builder.rest(waves[-1].left.left()[::-1])
     return waves
+
+
+def _best_wave(builder: _Builder, times: list[float], patience: float) -> Wave:
+    tried = list[Wave]()
+    for seconds in times:
+        tried.append(builder.build(seconds))
+        if tried[-1].level >= _LEVEL:
+            return tried[-1]
+    most = max(wave.useful for wave in tried)
+    return max((each for each in tried if each.useful >= most - patience), key=lambda wave: wave.seconds)
 
 
 def _piece(placed: tuple[int, int, list[int]]) -> Piece:
@@ -69,44 +111,75 @@ def _piece(placed: tuple[int, int, list[int]]) -> Piece:
 
 
 class _Builder:
-    """Builds waves; arrays are of all sequences, shortest first, and indices are into them."""
+    """Builds waves of what is left; arrays are of its sequences, shortest first, and indices are into them."""
 
-    def __init__(self, request: PlanRequest) -> None:
-        self.cost, self.ranks, self.capacity = request.cost, request.cluster.ranks, request.cluster.capacity_tokens
-        self.order = np.lexsort((-np.arange(len(request.tokens)), request.lengths))
-        self.lengths = request.lengths[self.order]
-        self.least = request.least_degrees[self.order]
-        self.alone = self.cost.compute_seconds(self.lengths)
-        self.launch = self.cost.fixed_seconds
+    def __init__(
+        self,
+        cost: Cost,
+        cluster: Cluster,
+        order: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        least: NDArray[np.int64],
+    ) -> None:
+        self.cost, self.cluster, self.order, self.lengths, self.least = cost, cluster, order, lengths, least
+        self.ranks, self.capacity = cluster.ranks, cluster.capacity_tokens
+        self.alone = cost.compute_seconds(lengths)
+        self.launch = cost.fixed_seconds
+        self.fewest = -(-int(lengths.sum()) // (self.ranks * self.capacity))
+        self._pool = ShortSequences(order.tolist(), lengths.tolist(), self.alone.tolist())
 
-    def all_sequences(self) -> ShortSequences:
-        return ShortSequences(self.order.tolist(), self.lengths.tolist(), self.alone.tolist())
+    @classmethod
+    def of(cls, request: PlanRequest) -> _Builder:
+        """Take all sequences of a step."""
+        order = np.lexsort((-np.arange(len(request.tokens)), request.lengths))
+        return cls(request.cost, request.cluster, order, request.lengths[order], request.least_degrees[order])
 
-    def times(self, order: list[int]) -> list[float]:
-        """List the durations to try for the next wave; `order` holds what is left, longest first."""
-        return sorted(set(self._times(np.array(order, dtype=np.int64))), reverse=True)
+    def rest(self, left: list[int]) -> _Builder:
+        """Take the sequences at these indices alone."""
+        some = np.array(left, dtype=np.int64)
+        return _Builder(self.cost, self.cluster, self.order[some], self.lengths[some], self.least[some])
 
-    def _times(self, order: NDArray[np.int64]) -> Iterator[float]:
-        lengths, alone, longest = self.lengths[order], self.alone[order], int(order[0])
+    def times(self) -> list[float]:
+        """List the durations to try for the next wave, longest first; tiny waves would be many."""
+        return sorted({each for each in self._times() if each >= _SHORTEST * self.even_seconds}, reverse=True)
+
+    @property
+    def even_seconds(self) -> float:
+        """How long each of the fewest waves would be if all ranks were equally busy in all of them."""
+        return self.launch + float(self.alone.sum()) / (self.ranks * self.fewest)
+
+    def beginnings(self) -> list[float]:
+        """List how long the first wave could be: where the longest sequence sets a wave at any degree, a few of these.
+
+        Where launches cost, also an even share of one wave more than the fewest.
+        """
+        longest = len(self.order) - 1
+        degrees = {max(int(self.least[longest]), self.ranks // part) for part in PARTS if part <= self.ranks}
+        seconds = sorted({self._ring_seconds(longest, degree) for degree in degrees})
+        setting = seconds[:_BEGINNINGS] if seconds[0] > self.even_seconds else []
+        evenly = self.launch + _SLACKS[0] * float(self.alone.sum()) / (self.ranks * (self.fewest + 1))
+        return [*setting, evenly] if self.launch else setting
+
+    def _times(self) -> Iterator[float]:
+        longest = len(self.order) - 1
         for degree in {max(int(self.least[longest]), self.ranks // part) for part in PARTS if part <= self.ranks}:
             yield self._ring_seconds(longest, degree)
-        tokens = np.cumsum(lengths[::-1])
+        tokens = np.cumsum(self.lengths)
         for place in np.searchsorted(tokens, np.array(QUANTILES) * tokens[-1]).tolist():
-            some = int(order[len(order) - 1 - min(place, len(order) - 1)])
+            some = min(place, longest)
             yield self.launch + self.capacity * float(self.alone[some] / self.lengths[some])
-        fewest = -(-int(tokens[-1]) // (self.ranks * self.capacity))
-        for waves in (fewest, fewest + 1):
-            for slack in (1.003, 1.02):
-                yield self.launch + slack * float(alone.sum()) / (self.ranks * waves)
+        for waves in (self.fewest, self.fewest + 1):
+            for slack in _SLACKS:
+                yield self.launch + slack * float(self.alone.sum()) / (self.ranks * waves)
 
     def _ring_seconds(self, index: int, degree: int) -> float:
         one = slice(index, index + 1)
         return self.launch + float(self.cost.ring_piece_seconds(self.lengths[one], np.array([degree]))[0])
 
-    def build(self, left: ShortSequences, order: list[int], seconds: float) -> Wave:
+    def build(self, seconds: float) -> Wave:
         """Build the wave that no rank needs longer for than `seconds`."""
-        pool = left.copy()
-        pieces, free, rooms, done = self._put_rings(pool, order, seconds)
+        pool = self._pool.copy()
+        pieces, free, rooms, done = self._put_rings(pool, seconds)
         for rank in sorted(range(self.ranks), key=lambda rank: (-free[rank], rank)):
             own: list[int] = []
             room, time_left = rooms[rank], free[rank]
@@ -119,17 +192,27 @@ class _Builder:
             if own:
                 pieces.append((rank, 1, own))
         took = seconds - min(free)
-        useful = done / (self.ranks * took) if took > 0 else 1.0  # a wave that costs nothing loses nothing
-        return Wave(pieces=pieces, left=pool, seconds=took, useful=useful if pieces else -1.0)
+        held = sum(self.lengths[pool.left()].tolist())
+        more = max(0, 1 + -(-held // (self.ranks * self.capacity)) - self.fewest)  # waves beyond the fewest
+        spent = self.ranks * (took + more * self.launch)
+        level = done / max(self.ranks * (took - self.launch), 1e-300)
+        useful = done / spent if spent > 0 else 1.0  # a wave that costs nothing loses nothing
+        return Wave(
+            pieces=pieces,
+            left=pool,
+            seconds=took,
+            useful=useful if pieces else -1.0,
+            level=level if pieces and not (more and self.launch) else 0.0,
+        )
 
     def _put_rings(
-        self, pool: ShortSequences, order: list[int], seconds: float
+        self, pool: ShortSequences, seconds: float
     ) -> tuple[list[tuple[int, int, list[int]]], list[float], list[int], float]:
         """Put rings side by side; return them, the time and the room left on every rank, and the work done."""
         free, rooms = [seconds - self.launch] * self.ranks, [self.capacity] * self.ranks
         slow = (self.least > 1) | (self.lengths > self.capacity)  # what is offloaded on one rank is alone there, too
         slow |= self.alone + self.launch > seconds * (1 + 1e-12)
-        cut = np.array([i for i in order if slow[i]], dtype=np.int64)
+        cut = np.flatnonzero(slow)[::-1]
         most = np.full_like(cut, self.ranks)
         degrees = degree_search(self.cost, self.lengths[cut], self.least[cut], most)(seconds)
         took = self.cost.ring_piece_seconds(self.lengths[cut], np.minimum(degrees, self.ranks))
