@@ -73,6 +73,9 @@ def test_grids_level_ranks_beside_rings_and_keep_the_order_of_sizes() -> None:
 
 def test_grids_say_when_sequences_have_no_room() -> None:
     assert not Grid(2, np.ones(1), [], 10).fill([0, 1, 2], [6, 6, 6], [1.0] * 3, 1.5)
+    beside = Grid(2, np.ones(1), [Bundle((9,), 2, 30, 30.0)], 50)
+    assert not beside.fill([0], [21], [1.0], 31.0)
+    assert beside.fill([0], [20], [1.0], 31.0)
 
 
 def test_shelves_beyond_the_full_slots_make_more_of_them() -> None:
