@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from bytescale_report import PLANNERS, Key, Row, report
 
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.sizes import parse_tokens
-from lengthwise.cost import AllTermsCost, all_terms_cost, named_hardware, named_shape, step_flops
+from lengthwise.cost import AllTermsCost, Hardware, all_terms_cost, named_hardware, named_shape, step_flops
 from lengthwise.planner import draw_lengths, plan_step
 from lengthwise.simulator import loading_seconds, simulate_plan
 
@@ -83,14 +84,14 @@ def main() -> None:
 
 
 def asked_rows(arguments: argparse.Namespace) -> Iterator[Key]:
-    """List what is to be simulated: at contexts below 2M without the planners that no published figure asks for."""
+    """List what is to be simulated: at contexts below 2M without planners and choices that no table asks for."""
     models, recipes, contexts, choices, planners = (
         getattr(arguments, name).split(",") for name in ("models", "recipes", "contexts", "choices", "planners")
     )
     for model, recipe, context, choice, planner in product(models, recipes, contexts, choices, planners):
         if choice == "offload" and (model, recipe, context) != ABLATION:
             continue
-        if context != "2M" and planner in ("single-degree", "bytescale-naive"):
+        if context != "2M" and (choice == "heads" or planner in ("single-degree", "bytescale-naive")):
             continue
         yield Key(model, recipe, context, choice, planner)
 
@@ -104,9 +105,8 @@ def cut_batches(recipe: str, batches: int, longest_tokens: int) -> list[list[int
 
 def simulate_row(key: Key, hardware_name: str) -> Row:
     """Plan and simulate all batches with one planner."""
+    shape, hardware, cost = _described(key.model, hardware_name)
     ranks, tensor, stages = MESHES[key.model]
-    shape, hardware = named_shape(key.model), named_hardware(hardware_name)
-    cost = all_terms_cost(shape, hardware, tensor=tensor, stages=stages)
     cluster, longest = Cluster(ranks=ranks, capacity_tokens=CAPACITY), parse_tokens(key.context, "--contexts")
     seconds, loads, bounds, flops = [], [], [], []
     for tokens in cut_batches(key.recipe, BATCHES.get(key.context, 2), longest):
@@ -134,17 +134,26 @@ def simulate_row(key: Key, hardware_name: str) -> Row:
             for loader in ("local", "remote")
         }
         loads.append(read)
-    uniform = uniform_flops_per_second(shape, cluster, cost)
+    uniform = uniform_flops_per_second(key.model, hardware_name)
     return Row(
         *key, seconds=seconds, bound_seconds=bounds, flops=flops, loads_seconds=loads, uniform_flops_per_second=uniform
     )
 
 
-def uniform_flops_per_second(shape: ModelShape, cluster: Cluster, cost: AllTermsCost) -> float:
+@cache
+def uniform_flops_per_second(model: str, hardware_name: str) -> float:
     """Tell the model's FLOP/s on a batch of sequences of 8K: what the tail tax is measured by."""
-    tokens: Sequence[int] = [UNIFORM_TOKENS] * (BATCH_TOKENS // UNIFORM_TOKENS)
+    shape, _, cost = _described(model, hardware_name)
+    tokens = [UNIFORM_TOKENS] * (BATCH_TOKENS // UNIFORM_TOKENS)
+    cluster = Cluster(ranks=MESHES[model][0], capacity_tokens=CAPACITY)
     plan = plan_step(tokens, cluster, cost, layers=shape.layers)
     return step_flops(shape, tokens) / simulate_plan(plan, cost).step_seconds
+
+
+@cache
+def _described(model: str, hardware_name: str) -> tuple[ModelShape, Hardware, AllTermsCost]:
+    shape, hardware, (_, tensor, stages) = named_shape(model), named_hardware(hardware_name), MESHES[model]
+    return shape, hardware, all_terms_cost(shape, hardware, tensor=tensor, stages=stages)
 
 
 if __name__ == "__main__":
