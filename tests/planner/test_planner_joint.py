@@ -92,6 +92,8 @@ def test_offload_saves_rings_where_long_sequences_hide_its_copies() -> None:
     off, auto = (_plan([240_000] * 8, cluster, cost, offload=offload) for offload in ("off", "auto"))
     assert all(p.degree >= 7 and m.offload == 0 for m in off.microbatches for p in m.pieces)
     assert all(p.degree == 1 and 0.8 < m.offload < 1 for m in auto.microbatches for p in m.pieces)
+    check_plan(auto)
+    assert auto.notes["bound_seconds"] <= _seconds(auto) * SOONER
     assert _seconds(auto) < 0.4 * _seconds(off)
 
 
