@@ -220,8 +220,8 @@ def waves_table(seeds: int) -> Iterator[str]:
 
 def tiny_table(cases: int) -> Iterator[str]:
     """Yield gaps to the oracle, of every planner and of FlexSP, over tiny steps with all four terms."""
-    from lengthwise.planner.flexsp import plan_flexsp
-    from lengthwise.planner.oracle import plan_oracle
+    from lengthwise.planner.baselines.flexsp import plan_flexsp
+    from lengthwise.planner.baselines.oracle import plan_oracle
 
     gaps: dict[str, list[float]] = {name: [] for name in (*PLANNERS, "flexsp")}
     proven = 0

@@ -9,7 +9,7 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
 from lengthwise.planner import bound_seconds, check_plan, plan_step, score
-from lengthwise.planner.annealing import MOST_WORK, Annealing, anneal
+from lengthwise.planner.placing.annealing import MOST_WORK, Annealing, anneal
 from lengthwise.planner.request import PlanRequest
 from lengthwise.program import check_order
 

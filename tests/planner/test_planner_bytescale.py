@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel, analytic_cost, named_hardware, named_shape
-from lengthwise.planner import bytescale, draw_lengths, plan_step
-from lengthwise.planner.bytescale import equal_buckets
+from lengthwise.planner import draw_lengths, plan_step
+from lengthwise.planner.baselines import bytescale
+from lengthwise.planner.baselines.bytescale import equal_buckets
 
 COST = CostModel(linear_seconds=1.0)
 

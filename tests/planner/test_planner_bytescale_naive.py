@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
 from lengthwise.planner import plan_step
-from lengthwise.planner.bytescale_naive import deal_in_rounds
+from lengthwise.planner.baselines.bytescale_naive import deal_in_rounds
 
 COST = CostModel(linear_seconds=1.0)
 

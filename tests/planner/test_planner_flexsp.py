@@ -13,9 +13,9 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
 from lengthwise.planner import check_plan, score
-from lengthwise.planner.flexsp import equal_runs, plan_flexsp
+from lengthwise.planner.baselines.flexsp import equal_runs, plan_flexsp
+from lengthwise.planner.baselines.single_degree import room_tokens
 from lengthwise.planner.request import PlanRequest
-from lengthwise.planner.single_degree import room_tokens
 
 COSTS = st.builds(
     CostModel,

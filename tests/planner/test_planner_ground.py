@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import draw_lengths, plan_step, ring_order
-from lengthwise.planner.ground import Ground
+from lengthwise.planner.placing.ground import Ground
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 FULL_HEADS = all_terms_cost(replace(SHAPE, kv_heads=32), HARDWARE)

@@ -10,7 +10,7 @@ from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
 from lengthwise.planner import check_plan, ring_order, score
-from lengthwise.planner.last_local import end_with_packs
+from lengthwise.planner.placing.last_local import end_with_packs
 from lengthwise.planner.request import PlanRequest
 
 COST = CostModel(quadratic_seconds=0.1, linear_seconds=1.0, fixed_seconds=3.0)

@@ -13,8 +13,8 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
 from lengthwise.planner import PLANNERS, bound_seconds, check_plan, plan_step, score
+from lengthwise.planner.baselines.oracle import Best, plan_oracle
 from lengthwise.planner.holding import held_tokens
-from lengthwise.planner.oracle import Best, plan_oracle
 from planner.partitions import partitions
 
 COSTS = st.builds(

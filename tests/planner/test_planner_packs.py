@@ -5,8 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.planner.gangs import Gaps
-from lengthwise.planner.packs import NO_ROOMS, LocalPack, Rooms, ShortSequences, fill_gaps, full_packs, level_ends
+from lengthwise.planner.placing.gangs import Gaps
+from lengthwise.planner.placing.packs import (
+    NO_ROOMS,
+    LocalPack,
+    Rooms,
+    ShortSequences,
+    fill_gaps,
+    full_packs,
+    level_ends,
+)
 
 
 def _short(lengths: list[int]) -> ShortSequences:

@@ -14,8 +14,8 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, CostModel, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import check_plan, draw_lengths, plan_step, ring_order, score
 from lengthwise.planner.bounds import least_makespan
+from lengthwise.planner.modes.stage_order import check_stage_actions, device_actions, stage_order
 from lengthwise.planner.request import PlanRequest
-from lengthwise.planner.stage_order import check_stage_actions, device_actions, stage_order
 from lengthwise.program import check_order
 
 COMPUTE = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")

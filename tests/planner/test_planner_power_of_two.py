@@ -9,7 +9,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
 from lengthwise.planner import plan_step
-from lengthwise.planner.power_of_two import DELTA, next_sub_batch, power_of_two_degrees
+from lengthwise.planner.baselines.power_of_two import DELTA, next_sub_batch, power_of_two_degrees
 
 COST = CostModel(linear_seconds=1.0)
 

@@ -24,7 +24,7 @@ from lengthwise.planner import (
     ring_order,
     score,
 )
-from lengthwise.planner.ground import levelled
+from lengthwise.planner.placing.ground import levelled
 from lengthwise.planner.speeds import noted_speeds, read_speeds, speed_runs
 from lengthwise.program import check_order
 from lengthwise.simulator import simulate_plan

@@ -42,10 +42,10 @@ from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, JointCost
 from lengthwise.planner.degrees import cheapest_degrees, degree_search, most_held_tokens
-from lengthwise.planner.ground import Ground
 from lengthwise.planner.holding import held_tokens
 from lengthwise.planner.launches import whole_launches_bound
 from lengthwise.planner.lengths import read_tokens, refuse_unheld
+from lengthwise.planner.placing.ground import Ground
 from lengthwise.planner.speeds import at_mean_speed, read_speeds
 
 _BISECTIONS = 40

@@ -33,7 +33,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch, Piece
-from lengthwise.planner.annealing import MOST_WORK, anneal
 from lengthwise.planner.degrees import (
     GROWTH_FLOOR_TOKENS,
     filling_degrees,
@@ -42,14 +41,15 @@ from lengthwise.planner.degrees import (
     rounded_down,
     stacking_degrees,
 )
-from lengthwise.planner.gangs import PlacedRings, Ring, place_rings
-from lengthwise.planner.last_local import end_with_packs
-from lengthwise.planner.packs import LocalPack, Rooms, ShortSequences, fill_gaps, level_ends
+from lengthwise.planner.placing.annealing import MOST_WORK, anneal
+from lengthwise.planner.placing.gangs import PlacedRings, Ring, place_rings
+from lengthwise.planner.placing.last_local import end_with_packs
+from lengthwise.planner.placing.packs import LocalPack, Rooms, ShortSequences, fill_gaps, level_ends
+from lengthwise.planner.placing.uneven import level_uneven_ends
+from lengthwise.planner.placing.valleys import Moldable, fill_valleys
 from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.rings import interval_microbatch
 from lengthwise.planner.rivals import best_of_rivals, is_worth_rivals
-from lengthwise.planner.uneven import level_uneven_ends
-from lengthwise.planner.valleys import Moldable, fill_valleys
 
 FRACTIONS = (0.5, 0.25, 0.125)  # of the bound, that a sequence may take
 _HALVINGS = 6  # levels tried between the bound and the best so far

@@ -20,8 +20,8 @@ from lengthwise.planner.degrees import (
     most_held_tokens,
     useful_degrees,
 )
-from lengthwise.planner.ground import Extras, Ground
 from lengthwise.planner.lengths import read_tokens, refuse_unheld
+from lengthwise.planner.placing.ground import Extras, Ground
 
 __all__ = ["PlanRequest", "read_tokens", "refuse_unheld"]
 

@@ -14,13 +14,13 @@ from dataclasses import replace
 
 from lengthwise.core.plan import Microbatch
 from lengthwise.cost import JointCost
-from lengthwise.planner.bytescale import plan_bytescale
-from lengthwise.planner.bytescale_naive import plan_bytescale_naive
-from lengthwise.planner.power_of_two import plan_power_of_two
+from lengthwise.planner.baselines.bytescale import plan_bytescale
+from lengthwise.planner.baselines.bytescale_naive import plan_bytescale_naive
+from lengthwise.planner.baselines.power_of_two import plan_power_of_two
+from lengthwise.planner.baselines.single_degree import plan_single_degree
+from lengthwise.planner.baselines.static import plan_static
 from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.score import score
-from lengthwise.planner.single_degree import plan_single_degree
-from lengthwise.planner.static import plan_static
 
 _RIVALS: tuple[Callable[[PlanRequest], list[Microbatch]], ...] = (
     plan_single_degree,

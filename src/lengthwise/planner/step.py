@@ -1,6 +1,7 @@
 """The one entry of the planner: lengths, cluster and costs in, a plan out.
 
-A new planner is one new file with a function from a request to microbatches, and one line in `_PLANNERS`.
+A new planner is one new file (in `baselines`, if it is not ours) with a function from a request to microbatches, and
+one line in `_PLANNERS`.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from lengthwise.core.names import unknown_name
 from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import AllTermsCost, Cost, CostModel
+from lengthwise.planner.baselines.bytescale import plan_bytescale
+from lengthwise.planner.baselines.bytescale_naive import plan_bytescale_naive
+from lengthwise.planner.baselines.power_of_two import plan_power_of_two
+from lengthwise.planner.baselines.single_degree import plan_single_degree
+from lengthwise.planner.baselines.static import plan_static
 from lengthwise.planner.bounds import has_lone_rings, least_makespan, shares_launches_only
-from lengthwise.planner.bytescale import plan_bytescale
-from lengthwise.planner.bytescale_naive import plan_bytescale_naive
 from lengthwise.planner.choices import Freedom, refuse_choices
 from lengthwise.planner.degrees import most_held_tokens
 from lengthwise.planner.exchange import split_heads
 from lengthwise.planner.lengthwise import plan_lengthwise
+from lengthwise.planner.modes.pipeline import pipeline_schedule, plan_pipeline
+from lengthwise.planner.modes.waves import plan_waves
 from lengthwise.planner.offload import write_offload
-from lengthwise.planner.pipeline import pipeline_schedule, plan_pipeline
-from lengthwise.planner.power_of_two import plan_power_of_two
 from lengthwise.planner.request import PlanRequest, read_tokens, refuse_unheld
 from lengthwise.planner.rivals import rival_plans
 from lengthwise.planner.score import score
-from lengthwise.planner.single_degree import plan_single_degree
 from lengthwise.planner.speeds import at_mean_speed, read_speeds, speed_runs
-from lengthwise.planner.static import plan_static
-from lengthwise.planner.waves import plan_waves
 
 _PLANNERS: Mapping[str, Callable[[PlanRequest], list[Microbatch]]] = {
     "lengthwise": plan_lengthwise,

@@ -22,8 +22,8 @@ import numpy as np
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.cost import AllTermsCost
+from lengthwise.planner.modes.stage_clocks import stage_clocks
 from lengthwise.planner.speeds import noted_speeds
-from lengthwise.planner.stage_clocks import stage_clocks
 from lengthwise.simulator.contention import TURNS, Uplinks
 from lengthwise.simulator.rounds import MicrobatchClocks, microbatch_clocks
 from lengthwise.simulator.stages import Floats

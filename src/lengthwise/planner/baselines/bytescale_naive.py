@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lengthwise.core.plan import Microbatch
-from lengthwise.planner.packs import full_packs
+from lengthwise.planner.placing.packs import full_packs
 from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.rings import interval_microbatch
 

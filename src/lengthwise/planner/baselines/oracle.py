@@ -43,9 +43,9 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
+from lengthwise.planner.baselines.milp import Program
 from lengthwise.planner.check import check_plan
 from lengthwise.planner.holding import held_tokens
-from lengthwise.planner.milp import Program
 from lengthwise.planner.score import score
 from lengthwise.planner.step import PLANNERS, plan_step
 

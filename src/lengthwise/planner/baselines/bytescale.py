@@ -44,8 +44,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch
-from lengthwise.planner.gangs import earliest_interval
-from lengthwise.planner.packs import full_packs
+from lengthwise.planner.placing.gangs import earliest_interval
+from lengthwise.planner.placing.packs import full_packs
 from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.rings import interval_microbatch
 

@@ -26,10 +26,10 @@ from lengthwise.cost import forward_share
 from lengthwise.planner.degrees import GROWTH_FLOOR_TOKENS, grown_degrees, most_degrees
 from lengthwise.planner.lengths import least_degrees_held
 from lengthwise.planner.lengthwise import plan_lengthwise
+from lengthwise.planner.modes.slots import Grid, bundle_rings
+from lengthwise.planner.modes.stage_clocks import stage_clocks
 from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.score import score
-from lengthwise.planner.slots import Grid, bundle_rings
-from lengthwise.planner.stage_clocks import stage_clocks
 
 FULL_SLOTS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0, 4.0)  # of the fewest that could hold all tokens
 RAMPS = (0.5, 1.0, 2.0, 3.0)  # slots of one, in stages

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch
 from lengthwise.cost import JointCost
-from lengthwise.planner.packs import ShortSequences, level_ends
+from lengthwise.planner.placing.packs import ShortSequences, level_ends
 from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.rings import interval_microbatch
 

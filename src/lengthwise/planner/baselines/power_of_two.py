@@ -38,10 +38,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch, Piece
-from lengthwise.planner.bytescale import equal_buckets
+from lengthwise.planner.baselines.bytescale import equal_buckets
+from lengthwise.planner.baselines.single_degree import first_fit_packs, room_tokens
 from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.rings import ring_order
-from lengthwise.planner.single_degree import first_fit_packs, room_tokens
 
 DELTA = 0.05  # of the busiest rank's work: ranks within it are level
 

@@ -28,7 +28,7 @@ from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner.degrees import degree_search
-from lengthwise.planner.packs import ShortSequences
+from lengthwise.planner.placing.packs import ShortSequences
 from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.rings import ring_order
 
