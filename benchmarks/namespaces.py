@@ -84,8 +84,13 @@ def _left_behind() -> list[str]:
 
 
 def _remove(owners: list[str]) -> None:
-    """Remove the namespaces and bridges of `owners`; links of a namespace end with it."""
+    """Remove the links, namespaces and bridges of `owners`.
+
+    Links would end with their namespace, but a while after `ip` has returned, and their names could not be used again.
+    """
     for owner in owners:
+        for name in re.findall(rf"^({owner}p\d+)\b", _output("ip -br link show type veth"), re.MULTILINE):
+            _run(f"ip link del {name}")
         for name in re.findall(rf"^({owner}n\d+)\b", _output("ip netns list"), re.MULTILINE):
             _run(f"ip netns del {name}")
         if re.search(rf"^{owner}\b", _output("ip -br link show type bridge"), re.MULTILINE):

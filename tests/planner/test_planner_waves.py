@@ -103,3 +103,10 @@ def test_modes_are_refused_by_name() -> None:
 def test_waves_of_a_plan_file_are_read_back() -> None:
     plan = plan_step([5, 30, 7], Cluster(ranks=3, capacity_tokens=10), ALL_FOUR, mode="waves")
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_one_sequence_that_no_even_share_holds_is_one_wave() -> None:
+    """Even shares of one wave more than the fewest are less than a token takes: they began with an empty wave."""
+    cost = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
+    plan = plan_step([1], Cluster(ranks=3, capacity_tokens=29), cost, mode="waves")
+    assert [len(microbatch.pieces) for microbatch in plan.microbatches] == [1]

@@ -88,8 +88,10 @@ def _waves(builder: _Builder, patience: float, beginning: float | None) -> list[
     """Build wave after wave; of those that lose at most `patience` more than the best, the longest."""
     waves = list[Wave]()
     while len(builder.order):
-        times = [beginning] if beginning is not None and not waves else builder.times()
-        waves.append(_best_wave(builder, times, patience))
+        begun = builder.build(beginning) if beginning is not None and not waves else None
+        if begun is None or not begun.pieces:  # an even share may be less than any one sequence takes
+            begun = _best_wave(builder, builder.times(), patience)
+        waves.append(begun)
         assert waves[-1].pieces, f"a wave without work, {len(builder.order)} sequences left"
         builder = builder.rest(waves[-1].left.left()[::-1])
     return waves
