@@ -178,16 +178,16 @@ def shares_launches_only(plan: Plan) -> bool:
 
 def _are_held(plan: Plan) -> bool:
     """Tell whether each ring holds one sequence that its ranks hold, and what is offloaded is alone."""
-    return all(
-        _is_alone(microbatch)
-        if microbatch.offload
-        else all(
-            len(piece.ranks) == 1
-            or (len(piece.sequences) == 1 and plan.tokens[piece.sequences[0]] <= len(piece.ranks) * plan.capacity)
-            for piece in microbatch.pieces
-        )
-        for microbatch in plan.microbatches
-    )
+    for microbatch in plan.microbatches:
+        if microbatch.offload:
+            if not _is_alone(microbatch):
+                return False
+            continue
+        for piece in microbatch.pieces:
+            held = len(piece.ranks) * plan.capacity
+            if len(piece.ranks) > 1 and (len(piece.sequences) > 1 or plan.tokens[piece.sequences[0]] > held):
+                return False
+    return True
 
 
 def _is_alone(microbatch: Microbatch) -> bool:

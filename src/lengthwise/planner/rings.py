@@ -19,6 +19,8 @@ from lengthwise.core.plan import Microbatch, Piece
 
 def ring_order(first: int, degree: int, heads: int = 1) -> tuple[int, ...]:
     """List the ranks of [first, first + degree) in the order of the ring, whose groups have `heads` ranks."""
+    if degree == 1:
+        return (first,)
     if heads > 1:
         begin = first // heads
         groups = ring_order(begin, degree // heads)

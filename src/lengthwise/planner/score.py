@@ -223,12 +223,14 @@ def _priced_stages(plan: Plan, cost: Cost) -> int:
             raise _unpriced("plan", [f"a pipeline of {asked} stages (the costs are those of {cost.stages})"])
         return cost.stages
     for number, microbatch in enumerate(plan.microbatches):
-        pieces = microbatch.pieces
-        used = ["offload"] * (microbatch.offload > 0)
-        used += ["heads"] * any(piece.heads > 1 for piece in pieces)
-        used += ["shares"] * any(piece.shares is not None for piece in pieces)
+        used = {"offload"} if microbatch.offload > 0 else set[str]()
+        for piece in microbatch.pieces:
+            if piece.heads > 1:
+                used.add("heads")
+            if piece.shares is not None:
+                used.add("shares")
         if used:
-            raise _unpriced(f"microbatch {number}", used)
+            raise _unpriced(f"microbatch {number}", sorted(used))
     return asked or 1
 
 

@@ -230,17 +230,26 @@ def _owned(loads: list[tuple[float, int]], left: Sequence[int], short: ShortSequ
 def _packs_of_owned(bins: Sequence[list[Bin]], short: ShortSequences, capacity_tokens: int) -> list[LocalPack]:
     """Let each rank put its own sequences into the first of its packs with room, longest first."""
     packs: list[LocalPack] = []
+    lengths, sequences = short.lengths, short.sequences
     for rank, (owned,) in enumerate(bins):
-        rooms: list[int] = []
-        first = len(packs)
-        for index in sorted(owned.indices, reverse=True):
-            length = short.lengths[index]
-            place = next((place for place, room in enumerate(rooms) if room >= length), len(rooms))
-            if place == len(rooms):
+        descending = sorted(owned.indices, reverse=True)
+        shortest = lengths[descending[-1]] if descending else 0
+        rooms: list[int] = []  # of packs with room for the shortest, and beside it what they hold
+        open_: list[list[int]] = []
+        for index in descending:
+            length, place = lengths[index], 0
+            for room in rooms:
+                if room >= length:
+                    break
+                place += 1
+            else:
                 rooms.append(capacity_tokens)
-                packs.append(LocalPack(rank, []))
+                open_.append([])
+                packs.append(LocalPack(rank, open_[-1]))
             rooms[place] -= length
-            packs[first + place].sequences.append(short.sequences[index])
+            open_[place].append(sequences[index])
+            if rooms[place] < shortest:
+                del rooms[place], open_[place]
     return packs
 
 
