@@ -185,7 +185,7 @@ def _are_held(plan: Plan) -> bool:
             continue
         for piece in microbatch.pieces:
             held = len(piece.ranks) * plan.capacity
-            if len(piece.ranks) > 1 and (len(piece.sequences) > 1 or plan.tokens[piece.sequences[0]] > held):
+            if len(piece.ranks) > 1 and not (len(piece.sequences) == 1 and plan.tokens[piece.sequences[0]] <= held):
                 return False
     return True
 
