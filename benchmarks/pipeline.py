@@ -11,22 +11,19 @@ of ByteScale's PP-Balance run through the same stages. `--out` writes the table 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 
 from batches import tokens_batch
-from planners import TERMS, write_between_marks
+from pages import Findings
+from planners import TERMS
 
 from lengthwise.core.shape import Cluster
 from lengthwise.planner import check_plan, plan_step, score
 
-MARKS = ("<!-- pipeline: begin -->", "<!-- pipeline: end -->")
 SOURCES = ("github", "prolong", "wikipedia")
 TOKENS = 262_144  # a rank and step
 SHAPES = tuple((stages, virtual) for stages in (2, 4, 8) for virtual in (1, 2))
@@ -74,14 +71,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--out", type=Path, help="a page with the two pipeline marks")
     arguments = parser.parse_args()
-    lines: list[str] = []
-    for line in table([int(ranks) for ranks in arguments.ranks.split(",")], arguments.seeds):
-        print(line, flush=True)
-        lines.append(line)
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    lines += ["", f"{date.today().isoformat()}, {machine}; seeds 0 to {arguments.seeds - 1}."]
-    if arguments.out is not None:
-        write_between_marks(arguments.out, lines, MARKS)
+    findings = Findings("pipeline")
+    findings.tell(table([int(ranks) for ranks in arguments.ranks.split(",")], arguments.seeds))
+    findings.sign(f"seeds 0 to {arguments.seeds - 1}")
+    findings.write(arguments.out)
 
 
 if __name__ == "__main__":

@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 
 import numpy as np
 from batches import STDLIB, sequences_batch, tiny_batch, tokens_batch, ugly_batch
 from judge import Coefficients, judge
+from pages import Findings
 
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
@@ -43,7 +41,6 @@ FAST = (OURS, "bytescale-naive", "power-of-two")  # others take minutes on 12,28
 LISTED = 0.001  # how much sooner another planner must end to be listed
 WAVE_TOKENS = 131_072  # a rank and step
 UGLY_RANKS = (6, 12, 20, 24, 48, 97)
-MARKS = ("<!-- planners: begin -->", "<!-- planners: end -->")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,22 +270,16 @@ def main() -> None:
     if unknown := set(asked) - set(names):
         parser.error(f"no rows {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     planners, beaten, start = arguments.planners.split(","), list[tuple[float, str]](), time.process_time()
-    lines: list[str] = []
-
-    def tell(told: Iterator[str] | Sequence[str]) -> None:
-        for line in told:
-            print(line, flush=True)
-            lines.append(line)
-
+    findings = Findings("planners")
     parts: list[tuple[str, Callable[[], Iterator[str]]]] = [
         ("waves", lambda: waves_table(arguments.seeds)),
         ("ugly", lambda: ugly_table(arguments.ugly_batches)),
         ("tiny", lambda: tiny_table(arguments.tiny_cases)),
     ]
     if set(asked) - {name for name, _ in parts}:
-        tell(main_table(asked, planners, arguments.seeds, beaten))
+        findings.tell(main_table(asked, planners, arguments.seeds, beaten))
         listed = [f"- {told}" for share, told in beaten if share > LISTED]
-        tell(
+        findings.tell(
             [
                 "",
                 f"Times that another planner ends before {OURS}: {len(beaten)}, by over 0.1 %: {len(listed)}.",
@@ -297,23 +288,11 @@ def main() -> None:
         )
     for name, part in parts:
         if name in asked:
-            tell(["", f"### `{name}`", ""])
-            tell(part())
+            findings.tell(["", f"### `{name}`", ""])
+            findings.tell(part())
     seconds = time.process_time() - start
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    tell(["", f"{date.today().isoformat()}, {machine}; {seconds / 60:.0f} minutes, seeds 0 to {arguments.seeds - 1}."])
-    if arguments.out is not None:
-        write_between_marks(arguments.out, lines)
-
-
-def write_between_marks(page: Path, lines: Sequence[str], marks: tuple[str, str] = MARKS) -> None:
-    """Replace what stands between the marks of a page."""
-    text = page.read_text(encoding="utf-8")
-    before, _, rest = text.partition(marks[0])
-    _, end, after = rest.partition(marks[1])
-    if not end:
-        raise SystemExit(f"{page} has no {' ... '.join(marks)}")
-    page.write_text(before + marks[0] + "\n" + "\n".join(lines) + "\n" + marks[1] + after, encoding="utf-8")
+    findings.sign(f"{seconds / 60:.0f} minutes, seeds 0 to {arguments.seeds - 1}")
+    findings.write(arguments.out)
 
 
 if __name__ == "__main__":

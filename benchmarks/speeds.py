@@ -12,17 +12,15 @@ seconds. `--out` writes the table between the two speeds marks of a page.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import random
 import statistics
 import time
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 
 from batches import tokens_batch
-from planners import TERMS, write_between_marks
+from pages import Findings
+from planners import TERMS
 
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
@@ -31,7 +29,6 @@ from lengthwise.planner import check_plan, plan_step, score
 TOKENS_A_RANK, CAPACITY_TOKENS, RANKS_A_NODE = 131_072, 8192, 8
 SOURCES = ("github", "prolong", "wikipedia")
 AIM = 1.02
-MARKS = ("<!-- speeds: begin -->", "<!-- speeds: end -->")
 
 
 def draw_speeds(kind: str, ranks: int, seed: int) -> list[float]:
@@ -94,15 +91,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--out", type=Path, help="a page with the two speeds marks")
     arguments = parser.parse_args()
-    lines: list[str] = []
-    for line in table([int(count) for count in arguments.ranks.split(",")], arguments.seeds):
-        print(line, flush=True)
-        lines.append(line)
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    lines += ["", f"{date.today().isoformat()}, {machine}; seeds 0 to {arguments.seeds - 1}."]
-    print(lines[-1])
-    if arguments.out is not None:
-        write_between_marks(arguments.out, lines, MARKS)
+    findings = Findings("speeds")
+    findings.tell(table([int(count) for count in arguments.ranks.split(",")], arguments.seeds))
+    findings.sign(f"seeds 0 to {arguments.seeds - 1}")
+    findings.write(arguments.out)
 
 
 if __name__ == "__main__":

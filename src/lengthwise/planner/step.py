@@ -92,30 +92,17 @@ def plan_step(
 
     Raises:
         ConfigError: unknown planner, mode, choice or kind of recomputation, a mode that the planner does not plan,
-            choices that these costs do not price, layers or context_tokens below 1, speeds that are none, or in another
-            mode than free or together with choices, or stages that are none, too many, not those of the costs or of
-            no use.
+            choices that these costs do not price, layers or context_tokens below 1, speeds that are none or not
+            planned in this mode or with these choices, or stages that are none, too many, not the costs' or of no use.
         PlanError: no sequences, a length below 1, or sequences that the cluster cannot hold (all of them named).
     """
     _refuse_options(planner, mode, recompute, layers)
-    paces = read_speeds(speeds, cluster.ranks)
-    if paces is not None and mode != "free":
-        remedy = "Use mode free, or leave speeds out."
-        raise ConfigError("speeds", expected=f"all 1 in mode {mode}", got="unequal ranks", remedy=remedy)
+    paces = _read_paces(speeds, cluster, mode)
     _refuse_stages(mode, stages, virtual, layers, cost)
     lengths, freedom = read_tokens(tokens), Freedom(recompute=recompute, offload=offload, heads=heads)
     refuse_choices(freedom, cost, layers, mode, paces)
     widest, relative = at_mean_speed(freedom.widest(cost, cluster, layers), paces)
     refuse_unheld(lengths, replace(cluster, capacity_tokens=most_held_tokens(widest, cluster)))
-    empty = Plan(
-        ranks=cluster.ranks,
-        layers=layers,
-        capacity=cluster.capacity_tokens,
-        tokens=lengths,
-        microbatches=(),
-        schedule=pipeline_schedule(stages or 1, virtual or 1) if mode == "pipeline" else {"kind": mode},
-        requires=() if mode == "free" else (mode,),
-    )
     request = PlanRequest(
         tokens=lengths,
         cluster=cluster,
@@ -125,21 +112,46 @@ def plan_step(
         stages=stages or 1,
         virtual=virtual or 1,
     )
-    best, least = empty, inf
-    for variant in freedom.variants(widest, max(lengths), cluster, decides_heads=planner == "lengthwise"):
-        asked = request if variant == widest else replace(request, cost=variant)
+    best = empty = _empty_plan(request, layers, mode)
+    least = inf
+    for plan in _finished_plans(request, empty, cost, freedom, planner):
+        seconds = score(plan, cost, speeds=paces).makespan_seconds
+        if seconds < least:
+            best, least = plan, seconds
+    notes = {"planner": planner, "predicted_seconds": least, "bound_seconds": _bound_of(best, request)}
+    runs = None if paces is None else speed_runs(paces)
+    return replace(best, notes={**notes, "cost": cost.version, **({"speeds": runs} if runs else {})})
+
+
+def _read_paces(speeds: Sequence[float] | None, cluster: Cluster, mode: str) -> tuple[float, ...] | None:
+    """Check speeds; None where all ranks are alike."""
+    paces = read_speeds(speeds, cluster.ranks)
+    if paces is not None and mode != "free":
+        remedy = "Use mode free, or leave speeds out."
+        raise ConfigError("speeds", expected=f"all 1 in mode {mode}", got="unequal ranks", remedy=remedy)
+    return paces
+
+
+def _empty_plan(request: PlanRequest, layers: int, mode: str) -> Plan:
+    """Make the plan to which microbatches are still to come."""
+    return Plan(
+        ranks=request.cluster.ranks,
+        layers=layers,
+        capacity=request.cluster.capacity_tokens,
+        tokens=request.tokens,
+        microbatches=(),
+        schedule=pipeline_schedule(request.stages, request.virtual) if mode == "pipeline" else {"kind": mode},
+        requires=() if mode == "free" else (mode,),
+    )
+
+
+def _finished_plans(request: PlanRequest, empty: Plan, cost: Cost, freedom: Freedom, planner: str) -> Iterator[Plan]:
+    """Yield every plan that is proposed, with each part of the freedom that there is, as it would be run."""
+    longest, mode = max(request.tokens), empty.schedule["kind"]
+    for variant in freedom.variants(request.cost, longest, request.cluster, decides_heads=planner == "lengthwise"):
+        asked = request if variant == request.cost else replace(request, cost=variant)
         for microbatches in _proposals(asked, planner, mode):
-            plan = _finished(replace(empty, microbatches=tuple(microbatches)), cost, freedom)
-            seconds = score(plan, cost, speeds=paces).makespan_seconds
-            if seconds < least:
-                best, least = plan, seconds
-    notes = {
-        "planner": planner,
-        "predicted_seconds": least,
-        "bound_seconds": _bound_of(best, request),
-        "cost": cost.version,
-    }
-    return replace(best, notes=notes if paces is None else {**notes, "speeds": speed_runs(paces)})
+            yield _finished(replace(empty, microbatches=tuple(microbatches)), cost, freedom)
 
 
 def _refuse_options(planner: str, mode: str, recompute: str, layers: int) -> None:
