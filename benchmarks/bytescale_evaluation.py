@@ -129,6 +129,7 @@ def simulate_row(key: Key, hardware_name: str) -> Row:
                 tokens_per_second=hardware.loader_tokens_per_second,
                 ranks_per_node=cost.ranks_per_node,
                 devices=tensor * stages,
+                stages=stages,
                 fixed_mesh=key.planner == "static",
             )
             for loader in ("local", "remote")

@@ -30,7 +30,7 @@ def test_simulate_published_lengths_writes_json_traces_and_a_page(tmp_path, caps
     assert written["longest_tokens"] <= written["context_tokens"] == 64 * 1024
     assert list(written["planners"]) == ["static", "single-degree", "bytescale-naive", "bytescale", "lengthwise"]
     ours = written["planners"]["lengthwise"]
-    assert min(ours["step_seconds"]) >= ours["bound_seconds"] * 0.5
+    assert all(step >= bound for step, bound in zip(ours["step_seconds"], ours["bound_seconds"], strict=True))
     assert f"{ours['speedup_over_first']:.2f}x" in said
     assert f"{ours['tail_tax']:.3f}" in said
     assert "times fewer GPU hours" in said

@@ -31,6 +31,9 @@ def test_local_loaders_read_for_every_process_and_remote_ones_once() -> None:
     # On a fixed mesh: ranks 0 and 1 read the first sequence each, rank 2 too, rank 3 nothing, rank 4 the others.
     assert loading_seconds(PLAN, "local", **options, fixed_mesh=True) == pytest.approx(2 * 1000 / 10)
     assert loading_seconds(PLAN, "remote", **options, devices=4) == pytest.approx(1320 / 3 / 10)  # three nodes
+    # The same devices as stages are on so many times as many nodes, and each node reads for one stage.
+    assert loading_seconds(PLAN, "remote", **options, devices=4, stages=4) == pytest.approx(1320 / 12 / 10)
+    assert loading_seconds(PLAN, "local", **options, devices=4, stages=4) == pytest.approx(2 * 1320 / 10)
 
 
 def test_loaders_are_refused_by_name_and_without_speed() -> None:

@@ -212,6 +212,18 @@ def refuse_capacity(capacity: object) -> None:
         raise ConfigError("--capacity", expected=expected, got=str(capacity), remedy="Leave out one of them.")
 
 
+def refuse_unwritable(folder: Path) -> None:
+    """Refuse a folder that results could not be written into, before what takes long; nothing is made.
+
+    Raises:
+        OutputError: it, or what it would be made in, is no folder or may not be written.
+    """
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        got = f"{there}, which is no folder" if not there.is_dir() else f"no leave to write into {there}"
+        raise OutputError(str(folder), expected="a folder to write into", got=got, remedy="Choose another --out.")
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write a file whole or not at all.
 

@@ -78,12 +78,13 @@ class Simulate:
 
     def run(self) -> int:
         """Run the command; return the exit status."""
-        from lengthwise.cli.plan import write_atomically
+        from lengthwise.cli.plan import refuse_unwritable, write_atomically
         from lengthwise.report.page import simulation_page
         from lengthwise.report.simulation import closing_sentence, simulation_json, simulation_table
         from lengthwise.simulator import chrome_trace, compare_planners
 
         planners = self._planner_names()
+        refuse_unwritable(self.out)
         setting, batches = self._setting_and_batches()
         console = Console(highlight=False, soft_wrap=True)
         progress = Console(stderr=True, highlight=False)
@@ -97,10 +98,7 @@ class Simulate:
             )
         gpus = setting.cluster.ranks * setting.devices
         facts = self._facts(setting, batches)
-        console.print(facts["about"])
-        console.print(simulation_table(results, title="one step, mean of batches (simulated, not measured)"))
         sentence = closing_sentence(results, gpus)
-        console.print(sentence)
         write_atomically(self.out / "simulation.json", json.dumps(simulation_json(results, facts), indent=1) + "\n")
         for each in results:
             trace = chrome_trace(
@@ -112,6 +110,9 @@ class Simulate:
             write_atomically(self.out / f"trace-{each.planner}.json", trace)
         page = simulation_page(results, batches, about=facts["about"], sentence=sentence)
         write_atomically(self.out / "report.html", page)
+        console.print(facts["about"])
+        console.print(simulation_table(results, title="one step, mean of batches (simulated, not measured)"))
+        console.print(sentence)
         console.print(f"written to {self.out}: simulation.json, trace-*.json, report.html")
         return 0
 
@@ -156,7 +157,7 @@ class Simulate:
         """Tell what a rank holds with each kind of recomputation that may be chosen."""
         from lengthwise.cli.plan import refuse_capacity
         from lengthwise.core.plan import RECOMPUTE_KINDS
-        from lengthwise.cost import recompute_capacities
+        from lengthwise.cost import microbatches_kept, recompute_capacities
 
         if self.recompute not in (*RECOMPUTE_KINDS, "auto"):
             raise unknown_name("--recompute", self.recompute, (*RECOMPUTE_KINDS, "auto"))
@@ -165,13 +166,18 @@ class Simulate:
         elif self.capacity is not None:
             return {self.recompute: parse_tokens(self.capacity, "--capacity")}
         kinds = RECOMPUTE_KINDS if self.recompute == "auto" else (self.recompute,)
-        return recompute_capacities(shape, hardware, ranks, kinds=kinds, devices=self.tp * self.pp)
+        kept = microbatches_kept(self.pp, self.virtual or 1)
+        return recompute_capacities(shape, hardware, ranks, kinds=kinds, devices=self.tp * self.pp, kept=kept)
 
     def _ranks(self, devices: int) -> int:
         if (self.ranks is None) == (self.gpus is None):
             got = "neither" if self.ranks is None else "both"
             raise ConfigError("simulate", expected="one of --ranks and --gpus", got=got, remedy="Give exactly one.")
         if self.ranks is not None:
+            if self.ranks < 1:
+                raise ConfigError(
+                    "--ranks", expected="at least 1", got=str(self.ranks), remedy="Give a number of them."
+                )
             return self.ranks
         assert self.gpus is not None, "one of the two was checked to be given"
         if self.gpus < 1 or self.gpus % devices:

@@ -14,6 +14,7 @@ from lengthwise.cost.memory import (
     activation_bytes,
     capacity_tokens,
     host_share_bytes,
+    microbatches_kept,
     recompute_capacities,
     state_bytes,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "cost_from_file",
     "forward_share",
     "host_share_bytes",
+    "microbatches_kept",
     "named_hardware",
     "named_shape",
     "recompute_capacities",

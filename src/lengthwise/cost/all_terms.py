@@ -3,8 +3,8 @@
 Tensor parallelism over t devices divides arithmetic, heads and their bytes by t and adds an all-reduce of the hidden
 states, two a layer and pass, over the near link and hidden by nothing. A pipeline of p stages gives a device 1 / p of
 the layers; neighbouring ranks share nodes stage by stage, so hidden states pass from stage to stage between nodes. The
-time to fill it is the schedule's, see `planner.stage_clocks`. Both are plain factors, good for comparing plans of one
-mesh, not for choosing t and p.
+time to fill it is the schedule's, see `planner.modes.stage_clocks`. Both are plain factors, good for comparing plans of
+one mesh, not for choosing t and p.
 """
 
 from __future__ import annotations

@@ -43,16 +43,30 @@ def state_bytes(shape: ModelShape, ranks: int, *, devices: int = 1) -> float:
     return shape.total_params / devices * (_KEPT_BYTES + _SHARDED_BYTES / ranks)
 
 
+def microbatches_kept(stages: int, virtual: int = 1) -> float:
+    """Tell of how many microbatches the first stage keeps activations at most: 1F1B, interleaved or not."""
+    return stages if virtual == 1 else stages + (stages - 1) / virtual
+
+
 def capacity_tokens(
-    shape: ModelShape, hardware: Hardware, ranks: int, *, recompute: str = "none", devices: int = 1
+    shape: ModelShape,
+    hardware: Hardware,
+    ranks: int,
+    *,
+    recompute: str = "none",
+    devices: int = 1,
+    kept: float = 1.0,
 ) -> int:
     """Tell how many tokens one rank of `devices` devices holds in a microbatch, rounded down to 128.
+
+    `kept`: of how many microbatches a device keeps activations at once, see `microbatches_kept`.
 
     Raises:
         ConfigError: not even 128, because weights and optimizer fill the device.
     """
     room = hardware.device_bytes * (1 - RESERVED) - state_bytes(shape, ranks, devices=devices)
-    tokens = int(room * devices / activation_bytes(shape, recompute, hardware.compute_dtype_bytes)) // 128 * 128
+    a_token = kept * activation_bytes(shape, recompute, hardware.compute_dtype_bytes)
+    tokens = int(room * devices / a_token) // 128 * 128
     if tokens < 128:
         raise ConfigError(
             "capacity",
@@ -64,7 +78,13 @@ def capacity_tokens(
 
 
 def recompute_capacities(
-    shape: ModelShape, hardware: Hardware, ranks: int, *, kinds: Sequence[str] = RECOMPUTE_KINDS, devices: int = 1
+    shape: ModelShape,
+    hardware: Hardware,
+    ranks: int,
+    *,
+    kinds: Sequence[str] = RECOMPUTE_KINDS,
+    devices: int = 1,
+    kept: float = 1.0,
 ) -> dict[str, int]:
     """Tell `capacity_tokens` for each of these kinds of recomputation for which there is room.
 
@@ -75,7 +95,7 @@ def recompute_capacities(
     refused: list[ConfigError] = []
     for kind in kinds:
         try:
-            found[kind] = capacity_tokens(shape, hardware, ranks, recompute=kind, devices=devices)
+            found[kind] = capacity_tokens(shape, hardware, ranks, recompute=kind, devices=devices, kept=kept)
         except ConfigError as error:
             refused.append(error)
     if not found:

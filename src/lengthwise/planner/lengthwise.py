@@ -51,7 +51,7 @@ from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.rings import interval_microbatch
 from lengthwise.planner.rivals import best_of_rivals, is_worth_rivals
 
-FRACTIONS = (0.5, 0.25, 0.125)  # of the bound, that a sequence may take
+FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of the bound, that a sequence may take
 _HALVINGS = 6  # levels tried between the bound and the best so far
 _NEAR = 1.003  # of the bound; below it no level above the bound is tried
 _GOOD_ENOUGH = 1.0006  # of the bound; further tries could gain no more than this

@@ -19,6 +19,7 @@ from lengthwise.planner.baselines.bytescale_naive import plan_bytescale_naive
 from lengthwise.planner.baselines.power_of_two import plan_power_of_two
 from lengthwise.planner.baselines.single_degree import plan_single_degree
 from lengthwise.planner.baselines.static import plan_static
+from lengthwise.planner.modes.waves import plan_waves
 from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.score import score
 
@@ -28,6 +29,7 @@ _RIVALS: tuple[Callable[[PlanRequest], list[Microbatch]], ...] = (
     plan_bytescale,
     plan_bytescale_naive,
     plan_power_of_two,
+    plan_waves,  # a plan in lock-step is one of the free kind too, and ends no later without the lock
 )
 _CLOSE, _FAR = 1.0006, 1.01  # of the bound, below which small and larger steps are left as they are
 _SMALL, _LARGER = 50_000, 1_000_000  # sequences x ranks, up to which rivals are made, in tens and hundreds of ms

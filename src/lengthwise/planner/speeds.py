@@ -20,6 +20,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.cost import Cost
 
 _MOST = 2**20  # ranks in a run
+_MOST_SPEED = 1e6  # and its inverse the least: beyond, times of a step would mean nothing
 _NAMED = 5  # wrong entries named in one message; the others are counted
 
 
@@ -35,10 +36,11 @@ def read_speeds(speeds: Sequence[float] | None, ranks: int, where: str = "speeds
     listed = list(speeds)
     wrong = [rank for rank, value in enumerate(listed) if not _is_speed(value)]
     problems: list[LengthwiseError] = [
-        _refuse(f"{where}: rank {rank}", "a finite number above 0", repr(listed[rank])) for rank in wrong[:_NAMED]
+        _refuse(f"{where}: rank {rank}", f"a number from {1 / _MOST_SPEED:g} to {_MOST_SPEED:g}", repr(listed[rank]))
+        for rank in wrong[:_NAMED]
     ]
     if len(wrong) > _NAMED:
-        problems.append(_refuse(where, "finite numbers above 0", f"{len(wrong) - _NAMED} more that are not"))
+        problems.append(_refuse(where, "such numbers", f"{len(wrong) - _NAMED} more that are not"))
     if len(listed) != ranks:
         problems.append(_refuse(where, f"{ranks}, one a rank", str(len(listed))))
     raise_problems(problems)
@@ -105,7 +107,7 @@ def _speeds_of_file(path: Path) -> list[float]:
 
 
 def _is_speed(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(1 / _MOST_SPEED <= value <= _MOST_SPEED)  # type: ignore[operator]
 
 
 def _is_run(run: Any) -> bool:

@@ -58,7 +58,7 @@ def simulation_json(results: Sequence[PlannerResult], facts: dict[str, Any]) -> 
                 "mean_seconds": each.mean_seconds,
                 "p50_seconds": each.percentile_seconds(50),
                 "p99_seconds": each.percentile_seconds(99),
-                "bound_seconds": each.first_plan.notes["bound_seconds"],
+                "bound_seconds": [step.bound_seconds for step in each.steps],
                 "tokens_per_second": each.tokens_per_second,
                 "mfu": each.flops_ratio,
                 "compute_ratio": each.mean("compute_ratio"),

@@ -33,6 +33,7 @@ def loading_seconds(
     tokens_per_second: float,
     ranks_per_node: int,
     devices: int = 1,
+    stages: int = 1,
     fixed_mesh: bool = False,
 ) -> float:
     """Tell how long the busiest node reads for one step.
@@ -41,8 +42,9 @@ def loading_seconds(
         plan: whose sequences are read.
         loader: one of `LOADERS`.
         tokens_per_second: of one node, all its loaders together.
-        ranks_per_node: neighbours on the rank line that share a node.
+        ranks_per_node: neighbours on the rank line whose devices of one stage share a node.
         devices: of one rank, each with a process that reads.
+        stages: of one rank, each on a node of its own.
         fixed_mesh: which rank takes which sequence is known before the plan.
 
     Raises:
@@ -55,12 +57,12 @@ def loading_seconds(
     if not tokens_per_second > 0:
         got = repr(tokens_per_second)
         raise ConfigError("loader: tokens_per_second", expected="above 0", got=got, remedy="Give a loader's speed.")
-    nodes = -(-plan.ranks // ranks_per_node)
+    nodes = -(-plan.ranks // ranks_per_node)  # for each stage
     if loader == "remote":
-        return sum(plan.tokens) / nodes / tokens_per_second
+        return sum(plan.tokens) / (nodes * stages) / tokens_per_second
     read = _group_tokens(plan) if fixed_mesh else np.full(plan.ranks, float(sum(plan.tokens)))
     of_nodes = np.bincount(np.arange(plan.ranks) // ranks_per_node, weights=read, minlength=nodes)
-    return float(of_nodes.max()) * devices / tokens_per_second
+    return float(of_nodes.max()) * (devices // stages) / tokens_per_second
 
 
 def waits_seconds(loads: Sequence[float], works: Sequence[float]) -> list[float]:

@@ -4,8 +4,8 @@ The plan's global order is walked with a clock a rank, as `planner.score` does; 
 comes from its stages (`rounds`), not from a formula. A microbatch starts when all its ranks are free. Packs on one rank
 exchange nothing and are priced in one array operation for all of them. After its last microbatch every rank enters the
 step's end, which all leave together. Where a rank is a pipeline, its stages run interleaved 1F1B
-(`planner.stage_order`): every action of a microbatch takes its part of these clocks, starts together on all ranks of
-its ring, and sends activations on over the link between nodes, one message after the other. Where ranks share the
+(`planner.modes.stage_order`): every action of a microbatch takes its part of these clocks, starts together on all ranks
+of its ring, and sends activations on over the link between nodes, one message after the other. Where ranks share the
 uplink of their node, microbatches that run at one time slow each other down (`contention`). Not simulated: variance of
 kernels, congestion beyond the uplinks, activations and rings sharing a link, and the order of copies on the host beyond
 its share for each rank.

@@ -15,7 +15,7 @@ import numpy as np
 
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster, ModelShape
-from lengthwise.cost import AllTermsCost, Hardware, state_bytes, step_flops
+from lengthwise.cost import AllTermsCost, Hardware, microbatches_kept, state_bytes, step_flops
 from lengthwise.planner import plan_recomputed
 from lengthwise.simulator.loading import loading_seconds, waits_seconds
 from lengthwise.simulator.step import simulate_plan
@@ -52,10 +52,11 @@ class Setting:
 class SimulatedStep:
     """One planner on one batch: times in seconds, ratios of all ranks' time, memory of the fullest device in bytes.
 
-    loader_seconds: of the step, what all ranks wait for their data.
+    loader_seconds: of the step, what all ranks wait for their data. bound_seconds: of the plan, without step's end.
     """
 
     step_seconds: float
+    bound_seconds: float
     loader_seconds: float
     compute_ratio: float
     exposed_ratio: float
@@ -187,6 +188,7 @@ def _simulate(
             tokens_per_second=setting.hardware.loader_tokens_per_second,
             ranks_per_node=setting.cost.ranks_per_node,
             devices=setting.devices,
+            stages=setting.cost.stages,
             fixed_mesh=planner == "static",
         )
         for plan in plans
@@ -200,6 +202,7 @@ def _steps(simulated: Sequence[tuple[Plan, Timeline]], setting: Setting) -> tupl
     return tuple(
         SimulatedStep(
             step_seconds=timeline.step_seconds,
+            bound_seconds=float(plan.notes["bound_seconds"]),
             loader_seconds=timeline.loader_seconds,
             compute_ratio=timeline.compute_ratio,
             exposed_ratio=timeline.exposed_ratio,
@@ -219,9 +222,6 @@ def _memory_bytes(plan: Plan, timeline: Timeline, setting: Setting) -> float:
     bytes_a_token = np.array([setting.cost.copy_bytes[m.recompute] for m in plan.microbatches]) * kept
     activations = timeline.held_tokens * bytes_a_token[timeline.microbatch]
     states = state_bytes(setting.shape, setting.cluster.ranks, devices=setting.devices)
-    return states + float(activations.max()) * _kept_at_once(setting.cost.stages, int(plan.schedule.get("virtual", 1)))
-
-
-def _kept_at_once(stages: int, virtual: int) -> float:
-    """Tell of how many microbatches the first stage keeps activations at most: 1F1B, interleaved or not."""
-    return stages if virtual == 1 else stages + (stages - 1) / virtual
+    return states + float(activations.max()) * microbatches_kept(
+        setting.cost.stages, int(plan.schedule.get("virtual", 1))
+    )

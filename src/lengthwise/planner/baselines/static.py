@@ -6,7 +6,8 @@ included; packs are dealt to the groups in turn. Attention stays inside each sam
 
 Three ways of sizing a group are in use: exactly the ranks that hold the context, what is left over idle; the smallest
 divisor of the rank count; the smallest power of two. Read in its favour, the one that ends this step first is taken (of
-equal ones the first named), though a run could not change its mesh from step to step. Where costs offer offload, groups
+equal ones the first named), though a run could not change its mesh from step to step. Where a group holds much more
+than the context, packs go up to either, whichever ends first. Where costs offer offload, groups
 are also sized for 2, 4, 8, ... times the capacity a rank; what is longer than a group's capacity is a pack of its own,
 offloaded as far as it must be, and all other packs stay on the device.
 """
@@ -26,6 +27,8 @@ from lengthwise.planner.holding import held_tokens
 from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.rings import ring_order
 
+_FULL = 0.8  # of what a group holds, from which on packs up to the context are as good as full
+
 
 def plan_static(request: PlanRequest) -> list[Microbatch]:
     """Plan one step on the fixed mesh that `context_tokens` asks for.
@@ -40,7 +43,7 @@ def plan_static(request: PlanRequest) -> list[Microbatch]:
         clusters.append(replace(clusters[-1], capacity_tokens=min(2 * held, request.most_held_tokens)))
     holding = [cluster for cluster in clusters[:-1] if cluster.longest_tokens >= context]
     sizes = (cp for cluster in (*holding, clusters[-1]) for cp in context_parallel_degrees(cluster, context))
-    plans = [_plan_on(request, cp) for cp in dict.fromkeys(sizes)]
+    plans = [_plan_on(request, cp, room) for cp in dict.fromkeys(sizes) for room in _pack_rooms(request, cp, context)]
     return min(plans, key=lambda plan: plan[0])[1]
 
 
@@ -64,10 +67,19 @@ def context_parallel_degrees(cluster: Cluster, context_tokens: int) -> tuple[int
     return tuple(dict.fromkeys(degree for degree in (exact, divisor, power) if degree <= cluster.ranks))
 
 
-def _plan_on(request: PlanRequest, cp: int) -> tuple[float, list[Microbatch]]:
+def _pack_rooms(request: PlanRequest, cp: int, context_tokens: int) -> list[int]:
+    """List up to how many tokens packs go: what a group holds, and the context, where that is much less.
+
+    The former has fewer launches, the latter more packs to deal evenly.
+    """
+    held = cp * request.cluster.capacity_tokens
+    return [held] if context_tokens > _FULL * held else [held, context_tokens]
+
+
+def _plan_on(request: PlanRequest, cp: int, room_tokens: int) -> tuple[float, list[Microbatch]]:
     """Pack and deal on groups of `cp` ranks; return the makespan as well."""
     cluster, cost = request.cluster, request.cost
-    packs = _pack_in_order(request.tokens, cp, cluster.capacity_tokens)
+    packs = _pack_in_order(request.tokens, cp, cluster.capacity_tokens, room_tokens)
     groups = [ring_order(first, cp) for first in range(0, cluster.ranks - cp + 1, cp)]
     busy = [0.0] * len(groups)
     for number, pack in enumerate(packs):
@@ -98,7 +110,7 @@ def _context_tokens(request: PlanRequest) -> int:
     return context
 
 
-def _pack_in_order(tokens: Sequence[int], cp: int, capacity_tokens: int) -> list[list[int]]:
+def _pack_in_order(tokens: Sequence[int], cp: int, capacity_tokens: int, room_tokens: int) -> list[list[int]]:
     """Put each sequence into the first pack with room, in data order.
 
     Room is counted in the tokens that each position really holds: a cut sequence may leave one more than its share
@@ -106,7 +118,7 @@ def _pack_in_order(tokens: Sequence[int], cp: int, capacity_tokens: int) -> list
     """
     packs: list[list[int]] = []
     held: list[NDArray[np.int64]] = []
-    room = np.full(len(tokens), cp * capacity_tokens, dtype=np.int64)
+    room = np.full(len(tokens), room_tokens, dtype=np.int64)
     for i, length in enumerate(tokens):
         share = held_tokens([length], cp)
         if length > cp * capacity_tokens:
