@@ -127,6 +127,7 @@ def test_drawn_batches_take_every_sequence_before_any_twice() -> None:
         (["--lengths", "github", "--planners", "statik"], "Did you mean `static`"),
         (["--lengths", "github", "--planners", "static,static"], "each planner once"),
         (["--lengths", "github", "--gpus", "16"], "one of --ranks and --gpus"),
+        (["--lengths", "github", "--ranks", "0"], "--ranks: expected at least 1"),
         (["--lengths", "github", "--hardware", "h1000"], "Did you mean `h100`"),
         (["--lengths", "github", "--tp", "3"], "tensor parallelism"),
         (["--lengths", "github", "--batches", "0"], "--batches"),

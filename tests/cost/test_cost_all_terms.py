@@ -15,6 +15,7 @@ from lengthwise.cost import (
     analytic_cost,
     capacity_tokens,
     host_share_bytes,
+    microbatches_kept,
     named_hardware,
     named_shape,
     state_bytes,
@@ -87,6 +88,9 @@ def test_capacity_is_what_fits_beside_weights_and_optimizer() -> None:
     assert 0.9 * 80e9 - 128 * activation_bytes(LLAMA_7B, "none", 2) < taken <= 0.9 * 80e9
     assert state_bytes(LLAMA_7B, 4) == LLAMA_7B.total_params * 9
     assert capacity_tokens(LLAMA_7B, H100, 64, recompute="layer") > 5 * tokens
+    # four stages of four devices keep four microbatches
+    staged = capacity_tokens(LLAMA_7B, H100, 64, devices=4, kept=microbatches_kept(4))
+    assert staged == pytest.approx(capacity_tokens(LLAMA_7B, H100, 64, devices=4) / 4, abs=128)
     with pytest.raises(ConfigError, match="llama-70b"):
         capacity_tokens(named_shape("llama-70b"), H100, 64)
     assert capacity_tokens(named_shape("llama-70b"), H100, 64, devices=16) > 0

@@ -202,7 +202,7 @@ def test_rings_keep_to_ranks_of_one_speed_where_costs_know_no_shares(recipe: str
     ("speeds", "told"),
     [
         ([1.0, 1.0], "expected 3, one a rank; got 2"),
-        ([1.0, 0, 1.0], "rank 1: expected a number from 1e-06 to 1e+06; got 0"),
+        ([1.0, 0, 1.0], r"rank 1: expected a number from 1e-06 to 1e\+06; got 0"),
         ([1.0, 1.0, -0.5], "rank 2: .* got -0.5"),
         ([math.nan, 1.0, 1.0], "rank 0: .* got nan"),
         ([1.0, math.inf, 1.0], "rank 1: .* got inf"),

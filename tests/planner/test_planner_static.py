@@ -52,10 +52,19 @@ def test_static_takes_the_mesh_that_ends_first(
 
 
 def test_static_packs_in_data_order_and_deals_in_turn() -> None:
-    plan = plan_step([150, 60, 150, 40, 150], Cluster(ranks=4, capacity_tokens=100), COST, planner="static")
+    plan = plan_step(
+        [150, 60, 150, 40, 150], Cluster(ranks=4, capacity_tokens=100), COST, planner="static", context_tokens=200
+    )
     pieces = [microbatch.pieces[0] for microbatch in plan.microbatches]
     assert [piece.sequences for piece in pieces] == [(0, 3), (1,), (2,), (4,)]
     assert [piece.ranks for piece in pieces] == [(0, 1), (2, 3), (0, 1), (2, 3)]
+
+
+def test_static_packs_up_to_the_context_where_ranks_hold_much_more() -> None:
+    """Eight sequences would fill two of four ranks; packs of the context keep all of them busy."""
+    plan = plan_step([25] * 8, Cluster(ranks=4, capacity_tokens=100), COST, planner="static", context_tokens=50)
+    assert [microbatch.pieces[0].ranks for microbatch in plan.microbatches] == [(0,), (1,), (2,), (3,)]
+    assert all(len(microbatch.pieces[0].sequences) == 2 for microbatch in plan.microbatches)
 
 
 def test_static_mesh_without_need_for_rings_is_data_parallel() -> None:

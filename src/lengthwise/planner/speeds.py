@@ -28,7 +28,7 @@ def read_speeds(speeds: Sequence[float] | None, ranks: int, where: str = "speeds
     """Check a speed for each of `ranks` ranks; None where all compute as fast as the costs say.
 
     Raises:
-        ConfigError: another number of them, or an entry that is not a finite number above 0.
+        ConfigError: another number of them, or an entry that is not a number from 1e-6 to 1e6.
         Problems: several of these.
     """
     if speeds is None:
