@@ -154,3 +154,11 @@ def test_simulate_lets_all_planners_choose_offload_heads_and_recomputation(tmp_p
     assert min(written["planners"]["lengthwise"]["step_seconds"]) > 0
     for refused in (("--recompute", "auto", "--capacity", "8K"), ("--recompute", "all"), ("--offload", "yes")):
         assert simulate(capsys, *small, *refused)[0] == 2
+
+
+def test_simulate_refuses_an_output_that_is_no_folder_before_it_plans(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("lengthwise.simulator.compare_planners", lambda *_, **__: pytest.fail("planned"))
+    (tmp_path / "file").write_text("")
+    status, _, error = simulate(capsys, *SMALL, "--lengths", "github", "--out", tmp_path / "file" / "out")
+    assert status == 2
+    assert "a folder to write into" in error.replace("\n", " ")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
-from lengthwise.planner import PLANNERS, plan_step
+from lengthwise.planner import PLANNERS, draw_lengths, plan_step
 from lengthwise.planner.lengthwise import Search, write_schedule
 from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.rivals import best_of_rivals, is_worth_rivals
@@ -66,3 +66,13 @@ def test_rivals_are_left_out_near_the_bound_and_for_large_steps() -> None:
     assert not is_worth_rivals(medium, medium.bound_seconds * 1.009)
     assert is_worth_rivals(medium, medium.bound_seconds * 1.011)
     assert not is_worth_rivals(PlanRequest(tokens=(1,) * 10_001, cluster=cluster, cost=cost), float("inf"))
+
+
+def test_free_ends_no_later_than_waves_where_one_ring_takes_nearly_all_the_time() -> None:
+    """The others must fit what one ring over all ranks leaves, a tenth of the time: it ended 1.036 above the bound."""
+    cluster = Cluster(ranks=97, capacity_tokens=16384)
+    tokens = draw_lengths("byted", 4_195_614, 1, longest_tokens=1_557_463)
+    cost = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
+    free, waves = (plan_step(tokens, cluster, cost, mode=mode) for mode in ("free", "waves"))
+    assert free.notes["predicted_seconds"] <= waves.notes["predicted_seconds"]
+    assert free.notes["predicted_seconds"] <= 1.003 * free.notes["bound_seconds"]
