@@ -1,9 +1,11 @@
 """Numbers of tokens as people write them."""
 
+import numpy as np
 import pytest
 
 from lengthwise.core.errors import ConfigError
-from lengthwise.core.sizes import parse_tokens
+from lengthwise.core.shape import Cluster
+from lengthwise.core.sizes import parse_tokens, read_whole, whole_number
 
 
 @pytest.mark.parametrize(
@@ -18,3 +20,30 @@ def test_sizes_are_binary(text: str, tokens: int) -> None:
 def test_sizes_that_are_none_are_refused_by_place(text: str) -> None:
     with pytest.raises(ConfigError, match="--context"):
         parse_tokens(text, "--context")
+
+
+@pytest.mark.parametrize("value", [7, np.int64(7), np.uint8(7)])
+def test_whole_numbers_of_numpy_become_ints(value: object) -> None:
+    assert whole_number(value) == 7
+    assert type(whole_number(value)) is int
+
+
+@pytest.mark.parametrize("value", [True, np.True_, 7.0, np.float64(7), "7", None, [7]])
+def test_what_is_no_whole_number_is_none(value: object) -> None:
+    assert whole_number(value) is None
+    with pytest.raises(ConfigError, match="ranks: expected a whole number of at least 1"):
+        read_whole("ranks", value)
+
+
+def test_whole_numbers_out_of_range_are_told_with_the_range() -> None:
+    with pytest.raises(ConfigError, match=r"from 1 to 2\^53"):
+        read_whole("ranks", 2**53 + 1)
+    with pytest.raises(ConfigError, match="from 0 to 9; got -1"):
+        read_whole("seed", -1, least=0, most=9)
+    assert read_whole("seed", 0, least=0, most=9) == 0
+
+
+def test_clusters_take_whole_numbers_of_numpy() -> None:
+    cluster = Cluster(ranks=np.int64(3), capacity_tokens=np.int32(5))  # type: ignore[arg-type]
+    assert cluster == Cluster(ranks=3, capacity_tokens=5)
+    assert type(cluster.ranks) is int

@@ -32,7 +32,7 @@ def test_cost_from_file_takes_what_is_left_out_as_zero(tmp_path):
         ('{"linear_seconds": "1"}', "linear_seconds"),
         ('{"linear_seconds": null}', "linear_seconds.*got null"),
         ('{"linear_seconds": [[1]]}', "linear_seconds"),
-        ('{"linear_seconds": 1, "linear_seconds": 2}', "each key once"),
+        ('{"linear_seconds": 1, "linear_seconds": 2}', 'the key "linear_seconds" twice'),
     ],
 )
 def test_cost_from_file_refuses_what_is_no_cost(tmp_path, text, told):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lengthwise.core.errors import ConfigError, DataError
+from lengthwise.core.errors import ConfigError, DataError, Problems
 from lengthwise.planner import RECIPES, draw_lengths, lengths_from_file
 
 MILLIONS = 2**20
@@ -95,7 +95,10 @@ def test_lengths_from_file_reads_a_list_and_a_recipe(tmp_path: Path) -> None:
     ("text", "told"),
     [
         ("[]", "an empty list"),
-        ("", "expected JSON"),
+        ("", "expected a JSON file; got an empty file"),
+        ('{"recipe": "byted", "tokens": 5, "seed": 0, "seed": 1}', 'the key "seed" twice'),
+        ('{"recipes": "byted", "tokens": 0}', "(?s)Did you mean `recipe`.*no recipe, seed"),
+        ("[0, 5, 1.5, -1, 0, 0, 0, 0]", r"(?s)\[0\].*\[2\].*2 more"),
         ("5", "got int"),
         ("[1, 0]", r"lengths\.json\[1\]: .*got 0"),
         ("[1, 2, true]", r"lengths\.json\[2\]: .*got true"),
@@ -114,7 +117,7 @@ def test_lengths_from_file_reads_a_list_and_a_recipe(tmp_path: Path) -> None:
 def test_lengths_from_file_name_file_and_index(tmp_path: Path, text: str, told: str) -> None:
     file = tmp_path / "lengths.json"
     file.write_text(text)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises((DataError, Problems), match=told):
         lengths_from_file(file)
 
 
@@ -122,5 +125,5 @@ def test_lengths_from_file_refuse_a_missing_file_and_bytes_that_are_no_text(tmp_
     with pytest.raises(DataError, match="No such file"):
         lengths_from_file(tmp_path / "none.json")
     (tmp_path / "odd.json").write_bytes(b"\xff\xfe\x00[1]")
-    with pytest.raises(DataError, match="expected JSON"):
+    with pytest.raises(DataError, match="no UTF-8: byte 0xff at offset 0"):
         lengths_from_file(tmp_path / "odd.json")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lengthwise.core.errors import ConfigError, PlanError
+from lengthwise.core.errors import ConfigError, PlanError, Problems
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel, analytic_cost, named_hardware, named_shape
@@ -194,6 +194,42 @@ def test_plan_step_refuses_what_is_no_length(tokens: list[int]) -> None:
 def test_plan_step_names_the_nearest_planner() -> None:
     with pytest.raises(ConfigError, match="Did you mean `lengthwise`"):
         plan_step([5], Cluster(ranks=3, capacity_tokens=20), COMPUTE, planner="lengthwize")
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_plan_step_takes_whole_numbers_of_numpy(planner: str) -> None:
+    mine = plan_step([5, 70, 9], Cluster(ranks=3, capacity_tokens=64), COMPUTE, planner=planner, layers=2)
+    theirs = plan_step(
+        np.array([5, 70, 9]), Cluster(ranks=np.int64(3), capacity_tokens=np.int64(64)), COMPUTE, planner=planner,  # type: ignore[arg-type]
+        layers=np.int64(2), context_tokens=np.int64(70),  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert theirs.to_json() == mine.to_json()
+
+
+def test_plan_step_takes_stages_of_numpy() -> None:
+    plan = plan_step(
+        [5, 9], Cluster(ranks=2, capacity_tokens=20), COMPUTE, layers=4, mode="pipeline",
+        stages=np.int64(2), virtual=np.int64(2),  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert Plan.from_json(plan.to_json()).schedule == {"kind": "pipeline", "stages": 2, "virtual": 2}
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("context", [0, -1, 2.5, True])
+def test_plan_step_refuses_a_context_that_is_none(planner: str, context: object) -> None:
+    with pytest.raises(ConfigError, match="context_tokens: expected a whole number of at least 1"):
+        plan_step([5], Cluster(ranks=3, capacity_tokens=20), COMPUTE, planner=planner, context_tokens=context)  # type: ignore[arg-type]
+
+
+def test_plan_step_tells_all_wrong_options_at_once() -> None:
+    with pytest.raises(Problems) as caught:
+        plan_step(
+            [5], Cluster(ranks=3, capacity_tokens=20), COMPUTE, planner="statik", mode="fre", recompute="all", layers=0,
+            context_tokens=-1, offload="maybe", heads="on", speeds=[1, 0, 1], stages=0,
+        )  # fmt: skip
+    wheres = ("planner", "mode", "recompute", "layers", "context_tokens", "offload", "heads", "speeds", "stages")
+    told = str(caught.value).splitlines()
+    assert all(any(line.startswith(f"error[config] {where}:") for line in told) for where in wheres)
 
 
 def test_plan_step_refuses_no_layers() -> None:

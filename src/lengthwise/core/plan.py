@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lengthwise.core.errors import PlanError
+from lengthwise.core.sizes import MOST
+from lengthwise.core.strict_json import unique_keys
 
 SCHEMA = "lengthwise.plan/1"
-MOST = 2**53  # what every JSON reader keeps exact
 KNOWN_FEATURES = frozenset({"heads", "shares", "pipeline", "waves"})
 RECOMPUTE_KINDS = ("none", "layer", "all_but_attention")
 SCHEDULE_KINDS = ("free", "waves", "pipeline")
@@ -100,7 +101,8 @@ class Plan:
         """Read a plan file of any planner.
 
         Raises:
-            PlanError: not JSON, a field missing or of the wrong type, or a feature in `requires` not known here.
+            PlanError: not JSON, a key twice, a field missing or of the wrong type, or a feature in `requires` that is
+                not known here.
         """
         return _read_plan(text, where)
 
@@ -132,8 +134,11 @@ def _refuse(where: str, expected: str, got: object) -> PlanError:
 
 def _read_plan(text: str, where: str) -> Plan:
     try:
-        raw = json.loads(text, parse_constant=lambda name: name)  # NaN and Infinity become strings, refused as such
-    except (ValueError, RecursionError) as error:  # ValueError: broken JSON, or a number of thousands of digits
+        raw = json.loads(text, parse_constant=str, object_pairs_hook=unique_keys)  # NaN becomes "NaN", refused as such
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # the former also: a key twice, thousands of digits
         raise _refuse(where, "a JSON object", str(error)) from None
     if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
         raise _refuse(

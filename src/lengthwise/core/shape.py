@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lengthwise.core.errors import ConfigError
+from lengthwise.core.sizes import read_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,11 +17,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("ranks", "capacity_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 2**53:
-                raise ConfigError(
-                    name, expected="a whole number from 1 to 2^53", got=repr(value), remedy=f"Give a positive {name}."
-                )
+            object.__setattr__(self, name, read_whole(name, getattr(self, name)))  # an int, whatever NumPy gave
 
     @property
     def longest_tokens(self) -> int:

@@ -1,14 +1,15 @@
-"""Numbers of tokens as the field writes them: 256K, 2M, 32M, with K = 1,024 and M = 1,024 x 1,024."""
+"""Whole numbers that users give; of tokens, as the field writes them: 256K, 2M, with K = 1,024, M = 1,024 x 1,024."""
 
 from __future__ import annotations
 
+import operator
 import re
 
 from lengthwise.core.errors import ConfigError
 
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?)\s*", re.IGNORECASE)
-_MOST = 2**53
+MOST = 2**53  # what every JSON reader keeps exact
 
 
 def parse_tokens(text: str, where: str) -> int:
@@ -19,7 +20,7 @@ def parse_tokens(text: str, where: str) -> int:
     """
     written = _WRITTEN.fullmatch(text)
     value = float(written[1]) * _UNITS[written[2].upper()] if written and len(written[1]) < 20 else 0.0
-    if not 1 <= value <= _MOST or value != int(value):
+    if not 1 <= value <= MOST or value != int(value):
         raise ConfigError(
             where,
             expected="a whole number of tokens, as 8192, 256K or 2M (K = 1024, M = 1024 x 1024)",
@@ -27,3 +28,28 @@ def parse_tokens(text: str, where: str) -> int:
             remedy=f"Mend {where}.",
         )
     return int(value)
+
+
+def whole_number(value: object) -> int | None:
+    """Return a whole number as an int, NumPy's included; None for anything else, booleans too."""
+    if type(value) is int:
+        return value
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def read_whole(name: str, value: object, *, least: int = 1, most: int = MOST) -> int:
+    """Check a whole number that a user gave.
+
+    Raises:
+        ConfigError: no such number, or one out of range; `name` says which.
+    """
+    number = whole_number(value)
+    if number is None or not least <= number <= most:
+        upper = "2^53" if most == MOST else str(most)
+        is_small = most == MOST and (number is None or number < least)
+        expected = f"a whole number of at least {least}" if is_small else f"a whole number from {least} to {upper}"
+        raise ConfigError(name, expected=expected, got=repr(value), remedy=f"Mend {name}.")
+    return number

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.core.names import unknown_name
+from lengthwise.core.strict_json import read_json
 from lengthwise.cost.model import CostModel
 
 KEYS = ("quadratic_seconds", "linear_seconds", "fixed_seconds", "ring_seconds")
@@ -23,22 +23,18 @@ def cost_from_file(path: str | Path) -> CostModel:
     """Read the coefficients of a JSON file.
 
     Raises:
-        ConfigError: a file that cannot be read, is no JSON object, or gives no coefficient above 0; an unknown key, or
-            a coefficient that is not a number from 0 to `MOST_SECONDS`. Each names the file and the key.
+        ConfigError: a file that cannot be read, is no JSON object, or gives no coefficient above 0; an unknown key, a
+            key twice, or a coefficient that is not a number from 0 to `MOST_SECONDS`. Each names the file and the key.
         Problems: several of these.
     """
     where = str(path)
     try:
-        pairs = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_Pairs)
-    except OSError as error:
-        raise _refuse(where, "a file that can be read", error.strerror or str(error)) from None
-    except (ValueError, RecursionError) as error:
-        raise _refuse(where, "JSON", str(error)) from None
-    if not isinstance(pairs, _Pairs):
-        raise _refuse(where, f"an object with {', '.join(KEYS)}", type(pairs).__name__)
-    given = dict(pairs)
+        given = read_json(path)
+    except ValueError as error:
+        raise _refuse(where, "a JSON file", str(error)) from None
+    if not isinstance(given, dict):
+        raise _refuse(where, f"an object with {', '.join(KEYS)}", type(given).__name__)
     problems: list[LengthwiseError] = [unknown_name(f"{where}: {key}", key, KEYS) for key in given if key not in KEYS]
-    problems += [_refuse(f"{where}: {key}", "each key once", "twice") for key in given if _count(pairs, key) > 1]
     problems += [
         _refuse(f"{where}: {key}", f"a number of seconds from 0 to {MOST_SECONDS:g}", json.dumps(given[key])[:80])
         for key in KEYS
@@ -57,14 +53,6 @@ def cost_from_file(path: str | Path) -> CostModel:
         ring_seconds=ring,
         version=f"given/1 {named}",
     )
-
-
-class _Pairs(list[tuple[str, Any]]):
-    """The pairs of a JSON object, in order, a key given twice included."""
-
-
-def _count(pairs: _Pairs, key: str) -> int:
-    return sum(1 for other, _ in pairs if other == key)
 
 
 def _is_seconds(value: object) -> bool:

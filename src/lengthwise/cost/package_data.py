@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from lengthwise.core.errors import ConfigError
+from lengthwise.core.strict_json import read_json
 
 
 def read_package_json(package: str, file: str) -> dict[str, Any]:
@@ -24,11 +24,11 @@ def read_json_object(path: str) -> dict[str, Any]:
     """Read a user's own JSON object.
 
     Raises:
-        ConfigError: no file, no JSON, or another kind of JSON.
+        ConfigError: no file, no JSON, a key twice, or another kind of JSON.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = read_json(path)
+    except ValueError as error:
         raise ConfigError(path, expected="a JSON file", got=str(error), remedy="Mend the path or the file.") from None
     if not isinstance(content, dict):
         got = type(content).__name__

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from lengthwise.core.errors import DataError
+from lengthwise.core.strict_json import unique_keys
 from lengthwise.data.dataset import NO_LOSS
 
 _LARGEST_ID = 2**31 - 1
@@ -37,7 +38,7 @@ class RowParser:
     def __init__(self, vocab_size: int | None) -> None:
         self._limit = _LARGEST_ID + 1 if vocab_size is None else vocab_size
         self._constants: list[str] = []
-        self._decoder = json.JSONDecoder(parse_constant=self._note_constant, object_pairs_hook=_unique)
+        self._decoder = json.JSONDecoder(parse_constant=self._note_constant, object_pairs_hook=unique_keys)
 
     def parse(self, line: bytes, *, where: str, offset: int, last: bool) -> Row:
         """Check one line; `offset` is its first byte in the file, `last` that no line end follows."""
@@ -128,15 +129,6 @@ def _check_columns(values: dict[str, Any], where: str) -> None:
     if "text" not in values and "input_ids" not in values:
         names = ", ".join(f'"{name}"' for name in list(values)[:8]) or "no columns"
         raise _refuse(where, f"a column of {_ROWS}", names, 'Name the column "text" or "input_ids".')
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f'the key "{twice}" twice in one object')
-    return values
 
 
 def _told(value: object) -> str:

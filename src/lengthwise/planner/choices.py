@@ -59,8 +59,8 @@ class Freedom:
                 yield variant if offload else variant.without_copies()
 
 
-def refuse_choices(freedom: Freedom, cost: Cost, layers: int, mode: str, speeds: Sequence[float] | None) -> None:
-    """Refuse choices that these costs cannot price, or that this mode or ranks of these speeds do not plan.
+def refuse_choices(freedom: Freedom, cost: Cost | None, layers: int, mode: str, speeds: Sequence[float] | None) -> None:
+    """Refuse what these costs (None: not known yet) cannot price, or this mode or ranks of these speeds do not plan.
 
     Raises:
         ConfigError, Problems: no choice of that name, costs without the terms for it, or fewer layers than the costs
@@ -70,7 +70,7 @@ def refuse_choices(freedom: Freedom, cost: Cost, layers: int, mode: str, speeds:
     for name, value in (("offload", freedom.offload), ("heads", freedom.heads)):
         if value not in CHOICES:
             problems.append(unknown_name(name, value, CHOICES))
-        elif value == "auto" and not isinstance(cost, AllTermsCost):
+        elif value == "auto" and cost is not None and not isinstance(cost, AllTermsCost):
             remedy = f"Plan with a hardware description (--hardware), or without {name}."
             got = f"costs {cost.version}, which do not tell what {name} takes"
             problems.append(ConfigError(name, expected="off, with these costs", got=f"auto; {got}", remedy=remedy))

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.shape import Cluster
+from lengthwise.core.sizes import MOST, whole_number
 
 _NAMED = 5  # sequences named in one message; the others are counted
 
@@ -22,7 +23,8 @@ def read_tokens(tokens: Sequence[int]) -> tuple[int, ...]:
     if len(tokens) and set(map(type, tokens)) == {int} and min(tokens) >= 1 and max(tokens) <= 2**53:
         return tuple(tokens)  # the usual case, ten times quicker
     for i, value in enumerate(tokens):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value <= 2**53:
+        number = whole_number(value)
+        if number is None or not 1 <= number <= MOST:
             raise PlanError(
                 f"sequence {i}",
                 expected="a length of 1 to 2^53 tokens",

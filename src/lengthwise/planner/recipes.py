@@ -23,8 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.core.errors import ConfigError, DataError, LengthwiseError
+from lengthwise.core.errors import ConfigError, DataError, LengthwiseError, raise_problems
 from lengthwise.core.names import unknown_name
+from lengthwise.core.sizes import MOST, read_whole
+from lengthwise.core.strict_json import read_json
 from lengthwise.cost.package_data import read_package_json
 
 _FILE = read_package_json("lengthwise.planner", "recipes.json")
@@ -33,6 +35,8 @@ RECIPES = tuple(_SETS)
 _BLOCK = 1024  # lengths drawn at a time
 _MOST_TOKENS = 10**12
 _SHORTEST_LOGNORMAL = 16
+_LENGTH = "a whole number of at least 1, at most 2^53"
+_NAMED = 5  # wrong lengths named in one message; the others are counted
 
 
 def draw_lengths(recipe: str, tokens: int, seed: int, longest_tokens: int | None = None) -> list[int]:
@@ -49,10 +53,10 @@ def draw_lengths(recipe: str, tokens: int, seed: int, longest_tokens: int | None
     """
     if recipe not in _SETS:
         raise unknown_name("recipe", recipe, RECIPES)
-    _check_number("tokens", tokens, 1, _MOST_TOKENS)
-    _check_number("seed", seed, 0, 2**63)
+    tokens = read_whole("tokens", tokens, most=_MOST_TOKENS)
+    seed = read_whole("seed", seed, least=0, most=2**63)
     if longest_tokens is not None:
-        _check_number("longest_tokens", longest_tokens, 1, 2**62)
+        longest_tokens = read_whole("longest_tokens", longest_tokens, most=2**62)
     cap = longest_tokens or 2**62
     rng = np.random.Generator(np.random.PCG64(seed))
     draws = _SETS[recipe]
@@ -61,13 +65,6 @@ def draw_lengths(recipe: str, tokens: int, seed: int, longest_tokens: int | None
     else:
         lengths = _draw_bins(draws, tokens, cap, rng)
     return rng.permutation(lengths).tolist()
-
-
-def _check_number(name: str, value: object, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ConfigError(
-            name, expected=f"a whole number from {least} to {most}", got=repr(value), remedy=f"Mend {name}."
-        )
 
 
 def _draw_bins(draws: Mapping[str, Any], tokens: int, cap: int, rng: np.random.Generator) -> NDArray[np.int64]:
@@ -152,36 +149,36 @@ def lengths_from_file(path: str | Path) -> list[int]:
     """Read lengths: a JSON list of whole numbers, or an object with recipe, tokens and seed.
 
     Raises:
-        DataError: a file that cannot be read, or a bad entry; file and index are named.
+        DataError: a file that cannot be read, a key twice, or a bad entry; file and index are named.
+        Problems: several of these.
     """
     where = str(path)
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise _bad(where, "a file that can be read", error.strerror or str(error)) from None
-    except (ValueError, RecursionError) as error:
-        raise _bad(where, "JSON", str(error)) from None
+        content = read_json(path)
+    except ValueError as error:
+        raise _bad(where, "a JSON file", str(error)) from None
     if isinstance(content, dict):
         return _lengths_from_recipe(content, where)
     if not isinstance(content, list) or not content:
         got = "an empty list" if content == [] else type(content).__name__
         raise _bad(where, "a non-empty list of lengths, or an object with recipe, tokens and seed", got)
-    for i, value in enumerate(content):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise _bad(f"{where}[{i}]", "a whole number of at least 1", json.dumps(value)[:80])
+    wrong = [i for i, value in enumerate(content) if type(value) is not int or not 1 <= value <= MOST]
+    problems = [_bad(f"{where}[{i}]", _LENGTH, json.dumps(content[i])[:80]) for i in wrong[:_NAMED]]
+    if len(wrong) > _NAMED:
+        problems.append(_bad(where, "such lengths", f"{len(wrong) - _NAMED} more that are not"))
+    raise_problems(problems)
     return content
 
 
 def _lengths_from_recipe(content: Mapping[str, Any], where: str) -> list[int]:
     known = ("recipe", "tokens", "seed", "longest_tokens")
-    for key in content:
-        if key not in known:
-            raise _as_data(unknown_name(f"{where}: {key}", key, known))
-    for key in known[:3]:
-        if key not in content:
-            raise _bad(where, "recipe, tokens and seed", f"no {key}")
-    if not isinstance(content["recipe"], str):
-        raise _bad(f"{where}: recipe", "the name of a recipe", repr(content["recipe"]))
+    problems = [_as_data(unknown_name(f"{where}: {key}", key, known)) for key in content if key not in known]
+    missing = [key for key in known[:3] if key not in content]
+    if missing:
+        problems.append(_bad(where, "recipe, tokens and seed", f"no {', '.join(missing)}"))
+    elif not isinstance(content["recipe"], str):
+        problems.append(_bad(f"{where}: recipe", "the name of a recipe", repr(content["recipe"])))
+    raise_problems(problems)
     try:
         return draw_lengths(**content)
     except ConfigError as error:

@@ -7,7 +7,6 @@ given, as runs of neighbours: `8x1.0,8x0.6` is 16 ranks, thousands of them one l
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from itertools import groupby
@@ -17,6 +16,7 @@ from typing import Any
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError, raise_problems
 from lengthwise.core.plan import Plan
+from lengthwise.core.strict_json import read_json
 from lengthwise.cost import Cost
 
 _MOST = 2**20  # ranks in a run
@@ -98,8 +98,8 @@ def noted_speeds(plan: Plan) -> tuple[float, ...] | None:
 
 def _speeds_of_file(path: Path) -> list[float]:
     try:
-        speeds = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        speeds = read_json(path)
+    except ValueError as error:
         raise _refuse(str(path), "a JSON list of speeds", str(error)) from None
     if not isinstance(speeds, list):
         raise _refuse(str(path), "a JSON list of speeds", type(speeds).__name__)

@@ -7,13 +7,15 @@ one line in `_PLANNERS`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 
-from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
+from lengthwise.core.errors import Collector, ConfigError, LengthwiseError, raise_problems
 from lengthwise.core.names import unknown_name
 from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Plan
 from lengthwise.core.shape import Cluster
+from lengthwise.core.sizes import read_whole
 from lengthwise.cost import AllTermsCost, Cost, CostModel
 from lengthwise.planner.baselines.bytescale import plan_bytescale
 from lengthwise.planner.baselines.bytescale_naive import plan_bytescale_naive
@@ -91,28 +93,27 @@ def plan_step(
         and speeds where they are not all 1.
 
     Raises:
-        ConfigError: unknown planner, mode, choice or kind of recomputation, a mode that the planner does not plan,
-            choices that these costs do not price, layers or context_tokens below 1, speeds that are none or not
-            planned in this mode or with these choices, or stages that are none, too many, not the costs' or of no use.
+        ConfigError: what `read_options` refuses.
         PlanError: no sequences, a length below 1, or sequences that the cluster cannot hold (all of them named).
+        Problems: several of these.
     """
-    _refuse_options(planner, mode, recompute, layers)
-    paces = _read_paces(speeds, cluster, mode)
-    _refuse_stages(mode, stages, virtual, layers, cost)
-    lengths, freedom = read_tokens(tokens), Freedom(recompute=recompute, offload=offload, heads=heads)
-    refuse_choices(freedom, cost, layers, mode, paces)
-    widest, relative = at_mean_speed(freedom.widest(cost, cluster, layers), paces)
+    asked = read_options(
+        cluster.ranks, cost, planner=planner, layers=layers, context_tokens=context_tokens, recompute=recompute,
+        offload=offload, heads=heads, mode=mode, speeds=speeds, stages=stages, virtual=virtual,
+    )  # fmt: skip
+    lengths, freedom, paces = read_tokens(tokens), asked.freedom, asked.paces
+    widest, relative = at_mean_speed(freedom.widest(cost, cluster, asked.layers), paces)
     refuse_unheld(lengths, replace(cluster, capacity_tokens=most_held_tokens(widest, cluster)))
     request = PlanRequest(
         tokens=lengths,
         cluster=cluster,
         cost=widest,
-        context_tokens=context_tokens,
+        context_tokens=asked.context_tokens,
         speeds=relative,
-        stages=stages or 1,
-        virtual=virtual or 1,
+        stages=asked.stages or 1,
+        virtual=asked.virtual or 1,
     )
-    best = empty = _empty_plan(request, layers, mode)
+    best = empty = _empty_plan(request, asked.layers, mode)
     least = inf
     for plan in _finished_plans(request, empty, cost, freedom, planner):
         seconds = score(plan, cost, speeds=paces).makespan_seconds
@@ -123,9 +124,68 @@ def plan_step(
     return replace(best, notes={**notes, "cost": cost.version, **({"speeds": runs} if runs else {})})
 
 
-def _read_paces(speeds: Sequence[float] | None, cluster: Cluster, mode: str) -> tuple[float, ...] | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """How a step is to be planned, checked; `paces` are None where all ranks are alike."""
+
+    layers: int
+    context_tokens: int | None
+    freedom: Freedom
+    paces: tuple[float, ...] | None
+    stages: int | None
+    virtual: int | None
+
+
+def read_options(
+    ranks: int,
+    cost: Cost | None,
+    *,
+    planner: str = "lengthwise",
+    layers: int = 1,
+    context_tokens: int | None = None,
+    recompute: str = "none",
+    offload: str = "off",
+    heads: str = "off",
+    mode: str = "free",
+    speeds: Sequence[float] | None = None,
+    stages: int | None = None,
+    virtual: int | None = None,
+) -> StepOptions:
+    """Check all of `plan_step` but lengths: before they are read, too. Without costs, what hangs on them is not.
+
+    Raises:
+        ConfigError: unknown planner, mode, choice or kind of recomputation, a mode that the planner does not plan,
+            choices that these costs do not price, layers or context_tokens below 1, speeds that are none or not
+            planned in this mode or with these choices, or stages that are none, too many, not the costs' or of no use.
+        Problems: several of these.
+    """
+    problems = Collector()
+    problems.attempt(partial(_refuse_names, planner, mode, recompute))
+    numbers = {"layers": layers, "context_tokens": context_tokens, "stages": stages, "virtual": virtual}
+    read = {
+        name: None if value is None else problems.attempt(partial(read_whole, name, value))
+        for name, value in numbers.items()
+    }
+    paces = problems.attempt(partial(_read_paces, speeds, ranks, mode))
+    freedom = Freedom(recompute=recompute, offload=offload, heads=heads)
+    depth = read["layers"] or 1
+    problems.attempt(partial(refuse_choices, freedom, cost, depth, mode, paces))
+    if all(read[name] is not None or numbers[name] is None for name in ("layers", "stages", "virtual")):
+        problems.attempt(partial(_refuse_stages, mode, read["stages"], read["virtual"], depth, cost))
+    problems.raise_all()
+    return StepOptions(
+        layers=depth,
+        context_tokens=read["context_tokens"],
+        freedom=freedom,
+        paces=paces,
+        stages=read["stages"],
+        virtual=read["virtual"],
+    )
+
+
+def _read_paces(speeds: Sequence[float] | None, ranks: int, mode: str) -> tuple[float, ...] | None:
     """Check speeds; None where all ranks are alike."""
-    paces = read_speeds(speeds, cluster.ranks)
+    paces = read_speeds(speeds, ranks)
     if paces is not None and mode != "free":
         remedy = "Use mode free, or leave speeds out."
         raise ConfigError("speeds", expected=f"all 1 in mode {mode}", got="unequal ranks", remedy=remedy)
@@ -154,19 +214,13 @@ def _finished_plans(request: PlanRequest, empty: Plan, cost: Cost, freedom: Free
             yield _finished(replace(empty, microbatches=tuple(microbatches)), cost, freedom)
 
 
-def _refuse_options(planner: str, mode: str, recompute: str, layers: int) -> None:
+def _refuse_names(planner: str, mode: str, recompute: str) -> None:
     """Refuse names that do not exist or do not go together."""
-    if planner not in _PLANNERS:
-        raise unknown_name("planner", planner, PLANNERS)
-    if mode not in _MODES:
-        raise unknown_name("mode", mode, MODES)
+    named = (("planner", planner, PLANNERS), ("mode", mode, MODES), ("recompute", recompute, RECOMPUTE_KINDS))
+    raise_problems([unknown_name(name, value, known) for name, value, known in named if value not in known])
     if mode == "waves" and planner != "lengthwise":
         remedy = "Use planner lengthwise, or mode free."
         raise ConfigError("mode", expected=f"free, all that planner {planner} plans", got=mode, remedy=remedy)
-    if recompute not in RECOMPUTE_KINDS:
-        raise unknown_name("recompute", recompute, RECOMPUTE_KINDS)
-    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
-        raise ConfigError("layers", expected="a whole number of at least 1", got=repr(layers), remedy="Mend layers.")
 
 
 def _proposals(request: PlanRequest, planner: str, mode: str) -> Iterator[list[Microbatch]]:
@@ -217,18 +271,14 @@ def _bound_of(plan: Plan, request: PlanRequest) -> float:
     return max(bound, staged)
 
 
-def _refuse_stages(mode: str, stages: int | None, virtual: int | None, layers: int, cost: Cost) -> None:
-    """Refuse stages and virtual ones that are no numbers, too many, not those of the costs, or without their mode."""
+def _refuse_stages(mode: str, stages: int | None, virtual: int | None, layers: int, cost: Cost | None) -> None:
+    """Refuse stages and virtual ones that are too many, not those of the costs, or without their mode."""
     problems: list[LengthwiseError] = []
     asked = {"stages": stages, "virtual": virtual}
     for name, value in asked.items():
         if value is not None and mode != "pipeline":
             remedy = f"Use mode pipeline, or leave {name} out."
             problems.append(ConfigError(name, expected=f"nothing in mode {mode}", got=repr(value), remedy=remedy))
-        elif value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            problems.append(
-                ConfigError(name, expected="a whole number of at least 1", got=repr(value), remedy=f"Mend {name}.")
-            )
     if mode == "pipeline" and stages is None:
         problems.append(ConfigError("stages", expected="a number in mode pipeline", got="none", remedy="Give stages."))
     raise_problems(problems)

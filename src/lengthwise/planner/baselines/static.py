@@ -20,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.core.errors import ConfigError, PlanError
+from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.planner.holding import held_tokens
@@ -34,7 +34,6 @@ def plan_static(request: PlanRequest) -> list[Microbatch]:
     """Plan one step on the fixed mesh that `context_tokens` asks for.
 
     Raises:
-        ConfigError: a context that is not a number of tokens.
         PlanError: a context that the cluster cannot hold, or a sequence longer than the context.
     """
     context = _context_tokens(request)
@@ -96,10 +95,6 @@ def _context_tokens(request: PlanRequest) -> int:
     context = request.context_tokens
     if context is None:
         return longest
-    if isinstance(context, bool) or not isinstance(context, int) or context < 1:
-        raise ConfigError(
-            "context_tokens", expected="a whole number of at least 1", got=repr(context), remedy="Give it in tokens."
-        )
     if context < longest:
         raise PlanError(
             f"sequence {request.tokens.index(longest)}",
