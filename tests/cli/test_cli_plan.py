@@ -265,7 +265,8 @@ def test_plan_of_lengths_counts_two_kinds_of_links(tmp_path, capsys):
 
 def test_plan_refuses_nodes_that_are_none(tmp_path, capfd, lengths):
     rest = ("--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json")
-    assert "ranks_per_node" in refused(capfd, "--lengths", lengths, *rest, "--ranks-per-node", 0)
+    err = refused(capfd, "--lengths", lengths, *rest, "--ranks-per-node", 0)
+    assert "--ranks-per-node: expected a whole number" in err
     run = write_run(tmp_path, make_rows([3]), model="tiny")
     assert "--hardware" in refused(capfd, "--config", run, *rest, "--ranks-per-node", 8)
 
@@ -348,3 +349,89 @@ def test_plan_chooses_recomputation_by_what_memory_leaves(tmp_path, capfd, lengt
     assert "--recompute auto" in refused(capfd, *rest)
     run = write_run(tmp_path, make_rows([3]), model="tiny")
     assert "--config" in refused(capfd, "--config", run, "--ranks", 2, "--out", out, "--recompute", "layer")
+
+
+def test_plan_prints_times_of_given_costs_in_their_own_unit(tmp_path, lengths, capsys):
+    cost, out = tmp_path / "cost.json", tmp_path / "plan.json"
+    cost.write_text('{"quadratic_seconds": 1, "linear_seconds": 32768, "fixed_seconds": 2e7, "ring_seconds": 4e3}')
+    assert call("plan", "--cost", cost, "--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", out) == 0
+    said = capsys.readouterr().out
+    plan = read_plan(out)
+    assert f"{plan.notes['predicted_seconds']:.0f}" in said.split()
+    assert f"bound {plan.notes['bound_seconds']:.0f} (in the same unit)" in said
+    assert " min" not in said
+    assert " s\n" not in said
+
+
+def test_plan_tells_all_that_is_wrong_with_a_command_line_at_once(tmp_path, capfd):
+    (tmp_path / "lengths.json").write_text("[0, 1.5]")
+    (tmp_path / "cost.json").write_text('{"linear_seconds": -1}')
+    (tmp_path / "out").mkdir()
+    err = refused(
+        capfd, "--lengths", tmp_path / "lengths.json", "--ranks", 0, "--capacity", 0, "--cost", tmp_path / "cost.json",
+        "--planner", "statik", "--mode", "fre", "--offload", "maybe", "--heads", "maybe", "--speeds", "fast",
+        "--recompute", "layer", "--hardware", "h100", "--stages", "0", "--out", tmp_path / "out",
+    )  # fmt: skip
+    for told in (
+        "lengths.json[0]:", "lengths.json[1]:", "cost.json: linear_seconds:", "--ranks:", "--planner:", "--mode:",
+        "--offload:", "--heads:", "--speeds: entry 1:", "--recompute:", "--hardware:", "--stages:", f"{tmp_path}/out:",
+    ):  # fmt: skip
+        assert f"] {told}" in err or f"/{told}" in err, told
+    err = refused(
+        capfd, "--lengths", tmp_path / "none.json", "--ranks", 2, "--capacity", 0, "--model-shape", "lama",
+        "--hardware", "h1", "--recompute", "layers", "--out", tmp_path / "plan.json",
+    )  # fmt: skip
+    for told in ("none.json:", "--model-shape:", "--hardware:", "--recompute:"):
+        assert told in err
+
+
+def test_plan_names_options_not_arguments_of_the_library(tmp_path, capfd, lengths):
+    rest = ("--lengths", lengths, "--ranks", 2, "--out", tmp_path / "plan.json")
+    assert "] --capacity: expected" in refused(capfd, *rest, "--capacity", 0)
+    assert "--speeds: expected 2, one a rank; got 3" in refused(capfd, *rest, "--capacity", 64, "--speeds", "1,1,1")
+    assert "--speeds: rank 1" in refused(capfd, *rest, "--capacity", 64, "--speeds", "1,0")
+    err = refused(capfd, *rest, "--capacity", 30)
+    assert "raise --capacity to 35" in err
+    assert "capacity_tokens" not in err
+    run = write_run(tmp_path, make_rows([3, 4, 70]), model="tiny", global_batch={"sequences": 3}, capacity_tokens=30)
+    config = ("--config", run, "--ranks", 2, "--out", tmp_path / "plan.json")
+    assert "raise capacity_tokens to 35" in refused(capfd, *config), "the run file's key, which the user wrote"
+    assert "raise --capacity to 35" in refused(capfd, *config, "--capacity", 20)
+
+
+def test_plan_refuses_a_key_twice_in_any_file(tmp_path, capfd, lengths):
+    rest = ("--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json")
+    twice = tmp_path / "twice.json"
+    twice.write_text('{"recipe": "byted", "tokens": 100, "seed": 1, "seed": 2}')
+    assert 'the key "seed" twice' in refused(capfd, *rest, "--lengths", twice)
+    twice.write_text('{"linear_seconds": 1, "linear_seconds": 2}')
+    assert 'the key "linear_seconds" twice' in refused(capfd, *rest, "--lengths", lengths, "--cost", twice)
+    assert 'the key "linear_seconds" twice' in refused(capfd, *rest, "--lengths", lengths, "--hardware", twice)
+    assert 'the key "linear_seconds" twice' in refused(capfd, *rest, "--lengths", lengths, "--model-shape", twice)
+
+
+def test_plan_takes_a_models_folder_for_its_shape(tmp_path, lengths, capsys):
+    write_model(tmp_path / "my-model", vocab_size=256)
+    rest = ("--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json")
+    plan_without_torch(*rest, "--model-shape", tmp_path / "my-model")
+    assert read_plan(tmp_path / "plan.json").layers == 2
+
+
+def test_plan_prints_names_of_files_as_they_are_and_one_thing_as_one(tmp_path, capsys):
+    (tmp_path / "one.json").write_text("[5]")
+    out = tmp_path / "[bold]plan[/red] :smile:.json"
+    assert call("plan", "--lengths", tmp_path / "one.json", "--ranks", 1, "--capacity", 64, "--out", out) == 0
+    said = capsys.readouterr().out
+    assert f"written to {out}" in said
+    assert "1 sequence, 5 tokens, longest 5; 1 rank of 64 tokens" in said
+
+
+def test_plan_cuts_nothing_on_narrow_terminals(tmp_path, lengths):
+    arguments = ["--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json"]
+    run = [sys.executable, "-W", "error", "-m", "lengthwise", "plan", *map(str, arguments)]
+    said = {}
+    for columns in ("20", "40", "200"):
+        done = subprocess.run(run, capture_output=True, text=True, env={**os.environ, "COLUMNS": columns}, check=True)
+        assert "…" not in done.stdout
+        said[columns] = sorted(set(done.stdout.split()))
+    assert said["20"] == said["40"] == said["200"]

@@ -1,10 +1,11 @@
 """Model shapes: the named ones and those of Hugging Face configs."""
 
+import json
 from typing import Any
 
 import pytest
 
-from lengthwise.core.errors import ConfigError
+from lengthwise.core.errors import ConfigError, Problems
 from lengthwise.cost import SHAPE_NAMES, named_shape, shape_from_config
 
 MISTRAL: dict[str, Any] = {
@@ -71,6 +72,12 @@ def test_shape_from_config_reads_narrow_experts() -> None:
     assert shape_from_config(config).intermediate == 768
 
 
+def test_shape_from_config_reads_experts_by_their_other_names() -> None:
+    config = {**MISTRAL, "moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536}
+    shape = shape_from_config(config)
+    assert (shape.experts, shape.experts_per_token, shape.intermediate) == (64, 6, 1536)
+
+
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
 @pytest.mark.parametrize("value", [None, 0, -1, 2.5, True, "64"])
 def test_shape_from_config_names_the_bad_key(key: str, value: object) -> None:
@@ -81,3 +88,77 @@ def test_shape_from_config_names_the_bad_key(key: str, value: object) -> None:
 def test_shape_from_config_names_missing_experts_per_token() -> None:
     with pytest.raises(ConfigError, match="num_experts_per_tok"):
         shape_from_config({**MISTRAL, "num_local_experts": 8})
+
+
+def test_shape_from_config_names_all_missing_keys_at_once() -> None:
+    with pytest.raises(Problems) as caught:
+        shape_from_config({"model_type": "llama", "hidden_size": 64})
+    told = str(caught.value)
+    missing = ("num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size")
+    assert all(f"config key {key}: expected a whole number of at least 1; got nothing" in told for key in missing)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"intermediate_size": None, "n_inner": None}, None),  # GPT-2 says null for four times the hidden size
+        ({"num_experts_per_tok": 2}, "num_local_experts"),
+        ({"model_type": "gemma", "num_attention_heads": 16, "hidden_size": 3072}, "head_dim"),  # 256 there, not 192
+        ({"model_type": "qwen3", "head_dim": 128}, None),
+    ],
+)
+def test_shape_from_config_guesses_nothing_that_families_do_otherwise(changes: dict[str, Any], key: str | None) -> None:
+    config = {**MISTRAL, **changes}
+    if key is None:
+        assert shape_from_config(config).intermediate in (14336, 4 * 4096)
+        return
+    with pytest.raises(ConfigError, match=f"config key {key}: .*got nothing"):
+        shape_from_config(config)
+
+
+def test_shape_from_config_refuses_an_mlp_without_a_width() -> None:
+    config = {key: value for key, value in MISTRAL.items() if key != "intermediate_size"}
+    with pytest.raises(ConfigError, match="intermediate_size"):
+        shape_from_config(config)
+    old = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257}
+    assert shape_from_config(old).intermediate == 4 * 768
+
+
+def test_shape_from_config_reads_the_text_part_of_a_model_with_pictures() -> None:
+    assert shape_from_config({"model_type": "gemma3", "text_config": MISTRAL, "vision_config": {}}).layers == 32
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        ({"model_type": "qwen2", "sliding_window": 4096}, ()),  # off unless use_sliding_window says so
+        (
+            {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 20},
+            (4096, 12),
+        ),
+        ({"model_type": "gemma2", "head_dim": 256, "sliding_window": 4096}, (4096, 16)),
+        ({"model_type": "gemma3_text", "head_dim": 256, "sliding_window": 512}, (512, 27)),
+        ({"model_type": "mistral", "sliding_window": 4096}, (4096, 32)),
+    ],
+)
+def test_windows_that_older_configs_leave_to_their_family(config: dict[str, Any], windows: tuple[int, ...]) -> None:
+    assert shape_from_config({**MISTRAL, **config}).windows == ((windows,) if windows else ())
+
+
+def test_named_shape_reads_a_models_folder(tmp_path, monkeypatch) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MISTRAL))
+    expected = shape_from_config(MISTRAL, name="my-model")
+    monkeypatch.chdir(tmp_path)
+    for name in (str(folder), str(folder / "config.json"), "my-model", "./my-model", "my-model/"):
+        assert named_shape(name) == expected
+    (tmp_path / "tiny").mkdir()
+    assert named_shape("tiny").layers == 2, "a named shape wins; ./tiny means the folder"
+    with pytest.raises(ConfigError, match=r"tiny/config\.json: .*No such file"):
+        named_shape("./tiny")
+
+
+def test_named_shape_says_that_it_does_not_look_on_the_hub() -> None:
+    with pytest.raises(ConfigError, match=r"somebody/a-model.*names on the hub are not looked up"):
+        named_shape("somebody/a-model")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.report.figures import count, percent, seconds
+from lengthwise.report.figures import count, percent, seconds, unitless
 from lengthwise.report.lengths import length_histogram, summarize_lengths
 from lengthwise.report.progress import LiveLine, step_line
 
@@ -122,3 +122,11 @@ def test_step_line_says_loss_speed_imbalance_idle_and_rings():
         ring_token_ratio=0.5, step_seconds=0.125,
     )  # fmt: skip
     assert text == "step   7/100  loss 1.2346  12.3K tokens/s  imbalance 1.50  idle 25.0 %  in rings 50.0 %  125 ms"
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [(0.0, "0"), (1.5, "1.5"), (123456.7, "123457"), (21581873.4, "21581873"), (1e-7, "1e-07"), (1e200, "1e+200")],
+)
+def test_times_without_a_unit_are_plain_digits(value: float, written: str) -> None:
+    assert unitless(value) == written

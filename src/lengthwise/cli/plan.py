@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from rich.console import Console
 
-from lengthwise.core.errors import ConfigError, OutputError
+from lengthwise.cli.output import plain_console, refuse_unwritable_file, write_atomically
+from lengthwise.cli.wording import told_in_options
+from lengthwise.core.errors import Collector, ConfigError, raise_problems
+from lengthwise.core.names import counted, unknown_name
+from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import ModelShape
-from lengthwise.report.figures import count, seconds
+from lengthwise.report.figures import count, seconds, unitless
 
 if TYPE_CHECKING:
     from lengthwise.config import RunConfig
-    from lengthwise.cost import Cost
+    from lengthwise.cost import Cost, Hardware
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A command line that was read: `lengths` of a file, or None where a run file's data are still to be read.
+
+    `options` are those of `plan_step`.
+    """
+
+    config: RunConfig | None
+    lengths: list[int] | None
+    shape: ModelShape | None
+    cost: Cost
+    capacities: dict[str, int]
+    options: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,48 +90,90 @@ class PlanCommand:
 
     def run(self) -> int:
         """Run the command; return the exit status."""
-        from lengthwise.planner import parse_speeds, plan_recomputed
+        from lengthwise.planner import plan_recomputed
         from lengthwise.report.plans import degree_table, plan_table
 
+        with told_in_options(self._options()):
+            asked = self._read()
+            tokens, context = self._lengths(asked)
+            plan = plan_recomputed(
+                tokens, self.ranks, asked.cost, asked.capacities, context_tokens=context, **asked.options
+            )
+        write_atomically(self.out, plan.to_json())
+
+        console, cost = plain_console(), asked.cost
+        known = None if self.cost else asked.shape
+        named = f"model {known.name} ({cost.version})" if known else f"costs {cost.version}"
+        console.print(
+            f"{counted(len(tokens), 'sequence')}, {count(sum(tokens))} tokens, longest {max(tokens)}; "
+            f"{counted(plan.ranks, 'rank')} of {plan.capacity} tokens; {named}"
+        )
+        duration = unitless if self.cost else seconds
+        source = "times in the unit of --cost" if self.cost else "model, not measured"
+        plans = {str(asked.options["planner"]): plan}
+        console.print(plan_table(plans, cost, title=f"one step ({source})", duration=duration))
+        console.print(degree_table(plan))
+        bound = duration(float(plan.notes["bound_seconds"]))
+        console.print(f"bound {bound} ({'in the same unit' if self.cost else 'model'}); written to {self.out}")
+        return 0
+
+    def _options(self) -> dict[str, str]:
+        """Map names of the library to what the user typed for them."""
+        same = ("planner", "ranks", "mode", "stages", "virtual", "offload", "heads", "recompute", "speeds", "hardware")
+        options = {name: f"--{name}" for name in same} | {"context_tokens": "the longest sequence"}
+        if self.config is None:
+            options |= {"tokens": "--lengths"}
+        if self.config is None or self.capacity is not None:
+            options |= {"capacity_tokens": "--capacity"}
+        return options | {"model shape": "--model-shape", "model": "--model-shape" if self.model_shape else "model"}
+
+    def _read(self) -> Asked:
+        """Read all of the command line but the lengths of a run file's data.
+
+        Raises:
+            LengthwiseError: all that is wrong with it.
+        """
+        from lengthwise.core.sizes import read_whole
+        from lengthwise.planner import lengths_from_file, parse_speeds, read_options
+
+        problems = Collector()
+        problems.attempt(self._refuse_sources)
+        problems.attempt(partial(refuse_unwritable_file, self.out))
+        ranks = problems.attempt(partial(read_whole, "ranks", self.ranks))
+        config = problems.attempt(self._read_config)
+        if self.cost:
+            problems.attempt(self._refuse_beside_cost)
+        hardware = None if self.cost else problems.attempt(self._hardware)
+        shape = problems.attempt(partial(self._shape, config)) if config or not self.config else None
+        cost = problems.attempt(partial(self._cost, shape, hardware))
+        speeds = problems.attempt(partial(parse_speeds, self.speeds)) if self.speeds is not None else None
+        options: dict[str, Any] = {
+            "planner": self.planner or (config.planner if config else "lengthwise"),
+            "layers": shape.layers if shape else 1,
+            "offload": self.offload,
+            "heads": self.heads,
+            "mode": self.mode,
+            "speeds": speeds,
+            "stages": self.stages,
+            "virtual": self.virtual,
+        }
+        problems.attempt(partial(read_options, ranks or len(speeds or [1]), cost, **options))
+        lengths = problems.attempt(partial(lengths_from_file, self.lengths)) if self.lengths else None
+        capacities = problems.attempt(partial(self._capacities, config, shape, ranks))
+        problems.raise_all()
+        assert cost is not None, "what has no costs has a problem"
+        assert capacities is not None, "what has no capacity has a problem"
+        return Asked(config=config, lengths=lengths, shape=shape, cost=cost, capacities=capacities, options=options)
+
+    def _refuse_sources(self) -> None:
         if (self.config is None) == (self.lengths is None):
             got = "neither" if self.config is None else "both"
             raise ConfigError("plan", expected="one of --config and --lengths", got=got, remedy="Give exactly one.")
-        config = self._read_config()
-        shape = self._shape(config)
-        cost = self._cost(shape)
-        tokens, context = self._lengths(config, None if self.model_shape or not shape else shape.vocab)
-        planner = self.planner or (config.planner if config else "lengthwise")
-        layers = shape.layers if shape else 1
-        plan = plan_recomputed(
-            tokens,
-            self.ranks,
-            cost,
-            self._capacities(config, shape),
-            planner=planner,
-            layers=layers,
-            context_tokens=context,
-            offload=self.offload,
-            heads=self.heads,
-            mode=self.mode,
-            speeds=None if self.speeds is None else parse_speeds(self.speeds),
-            stages=self.stages,
-            virtual=self.virtual,
-        )
-        write_atomically(self.out, plan.to_json())
 
-        console = Console(highlight=False, soft_wrap=True)
-        named = f"model {shape.name} ({cost.version})" if shape and not self.cost else f"costs {cost.version}"
-        console.print(
-            f"{len(tokens)} sequences, {count(sum(tokens))} tokens, longest {max(tokens)}; "
-            f"{plan.ranks} ranks of {plan.capacity} tokens; {named}"
-        )
-        console.print(plan_table({planner: plan}, cost, title="one step (model, not measured)"))
-        console.print(degree_table(plan))
-        console.print(f"bound {seconds(float(plan.notes['bound_seconds']))} (model); written to {self.out}")
-        return 0
+    def _capacities(self, config: RunConfig | None, shape: ModelShape | None, ranks: int | None) -> dict[str, int]:
+        """Tell what a rank holds with each kind of recomputation that may be chosen; empty where a None hides it."""
+        from lengthwise.core.sizes import read_whole
 
-    def _capacities(self, config: RunConfig | None, shape: ModelShape | None) -> dict[str, int]:
-        """Tell what a rank holds with each kind of recomputation that may be chosen."""
         if self.recompute is not None and (config is not None or self.cost is not None):
             raise ConfigError(
                 "--recompute",
@@ -122,18 +181,18 @@ class PlanCommand:
                 got=repr(self.recompute),
                 remedy="Leave it out.",
             )
+        refuse_recompute(self.recompute, self.capacity)
         if self.recompute == "auto":
             from lengthwise.cost import named_hardware, recompute_capacities
 
-            assert shape is not None, "without --cost there is always a shape"
-            refuse_capacity(self.capacity)
-            return recompute_capacities(shape, named_hardware(self.hardware or "h100"), self.ranks)
+            hardware = named_hardware(self.hardware or "h100")
+            return recompute_capacities(shape, hardware, ranks) if shape and ranks else {}
         kind = config.recompute if config and not self.cost else self.recompute or "none"
         capacity = config.capacity_tokens if self.capacity is None and config else self.capacity
-        if capacity is None:
-            remedy = "Add --capacity, or --recompute auto."
+        if capacity is None and self.config is None:
+            remedy = "Add --capacity." if self.cost else "Add --capacity, or --recompute auto."
             raise ConfigError("--capacity", expected="tokens a rank can hold", got="nothing", remedy=remedy)
-        return {kind: capacity}
+        return {} if capacity is None else {kind: read_whole("capacity_tokens", capacity)}
 
     def _read_config(self) -> RunConfig | None:
         if self.config is None:
@@ -142,36 +201,37 @@ class PlanCommand:
 
         return load_config(self.config)
 
+    def _refuse_beside_cost(self) -> None:
+        """Refuse options that would do nothing beside --cost."""
+        unused = {
+            "--model-shape": self.model_shape,
+            "--hardware": self.hardware,
+            "--ranks-per-node": self.ranks_per_node,
+        }
+        expected = "nothing beside --cost, which is all that a plan then costs"
+        raise_problems(
+            [
+                ConfigError(option, expected=expected, got=repr(value), remedy=f"Leave out {option} or --cost.")
+                for option, value in unused.items()
+                if value is not None
+            ]
+        )
+
     def _shape(self, config: RunConfig | None) -> ModelShape | None:
         """Find the model whose layers, vocabulary and costs count; None where given costs make it needless."""
         from lengthwise.cost import named_shape
 
         if self.cost is None:
             return _shape_of(config) if config and not self.model_shape else named_shape(self.model_shape or "llama-7b")
-        unused = {
-            "--model-shape": self.model_shape,
-            "--hardware": self.hardware,
-            "--ranks-per-node": self.ranks_per_node,
-        }
-        for option, value in unused.items():
-            if value is not None:
-                raise ConfigError(
-                    option,
-                    expected="nothing beside --cost, which is all that a plan then costs",
-                    got=repr(value),
-                    remedy=f"Leave out {option} or --cost.",
-                )
         known = config is not None and (config.model == "tiny" or (Path(config.model) / "config.json").is_file())
         return _shape_of(config) if config and known else None
 
-    def _cost(self, shape: ModelShape | None) -> Cost:
-        """Make the costs: those given; those that training plans with; or, for other machines, with all terms."""
-        from lengthwise.cost import all_terms_cost, analytic_cost, cost_from_file, named_hardware
+    def _hardware(self) -> Hardware:
+        """Find what the ranks are: what training plans with, or what the user says."""
+        from lengthwise.core.sizes import read_whole
+        from lengthwise.cost import named_hardware
 
-        if self.cost is not None:
-            return cost_from_file(self.cost)
-        assert shape is not None, "without --cost there is always a shape"
-        if self.config is not None and self.hardware is None:
+        if self._plans_as_training:
             if self.ranks_per_node is not None or self.stages is not None:
                 raise ConfigError(
                     "--stages" if self.ranks_per_node is None else "--ranks-per-node",
@@ -179,84 +239,75 @@ class PlanCommand:
                     got="no --hardware",
                     remedy="Add --hardware h100, or leave this option out.",
                 )
-            return analytic_cost(shape, named_hardware("cpu"))
+            return named_hardware("cpu")
         hardware = named_hardware(self.hardware or "h100")
         if self.ranks_per_node is not None:
-            hardware = replace(hardware, ranks_per_node=self.ranks_per_node)
+            hardware = replace(hardware, ranks_per_node=read_whole("--ranks-per-node", self.ranks_per_node))
+        return hardware
+
+    @property
+    def _plans_as_training(self) -> bool:
+        return self.config is not None and self.hardware is None
+
+    def _cost(self, shape: ModelShape | None, hardware: Hardware | None) -> Cost | None:
+        """Make the costs: those given; those that training plans with; or, for other machines, with all terms.
+
+        None where the model or the hardware has a problem, which is told already.
+        """
+        from lengthwise.cost import all_terms_cost, analytic_cost, cost_from_file
+
+        if self.cost is not None:
+            return cost_from_file(self.cost)
+        if shape is None or hardware is None:
+            return None
+        if self._plans_as_training:
+            return analytic_cost(shape, hardware)
         return all_terms_cost(shape, hardware, stages=1 if self.stages is None else self.stages)
 
-    def _lengths(self, config: RunConfig | None, vocab_size: int | None) -> tuple[list[int], int | None]:
+    def _lengths(self, asked: Asked) -> tuple[list[int], int | None]:
         """Return (lengths to plan, the context that a fixed mesh must hold)."""
+        config, shape = asked.config, asked.shape
         if config is None:
-            from lengthwise.planner import lengths_from_file
-
-            assert self.lengths is not None, "one of the two was checked to be given"
-            return list(lengths_from_file(self.lengths)), None
+            assert asked.lengths is not None, "one of the two was checked to be given"
+            return asked.lengths, None
         from lengthwise.data import Batches, load_dataset, load_tokenizer
 
         dataset = load_dataset(
-            config.data, tokenizer=lambda: load_tokenizer(config.tokenizer_name), vocab_size=vocab_size
+            config.data,
+            tokenizer=lambda: load_tokenizer(config.tokenizer_name),
+            vocab_size=None if self.model_shape or not shape else shape.vocab,
         )
         first = next(iter(Batches(dataset, config)))
         return [int(dataset.lengths[i]) for i in first.ids], int(dataset.lengths.max())
 
 
-def refuse_capacity(capacity: object) -> None:
-    """Refuse a capacity beside `--recompute auto`.
+def refuse_recompute(recompute: str | None, capacity: object) -> None:
+    """Refuse a kind of recomputation that there is not, and a capacity beside `auto`.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: one of these.
     """
-    if capacity is not None:
+    kinds = (*RECOMPUTE_KINDS, "auto")
+    if recompute is not None and recompute not in kinds:
+        raise unknown_name("--recompute", recompute, kinds)
+    if recompute == "auto" and capacity is not None:
         expected = "nothing beside --recompute auto: every kind has its own"
         raise ConfigError("--capacity", expected=expected, got=str(capacity), remedy="Leave out one of them.")
-
-
-def refuse_unwritable(folder: Path) -> None:
-    """Refuse a folder that results could not be written into, before what takes long; nothing is made.
-
-    Raises:
-        OutputError: it, or what it would be made in, is no folder or may not be written.
-    """
-    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        got = f"{there}, which is no folder" if not there.is_dir() else f"no leave to write into {there}"
-        raise OutputError(str(folder), expected="a folder to write into", got=got, remedy="Choose another --out.")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise OutputError(
-            str(path), expected="a file to write", got=str(error), remedy="Choose another --out."
-        ) from None
 
 
 def _shape_of(config: RunConfig) -> ModelShape:
     """Read the shape of a run file's model without torch: `tiny`, or a folder's config.json."""
     from lengthwise.cost import named_shape, shape_from_config
+    from lengthwise.cost.package_data import read_json_object
 
     if config.model == "tiny":
         return named_shape("tiny")
     path = Path(config.model) / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    if not path.is_file():
         raise ConfigError(
             "model",
             expected="tiny, or a local folder with config.json, to know its costs",
-            got=str(error),
+            got=config.model,
             remedy="Add --model-shape llama-7b or another named shape.",
-        ) from None
-    return shape_from_config(raw)
+        )
+    return shape_from_config(read_json_object(str(path)))

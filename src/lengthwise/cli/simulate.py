@@ -78,7 +78,7 @@ class Simulate:
 
     def run(self) -> int:
         """Run the command; return the exit status."""
-        from lengthwise.cli.plan import refuse_unwritable, write_atomically
+        from lengthwise.cli.output import refuse_unwritable, write_atomically
         from lengthwise.report.page import simulation_page
         from lengthwise.report.simulation import closing_sentence, simulation_json, simulation_table
         from lengthwise.simulator import chrome_trace, compare_planners
@@ -155,15 +155,12 @@ class Simulate:
 
     def _capacities(self, shape: ModelShape, hardware: Hardware, ranks: int) -> dict[str, int]:
         """Tell what a rank holds with each kind of recomputation that may be chosen."""
-        from lengthwise.cli.plan import refuse_capacity
+        from lengthwise.cli.plan import refuse_recompute
         from lengthwise.core.plan import RECOMPUTE_KINDS
         from lengthwise.cost import microbatches_kept, recompute_capacities
 
-        if self.recompute not in (*RECOMPUTE_KINDS, "auto"):
-            raise unknown_name("--recompute", self.recompute, (*RECOMPUTE_KINDS, "auto"))
-        if self.recompute == "auto":
-            refuse_capacity(self.capacity)
-        elif self.capacity is not None:
+        refuse_recompute(self.recompute, self.capacity)
+        if self.capacity is not None:
             return {self.recompute: parse_tokens(self.capacity, "--capacity")}
         kinds = RECOMPUTE_KINDS if self.recompute == "auto" else (self.recompute,)
         kept = microbatches_kept(self.pp, self.virtual or 1)

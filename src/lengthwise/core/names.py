@@ -1,4 +1,4 @@
-"""Names that a user typed and nobody knows: the nearest known one, and the error that points at it."""
+"""Words for users: names that they typed and nobody knows, with the nearest known one; one thing, or several."""
 
 from __future__ import annotations
 
@@ -21,3 +21,9 @@ def unknown_name(where: str, got: object, known: Iterable[str]) -> ConfigError:
     names = list(known)
     remedy = did_you_mean(got, names) or "Choose one of these."
     return ConfigError(where, expected=f"one of {', '.join(names)}", got=repr(got), remedy=remedy)
+
+
+def counted(number: int, noun: str) -> str:
+    """Write a number of things: 1 rank, 2 ranks, 2 batches."""
+    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{plural}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lengthwise.core.errors import ConfigError
+from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.names import unknown_name
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.package_data import is_path, read_json_object, read_package_json
@@ -16,64 +16,95 @@ SHAPE_NAMES = tuple(_SHAPES)
 
 
 def named_shape(name: str) -> ModelShape:
-    """Look up a shape that ships with the package, or read a Hugging Face `config.json` given by its path.
+    """Look up a shape that ships with the package, or read a Hugging Face `config.json`.
 
     Args:
-        name: one of `SHAPE_NAMES`, or a path (with a slash, or ending in .json).
+        name: one of `SHAPE_NAMES`, a folder of a model, or the path of its config.json.
 
     Raises:
-        ConfigError: unknown name (the nearest one is given), or a file that is no model's config.
+        ConfigError: unknown name (the nearest one is given), or a folder or file that is no model's.
+        Problems: several keys of a config that are missing or no sizes.
     """
-    if is_path(name):
-        path = Path(name)
-        label = path.resolve().parent.name if path.name == "config.json" else path.stem
-        return shape_from_config(read_json_object(name), name=label)
-    if name not in _SHAPES:
+    if name in _SHAPES:
+        return ModelShape(name=name, **_SHAPES[name])
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+    elif not is_path(name):
         raise unknown_name("model shape", name, SHAPE_NAMES)
-    return ModelShape(name=name, **_SHAPES[name])
+    elif not path.exists() and not name.endswith(".json"):
+        raise ConfigError(
+            "model shape",
+            expected=f"one of {', '.join(SHAPE_NAMES)}, a model's folder or its config.json",
+            got=f"{name!r}, which is not there (names on the hub are not looked up)",
+            remedy="Download the model's config.json and give its path.",
+        )
+    label = path.resolve().parent.name if path.name == "config.json" else path.stem
+    return shape_from_config(read_json_object(str(path)), name=label)
 
 
 # What configs call a size; the first that is there counts.
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _WIDTH = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dff")
 _EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size")
-_ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+_OWN_HEAD_DIM = ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3")  # where a silent config means another size
+_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}  # of windows, where older configs of theirs are silent
+_ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
 def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> ModelShape:
-    """Read the sizes from a Hugging Face config (llama, mistral, qwen3, mixtral and their like).
+    """Read the sizes from a Hugging Face config (llama, mistral, qwen3, gemma, mixtral and their like).
 
-    `name` is what reports call the model (default: the config's `model_type`). With multi-head latent attention, every
-    head has keys and values of the size of keys (the smaller values are filled up). Where each layer has sizes of its
-    own the widest counts.
+    `name` is what reports call the model (default: the config's `model_type`). Of a model with pictures or sound the
+    `text_config` counts. With multi-head latent attention, every head has keys and values of the size of keys (the
+    smaller values are filled up). Where each layer has sizes of its own the widest counts.
 
     Raises:
         ConfigError: a size that is missing or not a positive whole number.
+        Problems: several of these.
     """
+    text = config.get("text_config")
+    if isinstance(text, Mapping) and all(config.get(key) is None for key in _HIDDEN):
+        config = text
     label = name or str(config.get("model_type", "model"))
-    heads = _first_size(config, _HEADS, label)
-    hidden = _first_size(config, _HIDDEN, label)
-    layers = _layers(config, label)
-    experts = _first_size(config, _EXPERTS, label, 1)
+    problems = Collector()
+
+    def size(*keys: str, default: int | None = None) -> int:
+        return problems.attempt(lambda: _first_size(config, keys, label, default)) or 1
+
+    heads, hidden, layers = size(*_HEADS), size(*_HIDDEN), problems.attempt(lambda: _layers(config, label)) or 1
+    active = any(config.get(key) is not None for key in _ACTIVE)  # of experts, so there have to be some
+    experts = size(*_EXPERTS, default=None if active else 1)
     latent = config.get("qk_rope_head_dim") and config.get("qk_nope_head_dim")
-    return ModelShape(
-        name=label,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads if latent else _first_size(config, ("num_key_value_heads",), label, heads),
-        head_dim=_size(config, "qk_nope_head_dim", label) + _size(config, "qk_rope_head_dim", label)
+    sizes = {
+        "kv_heads": heads if latent else size("num_key_value_heads", default=heads),
+        "head_dim": size("qk_nope_head_dim") + size("qk_rope_head_dim")
         if latent
-        else _first_size(config, ("head_dim",), label, max(1, hidden // heads)),
-        intermediate=_first_size(config, (*(_EXPERT_WIDTH if experts > 1 else ()), *_WIDTH), label, 4 * hidden),
-        vocab=_size(config, "vocab_size", label),
-        experts=experts,
-        experts_per_token=_first_size(config, _ACTIVE, label) if experts > 1 else 1,
-        windows=_windows(config, layers, label),
-    )
+        else size("head_dim", default=_usual_head_dim(config, hidden, heads)),
+        "intermediate": size(*(_EXPERT_WIDTH if experts > 1 else ()), *_WIDTH, default=_usual_width(config, hidden)),
+        "vocab": size("vocab_size"),
+        "experts_per_token": size(*_ACTIVE) if experts > 1 else 1,
+    }
+    windows = problems.attempt(lambda: _windows(config, layers, label)) or ()
+    problems.raise_all()
+    return ModelShape(
+        name=label, layers=layers, hidden=hidden, heads=heads, experts=experts, windows=windows, **sizes
+    )  # fmt: skip
+
+
+def _usual_head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int | None:
+    """Return the size of a head where configs leave it out; None: it cannot be told."""
+    has_own = config.get("model_type") in _OWN_HEAD_DIM and "head_dim" not in config
+    return None if has_own else max(1, hidden // heads)
+
+
+def _usual_width(config: Mapping[str, Any], hidden: int) -> int | None:
+    """Return the width of the MLP where configs leave it out, as those of GPT-2's time do; None: it cannot be told."""
+    is_old = "n_embd" in config or "d_model" in config or config.get("model_type") in ("bloom", "falcon")
+    return 4 * hidden if is_old or any(key in config for key in _WIDTH) else None
 
 
 def _layers(config: Mapping[str, Any], label: str) -> int:
@@ -83,16 +114,19 @@ def _layers(config: Mapping[str, Any], label: str) -> int:
 
 
 def _windows(config: Mapping[str, Any], layers: int, label: str) -> tuple[tuple[int, int], ...]:
-    """Find the sliding window and how many layers have it, in the three ways that configs say so."""
-    if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
+    """Find the sliding window and how many layers have it, in the four ways that configs say so."""
+    family = str(config.get("model_type", ""))
+    used = config.get("use_sliding_window", not family.startswith("qwen"))
+    if config.get("sliding_window") is None or not used:
         return ()
-    window, kinds, pattern = _size(config, "sliding_window", label), config.get("layer_types"), None
-    if kinds is None:
-        pattern = config.get("sliding_window_pattern")
+    window, kinds = _size(config, "sliding_window", label), config.get("layer_types")
+    pattern, first = config.get("sliding_window_pattern", _PATTERNS.get(family)), config.get("max_window_layers")
     if kinds is not None:
         having = sum(1 for kind in kinds if "sliding" in str(kind))
     elif isinstance(pattern, int) and pattern > 1:  # every pattern-th layer sees everything
         having = layers - layers // pattern
+    elif isinstance(first, int):  # layers from this one on
+        having = max(0, layers - first)
     else:
         having = layers
     return ((window, having),) if having else ()
@@ -114,6 +148,8 @@ def _size(config: Mapping[str, Any], key: str, label: str) -> int:
             f"model {label}: config key {key}",
             expected="a whole number of at least 1",
             got="nothing" if value is None else repr(value),
-            remedy="Mend the model's config.json.",
+            remedy="Mend the model's config.json: this size cannot be told from the others."
+            if value is None
+            else "Mend the model's config.json.",
         )
     return value

@@ -11,7 +11,7 @@ from lengthwise.planner.recomputation import plan_recomputed
 from lengthwise.planner.rings import ring_order
 from lengthwise.planner.score import Score, score
 from lengthwise.planner.speeds import parse_speeds
-from lengthwise.planner.step import MODES, PLANNERS, plan_step
+from lengthwise.planner.step import MODES, PLANNERS, plan_step, read_options
 
 __all__ = [
     "MODES",
@@ -25,6 +25,7 @@ __all__ = [
     "parse_speeds",
     "plan_recomputed",
     "plan_step",
+    "read_options",
     "ring_order",
     "score",
     "split_heads",

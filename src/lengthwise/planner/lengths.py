@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.errors import PlanError
+from lengthwise.core.names import counted
 from lengthwise.core.shape import Cluster
 from lengthwise.core.sizes import MOST, whole_number
 
@@ -57,9 +58,10 @@ def refuse_unheld(tokens: Sequence[int], cluster: Cluster) -> None:
     ]
     more = f" and {len(unheld) - _NAMED} more" if len(unheld) > _NAMED else ""
     longest = max(tokens[i] for i in unheld)
+    held = f"{counted(cluster.ranks, 'rank')} x {cluster.capacity_tokens} tokens"
     raise PlanError(
         f"sequence {unheld[0]}" if len(unheld) == 1 else f"{len(unheld)} sequences",
-        expected=f"at most {cluster.longest_tokens} tokens ({cluster.ranks} ranks x {cluster.capacity_tokens} tokens)",
+        expected=f"at most {cluster.longest_tokens} tokens ({held})",
         got=", ".join(told) + more,
         remedy=f"Use {-(-longest // cluster.capacity_tokens)} ranks, raise capacity_tokens to "
         f"{-(-longest // cluster.ranks)}, or leave such sequences out.",

@@ -24,6 +24,11 @@ def seconds(value: float) -> str:
     return f"{int(value // 60)} min {int(value % 60):02d} s"
 
 
+def unitless(value: float) -> str:
+    """Write a time whose unit is the user's own: six digits, or all that stand before the point."""
+    return f"{value:.0f}" if 1e6 <= value < 1e15 else f"{value:.6g}"
+
+
 def percent(ratio: float) -> str:
     """Write a ratio of 0.1234 as 12.3 %."""
     return f"{100 * ratio:.1f} %"

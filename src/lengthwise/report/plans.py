@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-
-from rich.table import Table
+from collections.abc import Callable, Mapping
 
 from lengthwise.core.plan import Plan
 from lengthwise.cost import Cost
 from lengthwise.planner import score
 from lengthwise.report.figures import count, percent, seconds
+from lengthwise.report.tables import ColumnTable
 
 
-def plan_table(plans: Mapping[str, Plan], cost: Cost, *, title: str) -> Table:
-    """Compare plans of the same step, one column a planner; all times are the cost model's."""
-    table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("planner")
-    for name in plans:
-        table.add_column(name, justify="right")
+def plan_table(
+    plans: Mapping[str, Plan], cost: Cost, *, title: str, duration: Callable[[float], str] = seconds
+) -> ColumnTable:
+    """Compare plans of the same step, one column a planner; all times are the cost model's, told by `duration`."""
     scores = {name: score(plan, cost) for name, plan in plans.items()}
     bounds = {name: float(plan.notes["bound_seconds"]) for name, plan in plans.items()}
-    table.add_row("step time", *(seconds(each.makespan_seconds) for each in scores.values()))
-    table.add_row("idle", *(percent(each.idle_ratio) for each in scores.values()))
-    table.add_row("tokens in rings", *(percent(each.ring_token_ratio) for each in scores.values()))
-    table.add_row("above the bound", *(_above(each.makespan_seconds, bounds[name]) for name, each in scores.items()))
-    table.add_row("microbatches", *(str(len(plan.microbatches)) for plan in plans.values()))
-    return table
+    rows = (
+        ("planner", *plans),
+        ("step time", *(duration(each.makespan_seconds) for each in scores.values())),
+        ("idle", *(percent(each.idle_ratio) for each in scores.values())),
+        ("tokens in rings", *(percent(each.ring_token_ratio) for each in scores.values())),
+        ("above the bound", *(_above(each.makespan_seconds, bounds[name]) for name, each in scores.items())),
+        ("microbatches", *(str(len(plan.microbatches)) for plan in plans.values())),
+    )
+    return ColumnTable(rows=rows, title=title)
 
 
 def _above(makespan_seconds: float, bound_seconds: float) -> str:
@@ -35,7 +35,7 @@ def _above(makespan_seconds: float, bound_seconds: float) -> str:
     return percent(makespan_seconds / bound_seconds - 1)
 
 
-def degree_table(plan: Plan) -> Table:
+def degree_table(plan: Plan) -> ColumnTable:
     """List how many sequences and tokens are cut over how many ranks, powers of two together above 8."""
     sequences, tokens = Counter[str](), Counter[str]()
     order: dict[str, int] = {}
@@ -45,13 +45,11 @@ def degree_table(plan: Plan) -> Table:
             order.setdefault(label, piece.degree)
             sequences[label] += len(piece.sequences)
             tokens[label] += sum(plan.tokens[i] for i in piece.sequences)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("ranks a sequence", "sequences", "tokens", "share of tokens"):
-        table.add_column(heading, justify="right")
+    rows = [("ranks a sequence", "sequences", "tokens", "share of tokens")]
     for label in sorted(order, key=lambda label: order[label]):
         share = percent(tokens[label] / sum(plan.tokens))
-        table.add_row(label, str(sequences[label]), count(tokens[label]), share)
-    return table
+        rows.append((label, str(sequences[label]), count(tokens[label]), share))
+    return ColumnTable(rows=rows)
 
 
 def degrees(plan: Plan) -> tuple[int, ...]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
-
 from lengthwise.report.figures import count, percent, seconds
+from lengthwise.report.tables import ColumnTable
 from lengthwise.simulator import PlannerResult
 
 COLUMNS = (
@@ -35,15 +34,9 @@ def result_rows(results: Sequence[PlannerResult]) -> list[tuple[str, ...]]:
     ]
 
 
-def simulation_table(results: Sequence[PlannerResult], *, title: str) -> Table:
+def simulation_table(results: Sequence[PlannerResult], *, title: str) -> ColumnTable:
     """Compare planners, one column each."""
-    table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    rows = list(zip(COLUMNS, *result_rows(results), strict=True))
-    for number, heading in enumerate(rows[0]):
-        table.add_column(heading, justify="right" if number else "left")
-    for row in rows[1:]:
-        table.add_row(*row)
-    return table
+    return ColumnTable(rows=list(zip(COLUMNS, *result_rows(results), strict=True)), title=title)
 
 
 def simulation_json(results: Sequence[PlannerResult], facts: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.errors import PlanError
+from lengthwise.core.names import counted
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.planner.holding import held_tokens
@@ -54,12 +55,13 @@ def context_parallel_degrees(cluster: Cluster, context_tokens: int) -> tuple[int
     """
     exact = -(-context_tokens // cluster.capacity_tokens)
     if exact > cluster.ranks:
-        held = f"{cluster.longest_tokens} tokens ({cluster.ranks} ranks x {cluster.capacity_tokens} tokens)"
+        held = f"{cluster.longest_tokens} tokens ({counted(cluster.ranks, 'rank')} x {cluster.capacity_tokens} tokens)"
+        room = -(-context_tokens // cluster.ranks)
         raise PlanError(
             "context_tokens",
             expected=f"at most {held}",
             got=str(context_tokens),
-            remedy=f"Use {exact} ranks or a shorter context.",
+            remedy=f"Use {exact} ranks, raise capacity_tokens to {room}, or take a shorter context.",
         )
     divisor = next(degree for degree in range(exact, cluster.ranks + 1) if cluster.ranks % degree == 0)
     power = 1 << (exact - 1).bit_length()

@@ -1,0 +1,62 @@
+"""What the commands of the pure half print on, and how they write their files: whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from rich.console import Console
+
+from lengthwise.core.errors import OutputError
+
+
+def plain_console() -> Console:
+    """Make a console that prints names of files as they are, and cuts nothing."""
+    return Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Refuse a folder that results could not be written into, before what takes long; nothing is made.
+
+    Raises:
+        OutputError: it, or what it would be made in, is no folder or may not be written.
+    """
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        got = f"{there}, which is no folder" if not there.is_dir() else f"no leave to write into {there}"
+        raise OutputError(str(folder), expected="a folder to write into", got=got, remedy="Choose another --out.")
+
+
+def refuse_unwritable_file(path: Path) -> None:
+    """Refuse a file that could not be written, before what takes long.
+
+    Raises:
+        OutputError: a folder, or a file in what `refuse_unwritable` refuses.
+    """
+    if path.is_dir():
+        raise OutputError(str(path), expected="a file to write", got="a folder", remedy="Choose another --out.")
+    refuse_unwritable(path.parent)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise OutputError(
+            str(path), expected="a file to write", got=str(error), remedy="Choose another --out."
+        ) from None
+    except BaseException:  # Ctrl-C: the half file goes, too
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise

@@ -1,0 +1,56 @@
+"""Tables for terminals of any width: columns that do not fit beside each other stand below, and nothing is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+_GAP = 2  # columns of characters between two of the table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnTable:
+    """Rows of text, headings first; the first column is to the left and repeated beside every group of columns."""
+
+    rows: Sequence[Sequence[str]]
+    title: str | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.title is not None:
+            yield Text(self.title)
+        for number, group in enumerate(column_groups(self.rows, options.max_width)):
+            if number:
+                yield Text("")
+            yield _table([[row[column] for column in (0, *group)] for row in self.rows])
+
+
+def column_groups(rows: Sequence[Sequence[str]], width: int) -> Iterator[range]:
+    """Deal the columns after the first into runs that fit into `width` characters with it, at least one in each."""
+    widths = _widths(rows)
+    first, room = 1, width - widths[0]
+    for column in range(1, len(widths)):
+        room -= _GAP + widths[column]
+        if room < 0 and column > first:
+            yield range(first, column)
+            first, room = column, width - widths[0] - _GAP - widths[column]
+    yield range(first, len(widths))
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Table:
+    widths = _widths(rows)
+    natural = sum(widths) + _GAP * (len(widths) - 1)
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), width=natural)
+    for number, heading in enumerate(rows[0]):
+        table.add_column(Text(heading), justify="right" if number else "left", no_wrap=True)
+    for row in rows[1:]:
+        table.add_row(*map(Text, row))
+    return table
