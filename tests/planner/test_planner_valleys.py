@@ -6,21 +6,23 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.cost import CostModel, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, CostModel, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner.placing.ground import Ground
 from lengthwise.planner.placing.valleys import Moldable, fill_valleys
 
 LINEAR = CostModel(linear_seconds=1.0)
 
 
-def _moldable(*rings: tuple[int, int, int]) -> list[Moldable]:
+def _moldable(cost: Cost, *rings: tuple[int, int, int]) -> list[Moldable]:
     return [
-        Moldable(sequence=i, length=length, degree=degree, most=most) for i, (length, degree, most) in enumerate(rings)
+        Moldable(sequence=i, length=length, degree=degree, most=most, seconds=cost.piece_seconds([length], degree))
+        for i, (length, degree, most) in enumerate(rings)
     ]
 
 
 def test_fill_valleys_widens_each_ring_to_what_its_place_asks_for() -> None:
-    line = fill_valleys(_moldable((320, 5, 10), (320, 5, 10), (480, 5, 6), (40, 2, 2)), Ground(LINEAR, 12), LINEAR)
+    rings = _moldable(LINEAR, (320, 5, 10), (320, 5, 10), (480, 5, 6), (40, 2, 2))
+    line = fill_valleys(rings, Ground(LINEAR, 12), LINEAR)
     assert [ring.degree for ring in line.rings] == [6, 6, 6, 2]
     assert line.gaps.longest_first(0.0) == []
     assert sorted(line.free) == [320 / 6] * 4 + [320 / 6 + 20] * 2 + [320 / 6 + 80] * 6
@@ -28,12 +30,12 @@ def test_fill_valleys_widens_each_ring_to_what_its_place_asks_for() -> None:
 
 def test_fill_valleys_keeps_a_degree_where_wider_would_not_be_quicker() -> None:
     cost = CostModel(linear_seconds=1.0, hop_seconds=50.0)
-    line = fill_valleys(_moldable((100, 3, 8)), Ground(cost, 5), cost)
+    line = fill_valleys(_moldable(cost, (100, 3, 8)), Ground(cost, 5), cost)
     assert [ring.degree for ring in line.rings] == [3]
 
 
 def test_fill_valleys_remembers_the_gap_under_a_ring_that_is_wider_than_the_valley() -> None:
-    line = fill_valleys(_moldable((80, 4, 4), (60, 3, 5)), Ground(LINEAR, 5), LINEAR)
+    line = fill_valleys(_moldable(LINEAR, (80, 4, 4), (60, 3, 5)), Ground(LINEAR, 5), LINEAR)
     assert [ring.degree for ring in line.rings] == [4, 5]
     assert line.gaps.longest_first(0.0) == [(4, -1, 1, 20.0)]
     assert line.free.max() == 20 + 60 / 5
@@ -50,7 +52,7 @@ def test_fill_valleys_places_each_ring_once_where_its_ranks_are_free(
 ) -> None:
     cost = CostModel(linear_seconds=1.0, quadratic_seconds=0.01, fixed_seconds=fixed, hop_seconds=hop)
     widest_first = sorted(rings, key=lambda ring: -ring[1])
-    moldable = _moldable(*((length, degree, degree + more) for length, degree, more in widest_first))
+    moldable = _moldable(cost, *((length, degree, degree + more) for length, degree, more in widest_first))
     line = fill_valleys(moldable, Ground(cost, ranks), cost)
     placed = line.rings
     assert sorted(ring.sequence for ring in placed) == list(range(len(rings)))

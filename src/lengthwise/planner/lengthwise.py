@@ -268,9 +268,10 @@ def place(request: PlanRequest, candidate: Candidate) -> Placed:
     order = cut[np.lexsort((cut, -keys[1], -keys[0]))]
     rows = order.tolist(), degrees[order].tolist()
     if candidate.way == "valleys":
+        freedom = candidate.most[order].tolist(), seconds[order].tolist()
         moldable = [
-            Moldable(sequence=i, length=request.tokens[i], degree=degree, most=most)
-            for i, degree, most in zip(*rows, candidate.most[order].tolist(), strict=True)
+            Moldable(sequence=i, length=request.tokens[i], degree=degree, most=most, seconds=alone)
+            for i, degree, most, alone in zip(*rows, *freedom, strict=True)
         ]
         line = fill_valleys(moldable, request.ground, cost)
     else:

@@ -22,12 +22,13 @@ _ROUNDING = 1e-9  # stretches whose times differ by this share are free together
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moldable:
-    """A sequence to be cut over `degree` ranks or more, up to `most`."""
+    """A sequence to be cut over `degree` ranks or more, up to `most`; `seconds` over `degree`, launch left out."""
 
     sequence: int
     length: int
     degree: int
     most: int
+    seconds: float
 
 
 class Skyline:
@@ -113,8 +114,9 @@ def _mold(ring: Moldable, room: int, cost: Cost) -> tuple[int, float]:
     A ring that would not be quicker for it, because of its transfers and hops, keeps its degree.
     """
     width = max(ring.degree, min(room // (room // ring.degree), ring.most))
-    seconds, wider = (cost.piece_seconds([ring.length], degree) for degree in (ring.degree, width))
-    return (width, wider + cost.fixed_seconds) if wider < seconds else (ring.degree, seconds + cost.fixed_seconds)
+    if width > ring.degree and (wider := cost.piece_seconds([ring.length], width)) < ring.seconds:
+        return width, wider + cost.fixed_seconds
+    return ring.degree, ring.seconds + cost.fixed_seconds
 
 
 def _first_left(following: list[int], place: int) -> int:
