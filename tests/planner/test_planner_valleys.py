@@ -74,7 +74,7 @@ def test_fill_valleys_places_each_ring_once_where_its_ranks_are_free(
 def test_fill_valleys_stays_inside_a_node_where_a_wall_lies_across_its_border() -> None:
     """After a ring of 3, ranks 3 to 7 are free together: beside the wall a ring of 2 would straddle nodes of 4."""
     cost = replace(all_terms_cost(named_shape("llama-7b"), named_hardware("h100")), ranks_per_node=4)
-    rings = _moldable((90_000, 3, 3), (20_000, 2, 2))
+    rings = _moldable(cost, (90_000, 3, 3), (20_000, 2, 2))
     assert [ring.first for ring in fill_valleys(rings, Ground(LINEAR, 8), cost).rings] == [0, 3]
     line = fill_valleys(rings, Ground(cost, 8), cost)
     assert [ring.first for ring in line.rings] == [0, 6]
