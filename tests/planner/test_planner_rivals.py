@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel
+from lengthwise.cost import CostModel, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, draw_lengths, plan_step
 from lengthwise.planner.lengthwise import Search, write_schedule
 from lengthwise.planner.request import PlanRequest
@@ -40,6 +42,45 @@ def test_no_planner_ends_sooner(ranks: int, capacity: int, shares: list[float], 
     cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
     seconds = {name: score(plan_step(tokens, cluster, cost, planner=name), cost).makespan_seconds for name in PLANNERS}
     assert seconds["lengthwise"] <= min(seconds.values()) * 1.0006
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    ranks=st.sampled_from([1, 2, 3, 5, 7]),
+    capacity=st.sampled_from([1, 7, 64, 1000]),
+    shares=st.lists(st.floats(0, 1), min_size=1, max_size=40),
+    stages=st.sampled_from([2, 3, 5]),
+    virtual=st.sampled_from([1, 2, 3]),
+    cost=st.builds(
+        CostModel,
+        quadratic_seconds=st.sampled_from([0.0, 1.0]),
+        linear_seconds=st.sampled_from([100.0, 4096.0]),
+        fixed_seconds=st.sampled_from([0.0, 2e4, 1e6]),
+        ring_seconds=st.sampled_from([0.0, 4e3, 2e5]),
+    )
+    | st.none(),
+    mode=st.sampled_from(["free", "pipeline"]),
+)
+@example(
+    ranks=2, capacity=1, shares=[0.0] * 3, stages=4, virtual=3, cost=CostModel(linear_seconds=1.0), mode="pipeline"
+)
+def test_no_planner_ends_sooner_through_stages(
+    ranks: int, capacity: int, shares: list[float], stages: int, virtual: int, cost: CostModel | None, mode: str
+) -> None:
+    """Mode free has stages where its costs have them; the plan of mode free run through the stages is no sooner."""
+    tokens = [max(1, int(share**3 * ranks * capacity)) for share in shares]
+    cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
+    options: dict[str, object] = {"mode": mode, "layers": 32}
+    if mode == "pipeline":
+        options |= {"stages": stages, "virtual": virtual}
+    priced = cost or all_terms_cost(named_shape("llama-7b"), named_hardware("h100"), stages=stages)
+    plans = {name: plan_step(tokens, cluster, priced, planner=name, **options) for name in PLANNERS}
+    seconds = {name: score(plan, priced).makespan_seconds for name, plan in plans.items()}
+    if cost is not None:
+        free = plan_step(tokens, cluster, cost)
+        seconds["free"] = score(replace(plans["lengthwise"], microbatches=free.microbatches), cost).makespan_seconds
+    assert seconds["lengthwise"] <= min(seconds.values()) * (1 + 1e-9)
+    assert plans["lengthwise"].notes["bound_seconds"] <= seconds["lengthwise"] * (1 + 1e-9)
 
 
 def test_a_rival_replaces_a_plan_that_ends_later() -> None:

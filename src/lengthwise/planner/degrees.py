@@ -195,11 +195,28 @@ def grown_degrees(
 
     A sequence that cannot be that quick gets its quickest degree. `only`: the degrees to choose from (default: all).
     """
-    degrees = degree_search(cost, lengths, least, most, only=only)(seconds)
-    slow = degrees > most
-    if np.any(slow):
-        degrees[slow] = quickest_degrees(cost, lengths[slow], least[slow], most[slow], only=only)
-    return degrees
+    return degree_growth(cost, lengths, least, most, only=only)(seconds)
+
+
+def degree_growth(
+    cost: Cost,
+    lengths: NDArray[np.int64],
+    least: NDArray[np.int64],
+    most: NDArray[np.int64],
+    *,
+    only: NDArray[np.int64] | None = None,
+) -> Callable[[float], NDArray[np.int64]]:
+    """Return `grown_degrees` of these sequences as a function of `seconds`, for who asks again and again."""
+    search = degree_search(cost, lengths, least, most, only=only)
+
+    def grown(seconds: float) -> NDArray[np.int64]:
+        degrees = search(seconds)
+        slow = degrees > most
+        if np.any(slow):
+            degrees[slow] = quickest_degrees(cost, lengths[slow], least[slow], most[slow], only=only)
+        return degrees
+
+    return grown
 
 
 def stacking_degrees(

@@ -14,10 +14,14 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, JointCost
 from lengthwise.planner.bounds import launches_makespan, least_makespan
 from lengthwise.planner.degrees import (
+    GROWTH_FLOOR_TOKENS,
     cheapest_degrees,
+    degree_growth,
     fewest_degrees,
     hidden_degrees,
+    most_degrees,
     most_held_tokens,
+    rounded_down,
     useful_degrees,
 )
 from lengthwise.planner.lengths import read_tokens, refuse_unheld
@@ -117,6 +121,13 @@ class PlanRequest:
     def useful_degrees(self) -> NDArray[np.int64] | None:
         """The degrees worth trying; None: all are."""
         return useful_degrees(self.cost, self.cluster.ranks)
+
+    def growth(self, lengths: NDArray[np.int64], least: NDArray[np.int64]) -> Callable[[float], NDArray[np.int64]]:
+        """Return `grown_degrees` of some lengths as a function of seconds, down to the usual floor of tokens a rank."""
+        floor_tokens = min(GROWTH_FLOOR_TOKENS, max(1, self.cluster.capacity_tokens // 2))
+        most, only = most_degrees(lengths, least, self.cluster.ranks, floor_tokens), self.useful_degrees
+        most = most if only is None else rounded_down(most, least, only)
+        return degree_growth(self.cost, lengths, least, most, only=only)
 
     def _of_unique(self, find: Callable[[Cost, NDArray[np.int64], Cluster], NDArray[np.int64]]) -> NDArray[np.int64]:
         if not isinstance(self.cost, JointCost):

@@ -39,8 +39,8 @@ def is_worth_rivals(request: PlanRequest, makespan_seconds: float) -> bool:
     """Tell whether other plans could end enough earlier to be worth making."""
     size = len(request.tokens) * request.cluster.ranks
     close = request.bound_seconds * (_CLOSE if size <= _SMALL else _FAR)
-    joint = isinstance(request.cost, JointCost)  # for these, plans are compared once their choices are written
-    return size <= _LARGER and makespan_seconds > close and not joint
+    later = isinstance(request.cost, JointCost) or request.priced_stages > 1  # compared with choices and stages written
+    return size <= _LARGER and makespan_seconds > close and not later
 
 
 def rival_plans(request: PlanRequest) -> Iterator[list[Microbatch]]:

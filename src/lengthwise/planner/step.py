@@ -47,7 +47,7 @@ PLANNERS = tuple(_PLANNERS)
 _MODES: Mapping[str, Callable[[PlanRequest], list[Microbatch]]] = {
     "free": plan_lengthwise,
     "waves": plan_waves,
-    "pipeline": plan_pipeline,
+    "pipeline": plan_lengthwise,
 }
 MODES = tuple(_MODES)
 _SMALL = 10_000  # sequences x ranks; the other planners take 0.1 s then
@@ -229,9 +229,12 @@ def _proposals(request: PlanRequest, planner: str, mode: str) -> Iterator[list[M
     Where a few sequences meet on a few ranks, what they cost together, and where, is not in the price of each alone:
     transfers hidden behind another's attention, rings that cross nodes.
     """
+    if planner == "lengthwise" and mode != "waves" and request.priced_stages > 1 and request.speeds is None:
+        yield from plan_pipeline(request)
+        return
     yield _MODES[mode](request) if planner == "lengthwise" else _PLANNERS[planner](request)
     is_small = len(request.tokens) * request.cluster.ranks <= _SMALL and not isinstance(request.cost, CostModel)
-    if planner == "lengthwise" and mode == "free" and is_small:
+    if planner == "lengthwise" and mode != "waves" and is_small:
         yield from rival_plans(request)
 
 

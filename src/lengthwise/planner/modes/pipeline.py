@@ -10,25 +10,28 @@ stages lose 9 % to bubbles and not 22 %.
 
 1. Profiles are drawn: numbers of full slots, lengths of the ramps and their factors. For each, all sequences are
    cut to its slot's time, and one ideal pipeline is run on clocks (`stage_clocks`), all profiles at once.
-2. The most promising are filled with the real sequences and scored by the same clocks with every ring; the plan of mode
-   `free` is tried too, so that none ends later. The first of the best is kept. Tries are counted, never timed.
+2. The most promising are filled with the real sequences.
+3. Slots suit steps of many short sequences. Where long ones set the time, columns of rings end sooner (`columns`).
+   These, the slots and the plan of mode `free` run through the same clocks with every ring, and the first to end is
+   proposed; so are the plans of the other planners, where that takes a second or two. Tries are counted, never timed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.cost import forward_share
-from lengthwise.planner.degrees import GROWTH_FLOOR_TOKENS, grown_degrees, most_degrees
-from lengthwise.planner.lengths import least_degrees_held
 from lengthwise.planner.lengthwise import plan_lengthwise
+from lengthwise.planner.modes.columns import plan_columns
 from lengthwise.planner.modes.slots import Grid, bundle_rings
 from lengthwise.planner.modes.stage_clocks import stage_clocks
 from lengthwise.planner.request import PlanRequest
+from lengthwise.planner.rivals import rival_plans
 from lengthwise.planner.score import score
 
 FULL_SLOTS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0, 4.0)  # of the fewest that could hold all tokens
@@ -36,24 +39,39 @@ RAMPS = (0.5, 1.0, 2.0, 3.0)  # slots of one, in stages
 GROWTHS = (1.1, 1.2, 1.35)  # of a slot over the one before, in a ramp
 _MOST_SLOTS = 256
 _FILLED = 4  # profiles that are filled with the real sequences
+_MOST_RIVALRY = 20_000_000  # sequences x ranks, up to which rivals are made
 _REFINED = 3  # times that a slot's time and the degrees that it asks for are found from each other
 
 Floats = NDArray[np.float64]
 
 
-def plan_pipeline(request: PlanRequest) -> list[Microbatch]:
-    """Plan one step for `request.stages` stages of each rank, with `request.virtual` chunks of layers each."""
+def plan_pipeline(request: PlanRequest) -> Iterator[list[Microbatch]]:
+    """Propose plans for `request.priced_stages` stages of each rank, with `request.virtual` chunks of layers each.
+
+    The first is the best of this planner by `request.cost`, the others are those of the other planners.
+    """
+    staged = replace(request, stages=request.priced_stages)
     best = plan_lengthwise(request)
-    if request.stages == 1:
-        return best
-    least = _makespan(request, best)
+    least = _makespan(staged, best)
+    for tried in plan_columns(staged):
+        if (seconds := _makespan(staged, tried)) < least:
+            best, least = tried, seconds
+    for tried in _plan_slots(staged, least):
+        if (seconds := _makespan(staged, tried)) < least:
+            best, least = tried, seconds
+    yield best
+    if len(request.tokens) * request.cluster.ranks <= _MOST_RIVALRY:
+        yield from rival_plans(request)
+
+
+def _plan_slots(request: PlanRequest, least_seconds: float) -> Iterator[list[Microbatch]]:
+    """Yield plans of the profiles that should end first, and before `least_seconds`."""
     slots = _Slots(request)
     profiles = list(_profiles(slots.fewest, request.stages, request.virtual))
-    for number in np.argsort(slots.ideal_seconds(profiles), kind="stable")[:_FILLED].tolist():
-        tried = slots.filled(profiles[number])
-        if tried is not None and (seconds := _makespan(request, tried)) < least:
-            best, least = tried, seconds
-    return best
+    ideal = slots.ideal_seconds(profiles)
+    for number in np.argsort(ideal, kind="stable")[:_FILLED].tolist():
+        if ideal[number] < least_seconds and (filled := slots.filled(profiles[number])) is not None:
+            yield filled
 
 
 def pipeline_schedule(stages: int, virtual: int) -> dict[str, object]:
@@ -99,12 +117,11 @@ class _Slots:
 
     def __init__(self, request: PlanRequest) -> None:
         self._request = request
-        ranks, capacity = request.cluster.ranks, request.cluster.capacity_tokens
-        self._lengths, self._inverse, self._counts = np.unique(request.lengths, return_inverse=True, return_counts=True)
-        self._least = least_degrees_held(self._lengths, capacity)
-        floor_tokens = min(GROWTH_FLOOR_TOKENS, max(1, capacity // 2))
-        self._most = most_degrees(self._lengths, self._least, ranks, floor_tokens)
-        self.fewest = -(-sum(request.tokens) // (ranks * capacity))
+        found = np.unique(request.lengths, return_index=True, return_inverse=True, return_counts=True)
+        self._lengths, places, self._inverse, self._counts = found
+        self._least = request.least_degrees[places]
+        self._grown = request.growth(self._lengths, self._least)
+        self.fewest = -(-sum(request.tokens) // request.cluster.longest_tokens)
         self._known: dict[float, tuple[NDArray[np.int64], Floats, float]] = {}
 
     def ideal_seconds(self, profiles: Sequence[Floats]) -> Floats:
@@ -151,7 +168,7 @@ class _Slots:
                 seconds = cost.ring_piece_seconds(self._lengths, degrees)
                 work = float(self._counts @ (degrees * seconds))
                 limit = work / (self._request.cluster.ranks * full_slots) + cost.fixed_seconds
-                degrees = grown_degrees(cost, self._lengths, self._least, self._most, limit)
+                degrees = self._grown(limit)
             seconds = cost.ring_piece_seconds(self._lengths, degrees)
             self._known[full_slots] = degrees, seconds, float(self._counts @ (degrees * seconds))
         return self._known[full_slots]

@@ -1,0 +1,79 @@
+"""Rings in columns: every sequence once, like lengths on the same ranks, and ends that the clocks of stages confirm."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lengthwise.core.plan import Plan
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import Cost, CostModel, all_terms_cost, named_hardware, named_shape
+from lengthwise.planner import check_plan, draw_lengths, score
+from lengthwise.planner.lengthwise import plan_lengthwise
+from lengthwise.planner.modes.columns import ColumnSearch, plan_columns
+from lengthwise.planner.modes.pipeline import pipeline_schedule
+from lengthwise.planner.request import PlanRequest
+
+TERMS = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
+
+
+def _plans(request: PlanRequest) -> list[Plan]:
+    schedule = pipeline_schedule(request.stages, request.virtual)
+    found = plan_columns(request)
+    return [replace(request.draft(each), layers=64, schedule=schedule, requires=("pipeline",)) for each in found]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ranks=st.sampled_from((1, 2, 3, 5, 7, 24)),
+    tokens=st.lists(st.sampled_from([1, 2, 96, 97, 98, 194, 195, 1009]) | st.integers(1, 900), min_size=1, max_size=25),
+    stages=st.sampled_from((2, 3, 5)),
+    virtual=st.sampled_from((1, 2)),
+    cost=st.sampled_from((TERMS, CostModel(linear_seconds=1.0), CostModel(fixed_seconds=1.0))) | st.none(),
+)
+def test_columns_hold_any_lengths_on_any_ranks(
+    ranks: int, tokens: list[int], stages: int, virtual: int, cost: Cost | None
+) -> None:
+    cost = cost or all_terms_cost(named_shape("llama-7b"), named_hardware("h100"), stages=stages)
+    cluster = Cluster(ranks=ranks, capacity_tokens=97)
+    lengths = tuple(min(length, cluster.longest_tokens) for length in tokens)
+    request = PlanRequest(tokens=lengths, cluster=cluster, cost=cost, stages=stages, virtual=virtual)
+    plans = _plans(request)
+    assert plans
+    for plan in plans:
+        check_plan(plan)
+    assert [plan.microbatches for plan in _plans(replace(request))] == [plan.microbatches for plan in plans]
+
+
+def test_rings_of_like_length_follow_on_the_same_ranks() -> None:
+    """Four rings of 4 on 8 ranks of 2 stages: two columns of two, each filled once: (1 + 2) of 100 seconds."""
+    cost = CostModel(linear_seconds=1.0)
+    request = PlanRequest(
+        tokens=(400,) * 4, cluster=Cluster(ranks=8, capacity_tokens=100), cost=cost, stages=2, virtual=1
+    )
+    best = min(_plans(request), key=lambda plan: score(plan, cost).makespan_seconds)
+    assert Counter(min(microbatch.ranks) for microbatch in best.microbatches) == {0: 2, 4: 2}
+    assert score(best, cost).makespan_seconds == pytest.approx(300)
+
+
+@pytest.mark.parametrize(("recipe", "longest", "gain"), [("github", 262_144, 1.15), ("byted", 524_288, 1.06)])
+def test_columns_end_before_plans_for_ranks_without_stages(recipe: str, longest: int, gain: float) -> None:
+    cost = all_terms_cost(named_shape("mixtral-8x22b"), named_hardware("bytescale-gpu"), tensor=8, stages=2)
+    tokens = tuple(draw_lengths(recipe, 192 * 43_690, 0, longest_tokens=longest))
+    request = PlanRequest(tokens=tokens, cluster=Cluster(ranks=192, capacity_tokens=8192), cost=cost, stages=2)
+    staged = score(request.draft(plan_lengthwise(request)), cost).makespan_seconds
+    assert min(score(plan, cost).makespan_seconds for plan in _plans(request)) * gain <= staged
+
+
+def test_columns_tell_when_their_plans_end() -> None:
+    """One number a rank, filling counted, against the clocks of every stage."""
+    tokens = tuple(draw_lengths("byted", 64 * 40_000, 1, longest_tokens=200_000))
+    request = PlanRequest(tokens=tokens, cluster=Cluster(ranks=64, capacity_tokens=8192), cost=TERMS, stages=2)
+    columns = ColumnSearch(request).at_level(1.0)
+    assert columns is not None
+    (first, *_) = _plans(request)
+    assert score(first, TERMS).makespan_seconds == pytest.approx(columns.end_seconds, rel=0.05)
