@@ -1,6 +1,7 @@
 """`lengthwise simulate`: figures, files and refusals, without torch."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from lengthwise import cost
 from lengthwise.cli import main
-from lengthwise.cli.simulate import drawn_batch
+from lengthwise.cli.simulate_lengths import drawn_batch
 
 SMALL = ["--model", "llama-7b", "--ranks", "16", "--batch-tokens", "256K", "--batches", "2", "--capacity", "8K"]
 
@@ -127,9 +128,9 @@ def test_drawn_batches_take_every_sequence_before_any_twice() -> None:
         (["--lengths", "github", "--planners", "statik"], "Did you mean `static`"),
         (["--lengths", "github", "--planners", "static,static"], "each planner once"),
         (["--lengths", "github", "--gpus", "16"], "one of --ranks and --gpus"),
-        (["--lengths", "github", "--ranks", "0"], "--ranks: expected at least 1"),
+        (["--lengths", "github", "--ranks", "0"], "--ranks: expected a whole number of at least 1"),
         (["--lengths", "github", "--hardware", "h1000"], "Did you mean `h100`"),
-        (["--lengths", "github", "--tp", "3"], "tensor parallelism"),
+        (["--lengths", "github", "--tp", "3"], "--tp: expected a divisor"),
         (["--lengths", "github", "--batches", "0"], "--batches"),
         (["--lengths", "github", "--loader", "remot"], "Did you mean `remote`"),
         (["--lengths", "github", "--context", "2M"], "256 ranks"),
@@ -162,3 +163,163 @@ def test_simulate_refuses_an_output_that_is_no_folder_before_it_plans(tmp_path, 
     status, _, error = simulate(capsys, *SMALL, "--lengths", "github", "--out", tmp_path / "file" / "out")
     assert status == 2
     assert "a folder to write into" in error.replace("\n", " ")
+
+
+def write_rows(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+OWN = ("--model", "llama-7b", "--ranks", 4, "--batch-tokens", "4K", "--batches", 1, "--capacity", "8K")
+
+
+def test_simulate_says_everywhere_that_texts_are_counted_in_bytes(tmp_path, capsys) -> None:
+    rows, out = write_rows(tmp_path / "my.jsonl", ["x" * 900, "y" * 20]), tmp_path / "out"
+    _, said, _ = simulate(capsys, *OWN, "--data", rows, "--out", out, "--planners", "lengthwise")
+    note = "texts counted in bytes, not tokens (English has 4 to 5 bytes a token): --tokenizer counts real tokens"
+    headline, *_, sentence, _ = said.splitlines()
+    assert note in headline
+    assert "lengths in bytes, not tokens" in sentence
+    page = (out / "report.html").read_text()
+    assert note in page
+    assert "lengths in bytes, not tokens" in page
+    figures = json.loads((out / "simulation.json").read_text())
+    assert figures["lengths_in"] == "bytes"
+    assert note in figures["about"]
+
+
+def test_simulate_does_not_speak_of_bytes_where_rows_are_tokens(tmp_path, capsys) -> None:
+    rows, out = tmp_path / "my.jsonl", tmp_path / "out"
+    rows.write_text(json.dumps({"input_ids": [1] * 50}) + "\r\n")
+    _, said, _ = simulate(capsys, *OWN, "--data", rows, "--out", out, "--planners", "lengthwise")
+    assert "bytes" not in said
+    assert json.loads((out / "simulation.json").read_text())["lengths_in"] == "tokens"
+    assert "1 batch of" in said
+
+
+def test_simulate_leaves_empty_rows_out_only_when_told(tmp_path, capsys) -> None:
+    rows, out = write_rows(tmp_path / "my.jsonl", ["x" * 900, "", "y"]), tmp_path / "out"
+    arguments = (*OWN, "--data", rows, "--out", out, "--planners", "lengthwise")
+    status, _, error = simulate(capsys, *arguments)
+    assert status == 2
+    assert "my.jsonl:2" in error
+    assert "--empty skip" in error
+    assert "--data.0" not in error
+    status, said, _ = simulate(capsys, *arguments, "--empty", "skip")
+    assert status == 0
+    assert "1 row left out (empty)" in said
+    figures = json.loads((out / "simulation.json").read_text())
+    assert figures["rows_left_out"] == {"empty": 1}
+    assert figures["longest_tokens"] == 900
+
+
+def test_simulate_tells_all_that_is_wrong_with_a_command_line_at_once(tmp_path, capsys) -> None:
+    (tmp_path / "out").write_text("")
+    status, _, error = simulate(
+        capsys, "--model", "lama", "--data", tmp_path / "none.jsonl", "--empty", "maybe", "--gpus", 9, "--tp", 2,
+        "--batch-tokens", "x", "--context", "y", "--capacity", "z", "--planners", "statik", "--batches", 0,
+        "--trace-ranks", 0, "--hardware", "h1", "--loader", "far", "--mode", "fre", "--offload", "maybe", "--heads",
+        "maybe", "--virtual", 0, "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert status == 2
+    for option in (
+        "model", "data", "empty", "gpus", "batch-tokens", "context", "capacity", "planners", "batches", "trace-ranks",
+        "hardware", "loader", "mode", "offload", "heads", "virtual",
+    ):  # fmt: skip
+        assert error.count(f"] --{option}:") == 1, option
+    assert f"error[output] {tmp_path}/out" in error
+    assert error.count("\n") == 17
+
+
+def test_simulate_remedies_name_its_own_options(tmp_path, capsys) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text("[40000]")
+    rest = (*OWN, "--lengths", path, "--out", tmp_path / "out")
+    _, _, static = simulate(capsys, *rest[:-3], "github", "--context", "64K", *rest[-2:], "--planners", "static")
+    assert "--context: expected at most 32768 tokens" in static
+    assert "Use 8 ranks, raise --capacity to 16384, or take a shorter context." in static
+    _, _, ours = simulate(capsys, *rest, "--planners", "lengthwise")
+    assert "raise --capacity to 10000" in ours
+    assert "capacity_tokens" not in static + ours
+    assert "context_tokens" not in static + ours
+
+
+def test_simulate_takes_a_models_folder_without_torch(tmp_path) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    config = {
+        "model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "num_hidden_layers": 3, "intermediate_size": 1024, "vocab_size": 1000,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    run = "import sys; from lengthwise.cli import main\ntry:\n    main(sys.argv[1:])\n"
+    run += "finally:\n    print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    arguments = ["simulate", *map(str, OWN), "--lengths", "prolong", "--context", "4K", "--out", str(tmp_path / "out")]
+    arguments[arguments.index("llama-7b")] = "my-model"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", run, *arguments], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("my-model on 4 ranks")
+    assert done.stdout.splitlines()[-1] == "[]"
+    del config["intermediate_size"], config["vocab_size"]
+    (folder / "config.json").write_text(json.dumps(config))
+    done = subprocess.run([sys.executable, "-c", run, *arguments], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--model my-model: config key intermediate_size: expected" in done.stderr
+    assert "--model my-model: config key vocab_size: expected" in done.stderr
+
+
+def test_simulate_again_takes_the_place_of_the_earlier_run(tmp_path, capsys) -> None:
+    out = tmp_path / "out"
+    rest = (*OWN, "--lengths", "prolong", "--context", "4K", "--out", out)
+    assert simulate(capsys, *rest, "--planners", "static,bytescale,lengthwise")[0] == 0
+    (out / "notes.txt").write_text("mine")
+    (out / "trace-mine.json").write_text("mine")
+    assert simulate(capsys, *rest, "--planners", "lengthwise")[0] == 0
+    assert {each.name for each in out.iterdir()} == {
+        "simulation.json", "report.html", "trace-lengthwise.json", "notes.txt", "trace-mine.json",
+    }  # fmt: skip
+    assert list(json.loads((out / "simulation.json").read_text())["planners"]) == ["lengthwise"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("simulation.json", "{}"),
+        ("simulation.json", "not JSON"),
+        ("simulation.json", '{"schema": "lengthwise.simulation/1", "planners": []}'),
+        ("report.html", "mine"),
+        ("trace-static.json", "mine"),
+    ],
+)
+def test_simulate_touches_no_files_of_others(tmp_path, capsys, monkeypatch, name: str, text: str) -> None:
+    monkeypatch.setattr("lengthwise.simulator.compare_planners", lambda *_, **__: pytest.fail("planned"))
+    (tmp_path / name).write_text(text)
+    status, _, error = simulate(capsys, *OWN, "--lengths", "prolong", "--context", "4K", "--out", tmp_path)
+    assert status == 2
+    assert f"got {name}, not written by a simulation" in error
+    assert (tmp_path / name).read_text() == text
+
+
+def test_simulate_on_one_rank_that_holds_less_than_8k(tmp_path, capsys) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text("[4096, 7, 300]")
+    small = ("--model", "llama-7b", "--ranks", 1, "--batch-tokens", "8K", "--batches", 1, "--capacity", "4096")
+    status, said, error = simulate(capsys, *small, "--lengths", path, "--out", tmp_path / "out")
+    assert status == 0, error
+    assert "of the speed that sequences of 4K would reach" in said
+    assert json.loads((tmp_path / "out" / "simulation.json").read_text())["uniform_tokens"] == 4096
+    assert "on 1 rank of h100" in said
+
+
+def test_simulate_prints_its_table_whole_on_narrow_terminals(tmp_path) -> None:
+    arguments = ["simulate", *map(str, OWN), "--lengths", "prolong", "--context", "4K", "--out", str(tmp_path / "out")]
+    said = {}
+    for columns in ("30", "60", "300"):
+        environment = {**os.environ, "COLUMNS": columns}
+        run = [sys.executable, "-m", "lengthwise", *arguments]
+        done = subprocess.run(run, capture_output=True, text=True, env=environment, check=True)
+        assert "…" not in done.stdout
+        said[columns] = sorted(set(done.stdout.split()))
+    assert said["30"] == said["60"] == said["300"]

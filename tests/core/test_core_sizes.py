@@ -5,7 +5,7 @@ import pytest
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.shape import Cluster
-from lengthwise.core.sizes import parse_tokens, read_whole, whole_number
+from lengthwise.core.sizes import parse_tokens, read_whole, whole_number, written_tokens
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,9 @@ def test_clusters_take_whole_numbers_of_numpy() -> None:
     cluster = Cluster(ranks=np.int64(3), capacity_tokens=np.int32(5))  # type: ignore[arg-type]
     assert cluster == Cluster(ranks=3, capacity_tokens=5)
     assert type(cluster.ranks) is int
+
+
+@pytest.mark.parametrize(("tokens", "text"), [(8192, "8K"), (2**21, "2M"), (2**30, "1G"), (1536, "1536"), (1, "1")])
+def test_numbers_of_tokens_are_written_as_they_are_read(tokens: int, text: str) -> None:
+    assert written_tokens(tokens) == text
+    assert parse_tokens(text, "--context") == tokens

@@ -2,13 +2,16 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from lengthwise.core.shape import Cluster
+from lengthwise.core.sizes import written_tokens
 from lengthwise.cost import activation_bytes, all_terms_cost, named_hardware, named_shape, state_bytes, step_flops
 from lengthwise.planner import plan_step
+from lengthwise.report.simulation import closing_sentence, simulation_json
 from lengthwise.simulator import Setting, chosen_ranks, chrome_trace, compare_planners, simulate_plan
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
@@ -83,3 +86,14 @@ def test_all_ranks_are_shown_where_they_are_few() -> None:
     assert chosen_ranks(timeline, 16) == list(range(16))
     assert int(np.argmax(timeline.work_end_seconds)) in chosen_ranks(timeline, 3)
     assert len(chosen_ranks(timeline, 1)) == 1
+
+
+@pytest.mark.parametrize(("ranks", "capacity", "alike"), [(1, 4096, 4096), (3, 1000, 3000), (1, 1, 1), (2, 4096, 8192)])
+def test_tail_tax_compares_with_sequences_that_fit(ranks: int, capacity: int, alike: int) -> None:
+    setting = replace(SETTING, cluster=Cluster(ranks=ranks, capacity_tokens=capacity), context_tokens=1)
+    batch = [alike] * 3
+    (result,) = compare_planners(["lengthwise"], [batch], setting, told=lambda *_: None)
+    assert result.uniform_tokens == alike
+    assert result.tail_tax == pytest.approx(1.0)
+    assert simulation_json([result], {})["uniform_tokens"] == alike
+    assert f"sequences of {written_tokens(alike)} would" in closing_sentence([result], ranks)

@@ -3,39 +3,58 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import tyro
 from rich.console import Console
 
-from lengthwise.core.errors import ConfigError, raise_problems
-from lengthwise.core.names import unknown_name
+from lengthwise.cli.output import plain_console
+from lengthwise.cli.simulate_lengths import KnownLengths, lengths_of_data, listed_lengths, refuse_data
+from lengthwise.cli.wording import told_in_options
+from lengthwise.core.errors import Collector, ConfigError, raise_problems
+from lengthwise.core.names import counted, unknown_name
 from lengthwise.core.shape import Cluster
-from lengthwise.core.sizes import parse_tokens
+from lengthwise.core.sizes import parse_tokens, read_whole
 
 if TYPE_CHECKING:
     from lengthwise.core.shape import ModelShape
     from lengthwise.cost import Hardware
-    from lengthwise.simulator import Setting
+    from lengthwise.simulator import PlannerResult, Setting
 
 _PLANNERS = "static,single-degree,bytescale-naive,bytescale,lengthwise"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A command line that was read; `known` is None where data are still to be read.
+
+    The setting's context is that of the batches once they are drawn; `context_tokens`: what the user says of it.
+    """
+
+    planners: list[str]
+    known: KnownLengths | None
+    wanted_tokens: int
+    context_tokens: int | None
+    setting: Setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulate:
     """Simulate steps of several planners on the same batches; writes JSON, traces for Perfetto and a page."""
 
-    model: Annotated[str, tyro.conf.arg(metavar="NAME|config.json")]
-    """A named shape, llama-7b for example, or the path of a Hugging Face config.json."""
+    model: Annotated[str, tyro.conf.arg(metavar="NAME|FOLDER")]
+    """A named shape, llama-7b for example, or a Hugging Face folder or its config.json."""
     lengths: Annotated[str | None, tyro.conf.arg(metavar="RECIPE|FILE.json", help_behavior_hint="")] = None
     """Lengths to draw batches from: a published set (github, byted, wikipedia, prolong, wlb_like), or a JSON list."""
     data: Annotated[Path | None, tyro.conf.arg(metavar="FILE.jsonl|FOLDER", help_behavior_hint="")] = None
     """Your own data, in place of --lengths: rows {"text": ...} or {"input_ids": ...}, or a folder of texts."""
     tokenizer: Annotated[str, tyro.conf.arg(metavar="NAME|FOLDER")] = "bytes"
     """Counts the tokens of texts of --data: bytes (four to five times too many for English), or a Hugging Face one."""
+    empty: Annotated[str, tyro.conf.arg(metavar="error|skip", help_behavior_hint="(default: error)")] = "error"
+    """Whether an empty row of --data stops the command, or is left out and counted."""
     context: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
     """The longest sequence, 2M for example (K = 1024, M = 1024 x 1024): published lengths are clipped to it, and the
     fixed mesh is sized for it; default: 2M for published sets, else the longest sequence."""
@@ -78,49 +97,142 @@ class Simulate:
 
     def run(self) -> int:
         """Run the command; return the exit status."""
-        from lengthwise.cli.output import refuse_unwritable, write_atomically
+        from lengthwise.cli.simulate_files import write_simulation
         from lengthwise.report.page import simulation_page
         from lengthwise.report.simulation import closing_sentence, simulation_json, simulation_table
-        from lengthwise.simulator import chrome_trace, compare_planners
+        from lengthwise.simulator import chrome_trace
 
-        planners = self._planner_names()
-        refuse_unwritable(self.out)
-        setting, batches = self._setting_and_batches()
-        console = Console(highlight=False, soft_wrap=True)
-        progress = Console(stderr=True, highlight=False)
-        with progress.status("planning") as status:
-            results = compare_planners(
-                planners,
-                batches,
-                setting,
-                told=lambda planner, batch: status.update(f"{planner}, batch {batch + 1} of {len(batches)}"),
-                options=self._options(),
-            )
-        gpus = setting.cluster.ranks * setting.devices
-        facts = self._facts(setting, batches)
-        sentence = closing_sentence(results, gpus)
-        write_atomically(self.out / "simulation.json", json.dumps(simulation_json(results, facts), indent=1) + "\n")
-        for each in results:
-            trace = chrome_trace(
+        with told_in_options(self._names()):
+            asked = self._read()
+            known = asked.known or lengths_of_data(self._data, self.tokenizer, self.empty)
+            batches, context = known.batches(asked.wanted_tokens, self.batches, asked.context_tokens)
+            setting = replace(asked.setting, context_tokens=context)
+            results = self._simulated(asked, setting, batches)
+        facts = self._facts(setting, batches, known)
+        sentence = closing_sentence(results, setting.cluster.ranks * setting.devices, unit=known.unit)
+        traces = {
+            each.planner: chrome_trace(
                 each.first_plan,
                 each.first,
                 ranks_per_node=setting.cost.ranks_per_node,
-                most_ranks=max(1, self.trace_ranks),
+                most_ranks=self.trace_ranks,
             )
-            write_atomically(self.out / f"trace-{each.planner}.json", trace)
+            for each in results
+        }
+        figures = json.dumps(simulation_json(results, facts), indent=1) + "\n"
         page = simulation_page(results, batches, about=facts["about"], sentence=sentence)
-        write_atomically(self.out / "report.html", page)
+        write_simulation(self.out, figures, page, traces)
+        console = plain_console()
         console.print(facts["about"])
         console.print(simulation_table(results, title="one step, mean of batches (simulated, not measured)"))
         console.print(sentence)
         console.print(f"written to {self.out}: simulation.json, trace-*.json, report.html")
         return 0
 
-    def _options(self) -> dict[str, object]:
+    @property
+    def _data(self) -> Path:
+        assert self.data is not None, "one of --lengths and --data was checked to be given"
+        return self.data
+
+    def _simulated(self, asked: Asked, setting: Setting, batches: list[list[int]]) -> list[PlannerResult]:
+        from lengthwise.simulator import compare_planners
+
+        progress = Console(stderr=True, highlight=False)
+        with progress.status("planning") as status:
+            return compare_planners(
+                asked.planners,
+                batches,
+                setting,
+                told=lambda planner, batch: status.update(f"{planner}, batch {batch + 1} of {len(batches)}"),
+                options=self._options(),
+            )
+
+    def _options(self) -> dict[str, Any]:
         """Return what `plan_step` is told of mode and choices; it refuses what does not go together."""
         stages = self.pp if self.mode == "pipeline" else None
         choices = {"offload": self.offload, "heads": self.heads}
         return {"mode": self.mode, "stages": stages, "virtual": self.virtual, **choices}
+
+    def _names(self) -> dict[str, str]:
+        """Map names of the library to what the user typed for them."""
+        same = ("mode", "virtual", "offload", "heads", "recompute", "hardware", "model", "tokenizer", "capacity")
+        return {name: f"--{name}" for name in same} | {
+            "ranks": "--ranks" if self.gpus is None else "--gpus",
+            "stages": "--pp",
+            "pipeline stages": "--pp",
+            "tensor parallelism": "--tp",
+            "model shape": "--model",
+            "tokens": "--batch-tokens",
+            "longest_tokens": "--context",
+            "capacity_tokens": "--capacity",
+            "context_tokens": "--context" if self.context else "--context (by itself, the longest sequence)",
+            "`tokenizer`": "`--tokenizer`",
+            "--data.0.empty: skip": "--empty skip",
+        }
+
+    def _read(self) -> Asked:
+        """Read all of the command line but the data.
+
+        Raises:
+            LengthwiseError: all that is wrong with it.
+        """
+        from lengthwise.cli.simulate_files import refuse_others_files
+        from lengthwise.cost import all_terms_cost, named_hardware, named_shape
+        from lengthwise.planner import read_options
+        from lengthwise.simulator import LOADERS, Setting
+
+        problems = Collector()
+        attempt = problems.attempt
+        attempt(partial(refuse_others_files, self.out))
+        planners = attempt(self._planner_names)
+        for name in ("batches", "trace_ranks", "tp", "pp"):
+            attempt(partial(read_whole, f"--{name.replace('_', '-')}", getattr(self, name)))
+        if self.loader not in LOADERS:
+            problems.add(unknown_name("--loader", self.loader, LOADERS))
+        known = attempt(self._known_lengths)
+        wanted = attempt(partial(parse_tokens, self.batch_tokens, "--batch-tokens"))
+        context = None if self.context is None else attempt(partial(parse_tokens, self.context, "--context"))
+        shape, hardware = attempt(partial(named_shape, self.model)), attempt(partial(named_hardware, self.hardware))
+        is_mesh = self.tp > 0 and self.pp > 0
+        cost = None
+        if shape and hardware and is_mesh:
+            cost = attempt(partial(all_terms_cost, shape, hardware, tensor=self.tp, stages=self.pp))
+        layers = shape.layers if shape else 1
+        for planner in planners or ["lengthwise"]:
+            attempt(partial(read_options, 1, cost, planner=planner, layers=layers, **self._options()))
+        ranks = attempt(partial(self._ranks, self.tp * self.pp)) if is_mesh else None
+        capacities = attempt(partial(self._capacities, shape, hardware, ranks))
+        problems.raise_all()
+        assert shape, "what is None or empty was told"
+        assert hardware, "the same"
+        assert cost, "the same"
+        assert ranks, "the same"
+        assert capacities, "the same"
+        assert planners, "the same"
+        assert wanted, "the same"
+        setting = Setting(
+            shape=shape, hardware=hardware, cost=cost, devices=self.tp * self.pp, context_tokens=context or 1,
+            cluster=Cluster(ranks=ranks, capacity_tokens=max(capacities.values())), loader=self.loader,
+            capacities=capacities,
+        )  # fmt: skip
+        return Asked(planners=planners, known=known, wanted_tokens=wanted, context_tokens=context, setting=setting)
+
+    def _known_lengths(self) -> KnownLengths | None:
+        """Take lengths that need no reading of data, and refuse data that are not there."""
+        if (self.lengths is None) == (self.data is None):
+            got = "neither" if self.lengths is None else "both"
+            raise ConfigError("simulate", expected="one of --lengths and --data", got=got, remedy="Give exactly one.")
+        if self.lengths is not None:
+            self._refuse_beside_lengths()
+            return listed_lengths(self.lengths)
+        refuse_data(self._data, self.empty)
+        return None
+
+    def _refuse_beside_lengths(self) -> None:
+        for option, value, usual in (("--tokenizer", self.tokenizer, "bytes"), ("--empty", self.empty, "error")):
+            if value != usual:
+                expected = "nothing beside --lengths, which are tokens already"
+                raise ConfigError(option, expected=expected, got=repr(value), remedy="Leave it out, or give --data.")
 
     def _planner_names(self) -> list[str]:
         from lengthwise.planner import PLANNERS
@@ -133,28 +245,8 @@ class Simulate:
             )
         return names
 
-    def _setting_and_batches(self) -> tuple[Setting, list[list[int]]]:
-        from lengthwise.cost import all_terms_cost, named_hardware, named_shape
-        from lengthwise.simulator import LOADERS, Setting
-
-        if self.loader not in LOADERS:
-            raise unknown_name("--loader", self.loader, LOADERS)
-        shape, hardware = named_shape(self.model), named_hardware(self.hardware)
-        cost = all_terms_cost(shape, hardware, tensor=self.tp, stages=self.pp)
-        devices = self.tp * self.pp
-        ranks = self._ranks(devices)
-        capacities = self._capacities(shape, hardware, ranks)
-        context = None if self.context is None else parse_tokens(self.context, "--context")
-        batches, context = self._batches(context)
-        cluster = Cluster(ranks=ranks, capacity_tokens=max(capacities.values()))
-        setting = Setting(
-            shape=shape, hardware=hardware, cost=cost, cluster=cluster, context_tokens=context, devices=devices,
-            loader=self.loader, capacities=capacities,
-        )  # fmt: skip
-        return setting, batches
-
-    def _capacities(self, shape: ModelShape, hardware: Hardware, ranks: int) -> dict[str, int]:
-        """Tell what a rank holds with each kind of recomputation that may be chosen."""
+    def _capacities(self, shape: ModelShape | None, hardware: Hardware | None, ranks: int | None) -> dict[str, int]:
+        """Tell what a rank holds with each kind of recomputation that may be chosen; empty where a None hides it."""
         from lengthwise.cli.plan import refuse_recompute
         from lengthwise.core.plan import RECOMPUTE_KINDS
         from lengthwise.cost import microbatches_kept, recompute_capacities
@@ -162,6 +254,8 @@ class Simulate:
         refuse_recompute(self.recompute, self.capacity)
         if self.capacity is not None:
             return {self.recompute: parse_tokens(self.capacity, "--capacity")}
+        if shape is None or hardware is None or ranks is None:
+            return {}
         kinds = RECOMPUTE_KINDS if self.recompute == "auto" else (self.recompute,)
         kept = microbatches_kept(self.pp, self.virtual or 1)
         return recompute_capacities(shape, hardware, ranks, kinds=kinds, devices=self.tp * self.pp, kept=kept)
@@ -171,11 +265,7 @@ class Simulate:
             got = "neither" if self.ranks is None else "both"
             raise ConfigError("simulate", expected="one of --ranks and --gpus", got=got, remedy="Give exactly one.")
         if self.ranks is not None:
-            if self.ranks < 1:
-                raise ConfigError(
-                    "--ranks", expected="at least 1", got=str(self.ranks), remedy="Give a number of them."
-                )
-            return self.ranks
+            return read_whole("--ranks", self.ranks)
         assert self.gpus is not None, "one of the two was checked to be given"
         if self.gpus < 1 or self.gpus % devices:
             raise ConfigError(
@@ -186,47 +276,6 @@ class Simulate:
             )
         return self.gpus // devices
 
-    def _batches(self, context: int | None) -> tuple[list[list[int]], int]:
-        """Draw the lengths of every batch; return them and the context."""
-        from lengthwise.planner import RECIPES, draw_lengths
-
-        if (self.lengths is None) == (self.data is None):
-            got = "neither" if self.lengths is None else "both"
-            raise ConfigError("simulate", expected="one of --lengths and --data", got=got, remedy="Give exactly one.")
-        if self.batches < 1:
-            raise ConfigError(
-                "--batches", expected="at least 1", got=str(self.batches), remedy="Give a number of them."
-            )
-        wanted = parse_tokens(self.batch_tokens, "--batch-tokens")
-        if self.lengths in RECIPES:
-            context = context or parse_tokens("2M", "--context")
-            return [draw_lengths(self.lengths, wanted, seed, context) for seed in range(self.batches)], context
-        known = self._own_lengths()
-        longest = max(known)
-        if context is not None and longest > context:
-            raise ConfigError(
-                "--context", expected=f"at least the longest sequence, {longest}", got=str(context), remedy="Raise it."
-            )
-        return [drawn_batch(known, wanted, seed) for seed in range(self.batches)], context or longest
-
-    def _own_lengths(self) -> list[int]:
-        from lengthwise.planner import RECIPES, lengths_from_file
-
-        if self.lengths is not None:
-            if not self.lengths.endswith(".json") and not Path(self.lengths).exists():
-                raise unknown_name("--lengths", self.lengths, RECIPES)
-            return lengths_from_file(self.lengths)
-        from lengthwise.config.schema import DataSource
-        from lengthwise.data import load_dataset, load_tokenizer
-
-        dataset = load_dataset(
-            [DataSource(path=self.data)],
-            tokenizer=lambda: load_tokenizer(self.tokenizer),
-            vocab_size=None,
-            key="--data",
-        )
-        return [int(length) for length in dataset.lengths]
-
     def _held(self, setting: Setting) -> str:
         """Tell what a rank holds, by kind of recomputation where there are several."""
         capacities = dict(setting.capacities or {})
@@ -235,13 +284,21 @@ class Simulate:
         ]
         return ", ".join(told)
 
-    def _facts(self, setting: Setting, batches: list[list[int]]) -> dict[str, Any]:
-        cluster, longest = setting.cluster, max(map(max, batches))
+    def _about(self, setting: Setting, batches: list[list[int]], known: KnownLengths) -> str:
+        """Say in one line what is simulated, and how its lengths were counted."""
         mesh = f" of {self.tp} x {self.pp} devices" if setting.devices > 1 else ""
+        sums = sorted({sum(batch) for batch in batches})
+        size = f"{sums[0]:,}" if len(sums) == 1 else f"{sums[0]:,} to {sums[-1]:,}"
+        return (
+            f"{setting.shape.name} on {counted(setting.cluster.ranks, 'rank')}{mesh} of {setting.hardware.name}, "
+            f"{self._held(setting)} tokens a rank; {counted(len(batches), 'batch')} of {size} tokens of {known.name}, "
+            f"longest {max(map(max, batches)):,}; loader: {self.loader}{'; ' if known.note else ''}{known.note}"
+        )
+
+    def _facts(self, setting: Setting, batches: list[list[int]], known: KnownLengths) -> dict[str, Any]:
+        cluster = setting.cluster
         return {
-            "about": f"{setting.shape.name} on {cluster.ranks} ranks{mesh} of {setting.hardware.name}, "
-            f"{self._held(setting)} tokens a rank; {len(batches)} batches of {sum(batches[0]):,} tokens of "
-            f"{self.lengths or self.data}, longest {longest:,}; loader: {self.loader}",
+            "about": self._about(setting, batches, known),
             "model": setting.shape.name,
             "hardware": setting.hardware.name,
             "cost": setting.cost.version,
@@ -256,23 +313,11 @@ class Simulate:
             "devices_per_rank": setting.devices,
             "capacity_tokens": cluster.capacity_tokens,
             "context_tokens": setting.context_tokens,
-            "lengths": str(self.lengths or self.data),
+            "lengths": known.name,
+            "lengths_in": known.unit,
+            "rows_left_out": dict(known.left_out),
             "num_sequences": [len(batch) for batch in batches],
             "batch_tokens": [sum(batch) for batch in batches],
-            "longest_tokens": longest,
+            "longest_tokens": max(map(max, batches)),
             "loader": self.loader,
         }
-
-
-def drawn_batch(known: list[int], wanted_tokens: int, seed: int) -> list[int]:
-    """Draw sequences without putting back, all of them before any twice, until a batch has `wanted_tokens`."""
-    rng = np.random.Generator(np.random.PCG64(seed))
-    batch: list[int] = []
-    total = 0
-    while total < wanted_tokens:
-        for place in rng.permutation(len(known)).tolist():
-            batch.append(known[place])
-            total += known[place]
-            if total >= wanted_tokens:
-                break
-    return batch

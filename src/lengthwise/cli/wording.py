@@ -27,7 +27,7 @@ def in_options(error: LengthwiseError, options: Mapping[str, str]) -> Lengthwise
     if isinstance(error, Problems):
         return Problems([in_options(each, options) for each in error.problems])
     where, expected, got, remedy = error.where, error.expected, error.got, error.remedy
-    for name, option in options.items():
+    for name, option in sorted(options.items(), key=lambda pair: -len(pair[0])):  # model shape before model
         where = re.sub(rf"^{re.escape(name)}(?![\w.-])", lambda _, option=option: option, where)
         if re.search(r"[_.`]", name):
             word = re.compile(rf"(?<![\w-]){re.escape(name)}(?!\w)")

@@ -120,10 +120,16 @@ class Collector:
         try:
             return call()
         except Problems as several:
-            self.problems.extend(several.problems)
+            for error in several.problems:
+                self.add(error)
         except LengthwiseError as error:
-            self.problems.append(error)
+            self.add(error)
         return None
+
+    def add(self, error: LengthwiseError) -> None:
+        """Keep an error that is not among the kept ones already."""
+        if str(error) not in map(str, self.problems):
+            self.problems.append(error)
 
     def raise_all(self) -> None:
         """Raise what was kept, if anything."""

@@ -30,6 +30,14 @@ def parse_tokens(text: str, where: str) -> int:
     return int(value)
 
 
+def written_tokens(tokens: int) -> str:
+    """Write a number of tokens as `parse_tokens` reads it: 8K, 2M; in digits where it is no round one."""
+    for unit in "GMK":
+        if tokens % _UNITS[unit] == 0:
+            return f"{tokens // _UNITS[unit]}{unit}"
+    return str(tokens)
+
+
 def whole_number(value: object) -> int | None:
     """Return a whole number as an int, NumPy's included; None for anything else, booleans too."""
     if type(value) is int:

@@ -170,7 +170,9 @@ def read_options(
     freedom = Freedom(recompute=recompute, offload=offload, heads=heads)
     depth = read["layers"] or 1
     problems.attempt(partial(refuse_choices, freedom, cost, depth, mode, paces))
-    if all(read[name] is not None or numbers[name] is None for name in ("layers", "stages", "virtual")):
+    if mode in _MODES and all(
+        read[name] is not None or numbers[name] is None for name in ("layers", "stages", "virtual")
+    ):
         problems.attempt(partial(_refuse_stages, mode, read["stages"], read["virtual"], depth, cost))
     problems.raise_all()
     return StepOptions(

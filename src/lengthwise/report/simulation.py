@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lengthwise.core.sizes import written_tokens
 from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.tables import ColumnTable
 from lengthwise.simulator import PlannerResult
 
+SCHEMA = "lengthwise.simulation/1"
 COLUMNS = (
     "planner", "step time", "p50", "p99", "tokens/s", "MFU", "idle", "exposed", "memory", "speed-up", "tail tax",
 )  # fmt: skip
@@ -42,8 +44,9 @@ def simulation_table(results: Sequence[PlannerResult], *, title: str) -> ColumnT
 def simulation_json(results: Sequence[PlannerResult], facts: dict[str, Any]) -> dict[str, Any]:
     """Write all figures, those of single batches too; ratios are of all ranks' time, times in seconds."""
     return {
-        "schema": "lengthwise.simulation/1",
+        "schema": SCHEMA,
         **facts,
+        "uniform_tokens": results[0].uniform_tokens,
         "planners": {
             each.planner: {
                 "step_seconds": [step.step_seconds for step in each.steps],
@@ -66,18 +69,23 @@ def simulation_json(results: Sequence[PlannerResult], facts: dict[str, Any]) -> 
     }
 
 
-def closing_sentence(results: Sequence[PlannerResult], gpus: int) -> str:
-    """Say in one sentence what the tail of lengths costs under the first planner, and what the last one saves."""
+def closing_sentence(results: Sequence[PlannerResult], gpus: int, *, unit: str = "tokens") -> str:
+    """Say in one sentence what the tail of lengths costs under the first planner, and what the last one saves.
+
+    `unit`: what lengths were counted in; where that is no token, the sentence says so, too.
+    """
     first, last = results[0], results[-1]
+    alike = f"sequences of {written_tokens(first.uniform_tokens)}"
+    caveat = f"simulated, not measured{'; lengths in bytes, not tokens' * (unit == 'bytes')}"
     ratio = first.mean_seconds / last.mean_seconds
     if len(results) == 1:
         return (
             f"On {gpus} GPUs a step takes {seconds(first.mean_seconds)} with {first.planner}, "
-            f"{percent(first.tail_tax)} of the speed that sequences of 8K would reach (simulated, not measured)."
+            f"{percent(first.tail_tax)} of the speed that {alike} would reach ({caveat})."
         )
     saves = f"so the same training needs {ratio:.2f} times fewer GPU hours" if ratio >= 1 else "which is slower"
     verdict = f"{last.planner} takes {seconds(last.mean_seconds)}, {saves}"
     return (
         f"On {gpus} GPUs these lengths make a step of {first.planner} take {seconds(first.mean_seconds)}, at "
-        f"{percent(first.tail_tax)} of the speed that sequences of 8K would reach; {verdict} (simulated, not measured)."
+        f"{percent(first.tail_tax)} of the speed that {alike} would reach; {verdict} ({caveat})."
     )

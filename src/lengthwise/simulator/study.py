@@ -1,8 +1,9 @@
 """Planners compared on the same batches, simulated: step times, their spread, and what the tail of lengths costs.
 
 The *tail tax* is the figure that users feel: FLOP/s on the mix over FLOP/s on sequences that are all 8K long, with the
-same ranks, memory, tokens a step and costs, planned by `lengthwise`. 1 means that the tail costs nothing beyond the
-arithmetic that it asks for; attention of long sequences runs faster than linear work or slower, so it can pass 1.
+same ranks, memory, tokens a step and costs, planned by `lengthwise`; where not even all ranks together hold 8K, on the
+longest sequences that they hold. 1 means that the tail costs nothing beyond the arithmetic that it asks for; attention
+of long sequences runs faster than linear work or slower, so it can pass 1.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class PlannerResult:
     first: Timeline
     peak_flops_per_second: float
     uniform_flops_per_second: float = field(default=float("nan"))
+    uniform_tokens: int = UNIFORM_TOKENS
 
     @property
     def mean_seconds(self) -> float:
@@ -103,7 +105,7 @@ class PlannerResult:
 
     @property
     def tail_tax(self) -> float:
-        """FLOP/s over that of a batch of sequences of 8K."""
+        """FLOP/s over that of a batch of sequences of `uniform_tokens`."""
         return self.flops_per_second / self.uniform_flops_per_second
 
     def mean(self, name: str) -> float:
@@ -135,7 +137,8 @@ def compare_planners(
     Raises:
         LengthwiseError: of `plan_step`; sequences longer than the context or than the cluster holds are named.
     """
-    alike = [_uniform(sum(batches[0]))]
+    uniform_tokens = min(UNIFORM_TOKENS, setting.cluster.longest_tokens)
+    alike = [[uniform_tokens] * max(1, round(sum(batches[0]) / uniform_tokens))]
     (uniform,) = _steps(_simulate("lengthwise", alike, setting, options or {}, lambda _: None), setting)
     uniform_rate = uniform.flops / uniform.step_seconds
     results = []
@@ -149,13 +152,10 @@ def compare_planners(
                 first=simulated[0][1],
                 peak_flops_per_second=setting.peak_flops_per_second,
                 uniform_flops_per_second=uniform_rate,
+                uniform_tokens=uniform_tokens,
             )
         )
     return results
-
-
-def _uniform(num_tokens: int) -> list[int]:
-    return [UNIFORM_TOKENS] * max(1, round(num_tokens / UNIFORM_TOKENS))
 
 
 def _simulate(

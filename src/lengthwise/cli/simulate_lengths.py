@@ -1,0 +1,124 @@
+"""The batches that `lengthwise simulate` runs: drawn from a published set, a list of lengths, or a user's own data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from lengthwise.core.errors import ConfigError, raise_problems
+from lengthwise.core.names import counted, unknown_name
+from lengthwise.core.sizes import parse_tokens
+
+_PUBLISHED_CONTEXT = "2M"
+_EMPTY = ("error", "skip")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownLengths:
+    """Lengths to draw batches from, in tokens, and how they were counted.
+
+    `unit` is what one token stands for: "tokens", "bytes" of texts that no tokenizer has seen, or "tokens of NAME".
+    `left_out` counts the rows that were skipped, by reason. `recipe`: a published set, drawn anew for each batch.
+    """
+
+    name: str
+    recipe: str | None = None
+    lengths: Sequence[int] = ()
+    unit: str = "tokens"
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def note(self) -> str:
+        """What a reader of the figures must know of how these lengths were counted; empty: nothing."""
+        notes = [f"{counted(number, 'row')} left out ({reason})" for reason, number in self.left_out.items()]
+        if self.unit == "bytes":
+            notes.append(
+                "texts counted in bytes, not tokens (English has 4 to 5 bytes a token): --tokenizer counts real tokens"
+            )
+        return "; ".join(notes)
+
+    def batches(self, wanted_tokens: int, number: int, context_tokens: int | None) -> tuple[list[list[int]], int]:
+        """Draw so many batches, each with its own seed; return them and the context, the longest that there may be.
+
+        Raises:
+            ConfigError: a context below the longest of one's own lengths.
+        """
+        from lengthwise.planner import draw_lengths
+
+        if self.recipe is not None:
+            context = context_tokens or parse_tokens(_PUBLISHED_CONTEXT, "--context")
+            return [draw_lengths(self.recipe, wanted_tokens, seed, context) for seed in range(number)], context
+        longest = max(self.lengths)
+        if context_tokens is not None and longest > context_tokens:
+            expected, remedy = f"at least the longest sequence, {longest}", "Raise it."
+            raise ConfigError("--context", expected=expected, got=str(context_tokens), remedy=remedy)
+        return [drawn_batch(self.lengths, wanted_tokens, seed) for seed in range(number)], context_tokens or longest
+
+
+def listed_lengths(name: str) -> KnownLengths:
+    """Take what --lengths names: a published set, or a JSON file.
+
+    Raises:
+        ConfigError: an unknown name.
+        LengthwiseError: of `lengths_from_file`.
+    """
+    from lengthwise.planner import RECIPES, lengths_from_file
+
+    if name in RECIPES:
+        return KnownLengths(name=name, recipe=name)
+    if not name.endswith(".json") and not Path(name).exists():
+        raise unknown_name("--lengths", name, RECIPES)
+    return KnownLengths(name=name, lengths=lengths_from_file(name))
+
+
+def refuse_data(path: Path, empty: str) -> None:
+    """Refuse data that are not there, before anything is read.
+
+    Raises:
+        ConfigError: nothing at the path, or no such way to treat empty rows.
+    """
+    problems = [] if empty in _EMPTY else [unknown_name("--empty", empty, _EMPTY)]
+    if not path.is_file() and not path.is_dir():
+        got = f"{path}: {'not a regular file' if path.exists() else 'nothing there'}"
+        remedy = "Correct the path."
+        problems.append(ConfigError("--data", expected="an existing file or folder", got=got, remedy=remedy))
+    raise_problems(problems)
+
+
+def lengths_of_data(path: Path, tokenizer: str, empty: str) -> KnownLengths:
+    """Read one's own data and count their tokens.
+
+    Raises:
+        LengthwiseError: of `load_dataset`, all bad rows together.
+    """
+    from lengthwise.config import DataSource
+    from lengthwise.data import Tokenizer, load_dataset, load_tokenizer
+
+    used: list[str] = []
+
+    def load() -> Tokenizer:
+        used.append(tokenizer)
+        return load_tokenizer(tokenizer)
+
+    source = DataSource.model_validate({"path": path, "empty": empty})
+    dataset = load_dataset([source], tokenizer=load, vocab_size=None, key="--data")
+    unit = "tokens" if not used else "bytes" if tokenizer == "bytes" else f"tokens of {tokenizer}"
+    lengths = [int(length) for length in dataset.lengths[dataset.ids]]
+    return KnownLengths(name=str(path), lengths=lengths, unit=unit, left_out=dataset.skipped)
+
+
+def drawn_batch(known: Sequence[int], wanted_tokens: int, seed: int) -> list[int]:
+    """Draw sequences without putting back, all of them before any twice, until a batch has `wanted_tokens`."""
+    rng = np.random.Generator(np.random.PCG64(seed))
+    batch: list[int] = []
+    total = 0
+    while total < wanted_tokens:
+        for place in rng.permutation(len(known)).tolist():
+            batch.append(known[place])
+            total += known[place]
+            if total >= wanted_tokens:
+                break
+    return batch
