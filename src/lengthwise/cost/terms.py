@@ -163,7 +163,7 @@ class AllTermsCost:
         if shares is not None:
             parts, held = _parts(lengths, degree, shares)
         pace: Numbers = 1.0 if speeds is None else np.array(speeds)
-        near, work = self._near(degree, heads, ranks), attention * parts / pace
+        near, work = self.stays_near(degree, heads, ranks), attention * parts / pace
         seconds = self._seconds(work, held, total, degree, heads, near, offload, recompute, pace)
         return float(np.max(seconds))
 
@@ -216,6 +216,16 @@ class AllTermsCost:
     def crosses(self, ranks: Sequence[int]) -> bool:
         """Tell whether these ranks are of more than one node."""
         return min(ranks) // self.ranks_per_node != max(ranks) // self.ranks_per_node
+
+    def stays_near(self, degree: int, heads: int, ranks: Sequence[int] | None) -> tuple[bool, bool]:
+        """Tell whether a piece is inside one node, and whether each of its groups of heads is.
+
+        `ranks`: as for `piece_seconds`; where it is has no other influence on its seconds.
+        """
+        if ranks is None:
+            return degree <= self.ranks_per_node, min(degree, heads) <= self.ranks_per_node
+        groups = (ranks[first : first + heads] for first in range(0, degree, heads))
+        return not self.crosses(ranks), heads == 1 or not any(self.crosses(group) for group in groups)
 
     def passes(self, recompute: str) -> tuple[Pass, ...]:
         """List the sweeps over the layers, forward first."""
@@ -283,12 +293,6 @@ class AllTermsCost:
         """Return seconds to pass one token on, and of a hop in one pass, over the near or the far link."""
         rate = np.where(near, self.near.bytes_per_second, self.far.bytes_per_second)
         return self.ring_bytes / rate, np.where(near, self.near.hop_seconds, self.far.hop_seconds)
-
-    def _near(self, degree: int, heads: int, ranks: Sequence[int] | None) -> tuple[bool, bool]:
-        if ranks is None:
-            return degree <= self.ranks_per_node, min(degree, heads) <= self.ranks_per_node
-        groups = [ranks[first : first + heads] for first in range(0, degree, heads)]
-        return not self.crosses(ranks), heads == 1 or not any(self.crosses(group) for group in groups)
 
     def _refuse_heads(self, degree: int, heads: int) -> None:
         if degree % heads or self.heads % heads:

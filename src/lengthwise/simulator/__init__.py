@@ -2,7 +2,8 @@
 
 from lengthwise.simulator.contention import node_bytes
 from lengthwise.simulator.loading import LOADERS, loading_seconds, waits_seconds
-from lengthwise.simulator.rounds import MicrobatchClocks, microbatch_clocks
+from lengthwise.simulator.rings import MicrobatchClocks
+from lengthwise.simulator.rounds import microbatch_clocks
 from lengthwise.simulator.stages import PieceStages, piece_stages
 from lengthwise.simulator.step import simulate_plan
 from lengthwise.simulator.study import PlannerResult, Setting, SimulatedStep, compare_planners

@@ -6,7 +6,7 @@ its link and its bytes. Ranks in several pieces share their link between them, a
 other nodes at a stage shares the node's uplink, where that is less than their links together. In the backward pass
 gradients follow the keys two hops behind. All layers are alike: the first is run, in which ranks that are late hold up
 the others, and the second; the others take as long as that. What comes out: clocks of every rank, exact to the stage,
-in O(hops) array operations a pass.
+in O(hops) array operations a pass. A microbatch of one ring that shares nothing is left to `rings`.
 """
 
 from __future__ import annotations
@@ -19,23 +19,8 @@ from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch
 from lengthwise.cost import AllTermsCost, Pass
+from lengthwise.simulator.rings import MicrobatchClocks, RingPass, ring_clocks, with_copies
 from lengthwise.simulator.stages import Floats, PieceStages, piece_stages
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicrobatchClocks:
-    """Seconds of each rank of a microbatch, in the order of `ranks`, counted from its common start.
-
-    forward: when the forward pass is done. total: when the backward pass is. compute: of these, arithmetic and
-    launches. copied: time by which copies to and from the host hold a rank up.
-    """
-
-    ranks: tuple[int, ...]
-    forward: Floats
-    total: Floats
-    compute: Floats
-    copied: Floats
-    held_tokens: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +34,8 @@ class _Placed:
 
 def microbatch_clocks(microbatch: Microbatch, tokens: Sequence[int], cost: AllTermsCost) -> MicrobatchClocks:
     """Run one microbatch whose ranks start together."""
+    if len(microbatch.pieces) == 1 and not cost.shares_uplinks:
+        return ring_clocks([microbatch], tokens, cost)[0]
     ranks = microbatch.ranks
     place = {rank: number for number, rank in enumerate(ranks)}
     first = min(ranks) // cost.ranks_per_node
@@ -67,17 +54,8 @@ def microbatch_clocks(microbatch: Microbatch, tokens: Sequence[int], cost: AllTe
         compute = compute + worked
         ends.append(clock)
         computes.append(worked)
-    copy = cost.copy_seconds(held, microbatch.offload, microbatch.recompute)
-    out = np.maximum(0.0, copy - ends[0])
-    into = np.maximum(0.0, copy - (ends[-1] - ends[0]))
-    return MicrobatchClocks(
-        ranks=ranks,
-        forward=ends[0] + out,
-        total=ends[-1] + out + into,
-        compute=compute,
-        copied=out + into,
-        held_tokens=held,
-    )
+    copied, forward, total = with_copies(ends, held, microbatch.offload, microbatch.recompute, cost)
+    return MicrobatchClocks(ranks=ranks, forward=forward, total=total, compute=compute, copied=copied, held_tokens=held)
 
 
 def _run_pass(
@@ -102,10 +80,6 @@ def _run_pass(
 
 def _run_layer(pieces: Sequence[_Placed], clock: Floats, each: Pass, cost: AllTermsCost, *, backward: bool) -> Floats:
     rings = [_Ring(piece, each, cost, backward=backward) for piece in pieces if piece.stages.positions > 1]
-    if len(pieces) == 1 and not cost.shares_uplinks:
-        clock = clock.copy()
-        clock[rings[0].places] = _run_alone(rings[0], clock[rings[0].places])
-        return clock
     local = [piece for piece in pieces if piece.stages.positions == 1]
     for hop in range(max(ring.num_stages for ring in rings)):
         end = clock.copy()
@@ -122,17 +96,6 @@ def _run_layer(pieces: Sequence[_Placed], clock: Floats, each: Pass, cost: AllTe
             end[ring.places] = np.maximum(end[ring.places], done)
             end[ring.targets] = np.maximum(end[ring.targets], done)
         clock = end
-    return clock
-
-
-def _run_alone(ring: _Ring, clock: Floats) -> Floats:
-    """Run a layer of a ring whose ranks are in no other piece, so that no link is shared; clocks go by position."""
-    positions = len(clock)
-    following, before = (np.arange(positions) + 1) % positions, np.arange(positions) - 1
-    for hop in range(ring.num_stages):
-        seconds = ring.send_seconds(hop)
-        done = np.where(seconds > 0, np.maximum(clock, clock[following]) + seconds, 0.0)
-        clock = np.maximum(clock + ring.blocks(hop), np.maximum(done, done[before]))
     return clock
 
 
@@ -157,51 +120,26 @@ def _shared_seconds(
 
 
 class _Ring:
-    """One ring in one layer of one pass: what each position computes and sends at each stage."""
+    """One ring in one layer of one pass: what each rank computes and sends at each stage, at [position, member]."""
 
     def __init__(self, piece: _Placed, each: Pass, cost: AllTermsCost, *, backward: bool) -> None:
-        self._stages, self._attention = piece.stages, each.attention
-        self._hops = piece.stages.positions
-        self.num_stages = self._hops + 1 if backward else self._hops
+        self._pass = RingPass(piece.stages, each, cost, backward=backward)
+        self.num_stages = self._pass.num_stages
         self.places, self.targets = piece.places, np.roll(piece.places, -1, axis=0)
         self.nodes, self.target_nodes = piece.nodes, np.roll(piece.nodes, -1, axis=0)
         self.num_nodes = int(piece.nodes.max()) + 1
-        near = piece.stages.near
-        self.near = near[:, None]
-        rate = np.where(near, cost.near.bytes_per_second, cost.far.bytes_per_second)
-        self._latency = np.where(near, cost.near.hop_seconds, cost.far.hop_seconds) / cost.layers
-        self._uplink = np.where(near, np.inf, cost.uplink_bytes_per_second)
-        shard_bytes = piece.stages.tokens * (cost.ring_bytes / cost.layers)
-        self._twice = np.concatenate((shard_bytes, shard_bytes))  # entry hops + p - t: the shard that p holds at hop t
-        self._rate = rate
-        self._keys = cost.forward.ring
-        self._gradients = each.ring - cost.forward.ring if backward else 0.0
+        self.near = piece.stages.near[:, None]
+        self.latency = self._pass.latency[:, None]  # seconds before the first byte of a message
+        self._uplink = np.where(piece.stages.near, np.inf, cost.uplink_bytes_per_second)
 
     def blocks(self, hop: int) -> Floats:
-        """Return the seconds of the blocks of `hop`, for each rank of each position."""
-        if hop >= self._hops:
-            return np.zeros((self._hops, 1))
-        return self._attention * self._stages.blocks[hop][:, None]
+        """Return the seconds of the blocks of `hop`."""
+        return self._pass.blocks(hop)[:, None]
 
     def send_seconds(self, hop: int) -> Floats:
-        """Return how long the message of each position to the next one takes at `hop`; 0 where there is none."""
-        payload = self._payload(hop)
-        return np.where(payload > 0, self._latency + payload / self._rate, 0.0)[:, None]
+        """Return how long the message to the next position takes at `hop`; 0 where there is none."""
+        return self._pass.send_seconds(hop)[:, None]
 
     def uplink_seconds(self, hop: int) -> Floats:
-        """Return how long the uplink of each position's node takes for its message, were it alone; 0 inside a node."""
-        return (self._payload(hop) / self._uplink)[:, None]
-
-    @property
-    def latency(self) -> Floats:
-        """Seconds before the first byte of a message of each position."""
-        return self._latency[:, None]
-
-    def _payload(self, hop: int) -> Floats:
-        payload = self._keys * self._held_at(hop) if hop < self._hops - 1 else np.zeros(self._hops)
-        if self._gradients and hop >= 2:
-            payload = payload + self._gradients * self._held_at(hop - 1)
-        return payload
-
-    def _held_at(self, hop: int) -> Floats:
-        return self._twice[self._hops - hop : 2 * self._hops - hop]
+        """Return how long the uplink of the node takes for a message, were it alone; 0 inside a node."""
+        return (self._pass.payload(hop) / self._uplink)[:, None]

@@ -28,6 +28,8 @@ _EXACT = 2**62  # products below fit NumPy's whole numbers
 class PieceStages:
     """One piece in one layer; arrays go by ring position, of which each is `heads` ranks.
 
+    Of pieces of one shape that run by themselves (`stack_stages`) an axis before the position tells which.
+
     blocks: attention in seconds of one rank, forward and backward together, at [hop, position].
     tokens: of the shard of each position, that its ranks hold or split the heads of.
     held: tokens that count as one rank's own: its part of the linear work.
@@ -44,7 +46,7 @@ class PieceStages:
     @property
     def positions(self) -> int:
         """Positions of the ring."""
-        return len(self.tokens)
+        return self.tokens.shape[-1]
 
 
 def piece_stages(piece: Piece, lengths: Sequence[int], cost: AllTermsCost) -> PieceStages:
@@ -62,20 +64,44 @@ def piece_stages(piece: Piece, lengths: Sequence[int], cost: AllTermsCost) -> Pi
             remedy="Plan without one of them.",
         )
     chunks = _chunks(lengths, positions, piece.shares)
-    low, high = chunks[:, :positions], np.ascontiguousarray(chunks[:, : positions - 1 : -1])
-    shards = low + high
-    groups = np.array(piece.ranks).reshape(positions, piece.heads)
-    nodes = groups // cost.ranks_per_node
-    own = np.all(nodes == nodes[:, :1], axis=1)
+    blocks = _blocks(np.array(lengths, dtype=np.float64), chunks, cost)
+    return _stages(blocks, _parts(chunks)[2].sum(axis=0), np.array(piece.ranks), piece.heads, cost)
+
+
+def stack_stages(pieces: Sequence[Piece], lengths: Sequence[Sequence[int]], cost: AllTermsCost) -> PieceStages:
+    """Lay out one layer of pieces of equally many ranks and heads; entry i of `lengths` is of piece i.
+
+    Rings of one sequence, thousands in a plan, are laid out in a few array operations.
+    """
+    if any(len(each) > 1 for each in lengths) or any(piece.shares is not None for piece in pieces):
+        apart = [piece_stages(piece, each, cost) for piece, each in zip(pieces, lengths, strict=True)]
+        fields = ("tokens", "held", "near", "exchange")
+        joined = {name: np.stack([getattr(each, name) for each in apart]) for name in fields}
+        return PieceStages(blocks=np.stack([each.blocks for each in apart], axis=1), **joined)
+    heads = pieces[0].heads
+    chunks = _chunks([each[0] for each in lengths], pieces[0].degree // heads, None)
+    tokens = np.array(lengths, dtype=np.float64)
+    low, high, shards = _parts(chunks)
+    worth = cost.attention_seconds(tokens, low.shape[1]) / (tokens * tokens)
+    below = (2 * (worth * shards))[:, :, None] * low[:, None, :]
+    above = (2 * (worth * high))[:, :, None] * shards[:, None, :]
+    blocks = _by_hop(below, above, worth * (shards * shards))
+    return _stages(blocks, shards, np.array([piece.ranks for piece in pieces]), heads, cost)
+
+
+def _stages(blocks: Floats, shards: Floats, ranks: NDArray[np.int64], heads: int, cost: AllTermsCost) -> PieceStages:
+    """Put together what positions compute, hold and send; `blocks` are seconds of all layers and all ranks."""
+    nodes = ranks.reshape(*shards.shape, heads) // cost.ranks_per_node
+    own = np.all(nodes == nodes[..., :1], axis=-1)
     outside = min(cost.far.bytes_per_second, cost.uplink_bytes_per_second / cost.ranks_per_node)
     links = np.where(own, cost.near.bytes_per_second, outside)
-    held = shards.sum(axis=0) / piece.heads
+    held = shards / heads
     return PieceStages(
-        blocks=_blocks(np.array(lengths, dtype=np.float64), low, high, cost) / (piece.heads * cost.layers),
-        tokens=shards.sum(axis=0) * max(1.0, piece.heads / cost.kv_heads) / piece.heads,
+        blocks=blocks / (heads * cost.layers),
+        tokens=shards * max(1.0, heads / cost.kv_heads) / heads,
         held=held,
-        near=np.all(nodes == np.roll(nodes, -1, axis=0), axis=1),
-        exchange=cost.exchange_bytes / cost.layers * held * (piece.heads - 1) / piece.heads / links,
+        near=np.all(nodes == np.roll(nodes, -1, axis=-2), axis=-1),
+        exchange=cost.exchange_bytes / cost.layers * held * (heads - 1) / heads / links,
     )
 
 
@@ -88,18 +114,41 @@ def _chunks(lengths: Sequence[int], positions: int, shares: tuple[float, ...] | 
     return np.diff(borders, axis=1).astype(np.float64)
 
 
-def _blocks(lengths: Floats, low: Floats, high: Floats, cost: AllTermsCost) -> Floats:
-    """Return seconds at [hop, position] of all layers; at hop t position j holds the keys of position j - t."""
+def _parts(chunks: Floats) -> tuple[Floats, Floats, Floats]:
+    """Part chunks into the low and the high one of each position, and what both are together."""
+    positions = chunks.shape[1] // 2
+    low, high = chunks[:, :positions], np.ascontiguousarray(chunks[:, : positions - 1 : -1])
+    return low, high, low + high
+
+
+def _blocks(lengths: Floats, chunks: Floats, cost: AllTermsCost) -> Floats:
+    """Return seconds at [hop, position] of all layers."""
+    low, high, shards = _parts(chunks)
     positions = low.shape[1]
     seconds = cost.attention_seconds(lengths, positions) / (lengths * lengths)  # a squared token at this block size
-    shards, weighted = low + high, seconds[:, None]
+    own = seconds @ (shards * shards)
     if positions == 1:
-        return (seconds @ (shards * shards))[None, :]
-    seen_below = 2 * (weighted * shards).T @ low  # [j, i], i below j: all queries, the low keys
-    seen_above = 2 * (weighted * high).T @ shards  # i above j: the high queries, all keys
-    position = np.arange(positions)
-    homes = (position[None, :] - position[:, None]) % positions  # [hop, position]
-    everyone = np.broadcast_to(position, homes.shape)
-    blocks = np.where(homes < everyone, seen_below[everyone, homes], seen_above[everyone, homes])
-    blocks[0] = seconds @ (shards * shards)
+        return own[None, :]
+    weighted = seconds[:, None]
+    below = 2 * (weighted * shards).T @ low  # [j, i], i below j: all queries, the low keys
+    above = 2 * (weighted * high).T @ shards  # i above j: the high queries, all keys
+    return _by_hop(below, above, own)
+
+
+def _by_hop(below: Floats, above: Floats, own: Floats) -> Floats:
+    """Reorder seconds from [..., j, i], j's queries of i's keys, to [hop, ..., j].
+
+    At hop t position j holds the keys of position j - t. `own`: of hop 0. Rows are written twice beside each other, so
+    that what is at hop t is a diagonal.
+    """
+    positions = own.shape[-1]
+    number = np.arange(positions)
+    seen = np.where(number[None, :] < number[:, None], below, above)
+    twice = np.ascontiguousarray(np.concatenate((seen, seen), axis=-1))
+    *outer, row, entry = twice.strides
+    by_hop = np.lib.stride_tricks.as_strided(
+        twice[..., positions:], shape=(positions, *own.shape), strides=(-entry, *outer, row + entry), writeable=False
+    )
+    blocks = by_hop.copy()
+    blocks[0] = own
     return blocks

@@ -25,7 +25,8 @@ from lengthwise.cost import AllTermsCost
 from lengthwise.planner.modes.stage_clocks import stage_clocks
 from lengthwise.planner.speeds import noted_speeds
 from lengthwise.simulator.contention import TURNS, Uplinks
-from lengthwise.simulator.rounds import MicrobatchClocks, microbatch_clocks
+from lengthwise.simulator.rings import MicrobatchClocks, ring_clocks
+from lengthwise.simulator.rounds import microbatch_clocks
 from lengthwise.simulator.stages import Floats
 from lengthwise.simulator.timeline import Timeline
 
@@ -153,18 +154,31 @@ def _with_all_ranks(clocks: MicrobatchClocks, ranks: int) -> MicrobatchClocks:
 def _all_clocks(plan: Plan, cost_of: Callable[[int], AllTermsCost]) -> list[MicrobatchClocks]:
     """Run every microbatch from a common start, each at its own costs; equal ones only once."""
     alone = _lone_packs(plan, cost_of(0))
-    known: dict[object, MicrobatchClocks] = {}
-    clocks = []
+    shares_uplinks = cost_of(0).shares_uplinks
+    keys: list[object] = []
+    first: dict[object, int] = {}  # of equal microbatches
+    lone_rings: dict[object, list[int]] = {}  # of one shape
     for index, microbatch in enumerate(plan.microbatches):
         if index in alone:
-            clocks.append(alone[index])
+            keys.append(None)
             continue
         cost = cost_of(index)
-        key = _alike(microbatch, plan.tokens, cost), cost.far.bytes_per_second
-        if key not in known:
-            known[key] = microbatch_clocks(microbatch, plan.tokens, cost)
-        clocks.append(replace(known[key], ranks=microbatch.ranks))
-    return clocks
+        keys.append((_alike(microbatch, plan.tokens, cost), cost.far.bytes_per_second))
+        if first.setdefault(keys[-1], index) == index and len(microbatch.pieces) == 1 and not shares_uplinks:
+            piece = microbatch.pieces[0]
+            shape = piece.degree, piece.heads, microbatch.offload, microbatch.recompute
+            lone_rings.setdefault(shape, []).append(index)
+    known = dict(alone)
+    for indices in lone_rings.values():
+        together = ring_clocks([plan.microbatches[index] for index in indices], plan.tokens, cost_of(indices[0]))
+        known.update(zip(indices, together, strict=True))
+    for index in first.values():
+        if index not in known:
+            known[index] = microbatch_clocks(plan.microbatches[index], plan.tokens, cost_of(index))
+    return [
+        alone[index] if key is None else replace(known[first[key]], ranks=plan.microbatches[index].ranks)
+        for index, key in enumerate(keys)
+    ]
 
 
 def _alike(microbatch: Microbatch, tokens: Sequence[int], cost: AllTermsCost) -> object:

@@ -30,7 +30,7 @@ Where it differs from the paper, and why that is fair:
   fewer ranks for the longest sequence make the step longer.
 - Rings are intervals of the line of ranks, as for every planner here.
 
-N ranks cost O(N log d) for each ring or pack and bucket count.
+N ranks cost O(N log d) for each ring or pack and bucket count, where a bucket is runs of pieces of one degree.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 import numpy as np
@@ -91,12 +92,10 @@ def assign(
     """Give work to ranks that lag by more than `delta` seconds, from bucket to bucket; return the makespan as well."""
     free = np.zeros(ranks)
     microbatches: list[Microbatch] = []
-    waiting = deque(list(bucket) for bucket in buckets)
+    waiting = deque([deque(run) for _, run in groupby(bucket, lambda work: work.degree)] for bucket in buckets)
     while waiting:
         bucket = waiting.popleft()
-        targets = _longest_run(free.max() - free > delta)
-        fitting = (place for place, work in enumerate(bucket) if work.degree <= targets)
-        work = bucket.pop(next(fitting, 0))
+        work = _take_next(bucket, free, delta)
         first, start = earliest_interval(free, work.degree)
         free[first : first + work.degree] = start + work.seconds
         microbatches.append(interval_microbatch(first, work.degree, work.sequences))
@@ -105,6 +104,18 @@ def assign(
         elif bucket:
             waiting.append(bucket)
     return float(free.max()), microbatches
+
+
+def _take_next(bucket: list[deque[Work]], free: NDArray[np.float64], delta: float) -> Work:
+    """Take the first of a bucket that fits on neighbouring targets, else the first; it goes by runs of one degree."""
+    number = 0
+    if len(bucket) > 1:
+        targets = _longest_run(free.max() - free > delta)
+        number = next((number for number, run in enumerate(bucket) if run[0].degree <= targets), 0)
+    work = bucket[number].popleft()
+    if not bucket[number]:
+        del bucket[number]
+    return work
 
 
 def equal_buckets(lengths: NDArray[np.int64], flops: NDArray[np.float64], count: int) -> list[list[int]]:

@@ -17,22 +17,26 @@ then
 Either way alone ends up to 4 % later on the recipes of this package. What this baseline cannot do is mix degrees: one
 long sequence makes every short one travel.
 
-A degree is scheduled only if a lower bound of its makespan, a few sums, is below the best so far: exact, and a few
-dozen schedules where there are hundreds of degrees. Each costs O(n p) for n sequences in p packs.
+A degree is scheduled only if a lower bound of its makespan, a few sums, is below the best so far, and the sums are
+only made if a rougher bound is: exact, and a few dozen schedules where there are thousands of degrees. Each costs
+O(n log p) for n sequences in p packs.
 """
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch
-from lengthwise.cost import JointCost
+from lengthwise.cost import AllTermsCost, JointCost
 from lengthwise.planner.placing.packs import ShortSequences, level_ends
 from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.rings import interval_microbatch
+
+_STRIDE = 1.05  # between degrees at which all sequences are priced together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +52,16 @@ def plan_single_degree(request: PlanRequest) -> list[Microbatch]:
     """Plan one step with all sequences cut by the degree that ends first."""
     cluster = request.cluster
     least = int(request.fewest_degrees.max())
-    bounds = {degree: least_seconds(request, degree) for degree in range(least, cluster.ranks + 1)}
+    waiting = [(bound, degree, False) for degree, bound in _rough_bounds(request, least).items()]
+    heapq.heapify(waiting)
     best: SingleDegree | None = None
-    for degree, bound in sorted(bounds.items(), key=lambda item: (item[1], item[0])):
+    while waiting:
+        bound, degree, is_exact = heapq.heappop(waiting)
         if best is not None and bound > best.makespan_seconds:
             break
+        if not is_exact:
+            heapq.heappush(waiting, (least_seconds(request, degree), degree, True))
+            continue
         tried = schedule_at(request, degree)
         if best is None or (tried.makespan_seconds, degree) < (best.makespan_seconds, best.degree):
             best = tried
@@ -62,15 +71,41 @@ def plan_single_degree(request: PlanRequest) -> list[Microbatch]:
 
 def least_seconds(request: PlanRequest, degree: int) -> float:
     """Bound the makespan at one degree from below: the work of all shared evenly, or the longest sequence."""
+    return _bound_from(request, degree, _seconds_together(request, degree))
+
+
+def _rough_bounds(request: PlanRequest, least: int) -> dict[int, float]:
+    """Bound the makespan at each degree from below, a little less closely, from what all take at a few degrees.
+
+    Over more ranks a piece takes no less of their time together: blocks shrink, more is passed on. Not so where it
+    comes within reach of a quicker link or of another split of heads; there every degree is asked.
+    """
+    cost = request.cost
+    ranks_per_node = cost.ranks_per_node if isinstance(cost, AllTermsCost | JointCost) else 1
+    stride = 1.0 if isinstance(cost, JointCost) and cost.splits_heads else _STRIDE
+    bounds: dict[int, float] = {}
+    asked, together = 0, 0.0
+    for degree in range(least, request.cluster.ranks + 1):
+        if asked <= ranks_per_node or degree >= asked * stride:
+            asked, together = degree, degree * _seconds_together(request, degree)
+        bounds[degree] = _bound_from(request, degree, together / degree)
+    return bounds
+
+
+def _seconds_together(request: PlanRequest, degree: int) -> float:
+    """Tell how long one piece of all sequences would take, without copies, launch and hops."""
+    cost = request.cost.without_copies() if isinstance(request.cost, JointCost) else request.cost
+    return cost.piece_seconds(request.tokens, degree) - cost.hops_seconds(degree)
+
+
+def _bound_from(request: PlanRequest, degree: int, together_seconds: float) -> float:
     cost, cluster = request.cost, request.cluster
     groups = cluster.ranks // degree
     launch = cost.fixed_seconds + cost.hops_seconds(degree)
     capacity = degree * cluster.capacity_tokens
     num_packs = -(-int(np.minimum(request.lengths, capacity).sum()) // capacity)  # what is longer is a pack of its own
-    computing = cost.without_copies() if isinstance(cost, JointCost) else cost
-    together = computing.piece_seconds(request.tokens, degree) - cost.hops_seconds(degree)
     longest = request.most_compute_seconds / degree
-    return max((together + num_packs * launch) / groups, longest + launch) * (1 - 1e-12)
+    return max((together_seconds + num_packs * launch) / groups, longest + launch) * (1 - 1e-12)
 
 
 def schedule_at(request: PlanRequest, degree: int) -> SingleDegree:
@@ -95,15 +130,27 @@ def schedule_at(request: PlanRequest, degree: int) -> SingleDegree:
 
 
 def first_fit_packs(room: NDArray[np.int64], capacity_tokens: int) -> list[list[int]]:
-    """Put each sequence into the first pack with room, in data order."""
-    left = np.full(len(room), capacity_tokens, dtype=np.int64)
+    """Put each sequence into the first pack with room, in data order; none takes more than a pack has.
+
+    A tree tells of every pair of packs, pair of pairs, ... the most room in any.
+    """
+    most_packs = (
+        2 * (int(room.sum()) // capacity_tokens) + 2
+    )  # of two neighbours one is half full, or else both are one
+    leaves = 1 << (most_packs - 1).bit_length()
+    most = [capacity_tokens] * (2 * leaves)  # entry k: in either of 2k and 2k + 1; entries from `leaves` on: of a pack
     packs: list[list[int]] = []
     for i, needed in enumerate(room.tolist()):
-        pack = int(np.argmax(left[: len(packs) + 1] >= needed))
-        if pack == len(packs):
+        node = 1
+        while node < leaves:
+            node = 2 * node if most[2 * node] >= needed else 2 * node + 1
+        if node - leaves == len(packs):
             packs.append([])
-        packs[pack].append(i)
-        left[pack] -= needed
+        packs[node - leaves].append(i)
+        most[node] -= needed
+        while node > 1 and most[node // 2] != (left := max(most[node], most[node ^ 1])):
+            node //= 2
+            most[node] = left
     return packs
 
 

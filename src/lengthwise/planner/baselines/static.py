@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.names import counted
@@ -113,27 +112,52 @@ def _pack_in_order(tokens: Sequence[int], cp: int, capacity_tokens: int, room_to
     Room is counted in the tokens that each position really holds: a cut sequence may leave one more than its share
     on a position, which the plan file allows once a sequence. A sequence beyond a group's capacity is alone.
     """
-    packs: list[list[int]] = []
-    held: list[NDArray[np.int64]] = []
+    packs: list[_Pack] = []
     room = np.full(len(tokens), room_tokens, dtype=np.int64)
     for i, length in enumerate(tokens):
-        share = held_tokens([length], cp)
         if length > cp * capacity_tokens:
             room[len(packs)] = 0
-            packs.append([i])
-            held.append(share)
+            packs.append(_Pack(cp, capacity_tokens))
+            packs[-1].put(i, length)
             continue
-        rounding = 1 if cp > 1 else 0
-        for pack in np.flatnonzero(room[: len(packs) + 1] >= length).tolist():
-            if pack == len(packs):
-                packs.append([])
-                held.append(np.zeros(cp, dtype=np.int64))
-            most = capacity_tokens + rounding * (len(packs[pack]) + 1)
-            if (held[pack] + share).max() <= most:
-                packs[pack].append(i)
-                held[pack] += share
-                room[pack] -= length
+        for number in np.flatnonzero(room[: len(packs) + 1] >= length).tolist():
+            if number == len(packs):
+                packs.append(_Pack(cp, capacity_tokens))
+            if packs[number].has_room(length):
+                packs[number].put(i, length)
+                room[number] -= length
                 break
         else:
             raise AssertionError(f"no pack for sequence {i} of {length} tokens over {cp} x {capacity_tokens}")
-    return packs
+    return [pack.sequences for pack in packs]
+
+
+class _Pack:
+    """A pack over `cp` positions. What each holds is counted only once a bound no longer tells that there is room."""
+
+    def __init__(self, cp: int, capacity_tokens: int) -> None:
+        self.sequences: list[int] = []
+        self._cp, self._capacity_tokens = cp, capacity_tokens
+        self._held = np.zeros(cp, dtype=np.int64)
+        self._uncounted: list[int] = []  # lengths that are not yet in `_held`
+        self._most = 0  # no position holds more
+
+    def has_room(self, length: int) -> bool:
+        """Tell whether no position would hold more than it can."""
+        most = self._capacity_tokens + (len(self.sequences) + 1 if self._cp > 1 else 0)
+        if self._most + self._most_of(length) <= most:
+            return True
+        self._held += held_tokens(self._uncounted, self._cp)
+        self._uncounted.clear()
+        self._most = int(self._held.max())
+        return int((self._held + held_tokens([length], self._cp)).max()) <= most
+
+    def put(self, sequence: int, length: int) -> None:
+        """Put a sequence of `length` tokens into it."""
+        self.sequences.append(sequence)
+        self._uncounted.append(length)
+        self._most += self._most_of(length)
+
+    def _most_of(self, length: int) -> int:
+        """Bound what a position holds of a sequence: two chunks, each rounded up."""
+        return length if self._cp == 1 else 2 * -(-length // (2 * self._cp))

@@ -253,9 +253,13 @@ def earliest_interval(free: NDArray[np.float64], degree: int, extra: Extras | No
 
     Returns its first rank and when it starts. Where `extra` is None it ends earliest where it starts earliest.
     """
-    starts, idle = _starts_and_idle(free, degree)
+    starts = window_max(free, degree)
     ends = starts if extra is None else starts + extra.judged
-    first = int(np.argmin(np.where(ends == ends.min(), idle, np.inf)))
+    soonest = np.flatnonzero(ends == ends.min())
+    first = int(soonest[0])
+    if len(soonest) > 1:
+        total = _summed(free)
+        first = int(soonest[np.argmin(degree * starts[soonest] - (total[soonest + degree] - total[soonest]))])
     return first, float(starts[first])
 
 
@@ -267,5 +271,10 @@ def _quicker_end(extra: Extras | None, hole: Hole, degree: int) -> tuple[float, 
 def _starts_and_idle(free: NDArray[np.float64], degree: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Tell for each interval of `degree` ranks when it is free, and how long its ranks then have waited together."""
     starts = window_max(free, degree)
-    total = np.concatenate(([0.0], np.cumsum(free)))
+    total = _summed(free)
     return starts, degree * starts - (total[degree:] - total[:-degree])
+
+
+def _summed(free: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sum up the line: entry i is of the ranks below i."""
+    return np.concatenate(([0.0], np.cumsum(free)))
