@@ -205,7 +205,7 @@ class Command:
 
     def ranks(self):
         """Pids of its children, by rank (the order they were forked in)."""
-        return sorted(map(int, Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()))
+        return children(self.pid)
 
     def send(self, number, *, group=False):
         (os.killpg if group else os.kill)(self.pid, number)
@@ -257,6 +257,11 @@ class Command:
     def kill(self):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.group, signal.SIGKILL)
+
+
+def children(pid):
+    """Pids of the children that the main thread of a process started, ascending: in the order of their starts."""
+    return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 def count_lines(path):

@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lengthwise.train import planning, trainer
+from lengthwise.train.planner_process import PlannerProcess
 from train.small_runs import (
     Command,
     call,
+    children,
     count_lines,
     losses,
     make_rows,
@@ -143,6 +145,22 @@ def test_train_names_a_hanging_rank_with_step_and_phase(tmp_path):
     assert err.count("\n") == 1, err
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_train_names_a_planner_process_that_ends_or_hangs(tmp_path, ranks, number):
+    """Training waits for a plan, at most as long as for anything else, and leaves neither ranks nor planner behind."""
+    command = start(tmp_path, "--timeout-seconds", 2, ranks=ranks)
+    (planner,) = children(command.pid if ranks == 1 else command.ranks()[0])
+    os.kill(planner, number)
+    status, _, err = command.finish(20)
+    assert status == 1
+    if number == signal.SIGKILL:
+        assert "error[rank] rank 0, planner process: expected a plan; got its end by signal 9" in err, err
+    else:
+        assert "planning: expected a plan within 2 s; got none" in err or "not a word from rank 0" in err, err
+    assert err.count("\n") == 1, err
+
+
 @pytest.mark.parametrize("broken", ["plan", "sequences"])
 def test_train_finds_ranks_that_disagree_before_a_transfer(tmp_path, monkeypatch, capfd, broken):
     """Rank 1 holds another plan, or other sequences, for step 3: found by digest, and step 2 was the last."""
@@ -252,11 +270,11 @@ def test_train_output_under_a_file_is_refused_in_one_line(tmp_path, capfd):
 def test_train_plans_the_next_step_while_the_present_one_runs(tmp_path, monkeypatch):
     """Design 7: planning that stalls. Rank 0 does not end a step before the plan of the next one is begun beside it."""
     begun, ran = [], []
-    make_plan, run_plan = trainer.Job.make_plan, trainer.run_plan
+    plan, run_plan = PlannerProcess.plan, trainer.run_plan
 
-    def plan(self, lengths):
+    def counted(self, lengths):
         begun.append(lengths)
-        return make_plan(self, lengths)
+        return plan(self, lengths)
 
     def run(model, a_plan, batch, transport, *arguments, **keys):
         ran.append(batch)
@@ -266,7 +284,7 @@ def test_train_plans_the_next_step_while_the_present_one_runs(tmp_path, monkeypa
             time.sleep(0.01)
         return run_plan(model, a_plan, batch, transport, *arguments, **keys)
 
-    monkeypatch.setattr(trainer.Job, "make_plan", plan)
+    monkeypatch.setattr(PlannerProcess, "plan", counted)
     monkeypatch.setattr(trainer, "run_plan", run)
     output = train(write_run(tmp_path, make_rows([30, 12, 9]), steps=3), "--ranks", 2)
     assert count_lines(output / "metrics.jsonl") == 3

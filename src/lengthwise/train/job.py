@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import Collector, DataError
@@ -53,17 +54,21 @@ class Job:
         once = self.config.model_copy(update={"steps": None, "epochs": 1})
         return (StepBatch(self.eval_dataset, batch.ids) for batch in Batches(self.eval_dataset, once))
 
+    def plan_options(self, lengths: Sequence[int]) -> dict[str, Any]:
+        """Return the keywords of `plan_step` for one step; what a process that only plans needs to know of the run."""
+        return {
+            "tokens": tuple(lengths),
+            "cluster": Cluster(ranks=self.ranks, capacity_tokens=self.config.capacity_tokens),
+            "cost": self._cost(),
+            "planner": self.config.planner,
+            "layers": self.model.config.num_hidden_layers,
+            "context_tokens": max(int(self.dataset.lengths.max()), *lengths),
+            "recompute": self.config.recompute,
+        }
+
     def make_plan(self, lengths: Sequence[int]) -> Plan:
-        """Plan one step, and check the plan before anyone runs it."""
-        plan = plan_step(
-            lengths,
-            Cluster(ranks=self.ranks, capacity_tokens=self.config.capacity_tokens),
-            self._cost(),
-            planner=self.config.planner,
-            layers=self.model.config.num_hidden_layers,
-            context_tokens=max(int(self.dataset.lengths.max()), *lengths),
-            recompute=self.config.recompute,
-        )
+        """Plan one step here and now, and check the plan before anyone runs it."""
+        plan = plan_step(**self.plan_options(lengths))
         check_plan(plan)
         refuse_unsupported(plan)
         return plan

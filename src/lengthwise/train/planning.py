@@ -1,18 +1,18 @@
-"""One planner for all ranks: rank 0 plans a step ahead while the present one runs, sends the plan, and all agree."""
+"""One planner for all ranks: beside rank 0 the next step is planned while this one runs; all agree on the plan."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lengthwise.comm import Transport, agree, broadcast_bytes
+from lengthwise.core.errors import RankError
 from lengthwise.core.plan import Plan
+from lengthwise.program import refuse_unsupported
 from lengthwise.train.batch import StepBatch
-
-MakePlan = Callable[[Sequence[int]], Plan]
+from lengthwise.train.planner_process import PlannerProcess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +25,23 @@ class PlannedStep:
 
 
 class PlanAhead:
-    """Plans of consecutive batches. On rank 0 a thread makes the next plan while the present step runs.
+    """Plans of consecutive batches, the next one made while the present step runs.
 
-    `make_plan` maps lengths to a plan and depends on nothing else, so the plan of a step is the same whenever it is
-    made.
+    `planner` is there on rank 0 alone. A plan depends on lengths, cluster and costs only, so the plan of a step is the
+    same whenever it is made. A plan that takes longer than `timeout_seconds` ends the run.
     """
 
-    def __init__(self, batches: Iterator[StepBatch], make_plan: MakePlan, transport: Transport) -> None:
-        self._batches, self._make_plan, self._transport = batches, make_plan, transport
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
+    def __init__(
+        self,
+        batches: Iterator[StepBatch],
+        planner: PlannerProcess | None,
+        transport: Transport,
+        *,
+        timeout_seconds: float,
+    ) -> None:
+        self._batches, self._planner, self._transport = batches, planner, transport
+        self._timeout_seconds = timeout_seconds
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan ahead")
         self._next = self._begin()
 
     def take(self, name: str) -> PlannedStep | None:
@@ -41,6 +49,9 @@ class PlanAhead:
 
         Collective: called by all ranks at a step's end, before the first transfer of the next step, and it is there
         that all ranks agree on the digest of plan and batch.
+
+        Raises:
+            LengthwiseError: there is no plan, or it is not one that this version runs.
         """
         if self._next is None:
             return None
@@ -48,24 +59,31 @@ class PlanAhead:
         self._transport.phase = f"{name}, agreeing on the plan"
         message = None
         if future is not None:
-            plan, seconds = future.result()
-            message = json.dumps([plan.to_json(), seconds]).encode()
+            message = json.dumps(self._wait_for(future, name)).encode()
         text, seconds = json.loads(broadcast_bytes(self._transport, message))
         agree(self._transport, json.dumps([text, batch.ids]).encode(), "plan and sequences of the step")
         self._next = self._begin()
-        return PlannedStep(batch=batch, plan=Plan.from_json(text, f"plan of {name}"), plan_seconds=seconds)
+        plan = Plan.from_json(text, f"plan of {name}")
+        refuse_unsupported(plan)
+        return PlannedStep(batch=batch, plan=plan, plan_seconds=seconds)
 
     def close(self) -> None:
-        """Stop planning."""
+        """Stop planning ahead; the planner goes on for others."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _begin(self) -> tuple[StepBatch, Future[tuple[Plan, float]] | None] | None:
+    def _begin(self) -> tuple[StepBatch, Future[tuple[str, float]] | None] | None:
         batch = next(self._batches, None)
         if batch is None:
             return None
-        return batch, self._thread.submit(self._timed, batch) if self._transport.rank == 0 else None
+        return batch, None if self._planner is None else self._thread.submit(self._planner.plan, batch.lengths)
 
-    def _timed(self, batch: StepBatch) -> tuple[Plan, float]:
-        start = time.perf_counter()
-        plan = self._make_plan(batch.lengths)
-        return plan, time.perf_counter() - start
+    def _wait_for(self, future: Future[tuple[str, float]], name: str) -> tuple[str, float]:
+        try:
+            return future.result(timeout=self._timeout_seconds)
+        except TimeoutError:
+            raise RankError(
+                f"rank {self._transport.rank}, {name}, planning",
+                expected=f"a plan within {self._timeout_seconds:g} s",
+                got="none",
+                remedy="Use a simpler planner, or raise --timeout-seconds.",
+            ) from None

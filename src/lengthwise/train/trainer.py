@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,6 +36,7 @@ from lengthwise.train.launch import StopRequest
 from lengthwise.train.memory import SMALLER_STATE, telling_memory
 from lengthwise.train.metrics import StepMetrics, step_metrics
 from lengthwise.train.optimizer import ShardedAdamW
+from lengthwise.train.planner_process import PlannerProcess
 from lengthwise.train.planning import PlanAhead, PlannedStep
 from lengthwise.train.schedule import learning_rate
 from lengthwise.train.warmup import check_memory
@@ -94,20 +96,29 @@ def connect(
 
 def train_rank(job: Job, world: World, progress: Progress, on_phase: Callable[[str], None]) -> TrainResult:
     """Train to the end, or until asked to stop, and save the model (rank 0)."""
-    transport = connect(world, job, on_phase, None if world.rank else progress.note)
-    with StopRequest(ends_at_the_second=world.world_size == 1).listening() as stop:
-        trainer = _Trainer(job, world, transport, progress, stop)
-        try:
-            result = trainer.run()
-        finally:
-            trainer.close()
-        transport.close()
-        return result
+    with nullcontext() if world.rank else PlannerProcess(job.plan_options) as planner:
+        transport = connect(world, job, on_phase, None if world.rank else progress.note)
+        with StopRequest(ends_at_the_second=world.world_size == 1).listening() as stop:
+            trainer = _Trainer(job, world, transport, planner, progress, stop)
+            try:
+                result = trainer.run()
+            finally:
+                trainer.close()
+            transport.close()
+            return result
 
 
 class _Trainer:
-    def __init__(self, job: Job, world: World, transport: Transport, progress: Progress, stop: StopRequest) -> None:
-        self._job, self._transport, self._progress, self._stop = job, transport, progress, stop
+    def __init__(
+        self,
+        job: Job,
+        world: World,
+        transport: Transport,
+        planner: PlannerProcess | None,
+        progress: Progress,
+        stop: StopRequest,
+    ) -> None:
+        self._job, self._transport, self._planner, self._progress, self._stop = job, transport, planner, progress, stop
         self._folder = RunFolder(job.config.output)
         dtype = DTYPES[job.config.precision]
         self._kernel = choose_kernel(
@@ -126,7 +137,7 @@ class _Trainer:
             self._optimizer = ShardedAdamW(self._flat, job.config.optimizer, transport)
         self._checks_memory = job.config.memory_check if job.config.memory_check is not None else job.gpus > 0
         self._num_steps = job.num_steps
-        self._plans = PlanAhead(job.batches(), job.make_plan, transport)
+        self._plans = self._plan_ahead(job.batches())
 
     def run(self) -> TrainResult:
         if self._transport.rank == 0:
@@ -152,6 +163,9 @@ class _Trainer:
 
     def close(self) -> None:
         self._plans.close()
+
+    def _plan_ahead(self, batches: Iterator[StepBatch]) -> PlanAhead:
+        return PlanAhead(batches, self._planner, self._transport, timeout_seconds=self._job.timeout_seconds)
 
     def _step(self, number: int, planned: PlannedStep) -> tuple[StepMetrics, PlannedStep | None, int | None]:
         batch, plan = planned.batch, planned.plan
@@ -210,7 +224,7 @@ class _Trainer:
         if every is None or (number % every.every_steps and number != self._num_steps):
             return
         loss, loss_tokens, tokens, sequences = 0.0, 0, 0, 0
-        plans = PlanAhead(self._job.eval_batches(), self._job.make_plan, self._transport)
+        plans = self._plan_ahead(self._job.eval_batches())
         name = f"evaluation after step {number}"
         while (taken := plans.take(name)) is not None:
             batch, plan = taken.batch, taken.plan

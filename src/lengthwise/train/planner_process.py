@@ -1,0 +1,95 @@
+"""The planner beside rank 0, as a process of its own, so that planning takes nothing from the thread that trains."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lengthwise.core.errors import LengthwiseError, RankError
+
+_GRACE_SECONDS = 3.0  # for the status of a process whose pipe is closed
+
+
+class PlannerProcess:
+    """Makes plans with `python -m lengthwise.planner`, one at a time; any thread may ask.
+
+    It starts at once and can plan after 0.3 s. A context manager: its end ends the process. `options` maps the lengths
+    of a step to the keywords of `plan_step`.
+    """
+
+    def __init__(self, options: Callable[[Sequence[int]], dict[str, Any]]) -> None:
+        self._options = options
+        self._asking = threading.Lock()
+        # Ctrl-C is for those who train: they finish their step, and that needs plans. What is blocked stays blocked in
+        # the new process, from its first instruction on; the end of its input ends it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lengthwise.planner"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def __enter__(self) -> PlannerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def plan(self, lengths: Sequence[int]) -> tuple[str, float]:
+        """Return the plan file of one step, which `check_plan` accepts, and the seconds that it took.
+
+        Raises:
+            LengthwiseError: what `plan_step` or `check_plan` raised, or RankError: the process is gone.
+        """
+        asked, answers = self._process.stdin, self._process.stdout
+        assert asked is not None, "stdin is a pipe"
+        assert answers is not None, "stdout is a pipe"
+        with self._asking:
+            try:
+                pickle.dump(self._options(lengths), asked)
+                asked.flush()
+                answer = pickle.load(answers)  # noqa: S301 - of our own process
+            except (OSError, EOFError, ValueError, pickle.UnpicklingError):
+                raise self._gone() from None
+        if isinstance(answer, LengthwiseError):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """End the process, also while it plans."""
+        self._process.kill()
+        self._process.wait()
+        with self._asking:  # who was waiting for an answer is told now
+            for pipe in (self._process.stdin, self._process.stdout):
+                assert pipe is not None, "both are pipes"
+                with contextlib.suppress(BrokenPipeError):  # what was still to be written has no reader
+                    pipe.close()
+
+    def _gone(self) -> RankError:
+        try:
+            status = self._process.wait(_GRACE_SECONDS)
+            got = f"its end by signal {-status}" if status < 0 else f"its end with status {status}"
+        except subprocess.TimeoutExpired:
+            got = "a broken pipe"
+        return RankError(
+            "rank 0, planner process",
+            expected="a plan",
+            got=got,
+            remedy="See what it printed, and whether the machine ran out of memory; then start again.",
+        )
