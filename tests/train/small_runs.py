@@ -232,14 +232,19 @@ class Command:
             os.close(file)
 
     def finish(self, seconds=30):
-        """Wait for its end; return (exit status, output, errors). Nothing of it may be left."""
+        """Wait for its end; return (exit status, output, errors). Nothing of it may be left a second later.
+
+        The planner of a rank that was killed ends as soon as it has read the end of its input.
+        """
         deadline = time.monotonic() + seconds
         while not self.ended():
             if time.monotonic() > deadline:
                 self.kill()
                 raise AssertionError(f"did not end in {seconds} s: {self.written()}")
             time.sleep(0.01)
-        left = self.left()
+        deadline = time.monotonic() + 1
+        while (left := self.left()) and time.monotonic() < deadline:
+            time.sleep(0.01)
         self.kill()
         assert not left, f"processes left behind: {left}"
         return self._status, *self.written()
