@@ -351,6 +351,31 @@ def test_plan_chooses_recomputation_by_what_memory_leaves(tmp_path, capfd, lengt
     assert "--config" in refused(capfd, "--config", run, "--ranks", 2, "--out", out, "--recompute", "layer")
 
 
+def test_plan_reads_capacities_as_simulate_does(tmp_path, lengths, capfd):
+    rest = ("--lengths", lengths, "--ranks", 2, "--out", tmp_path / "plan.json")
+    assert call("plan", *rest, "--capacity", "1.5K") == 0
+    assert read_plan(tmp_path / "plan.json").capacity == 1536
+    capfd.readouterr()
+    assert "--capacity: expected a whole number of tokens, as 8192, 256K" in refused(
+        capfd, *rest, "--capacity", "8 kilo"
+    )
+
+
+def test_plan_interrupted_while_it_starts_says_so(tmp_path):
+    code = (
+        "import sys, types\n"
+        "class Interrupted(types.ModuleType):\n"
+        "    def __getattr__(self, name):\n"
+        "        raise KeyboardInterrupt\n"
+        "sys.modules['tyro'] = Interrupted('tyro')\n"
+        "from lengthwise.__main__ import main\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 130
+    assert done.stderr == "interrupted: nothing was saved\n"
+
+
 def test_plan_prints_times_of_given_costs_in_their_own_unit(tmp_path, lengths, capsys):
     cost, out = tmp_path / "cost.json", tmp_path / "plan.json"
     cost.write_text('{"quadratic_seconds": 1, "linear_seconds": 32768, "fixed_seconds": 2e7, "ring_seconds": 4e3}')

@@ -213,6 +213,22 @@ def test_simulate_leaves_empty_rows_out_only_when_told(tmp_path, capsys) -> None
     assert figures["longest_tokens"] == 900
 
 
+def test_simulate_takes_several_files_of_data(tmp_path, capsys) -> None:
+    (tmp_path / "shards").mkdir()
+    shards = [write_rows(tmp_path / "shards" / f"{n}.jsonl", ["x" * n, "y"]) for n in (30, 700)]
+    rest = (*OWN, "--planners", "lengthwise", "--out", tmp_path / "out")
+    _, said, _ = simulate(capsys, *rest, "--data", *shards)
+    assert f"{shards[0]} and 1 other, longest 700" in said
+    status, _, error = simulate(capsys, *rest, "--data", tmp_path / "shards")
+    assert status == 2
+    assert "got 2 files of JSON lines (30.jsonl). Name them: --data FOLDER/*.jsonl." in error
+    write_rows(shards[1], ["", "x"])
+    _, _, error = simulate(capsys, *rest, "--data", *shards)
+    assert "700.jsonl:1" in error
+    assert "--empty skip" in error
+    assert "--data.1" not in error
+
+
 def test_simulate_tells_all_that_is_wrong_with_a_command_line_at_once(tmp_path, capsys) -> None:
     (tmp_path / "out").write_text("")
     status, _, error = simulate(

@@ -54,7 +54,7 @@ def write_atomically(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise OutputError(
-            str(path), expected="a file to write", got=str(error), remedy="Choose another --out."
+            str(path), expected="a file to write", got=error.strerror or str(error), remedy="Choose another --out."
         ) from None
     except BaseException:  # Ctrl-C: the half file goes, too
         with contextlib.suppress(OSError):

@@ -16,6 +16,7 @@ from lengthwise.core.errors import Collector, ConfigError, raise_problems
 from lengthwise.core.names import counted, unknown_name
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import ModelShape
+from lengthwise.core.sizes import parse_tokens, read_whole
 from lengthwise.report.figures import count, seconds, unitless
 
 if TYPE_CHECKING:
@@ -49,8 +50,9 @@ class PlanCommand:
     set ("longest_tokens" clips it)."""
     ranks: Annotated[int, tyro.conf.arg(metavar="N")]
     """Ranks of the cluster: model replicas, each with its own device."""
-    capacity: Annotated[int | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
-    """Tokens that one rank can hold in one microbatch; default: the run file's capacity_tokens."""
+    capacity: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
+    """Tokens that one rank can hold in one microbatch, 8192 or 8K (K = 1024); default: the run file's
+    capacity_tokens."""
     planner: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     """lengthwise, static, single-degree, bytescale-naive, bytescale or power-of-two; default: the run file's, else
     lengthwise."""
@@ -133,7 +135,6 @@ class PlanCommand:
         Raises:
             LengthwiseError: all that is wrong with it.
         """
-        from lengthwise.core.sizes import read_whole
         from lengthwise.planner import lengths_from_file, parse_speeds, read_options
 
         problems = Collector()
@@ -172,8 +173,6 @@ class PlanCommand:
 
     def _capacities(self, config: RunConfig | None, shape: ModelShape | None, ranks: int | None) -> dict[str, int]:
         """Tell what a rank holds with each kind of recomputation that may be chosen; empty where a None hides it."""
-        from lengthwise.core.sizes import read_whole
-
         if self.recompute is not None and (config is not None or self.cost is not None):
             raise ConfigError(
                 "--recompute",
@@ -188,11 +187,12 @@ class PlanCommand:
             hardware = named_hardware(self.hardware or "h100")
             return recompute_capacities(shape, hardware, ranks) if shape and ranks else {}
         kind = config.recompute if config and not self.cost else self.recompute or "none"
-        capacity = config.capacity_tokens if self.capacity is None and config else self.capacity
-        if capacity is None and self.config is None:
+        if self.capacity is not None:
+            return {kind: parse_tokens(self.capacity, "--capacity")}
+        if self.config is None:
             remedy = "Add --capacity." if self.cost else "Add --capacity, or --recompute auto."
             raise ConfigError("--capacity", expected="tokens a rank can hold", got="nothing", remedy=remedy)
-        return {} if capacity is None else {kind: read_whole("capacity_tokens", capacity)}
+        return {kind: config.capacity_tokens} if config else {}
 
     def _read_config(self) -> RunConfig | None:
         if self.config is None:
@@ -228,7 +228,6 @@ class PlanCommand:
 
     def _hardware(self) -> Hardware:
         """Find what the ranks are: what training plans with, or what the user says."""
-        from lengthwise.core.sizes import read_whole
         from lengthwise.cost import named_hardware
 
         if self._plans_as_training:

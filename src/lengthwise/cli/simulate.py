@@ -49,8 +49,8 @@ class Simulate:
     """A named shape, llama-7b for example, or a Hugging Face folder or its config.json."""
     lengths: Annotated[str | None, tyro.conf.arg(metavar="RECIPE|FILE.json", help_behavior_hint="")] = None
     """Lengths to draw batches from: a published set (github, byted, wikipedia, prolong, wlb_like), or a JSON list."""
-    data: Annotated[Path | None, tyro.conf.arg(metavar="FILE.jsonl|FOLDER", help_behavior_hint="")] = None
-    """Your own data, in place of --lengths: rows {"text": ...} or {"input_ids": ...}, or a folder of texts."""
+    data: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE.jsonl|FOLDER ...", help_behavior_hint="")] = ()
+    """Your own data, in place of --lengths: files of rows {"text": ...} or {"input_ids": ...}, or folders of texts."""
     tokenizer: Annotated[str, tyro.conf.arg(metavar="NAME|FOLDER")] = "bytes"
     """Counts the tokens of texts of --data: bytes (four to five times too many for English), or a Hugging Face one."""
     empty: Annotated[str, tyro.conf.arg(metavar="error|skip", help_behavior_hint="(default: error)")] = "error"
@@ -104,7 +104,7 @@ class Simulate:
 
         with told_in_options(self._names()):
             asked = self._read()
-            known = asked.known or lengths_of_data(self._data, self.tokenizer, self.empty)
+            known = asked.known or lengths_of_data(self.data, self.tokenizer, self.empty)
             batches, context = known.batches(asked.wanted_tokens, self.batches, asked.context_tokens)
             setting = replace(asked.setting, context_tokens=context)
             results = self._simulated(asked, setting, batches)
@@ -128,11 +128,6 @@ class Simulate:
         console.print(sentence)
         console.print(f"written to {self.out}: simulation.json, trace-*.json, report.html")
         return 0
-
-    @property
-    def _data(self) -> Path:
-        assert self.data is not None, "one of --lengths and --data was checked to be given"
-        return self.data
 
     def _simulated(self, asked: Asked, setting: Setting, batches: list[list[int]]) -> list[PlannerResult]:
         from lengthwise.simulator import compare_planners
@@ -167,7 +162,9 @@ class Simulate:
             "capacity_tokens": "--capacity",
             "context_tokens": "--context" if self.context else "--context (by itself, the longest sequence)",
             "`tokenizer`": "`--tokenizer`",
-            "--data.0.empty: skip": "--empty skip",
+            "`data`": "`--data`",
+            "Name each as a source of its own: {path: a.jsonl}.": "Name them: --data FOLDER/*.jsonl.",
+            **{f"--data.{index}.empty: skip": "--empty skip" for index in range(len(self.data))},
         }
 
     def _read(self) -> Asked:
@@ -219,13 +216,13 @@ class Simulate:
 
     def _known_lengths(self) -> KnownLengths | None:
         """Take lengths that need no reading of data, and refuse data that are not there."""
-        if (self.lengths is None) == (self.data is None):
+        if (self.lengths is None) == (not self.data):
             got = "neither" if self.lengths is None else "both"
             raise ConfigError("simulate", expected="one of --lengths and --data", got=got, remedy="Give exactly one.")
         if self.lengths is not None:
             self._refuse_beside_lengths()
             return listed_lengths(self.lengths)
-        refuse_data(self._data, self.empty)
+        refuse_data(self.data, self.empty)
         return None
 
     def _refuse_beside_lengths(self) -> None:

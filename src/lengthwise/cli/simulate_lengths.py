@@ -74,21 +74,23 @@ def listed_lengths(name: str) -> KnownLengths:
     return KnownLengths(name=name, lengths=lengths_from_file(name))
 
 
-def refuse_data(path: Path, empty: str) -> None:
+def refuse_data(paths: Sequence[Path], empty: str) -> None:
     """Refuse data that are not there, before anything is read.
 
     Raises:
-        ConfigError: nothing at the path, or no such way to treat empty rows.
+        ConfigError: nothing at a path, or no such way to treat empty rows.
+        Problems: several of these.
     """
     problems = [] if empty in _EMPTY else [unknown_name("--empty", empty, _EMPTY)]
-    if not path.is_file() and not path.is_dir():
-        got = f"{path}: {'not a regular file' if path.exists() else 'nothing there'}"
-        remedy = "Correct the path."
-        problems.append(ConfigError("--data", expected="an existing file or folder", got=got, remedy=remedy))
+    for path in paths:
+        if not path.is_file() and not path.is_dir():
+            got = f"{path}: {'not a regular file' if path.exists() else 'nothing there'}"
+            remedy = "Correct the path."
+            problems.append(ConfigError("--data", expected="an existing file or folder", got=got, remedy=remedy))
     raise_problems(problems)
 
 
-def lengths_of_data(path: Path, tokenizer: str, empty: str) -> KnownLengths:
+def lengths_of_data(paths: Sequence[Path], tokenizer: str, empty: str) -> KnownLengths:
     """Read one's own data and count their tokens.
 
     Raises:
@@ -103,11 +105,12 @@ def lengths_of_data(path: Path, tokenizer: str, empty: str) -> KnownLengths:
         used.append(tokenizer)
         return load_tokenizer(tokenizer)
 
-    source = DataSource.model_validate({"path": path, "empty": empty})
-    dataset = load_dataset([source], tokenizer=load, vocab_size=None, key="--data")
+    sources = [DataSource.model_validate({"path": path, "empty": empty}) for path in paths]
+    dataset = load_dataset(sources, tokenizer=load, vocab_size=None, key="--data")
     unit = "tokens" if not used else "bytes" if tokenizer == "bytes" else f"tokens of {tokenizer}"
     lengths = [int(length) for length in dataset.lengths[dataset.ids]]
-    return KnownLengths(name=str(path), lengths=lengths, unit=unit, left_out=dataset.skipped)
+    others = f" and {counted(len(paths) - 1, 'other')}" if len(paths) > 1 else ""
+    return KnownLengths(name=f"{paths[0]}{others}", lengths=lengths, unit=unit, left_out=dataset.skipped)
 
 
 def drawn_batch(known: Sequence[int], wanted_tokens: int, seed: int) -> list[int]:

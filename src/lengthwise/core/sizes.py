@@ -24,8 +24,8 @@ def parse_tokens(text: str, where: str) -> int:
         raise ConfigError(
             where,
             expected="a whole number of tokens, as 8192, 256K or 2M (K = 1024, M = 1024 x 1024)",
-            got=repr(text),
-            remedy=f"Mend {where}.",
+            got=text.strip() or repr(text),
+            remedy="Give such a number.",
         )
     return int(value)
 
@@ -59,5 +59,5 @@ def read_whole(name: str, value: object, *, least: int = 1, most: int = MOST) ->
         upper = "2^53" if most == MOST else str(most)
         is_small = most == MOST and (number is None or number < least)
         expected = f"a whole number of at least {least}" if is_small else f"a whole number from {least} to {upper}"
-        raise ConfigError(name, expected=expected, got=repr(value), remedy=f"Mend {name}.")
+        raise ConfigError(name, expected=expected, got=repr(value), remedy="Give such a number.")
     return number

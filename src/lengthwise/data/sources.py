@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 from lengthwise.config.schema import DataSource
 from lengthwise.core.errors import DataError
+from lengthwise.core.names import counted
 from lengthwise.data.rows import Row, RowParser, decode_utf8
 
 # Not the library itself: its tests, and what is installed or compiled beside it.
@@ -70,7 +71,7 @@ def _listing(root: Path, label: str, names: list[str], report: Report, *, python
     rows = [name for name in names if name.endswith(".jsonl")]
     if rows:
         got, remedy = (
-            f"{len(rows)} files of JSON lines ({rows[0]})",
+            f"{counted(len(rows), 'file')} of JSON lines ({rows[0]})",
             "Name each as a source of its own: {path: a.jsonl}.",
         )
         report(DataError(_printable(str(root)), expected="a folder of text files", got=got, remedy=remedy))
