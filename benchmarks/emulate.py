@@ -26,7 +26,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,15 @@ from lengthwise.cli.machine import machine_lines
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import AllTermsCost, Pass, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import check_plan, draw_lengths, plan_step
+from lengthwise.planner import draw_lengths
 from lengthwise.program import MicrobatchProgram, Transfer, lower_plan
 from lengthwise.simulator import simulate_plan
 from lengthwise.testing import run_ranks
+from lengthwise.train.planner_process import PlannerProcess
 from lengthwise.train.planning import PlanAhead
 
 LAYERS, RANKS_PER_NODE, CAPACITY = 4, 4, 8192
+_TIMEOUT_SECONDS = 600.0
 Call = tuple[Any, list[tuple[torch.Tensor, Transfer]], float]  # pending, what will arrive, when it was posted
 PLANNERS = "static,single-degree,bytescale,lengthwise"
 
@@ -274,16 +276,17 @@ def emulate(
 ) -> list[tuple[float, float]]:
     """Run all batches with one planner; return (measured, simulated) seconds of each step."""
 
-    def make_plan(lengths: Sequence[int]) -> Plan:
-        fixed = context if planner == "static" else None
-        plan = plan_step(lengths, cluster, cost, planner=planner, layers=LAYERS, context_tokens=fixed)
-        check_plan(plan)
-        return plan
+    fixed = {"cluster": cluster, "cost": cost, "planner": planner, "layers": LAYERS}
+    fixed["context_tokens"] = context if planner == "static" else None
 
     def work(transport: Any) -> list[tuple[float, float]]:
         torch.set_num_threads(1)
+        with nullcontext() if transport.rank else PlannerProcess(lambda tokens: {"tokens": tokens, **fixed}) as process:
+            return steps_of(transport, process)
+
+    def steps_of(transport: Any, process: PlannerProcess | None) -> list[tuple[float, float]]:
         stream: Iterator[Any] = iter([Lengths(batch) for batch in batches])
-        ahead = PlanAhead(stream, make_plan, transport)
+        ahead = PlanAhead(stream, process, transport, timeout_seconds=_TIMEOUT_SECONDS)
         rank, steps = Emulated(transport, cost, real_bytes, shaped=enter is not None), []
         for step in range(len(batches)):
             planned = ahead.take(f"step {step}")
@@ -297,7 +300,7 @@ def emulate(
         ahead.close()
         return steps
 
-    return run_ranks(work, cluster.ranks, timeout_seconds=600.0, before_joining=enter)[0]
+    return run_ranks(work, cluster.ranks, timeout_seconds=_TIMEOUT_SECONDS, before_joining=enter)[0]
 
 
 if __name__ == "__main__":
