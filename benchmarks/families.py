@@ -70,7 +70,7 @@ def refusal(model_type: str) -> str:
         config = AutoConfig.for_model(model_type)
     except Exception:  # noqa: BLE001 - a few have no valid default
         config = PretrainedConfig()
-        config.model_type = model_type
+        config.model_type = model_type  # pyright: ignore[reportAttributeAccessIssue] - one instance, not the class
     try:
         check_model_config(config)
     except LengthwiseError as error:

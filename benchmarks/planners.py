@@ -94,8 +94,27 @@ def rows() -> Iterator[Row]:
         yield _row("ring-bound-1024", source, cluster, full, 1.05, 1000, tokens=2**25)
 
 
-def _row(name: str, source: str, cluster: Cluster, cost: Cost, ratio: float, ms: float, **size: int) -> Row:
-    return Row(name=name, source=source, cluster=cluster, cost=cost, most_ratio=ratio, most_ms=ms, **size)
+def _row(
+    name: str,
+    source: str,
+    cluster: Cluster,
+    cost: Cost,
+    ratio: float,
+    ms: float,
+    *,
+    sequences: int | None = None,
+    tokens: int | None = None,
+) -> Row:
+    return Row(
+        name=name,
+        source=source,
+        cluster=cluster,
+        cost=cost,
+        most_ratio=ratio,
+        most_ms=ms,
+        sequences=sequences,
+        tokens=tokens,
+    )
 
 
 def makespan(plan: Plan, cost: Cost) -> float:

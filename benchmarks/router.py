@@ -27,28 +27,28 @@ from lengthwise.train.flat import FlatParameters
 from lengthwise.train.work import run_plan
 
 SEQUENCES, TOKENS, VOCAB = 16, 256, 512
-CONFIG = {
-    "vocab_size": VOCAB,
-    "hidden_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 256,
-}
+LAYERS = 4
 
 
 def step_seconds(num_microbatches: int, repeats: int) -> dict[bool, float]:
     """Return the median CPU seconds of a step, with and without the balance loss; the two take turns."""
     batch, each = make_batch([TOKENS] * SEQUENCES, vocab=VOCAB), SEQUENCES // num_microbatches
     pieces = [Piece(ranks=(0,), sequences=tuple(range(i, i + each))) for i in range(0, SEQUENCES, each)]
-    plan = make_plan(1, batch.lengths, pieces, layers=CONFIG["num_hidden_layers"])
+    plan = make_plan(1, batch.lengths, pieces, layers=LAYERS)
     transport, kernel = SoloTransport(), choose_kernel(torch.device("cpu"))
     models = {}
     for balanced in (False, True):
-        config = Qwen3MoeConfig(**CONFIG, output_router_logits=balanced)
+        config = Qwen3MoeConfig(
+            vocab_size=VOCAB,
+            hidden_size=128,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=256,
+            output_router_logits=balanced,
+        )
         models[balanced] = build_model(ModelSource(name="moe", config=config, weights=False), seed=0)
         FlatParameters(models[balanced], transport, dtype=torch.float32)
     seconds: dict[bool, list[float]] = {False: [], True: []}
