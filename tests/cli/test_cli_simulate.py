@@ -128,7 +128,7 @@ def test_drawn_batches_take_every_sequence_before_any_twice() -> None:
         (["--lengths", "github", "--planners", "statik"], "Did you mean `static`"),
         (["--lengths", "github", "--planners", "static,static"], "each planner once"),
         (["--lengths", "github", "--gpus", "16"], "one of --ranks and --gpus"),
-        (["--lengths", "github", "--ranks", "0"], "--ranks: expected a whole number of at least 1"),
+        (["--lengths", "github", "--ranks", "0"], "--ranks: expected a whole number from 1 to 262144"),
         (["--lengths", "github", "--hardware", "h1000"], "Did you mean `h100`"),
         (["--lengths", "github", "--tp", "3"], "--tp: expected a divisor"),
         (["--lengths", "github", "--batches", "0"], "--batches"),
@@ -211,6 +211,17 @@ def test_simulate_leaves_empty_rows_out_only_when_told(tmp_path, capsys) -> None
     figures = json.loads((out / "simulation.json").read_text())
     assert figures["rows_left_out"] == {"empty": 1}
     assert figures["longest_tokens"] == 900
+
+
+def test_simulate_refuses_what_would_take_all_memory(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("lengthwise.simulator.compare_planners", lambda *_, **__: pytest.fail("planned"))
+    (tmp_path / "lengths.json").write_text("[1, 2, 900]")
+    rest = ("--model", "llama-7b", "--lengths", tmp_path / "lengths.json", "--out", tmp_path / "out")
+    _, _, error = simulate(capsys, *rest, "--ranks", 8, "--batch-tokens", "4G", "--context", "512")
+    assert "--batch-tokens: expected a batch of at most 4,194,304 sequences" in error
+    assert "--context: expected at least the longest sequence, 900" in error
+    assert "--ranks: expected a whole number from 1 to 262144" in simulate(capsys, *rest, "--ranks", 10**9)[2]
+    assert "--gpus: expected a whole number from 1 to 262144" in simulate(capsys, *rest, "--gpus", 10**9)[2]
 
 
 def test_simulate_takes_several_files_of_data(tmp_path, capsys) -> None:

@@ -31,20 +31,31 @@ def refuse_unwritable(folder: Path) -> None:
 def refuse_unwritable_file(path: Path) -> None:
     """Refuse a file that could not be written, before what takes long.
 
+    A device or a pipe is refused, too: a file that is written whole or not at all takes the place of what was there,
+    and to root that is /dev/null itself.
+
     Raises:
-        OutputError: a folder, or a file in what `refuse_unwritable` refuses.
+        OutputError: a folder, a device or a pipe, or a file in what `refuse_unwritable` refuses.
     """
-    if path.is_dir():
-        raise OutputError(str(path), expected="a file to write", got="a folder", remedy="Choose another --out.")
+    got = "a folder" if path.is_dir() else "a device or a pipe" if _is_special(path) else ""
+    if got:
+        raise OutputError(str(path), expected="a file to write", got=got, remedy="Choose another --out.")
     refuse_unwritable(path.parent)
+
+
+def _is_special(path: Path) -> bool:
+    """Tell whether a path is no place for a plain file: /dev/stdout may be a link to one."""
+    return (path.exists() and not path.is_file()) or str(path.absolute().parent) in ("/dev", "/dev/fd", "/proc/self/fd")
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file whole or not at all.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: it cannot be written, or is no plain file.
     """
+    path = path.resolve()  # what a link names is written, and the link stays
+    refuse_unwritable_file(path)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

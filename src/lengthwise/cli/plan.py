@@ -16,7 +16,7 @@ from lengthwise.core.errors import Collector, ConfigError, raise_problems
 from lengthwise.core.names import counted, unknown_name
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import ModelShape
-from lengthwise.core.sizes import parse_tokens, read_whole
+from lengthwise.core.sizes import MOST_RANKS, parse_tokens, read_whole
 from lengthwise.report.figures import count, seconds, unitless
 
 if TYPE_CHECKING:
@@ -127,6 +127,8 @@ class PlanCommand:
             options |= {"tokens": "--lengths"}
         if self.config is None or self.capacity is not None:
             options |= {"capacity_tokens": "--capacity"}
+        others = "Use more devices a rank (--tp, --pp), recomputation, or give --capacity."  # those of simulate
+        options |= {"capacity": "--capacity", others: "Give --capacity in place of --recompute auto."}
         return options | {"model shape": "--model-shape", "model": "--model-shape" if self.model_shape else "model"}
 
     def _read(self) -> Asked:
@@ -140,7 +142,7 @@ class PlanCommand:
         problems = Collector()
         problems.attempt(self._refuse_sources)
         problems.attempt(partial(refuse_unwritable_file, self.out))
-        ranks = problems.attempt(partial(read_whole, "ranks", self.ranks))
+        ranks = problems.attempt(partial(read_whole, "ranks", self.ranks, most=MOST_RANKS))
         config = problems.attempt(self._read_config)
         if self.cost:
             problems.attempt(self._refuse_beside_cost)

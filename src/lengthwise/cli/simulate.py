@@ -17,7 +17,7 @@ from lengthwise.cli.wording import told_in_options
 from lengthwise.core.errors import Collector, ConfigError, raise_problems
 from lengthwise.core.names import counted, unknown_name
 from lengthwise.core.shape import Cluster
-from lengthwise.core.sizes import parse_tokens, read_whole
+from lengthwise.core.sizes import MOST_RANKS, parse_tokens, read_whole
 
 if TYPE_CHECKING:
     from lengthwise.core.shape import ModelShape
@@ -262,9 +262,10 @@ class Simulate:
             got = "neither" if self.ranks is None else "both"
             raise ConfigError("simulate", expected="one of --ranks and --gpus", got=got, remedy="Give exactly one.")
         if self.ranks is not None:
-            return read_whole("--ranks", self.ranks)
+            return read_whole("--ranks", self.ranks, most=MOST_RANKS)
         assert self.gpus is not None, "one of the two was checked to be given"
-        if self.gpus < 1 or self.gpus % devices:
+        read_whole("--gpus", self.gpus, most=MOST_RANKS)
+        if self.gpus % devices:
             raise ConfigError(
                 "--gpus",
                 expected=f"a multiple of --tp x --pp = {devices}",

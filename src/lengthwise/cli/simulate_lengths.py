@@ -14,6 +14,7 @@ from lengthwise.core.sizes import parse_tokens
 
 _PUBLISHED_CONTEXT = "2M"
 _EMPTY = ("error", "skip")
+_MOST_SEQUENCES = 2**22  # of a batch: short lengths and the batch of a large cluster would take all memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,8 @@ class KnownLengths:
         """Draw so many batches, each with its own seed; return them and the context, the longest that there may be.
 
         Raises:
-            ConfigError: a context below the longest of one's own lengths.
+            ConfigError: a context below the longest of one's own lengths, or batches of too many of them.
+        Problems: both.
         """
         from lengthwise.planner import draw_lengths
 
@@ -52,9 +54,18 @@ class KnownLengths:
             context = context_tokens or parse_tokens(_PUBLISHED_CONTEXT, "--context")
             return [draw_lengths(self.recipe, wanted_tokens, seed, context) for seed in range(number)], context
         longest = max(self.lengths)
+        problems: list[ConfigError] = []
         if context_tokens is not None and longest > context_tokens:
             expected, remedy = f"at least the longest sequence, {longest}", "Raise it."
-            raise ConfigError("--context", expected=expected, got=str(context_tokens), remedy=remedy)
+            problems.append(ConfigError("--context", expected=expected, got=str(context_tokens), remedy=remedy))
+        sequences = round(wanted_tokens * len(self.lengths) / sum(self.lengths))
+        if sequences > _MOST_SEQUENCES:
+            expected, got = (
+                f"a batch of at most {_MOST_SEQUENCES:,} sequences",
+                f"{wanted_tokens:,} tokens, about {sequences:,}",
+            )
+            problems.append(ConfigError("--batch-tokens", expected=expected, got=got, remedy="Lower it."))
+        raise_problems(problems)
         return [drawn_batch(self.lengths, wanted_tokens, seed) for seed in range(number)], context_tokens or longest
 
 
