@@ -130,3 +130,13 @@ def test_step_line_says_loss_speed_imbalance_idle_and_rings():
 )
 def test_times_without_a_unit_are_plain_digits(value: float, written: str) -> None:
     assert unitless(value) == written
+
+
+def test_percent_that_rounds_to_nothing_has_no_sign() -> None:
+    assert [percent(ratio) for ratio in (-1e-9, 0.0, -0.0, 0.1234, -0.5)] == [
+        "0.0 %",
+        "0.0 %",
+        "0.0 %",
+        "12.3 %",
+        "-50.0 %",
+    ]

@@ -150,6 +150,8 @@ class Simulate:
 
     def _names(self) -> dict[str, str]:
         """Map names of the library to what the user typed for them."""
+        from lengthwise.planner import RECIPES
+
         same = ("mode", "virtual", "offload", "heads", "recompute", "hardware", "model", "tokenizer", "capacity")
         return {name: f"--{name}" for name in same} | {
             "ranks": "--ranks" if self.gpus is None else "--gpus",
@@ -164,6 +166,8 @@ class Simulate:
             "`tokenizer`": "`--tokenizer`",
             "`data`": "`--data`",
             "Name each as a source of its own: {path: a.jsonl}.": "Name them: --data FOLDER/*.jsonl.",
+            "Use planner lengthwise, or mode free.": "Give --planners lengthwise, or --mode free.",
+            **({"or leave such sequences out.": "or clip them with --context."} if self.lengths in RECIPES else {}),
             **{f"--data.{index}.empty: skip": "--empty skip" for index in range(len(self.data))},
         }
 

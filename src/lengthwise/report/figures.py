@@ -30,8 +30,8 @@ def unitless(value: float) -> str:
 
 
 def percent(ratio: float) -> str:
-    """Write a ratio of 0.1234 as 12.3 %."""
-    return f"{100 * ratio:.1f} %"
+    """Write a ratio of 0.1234 as 12.3 %; what rounds to nothing has no sign."""
+    return f"{round(100 * ratio, 1) + 0.0:.1f} %"
 
 
 def _three_digits(value: float) -> str:
