@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import PLANNERS, draw_lengths, plan_step
+from lengthwise.planner import PLANNERS, check_plan, draw_lengths, plan_step
 from lengthwise.planner.lengthwise import Search, write_schedule
 from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.rivals import best_of_rivals, is_worth_rivals
@@ -79,6 +79,30 @@ def test_no_planner_ends_sooner_through_stages(
     if cost is not None:
         free = plan_step(tokens, cluster, cost)
         seconds["free"] = score(replace(plans["lengthwise"], microbatches=free.microbatches), cost).makespan_seconds
+    assert seconds["lengthwise"] <= min(seconds.values()) * (1 + 1e-9)
+    assert plans["lengthwise"].notes["bound_seconds"] <= seconds["lengthwise"] * (1 + 1e-9)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    ranks=st.sampled_from([1, 2, 3, 5, 7]),
+    shares=st.lists(st.floats(0, 1), min_size=1, max_size=12),
+    mode=st.sampled_from(["free", "pipeline"]),
+    offload=st.sampled_from(["off", "auto"]),
+    heads=st.sampled_from(["off", "auto"]),
+    recompute=st.sampled_from(["none", "layer"]),
+)
+def test_no_planner_ends_sooner_through_stages_with_choices(
+    ranks: int, shares: list[float], mode: str, offload: str, heads: str, recompute: str
+) -> None:
+    cost = all_terms_cost(named_shape("llama-7b"), replace(named_hardware("h100"), ranks_per_node=4), stages=2)
+    tokens = [max(1, int(share**3 * ranks * 8192 * (3 if offload == "auto" else 1))) for share in shares]
+    cluster = Cluster(ranks=ranks, capacity_tokens=8192)
+    options: dict[str, object] = {"layers": 32, "offload": offload, "heads": heads, "recompute": recompute}
+    options |= {"mode": mode, "stages": 2} if mode == "pipeline" else {}
+    plans = {name: plan_step(tokens, cluster, cost, planner=name, **options) for name in PLANNERS}
+    check_plan(plans["lengthwise"])
+    seconds = {name: score(plan, cost).makespan_seconds for name, plan in plans.items()}
     assert seconds["lengthwise"] <= min(seconds.values()) * (1 + 1e-9)
     assert plans["lengthwise"].notes["bound_seconds"] <= seconds["lengthwise"] * (1 + 1e-9)
 

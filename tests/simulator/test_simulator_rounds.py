@@ -223,3 +223,29 @@ def test_blocks_sum_to_the_costs_attention() -> None:
         piece = Piece(ranks=tuple(range(degree)), sequences=(0, 1, 2, 3), heads=heads)
         blocks = piece_stages(piece, lengths, COST).blocks.sum() * heads * COST.layers
         assert blocks == pytest.approx(COST.attention_seconds(np.array(lengths, dtype=float), degree / heads).sum())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    degree=st.sampled_from([2, 3, 4, 5, 7, 16, 33]),
+    tokens_a_rank=st.integers(300, 16_000),
+    link=st.sampled_from([2e9, 2e10, 5e10, 4e11]),
+    recompute=st.sampled_from(["none", "layer", "all_but_attention"]),
+    near=st.booleans(),
+)
+def test_score_prices_rings_of_pipelines_hop_by_hop_as_they_run(
+    degree: int, tokens_a_rank: int, link: float, recompute: str, near: bool
+) -> None:
+    """Even chunks, in one node or one rank a node: exactly, where the sums over all hops are off by up to 11 %."""
+    hardware = replace(
+        HARDWARE, link_bytes_per_second=link, node_uplink_bytes_per_second=100 * link, ranks_per_node=64 if near else 1
+    )
+    cost = all_terms_cost(SHAPE, hardware, stages=2)
+    length = 2 * degree * (tokens_a_rank // 2)
+    microbatch = Microbatch(pieces=(Piece(ranks=ring_order(0, degree), sequences=(0,)),), recompute=recompute)
+    launch = cost.fixed_seconds * sum(each.linear for each in cost.passes(recompute))
+    scored = cost.piece_seconds([length], degree, ranks=microbatch.ranks, recompute=recompute) + launch
+    ran = microbatch_clocks(microbatch, [length], cost)
+    assert scored == pytest.approx(float(ran.total.max()), rel=1e-9)
+    (row,) = cost.ring_piece_seconds(np.array([length]), np.array([degree]), recompute=recompute)
+    assert row + launch == pytest.approx(scored, rel=1e-12)

@@ -48,6 +48,17 @@ def test_study_of_uniform_sequences_has_no_tail_tax() -> None:
     assert step.memory_bytes == pytest.approx(state_bytes(SHAPE, 16) + 8192 * activation_bytes(SHAPE, "none", 2))
 
 
+@pytest.mark.parametrize(("sequences", "kept"), [(16, 1), (32, 2), (160, 4)])
+def test_a_pipeline_keeps_no_more_microbatches_than_it_has(sequences: int, kept: int) -> None:
+    """Of 8K each on 16 ranks of 4 stages: the first stage keeps the activations of at most 4."""
+    cost = all_terms_cost(SHAPE, HARDWARE, stages=4)
+    setting = replace(SETTING, cost=cost, devices=4)
+    (result,) = compare_planners(["static"], [[8192] * sequences], setting, told=lambda *_: None)
+    states = state_bytes(SHAPE, 16, devices=4)
+    (step,) = result.steps
+    assert step.memory_bytes == pytest.approx(states + kept * 8192 * activation_bytes(SHAPE, "none", 2) / 4)
+
+
 def test_study_compares_on_the_same_batches() -> None:
     rng = np.random.default_rng(0)
     batches = [[*rng.integers(10, 4000, 60).tolist(), 120_000 - seed] for seed in range(3)]

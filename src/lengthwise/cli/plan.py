@@ -184,10 +184,11 @@ class PlanCommand:
             )
         refuse_recompute(self.recompute, self.capacity)
         if self.recompute == "auto":
-            from lengthwise.cost import named_hardware, recompute_capacities
+            from lengthwise.cost import microbatches_kept, named_hardware, recompute_capacities
 
-            hardware = named_hardware(self.hardware or "h100")
-            return recompute_capacities(shape, hardware, ranks) if shape and ranks else {}
+            hardware, devices = named_hardware(self.hardware or "h100"), max(1, self.stages or 1)
+            kept = microbatches_kept(devices, max(1, self.virtual or 1))
+            return recompute_capacities(shape, hardware, ranks, devices=devices, kept=kept) if shape and ranks else {}
         kind = config.recompute if config and not self.cost else self.recompute or "none"
         if self.capacity is not None:
             return {kind: parse_tokens(self.capacity, "--capacity")}

@@ -59,8 +59,8 @@ class Freedom:
                 yield variant if offload else variant.without_copies()
 
 
-def refuse_choices(freedom: Freedom, cost: Cost | None, layers: int, mode: str, speeds: Sequence[float] | None) -> None:
-    """Refuse what these costs (None: not known yet) cannot price, or this mode or ranks of these speeds do not plan.
+def refuse_choices(freedom: Freedom, cost: Cost | None, layers: int, speeds: Sequence[float] | None) -> None:
+    """Refuse what these costs (None: not known yet) cannot price, or ranks of these speeds do not plan.
 
     Raises:
         ConfigError, Problems: no choice of that name, costs without the terms for it, or fewer layers than the costs
@@ -77,12 +77,8 @@ def refuse_choices(freedom: Freedom, cost: Cost | None, layers: int, mode: str, 
     if freedom.offload == "auto" and isinstance(cost, AllTermsCost) and layers < cost.layers:
         expected = f"those of the model, at least {cost.layers}: they tell what offload leaves on the device"
         problems.append(ConfigError("layers", expected=expected, got=str(layers), remedy="Give layers to plan_step."))
-    if "auto" in (freedom.offload, freedom.heads):
-        beside = "beside offload or heads, which are not planned together yet"
-        if speeds is not None:
-            remedy = "Plan with speeds, or with these choices."
-            problems.append(ConfigError("speeds", expected=f"all 1 {beside}", got="unequal ranks", remedy=remedy))
-        if mode == "pipeline":
-            remedy = "Use another mode, or leave these choices off."
-            problems.append(ConfigError("mode", expected=f"free or waves {beside}", got=mode, remedy=remedy))
+    if "auto" in (freedom.offload, freedom.heads) and speeds is not None:
+        expected = "all 1 beside offload or heads, which are not planned together yet"
+        remedy = "Plan with speeds, or with these choices."
+        problems.append(ConfigError("speeds", expected=expected, got="unequal ranks", remedy=remedy))
     raise_problems(problems)

@@ -195,7 +195,11 @@ def grown_degrees(
 
     A sequence that cannot be that quick gets its quickest degree. `only`: the degrees to choose from (default: all).
     """
-    return degree_growth(cost, lengths, least, most, only=only)(seconds)
+    degrees = degree_search(cost, lengths, least, most, only=only)(seconds)
+    slow = degrees > most
+    if np.any(slow):
+        degrees[slow] = quickest_degrees(cost, lengths[slow], least[slow], most[slow], only=only)
+    return degrees
 
 
 def degree_growth(
@@ -208,12 +212,15 @@ def degree_growth(
 ) -> Callable[[float], NDArray[np.int64]]:
     """Return `grown_degrees` of these sequences as a function of `seconds`, for who asks again and again."""
     search = degree_search(cost, lengths, least, most, only=only)
+    known: list[NDArray[np.int64]] = []
 
     def grown(seconds: float) -> NDArray[np.int64]:
         degrees = search(seconds)
         slow = degrees > most
         if np.any(slow):
-            degrees[slow] = quickest_degrees(cost, lengths[slow], least[slow], most[slow], only=only)
+            if not known:
+                known.append(quickest_degrees(cost, lengths, least, most, only=only))
+            degrees[slow] = known[0][slow]
         return degrees
 
     return grown

@@ -46,7 +46,8 @@ def is_worth_rivals(request: PlanRequest, makespan_seconds: float) -> bool:
 def rival_plans(request: PlanRequest) -> Iterator[list[Microbatch]]:
     """Yield the plans of the other planners."""
     free_context = replace(request, context_tokens=None)  # the mesh of this step, not of a whole run
-    return (rival(free_context) for rival in _RIVALS)
+    is_large = len(request.tokens) * request.cluster.ranks > _LARGER
+    return (rival(free_context) for rival in _RIVALS if not (is_large and rival is plan_waves))  # which takes seconds
 
 
 def best_of_rivals(

@@ -169,7 +169,7 @@ def read_options(
     paces = problems.attempt(partial(_read_paces, speeds, ranks, mode))
     freedom = Freedom(recompute=recompute, offload=offload, heads=heads)
     depth = read["layers"] or 1
-    problems.attempt(partial(refuse_choices, freedom, cost, depth, mode, paces))
+    problems.attempt(partial(refuse_choices, freedom, cost, depth, paces))
     if mode in _MODES and all(
         read[name] is not None or numbers[name] is None for name in ("layers", "stages", "virtual")
     ):

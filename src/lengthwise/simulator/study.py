@@ -216,12 +216,18 @@ def _steps(simulated: Sequence[tuple[Plan, Timeline]], setting: Setting) -> tupl
 
 
 def _memory_bytes(plan: Plan, timeline: Timeline, setting: Setting) -> float:
-    """Tell what the fullest device holds: its states, and the activations of its largest microbatch on the device."""
+    """Tell what the fullest device holds: its states, and the activations of its largest microbatches on the device.
+
+    The first stage keeps those of several microbatches at once, but of no more than its rank has.
+    """
     layers = max(setting.shape.layers, 2)
     kept = np.array([(2 + (1 - m.offload) * (layers - 2)) / layers for m in plan.microbatches])
     bytes_a_token = np.array([setting.cost.copy_bytes[m.recompute] for m in plan.microbatches]) * kept
-    activations = timeline.held_tokens * bytes_a_token[timeline.microbatch]
-    states = state_bytes(setting.shape, setting.cluster.ranks, devices=setting.devices)
-    return states + float(activations.max()) * microbatches_kept(
-        setting.cost.stages, int(plan.schedule.get("virtual", 1))
+    first = timeline.stage == 0
+    rank, microbatch, held = timeline.rank[first], timeline.microbatch[first], timeline.held_tokens[first]
+    virtual = int(plan.schedule.get("virtual", 1))
+    together = np.minimum(
+        np.bincount(rank, weights=held > 0) / virtual, microbatches_kept(setting.cost.stages, virtual)
     )
+    activations = held * bytes_a_token[microbatch] * together[rank]
+    return state_bytes(setting.shape, setting.cluster.ranks, devices=setting.devices) + float(activations.max())

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch, Plan
-from lengthwise.cost import forward_share
+from lengthwise.cost import JointCost, forward_share
 from lengthwise.planner.lengthwise import plan_lengthwise
 from lengthwise.planner.modes.columns import plan_columns
 from lengthwise.planner.modes.slots import Grid, bundle_rings
@@ -60,7 +60,8 @@ def plan_pipeline(request: PlanRequest) -> Iterator[list[Microbatch]]:
         if (seconds := _makespan(staged, tried)) < least:
             best, least = tried, seconds
     yield best
-    if len(request.tokens) * request.cluster.ranks <= _MOST_RIVALRY:
+    decides_heads = isinstance(request.cost, JointCost) and request.cost.splits_heads  # which other planners do not
+    if len(request.tokens) * request.cluster.ranks <= _MOST_RIVALRY and not decides_heads:
         yield from rival_plans(request)
 
 
