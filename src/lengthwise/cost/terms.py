@@ -11,9 +11,9 @@ R  keys and values that pass through: bytes x S (r - 1) / d over the slowest lin
 h  latency of a hop;
 X  all-to-all of queries, keys, values and outputs in groups of u ranks, (u - 1) / u of their bytes, hidden by nothing.
 
-Where ranks are pipelines, R and h are looked at hop by hop, as the simulator runs them (`_exposed_by_hop`): a stage waits
-for those beside it, and a few per cent on a narrow ring decide which plan ends first. For ranks without stages the sums
-above stay, by which all other plans of docs/benchmarks.md were made: up to 11 % off for one ring on its own, either way.
+Where ranks are pipelines, R and h are looked at hop by hop, as the simulator runs them (`_exposed_by_hop`): a stage
+waits for those beside it, and a few per cent on a narrow ring decide which plan ends first. For ranks without stages
+the sums above stay, by which the other plans of docs/benchmarks.md were made: up to 11 % off for one ring, either way.
 
 Backward has 2.5 x the attention but 3 x the bytes of forward (bf16 keys and values again, fp32 gradients), so it
 exposes transfers first. Offload at ratio o copies o (L - 2) / L of the activations out under forward and in under what
