@@ -40,7 +40,7 @@ def test_ground_adds_what_a_ring_costs_across_the_border_of_a_node(
 def test_ground_is_level_where_no_place_differs() -> None:
     assert Ground(CostModel(linear_seconds=1.0), 64).is_level
     assert Ground(FULL_HEADS, 8).is_level  # one node
-    assert Ground(replace(FULL_HEADS, far=FULL_HEADS.near), 64).is_level
+    assert Ground(replace(FULL_HEADS, far=FULL_HEADS.near, uplink_bytes_per_second=float("inf")), 64).is_level
     assert not Ground(FULL_HEADS, 9).is_level
     assert Ground(CostModel(linear_seconds=1.0), 64).extra_seconds(1000, 4) is None
     assert Ground(FULL_HEADS, 64).extra_seconds(1000, 9) is None  # wider than a node: across, wherever it is

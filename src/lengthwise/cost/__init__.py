@@ -10,6 +10,7 @@ from lengthwise.cost.analytic import analytic_cost, step_flops
 from lengthwise.cost.given import cost_from_file
 from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, named_hardware
 from lengthwise.cost.joint import JointCost
+from lengthwise.cost.links import Link, Pass
 from lengthwise.cost.memory import (
     activation_bytes,
     capacity_tokens,
@@ -22,7 +23,7 @@ from lengthwise.cost.model import CostModel
 from lengthwise.cost.protocol import Cost, RingCost
 from lengthwise.cost.recompute import forward_share, recompute_cost
 from lengthwise.cost.shapes import SHAPE_NAMES, named_shape, shape_from_config
-from lengthwise.cost.terms import AllTermsCost, Link, Pass
+from lengthwise.cost.terms import AllTermsCost
 
 __all__ = [
     "HARDWARE_NAMES",

@@ -11,15 +11,17 @@ R  keys and values that pass through: bytes x S (r - 1) / d over the slowest lin
 h  latency of a hop;
 X  all-to-all of queries, keys, values and outputs in groups of u ranks, (u - 1) / u of their bytes, hidden by nothing.
 
-Where ranks are pipelines, R and h are looked at hop by hop, as the simulator runs them (`_exposed_by_hop`): a stage
-waits for those beside it, and a few per cent on a narrow ring decide which plan ends first. For ranks without stages
-the sums above stay, by which the other plans of docs/benchmarks.md were made: up to 11 % off for one ring, either way.
+Where ranks are pipelines, or share uplinks, R and h are looked at hop by hop, as the simulator runs them
+(`_exposed_by_hop`): a stage waits for those beside it, and a few per cent on a narrow ring decide which plan ends
+first. For other ranks the sums above stay, by which the other plans of docs/benchmarks.md were made: up to 11 % off for
+one ring, either way.
 
 Backward has 2.5 x the attention but 3 x the bytes of forward (bf16 keys and values again, fp32 gradients), so it
 exposes transfers first. Offload at ratio o copies o (L - 2) / L of the activations out under forward and in under what
 follows it; only what is longer than that compute counts. A ring inside one node takes the near link; one that crosses
-nodes is as slow as its far hops. Sources: ByteScale (arXiv 2502.21231) for offload, Ulysses (arXiv 2309.14509) for the
-all-to-all. With every extra term off this is `CostModel`, to the last rounding.
+nodes is as slow as its far hops, each over its part of the uplink where a node's ranks share one.
+Sources: ByteScale (arXiv 2502.21231) for offload, Ulysses (arXiv 2309.14509) for the all-to-all. With every extra term
+off this is `CostModel`, to the last rounding.
 """
 
 from __future__ import annotations
@@ -27,34 +29,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.cut import position_chunks
 from lengthwise.core.errors import ConfigError, PlanError
+from lengthwise.cost.links import Link, Numbers, Pass, Reach
 from lengthwise.cost.model import CostModel
-
-Numbers = Any  # a float, or an array of floats: the formulas are the same
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """One kind of link: one rank's bytes a second in one direction, and the latency of a hop over all layers."""
-
-    bytes_per_second: float
-    hop_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """One sweep over all layers, as shares of what forward and backward do together."""
-
-    attention: float
-    linear: float
-    ring: float
-    exchange: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +47,9 @@ class AllTermsCost:
     block_efficiency: as in `Hardware`; empty: blocks of any size run at full speed.
     forward, backward: shares of the two passes.
     near, far: links inside a node and between nodes; ranks_per_node: how many neighbours on the line share a node.
-    uplink_bytes_per_second: what the ranks of a node send to other nodes together; only the simulator and the step's
-        end ask for it, planners take each rank's far link for its own.
+    uplink_bytes_per_second: what the ranks of a node send to other nodes together. A ring shares it with itself, as
+        one that is alone in its nodes does; other rings that pass the same node at the time are the simulator's matter.
+    straddles: price pieces whose place is not told as if each lay across one border of nodes more than it need.
     ring_bytes, exchange_bytes: a token, all layers, both passes: what a ring passes on, what an all-to-all moves.
     heads, kv_heads: of one device; groups of u ranks must divide the heads, and repeat KV heads beyond `kv_heads`.
     copy_bytes: activations of a token that can be offloaded, for each kind of recomputation.
@@ -96,6 +79,7 @@ class AllTermsCost:
     stages: int = 1
     stage_bytes: float = 0.0
     uplink_bytes_per_second: float = math.inf
+    straddles: bool = False
     version: str = "given"
 
     @property
@@ -120,8 +104,8 @@ class AllTermsCost:
 
     def hops_seconds(self, degree: int, *, recompute: str = "none") -> float:
         """Tell the latency of all hops of a ring of `degree` positions, placed in as few nodes as can be."""
-        link = self.near if degree <= self.ranks_per_node else self.far
-        if self.stages > 1:  # hops hide, but for the last of backward
+        link = self.near if degree <= self._inside_ranks else self.far
+        if self._prices_hops:  # hops hide, but for the last of backward
             return link.hop_seconds if degree > 1 else 0.0
         return sum(link.hop_seconds for each in self.passes(recompute) if each.ring) * (degree - 1)
 
@@ -169,8 +153,8 @@ class AllTermsCost:
         if shares is not None:
             parts, held = _parts(lengths, degree, shares)
         pace: Numbers = 1.0 if speeds is None else np.array(speeds)
-        near, work = self.stays_near(degree, heads, ranks), attention * parts / pace
-        seconds = self._seconds(work, held, total, degree, heads, near, offload, recompute, pace)
+        reach, work = self.reach(degree, heads, ranks), attention * parts / pace
+        seconds = self._seconds(work, held, total, degree, heads, reach, offload, recompute, pace)
         return float(np.max(seconds))
 
     def ring_piece_seconds(
@@ -188,8 +172,8 @@ class AllTermsCost:
         """
         tokens = lengths.astype(np.float64)
         attention = self.attention_seconds(tokens, degrees / heads) / degrees
-        near = (degrees <= self.ranks_per_node, (degrees <= self.ranks_per_node) | (heads <= self.ranks_per_node))
-        return self._seconds(attention, tokens / degrees, tokens, degrees, heads, near, offload, recompute)
+        reach = self._least_reach(degrees, heads)
+        return self._seconds(attention, tokens / degrees, tokens, degrees, heads, reach, offload, recompute)
 
     def free_offload(
         self, lengths: NDArray[np.int64], degrees: NDArray[np.int64], *, recompute: str = "none"
@@ -223,15 +207,42 @@ class AllTermsCost:
         """Tell whether these ranks are of more than one node."""
         return min(ranks) // self.ranks_per_node != max(ranks) // self.ranks_per_node
 
-    def stays_near(self, degree: int, heads: int, ranks: Sequence[int] | None) -> tuple[bool, bool]:
-        """Tell whether a piece is inside one node, and whether each of its groups of heads is.
-
-        `ranks`: as for `piece_seconds`; where it is has no other influence on its seconds.
-        """
+    def reach(self, degree: int, heads: int, ranks: Sequence[int] | None = None) -> Reach:
+        """Tell how far a piece reaches; `ranks`: as for `piece_seconds`, of which nothing else matters."""
         if ranks is None:
-            return degree <= self.ranks_per_node, min(degree, heads) <= self.ranks_per_node
+            return self._least_reach(degree, heads)
         groups = (ranks[first : first + heads] for first in range(0, degree, heads))
-        return not self.crosses(ranks), heads == 1 or not any(self.crosses(group) for group in groups)
+        ring_near = not self.crosses(ranks)
+        groups_near = heads == 1 or not any(self.crosses(group) for group in groups)
+        return Reach(ring_near, groups_near, self._flows(ranks, heads) if self.shares_uplinks and not ring_near else 1)
+
+    def _least_reach(self, degree: Numbers, heads: Numbers) -> Reach:
+        """Tell how far pieces reach where each is in as few nodes as can be, or, with `straddles`, in one more.
+
+        A ring passes every border between nodes once in each direction, with as many messages as groups have ranks.
+        """
+        node, inside = self.ranks_per_node, self._inside_ranks
+        flows: Numbers = 1
+        if self.shares_uplinks:
+            borders = np.ceil(degree / node) - 1 + self.straddles
+            flows = np.maximum(1, np.minimum(node, heads * np.minimum(2, borders)))
+        return Reach(degree <= inside, (degree <= inside) | (heads <= inside), flows)
+
+    @property
+    def _inside_ranks(self) -> int:
+        return 1 if self.straddles else self.ranks_per_node
+
+    @property
+    def _prices_hops(self) -> bool:
+        """Whether transfers are looked at hop by hop."""
+        return self.stages > 1 or self.shares_uplinks
+
+    def _flows(self, ranks: Sequence[int], heads: int) -> int:
+        """Count what leaves, or comes into, the busiest node at once: all of a group sends where any of it must."""
+        nodes = np.array(ranks).reshape(-1, heads) // self.ranks_per_node
+        into = np.roll(nodes, -1, axis=0)
+        far = np.any(nodes != into, axis=1)
+        return max(int(np.unique(each[far], return_counts=True)[1].max(initial=1)) for each in (nodes, into))
 
     def passes(self, recompute: str) -> tuple[Pass, ...]:
         """List the sweeps over the layers, forward first."""
@@ -266,7 +277,7 @@ class AllTermsCost:
         total: Numbers,
         degree: Numbers,
         heads: Numbers,
-        near: tuple[Numbers, Numbers],
+        reach: Reach,
         offload: Numbers,
         recompute: str,
         pace: Numbers = 1.0,
@@ -276,11 +287,12 @@ class AllTermsCost:
         `pace`: how many times as fast it computes; `attention` is that of the rank at its pace.
         """
         positions = degree / heads
-        ring, hop = self._ring(near[0])
+        ring, hop = self._ring(reach)
         repeated = np.maximum(1.0, heads / self.kv_heads)  # a group wider than the KV heads holds some of them twice
         transfers = ring * repeated * (total * positions - total) / degree
         linear = self.work.linear_seconds * held / pace
-        links = np.where(near[1], self.near.bytes_per_second, self.far.bytes_per_second)
+        outside = min(self.far.bytes_per_second, self.uplink_bytes_per_second / self.ranks_per_node)
+        links = np.where(reach.groups_near, self.near.bytes_per_second, outside)
         exchange = self.exchange_bytes * held * (heads - 1) / heads / links
         seconds: Numbers = 0.0
         computes = []
@@ -288,7 +300,7 @@ class AllTermsCost:
             hides = each.attention * attention
             computes.append(hides + each.linear * linear)
             seconds = seconds + computes[-1] + each.exchange * exchange
-            if each.ring and self.stages > 1:
+            if each.ring and self._prices_hops:
                 seconds = seconds + self._exposed_by_hop(each, hides, transfers, hop, positions)
             elif each.ring:
                 seconds = seconds + np.maximum(0.0, each.ring * transfers - hides) + hop * (positions - 1)
@@ -318,10 +330,13 @@ class AllTermsCost:
         )
         return np.where(positions > 1, exposed, 0.0)
 
-    def _ring(self, near: Numbers) -> tuple[Numbers, Numbers]:
+    def _ring(self, reach: Reach) -> tuple[Numbers, Numbers]:
         """Return seconds to pass one token on, and of a hop in one pass, over the near or the far link."""
-        rate = np.where(near, self.near.bytes_per_second, self.far.bytes_per_second)
-        return self.ring_bytes / rate, np.where(near, self.near.hop_seconds, self.far.hop_seconds)
+        far: Numbers = self.far.bytes_per_second
+        if self.shares_uplinks:
+            far = np.minimum(far, self.uplink_bytes_per_second / reach.flows)
+        rate = np.where(reach.ring_near, self.near.bytes_per_second, far)
+        return self.ring_bytes / rate, np.where(reach.ring_near, self.near.hop_seconds, self.far.hop_seconds)
 
     def _refuse_heads(self, degree: int, heads: int) -> None:
         if degree % heads or self.heads % heads:

@@ -191,8 +191,8 @@ def _pieces_seconds(placed: Sequence[tuple[Microbatch, Piece]], of_step: Sequenc
         if not all_terms:
             took[number] = cost.piece_seconds(lengths, piece.degree)
             continue
-        near = cost.stays_near(piece.degree, piece.heads, piece.ranks)
-        key = (*lengths, near, piece.degree, piece.heads, piece.shares, microbatch.offload, microbatch.recompute)
+        reach = cost.reach(piece.degree, piece.heads, piece.ranks)
+        key = (*lengths, reach, piece.degree, piece.heads, piece.shares, microbatch.offload, microbatch.recompute)
         if key not in known:
             known[key] = all_terms_seconds(lengths, microbatch, piece, cost)
         took[number] = known[key]

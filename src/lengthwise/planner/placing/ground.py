@@ -109,11 +109,14 @@ class Ground:
         self.has_shares = self.speeds is not None and isinstance(terms, AllTermsCost)
         self._capacity = capacity_tokens
         self._ranks_per_node = ranks
-        self._costs: list[Cost] = [cost]  # and, where nodes matter, the same costs where every ring leaves its node
-        if isinstance(terms, AllTermsCost) and terms.near != terms.far and terms.ranks_per_node < ranks:
-            across = replace(terms, ranks_per_node=1)
+        self._widest = ranks  # rings up to here are slower where they lie in more nodes than they need
+        self._costs: list[Cost] = [cost]  # and, where nodes matter, the same costs where every ring straddles a border
+        shared = isinstance(terms, AllTermsCost) and terms.shares_uplinks
+        if isinstance(terms, AllTermsCost) and (terms.near != terms.far or shared) and terms.ranks_per_node < ranks:
+            across = replace(terms, straddles=True)
             self._costs.append(replace(cost, terms=across) if isinstance(cost, JointCost) else across)
             self._ranks_per_node = terms.ranks_per_node
+            self._widest = terms.ranks_per_node * (2 if shared else 1)  # over two nodes: one message leaves each
         self._paces = np.ones(1) if self.speeds is None else _some_of(self.speeds)
         self._paced = [[each.at_speed(pace) if pace != 1 else each for pace in self._paces] for each in self._costs]
         self._known: dict[tuple[int, int], tuple[float, Floats]] = {}  # of a ring: promised, and at each cost and pace
@@ -128,7 +131,7 @@ class Ground:
 
     def prepare(self, lengths: NDArray[np.int64], degrees: NDArray[np.int64]) -> None:
         """Price many rings at once, before they are asked for one by one."""
-        some = np.flatnonzero((degrees > 1) & ((degrees <= self._ranks_per_node) | (self.speeds is not None)))
+        some = np.flatnonzero((degrees > 1) & ((degrees <= self._widest) | (self.speeds is not None)))
         if self.is_level or len(some) == 0:
             return
         lengths, degrees = lengths[some], degrees[some]
@@ -140,7 +143,7 @@ class Ground:
 
     def extra_seconds(self, length: int, degree: int) -> Extras | None:
         """Tell for each first rank how much longer than the costs say a ring takes; None where nowhere longer."""
-        if self.is_level or degree < 2 or (self.speeds is None and degree > self._ranks_per_node):
+        if self.is_level or degree < 2 or (self.speeds is None and degree > self._widest):
             return None
         key = length, degree
         if key not in self._known:
@@ -168,9 +171,8 @@ class Ground:
         """Look at every interval of `degree` ranks."""
         if degree not in self._places:
             firsts = np.arange(self.ranks - degree + 1)
-            straddles = (firsts % self._ranks_per_node + degree > self._ranks_per_node) & (
-                degree <= self._ranks_per_node
-            )
+            fewest = -(-degree // self._ranks_per_node) * self._ranks_per_node  # ranks of the nodes that it needs
+            straddles = (firsts % self._ranks_per_node + degree > fewest) & (degree <= self._widest)
             speeds = np.ones(self.ranks) if self.speeds is None else self.speeds
             sums = np.concatenate(([0.0], np.cumsum(speeds)))
             self._places[degree] = Places(
