@@ -103,3 +103,17 @@ def test_single_degree_is_not_behind_the_static_mesh(recipe: str) -> None:
         for name in ("static", "single-degree")
     }
     assert took["single-degree"] <= 1.002 * took["static"]
+
+
+@given(needed=st.lists(st.integers(1, 50), min_size=1, max_size=60))
+def test_each_sequence_goes_to_the_first_pack_with_room(needed: list[int]) -> None:
+    left: list[int] = []
+    packs: list[list[int]] = []
+    for i, room in enumerate(needed):
+        number = next((number for number, free in enumerate(left) if free >= room), len(left))
+        if number == len(left):
+            left.append(50)
+            packs.append([])
+        left[number] -= room
+        packs[number].append(i)
+    assert first_fit_packs(np.array(needed, dtype=np.int64), 50) == packs

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lengthwise.cost import Hardware
     from lengthwise.simulator import PlannerResult, Setting
 
+_QUICK_RANKS = 50_000  # up to here no planner takes minutes for a batch
 _PLANNERS = "static,single-degree,bytescale-naive,bytescale,lengthwise"
 
 
@@ -133,6 +134,8 @@ class Simulate:
         from lengthwise.simulator import compare_planners
 
         progress = Console(stderr=True, highlight=False)
+        if setting.cluster.ranks > _QUICK_RANKS:
+            progress.print(f"{setting.cluster.ranks:,} ranks: this can take minutes for each planner and batch")
         with progress.status("planning") as status:
             return compare_planners(
                 asked.planners,
