@@ -22,6 +22,7 @@ ALL_FOUR = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_second
         (4, (3220, 2192, 1567), 89_105_456.0),
         (5, (30392, 5119, 1506), 453_023_783.0),
         (3, (3936, 3433, 2236, 902, 391), 155_471_696.0),
+        (4, (4918, 6503, 4085), 175_203_776.0),  # two pieces must be dealt anew at once, or it ends 7 % later
     ],
 )
 def test_tiny_steps_cut_packs_over_rings_where_that_wins(ranks: int, tokens: tuple[int, ...], least: float) -> None:

