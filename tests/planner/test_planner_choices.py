@@ -55,7 +55,8 @@ def test_cheapest_degrees_are_found_by_trying_all(lengths: list[int], cost: Join
 def test_cheapest_degrees_above_64_are_exact() -> None:
     """The grid steps by two and four there, and what is between is looked at."""
     cluster, lengths = Cluster(ranks=400, capacity_tokens=512), np.arange(80_000, 200_000, 5003)
-    quick = replace(HARDWARE, link_bytes_per_second=1e12, hop_latency_seconds=1e-8, block_efficiency=((1, 1.0),))
+    links = {"link_bytes_per_second": 1e12, "node_uplink_bytes_per_second": 8e12, "hop_latency_seconds": 1e-8}
+    quick = replace(HARDWARE, **links, block_efficiency=((1, 1.0),))
     terms = all_terms_cost(SHAPE, quick)
     terms = replace(terms, work=replace(terms.work, quadratic_seconds=0.0))  # nothing hides copies but linear work
     cost = _joint(terms=terms, offloads_above_tokens=512)
