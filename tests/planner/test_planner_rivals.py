@@ -141,3 +141,19 @@ def test_free_ends_no_later_than_waves_where_one_ring_takes_nearly_all_the_time(
     free, waves = (plan_step(tokens, cluster, cost, mode=mode) for mode in ("free", "waves"))
     assert free.notes["predicted_seconds"] <= waves.notes["predicted_seconds"]
     assert free.notes["predicted_seconds"] <= 1.003 * free.notes["bound_seconds"]
+
+
+def test_packs_cut_whole_are_tried_where_launches_cost_and_rings_of_one_sequence_are_at_their_bound() -> None:
+    """Long sequences alone over both ranks are at the bound of such plans, 1.2 x as long as a few full packs cut."""
+    tokens, cluster = [100, 28, 31, 48, 19, 119, 68, 78, 3, 66], Cluster(ranks=2, capacity_tokens=64)
+    cost = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=1e8, ring_seconds=4e3)
+    single, ours = (plan_step(tokens, cluster, cost, planner=name) for name in ("single-degree", "lengthwise"))
+    assert ours.notes["predicted_seconds"] <= single.notes["predicted_seconds"]
+
+
+def test_slots_of_small_pipelines_are_filled_whatever_an_ideal_one_takes() -> None:
+    """The ideal pipeline has the long sequence in its middle; with packs before it the plan ended 1 % sooner."""
+    tokens, cluster = [2, 1, 8192, 368, 30, 8, 730, 3], Cluster(ranks=8, capacity_tokens=1024)
+    cost = CostModel(linear_seconds=1.0, fixed_seconds=1e6, ring_seconds=400.0)
+    plan = plan_step(tokens, cluster, cost, mode="pipeline", stages=4)
+    assert plan.notes["predicted_seconds"] < 15.81e6

@@ -28,6 +28,7 @@ GROWTH_FLOOR_TOKENS = 4096  # growth stops here: attention blocks under 2K token
 _MOST_STACKED = 12  # rings on top of each other, beyond which what is left over is small
 _NEARLY_WHOLE = 0.8  # of its part of the time, from which a ring is not cut further
 _SLACK = 1e-12  # rounding of the roots, always taken in favour of the smaller degree
+_LOST = 1e-15  # of a sum, by which its parts may be off
 
 
 def least_degrees(
@@ -126,11 +127,21 @@ def rounded_down(degrees: NDArray[np.int64], least: NDArray[np.int64], only: NDA
     return np.maximum(least, only[np.searchsorted(only, degrees, side="right") - 1])
 
 
+def without_launch(seconds: float, launch_seconds: float) -> float:
+    """Tell what a launch leaves of a limit.
+
+    Beside a launch a million times as long, what is left of the sum of both has lost its last digits: rounding is taken
+    in favour of what has to fit.
+    """
+    left, rounding = seconds - launch_seconds, _LOST * seconds
+    return left + rounding if rounding > _SLACK * left else left
+
+
 def _solved_degrees(
     cost: CostModel, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64], seconds: float
 ) -> NDArray[np.int64]:
     tokens = lengths.astype(np.float64)
-    hop, budget = cost.hop_seconds, seconds - cost.fixed_seconds
+    hop, budget = cost.hop_seconds, without_launch(seconds, cost.fixed_seconds)
     compute = cost.compute_seconds(lengths)
     hidden = _lower_root(compute, np.full_like(tokens, budget), hop)
     transfers = cost.ring_seconds * tokens

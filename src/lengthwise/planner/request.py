@@ -149,6 +149,14 @@ class PlanRequest:
         return max(shared, self._launches_seconds)
 
     @cached_property
+    def packed_bound_seconds(self) -> float:
+        """What ends plans that cut whole packs hardly sooner than; for these the other bounds do not hold."""
+        if self.cost.fixed_seconds == 0:
+            return self.bound_seconds
+        packed = least_makespan(self.lengths, self.cluster, self.cost, ground=self.ground, lone_rings=False)
+        return max(packed, self._launches_seconds)
+
+    @cached_property
     def _launches_seconds(self) -> float:
         """The bound that counts whole launches."""
         return launches_makespan(self.lengths, self.cluster, self.cost, self.ground)

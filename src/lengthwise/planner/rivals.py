@@ -38,9 +38,13 @@ _SMALL, _LARGER = 50_000, 1_000_000  # sequences x ranks, up to which rivals are
 def is_worth_rivals(request: PlanRequest, makespan_seconds: float) -> bool:
     """Tell whether other plans could end enough earlier to be worth making."""
     size = len(request.tokens) * request.cluster.ranks
-    close = request.bound_seconds * (_CLOSE if size <= _SMALL else _FAR)
     later = isinstance(request.cost, JointCost) or request.priced_stages > 1  # compared with choices and stages written
-    return size <= _LARGER and makespan_seconds > close and not later
+    if size > _LARGER or later:
+        return False
+    close = _CLOSE if size <= _SMALL else _FAR
+    if makespan_seconds > request.bound_seconds * close:
+        return True
+    return size <= _SMALL and makespan_seconds > request.packed_bound_seconds * close
 
 
 def rival_plans(request: PlanRequest) -> Iterator[list[Microbatch]]:

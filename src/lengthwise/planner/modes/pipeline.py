@@ -40,6 +40,7 @@ GROWTHS = (1.1, 1.2, 1.35)  # of a slot over the one before, in a ramp
 _MOST_SLOTS = 256
 _FILLED = 4  # profiles that are filled with the real sequences
 _MOST_RIVALRY = 20_000_000  # sequences x ranks, up to which rivals are made
+_SMALL = 50_000  # sequences x ranks, up to which they are filled whenever they should end
 _REFINED = 3  # times that a slot's time and the degrees that it asks for are found from each other
 
 Floats = NDArray[np.float64]
@@ -66,12 +67,16 @@ def plan_pipeline(request: PlanRequest) -> Iterator[list[Microbatch]]:
 
 
 def _plan_slots(request: PlanRequest, least_seconds: float) -> Iterator[list[Microbatch]]:
-    """Yield plans of the profiles that should end first, and before `least_seconds`."""
+    """Yield plans of the profiles that should end first; of large steps, only if before `least_seconds`.
+
+    An ideal pipeline is no bound: its long sequences stand in the middle, where a small step may end with them.
+    """
     slots = _Slots(request)
+    is_small = len(request.tokens) * request.cluster.ranks <= _SMALL
     profiles = list(_profiles(slots.fewest, request.stages, request.virtual))
     ideal = slots.ideal_seconds(profiles)
     for number in np.argsort(ideal, kind="stable")[:_FILLED].tolist():
-        if ideal[number] < least_seconds and (filled := slots.filled(profiles[number])) is not None:
+        if (is_small or ideal[number] < least_seconds) and (filled := slots.filled(profiles[number])) is not None:
             yield filled
 
 

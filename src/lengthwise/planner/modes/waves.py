@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
-from lengthwise.planner.degrees import degree_search
+from lengthwise.planner.degrees import degree_search, without_launch
 from lengthwise.planner.placing.packs import ShortSequences
 from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.rings import ring_order
@@ -211,7 +211,7 @@ class _Builder:
         self, pool: ShortSequences, seconds: float
     ) -> tuple[list[tuple[int, int, list[int]]], list[float], list[int], float]:
         """Put rings side by side; return them, the time and the room left on every rank, and the work done."""
-        free, rooms = [seconds - self.launch] * self.ranks, [self.capacity] * self.ranks
+        free, rooms = [without_launch(seconds, self.launch)] * self.ranks, [self.capacity] * self.ranks
         slow = (self.least > 1) | (self.lengths > self.capacity)  # what is offloaded on one rank is alone there, too
         slow |= self.alone + self.launch > seconds * (1 + 1e-12)
         cut = np.flatnonzero(slow)[::-1]
