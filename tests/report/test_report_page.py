@@ -11,7 +11,15 @@ import pytest
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.report.page import simulation_page
-from lengthwise.report.simulation import COLUMNS, closing_sentence, result_rows, simulation_json, simulation_table
+from lengthwise.report.simulation import (
+    COLUMNS,
+    closing_sentence,
+    most_memory_bytes,
+    remarks,
+    result_rows,
+    simulation_json,
+    simulation_table,
+)
 from lengthwise.simulator import Setting, compare_planners
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
@@ -92,7 +100,7 @@ def test_page_shows_lengths_degrees_ranks_and_the_table(results) -> None:
     tags = _read(page).seen
     bars = [a for tag, a in tags if tag == "rect" and a.get("class") == "bar"]
     assert len(bars) == 16  # from 1 to 32K by powers of two
-    dots = set(re.findall(r"<title>(\d+) tokens over (\d+) ranks</title>", page))
+    dots = set(re.findall(r"<title>(\d+) tokens? over (\d+) ranks?</title>", page))
     plan = results[-1].first_plan
     drawn = {(str(plan.tokens[i]), str(p.degree)) for m in plan.microbatches for p in m.pieces for i in p.sequences}
     assert dots == drawn
@@ -102,6 +110,17 @@ def test_page_shows_lengths_degrees_ranks_and_the_table(results) -> None:
     for column in COLUMNS:
         assert f"<th>{column}</th>" in page
     assert "rank 11" in page
+    for several in ("1 sequences", "1 tokens", "1 ranks", "1 packs"):
+        assert not re.search(rf"(?<![\d.,]){several}", page)
+
+
+def test_page_of_pipelines_cuts_no_label(results) -> None:
+    staged = replace(results[1].first, stages=4)
+    page = simulation_page([replace(results[1], first=staged)], BATCHES, about="about", sentence="one sentence")
+    beside = [text for text in re.findall(r'text-anchor="end">([^<]*)<', page) if text.startswith("rank")]
+    assert len(beside) == 12
+    assert max(map(len, beside)) <= len("rank 262143")  # what fits between the edge and the first span
+    assert "12 of 12 ranks, stage 0 of 4, the first batch" in page
 
 
 def test_rows_json_and_table_say_the_same(results) -> None:
@@ -117,10 +136,27 @@ def test_rows_json_and_table_say_the_same(results) -> None:
     assert [row[0] for row in table.rows] == list(COLUMNS)
 
 
+def test_remarks_name_full_devices_and_what_was_chosen(results) -> None:
+    most = [most_memory_bytes(each) for each in results]
+    assert remarks(results, device_bytes=max(most), chose_recompute=False) == []
+    (full,) = remarks(results, device_bytes=min(most) - 1, chose_recompute=False)
+    assert "static, lengthwise" in full
+    mixed = replace(results[1], steps=(replace(results[1].steps[0], recompute="layer"), results[1].steps[1]))
+    (chosen,) = remarks([results[0], mixed], device_bytes=max(most), chose_recompute=True)
+    assert chosen == "recomputation chosen: static none, lengthwise layer (1 batch) and none (1 batch)"
+    assert simulation_json([mixed], {})["planners"]["lengthwise"]["recompute"] == ["layer", "none"]
+    page = simulation_page(results, BATCHES, about="about", sentence="one sentence", remarks=[HOSTILE, chosen])
+    assert chosen in page
+    assert HOSTILE not in page
+
+
 def test_closing_sentence_says_what_is_saved(results) -> None:
     sentence = closing_sentence(results, 12)
     ratio = results[0].mean_seconds / results[1].mean_seconds
     assert f"{ratio:.2f} times fewer GPU hours" in sentence
     assert "not measured" in sentence
-    assert "slower" in closing_sentence(results[::-1], 12)
+    assert f"{ratio:.2f} times as many GPU hours" in closing_sentence(results[::-1], 12)
+    assert "needs as many GPU hours" in closing_sentence([results[0], results[0]], 12)
+    assert closing_sentence(results[:1], 1).startswith("On 1 GPU a step")
+    assert closing_sentence(results, 1).startswith("On 1 GPU these")
     assert "of the speed that sequences of 8K would reach" in closing_sentence(results[:1], 12)

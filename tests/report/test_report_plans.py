@@ -1,10 +1,12 @@
 """Plan tables: every number in them by hand."""
 
+from dataclasses import replace
+
 from rich.console import Console
 
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import analytic_cost, named_hardware, named_shape
+from lengthwise.cost import all_terms_cost, analytic_cost, named_hardware, named_shape
 from lengthwise.planner import plan_step, score
 from lengthwise.report.figures import seconds
 from lengthwise.report.plans import degree_table, degrees, plan_table
@@ -40,6 +42,20 @@ def test_degree_table_by_hand():
         ["2", "1", "300", "7.5 %"],
         ["9-16", "3", "3.60K", "90.0 %"],
     ]
+
+
+def test_plan_table_tells_what_was_chosen():
+    halves = Piece(ranks=(0, 2, 1, 3), sequences=(0,), heads=2)
+    microbatches = (Microbatch(pieces=(halves,), recompute="layer"),)
+    microbatches += (Microbatch(pieces=(Piece(ranks=(0,), sequences=(1,)),), offload=0.5, recompute="layer"),)
+    plan = Plan(ranks=4, layers=4, capacity=1000, tokens=(900, 100), microbatches=microbatches)
+    plan = replace(plan, requires=("heads",), notes={"bound_seconds": 1.0})
+    cost = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
+    asked = ("recompute", "offload", "heads")
+    rows = [cells(row) for row in shown(plan_table({"ours": plan}, cost, title="a title", chosen=asked))]
+    assert rows[-3:] == [["recompute", "layer"], ["tokens offloaded", "10.0 %"], ["tokens in split heads", "90.0 %"]]
+    unasked = [cells(row) for row in shown(plan_table({"ours": plan}, cost, title="a title", chosen=("heads",)))]
+    assert [row[0] for row in unasked[-2:]] == ["microbatches", "tokens in split heads"]
 
 
 def test_plan_table_shows_the_scores_of_the_cost_model():

@@ -113,7 +113,8 @@ class PlanCommand:
         duration = unitless if self.cost else seconds
         source = "times in the unit of --cost" if self.cost else "model, not measured"
         plans = {str(asked.options["planner"]): plan}
-        console.print(plan_table(plans, cost, title=f"one step ({source})", duration=duration))
+        chosen = [name for name in ("recompute", "offload", "heads") if getattr(self, name) == "auto"]
+        console.print(plan_table(plans, cost, title=f"one step ({source})", duration=duration, chosen=chosen))
         console.print(degree_table(plan))
         bound = duration(float(plan.notes["bound_seconds"]))
         console.print(f"bound {bound} ({'in the same unit' if self.cost else 'model'}); written to {self.out}")

@@ -100,7 +100,7 @@ class Simulate:
         """Run the command; return the exit status."""
         from lengthwise.cli.simulate_files import write_simulation
         from lengthwise.report.page import simulation_page
-        from lengthwise.report.simulation import closing_sentence, simulation_json, simulation_table
+        from lengthwise.report.simulation import closing_sentence, remarks, simulation_json, simulation_table
         from lengthwise.simulator import chrome_trace
 
         with told_in_options(self._names()):
@@ -111,6 +111,7 @@ class Simulate:
             results = self._simulated(asked, setting, batches)
         facts = self._facts(setting, batches, known)
         sentence = closing_sentence(results, setting.cluster.ranks * setting.devices, unit=known.unit)
+        beside = remarks(results, device_bytes=setting.hardware.device_bytes, chose_recompute=self.recompute == "auto")
         traces = {
             each.planner: chrome_trace(
                 each.first_plan,
@@ -121,11 +122,13 @@ class Simulate:
             for each in results
         }
         figures = json.dumps(simulation_json(results, facts), indent=1) + "\n"
-        page = simulation_page(results, batches, about=facts["about"], sentence=sentence)
+        page = simulation_page(results, batches, about=facts["about"], sentence=sentence, remarks=beside)
         write_simulation(self.out, figures, page, traces)
         console = plain_console()
         console.print(facts["about"])
         console.print(simulation_table(results, title="one step, mean of batches (simulated, not measured)"))
+        for remark in beside:
+            console.print(remark)
         console.print(sentence)
         console.print(f"written to {self.out}: simulation.json, trace-*.json, report.html")
         return 0

@@ -14,6 +14,7 @@ from html import escape
 
 import numpy as np
 
+from lengthwise.core.names import counted
 from lengthwise.core.plan import Plan
 from lengthwise.report.drawing import bar_chart, scatter_chart, span_chart
 from lengthwise.report.figures import count, percent, seconds
@@ -36,7 +37,12 @@ svg{width:100%;min-width:36rem;height:auto}.small{font-size:10px;fill:currentCol
 
 
 def simulation_page(
-    results: Sequence[PlannerResult], batches: Sequence[Sequence[int]], *, about: str, sentence: str
+    results: Sequence[PlannerResult],
+    batches: Sequence[Sequence[int]],
+    *,
+    about: str,
+    sentence: str,
+    remarks: Sequence[str] = (),
 ) -> str:
     """Write the page; ranks are shown for the first and the last planner, on one scale of time."""
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
@@ -45,17 +51,18 @@ def simulation_page(
     ranks = [
         f"<h2>Ranks over time: {escape(each.planner)}</h2>{_scrolling(_ranks_chart(each, most))}"
         f"<p class=key>Blue: packs on one rank. Orange: rings. Grey: the step's end. Empty: waiting. "
-        f"{len(_ranks_of(each.first))} of {each.first.ranks} ranks, the first batch: "
+        f"{len(_ranks_of(each.first))} of {each.first.ranks} ranks{_only_stage(each.first)}, the first batch: "
         f"{escape(seconds(each.first.step_seconds))}, {escape(percent(each.first.idle_ratio))} idle.</p>"
         for each in shown
     ]
+    said = "".join(f"<p class=key>{escape(each)}</p>" for each in remarks)
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
         f"<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'sha256-{digest}'\">"
         '<meta name=viewport content="width=device-width, initial-scale=1">'
         f"<title>Lengthwise: simulated steps</title><style>{_STYLE}</style></head><body>"
         f"<h1>What these lengths cost</h1><p>{escape(sentence)}</p><p class=key>{escape(about)}</p>"
-        f"{_table(results)}<h2>Lengths</h2>{_histogram(batches)}"
+        f"{_table(results)}{said}<h2>Lengths</h2>{_histogram(batches)}"
         f"<h2>Ranks a sequence: {escape(results[-1].planner)}</h2>{_degrees(results[-1].first_plan)}"
         f"{''.join(ranks)}<p class=key>Simulated by lengthwise, not measured: costs {escape(_costs(results))}.</p>"
         "</body></html>\n"
@@ -86,12 +93,15 @@ def _histogram(batches: Sequence[Sequence[int]]) -> str:
         tokens[length.bit_length() - 1] += length
     labels = [count(2**power) if power < 10 else _binary(power) for power in powers]
     tips = [
-        f"from {label}: {sequences[power]} sequences, {count(tokens[power])} tokens"
-        for label, power in zip(labels, powers, strict=True)
+        f"from {label}: {_work(sequences[power], tokens[power])}" for label, power in zip(labels, powers, strict=True)
     ]
     shares = [tokens[power] / sum(lengths) for power in powers]
     chart = bar_chart(labels, shares, title="tokens by length", tips=tips)
     return f"{_scrolling(chart)}<p class=key>Share of tokens in sequences from this length to the next.</p>"
+
+
+def _work(sequences: int, tokens: int) -> str:
+    return f"{counted(sequences, 'sequence')}, {count(tokens)} token{'s' * (tokens != 1)}"
 
 
 def _binary(power: int) -> str:
@@ -110,7 +120,7 @@ def _degrees(plan: Plan) -> str:
     cut = [point for point in points if point[1] > 1]
     whole = [point for point in points if point[1] == 1]
     shown = _spread(whole, _SHOWN_WHOLE) + _spread(cut, _SHOWN_CUT)
-    labelled = [(float(x), float(y), f"{x} tokens over {y} ranks") for x, y in shown]
+    labelled = [(float(x), float(y), f"{counted(x, 'token')} over {counted(y, 'rank')}") for x, y in shown]
     chart = scatter_chart(labelled, title="ranks a sequence", x_title="tokens of the sequence", y_title="ranks")
     told = f"{len(shown)} of {len(points)} different pairs of length and degree are drawn."
     return f"{_scrolling(chart)}<p class=key>{told}</p>"
@@ -125,6 +135,10 @@ def _ranks_of(timeline: Timeline) -> list[int]:
     return chosen_ranks(timeline, _SHOWN_RANKS)
 
 
+def _only_stage(timeline: Timeline) -> str:
+    return f", stage 0 of {timeline.stages}" if timeline.stages > 1 else ""
+
+
 def _ranks_chart(result: PlannerResult, most: float) -> str:
     timeline = result.first
     done = timeline.step_seconds - timeline.step_end_seconds
@@ -135,8 +149,7 @@ def _ranks_chart(result: PlannerResult, most: float) -> str:
             spans = [span for row in mine for span in _passes(result.first_plan, timeline, row)]
         else:
             spans = [_span(result.first_plan, timeline, run) for run in _runs(result.first_plan, timeline, mine)]
-        stage = ", stage 0" if timeline.stages > 1 else ""
-        rows.append((f"rank {rank}{stage}", [*spans, (done, timeline.step_seconds, "end", "the step's end")]))
+        rows.append((f"rank {rank}", [*spans, (done, timeline.step_seconds, "end", "the step's end")]))
     return span_chart(rows, title=f"ranks over time, {result.planner}", most=most)
 
 
@@ -167,7 +180,7 @@ def _span(plan: Plan, timeline: Timeline, rows: list[int]) -> tuple[float, float
     microbatches = [plan.microbatches[int(timeline.microbatch[row])] for row in rows]
     lengths = [plan.tokens[i] for m in microbatches for piece in m.pieces for i in piece.sequences]
     degree = _degree(plan, timeline, rows[0])
-    what = f"ring of {degree}" if degree > 1 else f"{len(rows)} packs on this rank"
-    tip = f"{what}: {len(lengths)} sequences, {count(sum(lengths))} tokens"
+    what = f"ring of {degree}" if degree > 1 else f"{counted(len(rows), 'pack')} on this rank"
+    tip = f"{what}: {_work(len(lengths), sum(lengths))}"
     kind = "ring" if degree > 1 else "local"
     return float(timeline.start[rows[0]]), float(timeline.end[rows[-1]]), kind, tip

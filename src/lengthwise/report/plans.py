@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from lengthwise.core.plan import Plan
 from lengthwise.cost import Cost
@@ -13,9 +13,17 @@ from lengthwise.report.tables import ColumnTable
 
 
 def plan_table(
-    plans: Mapping[str, Plan], cost: Cost, *, title: str, duration: Callable[[float], str] = seconds
+    plans: Mapping[str, Plan],
+    cost: Cost,
+    *,
+    title: str,
+    duration: Callable[[float], str] = seconds,
+    chosen: Collection[str] = (),
 ) -> ColumnTable:
-    """Compare plans of the same step, one column a planner; all times are the cost model's, told by `duration`."""
+    """Compare plans of the same step, one column a planner; all times are the cost model's, told by `duration`.
+
+    `chosen`: of recompute, offload and heads what the planner was free to choose; the table says what it took.
+    """
     scores = {name: score(plan, cost) for name, plan in plans.items()}
     bounds = {name: float(plan.notes["bound_seconds"]) for name, plan in plans.items()}
     rows = (
@@ -25,8 +33,30 @@ def plan_table(
         ("tokens in rings", *(percent(each.ring_token_ratio) for each in scores.values())),
         ("above the bound", *(_above(each.makespan_seconds, bounds[name]) for name, each in scores.items())),
         ("microbatches", *(str(len(plan.microbatches)) for plan in plans.values())),
+        *((label, *map(tell, plans.values())) for name, (label, tell) in _CHOICES.items() if name in chosen),
     )
     return ColumnTable(rows=rows, title=title)
+
+
+def _recomputed(plan: Plan) -> str:
+    return plan.microbatches[0].recompute  # the same in all of a plan from here
+
+
+def _offloaded(plan: Plan) -> str:
+    tokens = sum(plan.tokens[i] for m in plan.microbatches if m.offload for p in m.pieces for i in p.sequences)
+    return percent(tokens / sum(plan.tokens))
+
+
+def _split(plan: Plan) -> str:
+    pieces = (piece for microbatch in plan.microbatches for piece in microbatch.pieces if piece.heads > 1)
+    return percent(sum(plan.tokens[i] for piece in pieces for i in piece.sequences) / sum(plan.tokens))
+
+
+_CHOICES: Mapping[str, tuple[str, Callable[[Plan], str]]] = {
+    "recompute": ("recompute", _recomputed),
+    "offload": ("tokens offloaded", _offloaded),
+    "heads": ("tokens in split heads", _split),
+}
 
 
 def _above(makespan_seconds: float, bound_seconds: float) -> str:

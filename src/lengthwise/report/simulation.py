@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from lengthwise.core.names import counted
 from lengthwise.core.sizes import written_tokens
 from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.tables import ColumnTable
@@ -28,7 +30,7 @@ def result_rows(results: Sequence[PlannerResult]) -> list[tuple[str, ...]]:
             percent(each.flops_ratio),
             percent(each.mean("idle_ratio")),
             percent(each.mean("exposed_ratio")),
-            f"{max(step.memory_bytes for step in each.steps) / 1e9:.1f} GB",
+            _gigabytes(most_memory_bytes(each)),
             f"{results[0].mean_seconds / each.mean_seconds:.2f}x",
             f"{each.tail_tax:.3f}",
         )
@@ -60,13 +62,46 @@ def simulation_json(results: Sequence[PlannerResult], facts: dict[str, Any]) -> 
                 "compute_ratio": each.mean("compute_ratio"),
                 "idle_ratio": each.mean("idle_ratio"),
                 "exposed_ratio": each.mean("exposed_ratio"),
-                "memory_bytes": max(step.memory_bytes for step in each.steps),
+                "memory_bytes": most_memory_bytes(each),
+                "recompute": [step.recompute for step in each.steps],
                 "speedup_over_first": results[0].mean_seconds / each.mean_seconds,
                 "tail_tax": each.tail_tax,
             }
             for each in results
         },
     }
+
+
+def most_memory_bytes(result: PlannerResult) -> float:
+    """Return the bytes of the fullest device in the fullest batch."""
+    return max(step.memory_bytes for step in result.steps)
+
+
+def remarks(results: Sequence[PlannerResult], *, device_bytes: float, chose_recompute: bool) -> list[str]:
+    """Say what the table does not: who needs more memory than a device has, and which recomputation was chosen."""
+    said = []
+    if chose_recompute:
+        kinds = [f"{each.planner} {_kinds(each)}" for each in results]
+        said.append(f"recomputation chosen: {', '.join(kinds)}")
+    full = [each.planner for each in results if most_memory_bytes(each) > device_bytes]
+    if full:
+        said.append(
+            f"more memory than the {_gigabytes(device_bytes)} that a device has: {', '.join(full)}; "
+            "lower --capacity, or use more devices a rank (--tp, --pp)"
+        )
+    return said
+
+
+def _kinds(result: PlannerResult) -> str:
+    """List kinds of recomputation, with the number of batches where there are several."""
+    batches = Counter(step.recompute for step in result.steps)
+    return " and ".join(
+        f"{kind} ({counted(number, 'batch')})" if len(batches) > 1 else kind for kind, number in batches.items()
+    )
+
+
+def _gigabytes(quantity_bytes: float) -> str:
+    return f"{quantity_bytes / 1e9:.1f} GB"
 
 
 def closing_sentence(results: Sequence[PlannerResult], gpus: int, *, unit: str = "tokens") -> str:
@@ -80,12 +115,17 @@ def closing_sentence(results: Sequence[PlannerResult], gpus: int, *, unit: str =
     ratio = first.mean_seconds / last.mean_seconds
     if len(results) == 1:
         return (
-            f"On {gpus} GPUs a step takes {seconds(first.mean_seconds)} with {first.planner}, "
+            f"On {counted(gpus, 'GPU')} a step takes {seconds(first.mean_seconds)} with {first.planner}, "
             f"{percent(first.tail_tax)} of the speed that {alike} would reach ({caveat})."
         )
-    saves = f"so the same training needs {ratio:.2f} times fewer GPU hours" if ratio >= 1 else "which is slower"
-    verdict = f"{last.planner} takes {seconds(last.mean_seconds)}, {saves}"
+    if f"{ratio:.2f}" == "1.00":
+        saves = "so the same training needs as many GPU hours, to half a percent"
+    elif ratio > 1:
+        saves = f"so the same training needs {ratio:.2f} times fewer GPU hours"
+    else:
+        saves = f"so the same training needs {1 / ratio:.2f} times as many GPU hours"
     return (
-        f"On {gpus} GPUs these lengths make a step of {first.planner} take {seconds(first.mean_seconds)}, at "
-        f"{percent(first.tail_tax)} of the speed that {alike} would reach; {verdict} ({caveat})."
+        f"On {counted(gpus, 'GPU')} these lengths make a step of {first.planner} take {seconds(first.mean_seconds)}, "
+        f"at {percent(first.tail_tax)} of the speed that {alike} would reach; {last.planner} takes "
+        f"{seconds(last.mean_seconds)}, {saves} ({caveat})."
     )

@@ -54,6 +54,7 @@ class SimulatedStep:
     """One planner on one batch: times in seconds, ratios of all ranks' time, memory of the fullest device in bytes.
 
     loader_seconds: of the step, what all ranks wait for their data. bound_seconds: of the plan, without step's end.
+    recompute: the kind that the plan has, or chose.
     """
 
     step_seconds: float
@@ -65,6 +66,7 @@ class SimulatedStep:
     memory_bytes: float
     num_tokens: int
     flops: float
+    recompute: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +212,7 @@ def _steps(simulated: Sequence[tuple[Plan, Timeline]], setting: Setting) -> tupl
             memory_bytes=_memory_bytes(plan, timeline, setting),
             num_tokens=sum(plan.tokens),
             flops=step_flops(setting.shape, plan.tokens),
+            recompute=plan.microbatches[0].recompute,
         )
         for plan, timeline in simulated
     )
