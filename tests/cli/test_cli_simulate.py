@@ -69,7 +69,7 @@ def test_simulate_pipelines_stage_by_stage(tmp_path, capsys) -> None:
     assert "stage 0" in (tmp_path / "piped" / "report.html").read_text()
     status, _, said = simulate(capsys, *SMALL, *mesh, "--virtual", 2, "--out", tmp_path / "no")
     assert status == 2
-    assert "Use mode pipeline" in said
+    assert "Use mode pipeline, or leave --virtual out." in said
 
 
 def test_simulate_lengths_of_a_file_twice_is_the_same(tmp_path, capsys) -> None:

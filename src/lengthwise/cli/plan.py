@@ -73,10 +73,12 @@ class PlanCommand:
     recompute: Annotated[str | None, tyro.conf.arg(metavar="KIND|auto", help_behavior_hint="")] = None
     """What backward computes again: none, layer, all_but_attention, or auto: the kind that ends the step first, each
     with the capacity that it leaves beside weights and optimizer, by estimate; default: the run file's, else none."""
-    model_shape: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
-    """Whose costs to plan with, llama-7b for example; default: the run file's model, else llama-7b."""
-    hardware: Annotated[str | None, tyro.conf.arg(metavar="h100|cpu", help_behavior_hint="")] = None
-    """What the ranks are; default: cpu with --config (planned as training does), h100 with --lengths."""
+    model_shape: Annotated[str | None, tyro.conf.arg(metavar="NAME|FOLDER", help_behavior_hint="")] = None
+    """Whose costs to plan with: a named shape, llama-7b for example, or a Hugging Face folder or its config.json;
+    default: the run file's model, else llama-7b."""
+    hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE.json", help_behavior_hint="")] = None
+    """What the ranks are: h100, bytescale-gpu or cpu, or a JSON file with the keys of lengthwise/cost/hardware.json;
+    default: cpu with --config (planned as training does), h100 with --lengths."""
     ranks_per_node: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Neighbouring ranks that share a node and its faster link; default: the hardware's."""
     speeds: Annotated[str | None, tyro.conf.arg(metavar="LIST|FILE.json", help_behavior_hint="")] = None
@@ -124,6 +126,7 @@ class PlanCommand:
         """Map names of the library to what the user typed for them."""
         same = ("planner", "ranks", "mode", "stages", "virtual", "offload", "heads", "recompute", "speeds", "hardware")
         options = {name: f"--{name}" for name in same} | {"context_tokens": "the longest sequence"}
+        options |= {"`stages`": "--stages", "`virtual`": "--virtual"}
         if self.config is None:
             options |= {"tokens": "--lengths"}
         if self.config is None or self.capacity is not None:

@@ -170,6 +170,7 @@ class Simulate:
             "capacity_tokens": "--capacity",
             "context_tokens": "--context" if self.context else "--context (by itself, the longest sequence)",
             "`tokenizer`": "`--tokenizer`",
+            "`virtual`": "--virtual",
             "`data`": "`--data`",
             "Name each as a source of its own: {path: a.jsonl}.": "Name them: --data FOLDER/*.jsonl.",
             "Use planner lengthwise, or mode free.": "Give --planners lengthwise, or --mode free.",

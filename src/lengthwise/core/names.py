@@ -16,11 +16,15 @@ def did_you_mean(name: object, known: Iterable[str]) -> str | None:
     return f"Did you mean `{close[0]}`?" if close else None
 
 
-def unknown_name(where: str, got: object, known: Iterable[str]) -> ConfigError:
-    """Make the error for a name that does not exist: it lists the known ones and points at the nearest."""
+def unknown_name(where: str, got: object, known: Iterable[str], *, others: str = "") -> ConfigError:
+    """Make the error for a name that does not exist: it lists the known ones and points at the nearest.
+
+    `others`: what can be given besides names, "or the path of a file" for example.
+    """
     names = list(known)
     remedy = did_you_mean(got, names) or "Choose one of these."
-    return ConfigError(where, expected=f"one of {', '.join(names)}", got=repr(got), remedy=remedy)
+    expected = f"one of {', '.join(names)}{', ' * bool(others)}{others}"
+    return ConfigError(where, expected=expected, got=repr(got), remedy=remedy)
 
 
 def counted(number: int, noun: str) -> str:

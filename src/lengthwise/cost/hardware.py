@@ -111,7 +111,7 @@ def named_hardware(name: str) -> Hardware:
     if is_path(name):
         return hardware_from_json(read_json_object(name), name)
     if name not in _DESCRIPTIONS:
-        raise unknown_name("hardware", name, HARDWARE_NAMES)
+        raise unknown_name("hardware", name, HARDWARE_NAMES, others="or the path of a JSON file (with / or .json)")
     return hardware_from_json(_DESCRIPTIONS[name], name)
 
 

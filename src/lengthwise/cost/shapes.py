@@ -13,6 +13,7 @@ from lengthwise.cost.package_data import is_path, read_json_object, read_package
 
 _SHAPES = read_package_json("lengthwise.cost", "models.json")["shapes"]
 SHAPE_NAMES = tuple(_SHAPES)
+_OWN_SHAPE = "or a model's folder or its config.json, by its path"
 
 
 def named_shape(name: str) -> ModelShape:
@@ -31,11 +32,11 @@ def named_shape(name: str) -> ModelShape:
     if path.is_dir():
         path = path / "config.json"
     elif not is_path(name):
-        raise unknown_name("model shape", name, SHAPE_NAMES)
+        raise unknown_name("model shape", name, SHAPE_NAMES, others=_OWN_SHAPE)
     elif not path.exists() and not name.endswith(".json"):
         raise ConfigError(
             "model shape",
-            expected=f"one of {', '.join(SHAPE_NAMES)}, a model's folder or its config.json",
+            expected=f"one of {', '.join(SHAPE_NAMES)}, {_OWN_SHAPE}",
             got=f"{name!r}, which is not there (names on the hub are not looked up)",
             remedy="Download the model's config.json and give its path.",
         )

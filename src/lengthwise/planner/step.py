@@ -282,10 +282,11 @@ def _refuse_stages(mode: str, stages: int | None, virtual: int | None, layers: i
     asked = {"stages": stages, "virtual": virtual}
     for name, value in asked.items():
         if value is not None and mode != "pipeline":
-            remedy = f"Use mode pipeline, or leave {name} out."
+            remedy = f"Use mode pipeline, or leave `{name}` out."
             problems.append(ConfigError(name, expected=f"nothing in mode {mode}", got=repr(value), remedy=remedy))
     if mode == "pipeline" and stages is None:
-        problems.append(ConfigError("stages", expected="a number in mode pipeline", got="none", remedy="Give stages."))
+        expected = "a number in mode pipeline"
+        problems.append(ConfigError("stages", expected=expected, got="none", remedy="Give `stages`."))
     raise_problems(problems)
     if mode != "pipeline":
         return

@@ -1,0 +1,183 @@
+"""What `lengthwise plan` is told of costs, modes, speeds and choices, and what it refuses together."""
+
+import pytest
+
+from cli.plan_calls import plan_without_torch, read_plan, refused
+from train.small_runs import call, make_rows, write_run
+
+
+def test_plan_with_given_costs_needs_no_model_and_is_scored_by_their_formula(tmp_path, lengths):
+    """Seventy tokens over two ranks of 40: (q s^2 + l s) / 2, what transfers cost beyond attention, and the launch."""
+    cost, out = tmp_path / "cost.json", tmp_path / "plan.json"
+    cost.write_text('{"quadratic_seconds": 1, "linear_seconds": 10, "fixed_seconds": 5, "ring_seconds": 100}')
+    plan_without_torch("--cost", cost, "--lengths", lengths, "--ranks", 2, "--capacity", 40, "--out", out)
+    plan = read_plan(out)
+    assert plan.layers == 1
+    ring = (70**2 + 10 * 70) / 2 + (100 * 70 - 70**2) / 2 + 5
+    assert plan.notes["predicted_seconds"] == pytest.approx(ring + 9**2 + 10 * 9 + 5)
+
+
+def test_plan_of_a_run_file_with_given_costs(tmp_path, capsys):
+    cost, out = tmp_path / "cost.json", tmp_path / "plan.json"
+    cost.write_text('{"linear_seconds": 1}')
+    for number, (model, layers) in enumerate((("tiny", 2), ("somebody/a-model", 1))):
+        run = write_run(tmp_path / str(number), make_rows([30, 12]), model=model)
+        assert call("plan", "--cost", cost, "--config", run, "--ranks", 2, "--out", out) == 0
+        assert "given/1 linear_seconds=1.0" in capsys.readouterr().out
+        assert read_plan(out).layers == layers
+
+
+def test_plan_with_given_costs_refuses_what_would_do_nothing(tmp_path, capfd, lengths):
+    cost = tmp_path / "cost.json"
+    cost.write_text('{"linear_seconds": 1}')
+    rest = ("--cost", cost, "--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json")
+    assert "--model-shape" in refused(capfd, *rest, "--model-shape", "llama-7b")
+    assert "--hardware" in refused(capfd, *rest, "--hardware", "h100")
+    assert "--ranks-per-node" in refused(capfd, *rest, "--ranks-per-node", 8)
+    cost.write_text('{"linear_seconds": -1, "speed": 1}')
+    err = refused(capfd, *rest)
+    assert "linear_seconds" in err
+    assert "speed" in err
+
+
+def test_plan_of_lengths_that_the_given_costs_do_not_price_prints_its_table(tmp_path, lengths, capsys):
+    cost = tmp_path / "cost.json"
+    cost.write_text('{"ring_seconds": 1}')
+    rest = ("--cost", cost, "--lengths", lengths, "--ranks", 2, "--out", tmp_path / "plan.json")
+    assert call("plan", *rest, "--capacity", 100) == 0
+    assert "0.0 %" in capsys.readouterr().out
+
+
+def test_plan_of_lengths_counts_two_kinds_of_links(tmp_path, capsys):
+    """A ring of 64K tokens over 8 ranks: quicker where they share a node."""
+    lengths, out = tmp_path / "lengths.json", tmp_path / "plan.json"
+    lengths.write_text("[65536]")
+    took = {}
+    for ranks_per_node in (1, 8):
+        rest = ("--ranks", 8, "--capacity", 8192, "--ranks-per-node", ranks_per_node, "--out", out)
+        assert call("plan", "--lengths", lengths, *rest) == 0
+        assert "all-terms/1 llama-7b h100" in capsys.readouterr().out
+        took[ranks_per_node] = read_plan(out).notes["predicted_seconds"]
+    assert took[8] < took[1]
+
+
+def test_plan_refuses_nodes_that_are_none(tmp_path, capfd, lengths):
+    rest = ("--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json")
+    err = refused(capfd, "--lengths", lengths, *rest, "--ranks-per-node", 0)
+    assert "--ranks-per-node: expected a whole number" in err
+    run = write_run(tmp_path, make_rows([3]), model="tiny")
+    assert "--hardware" in refused(capfd, "--config", run, *rest, "--ranks-per-node", 8)
+
+
+def test_plan_writes_waves(tmp_path, lengths):
+    out = tmp_path / "plan.json"
+    rest = ("--ranks", 2, "--capacity", 64, "--out", out)
+    assert call("plan", "--lengths", lengths, *rest, "--mode", "waves") == 0
+    assert read_plan(out).schedule == {"kind": "waves"}
+
+
+def test_plan_writes_pipelines_and_refuses_stages_without_them(tmp_path, capfd, lengths):
+    out = tmp_path / "plan.json"
+    rest = ("--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", out)
+    assert call("plan", *rest, "--mode", "pipeline", "--stages", 4, "--virtual", 2) == 0
+    plan = read_plan(out)
+    assert plan.schedule == {"kind": "pipeline", "stages": 4, "virtual": 2}
+    assert plan.requires == ("pipeline",)
+    assert plan.notes["cost"] == "all-terms/1 llama-7b h100 tp1 pp4"
+    capfd.readouterr()
+    assert "Use mode pipeline, or leave --stages out." in refused(capfd, *rest, "--stages", 4)
+    assert "Use mode pipeline, or leave --virtual out." in refused(capfd, *rest, "--virtual", 4)
+    assert "1 to the 32 layers" in refused(capfd, *rest, "--mode", "pipeline", "--stages", 33)
+    assert "1 to the 32 layers" in refused(capfd, *rest, "--mode", "pipeline", "--stages", 0)
+    assert "virtual" in refused(capfd, *rest, "--mode", "pipeline", "--stages", 4, "--virtual", 0)
+    assert "stages: expected a number in mode pipeline; got none. Give --stages." in refused(
+        capfd, *rest, "--mode", "pipeline"
+    )
+
+
+def test_plan_refuses_modes_that_there_are_not(tmp_path, capfd, lengths):
+    rest = ("--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json")
+    assert "waves" in refused(capfd, *rest, "--mode", "wave")
+    assert "static" in refused(capfd, *rest, "--mode", "waves", "--planner", "static")
+
+
+def test_plan_on_ranks_of_unequal_speed(tmp_path, capfd):
+    (tmp_path / "lengths.json").write_text("[60000, 9000, 700, 5000, 12000, 800, 400, 9000]")
+    rest = ("--lengths", tmp_path / "lengths.json", "--capacity", 65536, "--out", tmp_path / "plan.json")
+    assert call("plan", *rest, "--ranks", 4, "--speeds", "2x1.0,2x0.5") == 0
+    plan = read_plan(tmp_path / "plan.json")
+    assert plan.notes["speeds"] == [[2, 1.0], [2, 0.5]]
+    assert "step time" in capfd.readouterr().out
+    unequal = plan.notes["predicted_seconds"]
+    assert call("plan", *rest, "--ranks", 4) == 0
+    assert read_plan(tmp_path / "plan.json").notes["predicted_seconds"] < unequal
+    (tmp_path / "speeds.json").write_text("[1, 1, NaN, 0]")
+    err = refused(capfd, *rest, "--ranks", 4, "--speeds", tmp_path / "speeds.json")
+    assert "rank 2" in err
+    assert "rank 3" in err
+    assert "expected 4, one a rank; got 3" in refused(capfd, *rest, "--ranks", 4, "--speeds", "1,0.5,1")
+    assert "entry 2" in refused(capfd, *rest, "--ranks", 4, "--speeds", "1,quick,1,1")
+
+
+def test_plan_offloads_and_splits_heads_where_asked(tmp_path, capfd):
+    lengths, out = tmp_path / "lengths.json", tmp_path / "plan.json"
+    lengths.write_text("[106496, 3000]")
+    rest = ("--lengths", lengths, "--ranks", 9, "--capacity", 8192, "--out", out)
+    assert "needs 13 ranks" in refused(capfd, *rest)
+    assert call("plan", *rest, "--offload", "auto", "--heads", "auto") == 0
+    assert read_plan(out).microbatches[0].offload > 0
+
+
+def test_plan_refuses_offload_and_heads_beside_given_costs(tmp_path, capfd, lengths):
+    cost = tmp_path / "cost.json"
+    cost.write_text('{"linear_seconds": 1}')
+    rest = ("--cost", cost, "--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json")
+    err = refused(capfd, *rest, "--offload", "auto", "--heads", "auto")
+    assert "offload: expected off" in err
+    assert "heads: expected off" in err
+    assert "offload" in refused(capfd, *rest, "--offload", "always")
+
+
+def test_plan_chooses_recomputation_by_what_memory_leaves(tmp_path, capfd, lengths):
+    out = tmp_path / "plan.json"
+    rest = ("--lengths", lengths, "--ranks", 64, "--out", out)
+    assert call("plan", *rest, "--recompute", "auto") == 0
+    assert read_plan(out).capacity > 1000
+    assert "nothing beside --recompute auto" in refused(capfd, *rest, "--recompute", "auto", "--capacity", 64)
+    assert call("plan", *rest, "--recompute", "layer", "--capacity", 64) == 0
+    assert read_plan(out).microbatches[0].recompute == "layer"
+    assert "recompute" in refused(capfd, *rest, "--recompute", "layers", "--capacity", 64)
+    assert "--recompute auto" in refused(capfd, *rest)
+    run = write_run(tmp_path, make_rows([3]), model="tiny")
+    assert "--config" in refused(capfd, "--config", run, "--ranks", 2, "--out", out, "--recompute", "layer")
+
+
+def test_plan_reads_capacities_as_simulate_does(tmp_path, lengths, capfd):
+    rest = ("--lengths", lengths, "--ranks", 2, "--out", tmp_path / "plan.json")
+    assert call("plan", *rest, "--capacity", "1.5K") == 0
+    assert read_plan(tmp_path / "plan.json").capacity == 1536
+    capfd.readouterr()
+    assert "--capacity: expected a whole number of tokens, as 8192, 256K" in refused(
+        capfd, *rest, "--capacity", "8 kilo"
+    )
+
+
+def test_plan_recomputation_of_a_model_that_does_not_fit_names_what_plan_has(tmp_path, lengths, capfd):
+    rest = ("--lengths", lengths, "--ranks", 2, "--out", tmp_path / "plan.json")
+    err = refused(capfd, *rest, "--recompute", "auto", "--model-shape", "llama-70b")
+    assert "--capacity: expected room for 128 tokens" in err
+    assert "Give --capacity in place of --recompute auto." in err
+    assert "--tp" not in err
+    assert "--ranks: expected a whole number from 1 to 262144" in refused(capfd, *rest[:2], "--ranks", 10**9, *rest[4:])
+
+
+def test_plan_prints_times_of_given_costs_in_their_own_unit(tmp_path, lengths, capsys):
+    cost, out = tmp_path / "cost.json", tmp_path / "plan.json"
+    cost.write_text('{"quadratic_seconds": 1, "linear_seconds": 32768, "fixed_seconds": 2e7, "ring_seconds": 4e3}')
+    assert call("plan", "--cost", cost, "--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", out) == 0
+    said = capsys.readouterr().out
+    plan = read_plan(out)
+    assert f"{plan.notes['predicted_seconds']:.0f}" in said.split()
+    assert f"bound {plan.notes['bound_seconds']:.0f} (in the same unit)" in said
+    assert " min" not in said
+    assert " s\n" not in said
