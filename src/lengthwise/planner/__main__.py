@@ -15,6 +15,7 @@ import pickle
 import sys
 import threading
 import time
+import traceback
 from queue import SimpleQueue
 from typing import Any
 
@@ -29,9 +30,16 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what anyone prints must not mix with the answers
     requests: SimpleQueue[dict[str, Any]] = SimpleQueue()
     threading.Thread(target=_read, args=(requests,), daemon=True).start()
-    while True:
-        pickle.dump(_answer(requests.get()), answers)
-        answers.flush()
+    try:
+        while True:
+            pickle.dump(_answer(requests.get()), answers)
+            answers.flush()
+    except BrokenPipeError:  # whoever asked is gone
+        os._exit(0)
+    except Exception:  # noqa: BLE001 - a mistake of ours, told as Python would; its own end aborts on the reader's lock
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _read(requests: SimpleQueue[dict[str, Any]]) -> None:

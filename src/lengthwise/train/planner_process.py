@@ -27,6 +27,8 @@ class PlannerProcess:
     def __init__(self, options: Callable[[Sequence[int]], dict[str, Any]]) -> None:
         self._options = options
         self._asking = threading.Lock()
+        # It imports from where this process does: not from the working folder, which may hold a user's `queue.py`.
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         # Ctrl-C is for those who train: they finish their step, and that needs plans. What is blocked stays blocked in
         # the new process, from its first instruction on; the end of its input ends it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -35,7 +37,7 @@ class PlannerProcess:
                 [sys.executable, "-m", "lengthwise.planner"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
