@@ -25,8 +25,8 @@ def test_count_writes_three_digits(value, text):
     ("value", "text"),
     [
         (0.0032, "3.20 ms"), (1.25, "1.25 s"), (125, "2 min 05 s"), (0.0000125, "12.5 us"), (99.9, "99.9 s"),
-        (100, "1 min 40 s"), (119.9, "1 min 59 s"), (3600, "60 min 00 s"), (0.9999, "1.00 s"), (0, "0.00 us"),
-        (0.0009999, "1.00 ms"),
+        (100, "1 min 40 s"), (119.9, "2 min 00 s"), (138.85, "2 min 19 s"), (3600, "60 min 00 s"),
+        (0.9999, "1.00 s"), (0, "0.00 us"), (0.0009999, "1.00 ms"), (34_669, "9 h 38 min"), (7170, "2 h 00 min"),
     ],
 )  # fmt: skip
 def test_seconds_writes_the_unit_that_fits(value, text):

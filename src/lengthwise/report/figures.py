@@ -14,14 +14,18 @@ def count(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Write a duration with its unit: 3.20 ms, 1.25 s, 2 min 05 s."""
+    """Write a duration with its unit: 3.20 ms, 1.25 s, 2 min 05 s, 9 h 38 min."""
     if value < _ROUNDS_UP * 1e-3:
         return f"{_three_digits(value * 1e6)} us"
     if value < _ROUNDS_UP:
         return f"{_three_digits(value * 1e3)} ms"
     if value < 100:
         return f"{_three_digits(value)} s"
-    return f"{int(value // 60)} min {int(value % 60):02d} s"
+    if value < 100 * 60:
+        minutes, rest = divmod(round(value), 60)
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(round(value / 60), 60)
+    return f"{hours} h {minutes:02d} min"
 
 
 def unitless(value: float) -> str:
