@@ -30,6 +30,9 @@ _NEARLY_WHOLE = 0.8  # of its part of the time, from which a ring is not cut fur
 _SLACK = 1e-12  # rounding of the roots, always taken in favour of the smaller degree
 _LOST = 1e-15  # of a sum, by which its parts may be off
 
+Growth = Callable[[float], NDArray[np.int64]]
+"""Seconds that no sequence should take longer than -> degrees."""
+
 
 def least_degrees(
     cost: Cost, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64], seconds: float
@@ -220,7 +223,7 @@ def degree_growth(
     most: NDArray[np.int64],
     *,
     only: NDArray[np.int64] | None = None,
-) -> Callable[[float], NDArray[np.int64]]:
+) -> Growth:
     """Return `grown_degrees` of these sequences as a function of `seconds`, for who asks again and again."""
     search = degree_search(cost, lengths, least, most, only=only)
     known: list[NDArray[np.int64]] = []
@@ -228,7 +231,9 @@ def degree_growth(
     def grown(seconds: float) -> NDArray[np.int64]:
         degrees = search(seconds)
         slow = degrees > most
-        if np.any(slow):
+        if np.any(slow) and isinstance(cost, CostModel):  # a few by closed form are quicker than all, kept
+            degrees[slow] = quickest_degrees(cost, lengths[slow], least[slow], most[slow], only=only)
+        elif np.any(slow):
             if not known:
                 known.append(quickest_degrees(cost, lengths, least, most, only=only))
             degrees[slow] = known[0][slow]

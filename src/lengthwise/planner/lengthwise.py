@@ -35,6 +35,8 @@ from numpy.typing import NDArray
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.planner.degrees import (
     GROWTH_FLOOR_TOKENS,
+    Growth,
+    degree_growth,
     filling_degrees,
     grown_degrees,
     most_degrees,
@@ -107,7 +109,7 @@ def plan_lengthwise(request: PlanRequest) -> list[Microbatch]:
     search = Search(request)
     for floor_tokens in _floors_tokens(request):
         search.try_floor(floor_tokens)
-        if search.best_seconds <= request.bound_seconds * _FAR:
+        if search.over or search.best_seconds <= request.bound_seconds * _FAR:
             break
     assert search.best is not None, "no level was tried"
     microbatches, seconds = write_schedule(search.best, request), search.best_seconds
@@ -163,24 +165,27 @@ class Search:
         least, only = self.request.least_degrees, self.request.useful_degrees
         most = most_degrees(lengths, least, ranks, floor_tokens)
         most = most if only is None else rounded_down(most, least, only)
-        self._try_level(1.0, least, most)
+        grown = degree_growth(self.request.cost, lengths, least, most, only=only)
+        self._try_level(1.0, grown, most)
         low = 1.0
         for _ in range(_HALVINGS):
             high = self.best_seconds / self.bound if self.bound else 1.0
             if self.over or high <= _NEAR:
                 break
             level = (low + high) / 2
-            self._try_level(level, least, most)
+            self._try_level(level, grown, most)
             if self.best_seconds >= high * self.bound:
                 low = level
         for level in FRACTIONS:
-            self._try_level(level, least, most)
+            self._try_level(level, grown, most)
 
-    def _try_level(self, level: float, least: NDArray[np.int64], most: NDArray[np.int64]) -> None:
+    def _try_level(self, level: float, grown: Growth, most: NDArray[np.int64]) -> None:
         """Try the candidates of one level: at once what promises much, the others afterwards."""
+        if self.over:
+            return
         waiting: list[Placed] = []
         same_as_before: list[Ring] | None = None
-        for candidate in _candidates(self.request, level * self.bound, least, most):
+        for candidate in _candidates(self.request, level * self.bound, grown, most):
             if self.over:
                 return
             if candidate.key in self._tried:
@@ -223,11 +228,10 @@ class Search:
 
 
 def _candidates(
-    request: PlanRequest, limit_seconds: float, least: NDArray[np.int64], most: NDArray[np.int64]
+    request: PlanRequest, limit_seconds: float, grown_within: Growth, most: NDArray[np.int64]
 ) -> Iterator[Candidate]:
     """Yield what to try where no sequence should take longer than `limit_seconds`."""
-    only = request.useful_degrees
-    grown = grown_degrees(request.cost, request.lengths, least, most, limit_seconds, only=only)
+    only, grown = request.useful_degrees, grown_within(limit_seconds)
     if grown.max() == 1:
         yield Candidate(degrees=grown, most=grown, way="widest")
         return
