@@ -1,4 +1,4 @@
-"""What planning a step ahead takes from the thread that trains: nothing in a process, much of its own time in a thread.
+"""What planning a step ahead takes from the thread that trains: in a thread all of its own time, in a process little.
 
     python benchmarks/plan_ahead.py [--repeats 7]
 
