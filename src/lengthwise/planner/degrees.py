@@ -209,11 +209,7 @@ def grown_degrees(
 
     A sequence that cannot be that quick gets its quickest degree. `only`: the degrees to choose from (default: all).
     """
-    degrees = degree_search(cost, lengths, least, most, only=only)(seconds)
-    slow = degrees > most
-    if np.any(slow):
-        degrees[slow] = quickest_degrees(cost, lengths[slow], least[slow], most[slow], only=only)
-    return degrees
+    return degree_growth(cost, lengths, least, most, only=only)(seconds)
 
 
 def degree_growth(
@@ -226,18 +222,15 @@ def degree_growth(
 ) -> Growth:
     """Return `grown_degrees` of these sequences as a function of `seconds`, for who asks again and again."""
     search = degree_search(cost, lengths, least, most, only=only)
-    known: list[NDArray[np.int64]] = []
+    quickest = np.zeros(len(lengths), dtype=np.int64)  # 0: not asked for yet
 
     def grown(seconds: float) -> NDArray[np.int64]:
         degrees = search(seconds)
         slow = degrees > most
-        if np.any(slow) and isinstance(cost, CostModel):  # a few by closed form are quicker than all, kept
-            degrees[slow] = quickest_degrees(cost, lengths[slow], least[slow], most[slow], only=only)
-        elif np.any(slow):
-            if not known:
-                known.append(quickest_degrees(cost, lengths, least, most, only=only))
-            degrees[slow] = known[0][slow]
-        return degrees
+        new = slow & (quickest == 0)
+        if np.any(new):
+            quickest[new] = quickest_degrees(cost, lengths[new], least[new], most[new], only=only)
+        return np.where(slow, quickest, degrees)
 
     return grown
 
