@@ -17,19 +17,21 @@ from lengthwise.planner.request import PlanRequest
 from lengthwise.planner.rivals import best_of_rivals, is_worth_rivals
 from lengthwise.planner.score import score
 
+COSTS = st.builds(
+    CostModel,
+    quadratic_seconds=st.sampled_from([0.0, 1.0]),
+    linear_seconds=st.sampled_from([100.0, 4096.0]),
+    fixed_seconds=st.sampled_from([0.0, 2e4, 1e6]),
+    ring_seconds=st.sampled_from([0.0, 4e3, 2e5]),
+)
+
 
 @settings(max_examples=40, deadline=None)
 @given(
     ranks=st.sampled_from([1, 2, 3, 5, 7, 12, 24]),
     capacity=st.sampled_from([1, 7, 64, 1000]),
     shares=st.lists(st.floats(0, 1), min_size=1, max_size=40),
-    cost=st.builds(
-        CostModel,
-        quadratic_seconds=st.sampled_from([0.0, 1.0]),
-        linear_seconds=st.sampled_from([100.0, 4096.0]),
-        fixed_seconds=st.sampled_from([0.0, 2e4, 1e6]),
-        ring_seconds=st.sampled_from([0.0, 4e3, 2e5]),
-    ),
+    cost=COSTS,
 )
 @example(
     ranks=24,
@@ -51,14 +53,7 @@ def test_no_planner_ends_sooner(ranks: int, capacity: int, shares: list[float], 
     shares=st.lists(st.floats(0, 1), min_size=1, max_size=40),
     stages=st.sampled_from([2, 3, 5]),
     virtual=st.sampled_from([1, 2, 3]),
-    cost=st.builds(
-        CostModel,
-        quadratic_seconds=st.sampled_from([0.0, 1.0]),
-        linear_seconds=st.sampled_from([100.0, 4096.0]),
-        fixed_seconds=st.sampled_from([0.0, 2e4, 1e6]),
-        ring_seconds=st.sampled_from([0.0, 4e3, 2e5]),
-    )
-    | st.none(),
+    cost=COSTS | st.none(),
     mode=st.sampled_from(["free", "pipeline"]),
 )
 @example(
