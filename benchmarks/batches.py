@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from lengthwise.core.shape import Cluster
-from lengthwise.planner import RECIPES, draw_lengths
+from lengthwise.data.recipes import RECIPES, draw_lengths
 
 STDLIB = "stdlib"
 _TEST_FOLDERS = {"test", "tests", "idle_test", "lib2to3", "site-packages", "__pycache__"}

@@ -30,7 +30,8 @@ from bytescale_report import PLANNERS, Key, Row, report
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.sizes import parse_tokens
 from lengthwise.cost import AllTermsCost, Hardware, all_terms_cost, named_hardware, named_shape, step_flops
-from lengthwise.planner import draw_lengths, plan_step
+from lengthwise.data.recipes import draw_lengths
+from lengthwise.planner import plan_step
 from lengthwise.simulator import loading_seconds, simulate_plan
 
 MESHES = {  # model: ranks, tensor parallel devices, pipeline stages; GPUs as published, the split of them ours

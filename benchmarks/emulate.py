@@ -39,7 +39,7 @@ from lengthwise.cli.machine import machine_lines
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import AllTermsCost, Pass, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import draw_lengths
+from lengthwise.data.recipes import draw_lengths
 from lengthwise.program import MicrobatchProgram, Transfer, lower_plan
 from lengthwise.simulator import simulate_plan
 from lengthwise.testing import run_ranks

@@ -33,14 +33,14 @@ from lengthwise.cli.environment import prepare_environment
 from lengthwise.cli.machine import machine_lines
 from lengthwise.comm import World, count_gpus, join
 from lengthwise.config import build_config
+from lengthwise.engine.batch import StepBatch
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.step import run_plan
 from lengthwise.models import ModelSource, build_model, largest_head_dim, plain_attention
 from lengthwise.models.load import tiny_config
 from lengthwise.report.figures import count
-from lengthwise.train.batch import StepBatch
-from lengthwise.train.flat import FlatParameters
 from lengthwise.train.job import Job, prepare_job
 from lengthwise.train.launch import launch
-from lengthwise.train.work import run_plan
 
 CAPACITY, BATCH_TOKENS = 32_768, 131_072
 MARK = "<!-- what follows is written by benchmarks/gpu_step.py -->\n"

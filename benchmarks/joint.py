@@ -25,7 +25,8 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.sizes import parse_tokens
 from lengthwise.cost import AllTermsCost, all_terms_cost, named_hardware, named_shape, recompute_capacities
-from lengthwise.planner import PLANNERS, check_plan, plan_recomputed, plan_step
+from lengthwise.planner import PLANNERS, plan_recomputed, plan_step
+from lengthwise.program import check_plan
 
 BATCH_TOKENS = 32 * 2**20
 CHOICES = {

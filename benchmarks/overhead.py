@@ -25,12 +25,12 @@ from lengthwise.cli.machine import machine_lines
 from lengthwise.comm import SoloTransport
 from lengthwise.config import build_config
 from lengthwise.core.plan import Plan
+from lengthwise.engine.batch import StepBatch
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.step import run_plan
 from lengthwise.models import ModelSource, build_model, plain_attention
 from lengthwise.models.load import tiny_config
-from lengthwise.train.batch import StepBatch
-from lengthwise.train.flat import FlatParameters
 from lengthwise.train.job import Job, prepare_job
-from lengthwise.train.work import run_plan
 
 CAPACITY = 8192
 

@@ -23,7 +23,8 @@ from pages import Findings
 from planners import TERMS
 
 from lengthwise.core.shape import Cluster
-from lengthwise.planner import check_plan, plan_step, score
+from lengthwise.planner import plan_step, score
+from lengthwise.program import check_plan
 
 SOURCES = ("github", "prolong", "wikipedia")
 TOKENS = 262_144  # a rank and step

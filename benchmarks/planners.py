@@ -29,8 +29,9 @@ from pages import Findings
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, CostModel, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import PLANNERS, bound_seconds, check_plan, plan_step, score
-from lengthwise.planner.request import PlanRequest
+from lengthwise.planner import PLANNERS, bound_seconds, plan_step, score
+from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.program import check_plan
 
 OURS = "lengthwise"
 COMPUTE = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
@@ -250,8 +251,8 @@ def waves_table(seeds: int) -> Iterator[str]:
 
 def tiny_table(cases: int) -> Iterator[str]:
     """Yield gaps to the oracle, of every planner and of FlexSP, over tiny steps with all four terms."""
-    from lengthwise.planner.baselines.flexsp import plan_flexsp
-    from lengthwise.planner.baselines.oracle import plan_oracle
+    from exact.flexsp import plan_flexsp
+    from exact.oracle import plan_oracle
 
     gaps: dict[str, list[float]] = {name: [] for name in (*PLANNERS, "flexsp")}
     proven = 0

@@ -16,12 +16,12 @@ import torch
 from lengthwise.attention import PlannedAttention, choose_kernel
 from lengthwise.comm import SoloTransport
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
+from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import ModelSource, build_model, model_loss, recompute_layers
 from lengthwise.models.load import tiny_config
 from lengthwise.program import lower_plan
 from lengthwise.report.figures import count
 from lengthwise.testing import LiveBytes, make_batch, make_plan
-from lengthwise.train.flat import FlatParameters
 
 
 def measure(kind: str, *, layers: int, hidden: int, tokens: int) -> tuple[int, int]:

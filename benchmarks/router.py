@@ -21,10 +21,10 @@ from lengthwise.attention import choose_kernel
 from lengthwise.cli.machine import machine_lines
 from lengthwise.comm import SoloTransport
 from lengthwise.core.plan import Piece
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.step import run_plan
 from lengthwise.models import ModelSource, build_model
 from lengthwise.testing import make_batch, make_plan
-from lengthwise.train.flat import FlatParameters
-from lengthwise.train.work import run_plan
 
 SEQUENCES, TOKENS, VOCAB = 16, 256, 512
 LAYERS = 4

@@ -40,12 +40,12 @@ from lengthwise.cli.machine import machine_lines
 from lengthwise.config.schema import OptimizerConfig
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.cost import AllTermsCost, CostModel, Link, all_terms_cost, named_hardware, named_shape
+from lengthwise.engine.optimizer import ShardedAdamW
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.step import run_plan
 from lengthwise.models import build_model, find_model
 from lengthwise.simulator import simulate_plan
 from lengthwise.testing import make_batch, run_ranks
-from lengthwise.train.flat import FlatParameters
-from lengthwise.train.optimizer import ShardedAdamW
-from lengthwise.train.work import run_plan
 
 SHAPE, REPEATS = named_shape("tiny"), 4
 LOCAL = ((128,), (512,), (1024,), (2048,), (4096,), (256,) * 8, (700,) * 5, (3000, 500, 500))

@@ -24,7 +24,8 @@ from planners import TERMS
 
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import check_plan, plan_step, score
+from lengthwise.planner import plan_step, score
+from lengthwise.program import check_plan
 
 TOKENS_A_RANK, CAPACITY_TOKENS, RANKS_A_NODE = 131_072, 8192, 8
 SOURCES = ("github", "prolong", "wikipedia")

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from lengthwise.core.plan import Plan
-from lengthwise.planner import check_plan
+from lengthwise.program import check_plan
 from train.small_runs import call
 
 WITHOUT = """

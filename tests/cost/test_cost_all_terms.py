@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from lengthwise.core.errors import ConfigError, LengthwiseError
+from lengthwise.core.package_data import read_package_json
 from lengthwise.cost import (
     HARDWARE_NAMES,
     SHAPE_NAMES,
@@ -20,7 +21,6 @@ from lengthwise.cost import (
     named_shape,
     state_bytes,
 )
-from lengthwise.cost.package_data import read_package_json
 
 LLAMA_7B, H100 = named_shape("llama-7b"), named_hardware("h100")
 PUBLISHED_MS = {4: (0.8, 0.9), 8: (1.8, 1.8), 16: (4.8, 3.6), 32: (14.1, 7.5), 64: (48.2, 15.1), 128: (175.5, 28.2)}

@@ -13,6 +13,8 @@ from lengthwise.attention import PlannedAttention, choose_kernel
 from lengthwise.comm import SoloTransport, StrictWorld
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.step import run_plan
 from lengthwise.models import FAMILIES, check_recompute, model_loss, recompute_layers
 from lengthwise.program import check_order, lower_plan
 from lengthwise.testing import (
@@ -28,8 +30,6 @@ from lengthwise.testing import (
     run_ranks,
     tiny_family_config,
 )
-from lengthwise.train.flat import FlatParameters
-from lengthwise.train.work import run_plan
 from models.test_models_parity import CONFIGS, LENGTHS, built, check_parity, planned, run_plain, run_planned, run_rank
 
 AGAIN = ("layer", "all_but_attention")

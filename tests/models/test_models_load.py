@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ConfigError, OutputError
+from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import DTYPES, ModelSource, build_model, find_model, keep_double, save_model
-from lengthwise.train.flat import FlatParameters
 
 SIZES = {
     "vocab_size": 32,

@@ -14,6 +14,8 @@ from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport, StrictWorld
 from lengthwise.config import LoraConfig
 from lengthwise.core.errors import ConfigError, Problems
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.step import run_plan
 from lengthwise.models import (
     DTYPES,
     build_adapted,
@@ -28,8 +30,6 @@ from lengthwise.models import (
     token_loss,
 )
 from lengthwise.testing import make_batch, run_ranks
-from lengthwise.train.flat import FlatParameters
-from lengthwise.train.work import run_plan
 from models.test_models_checkpointing import recomputing
 from models.test_models_parity import LENGTHS, built, check_parity, planned
 

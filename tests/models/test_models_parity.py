@@ -30,13 +30,13 @@ from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import analytic_cost, named_hardware, shape_from_config
+from lengthwise.engine.optimizer import ShardedAdamW
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, ModelSource, build_model, check_model_config, keep_double, plain_attention
 from lengthwise.planner import plan_step
 from lengthwise.program import Segment, check_order, lower_plan
 from lengthwise.testing import RecordingTransport, make_batch, make_plan, random_plan, run_ranks
-from lengthwise.train.flat import FlatParameters
-from lengthwise.train.optimizer import ShardedAdamW
-from lengthwise.train.work import run_plan
 
 LENGTHS = (1, 57, 2, 3, 40, 1, 5, 7, 31, 11, 13, 8)
 SIZES = {

@@ -12,7 +12,8 @@ from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
-from lengthwise.planner import PLANNERS, bound_seconds, check_plan, plan_step, score
+from lengthwise.planner import PLANNERS, bound_seconds, plan_step, score
+from lengthwise.program import check_plan
 from lengthwise.testing.plans import draw_lengths, random_plan
 
 FOUR = st.tuples(

@@ -11,8 +11,9 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import PLANNERS, check_plan, plan_step, ring_order, score
-from lengthwise.planner.degrees import degree_search, least_degrees
+from lengthwise.planner import PLANNERS, plan_step, score
+from lengthwise.planner.problem.degrees import degree_search, least_degrees
+from lengthwise.program import check_plan, ring_order
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 COST = all_terms_cost(SHAPE, HARDWARE)

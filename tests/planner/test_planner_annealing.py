@@ -8,10 +8,10 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
-from lengthwise.planner import bound_seconds, check_plan, plan_step, score
-from lengthwise.planner.placing.annealing import MOST_WORK, Annealing, anneal
-from lengthwise.planner.request import PlanRequest
-from lengthwise.program import check_order
+from lengthwise.planner import bound_seconds, plan_step, score
+from lengthwise.planner.placement.annealing import MOST_WORK, Annealing, anneal
+from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.program import check_order, check_plan
 
 ALL_FOUR = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
 

@@ -12,8 +12,9 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
-from lengthwise.planner import bound_seconds, check_plan, score
-from lengthwise.planner.bounds import has_lone_rings, shares_launches_only
+from lengthwise.planner import bound_seconds, score
+from lengthwise.planner.problem.bounds import has_lone_rings, shares_launches_only
+from lengthwise.program import check_plan
 from planner.partitions import partitions
 
 Held = tuple[tuple[int, ...], tuple[int, ...]]  # ranks, lengths

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel, analytic_cost, named_hardware, named_shape
-from lengthwise.planner import draw_lengths, plan_step
+from lengthwise.data.recipes import draw_lengths
+from lengthwise.planner import plan_step
 from lengthwise.planner.baselines import bytescale
 from lengthwise.planner.baselines.bytescale import equal_buckets
 

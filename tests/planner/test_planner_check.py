@@ -7,7 +7,7 @@ import pytest
 
 from lengthwise.core.errors import PlanError, Problems
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.planner import check_plan
+from lengthwise.program import check_plan
 
 
 def _plan(**changes: Any) -> Plan:

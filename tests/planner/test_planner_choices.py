@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import JointCost, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import check_plan, ring_order
-from lengthwise.planner.degrees import (
+from lengthwise.planner.offload import write_offload
+from lengthwise.planner.problem.degrees import (
     cheapest_degrees,
     fewest_degrees,
     grown_degrees,
@@ -20,7 +20,7 @@ from lengthwise.planner.degrees import (
     rounded_down,
     useful_degrees,
 )
-from lengthwise.planner.offload import write_offload
+from lengthwise.program import check_plan, ring_order
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 SLOW = all_terms_cost(SHAPE, replace(HARDWARE, link_bytes_per_second=3e9))

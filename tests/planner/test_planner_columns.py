@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, CostModel, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import check_plan, draw_lengths, score
-from lengthwise.planner.lengthwise import plan_lengthwise
-from lengthwise.planner.modes.columns import ColumnSearch, plan_columns
-from lengthwise.planner.modes.pipeline import pipeline_schedule
-from lengthwise.planner.request import PlanRequest
+from lengthwise.data.recipes import draw_lengths
+from lengthwise.planner import score
+from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.planner.schedules.columns import ColumnSearch, plan_columns
+from lengthwise.planner.schedules.pipeline import pipeline_schedule
+from lengthwise.planner.search import plan_lengthwise
+from lengthwise.program import check_plan
 
 TERMS = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
 

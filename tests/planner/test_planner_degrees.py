@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
 from lengthwise.planner import plan_step
-from lengthwise.planner.degrees import (
+from lengthwise.planner.problem.degrees import (
     filling_degrees,
     grown_degrees,
     least_degrees,

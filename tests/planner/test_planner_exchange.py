@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import check_plan, plan_step, ring_order, score, split_heads
+from lengthwise.planner import plan_step, score, split_heads
+from lengthwise.program import check_plan, ring_order
 
 COST = all_terms_cost(replace(named_shape("llama-7b"), kv_heads=32), named_hardware("h100"))
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
+from exact.flexsp import equal_runs, plan_flexsp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,10 +13,10 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
-from lengthwise.planner import check_plan, score
-from lengthwise.planner.baselines.flexsp import equal_runs, plan_flexsp
+from lengthwise.planner import score
 from lengthwise.planner.baselines.single_degree import room_tokens
-from lengthwise.planner.request import PlanRequest
+from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.program import check_plan
 
 COSTS = st.builds(
     CostModel,

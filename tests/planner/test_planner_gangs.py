@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.planner.placing.gangs import place_rings
-from lengthwise.planner.placing.ground import Extras
+from lengthwise.planner.placement.line import place_rings
+from lengthwise.planner.problem.topology import Extras
 
 
 def test_place_rings_side_by_side_from_the_lowest_rank() -> None:

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import draw_lengths, plan_step, ring_order
-from lengthwise.planner.placing.ground import Ground
+from lengthwise.data.recipes import draw_lengths
+from lengthwise.planner import plan_step
+from lengthwise.planner.problem.topology import Ground
+from lengthwise.program import ring_order
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 FULL_HEADS = all_terms_cost(replace(SHAPE, kv_heads=32), HARDWARE)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.cut import local_tokens
-from lengthwise.planner.holding import held_tokens
+from lengthwise.core.held import held_tokens
 
 
 @given(

@@ -14,7 +14,8 @@ from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import AllTermsCost, CostModel, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import PLANNERS, check_plan, plan_step, score
+from lengthwise.planner import PLANNERS, plan_step, score
+from lengthwise.program import check_plan
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 COST = all_terms_cost(SHAPE, HARDWARE)

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
-from lengthwise.planner import check_plan, ring_order, score
-from lengthwise.planner.placing.last_local import end_with_packs
-from lengthwise.planner.request import PlanRequest
+from lengthwise.planner import score
+from lengthwise.planner.placement.last_local import end_with_packs
+from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.program import check_plan, ring_order
 
 COST = CostModel(quadratic_seconds=0.1, linear_seconds=1.0, fixed_seconds=3.0)
 

@@ -5,16 +5,17 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import pytest
+from exact.oracle import Best, plan_oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import ConfigError, PlanError
+from lengthwise.core.held import held_tokens
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
-from lengthwise.planner import PLANNERS, bound_seconds, check_plan, plan_step, score
-from lengthwise.planner.baselines.oracle import Best, plan_oracle
-from lengthwise.planner.holding import held_tokens
+from lengthwise.planner import PLANNERS, bound_seconds, plan_step, score
+from lengthwise.program import check_plan
 from planner.partitions import partitions
 
 COSTS = st.builds(

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.planner.placing.gangs import Gaps
-from lengthwise.planner.placing.packs import (
+from lengthwise.planner.placement.line import Gaps
+from lengthwise.planner.placement.packs import (
     NO_ROOMS,
     LocalPack,
     Rooms,

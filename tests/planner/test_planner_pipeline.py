@@ -12,11 +12,12 @@ from lengthwise.core.errors import ConfigError, Problems
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, CostModel, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import check_plan, draw_lengths, plan_step, ring_order, score
-from lengthwise.planner.bounds import least_makespan
-from lengthwise.planner.modes.stage_order import check_stage_actions, device_actions, stage_order
-from lengthwise.planner.request import PlanRequest
-from lengthwise.program import check_order
+from lengthwise.data.recipes import draw_lengths
+from lengthwise.planner import plan_step, score
+from lengthwise.planner.problem.bounds import least_makespan
+from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.program import check_order, check_plan, ring_order
+from lengthwise.program.stage_order import check_stage_actions, device_actions, stage_order
 
 COMPUTE = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
 TERMS = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)

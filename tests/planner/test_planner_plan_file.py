@@ -11,7 +11,8 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
-from lengthwise.planner import PLANNERS, check_plan, plan_step
+from lengthwise.planner import PLANNERS, plan_step
+from lengthwise.program import check_plan
 
 EXAMPLE = """
 {"schema": "lengthwise.plan/1", "requires": [], "ranks": 8, "layers": 32, "capacity": 8192,

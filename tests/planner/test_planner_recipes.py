@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lengthwise.core.errors import ConfigError, DataError, Problems
-from lengthwise.planner import RECIPES, draw_lengths, lengths_from_file
+from lengthwise.data.recipes import RECIPES, draw_lengths, lengths_from_file
 
 MILLIONS = 2**20
 

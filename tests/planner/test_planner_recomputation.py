@@ -15,7 +15,8 @@ from lengthwise.cost import (
     recompute_cost,
     state_bytes,
 )
-from lengthwise.planner import PLANNERS, check_plan, plan_recomputed, plan_step, score
+from lengthwise.planner import PLANNERS, plan_recomputed, plan_step, score
+from lengthwise.program import check_plan
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 COST = all_terms_cost(SHAPE, HARDWARE)

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.planner import ring_order
-from lengthwise.planner.rings import interval_microbatch
+from lengthwise.program import ring_order
+from lengthwise.program.ring_order import interval_microbatch
 
 
 def test_ring_order_visits_evens_up_and_odds_down() -> None:

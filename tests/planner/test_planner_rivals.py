@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import PLANNERS, check_plan, draw_lengths, plan_step
-from lengthwise.planner.lengthwise import Search, write_schedule
-from lengthwise.planner.request import PlanRequest
-from lengthwise.planner.rivals import best_of_rivals, is_worth_rivals
-from lengthwise.planner.score import score
+from lengthwise.data.recipes import draw_lengths
+from lengthwise.planner import PLANNERS, plan_step
+from lengthwise.planner.portfolio import best_of_rivals, is_worth_rivals
+from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.planner.problem.score import score
+from lengthwise.planner.search import Search, write_schedule
+from lengthwise.program import check_plan
 
 COSTS = st.builds(
     CostModel,

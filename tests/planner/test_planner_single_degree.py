@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lengthwise.core.held import held_tokens
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel, analytic_cost, named_hardware, named_shape
-from lengthwise.planner import draw_lengths, plan_step
+from lengthwise.data.recipes import draw_lengths
+from lengthwise.planner import plan_step
 from lengthwise.planner.baselines.single_degree import (
     first_fit_packs,
     least_seconds,
@@ -15,8 +17,7 @@ from lengthwise.planner.baselines.single_degree import (
     room_tokens,
     schedule_at,
 )
-from lengthwise.planner.holding import held_tokens
-from lengthwise.planner.request import PlanRequest
+from lengthwise.planner.problem.request import PlanRequest
 
 LINEAR = CostModel(linear_seconds=1.0)
 RING = CostModel(linear_seconds=1.0, ring_seconds=2.0)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lengthwise.planner.modes.slots import Bundle, Grid, bundle_rings
+from lengthwise.planner.schedules.slots import Bundle, Grid, bundle_rings
 
 
 @settings(max_examples=100, deadline=None)

@@ -14,19 +14,11 @@ from lengthwise.core.errors import ConfigError, PlanError, Problems
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, CostModel, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import (
-    PLANNERS,
-    bound_seconds,
-    check_plan,
-    draw_lengths,
-    parse_speeds,
-    plan_step,
-    ring_order,
-    score,
-)
-from lengthwise.planner.placing.ground import levelled
-from lengthwise.planner.speeds import noted_speeds, read_speeds, speed_runs
-from lengthwise.program import check_order
+from lengthwise.data.recipes import draw_lengths
+from lengthwise.planner import PLANNERS, bound_seconds, parse_speeds, plan_step, score
+from lengthwise.planner.problem.speeds import noted_speeds, read_speeds, speed_runs
+from lengthwise.planner.problem.topology import levelled
+from lengthwise.program import check_order, check_plan, ring_order
 from lengthwise.simulator import simulate_plan
 
 CAPACITY = 29

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lengthwise.core.plan import Microbatch, Piece
-from lengthwise.planner.modes.stage_clocks import stage_clocks
-from lengthwise.planner.modes.stage_order import device_actions, stage_order
+from lengthwise.program.stage_clocks import stage_clocks
+from lengthwise.program.stage_order import device_actions, stage_order
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, 8])

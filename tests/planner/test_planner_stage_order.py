@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece
-from lengthwise.planner.modes.stage_order import check_stage_actions, device_actions, stage_order
+from lengthwise.program.stage_order import check_stage_actions, device_actions, stage_order
 
 RANKS = 5
 STAGES = st.sampled_from([1, 2, 3, 5, 8])

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
-from lengthwise.planner import check_plan, plan_step, score
+from lengthwise.planner import plan_step, score
 from lengthwise.planner.baselines.static import context_parallel_degrees
+from lengthwise.program import check_plan
 
 COST = CostModel(quadratic_seconds=1.0, linear_seconds=1000.0, fixed_seconds=77.0, ring_seconds=500.0)
 

@@ -14,8 +14,10 @@ from lengthwise.core.errors import ConfigError, PlanError, Problems
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel, analytic_cost, named_hardware, named_shape
-from lengthwise.planner import PLANNERS, bound_seconds, check_plan, draw_lengths, plan_step, ring_order, score
-from lengthwise.planner.bounds import has_lone_rings
+from lengthwise.data.recipes import draw_lengths
+from lengthwise.planner import PLANNERS, bound_seconds, plan_step, score
+from lengthwise.planner.problem.bounds import has_lone_rings
+from lengthwise.program import check_plan, ring_order
 
 COMPUTE = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
 ALL_TERMS = CostModel(
@@ -140,7 +142,7 @@ def test_plan_step_takes_numpy_lengths() -> None:
 def test_plan_step_is_the_same_in_another_process() -> None:
     script = (
         "from lengthwise.core.shape import Cluster; from lengthwise.cost import CostModel;"
-        "from lengthwise.planner import draw_lengths, plan_step;"
+        "from lengthwise.data.recipes import draw_lengths; from lengthwise.planner import plan_step;"
         "cost = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3);"
         "cluster = Cluster(ranks=13, capacity_tokens=8192);"
         "from lengthwise.planner import PLANNERS;"

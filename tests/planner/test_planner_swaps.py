@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lengthwise.planner.placing.swaps import Bin, level_by_swaps
+from lengthwise.planner.placement.swaps import Bin, level_by_swaps
 
 
 def test_a_pair_levels_exactly_by_an_exchange() -> None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import AllTermsCost, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import plan_step, ring_order, score
+from lengthwise.planner import plan_step, score
+from lengthwise.program import ring_order
 from lengthwise.simulator import simulate_plan
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.cost import Cost, CostModel, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner.placing.ground import Ground
-from lengthwise.planner.placing.valleys import Moldable, fill_valleys
+from lengthwise.planner.placement.skyline import Moldable, fill_valleys
+from lengthwise.planner.problem.topology import Ground
 
 LINEAR = CostModel(linear_seconds=1.0)
 

@@ -10,8 +10,9 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import bound_seconds, check_plan, draw_lengths, plan_step, ring_order, score
-from lengthwise.program import check_order
+from lengthwise.data.recipes import draw_lengths
+from lengthwise.planner import bound_seconds, plan_step, score
+from lengthwise.program import check_order, check_plan, ring_order
 
 COMPUTE = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0)
 ALL_FOUR = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)

@@ -10,8 +10,8 @@ from judge import Coefficients, judge
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, CostModel, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import PLANNERS, bound_seconds, check_plan, plan_step, score
-from lengthwise.program import check_order
+from lengthwise.planner import PLANNERS, bound_seconds, plan_step, score
+from lengthwise.program import check_order, check_plan
 
 CAPACITY = 29
 RANKS = (1, 2, 3, 5, 6, 7, 12, 97)

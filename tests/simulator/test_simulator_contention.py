@@ -11,7 +11,8 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import PLANNERS, plan_step, ring_order
+from lengthwise.planner import PLANNERS, plan_step
+from lengthwise.program import ring_order
 from lengthwise.simulator import microbatch_clocks, node_bytes, piece_stages, simulate_plan
 from lengthwise.simulator.contention import Uplinks
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import ring_order
+from lengthwise.program import ring_order
 from lengthwise.simulator import microbatch_clocks
 from lengthwise.simulator.rings import ring_clocks
 

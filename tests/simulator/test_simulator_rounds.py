@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.cost import AllTermsCost, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import ring_order
-from lengthwise.program import lower_microbatch
+from lengthwise.program import lower_microbatch, ring_order
 from lengthwise.simulator import microbatch_clocks, piece_stages
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")

@@ -11,7 +11,8 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import PLANNERS, draw_lengths, plan_step, score
+from lengthwise.data.recipes import draw_lengths
+from lengthwise.planner import PLANNERS, plan_step, score
 from lengthwise.simulator import microbatch_clocks, simulate_plan
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")

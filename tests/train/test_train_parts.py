@@ -15,10 +15,10 @@ from lengthwise.comm import SoloTransport, StrictWorld
 from lengthwise.core.errors import OutputError
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.data.dataset import DatasetBuilder
+from lengthwise.engine.batch import StepBatch
+from lengthwise.engine.replicated import FlatParameters
 from lengthwise.program import Segment
 from lengthwise.testing import make_batch, make_plan
-from lengthwise.train.batch import StepBatch
-from lengthwise.train.flat import FlatParameters
 from lengthwise.train.folder import RunFolder
 from lengthwise.train.launch import StatusBoard, StopRequest
 from lengthwise.train.metrics import step_metrics

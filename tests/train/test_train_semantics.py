@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lengthwise.core.plan import Plan
-from lengthwise.planner import check_plan
+from lengthwise.program import check_plan
 from train.small_runs import (
     DTYPES,
     METRIC_KEYS,

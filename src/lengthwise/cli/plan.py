@@ -141,7 +141,8 @@ class PlanCommand:
         Raises:
             LengthwiseError: all that is wrong with it.
         """
-        from lengthwise.planner import lengths_from_file, parse_speeds, read_options
+        from lengthwise.data.recipes import lengths_from_file
+        from lengthwise.planner import parse_speeds, read_options
 
         problems = Collector()
         problems.attempt(self._refuse_sources)
@@ -303,8 +304,8 @@ def refuse_recompute(recompute: str | None, capacity: object) -> None:
 
 def _shape_of(config: RunConfig) -> ModelShape:
     """Read the shape of a run file's model without torch: `tiny`, or a folder's config.json."""
+    from lengthwise.core.package_data import read_json_object
     from lengthwise.cost import named_shape, shape_from_config
-    from lengthwise.cost.package_data import read_json_object
 
     if config.model == "tiny":
         return named_shape("tiny")

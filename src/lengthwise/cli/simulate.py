@@ -156,7 +156,7 @@ class Simulate:
 
     def _names(self) -> dict[str, str]:
         """Map names of the library to what the user typed for them."""
-        from lengthwise.planner import RECIPES
+        from lengthwise.data.recipes import RECIPES
 
         same = ("mode", "virtual", "offload", "heads", "recompute", "hardware", "model", "tokenizer", "capacity")
         return {name: f"--{name}" for name in same} | {

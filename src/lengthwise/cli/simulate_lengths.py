@@ -48,7 +48,7 @@ class KnownLengths:
             ConfigError: a context below the longest of one's own lengths, or batches of too many of them.
         Problems: both.
         """
-        from lengthwise.planner import draw_lengths
+        from lengthwise.data.recipes import draw_lengths
 
         if self.recipe is not None:
             context = context_tokens or parse_tokens(_PUBLISHED_CONTEXT, "--context")
@@ -76,7 +76,7 @@ def listed_lengths(name: str) -> KnownLengths:
         ConfigError: an unknown name.
         LengthwiseError: of `lengths_from_file`.
     """
-    from lengthwise.planner import RECIPES, lengths_from_file
+    from lengthwise.data.recipes import RECIPES, lengths_from_file
 
     if name in RECIPES:
         return KnownLengths(name=name, recipe=name)

@@ -94,8 +94,7 @@ def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
         PlanError: it is not, or it has what this version cannot run.
     """
     from lengthwise.core.plan import Plan
-    from lengthwise.planner import check_plan
-    from lengthwise.program import refuse_unsupported
+    from lengthwise.program import check_plan, refuse_unsupported
 
     try:
         text = path.read_text(encoding="utf-8")

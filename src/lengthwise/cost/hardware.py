@@ -15,7 +15,7 @@ from typing import Any
 
 from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.names import unknown_name
-from lengthwise.cost.package_data import is_path, read_json_object, read_package_json
+from lengthwise.core.package_data import is_path, read_json_object, read_package_json
 
 _DESCRIPTIONS = read_package_json("lengthwise.cost", "hardware.json")
 HARDWARE_NAMES = tuple(_DESCRIPTIONS)

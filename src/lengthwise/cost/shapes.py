@@ -8,8 +8,8 @@ from typing import Any
 
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.names import unknown_name
+from lengthwise.core.package_data import is_path, read_json_object, read_package_json
 from lengthwise.core.shape import ModelShape
-from lengthwise.cost.package_data import is_path, read_json_object, read_package_json
 
 _SHAPES = read_package_json("lengthwise.cost", "models.json")["shapes"]
 SHAPE_NAMES = tuple(_SHAPES)

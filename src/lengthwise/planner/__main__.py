@@ -20,8 +20,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from lengthwise.core.errors import LengthwiseError
-from lengthwise.planner.check import check_plan
-from lengthwise.planner.step import plan_step
+from lengthwise.planner.api import plan_step
+from lengthwise.program.check import check_plan
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from math import inf
 
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.cost import AllTermsCost
-from lengthwise.planner.rings import ring_order
-from lengthwise.planner.score import all_terms_seconds
+from lengthwise.planner.problem.score import all_terms_seconds
+from lengthwise.program.ring_order import ring_order
 
 
 def split_heads(plan: Plan, cost: AllTermsCost) -> Plan:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from lengthwise.core.held import held_by_rank
 from lengthwise.core.plan import Microbatch, Plan
-from lengthwise.planner.holding import held_by_rank
 
 _DIGITS = 6  # of a ratio; rounded up
 

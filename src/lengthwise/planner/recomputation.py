@@ -13,7 +13,7 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
-from lengthwise.planner.step import plan_step
+from lengthwise.planner.api import plan_step
 
 
 def plan_recomputed(

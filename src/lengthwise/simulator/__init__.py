@@ -1,5 +1,6 @@
 """Plans x costs -> a timeline: what a step would take on machines that nobody here has. Pure: no torch, no clock."""
 
+from lengthwise.core.timeline import Timeline
 from lengthwise.simulator.contention import node_bytes
 from lengthwise.simulator.loading import LOADERS, loading_seconds, waits_seconds
 from lengthwise.simulator.rings import MicrobatchClocks
@@ -7,7 +8,6 @@ from lengthwise.simulator.rounds import microbatch_clocks
 from lengthwise.simulator.stages import PieceStages, piece_stages
 from lengthwise.simulator.step import simulate_plan
 from lengthwise.simulator.study import PlannerResult, Setting, SimulatedStep, compare_planners
-from lengthwise.simulator.timeline import Timeline
 from lengthwise.simulator.trace import chosen_ranks, chrome_trace
 
 __all__ = [

@@ -21,14 +21,14 @@ import numpy as np
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Plan
+from lengthwise.core.timeline import Timeline
 from lengthwise.cost import AllTermsCost
-from lengthwise.planner.modes.stage_clocks import stage_clocks
-from lengthwise.planner.speeds import noted_speeds
+from lengthwise.planner.problem.speeds import noted_speeds
+from lengthwise.program.stage_clocks import stage_clocks
 from lengthwise.simulator.contention import TURNS, Uplinks
 from lengthwise.simulator.rings import MicrobatchClocks, ring_clocks
 from lengthwise.simulator.rounds import microbatch_clocks
 from lengthwise.simulator.stages import Floats
-from lengthwise.simulator.timeline import Timeline
 
 
 def simulate_plan(plan: Plan, cost: AllTermsCost) -> Timeline:

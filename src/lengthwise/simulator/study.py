@@ -16,11 +16,11 @@ import numpy as np
 
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster, ModelShape
+from lengthwise.core.timeline import Timeline
 from lengthwise.cost import AllTermsCost, Hardware, microbatches_kept, state_bytes, step_flops
 from lengthwise.planner import plan_recomputed
 from lengthwise.simulator.loading import loading_seconds, waits_seconds
 from lengthwise.simulator.step import simulate_plan
-from lengthwise.simulator.timeline import Timeline
 
 UNIFORM_TOKENS = 8192
 

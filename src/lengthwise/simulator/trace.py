@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lengthwise.core.plan import Plan
-from lengthwise.simulator.timeline import Timeline
+from lengthwise.core.timeline import Timeline
 
 _MICROSECONDS = 1e6
 _NAMED = 8  # sequences whose lengths a slice tells

@@ -12,12 +12,12 @@ import torch
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import StrictWorld, Transport
 from lengthwise.core.plan import Plan
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, ModelSource, build_model, keep_double, plain_attention
 from lengthwise.testing.sequences import make_batch
 from lengthwise.testing.tiny import VOCAB
-from lengthwise.train.flat import FlatParameters
 from lengthwise.train.verify import gradient_differences, plain_gradients, relative_difference
-from lengthwise.train.work import run_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

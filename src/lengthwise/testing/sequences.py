@@ -8,7 +8,7 @@ import numpy as np
 
 from lengthwise.data import NO_LOSS
 from lengthwise.data.dataset import DatasetBuilder
-from lengthwise.train.batch import StepBatch
+from lengthwise.engine.batch import StepBatch
 
 
 def make_batch(lengths: Sequence[int], *, vocab: int, seed: int = 0, masked: float = 0.0) -> StepBatch:

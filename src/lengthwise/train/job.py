@@ -12,6 +12,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel, analytic_cost, named_hardware, shape_from_config
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
+from lengthwise.engine.batch import StepBatch
 from lengthwise.models import (
     ModelSource,
     check_lora,
@@ -20,9 +21,8 @@ from lengthwise.models import (
     find_model,
     position_limit,
 )
-from lengthwise.planner import check_plan, plan_step
-from lengthwise.program import refuse_unsupported
-from lengthwise.train.batch import StepBatch
+from lengthwise.planner import plan_step
+from lengthwise.program import check_plan, refuse_unsupported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from lengthwise.comm import Transport, agree, broadcast_bytes
 from lengthwise.core.errors import RankError
 from lengthwise.core.plan import Plan
+from lengthwise.engine.batch import StepBatch
 from lengthwise.program import refuse_unsupported
-from lengthwise.train.batch import StepBatch
 from lengthwise.train.planner_process import PlannerProcess
 
 

@@ -20,6 +20,11 @@ from lengthwise.attention import choose_kernel
 from lengthwise.comm import Transport, World, agree, join
 from lengthwise.config import dump_config
 from lengthwise.core.errors import NumericError
+from lengthwise.engine.batch import StepBatch
+from lengthwise.engine.memory import SMALLER_STATE, telling_memory
+from lengthwise.engine.optimizer import ShardedAdamW
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.step import Work, run_plan
 from lengthwise.models import (
     DTYPES,
     build_adapted,
@@ -28,19 +33,14 @@ from lengthwise.models import (
     save_adapter,
     save_model,
 )
-from lengthwise.train.batch import StepBatch
-from lengthwise.train.flat import FlatParameters
 from lengthwise.train.folder import RunFolder
 from lengthwise.train.job import Job
 from lengthwise.train.launch import StopRequest
-from lengthwise.train.memory import SMALLER_STATE, telling_memory
 from lengthwise.train.metrics import StepMetrics, step_metrics
-from lengthwise.train.optimizer import ShardedAdamW
 from lengthwise.train.planner_process import PlannerProcess
 from lengthwise.train.planning import PlanAhead, PlannedStep
 from lengthwise.train.schedule import learning_rate
 from lengthwise.train.warmup import check_memory
-from lengthwise.train.work import Work, run_plan
 
 
 class Progress(Protocol):

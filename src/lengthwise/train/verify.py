@@ -16,6 +16,10 @@ from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport, World
 from lengthwise.core.plan import Plan
 from lengthwise.data import NO_LOSS, Dataset
+from lengthwise.engine.batch import StepBatch
+from lengthwise.engine.memory import telling_memory
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.step import run_plan
 from lengthwise.models import (
     DTYPES,
     build_adapted,
@@ -25,13 +29,9 @@ from lengthwise.models import (
     plain_output,
     token_loss,
 )
-from lengthwise.train.batch import StepBatch
-from lengthwise.train.flat import FlatParameters
 from lengthwise.train.job import Job
-from lengthwise.train.memory import telling_memory
 from lengthwise.train.plain_router import plain_balance
 from lengthwise.train.trainer import connect
-from lengthwise.train.work import run_plan
 
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2e-2}
 _FLOOR = 1e-3

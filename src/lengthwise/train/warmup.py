@@ -15,11 +15,11 @@ from lengthwise.comm import SoloTransport
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.data import Dataset
 from lengthwise.data.dataset import DatasetBuilder
-from lengthwise.train.batch import StepBatch
-from lengthwise.train.flat import FlatParameters
+from lengthwise.engine.batch import StepBatch
+from lengthwise.engine.memory import memory_in_use
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.step import run_plan
 from lengthwise.train.job import Job
-from lengthwise.train.memory import memory_in_use
-from lengthwise.train.work import run_plan
 
 
 def check_memory(model: nn.Module, flat: FlatParameters, job: Job, kernel: BlockKernel) -> str:

@@ -45,10 +45,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch
-from lengthwise.planner.placing.gangs import earliest_interval
-from lengthwise.planner.placing.packs import full_packs
-from lengthwise.planner.request import PlanRequest
-from lengthwise.planner.rings import interval_microbatch
+from lengthwise.planner.placement.line import earliest_interval
+from lengthwise.planner.placement.packs import full_packs
+from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.program.ring_order import interval_microbatch
 
 BUCKETS = (1, 2, 4, 8, 16)  # tried in this order; fewer come out where single sequences are worth more than a bucket
 Strategy = Literal["dp-balance", "pp-balance"]

@@ -25,9 +25,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from lengthwise.core.plan import Microbatch
-from lengthwise.planner.placing.packs import full_packs
-from lengthwise.planner.request import PlanRequest
-from lengthwise.planner.rings import interval_microbatch
+from lengthwise.planner.placement.packs import full_packs
+from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.program.ring_order import interval_microbatch
 
 
 def plan_bytescale_naive(request: PlanRequest) -> list[Microbatch]:

@@ -40,8 +40,8 @@ from numpy.typing import NDArray
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.planner.baselines.bytescale import equal_buckets
 from lengthwise.planner.baselines.single_degree import first_fit_packs, room_tokens
-from lengthwise.planner.request import PlanRequest
-from lengthwise.planner.rings import ring_order
+from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.program.ring_order import ring_order
 
 DELTA = 0.05  # of the busiest rank's work: ranks within it are level
 

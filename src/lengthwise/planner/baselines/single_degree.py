@@ -32,9 +32,9 @@ from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch
 from lengthwise.cost import AllTermsCost, JointCost
-from lengthwise.planner.placing.packs import ShortSequences, level_ends
-from lengthwise.planner.request import PlanRequest
-from lengthwise.planner.rings import interval_microbatch
+from lengthwise.planner.placement.packs import ShortSequences, level_ends
+from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.program.ring_order import interval_microbatch
 
 _STRIDE = 1.05  # between degrees at which all sequences are priced together
 

@@ -20,12 +20,12 @@ from dataclasses import replace
 import numpy as np
 
 from lengthwise.core.errors import PlanError
+from lengthwise.core.held import held_tokens
 from lengthwise.core.names import counted
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.core.shape import Cluster
-from lengthwise.planner.holding import held_tokens
-from lengthwise.planner.request import PlanRequest
-from lengthwise.planner.rings import ring_order
+from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.program.ring_order import ring_order
 
 _FULL = 0.8  # of what a group holds, from which on packs up to the context are as good as full
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.planner.placing.ground import Extras, window_max
+from lengthwise.planner.problem.topology import Extras, window_max
 
 _SWEPT = 3  # rings of one degree from which a sweep is worth its sorting
 _ROUNDING = 1e-12  # waits shorter than this share of the time are sums in another order

@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
-from lengthwise.planner.degrees import degree_search, without_launch
-from lengthwise.planner.placing.packs import ShortSequences
-from lengthwise.planner.request import PlanRequest
-from lengthwise.planner.rings import ring_order
+from lengthwise.planner.placement.packs import ShortSequences
+from lengthwise.planner.problem.degrees import degree_search, without_launch
+from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.program.ring_order import ring_order
 
 Floats = NDArray[np.float64]
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # the longest sequence is tried over N / part ranks

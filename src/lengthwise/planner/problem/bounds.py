@@ -38,15 +38,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from lengthwise.core.held import held_tokens
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, JointCost
-from lengthwise.planner.degrees import cheapest_degrees, degree_search, most_held_tokens
-from lengthwise.planner.holding import held_tokens
-from lengthwise.planner.launches import whole_launches_bound
-from lengthwise.planner.lengths import read_tokens, refuse_unheld
-from lengthwise.planner.placing.ground import Ground
-from lengthwise.planner.speeds import at_mean_speed, read_speeds
+from lengthwise.planner.problem.degrees import cheapest_degrees, degree_search, most_held_tokens
+from lengthwise.planner.problem.launches import whole_launches_bound
+from lengthwise.planner.problem.lengths import read_tokens, refuse_unheld
+from lengthwise.planner.problem.speeds import at_mean_speed, read_speeds
+from lengthwise.planner.problem.topology import Ground
 
 _BISECTIONS = 40
 _PRECISE = 1e-10  # of the bound, by which it may be too low

@@ -19,10 +19,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lengthwise.core.held import held_tokens
 from lengthwise.core.plan import Microbatch, Piece
-from lengthwise.planner.holding import held_tokens
-from lengthwise.planner.request import PlanRequest
-from lengthwise.planner.rings import ring_order
+from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.program.ring_order import ring_order
 
 MOST_WORK = 300  # sequences x ranks; above it rules level better than tries
 _ROUNDS = 3  # each from the best so far, and from rings over all ranks

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.planner.modes.stage_order import stage_order
+from lengthwise.program.stage_order import stage_order
 
 Floats = NDArray[np.float64]
 

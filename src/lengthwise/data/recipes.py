@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 
 from lengthwise.core.errors import ConfigError, DataError, LengthwiseError, raise_problems
 from lengthwise.core.names import unknown_name
+from lengthwise.core.package_data import read_package_json
 from lengthwise.core.sizes import MOST, read_whole
 from lengthwise.core.strict_json import read_json
-from lengthwise.cost.package_data import read_package_json
 
-_FILE = read_package_json("lengthwise.planner", "recipes.json")
+_FILE = read_package_json("lengthwise.data", "recipes.json")
 _SETS: Mapping[str, Any] = {name: value for name, value in _FILE.items() if isinstance(value, dict)}
 RECIPES = tuple(_SETS)
 _BLOCK = 1024  # lengths drawn at a time

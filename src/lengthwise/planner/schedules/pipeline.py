@@ -26,13 +26,13 @@ from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.cost import JointCost, forward_share
-from lengthwise.planner.lengthwise import plan_lengthwise
-from lengthwise.planner.modes.columns import plan_columns
-from lengthwise.planner.modes.slots import Grid, bundle_rings
-from lengthwise.planner.modes.stage_clocks import stage_clocks
-from lengthwise.planner.request import PlanRequest
-from lengthwise.planner.rivals import rival_plans
-from lengthwise.planner.score import score
+from lengthwise.planner.portfolio import rival_plans
+from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.planner.problem.score import score
+from lengthwise.planner.schedules.columns import plan_columns
+from lengthwise.planner.schedules.slots import Grid, bundle_rings
+from lengthwise.planner.search import plan_lengthwise
+from lengthwise.program.stage_clocks import stage_clocks
 
 FULL_SLOTS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0, 4.0)  # of the fewest that could hold all tokens
 RAMPS = (0.5, 1.0, 2.0, 3.0)  # slots of one, in stages

@@ -22,18 +22,18 @@ from lengthwise.planner.baselines.bytescale_naive import plan_bytescale_naive
 from lengthwise.planner.baselines.power_of_two import plan_power_of_two
 from lengthwise.planner.baselines.single_degree import plan_single_degree
 from lengthwise.planner.baselines.static import plan_static
-from lengthwise.planner.bounds import has_lone_rings, least_makespan, shares_launches_only
-from lengthwise.planner.choices import Freedom, refuse_choices
-from lengthwise.planner.degrees import most_held_tokens
 from lengthwise.planner.exchange import split_heads
-from lengthwise.planner.lengthwise import plan_lengthwise
-from lengthwise.planner.modes.pipeline import pipeline_schedule, plan_pipeline
-from lengthwise.planner.modes.waves import plan_waves
 from lengthwise.planner.offload import write_offload
-from lengthwise.planner.request import PlanRequest, read_tokens, refuse_unheld
-from lengthwise.planner.rivals import rival_plans
-from lengthwise.planner.score import score
-from lengthwise.planner.speeds import at_mean_speed, read_speeds, speed_runs
+from lengthwise.planner.portfolio import rival_plans
+from lengthwise.planner.problem.bounds import has_lone_rings, least_makespan, shares_launches_only
+from lengthwise.planner.problem.choices import Freedom, refuse_choices
+from lengthwise.planner.problem.degrees import most_held_tokens
+from lengthwise.planner.problem.request import PlanRequest, read_tokens, refuse_unheld
+from lengthwise.planner.problem.score import score
+from lengthwise.planner.problem.speeds import at_mean_speed, read_speeds, speed_runs
+from lengthwise.planner.schedules.pipeline import pipeline_schedule, plan_pipeline
+from lengthwise.planner.schedules.waves import plan_waves
+from lengthwise.planner.search import plan_lengthwise
 
 _PLANNERS: Mapping[str, Callable[[PlanRequest], list[Microbatch]]] = {
     "lengthwise": plan_lengthwise,

@@ -22,13 +22,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from exact.milp import Program
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.cost import CostModel
-from lengthwise.planner.baselines.milp import Program
 from lengthwise.planner.baselines.single_degree import room_tokens
-from lengthwise.planner.request import PlanRequest
-from lengthwise.planner.rings import ring_order
+from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.program.ring_order import ring_order
 
 MOST_RANKS, MOST_SEQUENCES = 16, 64
 COUNTS_TRIED = 3  # numbers of micro-batches, from the least that memory allows

@@ -39,15 +39,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from exact.milp import Program
 from lengthwise.core.errors import PlanError
+from lengthwise.core.held import held_tokens
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
-from lengthwise.planner.baselines.milp import Program
-from lengthwise.planner.check import check_plan
-from lengthwise.planner.holding import held_tokens
-from lengthwise.planner.score import score
-from lengthwise.planner.step import PLANNERS, plan_step
+from lengthwise.planner.api import PLANNERS, plan_step
+from lengthwise.planner.problem.score import score
+from lengthwise.program.check import check_plan
 
 MOST_RANKS, MOST_SEQUENCES = 8, 10
 _SLACK = 1e-7  # rounding allowed where a plan is as good as the incumbent

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch, Piece
-from lengthwise.planner.rings import ring_order
+from lengthwise.program.ring_order import ring_order
 
 _OPEN_BUNDLES = 8  # bundles of one degree in which room is looked for
 _BISECTIONS = 40

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, JointCost
-from lengthwise.planner.bounds import launches_makespan, least_makespan
-from lengthwise.planner.degrees import (
+from lengthwise.planner.problem.bounds import launches_makespan, least_makespan
+from lengthwise.planner.problem.degrees import (
     GROWTH_FLOOR_TOKENS,
     cheapest_degrees,
     degree_growth,
@@ -24,8 +24,8 @@ from lengthwise.planner.degrees import (
     rounded_down,
     useful_degrees,
 )
-from lengthwise.planner.lengths import read_tokens, refuse_unheld
-from lengthwise.planner.placing.ground import Extras, Ground
+from lengthwise.planner.problem.lengths import read_tokens, refuse_unheld
+from lengthwise.planner.problem.topology import Extras, Ground
 
 __all__ = ["PlanRequest", "read_tokens", "refuse_unheld"]
 

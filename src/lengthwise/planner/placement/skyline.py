@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lengthwise.cost import Cost
-from lengthwise.planner.placing.gangs import Line, PlacedRings, at_place
-from lengthwise.planner.placing.ground import Ground
+from lengthwise.planner.placement.line import Line, PlacedRings, at_place
+from lengthwise.planner.problem.topology import Ground
 
 _ROUNDING = 1e-9  # stretches whose times differ by this share are free together: sums in another order
 

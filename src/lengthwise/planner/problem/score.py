@@ -13,8 +13,8 @@ import numpy as np
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.cost import AllTermsCost, Cost, JointCost, forward_share, recompute_cost
-from lengthwise.planner.modes.stage_clocks import stage_clocks
-from lengthwise.planner.speeds import noted_speeds, read_speeds
+from lengthwise.planner.problem.speeds import noted_speeds, read_speeds
+from lengthwise.program.stage_clocks import stage_clocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

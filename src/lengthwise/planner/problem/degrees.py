@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, CostModel, JointCost, RingCost
-from lengthwise.planner.degree_table import DegreeTable
-from lengthwise.planner.lengths import least_degrees_held
+from lengthwise.planner.problem.degree_table import DegreeTable
+from lengthwise.planner.problem.lengths import least_degrees_held
 
 GROWTH_FLOOR_TOKENS = 4096  # growth stops here: attention blocks under 2K tokens run slower than the formula says
 _MOST_STACKED = 12  # rings on top of each other, beyond which what is left over is small

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from lengthwise.core.errors import LengthwiseError, PlanError, raise_problems
+from lengthwise.core.held import held_by_rank
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.planner.holding import held_by_rank
 
 _TOLD = 20  # problems told in full; a broken plan can have thousands
 _REMEDY = "Mend the plan or the planner that wrote it."

@@ -33,7 +33,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch, Piece
-from lengthwise.planner.degrees import (
+from lengthwise.planner.placement.annealing import MOST_WORK, anneal
+from lengthwise.planner.placement.last_local import end_with_packs
+from lengthwise.planner.placement.line import PlacedRings, Ring, place_rings
+from lengthwise.planner.placement.packs import LocalPack, Rooms, ShortSequences, fill_gaps, level_ends
+from lengthwise.planner.placement.skyline import Moldable, fill_valleys
+from lengthwise.planner.placement.uneven import level_uneven_ends
+from lengthwise.planner.portfolio import best_of_rivals, is_worth_rivals
+from lengthwise.planner.problem.degrees import (
     GROWTH_FLOOR_TOKENS,
     Growth,
     degree_growth,
@@ -43,15 +50,8 @@ from lengthwise.planner.degrees import (
     rounded_down,
     stacking_degrees,
 )
-from lengthwise.planner.placing.annealing import MOST_WORK, anneal
-from lengthwise.planner.placing.gangs import PlacedRings, Ring, place_rings
-from lengthwise.planner.placing.last_local import end_with_packs
-from lengthwise.planner.placing.packs import LocalPack, Rooms, ShortSequences, fill_gaps, level_ends
-from lengthwise.planner.placing.uneven import level_uneven_ends
-from lengthwise.planner.placing.valleys import Moldable, fill_valleys
-from lengthwise.planner.request import PlanRequest
-from lengthwise.planner.rings import interval_microbatch
-from lengthwise.planner.rivals import best_of_rivals, is_worth_rivals
+from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.program.ring_order import interval_microbatch
 
 FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of the bound, that a sequence may take
 _HALVINGS = 6  # levels tried between the bound and the best so far

@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch
-from lengthwise.planner.placing.gangs import at_place
-from lengthwise.planner.placing.ground import window_max
-from lengthwise.planner.placing.packs import ShortSequences, level_ends
-from lengthwise.planner.request import PlanRequest
-from lengthwise.planner.rings import interval_microbatch
+from lengthwise.planner.placement.line import at_place
+from lengthwise.planner.placement.packs import ShortSequences, level_ends
+from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.planner.problem.topology import window_max
+from lengthwise.program.ring_order import interval_microbatch
 
 LEVELS = (1.0, 0.7, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05)  # of the bound, that a sequence may take
 _WRITTEN = 2  # levels that are packed and written

@@ -6,7 +6,7 @@ import torch
 
 from lengthwise.comm import Transport
 from lengthwise.config import OptimizerConfig
-from lengthwise.train.flat import FlatParameters
+from lengthwise.engine.replicated import FlatParameters
 
 
 class ShardedAdamW:

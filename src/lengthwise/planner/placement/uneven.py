@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lengthwise.planner.placing.packs import LocalPack, RankPacks, Rooms, ShortSequences, local_packs
+from lengthwise.planner.placement.packs import LocalPack, RankPacks, Rooms, ShortSequences, local_packs
 
 _HEAPS = 16  # of ranks of about one speed
 

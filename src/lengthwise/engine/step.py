@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from lengthwise.attention import BlockKernel, PlannedAttention
 from lengthwise.comm import Transport
 from lengthwise.core.plan import Plan
+from lengthwise.engine.batch import StepBatch
+from lengthwise.engine.memory import SMALLER_MICROBATCHES, telling_memory
 from lengthwise.models import (
     RouterBalance,
     count_choices,
@@ -27,8 +29,6 @@ from lengthwise.models import (
     recompute_layers,
 )
 from lengthwise.program import MicrobatchProgram, last_on_all_ranks, lower_plan
-from lengthwise.train.batch import StepBatch
-from lengthwise.train.memory import SMALLER_MICROBATCHES, telling_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

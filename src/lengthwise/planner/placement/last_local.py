@@ -14,8 +14,8 @@ from dataclasses import replace
 import numpy as np
 
 from lengthwise.core.plan import Microbatch
-from lengthwise.planner.request import PlanRequest
-from lengthwise.planner.score import rank_ends
+from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.planner.problem.score import rank_ends
 
 
 def end_with_packs(request: PlanRequest, microbatches: Sequence[Microbatch]) -> list[Microbatch]:

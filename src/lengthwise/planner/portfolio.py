@@ -19,9 +19,9 @@ from lengthwise.planner.baselines.bytescale_naive import plan_bytescale_naive
 from lengthwise.planner.baselines.power_of_two import plan_power_of_two
 from lengthwise.planner.baselines.single_degree import plan_single_degree
 from lengthwise.planner.baselines.static import plan_static
-from lengthwise.planner.modes.waves import plan_waves
-from lengthwise.planner.request import PlanRequest
-from lengthwise.planner.score import score
+from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.planner.problem.score import score
+from lengthwise.planner.schedules.waves import plan_waves
 
 _RIVALS: tuple[Callable[[PlanRequest], list[Microbatch]], ...] = (
     plan_single_degree,

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lengthwise.planner.placing.gangs import Gaps
-from lengthwise.planner.placing.swaps import Bin, level_by_swaps
+from lengthwise.planner.placement.line import Gaps
+from lengthwise.planner.placement.swaps import Bin, level_by_swaps
 
 _OPEN_PACKS = 64  # packs of one rank in which room is looked for; older ones are taken as full
 _NEARLY = 1.01  # times the goal; ends later than that are not worth mending

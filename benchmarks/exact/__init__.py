@@ -1,0 +1,1 @@
+"""Integer programs for small steps, solved by HiGHS: the oracle that planners are held against, and FlexSP."""

@@ -1,1 +1,0 @@
-"""Where rings and packs go on the line of ranks, and how ends are levelled."""
