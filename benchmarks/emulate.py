@@ -43,8 +43,8 @@ from lengthwise.data.recipes import draw_lengths
 from lengthwise.program import MicrobatchProgram, Transfer, lower_plan
 from lengthwise.simulator import simulate_plan
 from lengthwise.testing import run_ranks
-from lengthwise.train.planner_process import PlannerProcess
-from lengthwise.train.planning import PlanAhead
+from lengthwise.training.planner_process import PlannerProcess
+from lengthwise.training.planning import PlanAhead
 
 LAYERS, RANKS_PER_NODE, CAPACITY = 4, 4, 8192
 _TIMEOUT_SECONDS = 600.0

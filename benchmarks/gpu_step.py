@@ -39,8 +39,8 @@ from lengthwise.engine.step import run_plan
 from lengthwise.models import ModelSource, build_model, largest_head_dim, plain_attention
 from lengthwise.models.load import tiny_config
 from lengthwise.report.figures import count
-from lengthwise.train.job import Job, prepare_job
-from lengthwise.train.launch import launch
+from lengthwise.training.job import Job, prepare_job
+from lengthwise.training.launch import launch
 
 CAPACITY, BATCH_TOKENS = 32_768, 131_072
 MARK = "<!-- what follows is written by benchmarks/gpu_step.py -->\n"

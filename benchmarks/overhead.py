@@ -30,7 +30,7 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import ModelSource, build_model, plain_attention
 from lengthwise.models.load import tiny_config
-from lengthwise.train.job import Job, prepare_job
+from lengthwise.training.job import Job, prepare_job
 
 CAPACITY = 8192
 

@@ -21,7 +21,7 @@ import planners
 import torch
 
 from lengthwise.planner import plan_step
-from lengthwise.train.planner_process import PlannerProcess
+from lengthwise.training.planner_process import PlannerProcess
 
 _ROWS = ("long-1024-terms", "huge-12288")
 _LONGER = 2.0  # times that the additions take, of the time of a plan

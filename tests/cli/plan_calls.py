@@ -5,7 +5,7 @@ import sys
 
 from lengthwise.core.plan import Plan
 from lengthwise.program import check_plan
-from train.small_runs import call
+from training.small_runs import call
 
 WITHOUT = """
 import sys

@@ -10,9 +10,9 @@ from lengthwise.config import load_config
 from lengthwise.core.errors import OutputError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.data import Batches, ByteTokenizer, load_dataset
-from lengthwise.train.trainer import TrainResult
-from lengthwise.train.verify import Verification
-from train.small_runs import call, write_model
+from lengthwise.training.trainer import TrainResult
+from lengthwise.training.verify import Verification
+from training.small_runs import call, write_model
 
 RESULT = TrainResult(
     steps=20, num_tokens=300_000, seconds=20.0, first_loss=5.0, last_loss=3.0, parameters=1, stopped_by=None
@@ -91,7 +91,7 @@ def test_demo_prints_fail_only_when_its_check_failed(tmp_path, monkeypatch, caps
         lengths = (3,)
 
     monkeypatch.setattr(start, "prepare", lambda *_, **__: start.Start(job=Job(), world=None))
-    monkeypatch.setattr("lengthwise.train.verify.first_batch", lambda _: Batch())
+    monkeypatch.setattr("lengthwise.training.verify.first_batch", lambda _: Batch())
     monkeypatch.setattr(start, "run_ranks", lambda *_, **__: found)
     passed = difference < 1e-12
     assert call("demo", "--output", tmp_path / "demo") == (0 if passed else 1)

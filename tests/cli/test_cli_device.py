@@ -4,7 +4,7 @@ import pytest
 
 from lengthwise.cli import start
 from lengthwise.cli.environment import prepare_environment
-from train.small_runs import call, make_rows, write_run
+from training.small_runs import call, make_rows, write_run
 
 
 def test_device_cuda_without_a_gpu_is_told_before_anything_starts(tmp_path, capfd):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli.plan_calls import plan_without_torch, read_plan, refused
-from train.small_runs import VOCAB, call, make_rows, read_lines, train, write_model, write_run
+from training.small_runs import VOCAB, call, make_rows, read_lines, train, write_model, write_run
 
 
 @pytest.mark.parametrize("planner", ["lengthwise", "static"])

@@ -13,7 +13,7 @@ import pytest
 from transformers import GPT2Config, OPTConfig
 
 from lengthwise import __version__
-from train.small_runs import (
+from training.small_runs import (
     VOCAB,
     Command,
     call,
@@ -306,7 +306,7 @@ def test_command_in_the_c_locale_does_not_crash(tmp_path):
 @pytest.mark.parametrize("verb", ["verify", "train"])
 def test_start_interrupted_ends_soon_and_leaves_no_process(tmp_path, monkeypatch, verb):
     """Ctrl-C in `verify` ends it; in `train`, while a rank is busy with one long step, the second does."""
-    name = f"lengthwise.train.{'verify' if verb == 'verify' else 'trainer'}.run_plan"
+    name = f"lengthwise.training.{'verify' if verb == 'verify' else 'trainer'}.run_plan"
 
     def endless(*_, **__):
         (tmp_path / "here").touch()
@@ -336,7 +336,7 @@ def test_train_alone_interrupted_twice_ends_at_once(tmp_path, monkeypatch):
         with contextlib.suppress(OSError):
             time.sleep(60)
 
-    monkeypatch.setattr("lengthwise.train.trainer.run_plan", endless)
+    monkeypatch.setattr("lengthwise.training.trainer.run_plan", endless)
     command = Command("train", write_run(tmp_path, make_rows([30, 12])), "--ranks", 1)
     command.wait_for((tmp_path / "here").exists)
     command.send(signal.SIGINT)

@@ -9,11 +9,12 @@ import torch
 from lengthwise.attention import planned
 from lengthwise.cli import calibrate
 from lengthwise.core.plan import RECOMPUTE_KINDS
+from lengthwise.engine import batch as batches
+from lengthwise.engine import step as work
 from lengthwise.models import adapter
 from lengthwise.program import MicrobatchProgram
-from lengthwise.train import batch as batches
-from lengthwise.train import verify, work
-from train.small_runs import call, make_rows, write_run
+from lengthwise.training import verify
+from training.small_runs import call, make_rows, write_run
 
 
 @pytest.fixture

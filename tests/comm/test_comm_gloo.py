@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lengthwise.comm import TorchTransport, World, agree, broadcast_bytes, join, torch_transport
 from lengthwise.core.errors import DataError, RankError, TransferError
 from lengthwise.testing import run_ranks
-from lengthwise.train.launch import launch
+from lengthwise.training.launch import launch
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from lengthwise.comm import StagedTransport, StrictWorld, agree, broadcast_bytes
 from lengthwise.comm.watch import Watch
 from lengthwise.program import lower_plan
 from lengthwise.testing import draw_lengths, random_plan, run_ranks
-from lengthwise.train.launch import launch
+from lengthwise.training.launch import launch
 
 
 class Device(torch.Tensor):

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from train.small_runs import losses, make_rows, write_model, write_run
+from training.small_runs import losses, make_rows, write_model, write_run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU (make gpu-check)")]
 

@@ -23,7 +23,7 @@ from lengthwise.report.lengths import length_histogram, summarize_lengths
 
 if TYPE_CHECKING:
     from lengthwise.data import Dataset
-    from lengthwise.train.trainer import TrainResult
+    from lengthwise.training.trainer import TrainResult
 
 Show = Callable[..., None]
 _RANKS, _STEPS, _CAPACITY, _LEAST_TOKENS, _MOST_TOKENS = 4, 20, 2048, 12_000, 16_000
@@ -164,7 +164,7 @@ def _train(run_file: Path) -> TrainResult:
     from lengthwise.cli.start import prepare, run_ranks
     from lengthwise.cli.train import PrintedProgress, describe_job, print_summary
     from lengthwise.report.progress import LiveLine
-    from lengthwise.train.trainer import train_rank
+    from lengthwise.training.trainer import train_rank
 
     start = prepare(run_file, (), ranks=_RANKS, timeout_seconds=100)
     print(f"\nTraining, for real\n{describe_job(start.job)}", flush=True)
@@ -188,7 +188,7 @@ def _degrees_in(plans: Path) -> Sequence[int]:
 def _check(run_file: Path, show: Show) -> bool:
     from lengthwise.cli.start import prepare, run_ranks
     from lengthwise.cli.verify import verification_lines
-    from lengthwise.train.verify import first_batch, verify_rank
+    from lengthwise.training.verify import first_batch, verify_rank
 
     half_a_step = ["precision=fp64", f"global_batch.tokens={_CHECK_TOKENS}"]
     start = prepare(run_file, [half_a_step], ranks=_RANKS, timeout_seconds=100)

@@ -14,8 +14,8 @@ from typing import TypeVar
 from lengthwise.comm import World, count_gpus, world_from_environment
 from lengthwise.config import RunConfig, load_config
 from lengthwise.core.errors import Collector, ConfigError
-from lengthwise.train.job import Job, prepare_job
-from lengthwise.train.launch import launch
+from lengthwise.training.job import Job, prepare_job
+from lengthwise.training.launch import launch
 
 Result = TypeVar("Result")
 

@@ -15,9 +15,9 @@ from lengthwise.report.progress import LiveLine, step_line
 
 if TYPE_CHECKING:
     from lengthwise.config import RunConfig
-    from lengthwise.train.job import Job
-    from lengthwise.train.metrics import StepMetrics
-    from lengthwise.train.trainer import TrainResult
+    from lengthwise.training.job import Job
+    from lengthwise.training.metrics import StepMetrics
+    from lengthwise.training.trainer import TrainResult
 
 Overrides = Annotated[
     tuple[tuple[str, ...], ...],
@@ -47,8 +47,8 @@ class Train:
     def run(self) -> int:
         """Run the command; return the exit status."""
         from lengthwise.cli.start import prepare, run_ranks
-        from lengthwise.train.folder import RunFolder
-        from lengthwise.train.trainer import train_rank
+        from lengthwise.training.folder import RunFolder
+        from lengthwise.training.trainer import train_rank
 
         start = prepare(
             self.config,

@@ -15,8 +15,8 @@ from lengthwise.report.figures import count
 if TYPE_CHECKING:
     from lengthwise.cli.start import Start
     from lengthwise.core.plan import Plan
-    from lengthwise.train.job import Job
-    from lengthwise.train.verify import Verification
+    from lengthwise.training.job import Job
+    from lengthwise.training.verify import Verification
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Verify:
     def run(self) -> int:
         """Run the command; return the exit status."""
         from lengthwise.cli.start import prepare, run_ranks
-        from lengthwise.train.verify import first_batch, verify_rank
+        from lengthwise.training.verify import first_batch, verify_rank
 
         start = prepare(self.config, self.set, ranks=self.ranks, timeout_seconds=self.timeout_seconds)
         job = start.job

@@ -9,7 +9,7 @@ f is a count and has no gradient; P is a sum over rows. So the loss over a batch
 is exact once f is known of the whole batch: every row adds its own E x sum of f_e x p_e / rows. Averaging the loss of
 each microbatch, as is common, gives another number for every plan. f is needed before the first backward, hence
 a pass that only counts, and one sum of E + 1 whole numbers over all ranks.
-Switch Transformer (arXiv 2101.03961), equations 4 to 6. Cost: the counting pass, see `train.work`.
+Switch Transformer (arXiv 2101.03961), equations 4 to 6. Cost: the counting pass, see `engine.step`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from lengthwise.core.errors import ModelRefused
 
-# Families with Hugging Face's common balance loss; tests/train/test_train_router.py holds for each.
+# Families with Hugging Face's common balance loss; tests/training/test_training_router.py holds for each.
 ROUTER_FAMILIES = (
     "ernie4_5_moe",
     "flex_olmo",

@@ -1,7 +1,7 @@
 """`python -m lengthwise.planner`: plans for a process that must not stall, one after the other, through two pipes.
 
-Training starts it beside rank 0 (`train/planner_process.py`). A thread there would do the same work, but hold Python's
-lock against the thread that launches kernels (`python benchmarks/plan_ahead.py`). It needs no torch: 35 MB, 0.3 s.
+Training starts it beside rank 0 (`training/planner_process.py`). A thread there would do the same work, but hold
+Python's lock against the thread that launches kernels (`python benchmarks/plan_ahead.py`). No torch: 35 MB, 0.3 s.
 
 Standard input holds pickled keywords of `plan_step`; standard output gets, for each, a pickled (plan file, seconds), or
 the LengthwiseError that there is instead. Both pipes belong to the two processes alone, so pickles are safe here. The

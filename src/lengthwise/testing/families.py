@@ -17,7 +17,7 @@ from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, ModelSource, build_model, keep_double, plain_attention
 from lengthwise.testing.sequences import make_batch
 from lengthwise.testing.tiny import VOCAB
-from lengthwise.train.verify import gradient_differences, plain_gradients, relative_difference
+from lengthwise.training.verify import gradient_differences, plain_gradients, relative_difference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from lengthwise.config import RunConfig, dump_config
 from lengthwise.core.errors import OutputError
 from lengthwise.core.plan import Plan
-from lengthwise.train.metrics import StepMetrics
+from lengthwise.training.metrics import StepMetrics
 
 _FILES = ("config.yaml", "metrics.jsonl", "ledger.jsonl", "eval.jsonl")
 _FOLDERS = ("plans", "model")

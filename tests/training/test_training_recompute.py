@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from train.small_runs import call, losses, make_rows, train, write_run
+from training.small_runs import call, losses, make_rows, train, write_run
 
 LENGTHS = [30, 1, 12, 5, 61, 2, 9, 40]
 

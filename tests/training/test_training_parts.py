@@ -19,11 +19,11 @@ from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.program import Segment
 from lengthwise.testing import make_batch, make_plan
-from lengthwise.train.folder import RunFolder
-from lengthwise.train.launch import StatusBoard, StopRequest
-from lengthwise.train.metrics import step_metrics
-from lengthwise.train.schedule import learning_rate
-from lengthwise.train.verify import Verification
+from lengthwise.training.folder import RunFolder
+from lengthwise.training.launch import StatusBoard, StopRequest
+from lengthwise.training.metrics import step_metrics
+from lengthwise.training.schedule import learning_rate
+from lengthwise.training.verify import Verification
 
 SCHEDULES = ("constant", "linear", "cosine")
 

@@ -33,14 +33,14 @@ from lengthwise.models import (
     save_adapter,
     save_model,
 )
-from lengthwise.train.folder import RunFolder
-from lengthwise.train.job import Job
-from lengthwise.train.launch import StopRequest
-from lengthwise.train.metrics import StepMetrics, step_metrics
-from lengthwise.train.planner_process import PlannerProcess
-from lengthwise.train.planning import PlanAhead, PlannedStep
-from lengthwise.train.schedule import learning_rate
-from lengthwise.train.warmup import check_memory
+from lengthwise.training.folder import RunFolder
+from lengthwise.training.job import Job
+from lengthwise.training.launch import StopRequest
+from lengthwise.training.metrics import StepMetrics, step_metrics
+from lengthwise.training.planner_process import PlannerProcess
+from lengthwise.training.planning import PlanAhead, PlannedStep
+from lengthwise.training.schedule import learning_rate
+from lengthwise.training.warmup import check_memory
 
 
 class Progress(Protocol):

@@ -19,7 +19,7 @@ from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import memory_in_use
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
-from lengthwise.train.job import Job
+from lengthwise.training.job import Job
 
 
 def check_memory(model: nn.Module, flat: FlatParameters, job: Job, kernel: BlockKernel) -> str:

@@ -29,9 +29,9 @@ from lengthwise.models import (
     plain_output,
     token_loss,
 )
-from lengthwise.train.job import Job
-from lengthwise.train.plain_router import plain_balance
-from lengthwise.train.trainer import connect
+from lengthwise.training.job import Job
+from lengthwise.training.plain_router import plain_balance
+from lengthwise.training.trainer import connect
 
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2e-2}
 _FLOOR = 1e-3

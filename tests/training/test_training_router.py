@@ -15,6 +15,7 @@ from lengthwise.comm import SoloTransport, StrictWorld
 from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import analytic_cost, named_hardware, shape_from_config
+from lengthwise.engine import step as work
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import (
@@ -38,8 +39,8 @@ from lengthwise.testing import (
     run_ranks,
     tiny_family_config,
 )
-from lengthwise.train import verify, work
-from train.small_runs import VOCAB, call, make_rows, read_lines, relative, row_losses, steps_of, train, write_run
+from lengthwise.training import verify
+from training.small_runs import VOCAB, call, make_rows, read_lines, relative, row_losses, steps_of, train, write_run
 
 LENGTHS = (1, 57, 2, 3, 40, 1, 5, 7, 31, 11, 13, 8)
 COEFFICIENT = 0.5  # large, so that an error in the balance loss is one in the gradient

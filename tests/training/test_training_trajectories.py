@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lengthwise.core.plan import Plan
-from train.small_runs import (
+from training.small_runs import (
     DTYPES,
     call,
     losses,

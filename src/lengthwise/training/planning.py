@@ -12,7 +12,7 @@ from lengthwise.core.errors import RankError
 from lengthwise.core.plan import Plan
 from lengthwise.engine.batch import StepBatch
 from lengthwise.program import refuse_unsupported
-from lengthwise.train.planner_process import PlannerProcess
+from lengthwise.training.planner_process import PlannerProcess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 
 from lengthwise.core.plan import Plan
 from lengthwise.program import check_plan
-from train.small_runs import (
+from training.small_runs import (
     DTYPES,
     METRIC_KEYS,
     VOCAB,

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from lengthwise.train import planning, trainer
-from lengthwise.train.planner_process import PlannerProcess
-from train.small_runs import (
+from lengthwise.training import planning, trainer
+from lengthwise.training.planner_process import PlannerProcess
+from training.small_runs import (
     Command,
     call,
     children,

@@ -9,7 +9,7 @@ import pytest
 from lengthwise.core.errors import RankError
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
-from lengthwise.train.planner_process import PlannerProcess
+from lengthwise.training.planner_process import PlannerProcess
 
 
 def test_modules_of_the_working_folder_are_not_imported(tmp_path, monkeypatch):

@@ -10,13 +10,14 @@ from lengthwise.comm import SoloTransport
 from lengthwise.config import build_config
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.plan import Piece
+from lengthwise.engine import step as work
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import DTYPES, build_model
 from lengthwise.testing import make_batch, make_plan
-from lengthwise.train import trainer, warmup, work
-from lengthwise.train.job import prepare_job
-from lengthwise.train.warmup import check_memory, largest_pack
-from train.small_runs import VOCAB, call, losses, make_rows, train, write_run
+from lengthwise.training import trainer, warmup
+from lengthwise.training.job import prepare_job
+from lengthwise.training.warmup import check_memory, largest_pack
+from training.small_runs import VOCAB, call, losses, make_rows, train, write_run
 
 
 def job_of(folder, lengths, **keys):

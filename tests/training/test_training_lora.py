@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lengthwise.config import load_config
-from train.small_runs import (
+from training.small_runs import (
     DTYPES,
     call,
     losses,
@@ -46,7 +46,7 @@ def test_lora_verifies(tmp_path, capsys, precision):
 
 def test_lora_verify_would_notice_adapters_that_are_scaled_otherwise(tmp_path, capsys, monkeypatch):
     """Both sides are built from one config; here the planned one is scaled a little more, on all ranks alike."""
-    from lengthwise.train import verify
+    from lengthwise.training import verify
 
     build = verify.build_adapted
 
