@@ -1,9 +1,16 @@
-"""How many tokens of a piece each of its positions holds: the cutting rule of `core.cut`, for whole pieces at once."""
+"""Tokens held: how many tokens of its pieces each rank has, and how many the plan file allows it.
+
+The cutting rule of `core.cut`, for whole pieces at once. `held_tokens` counts each position of a piece, `held_at_most`
+bounds all of them without counting, `held_by_rank` counts each rank of a microbatch. A rank may hold the capacity and
+`rounding_tokens` more; where a microbatch offloads, `kept_ratio` of its tokens count. Cost: one array operation a
+sequence.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +18,18 @@ from numpy.typing import NDArray
 from lengthwise.core.cut import local_tokens
 from lengthwise.core.plan import Microbatch, Plan
 
+ROUNDING_TOKENS = 1  # by which each cut sequence of a microbatch raises what its ranks may hold
 _EXACT = 2**62  # products up to here fit NumPy's whole numbers
+
+Tokens = TypeVar("Tokens", int, NDArray[np.int64])
 
 
 def held_tokens(lengths: Iterable[int], degree: int, shares: tuple[float, ...] | None = None) -> NDArray[np.int64]:
-    """Count the tokens that each of `degree` positions holds of sequences of these lengths."""
+    """Count the tokens that each of `degree` positions holds of sequences of these lengths; entry j is position j."""
     held = np.zeros(degree, dtype=np.int64)
+    if degree == 1:
+        held[0] = sum(lengths)
+        return held
     borders = np.arange(2 * degree + 1, dtype=np.int64)
     for length in lengths:
         if shares is None and length <= _EXACT // (2 * degree):
@@ -27,12 +40,34 @@ def held_tokens(lengths: Iterable[int], degree: int, shares: tuple[float, ...] |
     return held
 
 
+def held_at_most(length: Tokens, degree: int) -> Tokens:
+    """Bound what a position holds of a sequence cut evenly: two chunks, each rounded up."""
+    return length if degree == 1 else 2 * -(-length // (2 * degree))
+
+
+def rounding_tokens(sequences: int, degree: int) -> int:
+    """Count the tokens above the capacity that so many sequences of one piece allow each of its ranks."""
+    return ROUNDING_TOKENS * sequences if degree > 1 else 0
+
+
 def held_by_rank(plan: Plan, microbatch: Microbatch) -> tuple[Counter[int], Counter[int]]:
-    """Count, for each rank of a microbatch, the tokens that it holds and the cut sequences that it has a part in."""
-    held, cut = Counter[int](), Counter[int]()
+    """Count, for each rank of a microbatch, the tokens that it holds and those above the capacity that it may hold."""
+    held, rounding = Counter[int](), Counter[int]()
     for piece in microbatch.pieces:
         held_here = held_tokens([plan.tokens[i] for i in piece.sequences], piece.degree, piece.shares)
+        more = rounding_tokens(len(piece.sequences), piece.degree)
         for rank, tokens in zip(piece.ranks, held_here.tolist(), strict=True):
             held[rank] += tokens
-            cut[rank] += len(piece.sequences) if piece.degree > 1 else 0
-    return held, cut
+            rounding[rank] += more
+    return held, rounding
+
+
+def fullest_tokens(plan: Plan, microbatch: Microbatch) -> int:
+    """Count the tokens on the rank of a microbatch that holds most."""
+    return max(held_by_rank(plan, microbatch)[0].values())
+
+
+def kept_ratio(offload: float, layers: int) -> float:
+    """Return the share of a token's activations that stays on the device: first and last layer are not offloaded."""
+    layers = max(layers, 2)
+    return (2 + (1 - offload) * (layers - 2)) / layers

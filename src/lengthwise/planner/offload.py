@@ -23,13 +23,13 @@ def write_offload(plan: Plan) -> Plan:
 
 
 def _needed_ratio(plan: Plan, microbatch: Microbatch) -> float:
-    """Find the least o with held (2 + (1 - o) (L - 2)) <= (capacity + 1 a cut sequence) L on every rank."""
+    """Find the least o with held x `kept_ratio(o, L)` <= capacity + tokens allowed for rounding, on every rank."""
     if len(microbatch.pieces) == 1:
         only = microbatch.pieces[0]
         if sum(plan.tokens[i] for i in only.sequences) <= plan.capacity:
             return 0.0
-    held, cut = held_by_rank(plan, microbatch)
-    kept = min(1.0, *((plan.capacity + cut[rank]) / tokens for rank, tokens in held.items() if tokens))
+    held, rounding = held_by_rank(plan, microbatch)
+    kept = min(1.0, *((plan.capacity + rounding[rank]) / tokens for rank, tokens in held.items() if tokens))
     if kept == 1.0:
         return 0.0
     ratio = (1 - kept) * plan.layers / max(plan.layers - 2, 1)

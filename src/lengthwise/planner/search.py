@@ -32,6 +32,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lengthwise.core.held import held_at_most
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.planner.placement.annealing import MOST_WORK, anneal
 from lengthwise.planner.placement.last_local import end_with_packs
@@ -298,7 +299,7 @@ def place(request: PlanRequest, candidate: Candidate) -> Placed:
 
 
 def _room_tokens(request: PlanRequest, line: PlacedRings) -> list[int]:
-    """Tell what each ring leaves of the capacity of its ranks: each of two chunks is at most s / 2d, rounded up.
+    """Tell what each ring leaves of the capacity of its ranks.
 
     Empty where nothing may stand beside rings.
     """
@@ -306,7 +307,7 @@ def _room_tokens(request: PlanRequest, line: PlacedRings) -> list[int]:
         return []
     capacity, tokens = request.cluster.capacity_tokens, request.tokens
     if not request.ground.has_shares:
-        return [max(0, capacity - 2 * -(-tokens[ring.sequence] // (2 * ring.degree))) for ring in line.rings]
+        return [max(0, capacity - held_at_most(tokens[ring.sequence], ring.degree)) for ring in line.rings]
     most = (request.ground.most_held_tokens(tokens[ring.sequence], ring.first, ring.degree) for ring in line.rings)
     return [max(0, capacity - tokens) for tokens in most]
 

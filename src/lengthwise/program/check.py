@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from lengthwise.core.errors import LengthwiseError, PlanError, raise_problems
-from lengthwise.core.held import held_by_rank
+from lengthwise.core.held import held_by_rank, kept_ratio
 from lengthwise.core.plan import Microbatch, Piece, Plan
 
 _TOLD = 20  # problems told in full; a broken plan can have thousands
@@ -90,18 +90,17 @@ def _piece_problems(plan: Plan, piece: Piece, where: str) -> Iterator[PlanError]
 
 
 def _capacity_problems(plan: Plan, microbatch: Microbatch, where: str) -> list[PlanError]:
-    """Check local_tokens x (2 + (1 - offload) (L - 2)) / L <= capacity + 1 a cut sequence, on every rank."""
-    held, cut = held_by_rank(plan, microbatch)
-    layers = max(plan.layers, 2)
-    kept = 2 + (1 - microbatch.offload) * (layers - 2)
+    """Check tokens held x ratio kept on the device <= capacity + tokens allowed for rounding, on every rank."""
+    held, rounding = held_by_rank(plan, microbatch)
+    kept = kept_ratio(microbatch.offload, plan.layers)
     return [
         _problem(
             f"{where}, rank {rank}",
-            f"at most {plan.capacity} tokens held (+ {cut[rank]} for rounding)",
-            f"{tokens} tokens" if kept == layers else f"{tokens} tokens at offload {microbatch.offload}",
+            f"at most {plan.capacity} tokens held (+ {rounding[rank]} for rounding)",
+            f"{tokens} tokens" if kept == 1 else f"{tokens} tokens at offload {microbatch.offload}",
         )
         for rank, tokens in held.items()
-        if tokens * kept > (plan.capacity + cut[rank]) * layers * (1 + 1e-12)
+        if tokens * kept > (plan.capacity + rounding[rank]) * (1 + 1e-12)
     ]
 
 

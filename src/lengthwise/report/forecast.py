@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lengthwise.core.cut import local_tokens
-from lengthwise.core.plan import Microbatch, Plan
+from lengthwise.core.held import fullest_tokens
+from lengthwise.core.plan import Plan
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost import CostModel, activation_bytes, recompute_cost
 from lengthwise.report.figures import count, seconds
@@ -96,7 +96,7 @@ def forecast_verification(
     plain = parameters * (narrow + 3 * wide) + tokens * (activation_bytes(shape, "none", narrow) + logits) + scores
     passes = _BUILD_PASSES * wide * parameters / (speed.copy_bytes_per_second * threads)
     held = max(
-        _most_tokens(plan, each) * (activation_bytes(shape, each.recompute, narrow) + logits)
+        fullest_tokens(plan, each) * (activation_bytes(shape, each.recompute, narrow) + logits)
         for each in plan.microbatches
     )
     return Forecast(
@@ -154,13 +154,3 @@ def _busy_seconds(plan: Plan, cost: CostModel) -> list[float]:
             for rank in piece.ranks:
                 busy[rank] += took
     return busy
-
-
-def _most_tokens(plan: Plan, microbatch: Microbatch) -> int:
-    """Count the tokens that the fullest rank of a microbatch holds."""
-    held = [0] * plan.ranks
-    for piece in microbatch.pieces:
-        lengths = [plan.tokens[i] for i in piece.sequences]
-        for position, rank in enumerate(piece.ranks):
-            held[rank] += local_tokens(lengths, piece.degree, position, piece.shares)
-    return max(held)

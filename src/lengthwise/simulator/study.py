@@ -14,6 +14,7 @@ from functools import partial
 
 import numpy as np
 
+from lengthwise.core.held import kept_ratio
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.timeline import Timeline
@@ -223,9 +224,12 @@ def _memory_bytes(plan: Plan, timeline: Timeline, setting: Setting) -> float:
 
     The first stage keeps those of several microbatches at once, but of no more than its rank has.
     """
-    layers = max(setting.shape.layers, 2)
-    kept = np.array([(2 + (1 - m.offload) * (layers - 2)) / layers for m in plan.microbatches])
-    bytes_a_token = np.array([setting.cost.copy_bytes[m.recompute] for m in plan.microbatches]) * kept
+    bytes_a_token = np.array(
+        [
+            setting.cost.copy_bytes[each.recompute] * kept_ratio(each.offload, setting.shape.layers)
+            for each in plan.microbatches
+        ]
+    )
     first = timeline.stage == 0
     rank, microbatch, held = timeline.rank[first], timeline.microbatch[first], timeline.held_tokens[first]
     virtual = int(plan.schedule.get("virtual", 1))

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lengthwise.core.held import held_at_most, rounding_tokens
 from lengthwise.core.plan import Microbatch
 from lengthwise.cost import AllTermsCost, JointCost
 from lengthwise.planner.placement.packs import ShortSequences, level_ends
@@ -181,7 +182,7 @@ def _loads(request: PlanRequest, degree: int, packs: list[tuple[int, list[int]]]
 def room_tokens(lengths: NDArray[np.int64], degree: int) -> NDArray[np.int64]:
     """Tell the room that sequences take in a pack over `degree` ranks, at least their lengths.
 
-    No position holds more than 2 ceil(s / 2d) tokens of a sequence, and one token more than its share is allowed for
-    each; so packs of up to d x capacity of this room never hold too much on any position.
+    That is `held_at_most` on each of d positions, less what is allowed for rounding; so packs of up to d x capacity
+    of this room never hold too much on any position.
     """
-    return np.maximum(lengths, degree * (2 * -(-lengths // (2 * degree)) - 1))
+    return np.maximum(lengths, degree * (held_at_most(lengths, degree) - rounding_tokens(1, degree)))

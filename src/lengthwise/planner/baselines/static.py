@@ -20,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 
 from lengthwise.core.errors import PlanError
-from lengthwise.core.held import held_tokens
+from lengthwise.core.held import held_at_most, held_tokens, rounding_tokens
 from lengthwise.core.names import counted
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.core.shape import Cluster
@@ -144,8 +144,8 @@ class _Pack:
 
     def has_room(self, length: int) -> bool:
         """Tell whether no position would hold more than it can."""
-        most = self._capacity_tokens + (len(self.sequences) + 1 if self._cp > 1 else 0)
-        if self._most + self._most_of(length) <= most:
+        most = self._capacity_tokens + rounding_tokens(len(self.sequences) + 1, self._cp)
+        if self._most + held_at_most(length, self._cp) <= most:
             return True
         self._held += held_tokens(self._uncounted, self._cp)
         self._uncounted.clear()
@@ -156,8 +156,4 @@ class _Pack:
         """Put a sequence of `length` tokens into it."""
         self.sequences.append(sequence)
         self._uncounted.append(length)
-        self._most += self._most_of(length)
-
-    def _most_of(self, length: int) -> int:
-        """Bound what a position holds of a sequence: two chunks, each rounded up."""
-        return length if self._cp == 1 else 2 * -(-length // (2 * self._cp))
+        self._most += held_at_most(length, self._cp)

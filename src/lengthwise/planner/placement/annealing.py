@@ -19,7 +19,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lengthwise.core.held import held_tokens
+from lengthwise.core.held import held_tokens, rounding_tokens
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import ring_order
@@ -207,10 +207,10 @@ class Annealing:
         return self._held[key]
 
     def fits(self, degree: int, sequences: tuple[int, ...]) -> bool:
-        """Tell whether ranks hold a piece: its tokens in all, and on each position but for one a cut sequence."""
+        """Tell whether ranks hold a piece: its tokens in all, and on each position but for rounding."""
         if sum(self.request.tokens[i] for i in sequences) > degree * self.capacity:
             return False
-        return degree == 1 or self._most_held(degree, sequences) <= self.capacity + len(sequences)
+        return self._most_held(degree, sequences) <= self.capacity + rounding_tokens(len(sequences), degree)
 
 
 def _makespan(layout: Layout) -> float:

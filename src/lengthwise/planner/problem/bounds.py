@@ -32,13 +32,12 @@ of which has its launch: the work of all is at most ranks x (T - g (p - 1) / v).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.core.held import held_tokens
+from lengthwise.core.held import ROUNDING_TOKENS, fullest_tokens
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, JointCost
@@ -97,7 +96,7 @@ def launches_makespan(tokens: NDArray[np.int64], cluster: Cluster, cost: Cost, g
     if ground.speeds is not None:
         return 0.0
     lengths, counts = np.unique(tokens, return_counts=True)
-    roomy = Cluster(ranks=cluster.ranks, capacity_tokens=most_held_tokens(cost, cluster) + 1)
+    roomy = Cluster(ranks=cluster.ranks, capacity_tokens=most_held_tokens(cost, cluster) + ROUNDING_TOKENS)
     return whole_launches_bound(lengths, counts, cost.compute_seconds(lengths), roomy, cost.fixed_seconds)
 
 
@@ -172,7 +171,7 @@ def shares_launches_only(plan: Plan) -> bool:
     The `+ 1 a sequence for rounding` of the plan file is then used by no microbatch of several pieces.
     """
     return _are_held(plan) and all(
-        _most_held(plan, microbatch) <= plan.capacity for microbatch in plan.microbatches if len(microbatch.pieces) > 1
+        fullest_tokens(plan, each) <= plan.capacity for each in plan.microbatches if len(each.pieces) > 1
     )
 
 
@@ -192,21 +191,6 @@ def _are_held(plan: Plan) -> bool:
 
 def _is_alone(microbatch: Microbatch) -> bool:
     return len(microbatch.pieces) == 1 and len(microbatch.pieces[0].sequences) == 1
-
-
-def _most_held(plan: Plan, microbatch: Microbatch) -> int:
-    """Bound what a rank holds: no two chunks of a sequence over d ranks are more than 2 x (s / 2d, rounded up)."""
-    held = Counter[int]()
-    for piece in microbatch.pieces:
-        degree = len(piece.ranks)
-        if piece.shares is not None:
-            tokens = held_tokens([plan.tokens[i] for i in piece.sequences], degree, piece.shares).tolist()
-            held.update(dict(zip(piece.ranks, tokens, strict=True)))
-            continue
-        most = sum(2 * -(-plan.tokens[i] // (2 * degree)) if degree > 1 else plan.tokens[i] for i in piece.sequences)
-        for rank in piece.ranks:
-            held[rank] += most
-    return max(held.values())
 
 
 def _least_degrees_allowed(

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lengthwise.core.held import held_at_most
 from lengthwise.cost import AllTermsCost, Cost, JointCost
 
 _PACES = 9  # at which rings are priced; the others lie between them
@@ -200,7 +201,7 @@ class Ground:
         """Bound what any rank of a place holds of a sequence."""
         shares = self.shares(length, first, degree)
         if shares is None:
-            return 2 * -(-length // (2 * degree))
+            return held_at_most(length, degree)
         return math.ceil(length * max(shares) / sum(shares)) + _ROUNDED
 
     def best_places(self) -> PacedCost:

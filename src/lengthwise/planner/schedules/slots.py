@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lengthwise.core.held import held_at_most
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.program.ring_order import ring_order
 
@@ -49,7 +50,7 @@ def bundle_rings(
     bundles: list[Bundle] = []
     open_: list[int] = []
     for sequence, tokens, degree, seconds in rings:
-        held = 2 * -(-tokens // (2 * degree))
+        held = held_at_most(tokens, degree)
         if open_ and bundles[open_[0]].degree != degree:
             open_ = []
         for number in open_:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lengthwise.core.held import held_at_most
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
@@ -225,7 +226,7 @@ class _Builder:
                 continue
             pool.drop(index)
             pieces.append((first, degree, [pool.sequences[index]]))
-            room = max(0, self.capacity - 2 * -(-pool.lengths[index] // (2 * degree))) if degree > 1 else 0
+            room = max(0, self.capacity - held_at_most(pool.lengths[index], degree)) if degree > 1 else 0
             for rank in range(first, first + degree):
                 free[rank], rooms[rank] = max(0.0, free[rank] - ring_seconds), room
             first, done = first + degree, done + pool.seconds[index]
