@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lengthwise.cli.machine import machine_lines
 from lengthwise.simulator import waits_seconds
 
-PLANNERS = ("static", "single-degree", "bytescale-naive", "bytescale", "lengthwise")
+PLANNERS = ("static", "single-degree", "power-of-two", "bytescale-naive", "bytescale", "lengthwise")
 SHOWN = ("ring", "heads", "auto")
 PUBLISHED_GITHUB_2M = {
     "llama-7b": (7.89, 7.89),
@@ -20,7 +19,7 @@ PUBLISHED_GITHUB_2M = {
     "llama-70b": (4.28, 4.28),
     "mixtral-8x22b": (3.4, 4.1),
 }
-PUBLISHED_BYTED_MOST, WITHIN, TAIL_TAX_AIM = 4.26, 0.2, 0.9
+PUBLISHED_BYTED_MOST, WITHIN = 4.26, 0.2
 ABLATION = (  # name, published, choice, planner, loader of the row; static has the local loader too
     ("static", 1.0, "ring", "static", "local"),
     ("+ dynamic communication (bytescale-naive)", 1.59, "ring", "bytescale-naive", "local"),
@@ -46,7 +45,7 @@ class Row:
     """One planner on all batches of a model, data set and context; entry i of the lists is of batch i.
 
     seconds: of the step, data being there. bound_seconds: what no plan can be faster than, the step's end included.
-    flops: the model's. loads_seconds: of the busiest node, for each loader.
+    loads_seconds: of the busiest node, for each loader.
     """
 
     model: str
@@ -56,14 +55,12 @@ class Row:
     planner: str
     seconds: list[float]
     bound_seconds: list[float]
-    flops: list[float]
     loads_seconds: list[dict[str, float]]
-    uniform_flops_per_second: float
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Row:
-        """Read a line of the file of rows."""
-        return cls(**raw)
+        """Read a line of the file of rows; keys of older versions are left out."""
+        return cls(**{field.name: raw[field.name] for field in fields(cls)})
 
     @property
     def key(self) -> Key:
@@ -75,16 +72,6 @@ class Row:
         """Of a step."""
         return float(np.mean(self.seconds))
 
-    @property
-    def tail_tax(self) -> float:
-        """FLOP/s on these lengths over those on sequences of 8K."""
-        return sum(self.flops) / sum(self.seconds) / self.uniform_flops_per_second
-
-    @property
-    def best_tail_tax(self) -> float:
-        """What it would be for steps that end at the bound."""
-        return sum(self.flops) / sum(self.bound_seconds) / self.uniform_flops_per_second
-
     def loaded_seconds(self, loader: str) -> float:
         """Mean step with a loader that reads one step ahead."""
         waits = waits_seconds([each[loader] for each in self.loads_seconds], self.seconds)
@@ -94,28 +81,21 @@ class Row:
 Rows = dict[Key, Row]
 
 
-def report(rows: Sequence[Row], about: str, hardware: str) -> str:
-    """Write the tables as Markdown."""
+Place = tuple[str, str, str]  # model, data set, context
+
+
+def report(rows: Sequence[Row], ideal_seconds: Mapping[Place, float]) -> list[str]:
+    """Write the tables as lines of Markdown; `ideal_seconds` of each model, data set and context."""
     by_key = {row.key: row for row in rows}
     places = list(dict.fromkeys(row.key[:3] for row in rows))
-    return "\n".join(
-        [
-            "# ByteScale's evaluation, simulated",
-            "",
-            f"Made by `python benchmarks/bytescale_evaluation.py`, hardware `{hardware}`, on:",
-            "",
-            *(f"- {line}" for line in machine_lines()[1:]),
-            "",
-            about,
-            "",
-            *_published_table(by_key),
-            *_ablation_table(by_key),
-            *_gain_table(by_key),
-            *_tail_table(by_key, places),
-            *_context_table(by_key, places),
-            *_full_table(by_key, places),
-        ]
-    )
+    return [
+        *_published_table(by_key),
+        *_ablation_table(by_key),
+        *_gain_table(by_key),
+        *_ideal_table(by_key, ideal_seconds),
+        *_context_table(by_key, places),
+        *_full_table(by_key, places),
+    ]
 
 
 def _table(title: str, heads: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
@@ -191,27 +171,19 @@ def _gain_table(rows: Rows) -> list[str]:
 _OVERS = [(over, choice) for over in ("bytescale", "single-degree") for choice in SHOWN]
 
 
-def _tail_table(rows: Rows, places: Sequence[Sequence[str]]) -> list[str]:
-    def cells(row: Row | None, figure: Callable[[Row], float]) -> str:
-        return "-" if row is None else f"{figure(row):.3f}"
-
+def _ideal_table(rows: Rows, ideal_seconds: Mapping[Place, float]) -> list[str]:
     lines = []
-    for place in places:
-        ours = {choice: rows.get(Key(*place, choice, "lengthwise")) for choice in ("ring", "auto")}  # type: ignore[call-arg]
-        others = [rows.get(Key(*place, "ring", name)) for name in ("static", "bytescale")]  # type: ignore[call-arg]
-        met = [row.tail_tax >= TAIL_TAX_AIM for row in ours.values() if row]
-        lines.append(
-            [
-                *place,
-                *(cells(row, lambda row: row.tail_tax) for row in others),
-                *(cells(ours[c], figure) for c in ours for figure in (lambda r: r.tail_tax, lambda r: r.best_tail_tax)),
-                "met" if any(met) else "**missed**",
-            ]
-        )
-    heads = ["model", "set", "context", "static", "bytescale"]
-    heads += ["lengthwise, ring", "at the bound", "lengthwise, auto", "at the bound", f"aim {TAIL_TAX_AIM}"]
-    title = "Tail tax: FLOP/s over those on sequences of 8K; 1: the tail costs nothing"
+    for place, ideal in ideal_seconds.items():
+        shares = [
+            ideal / row.mean_seconds if row else float("nan") for row in (rows.get(Key(*place, *of)) for of in _IDEALS)
+        ]
+        lines.append([*place, *(_told(share, "{:.3f}") for share in shares)])
+    heads = ["model", "set", "context", *(f"{planner}, {choice}" for choice, planner in _IDEALS)]
+    title = "Ideal seconds of the same lengths (all work at full speed, evenly, nothing exposed) over step seconds"
     return _table(title, heads, lines)
+
+
+_IDEALS = (("ring", "static"), ("ring", "bytescale"), ("ring", "lengthwise"), ("auto", "lengthwise"))
 
 
 def _context_table(rows: Rows, places: Sequence[Sequence[str]]) -> list[str]:

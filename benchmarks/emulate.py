@@ -1,6 +1,9 @@
-"""Emulation: real processes in which compute is slept, and everything else is real; measured beside the simulator.
+"""Emulation: real processes in which compute and links are slept and the rest is real; measured beside the simulator.
 
     python benchmarks/emulate.py [--ranks 16] [--planners static,...] [--recipe github] [--steps 2] [--namespaces]
+
+A check that the simulator is consistent with the program that ranks run, not that its costs are true: sleeps and
+simulator are given the same costs. Not emulated: split heads, offload, pipelines.
 
 Every rank is a process of this machine, joined over gloo. Real: the planner on rank 0 a step ahead, sending plans and
 agreeing on them, the lowered program with its grouped transfers, one tensor a message, the reduction at the step's end,
@@ -22,18 +25,17 @@ that much less the next time, and its messages count as posted when they were du
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from namespaces import shaped_nodes
+from pages import Findings, add_out
 
 from lengthwise.cli.machine import machine_lines
 from lengthwise.core.plan import Plan
@@ -225,7 +227,7 @@ def main() -> None:
     parser.add_argument("--slower", type=float, default=64.0, help="than an h100: longer stages, smaller overheads")
     parser.add_argument("--real-bytes", type=int, default=64, help="that a token's keys and values travel as")
     parser.add_argument("--namespaces", action="store_true", help="shaped links between nodes; needs root")
-    parser.add_argument("--out", type=Path)
+    add_out(parser, "emulate")
     arguments = parser.parse_args()
     cost = emulated_cost(arguments.slower, nics=1 if arguments.namespaces else RANKS_PER_NODE)
     cluster = Cluster(ranks=arguments.ranks, capacity_tokens=CAPACITY)
@@ -236,20 +238,19 @@ def main() -> None:
     ]
     rows = {}
     print(*machine_lines()[1:], sep="\n")
-    print(f"{arguments.ranks} processes, {arguments.steps} steps of {arguments.recipe}; seconds of a step, mean")
-    print("planner", "measured", "simulated", "error %", "speed-up measured", "speed-up simulated", sep=" | ")
+    findings = Findings("emulate-namespaces" if arguments.namespaces else "emulate")
+    titles = "| ranks | planner | measured, s | simulated, s | error | speed-up measured | speed-up simulated |"
+    findings.tell([titles, "|---" * 7 + "|"])
     for planner in arguments.planners.split(","):
         with links(arguments, cost) as enter:
             rows[planner] = emulate(planner, batches, cluster, cost, longest, arguments.real_bytes, enter)
         measured, simulated = (statistics.mean(column) for column in zip(*rows[planner], strict=True))
         first = [statistics.mean(column) for column in zip(*next(iter(rows.values())), strict=True)]
+        error = f"{100 * (measured / simulated - 1):+.1f} %"
         ratios = f"{first[0] / measured:.2f} | {first[1] / simulated:.2f}"
-        print(
-            f"{planner} | {measured:.3f} | {simulated:.3f} | {100 * (measured / simulated - 1):+.1f} | {ratios}",
-            flush=True,
-        )
-    if arguments.out:
-        arguments.out.write_text(json.dumps({"ranks": arguments.ranks, "steps": rows}, indent=1))
+        findings.tell([f"| {arguments.ranks} | {planner} | {measured:.3f} | {simulated:.3f} | {error} | {ratios} |"])
+    findings.sign("Emulated (sleeps, not work) and simulated", f"mean of {arguments.steps} steps of {arguments.recipe}")
+    findings.write(arguments.out)
 
 
 @contextmanager

@@ -11,15 +11,13 @@ of recomputation, each with the capacity that memory leaves it, all other choice
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 
 import numpy as np
 from batches import tokens_batch
+from pages import Findings, add_out
 
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster, ModelShape
@@ -99,7 +97,7 @@ def _offloaded_share(plan: Plan) -> float:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables, and write them into a page if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="256,1024")
     parser.add_argument("--capacities", default="8K,16K")
@@ -107,28 +105,30 @@ def main() -> None:
     parser.add_argument("--planners", default=",".join(PLANNERS))
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--full-heads", action="store_true", help="32 KV heads in place of 8")
+    add_out(parser, "joint")
     arguments = parser.parse_args()
+    findings = Findings("joint")
     shape = named_shape("llama-7b")
     if arguments.full_heads:
         shape = replace(shape, kv_heads=shape.heads)
     cost = all_terms_cost(shape, named_hardware("h100"))
-    print(f"| {shape.kv_heads} KV heads | planner | {' | '.join(CHOICES)} | offloaded tokens | plan seconds, each |")
-    print("|---|---|---|---|---|---|---|---|")
+    heads = f"| {shape.kv_heads} KV heads | planner | {' | '.join(CHOICES)} | offloaded tokens | plan seconds, each |"
+    findings.tell([heads, "|---|---|---|---|---|---|---|---|"])
     for recipe in arguments.lengths.split(","):
         for ranks in map(int, arguments.ranks.split(",")):
             for capacity in arguments.capacities.split(","):
                 cluster = Cluster(ranks=ranks, capacity_tokens=parse_tokens(capacity, "--capacities"))
                 case = Case(recipe=recipe, cluster=cluster, seeds=arguments.seeds)
-                for line in case_lines(case, cost, arguments.planners.split(",")):
-                    print(line, flush=True)
+                findings.tell(case_lines(case, cost, arguments.planners.split(",")))
     kinds = " | ".join(recompute_capacities(shape, named_hardware("h100"), 256))
-    print(f"\n| {shape.kv_heads} KV heads | planner | {kinds} | `auto` takes |")
-    print("|---|---|---|---|---|---|")
+    findings.tell(
+        ["", f"| {shape.kv_heads} KV heads | planner | {kinds} | `auto` takes |", "|---|---|---|---|---|---|"]
+    )
     for recipe in arguments.lengths.split(","):
         for ranks in map(int, arguments.ranks.split(",")):
-            for line in recompute_lines(recipe, ranks, shape, arguments.planners.split(",")):
-                print(line, flush=True)
-    print("\n" + f"{date.today().isoformat()}, {platform.machine()}, {os.cpu_count()} cores; one core used.")
+            findings.tell(recompute_lines(recipe, ranks, shape, arguments.planners.split(",")))
+    findings.sign("Modelled", f"one core, seeds 0 to {arguments.seeds - 1}")
+    findings.write(arguments.out)
 
 
 if __name__ == "__main__":

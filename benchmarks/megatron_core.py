@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pages import Findings, add_out
 
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
@@ -70,18 +71,22 @@ def megatron_sub_batches(scheduler: Any, lengths: NDArray[np.int64], cluster: Cl
 
 
 def main() -> None:
+    """Print the table, and write it into a page if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="8,64,256")
     parser.add_argument("--recipes", default="github,byted,prolong,wikipedia")
     parser.add_argument("--seeds", type=int, default=4)
+    add_out(parser, "megatron_core")
     arguments = parser.parse_args()
-    scheduler = load_scheduler()
-    print("| recipe | ranks |", " | ".join(f"{row} (ms)" for row in ROWS), "|")
-    print("|---" * (2 + len(ROWS)) + "|")
+    scheduler, findings = load_scheduler(), Findings("megatron_core")
+    titles = " | ".join(f"{row} (ms)" for row in ROWS)
+    findings.tell([f"| recipe | ranks | {titles} |", "|---" * (2 + len(ROWS)) + "|"])
     for recipe in arguments.recipes.split(","):
         for ranks in map(int, arguments.ranks.split(",")):
             entries = measure(scheduler, recipe, Cluster(ranks=ranks, capacity_tokens=CAPACITY), arguments.seeds)
-            print(f"| {recipe} | {ranks} |", " | ".join(entries), "|", flush=True)
+            findings.tell([f"| {recipe} | {ranks} | {' | '.join(entries)} |"])
+    findings.sign("Modelled", f"one core, seeds 0 to {arguments.seeds - 1}")
+    findings.write(arguments.out)
 
 
 def measure(scheduler: Any, recipe: str, cluster: Cluster, seeds: int) -> list[str]:

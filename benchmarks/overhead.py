@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from pages import Findings, add_out
 
 from lengthwise.attention import choose_kernel
 from lengthwise.cli.machine import machine_lines
@@ -33,6 +34,7 @@ from lengthwise.models.load import tiny_config
 from lengthwise.training.job import Job, prepare_job
 
 CAPACITY = 8192
+LOOPS = ("packed", "one by one", "lengthwise")
 
 
 def model_source(name: str) -> ModelSource:
@@ -91,8 +93,8 @@ def interleaved_seconds(
     return seconds
 
 
-def measure(name: str, job: Job, batches: Sequence[StepBatch], repeats: int, *, packed: bool) -> None:
-    """Print the seconds of all three, and the ratio."""
+def measure(name: str, job: Job, batches: Sequence[StepBatch], repeats: int, *, packed: bool) -> str:
+    """Return the row of a model: median seconds of all three, and the ratio."""
     source = model_source(name)
     plain = build_model(source, seed=0, attention=plain_attention(source))
     ours = build_model(source, seed=0)
@@ -117,9 +119,8 @@ def measure(name: str, job: Job, batches: Sequence[StepBatch], repeats: int, *, 
     medians = {loop: statistics.median(each) for loop, each in seconds.items()}
     best = min((loop for loop in loops if loop != "lengthwise"), key=lambda loop: medians[loop])
     parameters = sum(parameter.numel() for parameter in ours.parameters())
-    cells = "  ".join(f"{loop} {median:.3f} s" for loop, median in medians.items())
-    ratio = medians["lengthwise"] / medians[best]
-    print(f"{name} ({parameters / 1e6:.1f}M): {cells}; lengthwise / {best} = {ratio:.3f}")
+    cells = " | ".join(f"{medians[loop]:.3f} s" if loop in medians else "-" for loop in LOOPS)
+    return f"| {name} ({parameters / 1e6:.1f}M) | {cells} | {medians['lengthwise'] / medians[best]:.3f} ({best}) |"
 
 
 def main() -> None:
@@ -129,6 +130,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=3)
     parser.add_argument("--models", default="tiny,25m")
     parser.add_argument("--without-packed", action="store_true")
+    add_out(parser, "overhead")
     arguments = parser.parse_args()
     print("\n".join(machine_lines()[1:]))
     config = build_config(
@@ -143,9 +145,13 @@ def main() -> None:
     )
     job = prepare_job(config, ranks=1, timeout_seconds=60)
     batches = [batch for batch, _ in zip(job.batches(), range(arguments.batches), strict=False)]
-    print(f"{len(batches)} batches, {sum(sum(batch.lengths) for batch in batches)} tokens, {arguments.repeats} repeats")
-    for name in arguments.models.split(","):
-        measure(name, job, batches, arguments.repeats, packed=not arguments.without_packed)
+    findings = Findings("overhead")
+    findings.tell([f"| model | {' | '.join(LOOPS)} | lengthwise / the faster other |", "|---" * (2 + len(LOOPS)) + "|"])
+    packed = not arguments.without_packed
+    findings.tell(measure(name, job, batches, arguments.repeats, packed=packed) for name in arguments.models.split(","))
+    tokens = sum(sum(batch.lengths) for batch in batches)
+    findings.sign("Measured", f"{len(batches)} batches, {tokens:,} tokens, median of {arguments.repeats} repeats")
+    findings.write(arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,29 @@
-"""What a benchmark finds: printed line by line, and at the end written into a page between two marks."""
+"""What a benchmark finds: printed line by line, and at the end written into its page, docs/benchmarks/NAME.md.
+
+A page is written by hand but for what stands between <!-- NAME: begin --> and <!-- NAME: end -->, which the benchmark
+replaces. The last line there says whether the figures were modelled or measured, the command, date, commit and machine.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
-from collections.abc import Iterable
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
 
+FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
+
 
 class Findings:
-    """The lines of one benchmark, whose place in a page is between <!-- name: begin --> and <!-- name: end -->."""
+    """The lines of one benchmark, whose name is that of its marks and of its page."""
 
     def __init__(self, name: str) -> None:
-        self._marks = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-        self._lines: list[str] = []
+        self._name, self._lines = name, list[str]()
 
     def tell(self, lines: Iterable[str]) -> None:
         """Print lines as they are found, and keep them."""
@@ -22,10 +31,11 @@ class Findings:
             print(line, flush=True)
             self._lines.append(line)
 
-    def sign(self, about: str) -> None:
-        """Tell date and machine, and what else is worth knowing of the run."""
+    def sign(self, how: str, about: str) -> None:
+        """Add how the figures were found (`Modelled`, `Measured`), by which command, when, where, and `about`."""
         machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-        self.tell(["", f"{date.today().isoformat()}, {machine}; {about}."])
+        made = f"{how} by `{_command()}` on {date.today().isoformat()}, commit {_commit()}; {machine}"
+        self.tell(["", f"{made}; {about}."])
 
     def write(self, page: Path | None) -> None:
         """Replace what stands between the marks of a page, if one is given.
@@ -35,9 +45,48 @@ class Findings:
         """
         if page is None:
             return
-        text = page.read_text(encoding="utf-8")
-        before, begin, rest = text.partition(self._marks[0])
-        _, end, after = rest.partition(self._marks[1])
-        if not end:
-            raise SystemExit(f"{page} has no {' ... '.join(self._marks)}")
+        begin, end = (f"<!-- {self._name}: {part} -->" for part in ("begin", "end"))
+        before, mark, rest = page.read_text(encoding="utf-8").partition(begin)
+        _, last, after = rest.partition(end)
+        if not (mark and last):
+            raise SystemExit(f"{page}: expected the lines {begin} and {end}; nothing was written")
         page.write_text("\n".join([before + begin, *self._lines, end + after]), encoding="utf-8")
+
+
+def add_out(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add `--out PAGE` to the options of the benchmark `name`."""
+    parser.add_argument("--out", type=Path, metavar="PAGE", help=f"a page with its marks, as docs/benchmarks/{name}.md")
+
+
+def table_rows(page: Path, *, heading: str) -> list[dict[str, str]]:
+    """Read the table under a heading, or after a line that begins with `heading`: one cell a column, by its title."""
+    lines = iter(page.read_text(encoding="utf-8").splitlines())
+    for line in lines:
+        if line.lstrip("# ").startswith(heading):
+            break
+    table: list[Sequence[str]] = []
+    for line in lines:
+        if line.startswith("|"):
+            table.append([cell.strip() for cell in line.strip("|").split(" | ")])
+        elif table:
+            break
+    if not table:
+        raise SystemExit(f"{page}: expected a table under {heading!r}")
+    return [dict(zip(table[0], row, strict=True)) for row in table[2:]]
+
+
+def _command() -> str:
+    """Return the command line that runs, without `--out`."""
+    words, skipped = [f"benchmarks/{Path(sys.argv[0]).name}"], False
+    for word in sys.argv[1:]:
+        if not skipped and word != "--out" and not word.startswith("--out="):
+            words.append(word)
+        skipped = word == "--out"
+    return f"python {shlex.join(words)}"
+
+
+def _commit() -> str:
+    """Return the short name of the commit checked out, with + where files differ from it."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    named = subprocess.run([*git, "describe", "--always", "--dirty=+"], capture_output=True, text=True)
+    return named.stdout.strip() or "unknown"

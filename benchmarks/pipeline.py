@@ -1,12 +1,11 @@
 """Plans for pipelines on the same batches: one command, one table; nothing here is run, all is modelled.
 
-    python benchmarks/pipeline.py [--ranks 8,64,256] [--seeds 1] [--out docs/benchmarks.md]
+    python benchmarks/pipeline.py [--ranks 8,64,256] [--seeds 1] [--out PAGE]
 
 Each rank is a pipeline of p stages with v virtual ones; 256K tokens a rank and step, capacity 8K (32 full packs), the
 four terms of `planners.py` for one stage. Makespans come from `score`, which runs every stage of every rank on a clock
 (`planner.modes.stage_clocks`), over the bound of the plan, mean over seeds: of mode `pipeline`, of a plan of mode
-`free` and of ByteScale's PP-Balance run through the same stages. `--out` writes the table between the pipeline marks of
-a page.
+`free` and of ByteScale's PP-Balance run through the same stages.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from batches import tokens_batch
-from pages import Findings
+from pages import Findings, add_out
 from planners import TERMS
 
 from lengthwise.core.shape import Cluster
@@ -71,11 +69,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="8,64,256")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="a page with the two pipeline marks")
+    add_out(parser, "pipeline")
     arguments = parser.parse_args()
     findings = Findings("pipeline")
     findings.tell(table([int(ranks) for ranks in arguments.ranks.split(",")], arguments.seeds))
-    findings.sign(f"seeds 0 to {arguments.seeds - 1}")
+    findings.sign("Modelled", f"seeds 0 to {arguments.seeds - 1}")
     findings.write(arguments.out)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import planners
 import torch
+from pages import Findings, add_out
 
 from lengthwise.planner import plan_step
 from lengthwise.training.planner_process import PlannerProcess
@@ -76,12 +77,14 @@ def measure(row: planners.Row, repeats: int) -> dict[str, list[tuple[float, floa
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table, and write it into a page if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
-    arguments = parser.parse_args()
+    add_out(parser, "plan_ahead")
+    arguments, findings = parser.parse_args(), Findings("plan_ahead")
     torch.set_num_threads(1)
-    print("| step | planned by | plan, ms | training thread later by, ms | of the plan's time |\n|---|---|---|---|---|")
+    titles = "| step | planned by | plan, ms | training thread later by, ms | of the plan's time |"
+    findings.tell([titles, "|---|---|---|---|---|"])
     for name in _ROWS:
         row = [row for row in planners.rows() if row.name == name][-1]
         found = measure(row, arguments.repeats)
@@ -89,9 +92,10 @@ def main() -> None:
         for planner in ("a thread", "a process"):
             plan_ms = 1e3 * median(plan for _, plan in found[planner])
             later_ms = 1e3 * (median(seconds for seconds, _ in found[planner]) - alone)
-            print(
-                f"| {row.title} | {planner} | {plan_ms:.0f} | {later_ms:.0f} | {later_ms / plan_ms:.2f} |", flush=True
-            )
+            cells = f"{plan_ms:.0f} | {later_ms:.0f} | {later_ms / plan_ms:.2f}"
+            findings.tell([f"| {row.title} | {planner} | {cells} |"])
+    findings.sign("Measured", f"torch {torch.__version__}, medians of {arguments.repeats}")
+    findings.write(arguments.out)
 
 
 if __name__ == "__main__":

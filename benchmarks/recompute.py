@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 
 import torch
+from pages import Findings, add_out
 
 from lengthwise.attention import PlannedAttention, choose_kernel
 from lengthwise.comm import SoloTransport
@@ -45,18 +46,22 @@ def measure(kind: str, *, layers: int, hidden: int, tokens: int) -> tuple[int, i
 
 
 def main() -> None:
-    """Print one row a kind."""
+    """Print one row a kind, and write them into a page if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=4096)
-    sizes = vars(parser.parse_args())
+    add_out(parser, "recompute")
+    sizes, findings = vars(parser.parse_args()), Findings("recompute")
+    out = sizes.pop("out")
     torch.set_num_threads(1)
-    print("| recompute | waiting for backward | of `none` | peak | of `none` |\n|---|---|---|---|---|")
+    findings.tell(["| recompute | waiting for backward | of `none` | peak | of `none` |", "|---|---|---|---|---|"])
     rows = {kind: measure(kind, **sizes) for kind in RECOMPUTE_KINDS}
     for kind, row in rows.items():
         cells = (f"{count(each)}B | {each / all_:.3f}" for each, all_ in zip(row, rows["none"], strict=True))
-        print(f"| `{kind}` | {' | '.join(cells)} |")
+        findings.tell([f"| `{kind}` | {' | '.join(cells)} |"])
+    findings.sign("Measured", "bytes, counted tensor by tensor")
+    findings.write(out)
 
 
 if __name__ == "__main__":

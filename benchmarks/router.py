@@ -15,6 +15,7 @@ import statistics
 import time
 
 import torch
+from pages import Findings, add_out
 from transformers import Qwen3MoeConfig
 
 from lengthwise.attention import choose_kernel
@@ -62,16 +63,20 @@ def step_seconds(num_microbatches: int, repeats: int) -> dict[bool, float]:
 
 
 def main() -> None:
-    """Print a row for each number of microbatches."""
+    """Print a row for each number of microbatches, and write them into a page if asked."""
     parser = argparse.ArgumentParser(description="the cost of the routers' balance loss")
     parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
+    add_out(parser, "router")
+    arguments, findings = parser.parse_args(), Findings("router")
     torch.set_num_threads(1)
     print("\n".join(machine_lines()[1:]))
-    print("| microbatches | without | with | ratio |\n|---|---|---|---|")
+    findings.tell(["| microbatches | without | with | ratio |", "|---|---|---|---|"])
     for num_microbatches in (1, 2, 4, 8):
         found = step_seconds(num_microbatches, arguments.repeats)
-        print(f"| {num_microbatches} | {found[False]:.2f} s | {found[True]:.2f} s | {found[True] / found[False]:.2f} |")
+        cells = f"{found[False]:.2f} s | {found[True]:.2f} s | {found[True] / found[False]:.2f}"
+        findings.tell([f"| {num_microbatches} | {cells} |"])
+    findings.sign("Measured", f"CPU seconds, medians of {arguments.repeats} turns")
+    findings.write(arguments.out)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pages import Findings, add_out
 
 from lengthwise.attention import choose_kernel
 from lengthwise.cli import main as lengthwise
@@ -58,7 +59,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--capacity", type=int, default=4096)
-    arguments = parser.parse_args()
+    add_out(parser, "simulator_error")
+    arguments, findings = parser.parse_args(), Findings("simulator_error")
     print(*machine_lines()[1:], sep="\n")
     before = first = profiled()
     measured: list[float] = []
@@ -69,12 +71,13 @@ def main() -> None:
         after = profiled()
         cost = fitted_cost(np.sqrt(before * after))
         drift = float(np.exp(np.log(after / before).mean()))
-        print(f"round {turn + 1}: {cost.version}; the profile after takes {drift:.3f} x that before")
-        print("step | measured s | simulated s | error %")
+        findings.tell([f"Round {turn + 1}: {cost.version}; the profile after takes {drift:.3f} x that before."])
+        findings.tell(["", "| step | measured s | simulated s | error % |", "|---|---|---|---|"])
         guesses = [simulate_plan(plan, cost).step_seconds for plan in plans]
         for step, (real, guess) in enumerate(zip(truth, guesses, strict=True), start=1):
             warm_up = " (warm-up, left out)" if step == 1 else ""
-            print(f"{step} | {real:.3f} | {guess:.3f} | {100 * (guess / real - 1):+.1f}{warm_up}", flush=True)
+            findings.tell([f"| {step}{warm_up} | {real:.3f} | {guess:.3f} | {100 * (guess / real - 1):+.1f} |"])
+        findings.tell([""])
         measured += truth[1:]
         simulated += guesses[1:]
         before = after
@@ -82,8 +85,11 @@ def main() -> None:
     mean = f"{len(errors)} steps: mean absolute error {100 * statistics.mean(errors):.1f} % (aim: 10 %)"
     total = sum(simulated) / sum(measured) - 1
     drift = float(np.exp(np.log(before / first).mean()))
-    print(f"{mean}, median {100 * statistics.median(errors):.1f} %, of all steps together {100 * total:+.1f} %")
-    print(f"the last profile takes {drift:.3f} x the first")
+    findings.tell([f"{mean}, median {100 * statistics.median(errors):.1f} %, all steps together {100 * total:+.1f} %."])
+    findings.sign(
+        "Measured, and simulated from profiles made before and after,", f"last profile {drift:.3f} x the first"
+    )
+    findings.write(arguments.out)
 
 
 def local_plan(lengths: Sequence[int]) -> Plan:

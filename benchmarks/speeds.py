@@ -1,12 +1,12 @@
 """Ranks of unequal speed: how far above their bound plans end, for each way in which speeds differ.
 
-    python benchmarks/speeds.py [--ranks 8,16,32,64] [--seeds 2] [--out PAGE.md]
+    python benchmarks/speeds.py [--ranks 8,16,32,64] [--seeds 2] [--out PAGE]
 
 `halves`: each rank at random half as fast as another; `uniform`: anything from half as fast; `nodes`: nodes of 8 at
 random 0.6 times as fast; `one`: a single rank of 0.7. 128K tokens a rank, capacity 8K, lengths clipped as in
 `planners.py`. *four terms* are the costs of `planners.py`, which know no shares: a ring is as slow as its slowest rank.
 *all terms* (7B on h100) price shares. *blind*: the plan for equal ranks, scored with the speeds. Plan times are process
-seconds. `--out` writes the table between the two speeds marks of a page.
+seconds.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from batches import tokens_batch
-from pages import Findings
+from pages import Findings, add_out
 from planners import TERMS
 
 from lengthwise.core.shape import Cluster
@@ -90,11 +89,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="8,16,32,64")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="a page with the two speeds marks")
+    add_out(parser, "speeds")
     arguments = parser.parse_args()
     findings = Findings("speeds")
     findings.tell(table([int(count) for count in arguments.ranks.split(",")], arguments.seeds))
-    findings.sign(f"seeds 0 to {arguments.seeds - 1}")
+    findings.sign("Modelled", f"seeds 0 to {arguments.seeds - 1}")
     findings.write(arguments.out)
 
 
