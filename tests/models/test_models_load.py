@@ -1,15 +1,27 @@
 """A model that was trained in flat buffers is saved as any Hugging Face model, and opened again as one."""
 
+import json
+
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig, modeling_utils
+from transformers.integrations import hub_kernels
 
 from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ConfigError, OutputError
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.models import DTYPES, ModelSource, build_model, find_model, keep_double, save_model
+from lengthwise.models import (
+    DTYPES,
+    ModelSource,
+    build_model,
+    count_parameters,
+    find_model,
+    keep_double,
+    save_model,
+)
+from lengthwise.models.refusals import refused_model
 
 SIZES = {
     "vocab_size": 32,
@@ -175,3 +187,42 @@ def test_keep_double_computes_norms_in_fp64():
         assert (norm(x) - exact).abs().max() < 1e-14
     with keep_double(torch.float32):
         assert (norm(x) - exact).abs().max() > 1e-9
+
+
+ENGINE_KEYS = {
+    "private": {"_attn_implementation": "org/kernels"},
+    "public": {"attn_implementation": "org/kernels"},
+    "flash": {"_attn_implementation": "flash_attention_2"},
+    "internal": {"_attn_implementation_internal": "org/kernels"},
+    "by part": {"_attn_implementation": {"": "org/kernels"}},
+    "experts": {"_experts_implementation": "grouped_mm", "experts_implementation": "batched_mm"},
+    "by layer": {"per_layer_config": {"1": {"_attn_implementation": "org/kernels"}}},
+    "fusion": {"fusion_config": {"patch_embeddings": True}},
+}
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("keys", ENGINE_KEYS)
+def test_config_does_not_choose_how_to_compute(tmp_path, monkeypatch, keys, weights):
+    """`org/name` as attention makes Hugging Face load native code from the hub."""
+
+    def entered(*_args, **_kwargs):
+        raise AssertionError("the loader of hub kernels was entered")
+
+    monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", entered)
+    monkeypatch.setattr(hub_kernels, "get_kernel", entered)
+    kind = Qwen3MoeConfig if keys == "experts" else LlamaConfig
+    sizes = {"num_experts": 4, "moe_intermediate_size": 8} if keys == "experts" else {}
+    save_model(build_model(source(kind, **sizes), seed=1), tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **ENGINE_KEYS[keys]}))
+    found = find_model(str(tmp_path / "model"), weights=None if weights else "fresh")
+    assert "org" not in found.config.to_json_string()
+    assert getattr(found.config, "fusion_config", None) is None
+    count_parameters(found.config)
+    refused_model(found.config)
+    for attention in ("lengthwise", "sdpa"):
+        model = build_model(found, seed=1, attention=attention)
+        layers = {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
+        assert layers == {attention}
+        assert model.config._experts_implementation == "eager"

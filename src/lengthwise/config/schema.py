@@ -225,6 +225,11 @@ class RunConfig(Settings):
     """Everything that decides a run. Made by `load_config`, which also resolves paths; written to the output folder."""
 
     model: str = Field(min_length=1, description="tiny, a local Hugging Face folder, or a hub name")
+    weights: Literal["load", "fresh"] | None = Field(
+        default=None,
+        description="load (the model's own) or fresh (drawn from the seed, whatever the model's folder holds); default "
+        "null: load, but fresh for tiny and for a folder with a config, perhaps a tokenizer, and no more",
+    )
     data: tuple[DataSource, ...] = Field(
         strict=False, min_length=1, description="a list of sources, read in order: [{path: train.jsonl}]"
     )

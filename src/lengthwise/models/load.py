@@ -1,59 +1,90 @@
-"""Finds, builds and saves models: `tiny`, a local Hugging Face folder, or a hub name. Remote code is never run."""
+"""Find, build and save models: `tiny`, a local Hugging Face folder, or a hub name.
+
+The config is read without what it says of how to compute (attention, experts, fused layers): that is ours to choose,
+and Hugging Face would load native code from the hub by such a name. Weights are loaded whole or drawn from the seed.
+Remote code is never run.
+"""
 
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+)
 
+from lengthwise.config.schema import TINY_MODEL
 from lengthwise.core.errors import ConfigError, OutputError
 from lengthwise.cost import named_shape
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
+from lengthwise.models.weights import holds_weights
 
 # Experts one by one: Hugging Face's grouped products know no fp64 and round differently with the number of tokens.
 EXPERTS = "eager"
+
+# What Hugging Face would take from a config.json to choose attention and expert kernels, and files of weights.
+_ENGINE_KEYS = re.compile(
+    r"_?(attn|experts|cache)_implementation(_internal|_autoset)?"
+    r"|fusion_config|kernel_config|use_kernels|distributed_config|transformers_weights"
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """Where a model comes from. `weights` is False for a config without weights: those start from the seed."""
+    """Where a model comes from. `weights`: whether it has weights to load; else they are drawn from the seed."""
 
     name: str
     config: Any
     weights: bool
 
 
-def find_model(name: str) -> ModelSource:
-    """Read the config of `tiny`, of a folder, or of a hub name.
+def find_model(name: str, *, weights: Literal["load", "fresh"] | None = None) -> ModelSource:
+    """Read the config of `tiny`, of a folder, or of a hub name, and look whether its weights are there.
+
+    `weights` is the key of the run file; None loads them, but draws those of `tiny` and of a folder with no more than a
+    config and a tokenizer.
 
     Raises:
-        ConfigError: there is no such model, or its config cannot be read.
+        ConfigError: there is no such model, its config cannot be read, or its weights cannot be loaded whole.
     """
-    if name == "tiny":
-        return ModelSource(name=name, config=tiny_config(), weights=False)
+    if name == TINY_MODEL:
+        config, has_weights = tiny_config(), False
+    else:
+        config = _read_config(name)
+        has_weights = weights != "fresh" and (not Path(name).is_dir() or holds_weights(Path(name)))
+    if weights == "load" and not has_weights:
+        remedy = "Give a model with weights, or take `weights: load` out to draw them from the seed."
+        raise ConfigError("weights", expected="weights to load", got=f"{name}, which has none", remedy=remedy)
+    return ModelSource(name=name, config=config, weights=has_weights)
+
+
+def _read_config(name: str) -> Any:
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        found = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        values: dict[str, Any] = _without_engine(PreTrainedConfig.get_config_dict(name)[0])
+        return type(found).from_dict({**values, "model_type": found.model_type}, name_or_path=name)
     except (OSError, ValueError, KeyError) as error:
         raise _unreadable(name, error) from None
-    folder = Path(name)
-    weights = not folder.is_dir() or any(folder.glob("*.safetensors"))
-    others = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth", "*.h5", "*.gguf") for path in folder.glob(kind))
-    if not weights and others:
-        raise ConfigError(
-            f"model {name}",
-            expected="weights in safetensors, or none at all",
-            got=", ".join(others[:3]),
-            remedy="Convert them to safetensors (pickles are never opened), or delete them to start from the seed.",
-        )
-    return ModelSource(name=name, config=config, weights=weights)
+
+
+def _without_engine(values: Any) -> Any:
+    """Return the values of a config.json without the keys that choose how to compute, at any depth."""
+    if isinstance(values, dict):
+        return {key: _without_engine(value) for key, value in values.items() if not _ENGINE_KEYS.fullmatch(key)}
+    return [_without_engine(value) for value in values] if isinstance(values, list) else values
 
 
 def tiny_config() -> LlamaConfig:
@@ -86,6 +117,7 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source.name,
+                config=source.config,  # as read above: the file's own would choose attention
                 dtype=torch.float64 if source.config.dtype == torch.float64 else torch.float32,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # so that they are listed, and refused below with all others
@@ -126,15 +158,15 @@ def _refuse_other_weights(name: str, loading: dict[str, Any]) -> None:
     """Refuse what Hugging Face only warns of: parameters drawn anew or left aside are a model that nobody asked for."""
     kinds = {"missing": "missing_keys", "not in the model": "unexpected_keys", "of another shape": "mismatched_keys"}
     found = {kind: sorted(map(str, loading.get(key) or ())) for kind, key in kinds.items()}
-    told = [
+    wrong = [
         f"{len(keys)} {kind} ({', '.join(keys[:3])}{', ...' * (len(keys) > 3)})" for kind, keys in found.items() if keys
     ]
-    if told:
+    if wrong:
         raise ConfigError(
             f"model {name}",
             expected="weights that are exactly those of config.json",
-            got="; ".join(told),
-            remedy="Give the config and the weights of one model; delete the weights to start from the seed.",
+            got="; ".join(wrong),
+            remedy="Give the config and the weights of one model; set `weights: fresh` to draw them from the seed.",
         )
 
 
@@ -164,7 +196,7 @@ def save_model(model: Any, folder: Path) -> None:
         model.save_pretrained(folder, state_dict=state)
     except OSError as error:
         raise OutputError(
-            str(folder), expected="a folder to write the model to", got=str(error), remedy="Free or mend the folder."
+            str(folder), expected="a folder to write the model to", got=str(error), remedy="Free or repair the folder."
         ) from None
 
 

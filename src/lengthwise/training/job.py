@@ -86,7 +86,7 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: 
     """
     collector = Collector()
     attempt = collector.attempt
-    model = attempt(lambda: find_model(config.model))
+    model = attempt(lambda: find_model(config.model, weights=config.weights))
     vocab_size = getattr(model.config, "vocab_size", None) if model else None
     loaded: list[Tokenizer] = []
 

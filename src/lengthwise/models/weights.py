@@ -1,0 +1,90 @@
+"""Which weights a model folder holds: whole ones in safetensors, none, or something that cannot be loaded whole.
+
+In steps: the file that transformers would open is found (`model.safetensors`, else its index); the index is read; the
+header of every file is, which a file cut short does not pass. A folder without that file starts fresh unasked only if
+it has a config and a tokenizer and nothing else: a download cut short, a half-saved model or weights of another format
+would else train from random numbers. Cost: one header a file; no tensor is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from lengthwise.core.errors import ConfigError
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_WITHOUT_WEIGHTS = (
+    *("config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "*.tiktoken", "spiece.model", "sentencepiece*.model"),
+)
+_FRESH = "Get the model again as a whole and in safetensors (pickles are never opened), or set `weights: fresh`."
+
+
+def holds_weights(folder: Path) -> bool:
+    """Return whether a model folder has weights to load; False for a config, perhaps with a tokenizer, and no more.
+
+    Raises:
+        ConfigError: weights of another format, or not whole: a shard that is missing, cut short or without a tensor
+            that the index says it has.
+    """
+    found = sorted(path.name for path in folder.iterdir())
+    # A sharded checkpoint of torch goes before all others in transformers, and would not be checked here.
+    others = [name for name in found if fnmatch(name, "shard-*-model-*.safetensors")]
+    if not others and _SINGLE in found:
+        _tensor_names(folder, _SINGLE)
+    elif not others and _INDEX in found:
+        _check_shards(folder, _read_weight_map(folder))
+    else:
+        others = [name for name in found if not any(fnmatch(name, each) for each in _WITHOUT_WEIGHTS)]
+        if others:
+            raise _refuse(folder, f"none of these, but {', '.join(others[:5])}{', ...' * (len(others) > 5)}")
+        return False
+    return True
+
+
+def _read_weight_map(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor, as the index has it; all are plain names of the folder's own files."""
+    try:
+        index: Any = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _refuse(folder, f"{_INDEX}: {error}") from None
+    names = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise _refuse(folder, f"{_INDEX} without a weight_map of names of tensors to names of files")
+    outside = sorted({name for name in names.values() if Path(name).name != name})
+    if outside:
+        raise _refuse(folder, f"{_INDEX}: weight_map names {outside[0]}, which is no plain name of a file beside it")
+    return names
+
+
+def _check_shards(folder: Path, weight_map: dict[str, str]) -> None:
+    shards = sorted(set(weight_map.values()))
+    missing = [name for name in shards if not (folder / name).is_file()]
+    if missing:
+        raise _refuse(folder, f"{len(missing)} of {len(shards)} files of {_INDEX} missing ({_some(missing)})")
+    there = {(tensor, name) for name in shards for tensor in _tensor_names(folder, name)}
+    lost = sorted(tensor for tensor, name in weight_map.items() - there)
+    if lost:
+        raise _refuse(folder, f"{len(lost)} tensors of {_INDEX} not in their files ({_some(lost)})")
+
+
+def _tensor_names(folder: Path, name: str) -> list[str]:
+    try:
+        with safe_open(folder / name, framework="pt") as file:  # refuses a file that is not as long as its header says
+            return list(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise _refuse(folder, f"{name}: {error}") from None
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+
+
+def _refuse(folder: Path, got: str) -> ConfigError:
+    return ConfigError(f"model {folder}", expected=f"whole weights in {_SINGLE} or {_INDEX}", got=got, remedy=_FRESH)

@@ -1,0 +1,132 @@
+"""Weights are loaded whole, or drawn from the seed where that is asked for; nothing between the two."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lengthwise.core.errors import ConfigError
+from lengthwise.models import build_model, find_model
+
+CONFIG = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Two folders of one model: in one file, and in shards."""
+    folder = tmp_path_factory.mktemp("whole")
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = LlamaForCausalLM(LlamaConfig(**CONFIG))
+    model.save_pretrained(folder / "single")
+    model.save_pretrained(folder / "shards", max_shard_size="5KB")
+    assert (folder / "shards" / INDEX).is_file()
+    return folder
+
+
+def shards(folder):
+    return sorted(folder.glob("model-*.safetensors"))
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def lose_tensor(folder):
+    tensors = load_file(shards(folder)[-1])
+    tensors.popitem()
+    save_file(tensors, shards(folder)[-1], metadata={"format": "pt"})
+
+
+def lose_everything(folder):
+    (folder / SINGLE).unlink()
+
+
+def change_index(folder, **changes):
+    index = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).write_text(json.dumps({**index, **changes}))
+
+
+def move_outside(folder):
+    shards(folder)[0].rename(folder.parent / "other.safetensors")
+    index = json.loads((folder / INDEX).read_text())["weight_map"]
+    change_index(folder, weight_map=dict.fromkeys(index, "../other.safetensors"))
+
+
+FAULTS = {
+    "index without shards": ("shards", lambda f: [path.unlink() for path in shards(f)], "missing"),
+    "one shard missing": ("shards", lambda f: shards(f)[0].unlink(), r"1 of \d+ files of model.*missing"),
+    "one shard cut short": ("shards", lambda f: cut(shards(f)[0]), r"model-00001-of"),
+    "one tensor missing": ("shards", lose_tensor, r"1 tensors of model.*not in their files"),
+    "shards without index": ("shards", lambda f: (f / INDEX).unlink(), "model-00001-of"),
+    "index of another kind": ("shards", lambda f: (f / INDEX).write_text("[]"), "without a weight_map"),
+    "index cut short": ("shards", lambda f: cut(f / INDEX), "index.json: "),
+    "index without map": ("shards", lambda f: change_index(f, weight_map=None), "without a weight_map"),
+    "index that leaves the folder": ("shards", move_outside, "no plain name"),
+    "file cut short": ("single", lambda f: cut(f / SINGLE), "model.safetensors: "),
+    "file not begun": ("single", lambda f: (f / SINGLE).write_bytes(b""), "model.safetensors: "),
+    "pointer of git": ("single", lambda f: (f / SINGLE).write_text("version https://git-lfs"), "model.safetensors: "),
+    "download under way": ("single", lambda f: (f / SINGLE).rename(f / f"{SINGLE}.incomplete"), "incomplete"),
+    "half-saved": ("single", lose_everything, "generation_config.json"),
+    "subfolder": ("single", lambda f: [(f / "fp32").mkdir(), (f / SINGLE).rename(f / "fp32" / SINGLE)], "fp32"),
+    "checkpoint": ("single", lambda f: (f / SINGLE).rename(f / "model.ckpt"), "model.ckpt"),
+    "pickle": ("single", lambda f: (f / SINGLE).rename(f / "pytorch_model.bin"), "pytorch_model.bin"),
+    "gguf": ("single", lambda f: (f / SINGLE).rename(f / "model.gguf"), "model.gguf"),
+    "shards of torch": ("single", lambda f: (f / "shard-00000-model-00001-of-00001.safetensors").touch(), "shard-0"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_weights_that_are_not_whole_are_refused_and_start_fresh_only_when_asked(whole, tmp_path, fault):
+    kind, change, said = FAULTS[fault]
+    folder = tmp_path / "model"
+    shutil.copytree(whole / kind, folder)
+    assert find_model(str(folder)).weights
+    change(folder)
+    with pytest.raises(ConfigError, match=said) as caught:
+        find_model(str(folder))
+    assert "weights: fresh" in caught.value.remedy
+    fresh = find_model(str(folder), weights="fresh")
+    assert not fresh.weights
+    build_model(fresh, seed=0)
+
+
+def test_weights_in_shards_are_those_of_one_file(whole):
+    models = [build_model(find_model(str(whole / kind), weights="load"), seed=0) for kind in ("single", "shards")]
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
+
+
+def test_weights_fresh_beside_whole_ones_are_those_of_the_seed(whole, tmp_path):
+    LlamaConfig(**CONFIG).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt"):
+        (tmp_path / name).touch()
+    bare, asked = find_model(str(tmp_path)), find_model(str(whole / "single"), weights="fresh")
+    assert not bare.weights
+    models = [build_model(each, seed=3) for each in (bare, asked)]
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
+
+
+@pytest.mark.parametrize("name", ["tiny", "bare"])
+def test_weights_load_is_refused_where_there_are_none(tmp_path, name):
+    LlamaConfig(**CONFIG).save_pretrained(tmp_path / "bare")
+    with pytest.raises(ConfigError, match=f"weights to load; got .*{name}, which has none"):
+        find_model("tiny" if name == "tiny" else str(tmp_path / name), weights="load")
+
+
+def test_weights_tied_and_buffers_are_not_missing(tmp_path):
+    LlamaForCausalLM(LlamaConfig(**CONFIG, tie_word_embeddings=True)).save_pretrained(tmp_path, max_shard_size="5KB")
+    names = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    assert not any("lm_head" in name or "inv_freq" in name for name in names)
+    build_model(find_model(str(tmp_path)), seed=0)
