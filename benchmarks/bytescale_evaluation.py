@@ -34,7 +34,7 @@ from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.sizes import parse_tokens
 from lengthwise.cost import AllTermsCost, Hardware, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import plan_step
+from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.simulator import loading_seconds, simulate_plan
 
 MESHES = {  # model: ranks, tensor parallel devices, pipeline stages; GPUs as published, the split of them ours
@@ -137,10 +137,12 @@ def simulate_row(key: Key, assumed: Assumed) -> Row:
             tokens,
             cluster,
             cost,
-            planner=key.planner,
-            layers=shape.layers,
-            context_tokens=longest if key.planner == "static" else None,
-            **CHOICES[key.choice],
+            PlanOptions(
+                planner=key.planner,
+                layers=shape.layers,
+                context_tokens=longest if key.planner == "static" else None,
+                **CHOICES[key.choice],
+            ),
         )
         seconds.append(simulate_plan(plan, cost).step_seconds)
         bounds.append(float(plan.notes["bound_seconds"]) + cost.step_end_seconds(ranks))

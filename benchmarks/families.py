@@ -28,7 +28,7 @@ from lengthwise.core.errors import LengthwiseError, Problems
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
 from lengthwise.models import FAMILIES, check_model_config
-from lengthwise.planner import plan_step
+from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.testing import MODEL_TYPES, VARIANTS, build_pair, family_difference, tiny_family_config
 
 LENGTHS, RANKS, MEMORY_BYTES, SECONDS = (1, 57, 2, 40, 5, 31, 11, 8), (1, 2, 3, 5), 6 << 30, 600
@@ -53,7 +53,7 @@ def worst(pair: dict[str, torch.nn.Module], recompute: str) -> str:
     losses, gradients = [0.0], [0.0]
     for ranks in RANKS:
         cluster = Cluster(ranks=ranks, capacity_tokens=-(-max(LENGTHS) // ranks) + 1)
-        plan = plan_step(LENGTHS, cluster, COST, layers=2, recompute=recompute)
+        plan = plan_step(LENGTHS, cluster, COST, PlanOptions(layers=2, recompute=recompute))
         try:
             found = family_difference(pair, plan, LENGTHS, precision="fp64")
         except LengthwiseError as error:

@@ -23,7 +23,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.sizes import parse_tokens
 from lengthwise.cost import AllTermsCost, all_terms_cost, named_hardware, named_shape, recompute_capacities
-from lengthwise.planner import PLANNERS, plan_recomputed, plan_step
+from lengthwise.planner import PLANNERS, PlanOptions, plan_recomputed, plan_step
 from lengthwise.program import check_plan
 
 BATCH_TOKENS = 32 * 2**20
@@ -53,7 +53,7 @@ def plans_of(case: Case, cost: AllTermsCost, planner: str, choice: str) -> tuple
     plans, start = [], time.process_time()
     for seed in range(case.seeds):
         tokens = tokens_batch(case.recipe, BATCH_TOKENS, seed, case.cluster)
-        plans.append(plan_step(tokens, case.cluster, cost, planner=planner, layers=32, **CHOICES[choice]))
+        plans.append(plan_step(tokens, case.cluster, cost, PlanOptions(planner=planner, layers=32, **CHOICES[choice])))
     took = (time.process_time() - start) / case.seeds
     for plan in plans:
         check_plan(plan)
@@ -79,7 +79,9 @@ def recompute_lines(recipe: str, ranks: int, shape: ModelShape, planners: Sequen
     tokens = tokens_batch(recipe, BATCH_TOKENS, 0, smallest)
     for planner in planners:
         plans = {
-            kind: plan_recomputed(tokens, ranks, cost, {kind: capacity}, planner=planner, layers=shape.layers)
+            kind: plan_recomputed(
+                tokens, ranks, cost, {kind: capacity}, PlanOptions(planner=planner, layers=shape.layers)
+            )
             for kind, capacity in capacities.items()
         }
         told = [f"{_seconds(plans[kind]):.3f} ({capacities[kind]:,})" for kind in capacities]

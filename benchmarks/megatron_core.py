@@ -27,7 +27,7 @@ from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import bound_seconds, plan_step, score
+from lengthwise.planner import PlanOptions, bound_seconds, plan_step, score
 from lengthwise.planner.baselines.power_of_two import Gang, pack_gangs, write_sub_batch
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
@@ -109,7 +109,7 @@ def measure(scheduler: Any, recipe: str, cluster: Cluster, seeds: int) -> list[s
         plans = {ROWS[0]: _plan(request, as_run), ROWS[1]: _plan(request, packed)}
         for name in ROWS[2:]:
             start = time.process_time()
-            plans[name] = plan_step(tokens, cluster, COST, planner=name)
+            plans[name] = plan_step(tokens, cluster, COST, PlanOptions(planner=name))
             took[name].append(time.process_time() - start)
         for name, plan in plans.items():
             check_plan(plan)

@@ -21,7 +21,7 @@ from pages import Findings, add_out
 from planners import TERMS
 
 from lengthwise.core.shape import Cluster
-from lengthwise.planner import plan_step, score
+from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.program import check_plan
 
 SOURCES = ("github", "prolong", "wikipedia")
@@ -44,7 +44,9 @@ def table(ranks: Sequence[int], seeds: int) -> Iterator[str]:
                 found: dict[str, list[float]] = {"pipeline": [], "free": [], "bytescale": [], "ms": []}
                 for batch, plain in zip(batches, free, strict=True):
                     start = time.process_time()
-                    plan = plan_step(batch, cluster, TERMS, mode="pipeline", stages=stages, virtual=virtual)
+                    plan = plan_step(
+                        batch, cluster, TERMS, PlanOptions(mode="pipeline", stages=stages, virtual=virtual)
+                    )
                     found["ms"].append(1e3 * (time.process_time() - start))
                     check_plan(plan)
                     bound = float(plan.notes["bound_seconds"])
@@ -52,7 +54,10 @@ def table(ranks: Sequence[int], seeds: int) -> Iterator[str]:
                     unplanned = replace(plan, microbatches=plain.microbatches)
                     found["free"].append(score(unplanned, TERMS).makespan_seconds / bound)
                     rival = plan_step(
-                        batch, cluster, TERMS, planner="bytescale", mode="pipeline", stages=stages, virtual=virtual
+                        batch,
+                        cluster,
+                        TERMS,
+                        PlanOptions(planner="bytescale", mode="pipeline", stages=stages, virtual=virtual),
                     )
                     found["bytescale"].append(float(rival.notes["predicted_seconds"]) / bound)
                 ratios += found["pipeline"]

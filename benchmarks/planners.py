@@ -29,7 +29,7 @@ from pages import Findings, add_out
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, CostModel, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import PLANNERS, bound_seconds, plan_step, score
+from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
 
@@ -154,7 +154,7 @@ def run_row(
         tokens = row.batch(seed)
         for name, of_planner in found.items():
             start = time.process_time()
-            plan = plan_step(tokens, row.cluster, row.cost, planner=name)
+            plan = plan_step(tokens, row.cluster, row.cost, PlanOptions(planner=name))
             of_planner.took_ms.append(1e3 * (time.process_time() - start))
             of_planner.seconds.append(makespan(plan, row.cost))
             of_planner.ratios.append(of_planner.seconds[-1] / yardstick(plan, row.cluster, row.cost, lone=lone))
@@ -244,7 +244,7 @@ def waves_table(seeds: int) -> Iterator[str]:
             for seed in range(seeds):
                 tokens = tokens_batch(source, tokens_a_rank * ranks, seed, cluster)
                 start = time.process_time()
-                plan = plan_step(tokens, cluster, cost, mode="waves")
+                plan = plan_step(tokens, cluster, cost, PlanOptions(mode="waves"))
                 took_ms.append(1e3 * (time.process_time() - start))
                 work = float(COMPUTE.compute_seconds(np.array(tokens)).sum())
                 yardstick = work / ranks if cost is COMPUTE else float(plan.notes["bound_seconds"])
@@ -265,7 +265,7 @@ def tiny_table(cases: int) -> Iterator[str]:
         tokens, cluster = tiny_batch(seed)
         best = plan_oracle(tokens, cluster, TERMS)
         proven += best.bound_seconds >= best.makespan_seconds * (1 - 2e-3)
-        plans = {name: plan_step(tokens, cluster, TERMS, planner=name) for name in PLANNERS}
+        plans = {name: plan_step(tokens, cluster, TERMS, PlanOptions(planner=name)) for name in PLANNERS}
         request = PlanRequest(tokens=best.plan.tokens, cluster=cluster, cost=TERMS)
         plans["flexsp"] = replace(best.plan, microbatches=tuple(plan_flexsp(request)))
         for name, plan in plans.items():

@@ -23,7 +23,7 @@ from planners import TERMS
 
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import plan_step, score
+from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.program import check_plan
 
 TOKENS_A_RANK, CAPACITY_TOKENS, RANKS_A_NODE = 131_072, 8192, 8
@@ -76,7 +76,7 @@ def _ratios(source: str, kind: str, ranks: int, seed: int, cost: Cost) -> tuple[
     cluster, speeds = Cluster(ranks=ranks, capacity_tokens=CAPACITY_TOKENS), draw_speeds(kind, ranks, seed)
     tokens = tokens_batch(source, ranks * TOKENS_A_RANK, seed, cluster)
     start = time.process_time()
-    plan = plan_step(tokens, cluster, cost, speeds=speeds)
+    plan = plan_step(tokens, cluster, cost, PlanOptions(speeds=speeds))
     took_ms = 1e3 * (time.process_time() - start)
     check_plan(plan)
     bound = plan.notes["bound_seconds"]

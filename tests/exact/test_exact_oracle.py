@@ -14,7 +14,7 @@ from lengthwise.core.held import held_tokens
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
-from lengthwise.planner import PLANNERS, bound_seconds, plan_step, score
+from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.program import check_plan
 from planner.partitions import partitions
 
@@ -166,7 +166,10 @@ def test_oracle_is_valid_above_the_bound_and_behind_no_planner(tokens: list[int]
     assert best.bound_seconds <= best.makespan_seconds
     assert bound_seconds(tokens, cluster, cost, lone_rings=False) <= best.makespan_seconds * (1 + 1e-9)
     for name in PLANNERS:
-        assert best.makespan_seconds <= plan_step(tokens, cluster, cost, planner=name).notes["predicted_seconds"]
+        assert (
+            best.makespan_seconds
+            <= plan_step(tokens, cluster, cost, PlanOptions(planner=name)).notes["predicted_seconds"]
+        )
 
 
 def test_oracle_is_the_same_twice() -> None:

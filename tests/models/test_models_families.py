@@ -10,7 +10,7 @@ from lengthwise.core.errors import ModelRefused, Problems
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import analytic_cost, named_hardware, shape_from_config
 from lengthwise.models import FAMILIES, check_model_config
-from lengthwise.planner import plan_step
+from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.testing import MODEL_TYPES, build_pair, family_difference, tiny_family_config
 
 LENGTHS = (1, 57, 2, 40, 5, 31, 11, 8)
@@ -22,7 +22,9 @@ def test_listed_family_equals_plain_hugging_face(model_type):
     check_model_config(config)
     cost = analytic_cost(shape_from_config(config.to_dict()), named_hardware("cpu"))
     pair = build_pair(model_type, config)
-    plan = plan_step(LENGTHS, Cluster(ranks=3, capacity_tokens=20), cost, layers=2)  # `make families`: 1, 2, 3 and 5
+    plan = plan_step(
+        LENGTHS, Cluster(ranks=3, capacity_tokens=20), cost, PlanOptions(layers=2)
+    )  # `make families`: 1, 2, 3 and 5
     assert any(piece.degree == 1 < len(piece.sequences) for m in plan.microbatches for piece in m.pieces)
     assert plan.ring_tokens > 0
     found = family_difference(pair, plan, LENGTHS, precision="fp64")

@@ -34,7 +34,7 @@ from lengthwise.engine.optimizer import ShardedAdamW
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, ModelSource, build_model, check_model_config, keep_double, plain_attention
-from lengthwise.planner import plan_step
+from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.program import Segment, check_order, lower_plan
 from lengthwise.testing import RecordingTransport, make_batch, make_plan, random_plan, run_ranks
 
@@ -113,7 +113,7 @@ def built(family, attention="lengthwise"):
 def planned(family, ranks, lengths=LENGTHS, *, capacity=None):
     cost = analytic_cost(shape_from_config(CONFIGS[family].to_dict()), named_hardware("cpu"))
     cluster = Cluster(ranks=ranks, capacity_tokens=capacity or -(-max(lengths) // ranks) + 1)
-    return plan_step(lengths, cluster, cost, layers=2)
+    return plan_step(lengths, cluster, cost, PlanOptions(layers=2))
 
 
 def run_plain(family, batch, precision, weights="fp32"):

@@ -12,7 +12,7 @@ from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
-from lengthwise.planner import PLANNERS, bound_seconds, plan_step, score
+from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.program import check_plan
 from lengthwise.testing.plans import draw_lengths, random_plan
 
@@ -77,7 +77,7 @@ def test_judge_agrees_with_what_planners_predict(
 ) -> None:
     cluster, (cost, coefficients) = Cluster(ranks=ranks, capacity_tokens=97), _costs(four)
     tokens = [min(length, cluster.longest_tokens) for length in tokens]
-    plan = plan_step(tokens, cluster, cost, planner=planner)
+    plan = plan_step(tokens, cluster, cost, PlanOptions(planner=planner))
     assert judge(_file(plan), coefficients) == pytest.approx(plan.notes["predicted_seconds"], rel=1e-12)
 
 

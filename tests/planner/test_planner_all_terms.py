@@ -11,7 +11,7 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import PLANNERS, plan_step, score
+from lengthwise.planner import PLANNERS, PlanOptions, plan_step, score
 from lengthwise.planner.problem.degrees import degree_search, least_degrees
 from lengthwise.program import check_plan, ring_order
 
@@ -27,7 +27,7 @@ FULL_HEADS = all_terms_cost(replace(SHAPE, kv_heads=32), HARDWARE)
     ranks=st.sampled_from([8, 9, 12, 24]),
 )
 def test_every_planner_plans_with_all_terms(planner: str, tokens: list[int], ranks: int) -> None:
-    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=8192), COST, planner=planner)
+    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=8192), COST, PlanOptions(planner=planner))
     check_plan(plan)
     scored = score(plan, COST)
     assert plan.notes["bound_seconds"] <= scored.makespan_seconds * (1 + 1e-9)

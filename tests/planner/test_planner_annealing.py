@@ -8,7 +8,7 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
-from lengthwise.planner import bound_seconds, plan_step, score
+from lengthwise.planner import PlanOptions, bound_seconds, plan_step, score
 from lengthwise.planner.placement.annealing import MOST_WORK, Annealing, anneal
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_order, check_plan
@@ -46,7 +46,7 @@ def test_annealed_plans_are_valid_and_never_later(ranks: int, tokens: list[int],
     cluster = Cluster(ranks=ranks, capacity_tokens=40)
     tokens = [min(length, cluster.longest_tokens) for length in tokens]
     request = PlanRequest(tokens=tuple(tokens), cluster=cluster, cost=cost)
-    start = plan_step(tokens, cluster, cost, planner="bytescale")
+    start = plan_step(tokens, cluster, cost, PlanOptions(planner="bytescale"))
     before = score(start, cost).makespan_seconds
     assert len(tokens) * ranks <= MOST_WORK
     changed = anneal(request, start.microbatches, before)

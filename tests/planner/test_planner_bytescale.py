@@ -9,7 +9,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel, analytic_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import plan_step
+from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.planner.baselines import bytescale
 from lengthwise.planner.baselines.bytescale import equal_buckets
 
@@ -44,7 +44,7 @@ def test_equal_buckets_hold_each_sequence_once_longest_first(lengths: list[int],
 def test_bytescale_takes_from_the_first_bucket_that_is_not_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets [0], [1], [2, 3]: the ring of 3 fits on no lagging ranks, yet it is next, and opens a time step."""
     monkeypatch.setattr(bytescale, "BUCKETS", (4,))
-    plan = plan_step([40, 30, 20, 10], Cluster(ranks=5, capacity_tokens=10), COST, planner="bytescale")
+    plan = plan_step([40, 30, 20, 10], Cluster(ranks=5, capacity_tokens=10), COST, PlanOptions(planner="bytescale"))
     assert _pieces(plan) == [([0, 1, 2, 3], (0,)), ([0, 1, 2], (1,)), ([3, 4], (2,)), ([0], (3,))]
     assert plan.notes["predicted_seconds"] == 30.0
 
@@ -52,7 +52,7 @@ def test_bytescale_takes_from_the_first_bucket_that_is_not_empty(monkeypatch: py
 def test_bytescale_takes_what_fits_on_lagging_ranks_within_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """One bucket: the fifth rank lags, so the only sequence of one rank is taken before the longer ones."""
     monkeypatch.setattr(bytescale, "BUCKETS", (1,))
-    plan = plan_step([40, 30, 20, 10], Cluster(ranks=5, capacity_tokens=10), COST, planner="bytescale")
+    plan = plan_step([40, 30, 20, 10], Cluster(ranks=5, capacity_tokens=10), COST, PlanOptions(planner="bytescale"))
     assert _pieces(plan) == [([0, 1, 2, 3], (0,)), ([4], (3,)), ([0, 1, 2], (1,)), ([3, 4], (2,))]
     assert plan.notes["predicted_seconds"] == 20.0
 
@@ -62,7 +62,7 @@ def test_bytescale_keeps_the_bucket_count_that_ends_first(
     monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(bytescale, "BUCKETS", counts)
-    plan = plan_step([40, 30, 20, 10], Cluster(ranks=5, capacity_tokens=10), COST, planner="bytescale")
+    plan = plan_step([40, 30, 20, 10], Cluster(ranks=5, capacity_tokens=10), COST, PlanOptions(planner="bytescale"))
     assert plan.notes["predicted_seconds"] == 20.0
 
 
@@ -89,7 +89,7 @@ def test_bytescale_keeps_the_strategy_that_ends_first(
 
         def seconds(tried: tuple[bytescale.Strategy, ...], tokens: list[int] = tokens) -> float:
             monkeypatch.setattr(bytescale, "STRATEGIES", tried)
-            plan = plan_step(tokens, Cluster(ranks=24, capacity_tokens=8192), cost, planner="bytescale")
+            plan = plan_step(tokens, Cluster(ranks=24, capacity_tokens=8192), cost, PlanOptions(planner="bytescale"))
             return plan.notes["predicted_seconds"]
 
         took = {strategy: seconds((strategy,)) for strategy in strategies}
@@ -107,13 +107,13 @@ def test_bytescale_takes_ranks_within_delta_for_level(
     """Ranks 0 and 1 are busy for 10 s, rank 2 for 9: it lags, unless delta is 0.2 of the ideal 18.3 s."""
     monkeypatch.setattr(bytescale, "BUCKETS", (1,))
     monkeypatch.setattr(bytescale, "DELTA", delta)
-    plan = plan_step([20, 18, 9, 8], Cluster(ranks=3, capacity_tokens=10), COST, planner="bytescale")
+    plan = plan_step([20, 18, 9, 8], Cluster(ranks=3, capacity_tokens=10), COST, PlanOptions(planner="bytescale"))
     assert _pieces(plan) == [([0, 1], (0,)), ([2], (2,)), *then]
 
 
 @given(tokens=st.lists(st.integers(1, 900), min_size=1, max_size=40), ranks=st.sampled_from([9, 11, 12]))
 def test_bytescale_uses_the_fewest_ranks(tokens: list[int], ranks: int) -> None:
-    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=100), COST, planner="bytescale")
+    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=100), COST, PlanOptions(planner="bytescale"))
     for microbatch in plan.microbatches:
         (piece,) = microbatch.pieces
         assert piece.degree == -(-sum(tokens[i] for i in piece.sequences) // 100)
@@ -125,7 +125,9 @@ def test_bytescale_balances_what_naive_does_not(recipe: str) -> None:
     cost = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
     tokens = draw_lengths(recipe, 2**22, 2, longest_tokens=190_000)
     took = {
-        name: plan_step(tokens, Cluster(ranks=24, capacity_tokens=8192), cost, planner=name).notes["predicted_seconds"]
+        name: plan_step(tokens, Cluster(ranks=24, capacity_tokens=8192), cost, PlanOptions(planner=name)).notes[
+            "predicted_seconds"
+        ]
         for name in ("bytescale-naive", "bytescale")
     }
     assert took["bytescale"] < took["bytescale-naive"]

@@ -8,14 +8,16 @@ from hypothesis import strategies as st
 
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
-from lengthwise.planner import plan_step
+from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.planner.baselines.bytescale_naive import deal_in_rounds
 
 COST = CostModel(linear_seconds=1.0)
 
 
 def test_bytescale_naive_deals_long_ones_in_order_and_fills_rounds_with_packs() -> None:
-    plan = plan_step([150, 60, 250, 40, 30, 70], Cluster(ranks=4, capacity_tokens=100), COST, planner="bytescale-naive")
+    plan = plan_step(
+        [150, 60, 250, 40, 30, 70], Cluster(ranks=4, capacity_tokens=100), COST, PlanOptions(planner="bytescale-naive")
+    )
     pieces = [(microbatch.pieces[0].ranks, microbatch.pieces[0].sequences) for microbatch in plan.microbatches]
     assert pieces == [((0, 1), (0,)), ((2,), (5, 4)), ((3,), (1, 3)), ((0, 2, 1), (2,))]
     assert plan.notes["predicted_seconds"] == pytest.approx(100 + 250 / 3)
@@ -25,7 +27,8 @@ def test_bytescale_naive_is_blind_to_work() -> None:
     tokens = [100, 10, 100, 10]  # no two fit together, so each pack is one sequence
     dear = CostModel(quadratic_seconds=1.0)
     plans = [
-        plan_step(tokens, Cluster(ranks=2, capacity_tokens=101), c, planner="bytescale-naive") for c in (COST, dear)
+        plan_step(tokens, Cluster(ranks=2, capacity_tokens=101), c, PlanOptions(planner="bytescale-naive"))
+        for c in (COST, dear)
     ]
     assert plans[0].microbatches == plans[1].microbatches
 
@@ -52,7 +55,7 @@ def test_deal_in_rounds_gives_no_slot_twice(data: st.DataObject, ranks: int) -> 
     ranks=st.sampled_from([9, 11, 12]),
 )
 def test_bytescale_naive_uses_the_fewest_ranks_and_nearly_full_packs(tokens: list[int], ranks: int) -> None:
-    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=100), COST, planner="bytescale-naive")
+    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=100), COST, PlanOptions(planner="bytescale-naive"))
     packs: list[int] = []
     for microbatch in plan.microbatches:
         (piece,) = microbatch.pieces

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import plan_step, score, split_heads
+from lengthwise.planner import PlanOptions, plan_step, score, split_heads
 from lengthwise.program import check_plan, ring_order
 
 COST = all_terms_cost(replace(named_shape("llama-7b"), kv_heads=32), named_hardware("h100"))
@@ -22,7 +22,7 @@ COST = all_terms_cost(replace(named_shape("llama-7b"), kv_heads=32), named_hardw
     planner=st.sampled_from(["static", "lengthwise", "bytescale"]),
 )
 def test_split_heads_never_ends_later_and_moves_nothing(tokens, ranks, planner) -> None:
-    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=8192), COST, planner=planner, layers=32)
+    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=8192), COST, PlanOptions(planner=planner, layers=32))
     split = split_heads(plan, COST)
     check_plan(split)
     assert score(split, COST).makespan_seconds <= score(plan, COST).makespan_seconds * (1 + 1e-12)

@@ -14,7 +14,7 @@ from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import AllTermsCost, CostModel, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import PLANNERS, plan_step, score
+from lengthwise.planner import PLANNERS, PlanOptions, plan_step, score
 from lengthwise.program import check_plan
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
@@ -39,7 +39,7 @@ def steps(draw: st.DrawFn) -> tuple[list[int], Cluster]:
 
 
 def _plan(tokens: list[int], cluster: Cluster, cost: AllTermsCost, **options) -> Plan:
-    return plan_step(tokens, cluster, cost, layers=SHAPE.layers, **options)
+    return plan_step(tokens, cluster, cost, PlanOptions(layers=SHAPE.layers, **options))
 
 
 def _seconds(plan: Plan) -> float:
@@ -129,24 +129,26 @@ def test_split_heads_are_chosen_with_the_degree() -> None:
 def test_choices_are_refused_where_costs_do_not_price_them(option: str) -> None:
     cluster = Cluster(ranks=2, capacity_tokens=8192)
     with pytest.raises(ConfigError, match=f"{option}: expected off, with these costs"):
-        plan_step([9000], cluster, CostModel(linear_seconds=1.0), layers=32, **{option: "auto"})
+        plan_step([9000], cluster, CostModel(linear_seconds=1.0), PlanOptions(layers=32, **{option: "auto"}))
     with pytest.raises(LengthwiseError, match="on"):
-        plan_step([9000], cluster, COST, layers=32, **{option: "on"})
+        plan_step([9000], cluster, COST, PlanOptions(layers=32, **{option: "on"}))
 
 
 def test_offload_asks_for_the_layers_that_it_is_counted_by() -> None:
     with pytest.raises(ConfigError, match="layers: expected those of the model, at least 32"):
-        plan_step([9000], Cluster(ranks=2, capacity_tokens=8192), COST, offload="auto")
+        plan_step([9000], Cluster(ranks=2, capacity_tokens=8192), COST, PlanOptions(offload="auto"))
 
 
 def test_plans_with_choices_are_the_same_in_every_process() -> None:
     program = (
-        "from lengthwise.core.shape import Cluster; from lengthwise.planner import PLANNERS, plan_step; import json\n"
+        "from lengthwise.core.shape import Cluster; import json\n"
+        "from lengthwise.planner import PLANNERS, PlanOptions, plan_step\n"
         "from lengthwise.cost import all_terms_cost, named_hardware, named_shape\n"
         "cost = all_terms_cost(named_shape('llama-7b'), named_hardware('h100'))\n"
         "tokens, cluster = [90000, 40000, 9000, 700, 3] * 2, Cluster(ranks=12, capacity_tokens=8192)\n"
         "asked = {'layers': 32, 'offload': 'auto', 'heads': 'auto'}\n"
-        "print(json.dumps([plan_step(tokens, cluster, cost, planner=name, **asked).digest() for name in PLANNERS]))"
+        "plans = [plan_step(tokens, cluster, cost, PlanOptions(planner=name, **asked)) for name in PLANNERS]\n"
+        "print(json.dumps([plan.digest() for plan in plans]))"
     )
     told = [
         subprocess.run(

@@ -13,7 +13,7 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, CostModel, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import plan_step, score
+from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.planner.problem.bounds import least_makespan
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_order, check_plan, ring_order
@@ -47,13 +47,13 @@ def test_pipelines_plan_any_lengths_on_any_ranks(
     cluster = Cluster(ranks=ranks, capacity_tokens=CAPACITY)
     tokens = [min(length, cluster.longest_tokens) for length in tokens]
     options = {"mode": "pipeline", "stages": stages, "virtual": virtual, "layers": 32, "planner": planner}
-    plan = plan_step(tokens, cluster, cost, **options)
+    plan = plan_step(tokens, cluster, cost, PlanOptions(**options))
     assert plan.schedule == {"kind": "pipeline", "stages": stages, "virtual": virtual}
     check_plan(plan)
     assert plan.notes["predicted_seconds"] == score(plan, cost).makespan_seconds
     assert plan.notes["bound_seconds"] <= plan.notes["predicted_seconds"] * (1 + 1e-9)
     assert Plan.from_json(plan.to_json()) == plan
-    assert plan_step(tokens, cluster, cost, **options).digest() == plan.digest()
+    assert plan_step(tokens, cluster, cost, PlanOptions(**options)).digest() == plan.digest()
     for microbatch in plan.microbatches:
         for piece in microbatch.pieces:
             assert piece.ranks == ring_order(min(piece.ranks), piece.degree)
@@ -77,7 +77,7 @@ def test_pipelines_end_near_the_bound_and_before_free_plans(
 ) -> None:
     cluster = Cluster(ranks=16, capacity_tokens=8192)
     tokens = draw_lengths(recipe, 262_144 * 16, 0, longest_tokens=100_000)
-    plan = plan_step(tokens, cluster, cost, mode="pipeline", stages=stages, virtual=virtual)
+    plan = plan_step(tokens, cluster, cost, PlanOptions(mode="pipeline", stages=stages, virtual=virtual))
     check_plan(plan)
     free = replace(plan, microbatches=plan_step(tokens, cluster, cost).microbatches)
     assert plan.notes["predicted_seconds"] <= most * plan.notes["bound_seconds"]
@@ -87,14 +87,14 @@ def test_pipelines_end_near_the_bound_and_before_free_plans(
 def test_pipelines_of_equal_sequences_reach_the_formula() -> None:
     """64 sequences on 2 ranks: 32 slots of one each, ramps make it shorter still where launches are free."""
     cost = CostModel(linear_seconds=1.0, fixed_seconds=500.0)
-    plan = plan_step([1000] * 64, Cluster(ranks=2, capacity_tokens=1000), cost, mode="pipeline", stages=4)
+    plan = plan_step([1000] * 64, Cluster(ranks=2, capacity_tokens=1000), cost, PlanOptions(mode="pipeline", stages=4))
     assert plan.notes["predicted_seconds"] <= 1500 * (32 + 3) * (1 + 1e-9)
 
 
 def test_bound_of_pipelines_is_reached_by_one_sequence_and_by_launches() -> None:
     cost = CostModel(linear_seconds=1.0, fixed_seconds=50.0)
     cluster = Cluster(ranks=2, capacity_tokens=100)
-    plan = plan_step([200], cluster, cost, mode="pipeline", stages=5)
+    plan = plan_step([200], cluster, cost, PlanOptions(mode="pipeline", stages=5))
     assert plan.notes["predicted_seconds"] == 5 * 150
     assert plan.notes["bound_seconds"] == pytest.approx(5 * 150)
     request = PlanRequest(tokens=(100,) * 20, cluster=cluster, cost=cost)
@@ -107,7 +107,7 @@ def test_microbatches_of_a_rank_grow_and_fall_and_their_stages_never_wait_long()
     """Local packs at the ends are no larger than those in the middle."""
     tokens = draw_lengths("wikipedia", 400_000, 0, longest_tokens=8000)
     cluster = Cluster(ranks=2, capacity_tokens=8192)
-    plan = plan_step(tokens, cluster, COMPUTE, mode="pipeline", stages=4)
+    plan = plan_step(tokens, cluster, COMPUTE, PlanOptions(mode="pipeline", stages=4))
     for rank in (0, 1):
         mine = [m.pieces[0] for m in plan.microbatches if m.ranks == (rank,)]
         seconds = [COMPUTE.piece_seconds([tokens[i] for i in piece.sequences], 1) for piece in mine]
@@ -130,23 +130,25 @@ def test_microbatches_of_a_rank_grow_and_fall_and_their_stages_never_wait_long()
 )
 def test_stages_that_make_no_sense_are_refused(options: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        plan_step([5], Cluster(ranks=2, capacity_tokens=10), COMPUTE, layers=4, **options)
+        plan_step([5], Cluster(ranks=2, capacity_tokens=10), COMPUTE, PlanOptions(layers=4, **options))
 
 
 def test_all_problems_of_stages_are_told_at_once() -> None:
     with pytest.raises(Problems, match=r"(?s)stages: .*virtual: "):
-        plan_step([5], Cluster(ranks=2, capacity_tokens=10), COMPUTE, stages=2, virtual=2)
+        plan_step([5], Cluster(ranks=2, capacity_tokens=10), COMPUTE, PlanOptions(stages=2, virtual=2))
 
 
 def test_stages_other_than_those_of_the_costs_are_refused() -> None:
     cost = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"), stages=2)
     with pytest.raises(ConfigError, match="expected 2, as in the costs; got 4"):
-        plan_step([5], Cluster(ranks=2, capacity_tokens=10), cost, mode="pipeline", stages=4)
+        plan_step([5], Cluster(ranks=2, capacity_tokens=10), cost, PlanOptions(mode="pipeline", stages=4))
 
 
 def test_pipeline_writes_the_golden_plan() -> None:
     tokens = [300, 120, 90, 55, 10, 7, 1, 1, 99, 230, 101] * 2
-    plan = plan_step(tokens, Cluster(ranks=3, capacity_tokens=100), TERMS, mode="pipeline", stages=2, virtual=2)
+    plan = plan_step(
+        tokens, Cluster(ranks=3, capacity_tokens=100), TERMS, PlanOptions(mode="pipeline", stages=2, virtual=2)
+    )
     assert plan.to_json() == (Path(__file__).parent / "golden" / "pipeline.json").read_text()
 
 

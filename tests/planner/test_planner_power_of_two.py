@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
-from lengthwise.planner import plan_step
+from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.planner.baselines.power_of_two import DELTA, next_sub_batch, power_of_two_degrees
 
 COST = CostModel(linear_seconds=1.0)
@@ -35,7 +35,7 @@ def test_power_of_two_degrees_round_up_to_a_power_or_to_all_ranks(length: int, r
 def test_power_of_two_is_what_megatron_core_0_16_plans() -> None:
     """The two sub-batches that its `BalancedCPScheduler` returned for these lengths, 8 ranks and a capacity of 8192."""
     plan = plan_step(
-        [20000, 512, 700, 60000, 900], Cluster(ranks=8, capacity_tokens=8192), COST, planner="power-of-two"
+        [20000, 512, 700, 60000, 900], Cluster(ranks=8, capacity_tokens=8192), COST, PlanOptions(planner="power-of-two")
     )
     assert _pieces(plan) == [
         [(list(range(8)), (3,))],
@@ -45,7 +45,9 @@ def test_power_of_two_is_what_megatron_core_0_16_plans() -> None:
 
 def test_power_of_two_sub_batches_wait_for_each_other() -> None:
     """Ranks 0 and 1 are free at 7 s; sequence 3 could end there at 12, but the barrier holds it until 10."""
-    plan = plan_step([14, 10, 10, 10, 2], Cluster(ranks=4, capacity_tokens=10), COST, planner="power-of-two")
+    plan = plan_step(
+        [14, 10, 10, 10, 2], Cluster(ranks=4, capacity_tokens=10), COST, PlanOptions(planner="power-of-two")
+    )
     assert _pieces(plan) == [[([0, 1], (0,))], [([2], (1,))], [([3], (2,))], [([0, 1], (3,)), ([2, 3], (4,))]]
     assert plan.notes["predicted_seconds"] == 10 + 5
 
@@ -68,7 +70,9 @@ def test_power_of_two_doubles_the_narrowest_gang_while_ranks_have_nothing() -> N
 
 
 def test_power_of_two_packs_what_a_gang_holds() -> None:
-    plan = plan_step([6, 5, 4, 3, 2, 1], Cluster(ranks=1, capacity_tokens=10), COST, planner="power-of-two")
+    plan = plan_step(
+        [6, 5, 4, 3, 2, 1], Cluster(ranks=1, capacity_tokens=10), COST, PlanOptions(planner="power-of-two")
+    )
     assert _pieces(plan) == [[([0], (0, 2))], [([0], (1, 3, 4))], [([0], (5,))]]
 
 

@@ -15,7 +15,7 @@ from lengthwise.cost import (
     recompute_cost,
     state_bytes,
 )
-from lengthwise.planner import PLANNERS, plan_recomputed, plan_step, score
+from lengthwise.planner import PLANNERS, PlanOptions, plan_recomputed, plan_step, score
 from lengthwise.program import check_plan
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
@@ -28,12 +28,15 @@ CAPACITIES = {"none": 4096, "layer": 40_960, "all_but_attention": 16_384}
 @pytest.mark.parametrize("cost", [COST, SLOW_LINKS], ids=["h100", "slow links"])
 def test_the_kind_that_ends_first_is_kept(planner: str, cost) -> None:
     tokens = [60_000, 3000, 9000, 500] * 3
-    plan = plan_recomputed(tokens, 24, cost, CAPACITIES, planner=planner, layers=32)
+    plan = plan_recomputed(tokens, 24, cost, CAPACITIES, PlanOptions(planner=planner, layers=32))
     check_plan(plan)
     seconds = {
         kind: float(
             plan_step(
-                tokens, Cluster(ranks=24, capacity_tokens=capacity), cost, planner=planner, layers=32, recompute=kind
+                tokens,
+                Cluster(ranks=24, capacity_tokens=capacity),
+                cost,
+                PlanOptions(planner=planner, layers=32, recompute=kind),
             ).notes["predicted_seconds"]
         )
         for kind, capacity in CAPACITIES.items()
@@ -45,17 +48,17 @@ def test_the_kind_that_ends_first_is_kept(planner: str, cost) -> None:
 
 def test_recomputation_pays_where_it_saves_rings_over_slow_links() -> None:
     kinds = [
-        plan_recomputed([30_000] * 24, 24, cost, CAPACITIES, layers=32).microbatches[0].recompute
+        plan_recomputed([30_000] * 24, 24, cost, CAPACITIES, PlanOptions(layers=32)).microbatches[0].recompute
         for cost in (COST, SLOW_LINKS)
     ]
     assert kinds == ["none", "layer"]
 
 
 def test_kinds_that_cannot_hold_a_sequence_are_left_to_others_that_can() -> None:
-    plan = plan_recomputed([70_000], 2, COST, CAPACITIES, layers=32)
+    plan = plan_recomputed([70_000], 2, COST, CAPACITIES, PlanOptions(layers=32))
     assert plan.microbatches[0].recompute == "layer"
     with pytest.raises(PlanError, match="2 ranks x 40960 tokens"):
-        plan_recomputed([90_000], 2, COST, CAPACITIES, layers=32)
+        plan_recomputed([90_000], 2, COST, CAPACITIES, PlanOptions(layers=32))
 
 
 def test_capacities_are_those_of_kinds_with_room() -> None:
@@ -75,7 +78,7 @@ def test_planners_price_recomputation_as_the_score_does(kind: str) -> None:
     priced = recompute_cost(COST, kind)
     for length, ranks in ((3000, 1), (90_000, 12)):
         cluster = Cluster(ranks=ranks, capacity_tokens=8192)
-        plan = plan_step([length], cluster, COST, layers=32, recompute=kind)
+        plan = plan_step([length], cluster, COST, PlanOptions(layers=32, recompute=kind))
         assert [piece.degree for m in plan.microbatches for piece in m.pieces] == [ranks]
         took = priced.piece_seconds([length], ranks) + priced.fixed_seconds
         assert score(plan, COST).makespan_seconds == pytest.approx(took, rel=1e-12)

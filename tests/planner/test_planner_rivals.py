@@ -12,7 +12,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import PLANNERS, plan_step
+from lengthwise.planner import PLANNERS, PlanOptions, plan_step
 from lengthwise.planner.portfolio import best_of_rivals, is_worth_rivals
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import score
@@ -44,7 +44,10 @@ COSTS = st.builds(
 def test_no_planner_ends_sooner(ranks: int, capacity: int, shares: list[float], cost: CostModel) -> None:
     tokens = [max(1, int(share**3 * ranks * capacity)) for share in shares]
     cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
-    seconds = {name: score(plan_step(tokens, cluster, cost, planner=name), cost).makespan_seconds for name in PLANNERS}
+    seconds = {
+        name: score(plan_step(tokens, cluster, cost, PlanOptions(planner=name)), cost).makespan_seconds
+        for name in PLANNERS
+    }
     assert seconds["lengthwise"] <= min(seconds.values()) * 1.0006
 
 
@@ -71,7 +74,7 @@ def test_no_planner_ends_sooner_through_stages(
     if mode == "pipeline":
         options |= {"stages": stages, "virtual": virtual}
     priced = cost or all_terms_cost(named_shape("llama-7b"), named_hardware("h100"), stages=stages)
-    plans = {name: plan_step(tokens, cluster, priced, planner=name, **options) for name in PLANNERS}
+    plans = {name: plan_step(tokens, cluster, priced, PlanOptions(planner=name, **options)) for name in PLANNERS}
     seconds = {name: score(plan, priced).makespan_seconds for name, plan in plans.items()}
     if cost is not None:
         free = plan_step(tokens, cluster, cost)
@@ -97,7 +100,7 @@ def test_no_planner_ends_sooner_through_stages_with_choices(
     cluster = Cluster(ranks=ranks, capacity_tokens=8192)
     options: dict[str, object] = {"layers": 32, "offload": offload, "heads": heads, "recompute": recompute}
     options |= {"mode": mode, "stages": 2} if mode == "pipeline" else {}
-    plans = {name: plan_step(tokens, cluster, cost, planner=name, **options) for name in PLANNERS}
+    plans = {name: plan_step(tokens, cluster, cost, PlanOptions(planner=name, **options)) for name in PLANNERS}
     check_plan(plans["lengthwise"])
     seconds = {name: score(plan, cost).makespan_seconds for name, plan in plans.items()}
     assert seconds["lengthwise"] <= min(seconds.values()) * (1 + 1e-9)
@@ -135,7 +138,7 @@ def test_free_ends_no_later_than_waves_where_one_ring_takes_nearly_all_the_time(
     cluster = Cluster(ranks=97, capacity_tokens=16384)
     tokens = draw_lengths("byted", 4_195_614, 1, longest_tokens=1_557_463)
     cost = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
-    free, waves = (plan_step(tokens, cluster, cost, mode=mode) for mode in ("free", "waves"))
+    free, waves = (plan_step(tokens, cluster, cost, PlanOptions(mode=mode)) for mode in ("free", "waves"))
     assert free.notes["predicted_seconds"] <= waves.notes["predicted_seconds"]
     assert free.notes["predicted_seconds"] <= 1.003 * free.notes["bound_seconds"]
 
@@ -144,7 +147,9 @@ def test_packs_cut_whole_are_tried_where_launches_cost_and_rings_of_one_sequence
     """Long sequences alone over both ranks are at the bound of such plans, 1.2 x as long as a few full packs cut."""
     tokens, cluster = [100, 28, 31, 48, 19, 119, 68, 78, 3, 66], Cluster(ranks=2, capacity_tokens=64)
     cost = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=1e8, ring_seconds=4e3)
-    single, ours = (plan_step(tokens, cluster, cost, planner=name) for name in ("single-degree", "lengthwise"))
+    single, ours = (
+        plan_step(tokens, cluster, cost, PlanOptions(planner=name)) for name in ("single-degree", "lengthwise")
+    )
     assert ours.notes["predicted_seconds"] <= single.notes["predicted_seconds"]
 
 
@@ -152,5 +157,5 @@ def test_slots_of_small_pipelines_are_filled_whatever_an_ideal_one_takes() -> No
     """The ideal pipeline has the long sequence in its middle; with packs before it the plan ended 1 % sooner."""
     tokens, cluster = [2, 1, 8192, 368, 30, 8, 730, 3], Cluster(ranks=8, capacity_tokens=1024)
     cost = CostModel(linear_seconds=1.0, fixed_seconds=1e6, ring_seconds=400.0)
-    plan = plan_step(tokens, cluster, cost, mode="pipeline", stages=4)
+    plan = plan_step(tokens, cluster, cost, PlanOptions(mode="pipeline", stages=4))
     assert plan.notes["predicted_seconds"] < 15.81e6

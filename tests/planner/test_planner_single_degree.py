@@ -9,7 +9,7 @@ from lengthwise.core.held import held_tokens
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel, analytic_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import plan_step
+from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.planner.baselines.single_degree import (
     first_fit_packs,
     least_seconds,
@@ -43,13 +43,13 @@ COSTS = (
 def test_single_degree_keeps_the_degree_that_ends_first(
     tokens: list[int], cost: CostModel, degree: int, seconds: float
 ) -> None:
-    plan = plan_step(tokens, Cluster(ranks=4, capacity_tokens=100), cost, planner="single-degree")
+    plan = plan_step(tokens, Cluster(ranks=4, capacity_tokens=100), cost, PlanOptions(planner="single-degree"))
     assert {microbatch.pieces[0].degree for microbatch in plan.microbatches} == {degree}
     assert plan.notes["predicted_seconds"] == seconds
 
 
 def test_single_degree_groups_are_intervals_and_leave_the_rest_idle() -> None:
-    plan = plan_step([300, 299], Cluster(ranks=7, capacity_tokens=100), RING, planner="single-degree")
+    plan = plan_step([300, 299], Cluster(ranks=7, capacity_tokens=100), RING, PlanOptions(planner="single-degree"))
     assert [tuple(sorted(microbatch.ranks)) for microbatch in plan.microbatches] == [(0, 1, 2), (3, 4, 5)]
 
 
@@ -100,7 +100,9 @@ def test_single_degree_is_not_behind_the_static_mesh(recipe: str) -> None:
     cost = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
     tokens = draw_lengths(recipe, 2**23, 0, longest_tokens=400_000)
     took = {
-        name: plan_step(tokens, Cluster(ranks=64, capacity_tokens=8192), cost, planner=name).notes["predicted_seconds"]
+        name: plan_step(tokens, Cluster(ranks=64, capacity_tokens=8192), cost, PlanOptions(planner=name)).notes[
+            "predicted_seconds"
+        ]
         for name in ("static", "single-degree")
     }
     assert took["single-degree"] <= 1.002 * took["static"]

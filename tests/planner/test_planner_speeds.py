@@ -15,7 +15,7 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, CostModel, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import PLANNERS, bound_seconds, parse_speeds, plan_step, score
+from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, parse_speeds, plan_step, score
 from lengthwise.planner.problem.speeds import noted_speeds, read_speeds, speed_runs
 from lengthwise.planner.problem.topology import levelled
 from lengthwise.program import check_order, check_plan, ring_order
@@ -45,7 +45,7 @@ def test_planners_hold_every_rule_on_ranks_of_unequal_speed(
     planner: str, step: tuple[list[int], Cluster, list[float]], cost: Cost
 ) -> None:
     tokens, cluster, speeds = step
-    plan = plan_step(tokens, cluster, cost, planner=planner, speeds=speeds)
+    plan = plan_step(tokens, cluster, cost, PlanOptions(planner=planner, speeds=speeds))
     check_plan(plan)
     makespan = score(plan, cost, speeds=speeds).makespan_seconds
     assert plan.notes["predicted_seconds"] == makespan == score(plan, cost).makespan_seconds
@@ -55,7 +55,7 @@ def test_planners_hold_every_rule_on_ranks_of_unequal_speed(
         assert judge(json.loads(plan.to_json()), Coefficients(**FOUR)) == pytest.approx(makespan, rel=1e-12)
     assert Plan.from_json(plan.to_json()) == plan
     assert noted_speeds(plan) == read_speeds(speeds, cluster.ranks)
-    assert plan_step(tokens, cluster, cost, planner=planner, speeds=speeds).digest() == plan.digest()
+    assert plan_step(tokens, cluster, cost, PlanOptions(planner=planner, speeds=speeds)).digest() == plan.digest()
     peers: dict[int, set[int]] = {}
     for piece in (piece for microbatch in plan.microbatches for piece in microbatch.pieces if piece.degree > 1):
         for here, there in zip(piece.ranks, (*piece.ranks[1:], piece.ranks[0]), strict=True):
@@ -70,17 +70,19 @@ def test_ranks_of_unequal_speed_never_wait_for_each_other_for_ever(
     step: tuple[list[int], Cluster, list[float]], cost: Cost
 ) -> None:
     tokens, cluster, speeds = step
-    plan = plan_step(tokens, cluster, cost, speeds=speeds)
+    plan = plan_step(tokens, cluster, cost, PlanOptions(speeds=speeds))
     assert (check_order(plan, layers=2) > 0) == any(p.degree > 1 for m in plan.microbatches for p in m.pieces)
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_equal_speeds_plan_the_same_bytes(planner: str) -> None:
     tokens, cluster = (300, 120, 90, 55, 10, 7, 1, 1, 99, 230, 101), Cluster(ranks=6, capacity_tokens=100)
-    plain = plan_step(tokens, cluster, COST, planner=planner)
-    assert plan_step(tokens, cluster, COST, planner=planner, speeds=[1, 1.0] * 3).to_json() == plain.to_json()
-    twice = plan_step(tokens, cluster, COST.at_speed(2.0), planner=planner)
-    quick = plan_step(tokens, cluster, COST, planner=planner, speeds=[2.0] * 6)
+    plain = plan_step(tokens, cluster, COST, PlanOptions(planner=planner))
+    assert (
+        plan_step(tokens, cluster, COST, PlanOptions(planner=planner, speeds=[1, 1.0] * 3)).to_json() == plain.to_json()
+    )
+    twice = plan_step(tokens, cluster, COST.at_speed(2.0), PlanOptions(planner=planner))
+    quick = plan_step(tokens, cluster, COST, PlanOptions(planner=planner, speeds=[2.0] * 6))
     assert quick.microbatches == twice.microbatches
     assert quick.notes["predicted_seconds"] == pytest.approx(twice.notes["predicted_seconds"], rel=1e-12)
     assert quick.notes["bound_seconds"] == twice.notes["bound_seconds"]
@@ -169,7 +171,7 @@ def test_plan_step_levels_ranks_of_unequal_speed(recipe: str) -> None:
     choose = random.Random(0)
     speeds = [choose.choice((1.0, 0.5)) for _ in range(64)]
     tokens = draw_lengths(recipe, 2**23, 0, longest_tokens=400_000)
-    plan = plan_step(tokens, cluster, ALL_TERMS, speeds=speeds)
+    plan = plan_step(tokens, cluster, ALL_TERMS, PlanOptions(speeds=speeds))
     check_plan(plan)
     assert "shares" in plan.requires
     assert plan.notes["predicted_seconds"] <= 1.02 * plan.notes["bound_seconds"]
@@ -185,7 +187,7 @@ def test_rings_keep_to_ranks_of_one_speed_where_costs_know_no_shares(recipe: str
     speeds = [speed for _ in range(8) for speed in [choose.choice((1.0, 0.6))] * 8]
     cost = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
     tokens = draw_lengths(recipe, 2**23, 0, longest_tokens=500_000)
-    plan = plan_step(tokens, cluster, cost, speeds=speeds)
+    plan = plan_step(tokens, cluster, cost, PlanOptions(speeds=speeds))
     assert plan.requires == ()
     assert plan.notes["predicted_seconds"] <= 1.02 * plan.notes["bound_seconds"]
 
@@ -205,12 +207,12 @@ def test_rings_keep_to_ranks_of_one_speed_where_costs_know_no_shares(recipe: str
 )
 def test_plan_step_refuses_what_is_no_speed(speeds: list[float], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        plan_step([5, 6], Cluster(ranks=3, capacity_tokens=10), COST, speeds=speeds)
+        plan_step([5, 6], Cluster(ranks=3, capacity_tokens=10), COST, PlanOptions(speeds=speeds))
 
 
 def test_plan_step_tells_all_wrong_speeds_at_once() -> None:
     with pytest.raises(Problems) as caught:
-        plan_step([5, 6], Cluster(ranks=9, capacity_tokens=10), COST, speeds=[0.0] * 8)
+        plan_step([5, 6], Cluster(ranks=9, capacity_tokens=10), COST, PlanOptions(speeds=[0.0] * 8))
     told = str(caught.value)
     assert all(f"rank {rank}:" in told for rank in range(5))
     assert "3 more" in told
@@ -219,8 +221,8 @@ def test_plan_step_tells_all_wrong_speeds_at_once() -> None:
 
 def test_plan_step_refuses_speeds_in_lock_step() -> None:
     with pytest.raises(ConfigError, match="speeds: expected all 1 in mode waves"):
-        plan_step([5, 6], Cluster(ranks=2, capacity_tokens=10), COST, speeds=[1, 0.5], mode="waves")
-    plan_step([5, 6], Cluster(ranks=2, capacity_tokens=10), COST, speeds=[1, 1], mode="waves")
+        plan_step([5, 6], Cluster(ranks=2, capacity_tokens=10), COST, PlanOptions(speeds=[1, 0.5], mode="waves"))
+    plan_step([5, 6], Cluster(ranks=2, capacity_tokens=10), COST, PlanOptions(speeds=[1, 1], mode="waves"))
 
 
 def test_parse_speeds_reads_lists_runs_and_files(tmp_path) -> None:
@@ -256,6 +258,6 @@ def test_score_refuses_a_note_of_speeds_that_is_none(note: object) -> None:
 
 
 def test_simulate_plan_refuses_ranks_of_unequal_speed() -> None:
-    plan = plan_step([5000, 600], Cluster(ranks=2, capacity_tokens=4096), ALL_TERMS, speeds=[1, 0.5])
+    plan = plan_step([5000, 600], Cluster(ranks=2, capacity_tokens=4096), ALL_TERMS, PlanOptions(speeds=[1, 0.5]))
     with pytest.raises(PlanError, match="unequal ranks"):
         simulate_plan(plan, ALL_TERMS)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel
-from lengthwise.planner import plan_step, score
+from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.planner.baselines.static import context_parallel_degrees
 from lengthwise.program import check_plan
 
@@ -47,14 +47,17 @@ def test_static_takes_the_mesh_that_ends_first(
     tokens: list[int], ranks: int, ring_seconds: float, cp: int, seconds: float
 ) -> None:
     cost = CostModel(linear_seconds=1.0, ring_seconds=ring_seconds)
-    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=100), cost, planner="static")
+    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=100), cost, PlanOptions(planner="static"))
     assert {microbatch.pieces[0].degree for microbatch in plan.microbatches} == {cp}
     assert plan.notes["predicted_seconds"] == pytest.approx(seconds)
 
 
 def test_static_packs_in_data_order_and_deals_in_turn() -> None:
     plan = plan_step(
-        [150, 60, 150, 40, 150], Cluster(ranks=4, capacity_tokens=100), COST, planner="static", context_tokens=200
+        [150, 60, 150, 40, 150],
+        Cluster(ranks=4, capacity_tokens=100),
+        COST,
+        PlanOptions(planner="static", context_tokens=200),
     )
     pieces = [microbatch.pieces[0] for microbatch in plan.microbatches]
     assert [piece.sequences for piece in pieces] == [(0, 3), (1,), (2,), (4,)]
@@ -63,31 +66,33 @@ def test_static_packs_in_data_order_and_deals_in_turn() -> None:
 
 def test_static_packs_up_to_the_context_where_ranks_hold_much_more() -> None:
     """Eight sequences would fill two of four ranks; packs of the context keep all of them busy."""
-    plan = plan_step([25] * 8, Cluster(ranks=4, capacity_tokens=100), COST, planner="static", context_tokens=50)
+    plan = plan_step(
+        [25] * 8, Cluster(ranks=4, capacity_tokens=100), COST, PlanOptions(planner="static", context_tokens=50)
+    )
     assert [microbatch.pieces[0].ranks for microbatch in plan.microbatches] == [(0,), (1,), (2,), (3,)]
     assert all(len(microbatch.pieces[0].sequences) == 2 for microbatch in plan.microbatches)
 
 
 def test_static_mesh_without_need_for_rings_is_data_parallel() -> None:
-    plan = plan_step([50, 60, 70], Cluster(ranks=3, capacity_tokens=100), COST, planner="static")
+    plan = plan_step([50, 60, 70], Cluster(ranks=3, capacity_tokens=100), COST, PlanOptions(planner="static"))
     assert plan.ring_tokens == 0
     assert [microbatch.ranks for microbatch in plan.microbatches] == [(0,), (1,), (2,)]
 
 
 def test_static_mesh_is_sized_for_the_context_even_without_long_sequences() -> None:
     cluster = Cluster(ranks=4, capacity_tokens=100)
-    plan = plan_step([50, 60], cluster, COST, planner="static", context_tokens=400)
+    plan = plan_step([50, 60], cluster, COST, PlanOptions(planner="static", context_tokens=400))
     assert [microbatch.ranks for microbatch in plan.microbatches] == [(0, 1, 2, 3)]
 
 
 def test_static_refuses_contexts_that_do_not_work() -> None:
     cluster = Cluster(ranks=4, capacity_tokens=100)
     with pytest.raises(PlanError, match="sequence 1: expected at most context_tokens = 100 tokens; got 150"):
-        plan_step([50, 150], cluster, COST, planner="static", context_tokens=100)
+        plan_step([50, 150], cluster, COST, PlanOptions(planner="static", context_tokens=100))
     with pytest.raises(PlanError, match=r"context_tokens: .*at most 400 tokens"):
-        plan_step([50, 150], cluster, COST, planner="static", context_tokens=401)
+        plan_step([50, 150], cluster, COST, PlanOptions(planner="static", context_tokens=401))
     with pytest.raises(ConfigError, match="context_tokens"):
-        plan_step([50], cluster, COST, planner="static", context_tokens=0)
+        plan_step([50], cluster, COST, PlanOptions(planner="static", context_tokens=0))
 
 
 @given(
@@ -95,7 +100,7 @@ def test_static_refuses_contexts_that_do_not_work() -> None:
     ranks=st.sampled_from([6, 7, 8, 12, 20]),
 )
 def test_static_plans_obey_every_rule(tokens: list[int], ranks: int) -> None:
-    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=100), COST, planner="static")
+    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=100), COST, PlanOptions(planner="static"))
     check_plan(plan)
     makespan = score(plan, COST).makespan_seconds
     assert plan.notes["predicted_seconds"] == makespan

@@ -15,7 +15,7 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel, analytic_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import PLANNERS, bound_seconds, plan_step, score
+from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.planner.problem.bounds import has_lone_rings
 from lengthwise.program import check_plan, ring_order
 
@@ -51,7 +51,7 @@ def test_plan_step_plans_any_lengths_on_any_ranks(
     cluster = Cluster(ranks=ranks, capacity_tokens=CAPACITY)
     tokens = [min(length, cluster.longest_tokens) for length in tokens] + [1] * ones
     tokens += [cluster.longest_tokens] if giant else []
-    plan = plan_step(tokens, cluster, cost, planner=planner, layers=4)
+    plan = plan_step(tokens, cluster, cost, PlanOptions(planner=planner, layers=4))
     check_plan(plan)
     makespan = score(plan, cost).makespan_seconds
     assert plan.notes["predicted_seconds"] == makespan
@@ -78,7 +78,10 @@ def test_plan_step_beats_the_static_mesh_by_far_on_a_long_tail() -> None:
     cluster = Cluster(ranks=64, capacity_tokens=16384)
     tokens = draw_lengths("github", 8 * 2**20, 1, longest_tokens=1_000_000)
     cost = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
-    took = {name: plan_step(tokens, cluster, cost, planner=name).notes["predicted_seconds"] for name in PLANNERS}
+    took = {
+        name: plan_step(tokens, cluster, cost, PlanOptions(planner=name)).notes["predicted_seconds"]
+        for name in PLANNERS
+    }
     assert took["static"] > 1.5 * took["lengthwise"]
     assert min(took, key=lambda name: took[name]) == "lengthwise"
 
@@ -142,11 +145,11 @@ def test_plan_step_takes_numpy_lengths() -> None:
 def test_plan_step_is_the_same_in_another_process() -> None:
     script = (
         "from lengthwise.core.shape import Cluster; from lengthwise.cost import CostModel;"
-        "from lengthwise.data.recipes import draw_lengths; from lengthwise.planner import plan_step;"
+        "from lengthwise.data.recipes import draw_lengths; from lengthwise.planner import PlanOptions, plan_step;"
         "cost = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3);"
         "cluster = Cluster(ranks=13, capacity_tokens=8192);"
         "from lengthwise.planner import PLANNERS;"
-        "plans = [plan_step(draw_lengths(r, 2**20, 5, 100_000), cluster, cost, planner=name)"
+        "plans = [plan_step(draw_lengths(r, 2**20, 5, 100_000), cluster, cost, PlanOptions(planner=name))"
         " for r in ('github', 'byted') for name in PLANNERS];"
         "print(*[plan.digest() for plan in plans])"
     )
@@ -183,7 +186,7 @@ def test_plan_step_names_the_sequence_that_does_not_fit() -> None:
 
 def test_plan_step_names_the_first_five_that_do_not_fit_and_counts_the_rest() -> None:
     with pytest.raises(PlanError, match=r"7 sequences: .*sequence 4 of 99 tokens.* and 2 more") as caught:
-        plan_step([99] * 7, Cluster(ranks=3, capacity_tokens=20), COMPUTE, planner="static")
+        plan_step([99] * 7, Cluster(ranks=3, capacity_tokens=20), COMPUTE, PlanOptions(planner="static"))
     assert "sequence 5" not in str(caught.value)
 
 
@@ -195,40 +198,39 @@ def test_plan_step_refuses_what_is_no_length(tokens: list[int]) -> None:
 
 def test_plan_step_names_the_nearest_planner() -> None:
     with pytest.raises(ConfigError, match="Did you mean `lengthwise`"):
-        plan_step([5], Cluster(ranks=3, capacity_tokens=20), COMPUTE, planner="lengthwize")
+        plan_step([5], Cluster(ranks=3, capacity_tokens=20), COMPUTE, PlanOptions(planner="lengthwize"))
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_plan_step_takes_whole_numbers_of_numpy(planner: str) -> None:
-    mine = plan_step([5, 70, 9], Cluster(ranks=3, capacity_tokens=64), COMPUTE, planner=planner, layers=2)
-    theirs = plan_step(
-        np.array([5, 70, 9]), Cluster(ranks=np.int64(3), capacity_tokens=np.int64(64)), COMPUTE, planner=planner,  # type: ignore[arg-type]
-        layers=np.int64(2), context_tokens=np.int64(70),  # type: ignore[arg-type]
-    )  # fmt: skip
+    mine = plan_step([5, 70, 9], Cluster(ranks=3, capacity_tokens=64), COMPUTE, PlanOptions(planner=planner, layers=2))
+    cluster = Cluster(ranks=np.int64(3), capacity_tokens=np.int64(64))  # type: ignore[arg-type]
+    options = PlanOptions(planner=planner, layers=np.int64(2), context_tokens=np.int64(70))  # type: ignore[arg-type]
+    theirs = plan_step(np.array([5, 70, 9]), cluster, COMPUTE, options)  # type: ignore[arg-type]
     assert theirs.to_json() == mine.to_json()
 
 
 def test_plan_step_takes_stages_of_numpy() -> None:
-    plan = plan_step(
-        [5, 9], Cluster(ranks=2, capacity_tokens=20), COMPUTE, layers=4, mode="pipeline",
-        stages=np.int64(2), virtual=np.int64(2),  # type: ignore[arg-type]
-    )  # fmt: skip
+    options = PlanOptions(layers=4, mode="pipeline", stages=np.int64(2), virtual=np.int64(2))  # type: ignore[arg-type]
+    plan = plan_step([5, 9], Cluster(ranks=2, capacity_tokens=20), COMPUTE, options)
     assert Plan.from_json(plan.to_json()).schedule == {"kind": "pipeline", "stages": 2, "virtual": 2}
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("context", [0, -1, 2.5, True])
 def test_plan_step_refuses_a_context_that_is_none(planner: str, context: object) -> None:
+    options = PlanOptions(planner=planner, context_tokens=context)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="context_tokens: expected a whole number of at least 1"):
-        plan_step([5], Cluster(ranks=3, capacity_tokens=20), COMPUTE, planner=planner, context_tokens=context)  # type: ignore[arg-type]
+        plan_step([5], Cluster(ranks=3, capacity_tokens=20), COMPUTE, options)
 
 
 def test_plan_step_tells_all_wrong_options_at_once() -> None:
+    options = PlanOptions(
+        planner="statik", mode="fre", recompute="all", layers=0, context_tokens=-1, offload="maybe", heads="on",
+        speeds=[1, 0, 1], stages=0,
+    )  # fmt: skip
     with pytest.raises(Problems) as caught:
-        plan_step(
-            [5], Cluster(ranks=3, capacity_tokens=20), COMPUTE, planner="statik", mode="fre", recompute="all", layers=0,
-            context_tokens=-1, offload="maybe", heads="on", speeds=[1, 0, 1], stages=0,
-        )  # fmt: skip
+        plan_step([5], Cluster(ranks=3, capacity_tokens=20), COMPUTE, options)
     wheres = ("planner", "mode", "recompute", "layers", "context_tokens", "offload", "heads", "speeds", "stages")
     told = str(caught.value).splitlines()
     assert all(any(line.startswith(f"error[config] {where}:") for line in told) for where in wheres)
@@ -236,7 +238,7 @@ def test_plan_step_tells_all_wrong_options_at_once() -> None:
 
 def test_plan_step_refuses_no_layers() -> None:
     with pytest.raises(ConfigError, match="layers"):
-        plan_step([5], Cluster(ranks=3, capacity_tokens=20), COMPUTE, layers=0)
+        plan_step([5], Cluster(ranks=3, capacity_tokens=20), COMPUTE, PlanOptions(layers=0))
 
 
 GOLDEN = {
@@ -256,16 +258,18 @@ GOLDEN = {
 def test_plan_step_writes_the_golden_plan(name: str) -> None:
     """A changed plan is a decision: read the difference, then write `plan.to_json()` over the golden file."""
     tokens, ranks, capacity, cost, planner = GOLDEN[name]
-    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=capacity), cost, planner=planner, layers=2)
+    plan = plan_step(
+        tokens, Cluster(ranks=ranks, capacity_tokens=capacity), cost, PlanOptions(planner=planner, layers=2)
+    )
     assert plan.to_json() == (Path(__file__).parent / "golden" / f"{name}.json").read_text()
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_plan_step_puts_one_kind_of_recomputation_into_every_microbatch_and_prices_it(planner: str) -> None:
     tokens, cluster = (300, 120, 90, 55, 10, 7, 1, 1, 99, 230, 101), Cluster(ranks=6, capacity_tokens=100)
-    kept = plan_step(tokens, cluster, ALL_TERMS, planner=planner)
+    kept = plan_step(tokens, cluster, ALL_TERMS, PlanOptions(planner=planner))
     for kind in ("layer", "all_but_attention"):
-        plan = plan_step(tokens, cluster, ALL_TERMS, planner=planner, recompute=kind)
+        plan = plan_step(tokens, cluster, ALL_TERMS, PlanOptions(planner=planner, recompute=kind))
         assert {microbatch.recompute for microbatch in plan.microbatches} == {kind}
         assert plan.notes["predicted_seconds"] == score(plan, ALL_TERMS).makespan_seconds
         assert plan.notes["predicted_seconds"] > kept.notes["predicted_seconds"]
@@ -274,4 +278,4 @@ def test_plan_step_puts_one_kind_of_recomputation_into_every_microbatch_and_pric
 
 def test_plan_step_names_the_nearest_kind_of_recomputation() -> None:
     with pytest.raises(ConfigError, match="Did you mean `layer`"):
-        plan_step([5], Cluster(ranks=3, capacity_tokens=20), COMPUTE, recompute="layers")
+        plan_step([5], Cluster(ranks=3, capacity_tokens=20), COMPUTE, PlanOptions(recompute="layers"))

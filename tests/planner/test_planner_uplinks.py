@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import AllTermsCost, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import plan_step, score
+from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.program import ring_order
 from lengthwise.simulator import simulate_plan
 
@@ -71,7 +71,9 @@ def test_split_heads_simulate_no_later_than_plain_rings(tokens: list[int], ranks
     cost, cluster = _cost(nics), Cluster(ranks=ranks, capacity_tokens=8192)
     tokens = [min(length, ranks * 8000) for length in tokens]
     plain, split = (
-        simulate_plan(plan_step(tokens, cluster, cost, layers=32, heads=heads), cost).work_end_seconds.max()
+        simulate_plan(
+            plan_step(tokens, cluster, cost, PlanOptions(layers=32, heads=heads)), cost
+        ).work_end_seconds.max()
         for heads in ("off", "auto")
     )
     assert split <= plain * 1.01  # rings that pass one node at one time slow each other down, which no price knows

@@ -11,7 +11,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import bound_seconds, plan_step, score
+from lengthwise.planner import PlanOptions, bound_seconds, plan_step, score
 from lengthwise.program import check_order, check_plan, ring_order
 
 COMPUTE = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0)
@@ -36,7 +36,7 @@ CAPACITY = 97
 def test_waves_plan_any_lengths_on_any_ranks(ranks: int, tokens: list[int], cost: CostModel) -> None:
     cluster = Cluster(ranks=ranks, capacity_tokens=CAPACITY)
     tokens = [min(length, cluster.longest_tokens) for length in tokens]
-    plan = plan_step(tokens, cluster, cost, mode="waves", layers=2)
+    plan = plan_step(tokens, cluster, cost, PlanOptions(mode="waves", layers=2))
     assert plan.schedule == {"kind": "waves"}
     check_plan(plan)
     makespan = score(plan, cost).makespan_seconds
@@ -54,7 +54,7 @@ def test_waves_plan_any_lengths_on_any_ranks(ranks: int, tokens: list[int], cost
 def test_waves_are_level_on_published_lengths(ranks: int, recipe: str) -> None:
     cluster = Cluster(ranks=ranks, capacity_tokens=16384)
     tokens = draw_lengths(recipe, 100_000 * ranks, 0, longest_tokens=int(0.98 * cluster.longest_tokens))
-    plan = plan_step(tokens, cluster, COMPUTE, mode="waves")
+    plan = plan_step(tokens, cluster, COMPUTE, PlanOptions(mode="waves"))
     check_plan(plan)
     assert plan.notes["predicted_seconds"] <= 1.01 * bound_seconds(tokens, cluster, COMPUTE)
 
@@ -63,7 +63,7 @@ def test_waves_begin_with_the_sequence_that_sets_one() -> None:
     """670K tokens take longer than an even wave at any degree: 1.19 of the bound, 1.26 where its wave comes last."""
     cluster = Cluster(ranks=256, capacity_tokens=16384)
     tokens = draw_lengths("github", 32_768 * 256, 0, longest_tokens=1_700_000)
-    plan = plan_step(tokens, cluster, ALL_FOUR, mode="waves")
+    plan = plan_step(tokens, cluster, ALL_FOUR, PlanOptions(mode="waves"))
     check_plan(plan)
     longest = tokens.index(max(tokens))
     assert longest in {i for piece in plan.microbatches[0].pieces for i in piece.sequences}
@@ -74,7 +74,7 @@ def test_waves_of_even_shares_end_near_the_bound_where_they_are_few() -> None:
     """32K tokens a rank of 16K: two waves can hold no more, three even ones are best."""
     cluster = Cluster(ranks=64, capacity_tokens=16384)
     tokens = draw_lengths("prolong", 32_768 * 64, 0, longest_tokens=40_000)
-    plan = plan_step(tokens, cluster, ALL_FOUR, mode="waves")
+    plan = plan_step(tokens, cluster, ALL_FOUR, PlanOptions(mode="waves"))
     check_plan(plan)
     assert len(plan.microbatches) == 3
     assert plan.notes["predicted_seconds"] <= 1.04 * plan.notes["bound_seconds"]
@@ -83,42 +83,42 @@ def test_waves_of_even_shares_end_near_the_bound_where_they_are_few() -> None:
 def test_waves_cut_a_short_sequence_that_all_others_would_wait_for() -> None:
     """One of 100 tokens would keep three ranks of 40 waiting; cut over all it does not."""
     cost = CostModel(linear_seconds=1.0)
-    plan = plan_step([100, 1, 1, 1, 1], Cluster(ranks=4, capacity_tokens=100), cost, mode="waves")
+    plan = plan_step([100, 1, 1, 1, 1], Cluster(ranks=4, capacity_tokens=100), cost, PlanOptions(mode="waves"))
     assert plan.notes["predicted_seconds"] == pytest.approx(26)
 
 
 def test_waves_are_few_where_launches_cost() -> None:
     cost = CostModel(linear_seconds=1.0, fixed_seconds=1000.0)
-    plan = plan_step([10] * 64, Cluster(ranks=4, capacity_tokens=80), cost, mode="waves")
+    plan = plan_step([10] * 64, Cluster(ranks=4, capacity_tokens=80), cost, PlanOptions(mode="waves"))
     assert len(plan.microbatches) == 2
 
 
 def test_modes_are_refused_by_name() -> None:
     cluster = Cluster(ranks=2, capacity_tokens=10)
     with pytest.raises(ConfigError, match="Did you mean `waves`"):
-        plan_step([5], cluster, COMPUTE, mode="wave")
+        plan_step([5], cluster, COMPUTE, PlanOptions(mode="wave"))
     with pytest.raises(ConfigError, match="free, all that planner static plans; got waves"):
-        plan_step([5], cluster, COMPUTE, planner="static", mode="waves")
+        plan_step([5], cluster, COMPUTE, PlanOptions(planner="static", mode="waves"))
 
 
 def test_waves_of_a_plan_file_are_read_back() -> None:
-    plan = plan_step([5, 30, 7], Cluster(ranks=3, capacity_tokens=10), ALL_FOUR, mode="waves")
+    plan = plan_step([5, 30, 7], Cluster(ranks=3, capacity_tokens=10), ALL_FOUR, PlanOptions(mode="waves"))
     assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_one_sequence_that_no_even_share_holds_is_one_wave() -> None:
     """Even shares of one wave more than the fewest are less than a token takes: they began with an empty wave."""
     cost = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
-    plan = plan_step([1], Cluster(ranks=3, capacity_tokens=29), cost, mode="waves")
+    plan = plan_step([1], Cluster(ranks=3, capacity_tokens=29), cost, PlanOptions(mode="waves"))
     assert [len(microbatch.pieces) for microbatch in plan.microbatches] == [1]
 
 
 def test_launches_of_years_leave_time_for_work() -> None:
     """The time a wave takes less its launch is off in the last digits: nothing fitted, an assertion failed."""
     cost = replace(ALL_FOUR, fixed_seconds=64299696292.644646)
-    plan = plan_step([158], Cluster(ranks=3, capacity_tokens=64), cost, mode="waves")
+    plan = plan_step([158], Cluster(ranks=3, capacity_tokens=64), cost, PlanOptions(mode="waves"))
     assert [len(microbatch.pieces) for microbatch in plan.microbatches] == [1]
     cost = CostModel(linear_seconds=0.003, fixed_seconds=1e12)
-    plan = plan_step([14, 3, 64, 1], Cluster(ranks=2, capacity_tokens=64), cost, mode="waves")
+    plan = plan_step([14, 3, 64, 1], Cluster(ranks=2, capacity_tokens=64), cost, PlanOptions(mode="waves"))
     check_plan(plan)
     assert len(plan.microbatches) == 1

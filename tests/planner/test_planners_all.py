@@ -10,7 +10,7 @@ from judge import Coefficients, judge
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, CostModel, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import PLANNERS, bound_seconds, plan_step, score
+from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.program import check_order, check_plan
 
 CAPACITY = 29
@@ -42,14 +42,14 @@ def test_planners_plan_every_sequence_once_within_capacity_and_above_the_bound(
     planner: str, step: tuple[list[int], Cluster]
 ) -> None:
     tokens, cluster = step
-    plan = plan_step(tokens, cluster, COST, planner=planner, layers=4)
+    plan = plan_step(tokens, cluster, COST, PlanOptions(planner=planner, layers=4))
     check_plan(plan)
     makespan = judge(json.loads(plan.to_json()), Coefficients(**FOUR))
     assert plan.notes["predicted_seconds"] == pytest.approx(makespan, rel=1e-12)
     assert plan.notes["bound_seconds"] <= makespan * (1 + 1e-9)
     assert bound_seconds(tokens, cluster, COST, lone_rings=False) <= makespan * (1 + 1e-9)
     assert Plan.from_json(plan.to_json()) == plan
-    assert plan_step(tokens, cluster, COST, planner=planner, layers=4).digest() == plan.digest()
+    assert plan_step(tokens, cluster, COST, PlanOptions(planner=planner, layers=4)).digest() == plan.digest()
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
@@ -57,7 +57,7 @@ def test_planners_plan_every_sequence_once_within_capacity_and_above_the_bound(
 @given(step=steps(st.sampled_from([1, 2, 3, 5, 6, 7])))
 def test_planners_never_let_ranks_wait_for_each_other_for_ever(planner: str, step: tuple[list[int], Cluster]) -> None:
     tokens, cluster = step
-    plan = plan_step(tokens, cluster, COST, planner=planner)
+    plan = plan_step(tokens, cluster, COST, PlanOptions(planner=planner))
     matched = check_order(plan, layers=2)
     assert (matched > 0) == any(piece.degree > 1 for m in plan.microbatches for piece in m.pieces)
 
@@ -68,7 +68,7 @@ def test_planners_never_let_ranks_wait_for_each_other_for_ever(planner: str, ste
 @given(step=steps(st.sampled_from(RANKS)))
 def test_planners_meet_four_neighbours_at_most(planner: str, cost: Cost, step: tuple[list[int], Cluster]) -> None:
     tokens, cluster = step
-    plan = plan_step(tokens, cluster, cost, planner=planner)
+    plan = plan_step(tokens, cluster, cost, PlanOptions(planner=planner))
     check_plan(plan)
     assert score(plan, cost).makespan_seconds == plan.notes["predicted_seconds"]
     assert plan.notes["bound_seconds"] <= plan.notes["predicted_seconds"] * (1 + 1e-9)

@@ -7,7 +7,7 @@ from rich.console import Console
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, analytic_cost, named_hardware, named_shape
-from lengthwise.planner import plan_step, score
+from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.report.figures import seconds
 from lengthwise.report.plans import degree_table, degrees, plan_table
 
@@ -61,7 +61,9 @@ def test_plan_table_tells_what_was_chosen():
 def test_plan_table_shows_the_scores_of_the_cost_model():
     cost = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
     plans = {
-        name: plan_step([50_000, 3000, 700, 9000], Cluster(ranks=8, capacity_tokens=16_384), cost, planner=name)
+        name: plan_step(
+            [50_000, 3000, 700, 9000], Cluster(ranks=8, capacity_tokens=16_384), cost, PlanOptions(planner=name)
+        )
         for name in ("static", "lengthwise")
     }
     lines = [cells(row) for row in shown(plan_table(plans, cost, title="a title (model)"))]

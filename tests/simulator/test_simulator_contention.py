@@ -11,7 +11,7 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import PLANNERS, plan_step
+from lengthwise.planner import PLANNERS, PlanOptions, plan_step
 from lengthwise.program import ring_order
 from lengthwise.simulator import microbatch_clocks, node_bytes, piece_stages, simulate_plan
 from lengthwise.simulator.contention import Uplinks
@@ -116,7 +116,7 @@ def test_contention_never_makes_a_step_faster(tokens, ranks, planner, uplink, ni
     slow = replace(NODES_OF_4, link_bytes_per_second=nics * NODES_OF_4.link_bytes_per_second)
     alone = replace(all_terms_cost(SHAPE, slow), uplink_bytes_per_second=float("inf"))
     shared = replace(alone, uplink_bytes_per_second=uplink * slow.link_bytes_per_second)
-    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=8192), alone, planner=planner, layers=32)
+    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=8192), alone, PlanOptions(planner=planner, layers=32))
     free, held = (simulate_plan(plan, cost) for cost in (alone, shared))
     assert np.all(held.end >= free.end * (1 - 1e-12))
     assert held.step_seconds >= free.step_seconds * (1 - 1e-12)
@@ -137,6 +137,8 @@ def test_simulated_steps_end_no_earlier_than_the_bound(tokens, ranks, planner, k
     cost = all_terms_cost(replace(SHAPE, kv_heads=kv_heads), HARDWARE)
     # The formula adds a hop's latency, the simulator hides it behind blocks like bytes: so its bound is that of none.
     instant = replace(cost, near=replace(cost.near, hop_seconds=0.0), far=replace(cost.far, hop_seconds=0.0))
-    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=8192), instant, planner=planner, layers=32)
+    plan = plan_step(
+        tokens, Cluster(ranks=ranks, capacity_tokens=8192), instant, PlanOptions(planner=planner, layers=32)
+    )
     for priced in (instant, cost):
         assert simulate_plan(plan, priced).work_end_seconds.max() >= plan.notes["bound_seconds"] * (1 - 1e-9)

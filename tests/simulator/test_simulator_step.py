@@ -12,7 +12,7 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import PLANNERS, plan_step, score
+from lengthwise.planner import PLANNERS, PlanOptions, plan_step, score
 from lengthwise.simulator import microbatch_clocks, simulate_plan
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
@@ -27,7 +27,7 @@ def _local(*lengths: int, ranks: int = 2, **changes) -> Plan:
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_simulated_step_is_near_the_score(planner: str) -> None:
     tokens = draw_lengths("github", 2_000_000, 1, longest_tokens=200_000)
-    plan = plan_step(tokens, Cluster(ranks=32, capacity_tokens=8192), COST, planner=planner, layers=32)
+    plan = plan_step(tokens, Cluster(ranks=32, capacity_tokens=8192), COST, PlanOptions(planner=planner, layers=32))
     timeline = simulate_plan(plan, COST)
     assert timeline.work_end_seconds.max() == pytest.approx(score(plan, COST).makespan_seconds, rel=0.05)
     assert timeline.step_seconds == timeline.work_end_seconds.max() + COST.step_end_seconds(32)
@@ -43,7 +43,7 @@ def test_simulated_step_is_near_the_score(planner: str) -> None:
     planner=st.sampled_from(["static", "lengthwise", "bytescale"]),
 )
 def test_no_rank_is_in_two_microbatches_at_once(tokens: list[int], ranks: int, planner: str) -> None:
-    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=8192), COST, planner=planner, layers=32)
+    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=8192), COST, PlanOptions(planner=planner, layers=32))
     timeline = simulate_plan(plan, COST)
     for rank in range(ranks):
         mine = np.flatnonzero(timeline.rank == rank)
@@ -98,7 +98,9 @@ def _pipelined(plan: Plan, stages: int, virtual: int) -> Plan:
 def test_pipelines_are_near_their_score(recipe: str, stages: int, virtual: int) -> None:
     cost = all_terms_cost(SHAPE, HARDWARE, stages=stages)
     tokens = draw_lengths(recipe, 1_000_000, 1, longest_tokens=100_000)
-    plan = _pipelined(plan_step(tokens, Cluster(ranks=16, capacity_tokens=8192), cost, layers=32), stages, virtual)
+    plan = _pipelined(
+        plan_step(tokens, Cluster(ranks=16, capacity_tokens=8192), cost, PlanOptions(layers=32)), stages, virtual
+    )
     timeline = simulate_plan(plan, cost)
     assert timeline.work_end_seconds.max() == pytest.approx(score(plan, cost).makespan_seconds, rel=0.05)
     ratios = timeline.compute_ratio + timeline.exposed_ratio + timeline.idle_ratio
@@ -145,7 +147,7 @@ def test_loaders_delay_all_and_other_stages_are_refused() -> None:
 
 def test_a_step_takes_what_was_planned_where_rings_wait_in_every_layer() -> None:
     tokens = draw_lengths("prolong", 4 * 2**20, 0, longest_tokens=100_000)
-    plan = plan_step(tokens, Cluster(ranks=64, capacity_tokens=7680), COST, layers=SHAPE.layers)
+    plan = plan_step(tokens, Cluster(ranks=64, capacity_tokens=7680), COST, PlanOptions(layers=SHAPE.layers))
     planned = score(plan, COST).makespan_seconds
     assert simulate_plan(plan, COST).work_end_seconds.max() <= planned * 1.01  # 1.03 with packs beside rings
     rings = [microbatch for microbatch in plan.microbatches if len(microbatch.ranks) > 1]
@@ -159,7 +161,7 @@ def test_plans_with_offload_and_heads_simulate_near_their_score(planner: str, re
     cost = all_terms_cost(SHAPE, replace(HARDWARE, link_bytes_per_second=2e10))
     tokens = [200_000, 200_000, 90_000, 40_000, 9000, 3000] * 4
     options = {"planner": planner, "layers": 32, "offload": "auto", "heads": "auto", "recompute": recompute}
-    plan = plan_step(tokens, Cluster(ranks=32, capacity_tokens=8192), cost, **options)
+    plan = plan_step(tokens, Cluster(ranks=32, capacity_tokens=8192), cost, PlanOptions(**options))
     timeline = simulate_plan(plan, cost)
     assert timeline.work_end_seconds.max() == pytest.approx(score(plan, cost).makespan_seconds, rel=0.05)
     if planner == "lengthwise":

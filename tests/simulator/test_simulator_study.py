@@ -10,7 +10,7 @@ import pytest
 from lengthwise.core.shape import Cluster
 from lengthwise.core.sizes import written_tokens
 from lengthwise.cost import activation_bytes, all_terms_cost, named_hardware, named_shape, state_bytes, step_flops
-from lengthwise.planner import plan_step
+from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.report.simulation import closing_sentence, simulation_json
 from lengthwise.simulator import Setting, chosen_ranks, chrome_trace, compare_planners, simulate_plan
 
@@ -38,7 +38,7 @@ def test_step_flops_are_six_a_parameter_and_seven_a_seen_pair() -> None:
 def test_study_of_uniform_sequences_has_no_tail_tax() -> None:
     (result,) = _compare(["lengthwise"], [[8192] * 32])
     assert result.tail_tax == pytest.approx(1.0)
-    plan = plan_step([8192] * 32, SETTING.cluster, SETTING.cost, layers=32)
+    plan = plan_step([8192] * 32, SETTING.cluster, SETTING.cost, PlanOptions(layers=32))
     assert result.mean_seconds == simulate_plan(plan, SETTING.cost).step_seconds
     assert result.tokens_per_second == pytest.approx(32 * 8192 / result.mean_seconds)
     assert result.flops_ratio == pytest.approx(
@@ -74,7 +74,7 @@ def test_study_compares_on_the_same_batches() -> None:
 
 
 def test_trace_shows_chosen_ranks_from_start_to_end() -> None:
-    plan = plan_step([50_000, 3000, 3000, 100], SETTING.cluster, SETTING.cost, layers=32)
+    plan = plan_step([50_000, 3000, 3000, 100], SETTING.cluster, SETTING.cost, PlanOptions(layers=32))
     timeline = simulate_plan(plan, SETTING.cost)
     trace = json.loads(chrome_trace(plan, timeline, ranks_per_node=8, most_ranks=5))
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -92,7 +92,7 @@ def test_trace_shows_chosen_ranks_from_start_to_end() -> None:
 
 
 def test_all_ranks_are_shown_where_they_are_few() -> None:
-    plan = plan_step([5000] * 20, SETTING.cluster, SETTING.cost, layers=32)
+    plan = plan_step([5000] * 20, SETTING.cluster, SETTING.cost, PlanOptions(layers=32))
     timeline = simulate_plan(plan, SETTING.cost)
     assert chosen_ranks(timeline, 16) == list(range(16))
     assert int(np.argmax(timeline.work_end_seconds)) in chosen_ranks(timeline, 3)

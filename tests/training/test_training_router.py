@@ -27,7 +27,7 @@ from lengthwise.models import (
     keep_double,
     token_loss,
 )
-from lengthwise.planner import plan_step
+from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.program import check_order, last_on_all_ranks, lower_plan
 from lengthwise.program.order import rank_groups
 from lengthwise.testing import (
@@ -103,7 +103,7 @@ def run_planned(family, plan, batch, precision="fp64", **options):
 def planned(family, ranks, lengths=LENGTHS, capacity=None):
     cost = analytic_cost(shape_from_config(pair(family)["plain"].config.to_dict()), named_hardware("cpu"))
     capacity = capacity or -(-max(lengths) // ranks) + 1
-    return plan_step(lengths, Cluster(ranks=ranks, capacity_tokens=capacity), cost, layers=2)
+    return plan_step(lengths, Cluster(ranks=ranks, capacity_tokens=capacity), cost, PlanOptions(layers=2))
 
 
 def check_parity(got, want, precision="fp64"):

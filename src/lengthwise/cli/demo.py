@@ -139,7 +139,7 @@ def _show_data(dataset: Dataset, show: Show) -> None:
 def _show_plans(dataset: Dataset, show: Show) -> None:
     from lengthwise.core.shape import Cluster
     from lengthwise.cost import analytic_cost, named_hardware, named_shape
-    from lengthwise.planner import plan_step
+    from lengthwise.planner import PlanOptions, plan_step
     from lengthwise.report.plans import plan_table
 
     shape = named_shape("llama-7b")
@@ -149,7 +149,7 @@ def _show_plans(dataset: Dataset, show: Show) -> None:
         cluster = Cluster(ranks=ranks, capacity_tokens=_PLAN_CAPACITY)
         lengths = [int(n) for n in dataset.lengths[dataset.ids] if n <= cluster.longest_tokens]
         plans = {
-            name: plan_step(lengths, cluster, cost, planner=name, layers=shape.layers)
+            name: plan_step(lengths, cluster, cost, PlanOptions(planner=name, layers=shape.layers))
             for name in ("static", "lengthwise")
         }
         left_out = len(dataset.ids) - len(lengths)

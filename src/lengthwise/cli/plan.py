@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -22,13 +21,14 @@ from lengthwise.report.figures import count, seconds, unitless
 if TYPE_CHECKING:
     from lengthwise.config import RunConfig
     from lengthwise.cost import Cost, Hardware
+    from lengthwise.planner import PlanOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """A command line that was read: `lengths` of a file, or None where a run file's data are still to be read.
 
-    `options` are those of `plan_step`.
+    `options` are complete but for the context, which hangs on the lengths.
     """
 
     config: RunConfig | None
@@ -36,7 +36,7 @@ class Asked:
     shape: ModelShape | None
     cost: Cost
     capacities: dict[str, int]
-    options: Mapping[str, Any]
+    options: PlanOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +100,8 @@ class PlanCommand:
         with told_in_options(self._options()):
             asked = self._read()
             tokens, context = self._lengths(asked)
-            plan = plan_recomputed(
-                tokens, self.ranks, asked.cost, asked.capacities, context_tokens=context, **asked.options
-            )
+            options = replace(asked.options, context_tokens=context)
+            plan = plan_recomputed(tokens, self.ranks, asked.cost, asked.capacities, options)
         write_atomically(self.out, plan.to_json())
 
         console, cost = plain_console(), asked.cost
@@ -114,7 +113,7 @@ class PlanCommand:
         )
         duration = unitless if self.cost else seconds
         source = "times in the unit of --cost" if self.cost else "model, not measured"
-        plans = {str(asked.options["planner"]): plan}
+        plans = {asked.options.planner: plan}
         chosen = [name for name in ("recompute", "offload", "heads") if getattr(self, name) == "auto"]
         console.print(plan_table(plans, cost, title=f"one step ({source})", duration=duration, chosen=chosen))
         console.print(degree_table(plan))
@@ -142,7 +141,7 @@ class PlanCommand:
             LengthwiseError: all that is wrong with it.
         """
         from lengthwise.data.recipes import lengths_from_file
-        from lengthwise.planner import parse_speeds, read_options
+        from lengthwise.planner import PlanOptions, parse_speeds
 
         problems = Collector()
         problems.attempt(self._refuse_sources)
@@ -155,17 +154,17 @@ class PlanCommand:
         shape = problems.attempt(partial(self._shape, config)) if config or not self.config else None
         cost = problems.attempt(partial(self._cost, shape, hardware))
         speeds = problems.attempt(partial(parse_speeds, self.speeds)) if self.speeds is not None else None
-        options: dict[str, Any] = {
-            "planner": self.planner or (config.planner if config else "lengthwise"),
-            "layers": shape.layers if shape else 1,
-            "offload": self.offload,
-            "heads": self.heads,
-            "mode": self.mode,
-            "speeds": speeds,
-            "stages": self.stages,
-            "virtual": self.virtual,
-        }
-        problems.attempt(partial(read_options, ranks or len(speeds or [1]), cost, **options))
+        options = PlanOptions(
+            planner=self.planner or (config.planner if config else "lengthwise"),
+            layers=shape.layers if shape else 1,
+            offload=self.offload,
+            heads=self.heads,
+            mode=self.mode,
+            speeds=speeds,
+            stages=self.stages,
+            virtual=self.virtual,
+        )
+        problems.attempt(partial(options.checked, ranks or len(speeds or [1]), cost))
         lengths = problems.attempt(partial(lengths_from_file, self.lengths)) if self.lengths else None
         capacities = problems.attempt(partial(self._capacities, config, shape, ranks))
         problems.raise_all()

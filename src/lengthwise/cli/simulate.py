@@ -22,6 +22,7 @@ from lengthwise.core.sizes import MOST_RANKS, parse_tokens, read_whole
 if TYPE_CHECKING:
     from lengthwise.core.shape import ModelShape
     from lengthwise.cost import Hardware
+    from lengthwise.planner import PlanOptions
     from lengthwise.simulator import PlannerResult, Setting
 
 _QUICK_RANKS = 50_000  # up to here no planner takes minutes for a batch
@@ -148,11 +149,12 @@ class Simulate:
                 options=self._options(),
             )
 
-    def _options(self) -> dict[str, Any]:
-        """Return what `plan_step` is told of mode and choices; it refuses what does not go together."""
+    def _options(self) -> PlanOptions:
+        """Return what the planners are told of mode and choices."""
+        from lengthwise.planner import PlanOptions
+
         stages = self.pp if self.mode == "pipeline" else None
-        choices = {"offload": self.offload, "heads": self.heads}
-        return {"mode": self.mode, "stages": stages, "virtual": self.virtual, **choices}
+        return PlanOptions(mode=self.mode, stages=stages, virtual=self.virtual, offload=self.offload, heads=self.heads)
 
     def _names(self) -> dict[str, str]:
         """Map names of the library to what the user typed for them."""
@@ -186,7 +188,6 @@ class Simulate:
         """
         from lengthwise.cli.simulate_files import refuse_others_files
         from lengthwise.cost import all_terms_cost, named_hardware, named_shape
-        from lengthwise.planner import read_options
         from lengthwise.simulator import LOADERS, Setting
 
         problems = Collector()
@@ -205,9 +206,9 @@ class Simulate:
         cost = None
         if shape and hardware and is_mesh:
             cost = attempt(partial(all_terms_cost, shape, hardware, tensor=self.tp, stages=self.pp))
-        layers = shape.layers if shape else 1
+        options = replace(self._options(), layers=shape.layers if shape else 1)
         for planner in planners or ["lengthwise"]:
-            attempt(partial(read_options, 1, cost, planner=planner, layers=layers, **self._options()))
+            attempt(partial(replace(options, planner=planner).checked, 1, cost))
         ranks = attempt(partial(self._ranks, self.tp * self.pp)) if is_mesh else None
         capacities = attempt(partial(self._capacities, shape, hardware, ranks))
         problems.raise_all()

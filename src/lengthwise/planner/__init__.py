@@ -3,22 +3,24 @@
 The same lengths, cluster, costs and planner give the same plan, in any process and on any machine.
 """
 
-from lengthwise.planner.api import MODES, PLANNERS, plan_step, read_options
+from lengthwise.planner.api import plan_step
 from lengthwise.planner.exchange import split_heads
+from lengthwise.planner.options import MODES, PlanOptions
 from lengthwise.planner.problem.bounds import bound_seconds
 from lengthwise.planner.problem.score import Score, score
 from lengthwise.planner.problem.speeds import parse_speeds
 from lengthwise.planner.recomputation import plan_recomputed
+from lengthwise.planner.registry import PLANNERS
 
 __all__ = [
     "MODES",
     "PLANNERS",
+    "PlanOptions",
     "Score",
     "bound_seconds",
     "parse_speeds",
     "plan_recomputed",
     "plan_step",
-    "read_options",
     "score",
     "split_heads",
 ]

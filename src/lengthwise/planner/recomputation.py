@@ -8,16 +8,20 @@ Every kind is planned and the plan that ends first is kept, the kind named first
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner.api import plan_step
+from lengthwise.planner.options import PlanOptions
+
+_DEFAULT = PlanOptions()
 
 
 def plan_recomputed(
-    tokens: Sequence[int], ranks: int, cost: Cost, capacities: Mapping[str, int], **options: object
+    tokens: Sequence[int], ranks: int, cost: Cost, capacities: Mapping[str, int], options: PlanOptions = _DEFAULT
 ) -> Plan:
     """Plan one step with the kind of recomputation that ends first.
 
@@ -26,7 +30,7 @@ def plan_recomputed(
         ranks: of the cluster.
         cost: what work takes.
         capacities: tokens that a rank holds, for each kind of recomputation to try.
-        options: for `plan_step`.
+        options: for `plan_step`; their own `recompute` does not count.
 
     Raises:
         ConfigError: as `plan_step` does.
@@ -38,7 +42,7 @@ def plan_recomputed(
     for kind, capacity in capacities.items():
         cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
         try:
-            plans.append(plan_step(tokens, cluster, cost, recompute=kind, **options))  # type: ignore[arg-type]
+            plans.append(plan_step(tokens, cluster, cost, replace(options, recompute=kind)))
         except PlanError as error:
             refused[kind] = error
     if not plans:

@@ -9,7 +9,7 @@ of long sequences runs faster than linear work or slower, so it can pass 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -19,10 +19,11 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.timeline import Timeline
 from lengthwise.cost import AllTermsCost, Hardware, microbatches_kept, state_bytes, step_flops
-from lengthwise.planner import plan_recomputed
+from lengthwise.planner import PlanOptions, plan_recomputed
 from lengthwise.simulator.loading import loading_seconds, waits_seconds
 from lengthwise.simulator.step import simulate_plan
 
+_DEFAULT = PlanOptions()
 UNIFORM_TOKENS = 8192
 
 
@@ -126,7 +127,7 @@ def compare_planners(
     setting: Setting,
     *,
     told: Callable[[str, int], None],
-    options: Mapping[str, object] | None = None,
+    options: PlanOptions = _DEFAULT,
 ) -> list[PlannerResult]:
     """Plan and simulate every batch with every planner.
 
@@ -135,18 +136,18 @@ def compare_planners(
         batches: lengths of each step.
         setting: the model, the hardware and the cluster.
         told: called before each planner and batch, for progress.
-        options: given to `plan_step` besides, the same for all planners.
+        options: the same for all planners; planner, layers and context are those of this comparison.
 
     Raises:
         LengthwiseError: of `plan_step`; sequences longer than the context or than the cluster holds are named.
     """
     uniform_tokens = min(UNIFORM_TOKENS, setting.cluster.longest_tokens)
     alike = [[uniform_tokens] * max(1, round(sum(batches[0]) / uniform_tokens))]
-    (uniform,) = _steps(_simulate("lengthwise", alike, setting, options or {}, lambda _: None), setting)
+    (uniform,) = _steps(_simulate("lengthwise", alike, setting, options, lambda _: None), setting)
     uniform_rate = uniform.flops / uniform.step_seconds
     results = []
     for planner in planners:
-        simulated = _simulate(planner, batches, setting, options or {}, partial(told, planner))
+        simulated = _simulate(planner, batches, setting, options, partial(told, planner))
         results.append(
             PlannerResult(
                 planner=planner,
@@ -165,7 +166,7 @@ def _simulate(
     planner: str,
     batches: Sequence[Sequence[int]],
     setting: Setting,
-    options: Mapping[str, object],
+    options: PlanOptions,
     told: Callable[[int], None],
 ) -> list[tuple[Plan, Timeline]]:
     """Plan and simulate every batch, each after the one before it has been computed and its own data loaded."""
@@ -177,10 +178,12 @@ def _simulate(
             setting.cluster.ranks,
             setting.cost,
             setting.capacities or {"none": setting.cluster.capacity_tokens},
-            planner=planner,
-            layers=setting.shape.layers,
-            context_tokens=max(setting.context_tokens, *tokens) if planner == "static" else None,
-            **options,
+            replace(
+                options,
+                planner=planner,
+                layers=setting.shape.layers,
+                context_tokens=max(setting.context_tokens, *tokens) if planner == "static" else None,
+            ),
         )
         plans.append(plan)
         timelines.append(simulate_plan(plan, setting.cost))

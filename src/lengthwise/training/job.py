@@ -21,7 +21,7 @@ from lengthwise.models import (
     find_model,
     position_limit,
 )
-from lengthwise.planner import plan_step
+from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.program import check_plan, refuse_unsupported
 
 
@@ -60,10 +60,12 @@ class Job:
             "tokens": tuple(lengths),
             "cluster": Cluster(ranks=self.ranks, capacity_tokens=self.config.capacity_tokens),
             "cost": self._cost(),
-            "planner": self.config.planner,
-            "layers": self.model.config.num_hidden_layers,
-            "context_tokens": max(int(self.dataset.lengths.max()), *lengths),
-            "recompute": self.config.recompute,
+            "options": PlanOptions(
+                planner=self.config.planner,
+                layers=self.model.config.num_hidden_layers,
+                context_tokens=max(int(self.dataset.lengths.max()), *lengths),
+                recompute=self.config.recompute,
+            ),
         }
 
     def make_plan(self, lengths: Sequence[int]) -> Plan:

@@ -1,0 +1,125 @@
+"""What a step is planned with beside lengths, cluster and costs: one record, checked in one place.
+
+The library, the commands, the simulator and a run hand it on as it is. `checked` tells all that is wrong with it at
+once, with or without costs at hand, so that a command refuses before it reads any data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from lengthwise.core.errors import Collector, ConfigError, LengthwiseError, raise_problems
+from lengthwise.core.names import unknown_name
+from lengthwise.core.plan import RECOMPUTE_KINDS
+from lengthwise.core.sizes import read_whole
+from lengthwise.cost import AllTermsCost, Cost
+from lengthwise.planner.problem.choices import Freedom, refuse_choices
+from lengthwise.planner.problem.speeds import read_speeds
+from lengthwise.planner.registry import planner_names
+
+MODES = ("free", "waves", "pipeline")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """How to plan a step.
+
+    planner: one of `PLANNERS`, or a registered one.
+    layers: layers of the model, for readers that count memory by them.
+    context_tokens: what the mesh of `static` is sized for (default: the longest sequence).
+    recompute: what backward computes again, in every microbatch: one of `RECOMPUTE_KINDS`.
+    offload: `auto`: ranks may hold more than the capacity, each microbatch offloading what it must; `off`: none.
+    heads: `auto`: rings may split heads, each as it is quickest; `off`: none does.
+    mode: how ranks run beside each other, one of `MODES`; `lengthwise` plans all of them. The others plan `free`, and
+        in mode `pipeline` run what they plan there through the stages.
+    speeds: of each rank, a number above 0, 1 as fast as the costs say (default: all 1). `lengthwise` plans with them;
+        the plans of the others are those for equal ranks, and only scored with them.
+    stages: of the pipeline that each rank is in mode `pipeline`; the costs are those of one stage.
+    virtual: chunks of layers of a stage (default: 1).
+    """
+
+    planner: str = "lengthwise"
+    layers: int = 1
+    context_tokens: int | None = None
+    recompute: str = "none"
+    offload: str = "off"
+    heads: str = "off"
+    mode: str = "free"
+    speeds: Sequence[float] | None = None
+    stages: int | None = None
+    virtual: int | None = None
+
+    @property
+    def freedom(self) -> Freedom:
+        """What the planner may choose beside degrees."""
+        return Freedom(recompute=self.recompute, offload=self.offload, heads=self.heads)
+
+    def checked(self, ranks: int, cost: Cost | None) -> PlanOptions:
+        """Return the options with whole numbers as int, and speeds as a tuple, None where all ranks are alike.
+
+        Without costs, what hangs on them is not checked.
+
+        Raises:
+            ConfigError: unknown planner, mode, choice or kind of recomputation, a mode that the planner does not plan,
+                choices that these costs do not price, layers or context_tokens below 1, speeds that are none or not
+                planned in this mode or with these choices, or stages that are none, too many, not the costs' or of no
+                use.
+            Problems: several of these.
+        """
+        problems = Collector()
+        problems.attempt(self._refuse_names)
+        given = {name: getattr(self, name) for name in ("layers", "context_tokens", "stages", "virtual")}
+        given = {name: value for name, value in given.items() if value is not None}
+        read = {name: problems.attempt(partial(read_whole, name, value)) for name, value in given.items()}
+        speeds = problems.attempt(partial(self._read_speeds, ranks))
+        layers = read["layers"] or 1
+        problems.attempt(partial(refuse_choices, self.freedom, cost, layers, speeds))
+        counts = {name: value for name, value in read.items() if name != "context_tokens"}
+        if self.mode in MODES and None not in counts.values():
+            problems.attempt(partial(_refuse_stages, replace(self, **counts), cost))
+        problems.raise_all()
+        return replace(self, **read, speeds=speeds)
+
+    def _refuse_names(self) -> None:
+        """Refuse names that do not exist or do not go together."""
+        named = {"planner": planner_names(), "mode": MODES, "recompute": RECOMPUTE_KINDS}
+        unknown = [(name, getattr(self, name), known) for name, known in named.items()]
+        raise_problems([unknown_name(name, value, known) for name, value, known in unknown if value not in known])
+        if self.mode == "waves" and self.planner != "lengthwise":
+            remedy = "Use planner lengthwise, or mode free."
+            expected = f"free, all that planner {self.planner} plans"
+            raise ConfigError("mode", expected=expected, got=self.mode, remedy=remedy)
+
+    def _read_speeds(self, ranks: int) -> tuple[float, ...] | None:
+        """Check speeds; None where all ranks are alike."""
+        speeds = read_speeds(self.speeds, ranks)
+        if speeds is not None and self.mode != "free":
+            remedy = "Use mode free, or leave speeds out."
+            raise ConfigError("speeds", expected=f"all 1 in mode {self.mode}", got="unequal ranks", remedy=remedy)
+        return speeds
+
+
+def _refuse_stages(options: PlanOptions, cost: Cost | None) -> None:
+    """Refuse stages and virtual ones that are too many, not those of the costs, or without their mode."""
+    mode, stages, virtual = options.mode, options.stages, options.virtual
+    problems: list[LengthwiseError] = []
+    for name, value in (("stages", stages), ("virtual", virtual)):
+        if value is not None and mode != "pipeline":
+            remedy = f"Use mode pipeline, or leave `{name}` out."
+            problems.append(ConfigError(name, expected=f"nothing in mode {mode}", got=repr(value), remedy=remedy))
+    if mode == "pipeline" and stages is None:
+        expected = "a number in mode pipeline"
+        problems.append(ConfigError("stages", expected=expected, got="none", remedy="Give `stages`."))
+    raise_problems(problems)
+    if mode != "pipeline":
+        return
+    chunks = (stages or 1) * (virtual or 1)
+    if options.layers > 1 and chunks > options.layers:
+        expected = f"stages x virtual of at most the {options.layers} layers"
+        got = f"{stages} x {virtual or 1}"
+        raise ConfigError("stages", expected=expected, got=got, remedy="Use fewer of them.")
+    if isinstance(cost, AllTermsCost) and stages != cost.stages:
+        expected = f"{cost.stages}, as in the costs"
+        raise ConfigError("stages", expected=expected, got=str(stages), remedy="Make costs of these stages.")
