@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lengthwise
-from lengthwise.core.errors import PlanError, Problems
+from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
 from lengthwise.program import StrictMatcher, check_order, last_on_all_ranks, lower_microbatch, refuse_unsupported
 from lengthwise.program.order import Operation, rank_groups
@@ -208,25 +208,6 @@ def test_order_e_a_rank_that_recomputes_alone_is_found():
             matcher.post(rank, label, operations)
     with pytest.raises(PlanError, match="rank 1"):
         list(matcher.progress())
-
-
-def test_order_e_offload_is_refused_by_name():
-    plan = make_plan(3, [8, 4], [RING, PAIR])
-    changed = replace(plan, microbatches=(plan.microbatches[0], replace(plan.microbatches[1], offload=0.5)))
-    with pytest.raises(PlanError, match="microbatch 1: offload"):
-        refuse_unsupported(changed)
-
-
-def test_order_e_heads_and_schedules_are_refused_by_name():
-    heads = make_plan(4, [8], [replace(RING, ranks=(0, 1, 2, 3), heads=2)])
-    with pytest.raises(PlanError, match="microbatch 0: heads"):
-        refuse_unsupported(heads)
-    for kind in ("waves", "pipeline"):
-        with pytest.raises(PlanError, match=f"schedule.*{kind}"):
-            refuse_unsupported(replace(make_plan(3, [8], [RING]), schedule={"kind": kind}))
-    with pytest.raises(Problems) as several:
-        refuse_unsupported(replace(heads, schedule={"kind": "waves"}))
-    assert len(several.value.problems) == 2
 
 
 def test_order_check_finds_no_deadlock_in_overlapping_rings():

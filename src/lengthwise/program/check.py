@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from lengthwise.core.errors import LengthwiseError, PlanError, raise_problems
 from lengthwise.core.held import held_by_rank, kept_ratio
 from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.program.features import REQUIRED, Feature, features_of
 
 _TOLD = 20  # problems told in full; a broken plan can have thousands
 _REMEDY = "Mend the plan or the planner that wrote it."
@@ -50,17 +51,9 @@ def _header_problems(plan: Plan) -> Iterator[PlanError]:
     for i, length in enumerate(plan.tokens):
         if length < 1:
             yield _problem(f"tokens[{i}]", "a length of at least 1", length)
-    pieces = [piece for microbatch in plan.microbatches for piece in microbatch.pieces]
-    kind = plan.schedule.get("kind")
-    used = {
-        "heads": any(piece.heads != 1 for piece in pieces),
-        "shares": any(piece.shares is not None for piece in pieces),
-        "waves": kind == "waves",
-        "pipeline": kind == "pipeline",
-    }
-    for feature in (name for name, is_used in used.items() if is_used and name not in plan.requires):
+    for feature in sorted(features_of(plan) & REQUIRED - set(plan.requires)):
         yield _problem("requires", f'"{feature}" listed, since the plan uses it', list(plan.requires))
-    if kind == "pipeline":
+    if plan.schedule.get("kind") == Feature.PIPELINE:
         for key in ("stages", "virtual"):
             value = plan.schedule.get(key)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lengthwise.core.cut import position_chunks
-from lengthwise.core.errors import PlanError, raise_problems
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.program.blocks import block_tasks
 from lengthwise.program.records import BlockTask, Round, Segment, Transfer
@@ -164,25 +163,3 @@ def last_on_all_ranks(plan: Plan) -> frozenset[int]:
     ranks = [{rank for piece in each.pieces for rank in piece.ranks} for each in plan.microbatches]
     last = {rank: index for index, those in enumerate(ranks) for rank in those}
     return frozenset(index for index, those in enumerate(ranks) if all(last[rank] == index for rank in those))
-
-
-def refuse_unsupported(plan: Plan) -> None:
-    """Refuse what the plan file can say but this version cannot run.
-
-    Raises:
-        PlanError: a schedule other than free, or a microbatch with offload or split heads.
-    """
-    problems = []
-
-    def refuse(where: str, expected: str, got: str) -> None:
-        problems.append(PlanError(where, expected=expected, got=got, remedy="Plan again without it."))
-
-    if plan.schedule.get("kind") != "free":
-        refuse("plan: schedule", "kind free (all this version runs)", str(plan.schedule.get("kind")))
-    for index, microbatch in enumerate(plan.microbatches):
-        where = f"plan: microbatch {index}"
-        if microbatch.offload:
-            refuse(f"{where}: offload", "0 (this version keeps activations on the device)", str(microbatch.offload))
-        if any(piece.heads != 1 for piece in microbatch.pieces):
-            refuse(f"{where}: heads", "1 (this version rotates keys, it does not split heads)", "more")
-    raise_problems(problems[:10])

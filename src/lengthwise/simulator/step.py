@@ -23,7 +23,7 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.timeline import Timeline
 from lengthwise.cost import AllTermsCost
-from lengthwise.planner.problem.speeds import noted_speeds
+from lengthwise.program.features import SIMULATOR, features_of
 from lengthwise.program.stage_clocks import stage_clocks
 from lengthwise.simulator.contention import TURNS, Uplinks
 from lengthwise.simulator.rings import MicrobatchClocks, ring_clocks
@@ -42,7 +42,7 @@ def simulate_plan(plan: Plan, cost: AllTermsCost) -> Timeline:
         PlanError: a pipeline of other stages than the costs', shares together with split heads, or ranks of unequal
             speed.
     """
-    if noted_speeds(plan) is not None:
+    if not features_of(plan) <= SIMULATOR:
         raise PlanError(
             "speeds",
             expected="ranks of one speed, all that is simulated",

@@ -14,6 +14,7 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.cost import AllTermsCost, Cost, JointCost, forward_share, recompute_cost
 from lengthwise.planner.problem.speeds import noted_speeds, read_speeds
+from lengthwise.program.features import FIVE_COEFFICIENTS, uses_beyond
 from lengthwise.program.stage_clocks import stage_clocks
 
 
@@ -227,15 +228,9 @@ def _priced_stages(plan: Plan, cost: Cost) -> int:
         if asked not in (None, cost.stages):
             raise _unpriced("plan", [f"a pipeline of {asked} stages (the costs are those of {cost.stages})"])
         return cost.stages
-    for number, microbatch in enumerate(plan.microbatches):
-        used = {"offload"} if microbatch.offload > 0 else set[str]()
-        for piece in microbatch.pieces:
-            if piece.heads > 1:
-                used.add("heads")
-            if piece.shares is not None:
-                used.add("shares")
-        if used:
-            raise _unpriced(f"microbatch {number}", sorted(used))
+    if unpriced := uses_beyond(plan, FIVE_COEFFICIENTS):
+        first = unpriced[0].microbatch
+        raise _unpriced(f"microbatch {first}", sorted(use.feature for use in unpriced if use.microbatch == first))
     return asked or 1
 
 

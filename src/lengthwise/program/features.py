@@ -1,0 +1,96 @@
+"""What a plan can ask of its readers beyond rings and packs, and which reader does it.
+
+    engine       runs it: `refuse_unsupported`
+    simulator    gives it a timeline, ranks of one speed only
+    score        gives it seconds; costs of five coefficients know neither heads, shares nor offload
+
+A reader that learns a feature adds it to its set here. Cost: one pass over the pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from lengthwise.core.errors import LengthwiseError, PlanError, raise_problems
+from lengthwise.core.plan import KNOWN_FEATURES, Plan
+
+
+class Feature(StrEnum):
+    """What a plan may use; the value is its name in the plan file."""
+
+    HEADS = "heads"
+    OFFLOAD = "offload"
+    PIPELINE = "pipeline"
+    RECOMPUTE = "recompute"
+    SHARES = "shares"
+    SPEEDS = "speeds"
+    WAVES = "waves"
+
+
+REQUIRED = frozenset(map(Feature, KNOWN_FEATURES))  # must stand in `requires` of a plan that uses them
+ENGINE = frozenset({Feature.RECOMPUTE, Feature.SHARES, Feature.SPEEDS})
+SIMULATOR = frozenset(Feature) - {Feature.SPEEDS}
+FIVE_COEFFICIENTS = frozenset(Feature) - {Feature.HEADS, Feature.OFFLOAD, Feature.SHARES}
+
+_INSTEAD = {
+    Feature.WAVES: "kind free (all this version runs)",
+    Feature.PIPELINE: "kind free (all this version runs)",
+    Feature.OFFLOAD: "0 (this version keeps activations on the device)",
+    Feature.HEADS: "1 (this version rotates keys, it does not split heads)",
+}
+_TOLD = 10  # refusals in one message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """A feature and the microbatch that uses it (None: the whole plan); `value` is what the plan says there."""
+
+    feature: Feature
+    microbatch: int | None = None
+    value: object = None
+
+
+def features_of(plan: Plan) -> frozenset[Feature]:
+    """Return the features that a plan uses."""
+    return frozenset(use.feature for use in feature_uses(plan))
+
+
+def uses_beyond(plan: Plan, features: frozenset[Feature]) -> list[Use]:
+    """List where a plan uses a feature that is not among these, in plan order."""
+    return [use for use in feature_uses(plan) if use.feature not in features]
+
+
+def feature_uses(plan: Plan) -> Iterator[Use]:
+    """Yield each feature that the plan as a whole uses, then those of its microbatches, once for each of them."""
+    kind = plan.schedule.get("kind")
+    if kind != "free":
+        yield Use(feature=Feature(kind), value=kind)
+    runs = plan.notes.get("speeds")
+    if runs is not None and not (isinstance(runs, list) and all(run[1:] == [1] for run in runs)):
+        yield Use(feature=Feature.SPEEDS, value=runs)
+    for number, microbatch in enumerate(plan.microbatches):
+        if microbatch.offload:
+            yield Use(feature=Feature.OFFLOAD, microbatch=number, value=microbatch.offload)
+        if microbatch.recompute != "none":
+            yield Use(feature=Feature.RECOMPUTE, microbatch=number, value=microbatch.recompute)
+        if any(piece.heads != 1 for piece in microbatch.pieces):
+            yield Use(feature=Feature.HEADS, microbatch=number, value="more")
+        if any(piece.shares is not None for piece in microbatch.pieces):
+            yield Use(feature=Feature.SHARES, microbatch=number)
+
+
+def refuse_unsupported(plan: Plan) -> None:
+    """Refuse what the plan file can say but the engine cannot run.
+
+    Raises:
+        PlanError: a schedule other than free, or a microbatch with offload or split heads.
+        Problems: several of these.
+    """
+    problems: list[LengthwiseError] = []
+    for use in uses_beyond(plan, ENGINE)[:_TOLD]:
+        where = "plan: schedule" if use.microbatch is None else f"plan: microbatch {use.microbatch}: {use.feature}"
+        expected, remedy = _INSTEAD[use.feature], "Plan again without it."
+        problems.append(PlanError(where, expected=expected, got=str(use.value), remedy=remedy))
+    raise_problems(problems)
