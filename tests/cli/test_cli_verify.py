@@ -177,7 +177,9 @@ def test_verify_fails_when_positions_or_labels_follow_the_shard(run_file, capsys
 def test_verify_does_not_share_the_labels_of_what_it_checks(run_file, capsys, monkeypatch, broken):
     """A shift or a loss-token count that is wrong for all ranks alike must not pass because the reference shares it."""
     if broken == "shift":
-        monkeypatch.setattr(batches.StepBatch, "shift_labels", lambda self, i: self.dataset.labels(self.ids[i]))
+        monkeypatch.setattr(
+            batches.StepBatch, "shift_labels", lambda self, i, *span: self.dataset.read(self.ids[i], *span)[1]
+        )
     else:
         made = batches.StepBatch.__init__
 

@@ -40,7 +40,7 @@ def test_rows_of_text_are_bytes(load):
 def test_rows_of_ids_need_no_tokenizer(load):
     dataset = load('{"input_ids": [5, 6, 7]}', tokenizer=no_tokenizer)
     assert dataset.tokens(0).tolist() == [5, 6, 7]
-    assert dataset.loss_tokens(0) == 2
+    assert dataset.loss_tokens[0] == 2
 
 
 def test_rows_labels_are_kept_beside_rows_without(load):
@@ -52,7 +52,7 @@ def test_rows_labels_are_kept_beside_rows_without(load):
         '{"text": "a"}',
     )
     assert [dataset.labels(row).tolist() for row in range(5)] == [[1, 2], [-100, -100, 5], [6], [7, -100], [97]]
-    assert [dataset.loss_tokens(row) for row in range(5)] == [1, 1, 0, 0, 0]
+    assert dataset.loss_tokens.tolist() == [1, 1, 0, 0, 0]
     assert dataset.ids.tolist() == [0, 1, 2, 3, 4]
 
 
@@ -148,7 +148,7 @@ def test_rows_empty_skip_keeps_the_row_numbers(load):
     assert dataset.skipped == {"empty": 3}
     assert dataset.name(4) == "train.jsonl:5"
     assert dataset.tokens(0).tolist() == []
-    assert dataset.loss_tokens(0) == 0
+    assert dataset.loss_tokens[0] == 0
 
 
 def test_rows_too_long_stop_with_the_keys_to_change(load):
@@ -210,7 +210,7 @@ def test_rows_come_back_as_written(tmp_path_factory, rows):
     for row, values in enumerate(written):
         assert dataset.tokens(row).tolist() == values["input_ids"]
         assert dataset.labels(row).tolist() == values.get("labels", values["input_ids"])
-        assert dataset.loss_tokens(row) == len(values["input_ids"]) - 1
+        assert dataset.loss_tokens[row] == len(values["input_ids"]) - 1
 
 
 @settings(max_examples=200, deadline=None)

@@ -22,7 +22,7 @@ from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.lengths import length_histogram, summarize_lengths
 
 if TYPE_CHECKING:
-    from lengthwise.data import Dataset
+    from lengthwise.data import MemoryDataset
     from lengthwise.training.trainer import TrainResult
 
 Show = Callable[..., None]
@@ -114,14 +114,14 @@ def write_run_file(folder: Path) -> Path:
     return path
 
 
-def _standard_library() -> Dataset:
+def _standard_library() -> MemoryDataset:
     from lengthwise.config import DataSource
     from lengthwise.data import ByteTokenizer, load_dataset
 
     return load_dataset([DataSource(python_stdlib=True)], tokenizer=ByteTokenizer, vocab_size=256)
 
 
-def _show_data(dataset: Dataset, show: Show) -> None:
+def _show_data(dataset: MemoryDataset, show: Show) -> None:
     lengths = [int(length) for length in dataset.lengths[dataset.ids]]
     summary = summarize_lengths(lengths)
     empty = dataset.skipped.get("empty", 0)
@@ -136,7 +136,7 @@ def _show_data(dataset: Dataset, show: Show) -> None:
     show("\n".join(length_histogram(lengths)), markup=False)
 
 
-def _show_plans(dataset: Dataset, show: Show) -> None:
+def _show_plans(dataset: MemoryDataset, show: Show) -> None:
     from lengthwise.core.shape import Cluster
     from lengthwise.cost import analytic_cost, named_hardware, named_shape
     from lengthwise.planner import PlanOptions, plan_step

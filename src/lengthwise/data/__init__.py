@@ -4,7 +4,7 @@ After the config and before the planner on the way of the data. numpy only; tran
 its tokenizer, torch never.
 """
 
-from lengthwise.data.dataset import NO_LOSS, Dataset
+from lengthwise.data.dataset import NO_LOSS, Dataset, MemoryDataset
 from lengthwise.data.fit import check_fits, check_positions
 from lengthwise.data.load import load_dataset
 from lengthwise.data.sampler import Batch, Batches, epoch_order
@@ -16,6 +16,7 @@ __all__ = [
     "Batches",
     "ByteTokenizer",
     "Dataset",
+    "MemoryDataset",
     "Tokenizer",
     "check_fits",
     "check_positions",

@@ -1,19 +1,59 @@
-"""The sequences of a run in memory: one flat array of tokens and where each sequence starts.
+"""The sequences of a run: what the trainer asks of them, and the one form there is today, whole in memory.
 
-A sequence's id is its row number over all sources; a row that was left out keeps its number with length 0. Four bytes
-a token, eight a row, and no Python object for either.
+A sequence's id is its row number over all sources; a row that was left out keeps its number with length 0. In memory
+there is one flat array of tokens and where each sequence starts: four bytes a token, eight a row.
 """
 
 from __future__ import annotations
 
 import bisect
+import hashlib
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 NO_LOSS = -100
+
+
+class Dataset(Protocol):
+    """Rows of tokens, wherever they lie; arrays are read-only, and an entry is a row."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row, int64 [rows]; 0 for one that is left out."""
+        ...
+
+    @property
+    def loss_tokens(self) -> np.ndarray:
+        """Tokens with a loss of each row, int64 [rows]: position t predicts t + 1, so the first label never counts."""
+        ...
+
+    @property
+    def ids(self) -> np.ndarray:
+        """The rows that are not left out, ascending, int64."""
+        ...
+
+    def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and labels of tokens [start, stop) of a row, int32 [stop - start] each.
+
+        Labels are not shifted: entry i is what token start + i should have been, `NO_LOSS` where it has no loss.
+        """
+        ...
+
+    def digest(self) -> bytes:
+        """Return 32 bytes that differ where any row differs, so that ranks can compare what they read."""
+        ...
+
+    def name(self, row: int) -> str:
+        """Return where a row is, for messages: `train.jsonl:3`, or the file's path inside its folder."""
+        ...
+
+    def source_key(self, row: int) -> str:
+        """Return the config path of a row's source: `data.0`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +67,12 @@ class SourceRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Dataset:
-    """All sequences, read-only. `offsets` is int64 [rows + 1]; `flat_labels` is None where every label is a token."""
+class MemoryDataset:
+    """All sequences in memory: a `Dataset`. `flat_labels` is None where every label is a token.
+
+    `flat_tokens` and `flat_labels` are int32 [tokens]; row r has entries `offsets[r]` to `offsets[r + 1]`, int64
+    [rows + 1]. `skipped` counts the rows left out, by reason.
+    """
 
     flat_tokens: np.ndarray
     flat_labels: np.ndarray | None
@@ -36,13 +80,20 @@ class Dataset:
     sources: tuple[SourceRows, ...]
     skipped: Mapping[str, int]
     lengths: np.ndarray = field(init=False)
+    loss_tokens: np.ndarray = field(init=False)
     ids: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         lengths = np.diff(self.offsets)
-        object.__setattr__(self, "lengths", lengths)
-        object.__setattr__(self, "ids", np.flatnonzero(lengths).astype(np.int64))
-        for values in (self.flat_tokens, self.flat_labels, self.offsets, self.lengths, self.ids):
+        ids = np.flatnonzero(lengths).astype(np.int64)
+        loss_tokens = np.maximum(lengths - 1, 0)
+        if self.flat_labels is not None and len(ids):  # rows left out have no tokens, so the others tile the array
+            counted = self.flat_labels != NO_LOSS
+            counted[self.offsets[ids]] = False
+            loss_tokens[ids] = np.add.reduceat(counted, self.offsets[ids], dtype=np.int64)
+        for name, values in (("lengths", lengths), ("loss_tokens", loss_tokens), ("ids", ids)):
+            object.__setattr__(self, name, values)
+        for values in (self.flat_tokens, self.flat_labels, self.offsets, lengths, loss_tokens, ids):
             if values is not None:
                 values.flags.writeable = False
 
@@ -57,25 +108,32 @@ class Dataset:
         return len(self.flat_tokens)
 
     def tokens(self, row: int) -> np.ndarray:
-        """Token ids of one sequence, int32 [length]; empty for a row left out."""
+        """Return the token ids of one sequence, int32 [length]; empty for a row left out."""
         return self.flat_tokens[self._span(row)]
 
     def labels(self, row: int) -> np.ndarray:
-        """Labels of one sequence, not yet shifted, int32 [length]: its own, else its tokens; -100 carries no loss."""
-        return self.tokens(row) if self.flat_labels is None else self.flat_labels[self._span(row)]
+        """Return the labels of one sequence, not yet shifted, int32 [length]: its own, else its tokens."""
+        return (self.flat_tokens if self.flat_labels is None else self.flat_labels)[self._span(row)]
 
-    def loss_tokens(self, row: int) -> int:
-        """Positions with a loss: position t predicts t + 1, so the first label never counts."""
-        return int(np.count_nonzero(self.labels(row)[1:] != NO_LOSS))
+    def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return views of ids and labels of tokens [start, stop) of a row, int32 [stop - start] each."""
+        return self.tokens(row)[start:stop], self.labels(row)[start:stop]
+
+    def digest(self) -> bytes:
+        """Return the SHA-256 of all arrays."""
+        found = hashlib.sha256(self.offsets.tobytes())
+        found.update(self.flat_tokens.data)
+        found.update(b"" if self.flat_labels is None else self.flat_labels.data)
+        return found.digest()
 
     def name(self, row: int) -> str:
-        """Where a row is: `train.jsonl:3`, or the file's path inside its folder."""
+        """Return where a row is: `train.jsonl:3`, or the file's path inside its folder."""
         source = self._source(row)
         place = row - source.first_row
         return f"{source.label}:{place + 1}" if source.names is None else source.names[place]
 
     def source_key(self, row: int) -> str:
-        """The config path of a row's source: `data.0`."""
+        """Return the config path of a row's source: `data.0`."""
         return self._source(row).key
 
     def _source(self, row: int) -> SourceRows:
@@ -90,7 +148,7 @@ class Dataset:
 
 
 class DatasetBuilder:
-    """Gathers rows one at a time. Arrays grow in place, so the peak is little more than the tokens themselves."""
+    """Gather rows one at a time; arrays grow in place, so the peak is little more than the tokens themselves."""
 
     def __init__(self) -> None:
         self._tokens, self._labels, self._offsets = array("i"), None, array("q", [0])
@@ -98,7 +156,7 @@ class DatasetBuilder:
         self._skipped: dict[str, int] = {}
 
     def start_source(self, key: str, label: str, names: tuple[str, ...] | None) -> None:
-        """Say where the following rows come from."""
+        """Note where the following rows come from."""
         self._sources.append(SourceRows(key=key, label=label, first_row=len(self._offsets) - 1, names=names))
 
     def add(self, tokens: np.ndarray, labels: np.ndarray | None) -> None:
@@ -115,9 +173,9 @@ class DatasetBuilder:
         self._skipped[reason] = self._skipped.get(reason, 0) + 1
         self._offsets.append(len(self._tokens))
 
-    def finish(self) -> Dataset:
-        """Hand the arrays over; the builder is of no use afterwards."""
-        return Dataset(
+    def finish(self) -> MemoryDataset:
+        """Return the arrays as a dataset; the builder is of no use afterwards."""
+        return MemoryDataset(
             flat_tokens=np.frombuffer(self._tokens, dtype=np.int32),
             flat_labels=None if self._labels is None else np.frombuffer(self._labels, dtype=np.int32),
             offsets=np.frombuffer(self._offsets, dtype=np.int64),

@@ -9,7 +9,7 @@ import numpy as np
 
 from lengthwise.config.schema import DataSource
 from lengthwise.core.errors import DataError, raise_problems
-from lengthwise.data.dataset import Dataset, DatasetBuilder
+from lengthwise.data.dataset import DatasetBuilder, MemoryDataset
 from lengthwise.data.rows import Row, RowParser
 from lengthwise.data.sources import list_source, read_rows
 from lengthwise.data.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ def load_dataset(
     tokenizer: Callable[[], Tokenizer],
     vocab_size: int | None,
     key: str = "data",
-) -> Dataset:
+) -> MemoryDataset:
     """Read all rows of all sources, in order.
 
     `tokenizer` is called once, when the first text is met: rows of ids need none. `vocab_size` is the model's; None

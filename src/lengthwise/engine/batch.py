@@ -19,22 +19,21 @@ class StepBatch:
         self.dataset = dataset
         self.ids = tuple(int(i) for i in ids)
         self.lengths = tuple(int(dataset.lengths[i]) for i in self.ids)
-        self.loss_tokens = sum(dataset.loss_tokens(i) for i in self.ids)
+        self.loss_tokens = int(dataset.loss_tokens[list(self.ids)].sum())
 
     def tensors(self, segments: Sequence[Segment]) -> tuple[Tensor, Tensor, Tensor]:
         """Return (input_ids, position_ids, shift_labels), each (tokens,), of a rank's segments in local order."""
         ids, positions, labels = [], [], []
         for segment in segments:
-            sequence, span = self.ids[segment.sequence], slice(segment.start, segment.stop)
-            ids.append(self.dataset.tokens(sequence)[span])
+            ids.append(self.dataset.read(self.ids[segment.sequence], segment.start, segment.stop)[0])
             positions.append(np.arange(segment.start, segment.stop))
-            labels.append(self.shift_labels(segment.sequence)[span])
+            labels.append(self.shift_labels(segment.sequence, segment.start, segment.stop))
         return _tensor(ids), _tensor(positions), _tensor(labels)
 
-    def shift_labels(self, index: int) -> np.ndarray:
-        """Return what follows each token of sequence `index`; made from the whole sequence, before any cut."""
-        labels = self.dataset.labels(self.ids[index])
-        return np.append(labels[1:], NO_LOSS)
+    def shift_labels(self, index: int, start: int, stop: int) -> np.ndarray:
+        """Return what follows each token [start, stop) of sequence `index`; `NO_LOSS` follows its last."""
+        following = self.dataset.read(self.ids[index], start + 1, min(stop + 1, self.lengths[index]))[1]
+        return np.pad(following, (0, stop - start - len(following)), constant_values=NO_LOSS)
 
     def whole(self, index: int) -> tuple[Tensor, Tensor]:
         """Return (input_ids, shift_labels) of one whole sequence."""

@@ -135,7 +135,7 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: 
 
 def _check_losses(job: Job) -> None:
     """Find what has no loss token now, not hours in; only data with such sequences can have it."""
-    if not all(job.dataset.loss_tokens(int(i)) for i in job.dataset.ids):
+    if not job.dataset.loss_tokens[job.dataset.ids].all():
         without = [(step, batch) for step, batch in enumerate(job.batches(), start=1) if not batch.loss_tokens]
         if without:
             step, batch = without[0]
@@ -145,6 +145,6 @@ def _check_losses(job: Job) -> None:
                 got=f"none in sequences {', '.join(map(str, batch.ids[:10]))}{' ...' if len(batch.ids) > 10 else ''}",
                 remedy="Enlarge global_batch, or leave out sequences of one token and fully masked ones.",
             )
-    if job.eval_dataset is not None and not any(job.eval_dataset.loss_tokens(int(i)) for i in job.eval_dataset.ids):
+    if job.eval_dataset is not None and not job.eval_dataset.loss_tokens.any():
         remedy = "Give eval data with labels, or leave eval out."
         raise DataError("eval.data", expected="at least one token with a label", got="none", remedy=remedy)

@@ -87,9 +87,7 @@ def connect(
         return transport
     data = hashlib.sha256(dump_config(job.config).encode())
     for dataset in filter(None, (job.dataset, job.eval_dataset)):
-        data.update(dataset.offsets.tobytes())
-        data.update(dataset.flat_tokens.tobytes())
-        data.update(b"" if dataset.flat_labels is None else dataset.flat_labels.tobytes())
+        data.update(dataset.digest())
     agree(transport, data.digest(), "run file and data")
     return transport
 

@@ -168,8 +168,9 @@ def plain_gradients(model: nn.Module, dataset: Dataset, ids: Sequence[int], dtyp
     """
     flat, loss_sum = FlatParameters(model, SoloTransport(), dtype=dtype), 0.0
     device = flat.values.device
+    rows = [dataset.read(i, 0, int(dataset.lengths[i])) for i in ids]
     sequences, labels = (
-        [torch.from_numpy(read(i).astype("int64")).to(device) for i in ids] for read in (dataset.tokens, dataset.labels)
+        [torch.from_numpy(values.astype("int64")).to(device) for values in each] for each in zip(*rows, strict=True)
     )
     num_loss_tokens = sum(int((each[1:] != NO_LOSS).sum()) for each in labels)
     with keep_double(dtype):
