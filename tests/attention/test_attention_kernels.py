@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from lengthwise.attention import FlashCpuKernel, ReferenceKernel, merge_block
+from lengthwise.attention import Block, FlashCpuKernel, ReferenceKernel, Saved, merge_block
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.testing import dense_attention, relative_error
 from lengthwise.testing.varlen import ReferenceVarlenOps
@@ -45,8 +45,8 @@ def expected(q, k, v, g, *, causal, scale):
 def test_kernel_equals_dense_autograd(kernel, dtype, groups):
     for q_len, kv_len, causal in BLOCKS:
         q, k, v, g = draw(q_len, kv_len, 4, 4 // groups, dtype)
-        out, lse = kernel.forward(q, k, v, causal=causal, scale=0.3)
-        grads = kernel.backward(g, q, k, v, out, lse, causal=causal, scale=0.3)
+        out, lse = kernel.forward(Block(q=q, k=k, v=v, causal=causal, scale=0.3))
+        grads = kernel.backward(g, Block(q=q, k=k, v=v, causal=causal, scale=0.3), Saved(out=out, lse=lse))
         assert (out.dtype, lse.dtype) == (dtype, torch.promote_types(dtype, torch.float32))
         assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
         for name, got, want in zip(
@@ -67,8 +67,8 @@ def test_kernel_reads_any_layout_of_memory(kernel, layout):
         plain = draw(q_len, kv_len, 4, 2, torch.float64)
         q, k, v, g = draw(q_len, kv_len, 4, 2, torch.float64, layout=layout)
         assert all(torch.equal(a, b) for a, b in zip(plain, (q, k, v, g), strict=True))
-        out, lse = kernel.forward(q, k, v, causal=causal, scale=0.3)
-        grads = kernel.backward(g, q, k, v, out, lse, causal=causal, scale=0.3)
+        out, lse = kernel.forward(Block(q=q, k=k, v=v, causal=causal, scale=0.3))
+        grads = kernel.backward(g, Block(q=q, k=k, v=v, causal=causal, scale=0.3), Saved(out=out, lse=lse))
         for got, want in zip((out, lse, *grads), expected(*plain, causal=causal, scale=0.3), strict=True):
             assert relative_error(got, want, floor=0.1 * got.numel() ** 0.5) < 1e-13, (
                 f"{q_len} x {kv_len}, causal {causal}"
@@ -80,8 +80,8 @@ def test_kernel_takes_an_expanded_gradient(kernel):
     """What `out.sum().backward()` hands down: one number, seen through strides of zero."""
     q, k, v, _ = draw(9, 9, 4, 2, torch.float64)
     ones = torch.ones((), dtype=torch.float64).expand(9, 4, 8)
-    out, lse = kernel.forward(q, k, v, causal=True, scale=0.3)
-    grads = kernel.backward(ones, q, k, v, out, lse, causal=True, scale=0.3)
+    out, lse = kernel.forward(Block(q=q, k=k, v=v, causal=True, scale=0.3))
+    grads = kernel.backward(ones, Block(q=q, k=k, v=v, causal=True, scale=0.3), Saved(out=out, lse=lse))
     for got, want in zip(grads, expected(q, k, v, ones, causal=True, scale=0.3)[2:], strict=True):
         assert relative_error(got, want, floor=0.1 * got.numel() ** 0.5) < 1e-13
 
@@ -91,7 +91,9 @@ def test_kernel_backward_of_one_block_takes_out_and_lse_of_all_keys(kernel):
     q, k, v, g = draw(6, 11, 4, 2, torch.float64)
     out, lse, dq, dk, dv = expected(q, k, v, g, causal=False, scale=0.3)
     parts = [
-        kernel.backward(g, q, k[a:b], v[a:b], out.detach(), lse.detach(), causal=False, scale=0.3)
+        kernel.backward(
+            g, Block(q=q, k=k[a:b], v=v[a:b], causal=False, scale=0.3), Saved(out=out.detach(), lse=lse.detach())
+        )
         for a, b in ((0, 4), (4, 5), (5, 11))
     ]
     assert relative_error(sum(part[0] for part in parts), dq) < 1e-13
@@ -105,7 +107,7 @@ def test_merge_is_exact_in_any_order(dtype, tolerance):
     whole = dense_attention(q.double(), k.double(), v.double(), scale=1.0, causal=False)
     spans = ((0, 1), (1, 4), (4, 9), (9, 12))
     for order in itertools.permutations(spans):
-        blocks = [ReferenceKernel().forward(q, k[a:b], v[a:b], causal=False, scale=1.0) for a, b in order]
+        blocks = [ReferenceKernel().forward(Block(q=q, k=k[a:b], v=v[a:b], causal=False, scale=1.0)) for a, b in order]
         out, lse = (x.clone() for x in blocks[0])
         for block in blocks[1:]:
             merge_block(out, lse, *block)
@@ -128,8 +130,8 @@ def test_merge_does_not_overflow(dtype):
 def test_kernels_survive_scores_of_ten_thousand():
     q, k, v, g = draw(9, 9, 2, 2, torch.float32)
     for kernel in KERNELS:
-        out, lse = kernel.forward(q * 1e4, k, v, causal=True, scale=1.0)
-        grads = kernel.backward(g, q * 1e4, k, v, out, lse, causal=True, scale=1.0)
+        out, lse = kernel.forward(Block(q=q * 1e4, k=k, v=v, causal=True, scale=1.0))
+        grads = kernel.backward(g, Block(q=q * 1e4, k=k, v=v, causal=True, scale=1.0), Saved(out=out, lse=lse))
         assert all(x.isfinite().all() for x in (out, lse, *grads)), kernel.name
         assert lse.abs().max() > 1e3
 

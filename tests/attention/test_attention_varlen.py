@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from lengthwise.attention import PlannedAttention, ReferenceKernel, choose_kernel, planned_attention
+from lengthwise.attention import Block, PlannedAttention, ReferenceKernel, Saved, choose_kernel, planned_attention
 from lengthwise.attention.choose import GpuAbilities, gpu_kernel
 from lengthwise.attention.cuda_kernels import EfficientKernel, FlashAttnOps, TorchVarlenOps, flash_attn_interface
 from lengthwise.attention.kernels import BlockMask
@@ -79,10 +79,13 @@ def test_reference_kernel_in_tiles_is_the_whole(most_scores, masked):
     k, v = (torch.cat((x, x.flip(0))) for x in (k, v))  # 26 keys
     mask = BlockMask(queries=13, keys=26, distance=20, causal=False, window=30) if masked else None
     whole, tiled = ReferenceKernel(), ReferenceKernel(most_scores=most_scores)
-    out, lse = whole.forward(q, k, v, causal=False, scale=0.3, mask=mask)
-    for a, b in zip((out, lse), tiled.forward(q, k, v, causal=False, scale=0.3, mask=mask), strict=True):
+    out, lse = whole.forward(Block(q=q, k=k, v=v, causal=False, scale=0.3, mask=mask))
+    for a, b in zip((out, lse), tiled.forward(Block(q=q, k=k, v=v, causal=False, scale=0.3, mask=mask)), strict=True):
         assert relative_error(b, a) < 1e-15
-    grads = [kernel.backward(q, q, k, v, out, lse, causal=False, scale=0.3, mask=mask) for kernel in (whole, tiled)]
+    grads = [
+        kernel.backward(q, Block(q=q, k=k, v=v, causal=False, scale=0.3, mask=mask), Saved(out=out, lse=lse))
+        for kernel in (whole, tiled)
+    ]
     assert all(relative_error(b, a) < 1e-14 for a, b in zip(*grads, strict=True))
 
 
@@ -90,7 +93,7 @@ def test_reference_kernel_in_tiles_is_the_whole(most_scores, masked):
 def test_varlen_kernel_makes_operands_readable(strange):
     """Rows off the 16-byte borders, or gaps inside a head, are copied; the reference refuses them."""
     q, k, v = draw(9)
-    plain = VarlenKernel(ReferenceVarlenOps()).forward(q, k, v, causal=True, scale=0.3)[0]
+    plain = VarlenKernel(ReferenceVarlenOps()).forward(Block(q=q, k=k, v=v, causal=True, scale=0.3))[0]
     if strange == "odd stride":
         q = torch.cat((q, q[..., :1]), dim=-1)[..., :8]
     elif strange == "odd start":
@@ -98,21 +101,21 @@ def test_varlen_kernel_makes_operands_readable(strange):
     elif strange == "head_dim first":
         q = q.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     ops = ReferenceVarlenOps()
-    out, lse = VarlenKernel(ops).forward(q, k, v, causal=True, scale=0.3)
+    out, lse = VarlenKernel(ops).forward(Block(q=q, k=k, v=v, causal=True, scale=0.3))
     assert torch.equal(out, plain)
     grad = torch.ones((), dtype=torch.float64).expand(9, 4, 8) if strange == "expanded" else torch.ones_like(out)
     wide_lse = torch.cat((lse, lse), dim=1)[:, :9]  # some columns of a larger one, as a ring's blocks have it
-    VarlenKernel(ops).backward(grad, q, k, v, out, wide_lse, causal=True, scale=0.3)
+    VarlenKernel(ops).backward(grad, Block(q=q, k=k, v=v, causal=True, scale=0.3), Saved(out=out, lse=wide_lse))
 
 
 def test_reference_varlen_refuses_what_a_kernel_would_misread():
     q, k, v = draw(9)
     kernel = VarlenKernel(ReferenceVarlenOps())
     with pytest.raises(AssertionError, match="at most 256"):
-        kernel.forward(*draw(9, dim=264), causal=True, scale=0.3)
+        kernel.forward(Block(**dict(zip("qkv", draw(9, dim=264), strict=True)), scale=0.3))
     mask = BlockMask(queries=9, keys=4, distance=6, causal=False, window=3)
     with pytest.raises(AssertionError, match="sees none of 4 keys"):
-        kernel.forward(q, k[:4], v[:4], causal=False, scale=0.3, mask=mask)
+        kernel.forward(Block(q=q, k=k[:4], v=v[:4], causal=False, scale=0.3, mask=mask))
 
 
 @pytest.mark.parametrize("dim", [64, 20])
@@ -122,34 +125,38 @@ def test_torch_flash_calls_fit_the_operators_of_this_torch(dim):
     plan = make_plan(1, [300, 20], [Piece(ranks=(0,), sequences=(0, 1))])
     q, k, v = (torch.empty(n, h, dim, dtype=torch.bfloat16, device="meta") for n, h in ((10, 4), (12, 2), (12, 2)))
     mask = BlockMask(queries=10, keys=12, distance=300, causal=False, window=301)
-    out, lse = kernel.forward(q, k, v, causal=False, scale=0.1, mask=mask)
+    out, lse = kernel.forward(Block(q=q, k=k, v=v, causal=False, scale=0.1, mask=mask))
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (4, 10), torch.float32)
-    grads = kernel.backward(out, q, k, v, out, lse, causal=False, scale=0.1, mask=mask)
+    grads = kernel.backward(out, Block(q=q, k=k, v=v, causal=False, scale=0.1, mask=mask), Saved(out=out, lse=lse))
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
     pack = pack_of(lower_microbatch(plan, 0).tasks(0, 0), window=None, device=torch.device("meta"))
     q, k, v = (torch.empty(320, h, dim, dtype=torch.bfloat16, device="meta") for h in (4, 2, 2))
-    out, lse = kernel.forward_pack(q, k, v, pack=pack, scale=0.1)
-    grads = kernel.backward_pack(out, q, k, v, out, lse, pack=pack, scale=0.1)
+    out, lse = kernel.forward_pack(Block(q=q, k=k, v=v, scale=0.1), pack)
+    grads = kernel.backward_pack(out, Block(q=q, k=k, v=v, scale=0.1), Saved(out=out, lse=lse), pack)
     assert [x.shape for x in (out, lse, *grads)] == [q.shape, (4, 320), q.shape, k.shape, v.shape]
 
 
 def test_torch_efficient_calls_fit_the_operators_of_this_torch():
     kernel = EfficientKernel()
     q, k, v = (torch.empty(n, h, 64, device="meta") for n, h in ((10, 4), (12, 2), (12, 2)))
-    out, lse = kernel.forward(q, k, v, causal=False, scale=0.1)
+    out, lse = kernel.forward(Block(q=q, k=k, v=v, causal=False, scale=0.1))
     assert (out.shape, lse.shape) == (q.shape, (4, 10))
-    grads = kernel.backward(out, q, k, v, out, lse, causal=False, scale=0.1)
+    grads = kernel.backward(out, Block(q=q, k=k, v=v, causal=False, scale=0.1), Saved(out=out, lse=lse))
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 
 def test_efficient_kernel_hands_masked_blocks_to_the_reference():
     q, k, v = draw(9)
     mask = BlockMask(queries=9, keys=9, distance=0, causal=True, window=3)
-    out, lse = EfficientKernel().forward(q, k, v, causal=True, scale=0.3, mask=mask)
-    want = ReferenceKernel().forward(q, k, v, causal=True, scale=0.3, mask=mask)
+    out, lse = EfficientKernel().forward(Block(q=q, k=k, v=v, causal=True, scale=0.3, mask=mask))
+    want = ReferenceKernel().forward(Block(q=q, k=k, v=v, causal=True, scale=0.3, mask=mask))
     assert torch.equal(out, want[0])
-    grads = EfficientKernel().backward(out, q, k, v, out, lse, causal=True, scale=0.3, mask=mask)
-    expected = ReferenceKernel().backward(out, q, k, v, out, lse, causal=True, scale=0.3, mask=mask)
+    grads = EfficientKernel().backward(
+        out, Block(q=q, k=k, v=v, causal=True, scale=0.3, mask=mask), Saved(out=out, lse=lse)
+    )
+    expected = ReferenceKernel().backward(
+        out, Block(q=q, k=k, v=v, causal=True, scale=0.3, mask=mask), Saved(out=out, lse=lse)
+    )
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
 
 
@@ -172,7 +179,7 @@ def flash_attn_stub():
         block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
     ):  # fmt: skip
         borders = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size_left, window_size_right)
-        return (*ops.forward(q, k, v, documents(*borders), softmax_scale), None, None)
+        return (*ops.forward(Block(q=q, k=k, v=v, scale=softmax_scale), documents(*borders)), None, None)
 
     def _flash_attn_varlen_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -180,7 +187,9 @@ def flash_attn_stub():
         rng_state=None, zero_tensors=False,
     ):  # fmt: skip
         borders = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size_left, window_size_right)
-        grads = ops.backward(dout, q, k, v, out, softmax_lse, documents(*borders), softmax_scale)
+        grads = ops.backward(
+            dout, Block(q=q, k=k, v=v, scale=softmax_scale), Saved(out=out, lse=softmax_lse), documents(*borders)
+        )
         for into, grad in zip((dq, dk, dv), grads, strict=True):
             into.copy_(grad)
 
@@ -199,8 +208,10 @@ def test_flash_attn_package_gives_what_the_reference_gives(window):
     results = []
     for ops in (FlashAttnOps(stub), ReferenceVarlenOps()):
         kernel = VarlenKernel(ops)
-        out, lse = kernel.forward_pack(q, k, v, pack=pack, scale=0.3)
-        results.append((out, lse, *kernel.backward_pack(out, q, k, v, out, lse, pack=pack, scale=0.3)))
+        out, lse = kernel.forward_pack(Block(q=q, k=k, v=v, scale=0.3), pack)
+        results.append(
+            (out, lse, *kernel.backward_pack(out, Block(q=q, k=k, v=v, scale=0.3), Saved(out=out, lse=lse), pack))
+        )
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lengthwise.attention import PlannedAttention, ReferenceKernel, choose_kernel
+from lengthwise.attention import Block, PlannedAttention, ReferenceKernel, Saved, choose_kernel
 from lengthwise.attention.cuda_kernels import EfficientKernel, TorchVarlenOps
 from lengthwise.attention.kernels import BlockMask
 from lengthwise.attention.varlen import VarlenKernel
@@ -50,8 +50,8 @@ def test_gpu_blocks_equal_dense(dtype, dim):
     for tokens in (1, 7, 128, 300):
         rows = draw(tokens, dtype, dim=dim)
         q, k, v, grad = (x.cuda() for x in rows)
-        out, lse = kernel.forward(q, k, v, causal=True, scale=SCALE)
-        grads = kernel.backward(grad, q, k, v, out, lse, causal=True, scale=SCALE)
+        out, lse = kernel.forward(Block(q=q, k=k, v=v, causal=True, scale=SCALE))
+        grads = kernel.backward(grad, Block(q=q, k=k, v=v, causal=True, scale=SCALE), Saved(out=out, lse=lse))
         assert (out.dtype, lse.dtype) == (dtype, torch.promote_types(dtype, torch.float32))
         close((out, *grads), expected(*rows), dtype)
 
@@ -64,11 +64,11 @@ def test_gpu_blocks_give_their_share_under_the_lse_of_all_keys(kernel, queries, 
     q, _, _, grad = draw(queries, dtype)
     _, k, v, _ = draw(keys + 50, dtype, seed=1)
     reference = ReferenceKernel()
-    out, lse = reference.forward(q, k, v, causal=False, scale=SCALE)
+    out, lse = reference.forward(Block(q=q, k=k, v=v, causal=False, scale=SCALE))
     k, v = k[:keys], v[:keys]
-    wanted = reference.backward(grad, q, k, v, out, lse, causal=False, scale=SCALE)
+    wanted = reference.backward(grad, Block(q=q, k=k, v=v, causal=False, scale=SCALE), Saved(out=out, lse=lse))
     q, k, v, grad, out, lse = (x.cuda() for x in (q, k, v, grad, out, lse))
-    got = kernel.backward(grad, q, k, v, out, lse, causal=False, scale=SCALE)
+    got = kernel.backward(grad, Block(q=q, k=k, v=v, causal=False, scale=SCALE), Saved(out=out, lse=lse))
     for name, a, b in zip(("dq", "dk", "dv"), got, wanted, strict=True):
         assert relative_error(a.cpu(), b, floor=0.05 * b.numel() ** 0.5) < 2e-2, name
 
@@ -83,8 +83,14 @@ def test_gpu_window_edges_are_where_the_mask_says(queries, keys, distance, windo
     for kernel, device in ((ReferenceKernel(), "cpu"), (VarlenKernel(TorchVarlenOps()), "cuda")):
         a, b, c, d = (x.to(device) for x in (q, k, v, grad))
         own = BlockMask(queries=queries, keys=keys, distance=distance, causal=False, window=window)
-        out, lse = kernel.forward(a, b, c, causal=False, scale=SCALE, mask=own)
-        results.append((out, lse, *kernel.backward(d, a, b, c, out, lse, causal=False, scale=SCALE, mask=own)))
+        out, lse = kernel.forward(Block(q=a, k=b, v=c, causal=False, scale=SCALE, mask=own))
+        results.append(
+            (
+                out,
+                lse,
+                *kernel.backward(d, Block(q=a, k=b, v=c, causal=False, scale=SCALE, mask=own), Saved(out=out, lse=lse)),
+            )
+        )
     assert mask.window_left is not None
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), *results, strict=True):
         assert relative_error(b.cpu(), a, floor=0.05 * a.numel() ** 0.5) < 2e-2, name
@@ -101,8 +107,9 @@ def run_rank(transport, rows, kernel, window, sinks):
         segments = program.segments(transport.rank)
         q, k, v, grad = (torch.cat([rows[s.sequence][n][s.start : s.stop] for s in segments]).cuda() for n in range(4))
         planned = PlannedAttention(program, transport, kernel)
-        out, lse = planned.forward(q, k, v, SCALE, window, sinks)
-        results, start = [out, *planned.backward(grad, q, k, v, out, lse, SCALE, window)], 0
+        layer = Block(q=q, k=k, v=v, scale=SCALE)
+        out, lse = planned.forward(layer, window, sinks)
+        results, start = [out, *planned.backward(grad, layer, Saved(out=out, lse=lse), window)], 0
         for s in segments:
             pieces.append((s.sequence, s.start, s.stop, [x[start : start + s.num_tokens].cpu() for x in results]))
             start += s.num_tokens

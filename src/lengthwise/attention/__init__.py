@@ -1,17 +1,19 @@
 """Blockwise attention: kernels that also give the log-sum-exp, the merge of partial results, and the planned ring."""
 
 from lengthwise.attention.choose import choose_kernel
-from lengthwise.attention.kernels import BlockKernel, FlashCpuKernel, ReferenceKernel
+from lengthwise.attention.kernels import Block, BlockKernel, FlashCpuKernel, ReferenceKernel, Saved
 from lengthwise.attention.merge import merge_block
 from lengthwise.attention.planned import PlannedAttention, planned_attention
 from lengthwise.attention.recompute import Recomputation
 
 __all__ = [
+    "Block",
     "BlockKernel",
     "FlashCpuKernel",
     "PlannedAttention",
     "Recomputation",
     "ReferenceKernel",
+    "Saved",
     "choose_kernel",
     "merge_block",
     "planned_attention",

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lengthwise.attention.kernels import BlockMask, ReferenceKernel, batched, grouped, unbatched
+from lengthwise.attention.kernels import Block, ReferenceKernel, Saved, batched, grouped, unbatched
 from lengthwise.attention.varlen import TOKEN_MULTIPLE, Documents
 
 LEAST_FLASH_ATTN = (2, 7, 1)
@@ -29,57 +29,27 @@ class TorchVarlenOps:
 
     name = "torch flash attention, varlen"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block, documents: Documents) -> tuple[Tensor, Tensor]:
         """Compute out and lse (see `VarlenOps.forward`)."""
-        left, right = documents.window
+        q, k, v = block.q, block.k, block.v
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            documents.cu_seqlens_q,
-            documents.cu_seqlens_k,
-            documents.max_seqlen_q,
-            documents.max_seqlen_k,
-            0.0,
-            documents.causal,
-            False,
-            scale=scale,
-            window_size_left=left,
-            window_size_right=right,
+            q, k, v, *_borders(documents), 0.0, documents.causal, False, **_scale_and_window(block, documents)
         )
         return out, lse
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        documents: Documents,
-        scale: float,
+        self, grad_out: Tensor, block: Block, saved: Saved, documents: Documents
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute gradients (see `VarlenOps.backward`)."""
-        left, right = documents.window
+        device = block.q.device
         return torch.ops.aten._flash_attention_backward(
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            documents.cu_seqlens_q,
-            documents.cu_seqlens_k,
-            documents.max_seqlen_q,
-            documents.max_seqlen_k,
+            *(grad_out, block.q, block.k, block.v, saved.out, saved.lse),
+            *_borders(documents),
             0.0,
             documents.causal,
-            torch.zeros(2, dtype=torch.uint64, device=q.device),
-            torch.empty(0, device=q.device),
-            scale=scale,
-            window_size_left=left,
-            window_size_right=right,
+            torch.zeros(2, dtype=torch.uint64, device=device),
+            torch.empty(0, device=device),
+            **_scale_and_window(block, documents),
         )
 
 
@@ -91,36 +61,21 @@ class FlashAttnOps:
     def __init__(self, interface: Any) -> None:
         self._forward, self._backward = interface._flash_attn_varlen_forward, interface._flash_attn_varlen_backward
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block, documents: Documents) -> tuple[Tensor, Tensor]:
         """Compute out and lse (see `VarlenOps.forward`)."""
-        out, lse, *_ = self._forward(q, k, v, **_flash_attn_arguments(documents, scale))
+        out, lse, *_ = self._forward(block.q, block.k, block.v, **_flash_attn_arguments(block, documents))
         return out, lse
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        documents: Documents,
-        scale: float,
+        self, grad_out: Tensor, block: Block, saved: Saved, documents: Documents
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute gradients (see `VarlenOps.backward`)."""
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        operands = (block.q, block.k, block.v)
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands)
         self._backward(
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dq,
-            dk,
-            dv,
+            *(grad_out, *operands, saved.out, saved.lse, dq, dk, dv),
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **_flash_attn_arguments(documents, scale),
+            **_flash_attn_arguments(block, documents),
         )
         return dq, dk, dv
 
@@ -137,50 +92,33 @@ class EfficientKernel:
         self.token_multiple = token_multiple
         self._masked = ReferenceKernel(token_multiple=token_multiple)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, mask: BlockMask | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         """Compute one block (see `BlockKernel.forward`)."""
-        if mask is not None:
-            return self._masked.forward(q, k, v, causal=causal, scale=scale, mask=mask)
-        heads = q.shape[1]
+        if block.mask is not None:
+            return self._masked.forward(block)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            batched(q), batched(grouped(k, heads)), batched(grouped(v, heads)), None, True, 0.0, causal, scale=scale
+            *_with_all_heads(block), None, True, 0.0, block.causal, scale=block.scale
         )
-        return unbatched(out), lse[0, :, : len(q)]
+        return unbatched(out), lse[0, :, : len(block.q)]
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        mask: BlockMask | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_out: Tensor, block: Block, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         """Compute one block's gradients (see `BlockKernel.backward`)."""
-        if mask is not None:
-            return self._masked.backward(grad_out, q, k, v, out, lse, causal=causal, scale=scale, mask=mask)
-        heads, kv_heads = q.shape[1], k.shape[1]
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        if block.mask is not None:
+            return self._masked.backward(grad_out, block, saved)
+        heads, kv_heads = block.q.shape[1], block.k.shape[1]
+        seed = torch.zeros((), dtype=torch.int64, device=block.q.device)
         grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             batched(grad_out),
-            batched(q),
-            batched(grouped(k, heads)),
-            batched(grouped(v, heads)),
+            *_with_all_heads(block),
             None,
-            batched(out.contiguous()),  # read as (tokens, heads, head_dim) without gaps
-            F.pad(lse, (0, -len(q) % _LSE_MULTIPLE), value=float("inf")).contiguous()[None],
+            batched(saved.out.contiguous()),  # read as (tokens, heads, head_dim) without gaps
+            F.pad(saved.lse, (0, -len(block.q) % _LSE_MULTIPLE), value=float("inf")).contiguous()[None],
             seed,
             seed,
             0.0,
             [True, True, True, False],
-            causal,
-            scale=scale,
+            block.causal,
+            scale=block.scale,
         )
         dq, dk, dv = (unbatched(grad) for grad in grads[:3])
         dk, dv = (grad.unflatten(1, (kv_heads, heads // kv_heads)).sum(2) for grad in (dk, dv))
@@ -196,7 +134,21 @@ def flash_attn_interface() -> Any | None:
     return importlib.import_module("flash_attn.flash_attn_interface") if version >= LEAST_FLASH_ATTN else None
 
 
-def _flash_attn_arguments(documents: Documents, scale: float) -> dict[str, Any]:
+def _with_all_heads(block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    heads = block.q.shape[1]
+    return batched(block.q), batched(grouped(block.k, heads)), batched(grouped(block.v, heads))
+
+
+def _borders(documents: Documents) -> tuple[Tensor, Tensor, int, int]:
+    return documents.cu_seqlens_q, documents.cu_seqlens_k, documents.max_seqlen_q, documents.max_seqlen_k
+
+
+def _scale_and_window(block: Block, documents: Documents) -> dict[str, Any]:
+    left, right = documents.window
+    return {"scale": block.scale, "window_size_left": left, "window_size_right": right}
+
+
+def _flash_attn_arguments(block: Block, documents: Documents) -> dict[str, Any]:
     left, right = documents.window
     return {
         "cu_seqlens_q": documents.cu_seqlens_q,
@@ -204,7 +156,7 @@ def _flash_attn_arguments(documents: Documents, scale: float) -> dict[str, Any]:
         "max_seqlen_q": documents.max_seqlen_q,
         "max_seqlen_k": documents.max_seqlen_k,
         "dropout_p": 0.0,
-        "softmax_scale": scale,
+        "softmax_scale": block.scale,
         "causal": documents.causal,
         "window_size_left": left,
         "window_size_right": right,

@@ -1,14 +1,12 @@
-"""One block of attention with its log-sum-exp, forward and backward.
+"""One block of attention with its log-sum-exp, forward and backward, on the CPU; kernels of GPUs: `cuda_kernels`.
 
-Shapes here: q, out, grad_out are (q tokens, heads, head_dim); k, v are (kv tokens, kv_heads, head_dim); lse is
-(heads, q tokens). heads is a multiple of kv_heads (GQA). A block is fully visible, or square and causal, or has a
-`BlockMask` that says which keys a query sees; then `causal` says nothing. A row that sees no key is never asked for:
-the CPU kernel gives it lse 0, which a merge would take for a weight. Kernels for GPUs are in `cuda_kernels`.
+A row that sees no key is never asked for: the CPU kernel gives it lse 0, which a merge would take for a weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -48,6 +46,34 @@ class BlockMask:
         return self._tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Queries, and the keys and values that they attend to.
+
+    q: (q tokens, heads, head_dim), heads a multiple of kv_heads. k, v: (kv tokens, kv_heads, head_dim).
+    causal: the block is square, and a query sees no later key; else it sees all.
+    mask: which keys a query sees, where the shape does not say it; `causal` then says nothing.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    causal: bool = True
+    mask: BlockMask | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What backward needs of forward: out (q tokens, heads, head_dim) and lse (heads, q tokens).
+
+    Both are those of ALL keys of the queries, not of one block's: then the shares of the blocks add up.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
 class BlockKernel(Protocol):
     """Attention over one block.
 
@@ -57,26 +83,12 @@ class BlockKernel(Protocol):
     name: str
     token_multiple: int
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, mask: BlockMask | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         """Return (out in q's dtype, lse in at least fp32)."""
         ...
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        mask: BlockMask | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the block's share of (dq, dk, dv), given `out` and `lse` of ALL keys, not of this block."""
+    def backward(self, grad_out: Tensor, block: Block, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the block's share of (dq, dk, dv); `grad_out` is shaped as `saved.out`."""
         ...
 
 
@@ -88,47 +100,33 @@ class FlashCpuKernel:
     def __init__(self, *, token_multiple: int = 1) -> None:
         self.token_multiple = token_multiple
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, mask: BlockMask | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         """Compute one block (see `BlockKernel.forward`)."""
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            batched(q),
-            batched(k),
-            batched(v),
+            batched(block.q),
+            batched(block.k),
+            batched(block.v),
             0.0,
-            causal and mask is None,
-            attn_mask=_added(mask, q),
-            scale=scale,
+            block.causal and block.mask is None,
+            attn_mask=_added(block),
+            scale=block.scale,
         )
         return unbatched(out), lse[0]
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        mask: BlockMask | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_out: Tensor, block: Block, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         """Compute one block's gradients (see `BlockKernel.backward`)."""
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             batched(grad_out),
-            batched(q),
-            batched(k),
-            batched(v),
-            batched(out),
+            batched(block.q),
+            batched(block.k),
+            batched(block.v),
+            batched(saved.out),
             # The kernel reads lse as laid out (batch, tokens, heads), whatever its strides say.
-            lse.t().contiguous().t()[None],
+            saved.lse.t().contiguous().t()[None],
             0.0,
-            causal and mask is None,
-            attn_mask=_added(mask, q),
-            scale=scale,
+            block.causal and block.mask is None,
+            attn_mask=_added(block),
+            scale=block.scale,
         )
         dq, dk, dv = (unbatched(grad) for grad in grads)
         return dq, dk, dv
@@ -145,53 +143,42 @@ class ReferenceKernel:
     def __init__(self, *, token_multiple: int = 1, most_scores: int = 1 << 27) -> None:
         self.token_multiple, self._most_scores = token_multiple, most_scores
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, mask: BlockMask | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         """Compute one block (see `BlockKernel.forward`)."""
-        seen, outs, lses = _seen(q, k, causal=causal, mask=mask), [], []
-        values = grouped(v, q.shape[1])
-        for rows in self._tiles(q, k):
-            scores = _scores(q[rows], k, scale=scale, seen=None if seen is None else seen[rows])
+        outs, lses, values = [], [], grouped(block.v, block.q.shape[1])
+        for _, scores in self._tiles(block):
             lse = torch.logsumexp(scores, dim=-1)
             weights = torch.exp(scores - lse[..., None])
-            outs.append(torch.einsum("hqk,khd->qhd", weights, values.to(weights.dtype)).to(q.dtype))
+            outs.append(torch.einsum("hqk,khd->qhd", weights, values.to(weights.dtype)).to(block.q.dtype))
             lses.append(lse)
         return torch.cat(outs), torch.cat(lses, dim=1)
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        mask: BlockMask | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_out: Tensor, block: Block, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         """Compute one block's gradients (see `BlockKernel.backward`)."""
+        q, k, v = block.q, block.k, block.v
         heads, kv_heads = q.shape[1], k.shape[1]
         wide = torch.promote_types(q.dtype, torch.float32)
-        seen, keys, values = _seen(q, k, causal=causal, mask=mask), grouped(k, heads).to(wide), grouped(v, heads)
+        keys, values = grouped(k, heads).to(wide), grouped(v, heads)
         dqs, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(keys)
-        for rows in self._tiles(q, k):
-            scores = _scores(q[rows], k, scale=scale, seen=None if seen is None else seen[rows])
-            weights = torch.exp(scores - lse[:, rows, None])
+        for rows, scores in self._tiles(block):
+            weights = torch.exp(scores - saved.lse[:, rows, None])
             grad = grad_out[rows].to(wide)
-            delta = (grad * out[rows].to(wide)).sum(-1).t()
+            delta = (grad * saved.out[rows].to(wide)).sum(-1).t()
             dv += torch.einsum("hqk,qhd->khd", weights, grad)
-            dscores = weights * (torch.einsum("qhd,khd->hqk", grad, values.to(wide)) - delta[..., None]) * scale
+            dscores = weights * (torch.einsum("qhd,khd->hqk", grad, values.to(wide)) - delta[..., None]) * block.scale
             dqs.append(torch.einsum("hqk,khd->qhd", dscores, keys).to(q.dtype))
             dk += torch.einsum("hqk,qhd->khd", dscores, q[rows].to(wide))
         dk, dv = (grad.unflatten(1, (kv_heads, heads // kv_heads)).sum(2) for grad in (dk, dv))
         return torch.cat(dqs), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _tiles(self, q: Tensor, k: Tensor) -> Iterator[slice]:
-        step = max(1, self._most_scores // (q.shape[1] * len(k)))
-        return (slice(start, start + step) for start in range(0, len(q), step))
+    def _tiles(self, block: Block) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (rows of queries, their scores (heads, rows, kv tokens) in the wide dtype, -inf where unseen)."""
+        q, wide = block.q, torch.promote_types(block.q.dtype, torch.float32)
+        keys, seen = grouped(block.k, q.shape[1]).to(wide), _seen(block)
+        step = max(1, self._most_scores // (q.shape[1] * len(keys)))
+        for rows in (slice(start, start + step) for start in range(0, len(q), step)):
+            scores = torch.einsum("qhd,khd->hqk", q[rows].to(wide), keys) * block.scale
+            yield rows, scores if seen is None else scores.masked_fill(~seen[rows], float("-inf"))
 
 
 def batched(x: Tensor) -> Tensor:
@@ -210,21 +197,17 @@ def grouped(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def _seen(q: Tensor, k: Tensor, *, causal: bool, mask: BlockMask | None) -> Tensor | None:
-    if mask is not None:
-        return mask.tensor(q.device)
-    return torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril() if causal else None
+def _seen(block: Block) -> Tensor | None:
+    """Return the mask (q tokens, kv tokens) of a block, True where a query sees a key; None: it sees all."""
+    q = block.q
+    if block.mask is not None:
+        return block.mask.tensor(q.device)
+    return torch.ones(len(q), len(block.k), dtype=torch.bool, device=q.device).tril() if block.causal else None
 
 
-def _scores(q: Tensor, k: Tensor, *, scale: float, seen: Tensor | None) -> Tensor:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = torch.einsum("qhd,khd->hqk", q.to(wide), grouped(k, q.shape[1]).to(wide)) * scale
-    return scores if seen is None else scores.masked_fill(~seen, float("-inf"))
-
-
-def _added(mask: BlockMask | None, q: Tensor) -> Tensor | None:
-    """Write a mask as the kernel wants it: added to the scores, in the dtype of the queries."""
-    if mask is None:
+def _added(block: Block) -> Tensor | None:
+    """Return a block's `mask` as the kernel wants it: added to the scores, in the dtype of the queries."""
+    if block.mask is None:
         return None
-    seen = mask.tensor(q.device)
-    return torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, float("-inf"))
+    seen = block.mask.tensor(block.q.device)
+    return torch.zeros(seen.shape, dtype=block.q.dtype, device=block.q.device).masked_fill(~seen, float("-inf"))

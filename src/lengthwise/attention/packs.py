@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lengthwise.attention.kernels import BlockKernel
+from lengthwise.attention.kernels import Block, BlockKernel, Saved
 from lengthwise.program import BlockTask
 
 
@@ -35,16 +35,14 @@ class Pack:
 
 @runtime_checkable
 class PackKernel(BlockKernel, Protocol):
-    """A block kernel that also takes many documents at once; shapes as in `kernels`, tokens of all documents."""
+    """A block kernel that also takes many documents at once: their tokens side by side in one `Block`."""
 
-    def forward_pack(self, q: Tensor, k: Tensor, v: Tensor, *, pack: Pack, scale: float) -> tuple[Tensor, Tensor]:
+    def forward_pack(self, block: Block, pack: Pack) -> tuple[Tensor, Tensor]:
         """Return (out in q's dtype, lse in at least fp32)."""
         ...
 
-    def backward_pack(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, pack: Pack, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the documents' share of (dq, dk, dv), given `out` and `lse` of all keys of each query."""
+    def backward_pack(self, grad_out: Tensor, block: Block, saved: Saved, pack: Pack) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the documents' share of (dq, dk, dv)."""
         ...
 
 

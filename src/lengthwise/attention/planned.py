@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lengthwise.attention.kernels import BlockKernel, BlockMask
+from lengthwise.attention.kernels import Block, BlockKernel, BlockMask, Saved
 from lengthwise.attention.merge import merge_block
 from lengthwise.attention.packs import Pack, PackKernel, pack_of
 from lengthwise.attention.recompute import Recomputation
@@ -67,10 +67,12 @@ class PlannedAttention:
         self._stages: dict[int | None, tuple[list[Stage], list[Stage]]] = {}
         self._masks: dict[tuple[int, int, int, bool, int | None], BlockMask] = {}
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, sinks: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return (out (tokens, heads, head_dim) in q's dtype, lse (heads, tokens) in the accumulation dtype)."""
+    def forward(self, layer: Block, window: int | None = None, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (out (tokens, heads, head_dim) in q's dtype, lse (heads, tokens) in the accumulation dtype).
+
+        `layer` holds the queries, keys and values of all tokens of this rank.
+        """
+        q, k = layer.q, layer.k
         wide = _wide(q.dtype)
         stages, _ = self._stages_of(window, q.device)
         merges = any(not task.causal for stage in stages for task in stage.tasks)
@@ -78,19 +80,16 @@ class PlannedAttention:
         rows = 0 if any(stage.pack for stage in stages) else len(q)  # a pack brings the room for its results with it
         out = q.new_empty(rows, *q.shape[1:], dtype=wide if merges else q.dtype)
         lse = q.new_empty(q.shape[1], rows, dtype=wide)
-        held = self._pack(k, v)
+        held = self._pack(k, layer.v)
         for stage in stages:
             pending, arriving = self._post(stage, held, {}, k)
             if stage.pack is not None:
                 assert isinstance(self._kernel, PackKernel), f"{self._kernel.name} takes no packs"
-                pack_out, lse = self._kernel.forward_pack(q, k, v, pack=stage.pack, scale=scale)
+                pack_out, lse = self._kernel.forward_pack(layer, stage.pack)
                 out = pack_out.to(out.dtype)
             for task in stage.tasks:
                 rows = slice(task.q_start, task.q_stop)
-                keys, values = self._keys_of(task, held)
-                block_out, block_lse = self._kernel.forward(
-                    q[rows], keys, values, causal=task.causal, scale=scale, mask=self._mask(task)
-                )
+                block_out, block_lse = self._kernel.forward(self._block(layer, task, held))
                 if task.causal:
                     out[rows], lse[:, rows] = block_out, block_lse
                 else:
@@ -103,17 +102,10 @@ class PlannedAttention:
         return out.to(q.dtype), lse
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        window: int | None = None,
+        self, grad_out: Tensor, layer: Block, saved: Saved, window: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv) of this rank's tokens, in the dtype of q, k and v."""
+        q, k = layer.q, layer.k
         wide = _wide(q.dtype)
         dq = torch.empty_like(q, dtype=wide)
         # Without a window every key, like every query, is in one diagonal block, which is its first.
@@ -121,21 +113,20 @@ class PlannedAttention:
         room = torch.empty if first_writes else torch.zeros
         dkv = room(2, *k.shape, dtype=wide, device=k.device)
         gradients = {shard: dkv[:, start:stop] for shard, (start, stop, _) in self._own.items()}
-        held = self._pack(k, v)
+        held = self._pack(k, layer.v)
         _, stages = self._stages_of(window, q.device)
         for stage in stages:
             pending, arriving = self._post(stage, held, gradients, k)
             if stage.pack is not None:
                 assert isinstance(self._kernel, PackKernel), f"{self._kernel.name} takes no packs"
-                grads = self._kernel.backward_pack(grad_out, q, k, v, out, lse, pack=stage.pack, scale=scale)
+                grads = self._kernel.backward_pack(grad_out, layer, saved, stage.pack)
                 for total, part in zip((dq, *dkv), grads, strict=True):
                     total.copy_(part)
             for task in stage.tasks:
                 rows, cols = slice(task.q_start, task.q_stop), slice(task.kv_start, task.kv_stop)
-                keys, values = self._keys_of(task, held)
-                block = (grad_out[rows], q[rows], keys, values, out[rows], lse[:, rows])
-                mask = self._mask(task)
-                block_dq, *block_dkv = self._kernel.backward(*block, causal=task.causal, scale=scale, mask=mask)
+                saved_rows = Saved(out=saved.out[rows], lse=saved.lse[:, rows])
+                block = self._block(layer, task, held)
+                block_dq, *block_dkv = self._kernel.backward(grad_out[rows], block, saved_rows)
                 if task.causal:
                     dq[rows] = block_dq
                 else:
@@ -153,7 +144,7 @@ class PlannedAttention:
                 if content == "dkv":
                     gradients[shard] = gradients[shard].add_(message) if shard in gradients else message
             _hand_over(held, arriving, stage)
-        return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype)
+        return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(layer.v.dtype)
 
     def _stages_of(self, window: int | None, device: torch.device) -> tuple[list[Stage], list[Stage]]:
         """Return this rank's (forward, backward) stages for layers with `window`; lowered once a microbatch."""
@@ -174,9 +165,16 @@ class PlannedAttention:
             for shard, (start, stop, degree) in self._own.items()
         }
 
-    def _keys_of(self, task: BlockTask, held: dict[Shard, Tensor | tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def _block(self, layer: Block, task: BlockTask, held: dict[Shard, Tensor | tuple[Tensor, Tensor]]) -> Block:
         keys, values = held[task.piece, task.home]
-        return keys[task.kv_start : task.kv_stop], values[task.kv_start : task.kv_stop]
+        return Block(
+            q=layer.q[task.q_start : task.q_stop],
+            k=keys[task.kv_start : task.kv_stop],
+            v=values[task.kv_start : task.kv_stop],
+            scale=layer.scale,
+            causal=task.causal,
+            mask=self._mask(task),
+        )
 
     def _mask(self, task: BlockTask) -> BlockMask | None:
         """Return which keys each query of the block sees, or None where the shape says it all."""
@@ -288,7 +286,7 @@ class _Attention(torch.autograd.Function):
         window: int | None,
     ) -> Tensor:
         def run() -> tuple[Tensor, Tensor]:
-            return planned.forward(q, k, v, scale, window, sinks)
+            return planned.forward(Block(q=q, k=k, v=v, scale=scale), window, sinks)
 
         out, lse = run() if planned.recomputation is None else planned.recomputation.attend(run)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
@@ -300,16 +298,17 @@ class _Attention(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides its parameters
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        *saved, sinks = ctx.saved_tensors
-        grads = ctx.planned.backward(grad_outputs[0], *saved, ctx.scale, ctx.window)
-        return *grads, _sink_gradient(sinks, grad_outputs[0], *saved[3:]), None, None, None
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        saved = Saved(out=out, lse=lse)
+        grads = ctx.planned.backward(grad_outputs[0], Block(q=q, k=k, v=v, scale=ctx.scale), saved, ctx.window)
+        return *grads, _sink_gradient(sinks, grad_outputs[0], saved), None, None, None
 
 
-def _sink_gradient(sinks: Tensor | None, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor | None:
+def _sink_gradient(sinks: Tensor | None, grad_out: Tensor, saved: Saved) -> Tensor | None:
     if sinks is None:
         return None
-    weight = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
-    received = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1).t()
+    weight = torch.exp(sinks.to(saved.lse.dtype)[:, None] - saved.lse)
+    received = (grad_out.to(weight.dtype) * saved.out.to(weight.dtype)).sum(-1).t()
     return -(weight * received).sum(1).to(sinks.dtype)
 
 

@@ -8,14 +8,14 @@ it is, is behind `VarlenOps`. In tests that is a reference on CPU which refuses 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lengthwise.attention.kernels import BlockMask
+from lengthwise.attention.kernels import Block, Saved
 from lengthwise.attention.packs import Pack
 
 TOKEN_MULTIPLE = 128
@@ -45,24 +45,16 @@ class Documents:
 
 
 class VarlenOps(Protocol):
-    """The raw calls; tensors are as `VarlenKernel` prepares them."""
+    """The raw calls; tensors are as `VarlenKernel` prepares them, what a query sees is in `documents` alone."""
 
     name: str
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block, documents: Documents) -> tuple[Tensor, Tensor]:
         """Return (out (q tokens, heads, head_dim), lse (heads, q tokens) in fp32 or wider)."""
         ...
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        documents: Documents,
-        scale: float,
+        self, grad_out: Tensor, block: Block, saved: Saved, documents: Documents
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
         ...
@@ -74,69 +66,46 @@ class VarlenKernel:
     def __init__(self, ops: VarlenOps, *, token_multiple: int = TOKEN_MULTIPLE) -> None:
         self.name, self.token_multiple, self._ops = ops.name, token_multiple, ops
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, mask: BlockMask | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         """Compute one block (see `BlockKernel.forward`)."""
-        return self._forward(q, k, v, _one(q, k, causal=causal, mask=mask), scale)
+        return self._forward(block, _one(block))
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        mask: BlockMask | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_out: Tensor, block: Block, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         """Compute one block's gradients (see `BlockKernel.backward`)."""
-        return self._backward(grad_out, q, k, v, out, lse, _one(q, k, causal=causal, mask=mask), scale)
+        return self._backward(grad_out, block, saved, _one(block))
 
-    def forward_pack(self, q: Tensor, k: Tensor, v: Tensor, *, pack: Pack, scale: float) -> tuple[Tensor, Tensor]:
+    def forward_pack(self, block: Block, pack: Pack) -> tuple[Tensor, Tensor]:
         """Compute all documents (see `PackKernel.forward_pack`)."""
-        return self._forward(q, k, v, _all(pack), scale)
+        return self._forward(block, _all(pack))
 
-    def backward_pack(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, pack: Pack, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward_pack(self, grad_out: Tensor, block: Block, saved: Saved, pack: Pack) -> tuple[Tensor, Tensor, Tensor]:
         """Compute all documents' gradients (see `PackKernel.backward_pack`)."""
-        return self._backward(grad_out, q, k, v, out, lse, _all(pack), scale)
+        return self._backward(grad_out, block, saved, _all(pack))
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse = self._ops.forward(_aligned(q), _aligned(k), _aligned(v), documents, scale)
-        return out[..., : q.shape[-1]], lse
+    def _forward(self, block: Block, documents: Documents) -> tuple[Tensor, Tensor]:
+        out, lse = self._ops.forward(_readable(block), documents)
+        return out[..., : block.q.shape[-1]], lse
 
     def _backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        documents: Documents,
-        scale: float,
+        self, grad_out: Tensor, block: Block, saved: Saved, documents: Documents
     ) -> tuple[Tensor, Tensor, Tensor]:
         # lse is read as a bare pointer to (heads, tokens): some columns of a larger one would be other memory.
-        head_dim = q.shape[-1]
-        grad_out, q, k, v, out = (_aligned(x) for x in (grad_out, q, k, v, out))
-        dq, dk, dv = self._ops.backward(grad_out, q, k, v, out, lse.contiguous(), documents, scale)
+        saved = Saved(out=_aligned(saved.out), lse=saved.lse.contiguous())
+        dq, dk, dv = self._ops.backward(_aligned(grad_out), _readable(block), saved, documents)
+        head_dim = block.q.shape[-1]
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
 
 
-def _one(q: Tensor, k: Tensor, *, causal: bool, mask: BlockMask | None) -> Documents:
-    """A single block; its borders are made on the device, so that nothing waits for a copy."""
+def _one(block: Block) -> Documents:
+    """Return a single block as documents; borders are made on the device, so that nothing waits for a copy."""
+    q, k, mask = block.q, block.k, block.mask
     borders = [torch.arange(0, len(x) + 1, len(x), dtype=torch.int32, device=x.device) for x in (q, k)]
     return Documents(
         cu_seqlens_q=borders[0],
         cu_seqlens_k=borders[1],
         max_seqlen_q=len(q),
         max_seqlen_k=len(k),
-        causal=causal if mask is None else mask.causal,
+        causal=block.causal if mask is None else mask.causal,
         window_left=None if mask is None else mask.window_left,
     )
 
@@ -150,6 +119,10 @@ def _all(pack: Pack) -> Documents:
         causal=True,
         window_left=None if pack.window is None else pack.window - 1,
     )
+
+
+def _readable(block: Block) -> Block:
+    return replace(block, q=_aligned(block.q), k=_aligned(block.k), v=_aligned(block.v))
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lengthwise.attention.kernels import BlockMask, ReferenceKernel
+from lengthwise.attention.kernels import Block, BlockMask, ReferenceKernel, Saved
 from lengthwise.attention.varlen import Documents
 
 
@@ -31,48 +31,36 @@ class ReferenceVarlenOps:
         self.calls = 0
         self._kernel = ReferenceKernel()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, block: Block, documents: Documents) -> tuple[Tensor, Tensor]:
         """Compute out and lse (see `VarlenOps.forward`)."""
         self.calls += 1
-        _check(documents, q, k, v)
+        q = block.q
+        _check(documents, q, block.k, block.v)
         out = torch.full_like(q, float("nan"))
         lse = torch.full((q.shape[1], len(q)), float("nan"), dtype=torch.promote_types(q.dtype, torch.float32))
         for rows, cols, mask in _documents(documents):
-            out[rows], lse[:, rows] = self._kernel.forward(
-                q[rows], k[cols], v[cols], causal=False, scale=scale, mask=mask
-            )
+            out[rows], lse[:, rows] = self._kernel.forward(_document(block, rows, cols, mask))
         return out, lse
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        documents: Documents,
-        scale: float,
+        self, grad_out: Tensor, block: Block, saved: Saved, documents: Documents
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute gradients (see `VarlenOps.backward`)."""
         self.calls += 1
-        _check(documents, q, k, v, out, grad_out)
+        q, out, lse = block.q, saved.out, saved.lse
+        _check(documents, q, block.k, block.v, out, grad_out)
         assert lse.is_contiguous(), "lse is read as a bare pointer"
         assert lse.shape == (q.shape[1], len(q)), f"lse {tuple(lse.shape)} beside q {tuple(q.shape)}"
-        dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
+        dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, block.k, block.v))
         for rows, cols, mask in _documents(documents):
             dq[rows], dk[cols], dv[cols] = self._kernel.backward(
-                grad_out[rows],
-                q[rows],
-                k[cols],
-                v[cols],
-                out[rows],
-                lse[:, rows],
-                causal=False,
-                scale=scale,
-                mask=mask,
+                grad_out[rows], _document(block, rows, cols, mask), Saved(out=out[rows], lse=lse[:, rows])
             )
         return dq, dk, dv
+
+
+def _document(block: Block, rows: slice, cols: slice, mask: BlockMask) -> Block:
+    return Block(q=block.q[rows], k=block.k[cols], v=block.v[cols], scale=block.scale, causal=False, mask=mask)
 
 
 def _check(documents: Documents, *tensors: Tensor) -> None:
