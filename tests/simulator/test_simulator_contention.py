@@ -13,7 +13,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, PlanOptions, plan_step
 from lengthwise.program import ring_order
-from lengthwise.simulator import microbatch_clocks, node_bytes, piece_stages, simulate_plan
+from lengthwise.simulator import microbatch_clocks, node_bytes, piece_layer, simulate_plan
 from lengthwise.simulator.contention import Uplinks
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
@@ -86,12 +86,10 @@ def test_groups_that_cross_nodes_exchange_over_their_share_of_the_uplink() -> No
     cost = all_terms_cost(SHAPE, NODES_OF_4)
     narrow = replace(cost, uplink_bytes_per_second=cost.far.bytes_per_second)
     piece = Piece(ranks=(2, 3, 4, 5), sequences=(0,), heads=4)
-    wide, shared = (piece_stages(piece, [40_000], each).exchange for each in (cost, narrow))
+    wide, shared = (piece_layer(piece, [40_000], each).exchange for each in (cost, narrow))
     assert shared == pytest.approx(4 * wide)
     inside = replace(piece, ranks=(4, 5, 6, 7))
-    assert piece_stages(inside, [40_000], narrow).exchange == pytest.approx(
-        piece_stages(inside, [40_000], cost).exchange
-    )
+    assert piece_layer(inside, [40_000], narrow).exchange == pytest.approx(piece_layer(inside, [40_000], cost).exchange)
 
 
 def test_the_steps_end_takes_no_more_than_the_uplinks() -> None:

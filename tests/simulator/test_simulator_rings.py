@@ -8,7 +8,7 @@ from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.program import ring_order
 from lengthwise.simulator import microbatch_clocks
-from lengthwise.simulator.rings import ring_clocks
+from lengthwise.simulator.rounds import ring_clocks
 
 COST = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
 LENGTH = st.one_of(st.integers(1, 40), st.integers(1, 300_000))

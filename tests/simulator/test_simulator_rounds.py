@@ -12,7 +12,7 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.cost import AllTermsCost, all_terms_cost, named_hardware, named_shape
 from lengthwise.program import lower_microbatch, ring_order
-from lengthwise.simulator import microbatch_clocks, piece_stages
+from lengthwise.simulator import microbatch_clocks, piece_layer
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 COST = all_terms_cost(SHAPE, HARDWARE)
@@ -36,7 +36,7 @@ def test_blocks_and_shards_are_those_of_the_lowered_program(lengths: list[int], 
     shares = tuple(float(1 + j) for j in range(degree)) if uneven else None
     piece = Piece(ranks=ring_order(2, degree), sequences=tuple(range(len(lengths))), shares=shares)
     program = lower_microbatch(_plan(Microbatch(pieces=(piece,)), lengths, 16), 0)
-    stages = piece_stages(piece, lengths, EVEN)
+    stages = piece_layer(piece, lengths, EVEN)
     assert stages.tokens.tolist() == [program.shard_tokens(0, position) for position in range(degree)]
     for hop in range(degree):
         for position, rank in enumerate(piece.ranks):
@@ -213,14 +213,14 @@ def test_copies_hold_up_what_compute_does_not_hide() -> None:
 def test_shares_with_split_heads_are_refused() -> None:
     piece = Piece(ranks=(0, 1), sequences=(0,), heads=2, shares=(1.0, 2.0))
     with pytest.raises(PlanError, match="split heads"):
-        piece_stages(piece, [100], COST)
+        piece_layer(piece, [100], COST)
 
 
 def test_blocks_sum_to_the_costs_attention() -> None:
     lengths = [1, 17, 3000, 90_000]
     for degree, heads in ((1, 1), (3, 1), (8, 2), (8, 8)):
         piece = Piece(ranks=tuple(range(degree)), sequences=(0, 1, 2, 3), heads=heads)
-        blocks = piece_stages(piece, lengths, COST).blocks.sum() * heads * COST.layers
+        blocks = piece_layer(piece, lengths, COST).blocks.sum() * heads * COST.layers
         assert blocks == pytest.approx(COST.attention_seconds(np.array(lengths, dtype=float), degree / heads).sum())
 
 

@@ -3,9 +3,8 @@
 from lengthwise.core.timeline import Timeline
 from lengthwise.simulator.contention import node_bytes
 from lengthwise.simulator.loading import LOADERS, loading_seconds, waits_seconds
-from lengthwise.simulator.rings import MicrobatchClocks
-from lengthwise.simulator.rounds import microbatch_clocks
-from lengthwise.simulator.stages import PieceStages, piece_stages
+from lengthwise.simulator.piece_layers import PieceLayer, piece_layer
+from lengthwise.simulator.rounds import MicrobatchClocks, microbatch_clocks
 from lengthwise.simulator.step import simulate_plan
 from lengthwise.simulator.study import PlannerResult, Setting, SimulatedStep, compare_planners
 from lengthwise.simulator.trace import chosen_ranks, chrome_trace
@@ -13,7 +12,7 @@ from lengthwise.simulator.trace import chosen_ranks, chrome_trace
 __all__ = [
     "LOADERS",
     "MicrobatchClocks",
-    "PieceStages",
+    "PieceLayer",
     "PlannerResult",
     "Setting",
     "SimulatedStep",
@@ -24,7 +23,7 @@ __all__ = [
     "loading_seconds",
     "microbatch_clocks",
     "node_bytes",
-    "piece_stages",
+    "piece_layer",
     "simulate_plan",
     "waits_seconds",
 ]

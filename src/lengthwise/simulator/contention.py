@@ -20,7 +20,7 @@ import numpy as np
 
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.cost import AllTermsCost
-from lengthwise.simulator.stages import Floats
+from lengthwise.simulator.piece_layers import Floats
 
 TURNS = 3
 

@@ -1,145 +1,236 @@
-"""Clocks of the ranks of one microbatch through its passes: blocks, grouped transfers, copies.
+"""Clocks of the ranks of a microbatch through its passes: blocks, grouped transfers, copies.
 
-Each layer and pass goes as `attention.planned` runs it. Stage by stage a rank posts its grouped call, computes the
-blocks of that stage and waits for the call: a transfer starts when both sides have posted it and takes the latency of
+Each layer and pass goes as `attention.planned` runs it. At each ring step a rank posts its grouped call, computes the
+blocks of that step and waits for the call. A transfer starts when both sides have posted it and takes the latency of
 its link and its bytes. Ranks in several pieces share their link between them, and what the ranks of a node send to
-other nodes at a stage shares the node's uplink, where that is less than their links together. In the backward pass
-gradients follow the keys two hops behind. All layers are alike: the first is run, in which ranks that are late hold up
-the others, and the second; the others take as long as that. What comes out: clocks of every rank, exact to the stage,
-in O(hops) array operations a pass. A microbatch of one ring that shares nothing is left to `rings`.
+other nodes shares the node's uplink. In the backward pass gradients follow the keys two ring steps behind. The first
+layer, in which late ranks hold up the others, and the second are run; the others take as long as the second.
+
+Rings of one shape that are alone in their microbatches run side by side, as rows of the same arrays. Cost: a few array
+operations a ring step and pass, for one microbatch or for thousands of such rings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch
 from lengthwise.cost import AllTermsCost, Pass
-from lengthwise.simulator.rings import MicrobatchClocks, RingPass, ring_clocks, with_copies
-from lengthwise.simulator.stages import Floats, PieceStages, piece_stages
+from lengthwise.simulator.piece_layers import Floats, PieceLayer, piece_layer, stack_layers
+
+_AT_ONCE = 2**21  # blocks of rings that are run side by side, 8 bytes each
+_NO_NODES = np.zeros((1, 1), dtype=np.int64)  # of rings that share no uplinks: never asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchClocks:
+    """Seconds of each rank of a microbatch, in the order of `ranks`, counted from its common start.
+
+    forward: when the forward pass is done. total: when the backward pass is. compute: of these, arithmetic and
+    launches. copied: time by which copies to and from the host hold a rank up.
+    """
+
+    ranks: tuple[int, ...]
+    forward: Floats
+    total: Floats
+    compute: Floats
+    copied: Floats
+    held_tokens: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Placed:
-    """A piece's stages; its ranks' places in the microbatch and their nodes, at [position, member of the group]."""
+    """One layer of a piece; `places` picks its ranks from an array of clocks, at [..., position, member of a group].
 
-    stages: PieceStages
-    places: NDArray[np.int64]
+    nodes: of the same ranks, at [position, member], counted from the first; only asked for where uplinks are shared.
+    """
+
+    layer: PieceLayer
+    places: Any
     nodes: NDArray[np.int64]
 
 
 def microbatch_clocks(microbatch: Microbatch, tokens: Sequence[int], cost: AllTermsCost) -> MicrobatchClocks:
-    """Run one microbatch whose ranks start together."""
-    if len(microbatch.pieces) == 1 and not cost.shares_uplinks:
-        return ring_clocks([microbatch], tokens, cost)[0]
+    """Run one microbatch whose ranks start together; `tokens` are the lengths of all sequences of the step."""
     ranks = microbatch.ranks
     place = {rank: number for number, rank in enumerate(ranks)}
     first = min(ranks) // cost.ranks_per_node
-    pieces = []
-    for piece in microbatch.pieces:
-        places = np.array([place[rank] for rank in piece.ranks]).reshape(-1, piece.heads)
-        stages = piece_stages(piece, [tokens[i] for i in piece.sequences], cost)
-        nodes = np.array(piece.ranks).reshape(-1, piece.heads) // cost.ranks_per_node - first
-        pieces.append(_Placed(stages=stages, places=places, nodes=nodes))
-    held = np.zeros(len(ranks))
-    for each in pieces:
-        held[each.places] += each.stages.held[:, None]
-    clock, compute, ends, computes = np.zeros(len(ranks)), np.zeros(len(ranks)), [], []
+    pieces = [
+        _Placed(
+            layer=piece_layer(piece, [tokens[i] for i in piece.sequences], cost),
+            places=np.array([place[rank] for rank in piece.ranks]).reshape(-1, piece.heads),
+            nodes=np.array(piece.ranks).reshape(-1, piece.heads) // cost.ranks_per_node - first,
+        )
+        for piece in microbatch.pieces
+    ]
+    return MicrobatchClocks(ranks=ranks, **_run(pieces, (len(ranks),), microbatch, cost))
+
+
+def ring_clocks(
+    microbatches: Sequence[Microbatch], tokens: Sequence[int], cost: AllTermsCost
+) -> list[MicrobatchClocks]:
+    """Run microbatches of one piece each, of the same degree, heads, offload and kind of recomputation.
+
+    Ranks of each start together; messages take their links alone, so nodes must not share uplinks.
+    """
+    positions = microbatches[0].pieces[0].degree // microbatches[0].pieces[0].heads
+    most = max(1, _AT_ONCE // positions**2)
+    parts = (microbatches[first : first + most] for first in range(0, len(microbatches), most))
+    return [clocks for part in parts for clocks in _run_rings(part, tokens, cost)]
+
+
+def _run_rings(microbatches: Sequence[Microbatch], tokens: Sequence[int], cost: AllTermsCost) -> list[MicrobatchClocks]:
+    """Run rings as rows of the same arrays, one column a position: members of a group do the same at the same time."""
+    pieces = [microbatch.pieces[0] for microbatch in microbatches]
+    layer = stack_layers(pieces, [[tokens[i] for i in piece.sequences] for piece in pieces], cost)
+    ran = _run([_Placed(layer=layer, places=(..., None), nodes=_NO_NODES)], layer.tokens.shape, microbatches[0], cost)
+    by_rank = np.argsort([piece.ranks for piece in pieces], axis=1)
+    columns = [
+        np.take_along_axis(np.repeat(values, pieces[0].heads, axis=1), by_rank, axis=1) for values in ran.values()
+    ]
+    return [
+        MicrobatchClocks(ranks=microbatch.ranks, **dict(zip(ran, row, strict=True)))
+        for microbatch, *row in zip(microbatches, *columns, strict=True)
+    ]
+
+
+def _run(
+    pieces: Sequence[_Placed], shape: tuple[int, ...], microbatch: Microbatch, cost: AllTermsCost
+) -> dict[str, Floats]:
+    """Run all passes of pieces on clocks of this shape; return the arrays of `MicrobatchClocks` by name."""
+    held, clock, compute, ends = np.zeros(shape), np.zeros(shape), np.zeros(shape), []
+    for piece in pieces:
+        held[piece.places] += piece.layer.held[..., None]
     for each in cost.passes(microbatch.recompute):
-        clock, worked = _run_pass(pieces, clock, held, each, cost, backward=each is cost.backward)
+        clock, worked = _run_pass(pieces, clock, held, each, cost)
         compute = compute + worked
         ends.append(clock)
-        computes.append(worked)
-    copied, forward, total = with_copies(ends, held, microbatch.offload, microbatch.recompute, cost)
-    return MicrobatchClocks(ranks=ranks, forward=forward, total=total, compute=compute, copied=copied, held_tokens=held)
+    copy = cost.copy_seconds(held, microbatch.offload, microbatch.recompute)
+    out = np.maximum(0.0, copy - ends[0])
+    into = np.maximum(0.0, copy - (ends[-1] - ends[0]))
+    return {
+        "forward": ends[0] + out,
+        "total": ends[-1] + out + into,
+        "compute": compute,
+        "copied": out + into,
+        "held_tokens": held,
+    }
 
 
 def _run_pass(
-    pieces: Sequence[_Placed], clock: Floats, held: Floats, each: Pass, cost: AllTermsCost, *, backward: bool
+    pieces: Sequence[_Placed], clock: Floats, held: Floats, each: Pass, cost: AllTermsCost
 ) -> tuple[Floats, Floats]:
     """Run all layers of one pass; return the clocks after it and the arithmetic in it."""
     own = (each.linear * cost.work.linear_seconds * held + each.linear * cost.fixed_seconds) / cost.layers
-    exchange = np.zeros_like(held)
-    blocks = np.zeros_like(held)
+    exchange, blocks = np.zeros_like(held), np.zeros_like(held)
     for piece in pieces:
-        exchange[piece.places] += each.exchange * piece.stages.exchange[:, None]
-        blocks[piece.places] += each.attention * piece.stages.blocks.sum(axis=0)[:, None]
+        exchange[piece.places] += each.exchange * piece.layer.exchange[..., None]
+        blocks[piece.places] += each.attention * piece.layer.blocks.sum(axis=0)[..., None]
     worked = cost.layers * (own + blocks)
-    if not each.ring or all(piece.stages.positions == 1 for piece in pieces):
+    rings = [_Ring(piece, each, cost) for piece in pieces if piece.layer.positions > 1]
+    if not each.ring or not rings:
         return clock + worked + cost.layers * exchange, worked
-    first = _run_layer(pieces, clock + own + exchange, each, cost, backward=backward)
+    lone = [(piece, each.attention * piece.layer.blocks[0]) for piece in pieces if piece.layer.positions == 1]
+    first = _run_layer(rings, lone, clock + own + exchange, cost)
     if cost.layers == 1:
         return first, worked
-    second = _run_layer(pieces, first + own + exchange, each, cost, backward=backward)
+    second = _run_layer(rings, lone, first + own + exchange, cost)
     return second + (cost.layers - 2) * (second - first), worked
 
 
-def _run_layer(pieces: Sequence[_Placed], clock: Floats, each: Pass, cost: AllTermsCost, *, backward: bool) -> Floats:
-    rings = [_Ring(piece, each, cost, backward=backward) for piece in pieces if piece.stages.positions > 1]
-    local = [piece for piece in pieces if piece.stages.positions == 1]
-    for hop in range(max(ring.num_stages for ring in rings)):
+def _run_layer(
+    rings: Sequence[_Ring], lone: Sequence[tuple[_Placed, Floats]], clock: Floats, cost: AllTermsCost
+) -> Floats:
+    """Run one layer: rings, and the blocks of pieces whose ranks need no other's keys."""
+    for step in range(max(ring.num_steps for ring in rings)):
         end = clock.copy()
-        for piece in local if hop == 0 else ():
-            end[piece.places] += each.attention * piece.stages.blocks[0][:, None]
-        live = [ring for ring in rings if hop < ring.num_stages]
+        for piece, seconds in lone if step == 0 else ():
+            end[piece.places] += seconds[..., None]
+        live = [ring for ring in rings if step < ring.num_steps]
         for ring in live:
-            end[ring.places] += ring.blocks(hop)
-        sends = [ring.send_seconds(hop) for ring in live]
-        took = _shared_seconds(live, sends, hop, len(clock), cost)
-        for ring, seconds in zip(live, took, strict=True):
-            begin = np.maximum(clock[ring.places], clock[ring.targets])
-            done = np.where(seconds > 0, begin + seconds, 0.0)
-            end[ring.places] = np.maximum(end[ring.places], done)
-            end[ring.targets] = np.maximum(end[ring.targets], done)
+            end[ring.places] += ring.blocks(step)
+        sends = [ring.send_seconds(step) for ring in live]
+        if len(live) > 1 or cost.shares_uplinks:
+            sends = _shared_seconds(live, sends, step, len(clock), cost)
+        for ring, seconds in zip(live, sends, strict=True):
+            posted = clock[ring.places]
+            done = np.where(seconds > 0, np.maximum(posted, _next(posted)) + seconds, 0.0)
+            end[ring.places] = np.maximum(end[ring.places], np.maximum(done, _before(done)))
         clock = end
     return clock
 
 
 def _shared_seconds(
-    rings: Sequence[_Ring], sends: Sequence[Floats], hop: int, ranks: int, cost: AllTermsCost
+    rings: Sequence[_Ring], sends: Sequence[Floats], step: int, ranks: int, cost: AllTermsCost
 ) -> list[Floats]:
-    """Tell how long the messages of a stage take beside each other: over the links of ranks, and over uplinks."""
+    """Return how long messages of a ring step take beside each other: over links of ranks, and over uplinks."""
     load = np.zeros((2, ranks))
     for ring, seconds in zip(rings, sends, strict=True):
         load[0, ring.places] += seconds
-        load[1, ring.targets] += seconds
-    together = [np.maximum(load[0, ring.places], load[1, ring.targets]) for ring in rings]
+        load[1, ring.places] += _before(seconds)
+    together = [np.maximum(load[0, ring.places], _next(load[1, ring.places])) for ring in rings]
     if cost.shares_uplinks:
-        uplinks = np.zeros((2, max(ring.num_nodes for ring in rings)))
+        uplinks = np.zeros((2, max(int(ring.nodes.max()) for ring in rings) + 1))
         for ring in rings:
-            np.add.at(uplinks[0], ring.nodes, ring.uplink_seconds(hop))
-            np.add.at(uplinks[1], ring.target_nodes, ring.uplink_seconds(hop))
+            np.add.at(uplinks[0], ring.nodes, ring.uplink_seconds(step))
+            np.add.at(uplinks[1], _next(ring.nodes), ring.uplink_seconds(step))
         for number, ring in enumerate(rings):
-            shared = ring.latency + np.maximum(uplinks[0, ring.nodes], uplinks[1, ring.target_nodes])
+            shared = ring.latency + np.maximum(uplinks[0, ring.nodes], uplinks[1, _next(ring.nodes)])
             together[number] = np.where(ring.near, together[number], np.maximum(together[number], shared))
     return [np.where(seconds > 0, took, 0.0) for seconds, took in zip(sends, together, strict=True)]
 
 
 class _Ring:
-    """One ring in one layer of one pass: what each rank computes and sends at each stage, at [position, member]."""
+    """A ring in one layer of one pass: what each rank computes and sends at each ring step, at [..., position, 1]."""
 
-    def __init__(self, piece: _Placed, each: Pass, cost: AllTermsCost, *, backward: bool) -> None:
-        self._pass = RingPass(piece.stages, each, cost, backward=backward)
-        self.num_stages = self._pass.num_stages
-        self.places, self.targets = piece.places, np.roll(piece.places, -1, axis=0)
-        self.nodes, self.target_nodes = piece.nodes, np.roll(piece.nodes, -1, axis=0)
-        self.num_nodes = int(piece.nodes.max()) + 1
-        self.near = piece.stages.near[:, None]
-        self.latency = self._pass.latency[:, None]  # seconds before the first byte of a message
-        self._uplink = np.where(piece.stages.near, np.inf, cost.uplink_bytes_per_second)
+    def __init__(self, piece: _Placed, each: Pass, cost: AllTermsCost) -> None:
+        layer, self.places, self.nodes = piece.layer, piece.places, piece.nodes
+        self._keys, self._gradients = cost.forward.ring, each.ring - cost.forward.ring if each is cost.backward else 0.0
+        self._positions = layer.positions
+        self.num_steps = self._positions + (each is cost.backward)
+        self.near = layer.near[..., None]
+        self.latency = np.where(self.near, cost.near.hop_seconds, cost.far.hop_seconds) / cost.layers  # of a message
+        self._rate = np.where(self.near, cost.near.bytes_per_second, cost.far.bytes_per_second)
+        self._uplink = np.where(self.near, np.inf, cost.uplink_bytes_per_second)
+        self._blocks, self._attention = layer.blocks[..., None], each.attention
+        shard_bytes = (layer.tokens * (cost.ring_bytes / cost.layers))[..., None]
+        self._twice = np.concatenate((shard_bytes, shard_bytes), axis=-2)  # of the owner p - t at [positions + p - t]
 
-    def blocks(self, hop: int) -> Floats:
-        """Return the seconds of the blocks of `hop`."""
-        return self._pass.blocks(hop)[:, None]
+    def blocks(self, step: int) -> Floats:
+        """Return the seconds of the blocks of a ring step."""
+        return self._attention * self._blocks[step] if step < self._positions else np.zeros(self._blocks.shape[1:])
 
-    def send_seconds(self, hop: int) -> Floats:
-        """Return how long the message to the next position takes at `hop`; 0 where there is none."""
-        return self._pass.send_seconds(hop)[:, None]
+    def payload(self, step: int) -> Floats:
+        """Return the bytes that each position sends to the next one."""
+        payload = np.zeros(self._blocks.shape[1:])
+        if step < self._positions - 1:
+            payload = self._keys * self._arrived(step)
+        return payload + self._gradients * self._arrived(step - 1) if self._gradients and step >= 2 else payload
 
-    def uplink_seconds(self, hop: int) -> Floats:
+    def send_seconds(self, step: int) -> Floats:
+        """Return how long the message of each position to the next one takes; 0 where there is none."""
+        payload = self.payload(step)
+        return np.where(payload > 0, self.latency + payload / self._rate, 0.0)
+
+    def uplink_seconds(self, step: int) -> Floats:
         """Return how long the uplink of the node takes for a message, were it alone; 0 inside a node."""
-        return (self._pass.payload(hop) / self._uplink)[:, None]
+        return self.payload(step) / self._uplink
+
+    def _arrived(self, step: int) -> Floats:
+        """Return the bytes of the shard whose keys each position holds at a ring step."""
+        return self._twice[..., self._positions - step : 2 * self._positions - step, :]
+
+
+def _next(values: NDArray[Any]) -> NDArray[Any]:
+    """Return, for each position, the value of the one behind it in the ring; positions are the last axis but one."""
+    return np.concatenate((values[..., 1:, :], values[..., :1, :]), axis=-2)
+
+
+def _before(values: Floats) -> Floats:
+    """Return, for each position, the value of the one before it in the ring."""
+    return np.concatenate((values[..., -1:, :], values[..., :-1, :]), axis=-2)

@@ -26,9 +26,8 @@ from lengthwise.cost import AllTermsCost
 from lengthwise.program.features import SIMULATOR, features_of
 from lengthwise.program.stage_clocks import stage_clocks
 from lengthwise.simulator.contention import TURNS, Uplinks
-from lengthwise.simulator.rings import MicrobatchClocks, ring_clocks
-from lengthwise.simulator.rounds import microbatch_clocks
-from lengthwise.simulator.stages import Floats
+from lengthwise.simulator.piece_layers import Floats
+from lengthwise.simulator.rounds import MicrobatchClocks, microbatch_clocks, ring_clocks
 
 
 def simulate_plan(plan: Plan, cost: AllTermsCost) -> Timeline:

@@ -25,10 +25,10 @@ _EXACT = 2**62  # products below fit NumPy's whole numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PieceStages:
+class PieceLayer:
     """One piece in one layer; arrays go by ring position, of which each is `heads` ranks.
 
-    Of pieces of one shape that run by themselves (`stack_stages`) an axis before the position tells which.
+    Of pieces of one shape that run by themselves (`stack_layers`) an axis before the position tells which.
 
     blocks: attention in seconds of one rank, forward and backward together, at [hop, position].
     tokens: of the shard of each position, that its ranks hold or split the heads of.
@@ -49,7 +49,7 @@ class PieceStages:
         return self.tokens.shape[-1]
 
 
-def piece_stages(piece: Piece, lengths: Sequence[int], cost: AllTermsCost) -> PieceStages:
+def piece_layer(piece: Piece, lengths: Sequence[int], cost: AllTermsCost) -> PieceLayer:
     """Lay out one layer of a piece.
 
     Raises:
@@ -65,19 +65,19 @@ def piece_stages(piece: Piece, lengths: Sequence[int], cost: AllTermsCost) -> Pi
         )
     chunks = _chunks(lengths, positions, piece.shares)
     blocks = _blocks(np.array(lengths, dtype=np.float64), chunks, cost)
-    return _stages(blocks, _parts(chunks)[2].sum(axis=0), np.array(piece.ranks), piece.heads, cost)
+    return _layer(blocks, _parts(chunks)[2].sum(axis=0), np.array(piece.ranks), piece.heads, cost)
 
 
-def stack_stages(pieces: Sequence[Piece], lengths: Sequence[Sequence[int]], cost: AllTermsCost) -> PieceStages:
+def stack_layers(pieces: Sequence[Piece], lengths: Sequence[Sequence[int]], cost: AllTermsCost) -> PieceLayer:
     """Lay out one layer of pieces of equally many ranks and heads; entry i of `lengths` is of piece i.
 
     Rings of one sequence, thousands in a plan, are laid out in a few array operations.
     """
     if any(len(each) > 1 for each in lengths) or any(piece.shares is not None for piece in pieces):
-        apart = [piece_stages(piece, each, cost) for piece, each in zip(pieces, lengths, strict=True)]
+        apart = [piece_layer(piece, each, cost) for piece, each in zip(pieces, lengths, strict=True)]
         fields = ("tokens", "held", "near", "exchange")
         joined = {name: np.stack([getattr(each, name) for each in apart]) for name in fields}
-        return PieceStages(blocks=np.stack([each.blocks for each in apart], axis=1), **joined)
+        return PieceLayer(blocks=np.stack([each.blocks for each in apart], axis=1), **joined)
     heads = pieces[0].heads
     chunks = _chunks([each[0] for each in lengths], pieces[0].degree // heads, None)
     tokens = np.array(lengths, dtype=np.float64)
@@ -86,17 +86,17 @@ def stack_stages(pieces: Sequence[Piece], lengths: Sequence[Sequence[int]], cost
     below = (2 * (worth * shards))[:, :, None] * low[:, None, :]
     above = (2 * (worth * high))[:, :, None] * shards[:, None, :]
     blocks = _by_hop(below, above, worth * (shards * shards))
-    return _stages(blocks, shards, np.array([piece.ranks for piece in pieces]), heads, cost)
+    return _layer(blocks, shards, np.array([piece.ranks for piece in pieces]), heads, cost)
 
 
-def _stages(blocks: Floats, shards: Floats, ranks: NDArray[np.int64], heads: int, cost: AllTermsCost) -> PieceStages:
+def _layer(blocks: Floats, shards: Floats, ranks: NDArray[np.int64], heads: int, cost: AllTermsCost) -> PieceLayer:
     """Put together what positions compute, hold and send; `blocks` are seconds of all layers and all ranks."""
     nodes = ranks.reshape(*shards.shape, heads) // cost.ranks_per_node
     own = np.all(nodes == nodes[..., :1], axis=-1)
     outside = min(cost.far.bytes_per_second, cost.uplink_bytes_per_second / cost.ranks_per_node)
     links = np.where(own, cost.near.bytes_per_second, outside)
     held = shards / heads
-    return PieceStages(
+    return PieceLayer(
         blocks=blocks / (heads * cost.layers),
         tokens=shards * max(1.0, heads / cost.kv_heads) / heads,
         held=held,
