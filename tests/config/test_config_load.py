@@ -136,6 +136,41 @@ def test_config_unknown_key_names_the_nearest(folder, override, where, nearest):
 
 
 @pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("learning_rate", "`optimizer.lr`"),
+        ("per_device_train_batch_size", "`global_batch: {sequences: n}`"),
+        ("gradient_accumulation_steps", "the planner makes the microbatches"),
+        ("max_seq_length", "`data.0.max_tokens`"),
+        ("sample_packing", "always packed"),
+        ("bf16", "`precision: bf16`"),
+        ("fp16", "There is none"),
+        ("fsdp", "there is none"),
+        ("deepspeed", "there is none"),
+        ("lr", "`optimizer.lr`"),
+        ("path", "`data.0.path`"),
+    ],
+)
+def test_config_key_of_another_trainer_is_told_our_word(folder, key, ours):
+    assert ours in problems_of(write(folder, MINIMAL), [f"{key}=1"])[key]
+
+
+def test_config_known_keys_are_listed_once(folder):
+    found = problems_of(write(folder, MINIMAL), ["wandb=1", "zzz=2", "qqqq=3"])
+    assert sum("Known: " in told for told in found.values()) == 1
+
+
+@pytest.mark.parametrize("key", ["capacity_tokens", "data.0.max_tokens"])
+def test_config_tokens_are_read_as_on_the_command_line(folder, key):
+    path = write(folder, MINIMAL)
+    config = load_config(path, [f"{key}=8K", "global_batch={tokens: 1.5M}"])
+    assert (config.capacity_tokens, config.data[0].max_tokens)["max" in key] == 8192
+    assert config.global_batch.tokens == 3 * 2**19
+    assert "a whole number" in problems_of(path, [f"{key}=8Q"])[key]
+    assert "a whole number" in problems_of(path, [f"{key}='8192'"])[key]
+
+
+@pytest.mark.parametrize(
     ("override", "where"),
     [
         ("data.0.python_stdlib=true", "data.0"),

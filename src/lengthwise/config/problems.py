@@ -31,6 +31,35 @@ _EXPECTED: Mapping[str, Callable[[dict], str]] = {
     "too_short": lambda ctx: f"at least {ctx['min_length']} entry",
     "tuple_type": lambda _: "a list",
 }
+# Names of other trainers (Hugging Face, axolotl, LLaMA-Factory): what this one calls them, or that it has none.
+_BATCH = "`global_batch: {sequences: n}` is the step of all ranks together"
+_PACKING = "Leave it out: sequences are always packed, and never attend to each other"
+_SHARDING = "Leave it out: there is none; weights are whole on every rank, the optimizer's state is split over all"
+_LONGEST = "`data.0.max_tokens` is the longest sequence to take, `capacity_tokens` what one rank holds"
+_FOREIGN: Mapping[str, str] = {
+    "learning_rate": "Here it is `optimizer.lr`",
+    "lr_scheduler_type": "Here it is `optimizer.schedule`",
+    "num_train_epochs": "Here it is `epochs`",
+    "max_steps": "Here it is `steps`",
+    "base_model": "Here it is `model`",
+    "model_name_or_path": "Here it is `model`",
+    "datasets": "Here it is `data`",
+    "output_dir": "Here it is `output`",
+    "per_device_train_batch_size": _BATCH,
+    "micro_batch_size": _BATCH,
+    "gradient_accumulation_steps": f"Leave it out: the planner makes the microbatches; {_BATCH}",
+    "max_seq_length": _LONGEST,
+    "max_length": _LONGEST,
+    "sequence_len": _LONGEST,
+    "cutoff_len": _LONGEST,
+    "sample_packing": _PACKING,
+    "packing": _PACKING,
+    "gradient_checkpointing": "Here it is `recompute: layer`",
+    "bf16": "Here it is `precision: bf16`",
+    "fp16": "There is none; `precision: bf16` is the half precision here",
+    "fsdp": _SHARDING,
+    "deepspeed": _SHARDING,
+}
 _KINDS = {bool: "true/false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a mapping"}
 
 
@@ -40,8 +69,9 @@ def find_problems(values: Mapping[str, object]) -> list[ConfigError]:
     try:
         RunConfig.model_validate(values)
     except ValidationError as error:
+        listed: set[type[Settings]] = set()  # the sections whose keys a message has listed already
         details = error.errors(include_url=False)
-        problems += [_to_problem(detail) for detail in details if not _told_elsewhere(detail)]
+        problems += [_to_problem(detail, listed) for detail in details if not _told_elsewhere(detail)]
     return problems + list(_broken_rules(values))
 
 
@@ -60,20 +90,32 @@ def _told_elsewhere(detail: ErrorDetails) -> bool:
     return short or detail["type"] == "rule"
 
 
-def _to_problem(detail: ErrorDetails) -> ConfigError:
+def _to_problem(detail: ErrorDetails, listed: set[type[Settings]]) -> ConfigError:
     loc, kind, value = detail["loc"], detail["type"], detail["input"]
     where = ".".join(map(str, loc)) or "run file"
-    section = _section(loc[:-1])
-    key = str(loc[-1]) if loc else ""
     if kind == "extra_forbidden":
-        known = section.model_fields if section else {}
-        remedy = did_you_mean(key, known) or f"Known: {', '.join(sorted(known))}."
-        return ConfigError(where, expected="a known key", got=f"`{key}`", remedy=remedy)
+        remedy = _unknown_remedy(str(loc[-1]), _section(loc[:-1]) or RunConfig, listed)
+        return ConfigError(where, expected="a known key", got=f"`{loc[-1]}`", remedy=remedy)
     message = detail["msg"].removeprefix("Input should be ")
     expected = _EXPECTED[kind](detail.get("ctx", {})) if kind in _EXPECTED else message
     return ConfigError(
         where, expected=expected, got="nothing" if kind == "missing" else told(value), remedy=_help(loc, kind, value)
     )
+
+
+def _unknown_remedy(key: str, section: type[Settings], listed: set[type[Settings]]) -> str:
+    """Say what an unknown key is called here: a known name of elsewhere, a key of a section, or one that is near."""
+    if key in _FOREIGN:
+        return f"{_FOREIGN[key]}."
+    homes = [path for path, other in SECTIONS.items() if section is RunConfig and key in other.model_fields]
+    if homes:
+        entry = ["0"] * (homes[0][-1] == "data")  # a list: of its first entry
+        return f"It belongs to a section: `{'.'.join((*homes[0], *entry, key))}`."
+    near = did_you_mean(key, section.model_fields)
+    if near is None and section not in listed:
+        listed.add(section)
+        near = f"Known: {', '.join(sorted(section.model_fields))}."
+    return near or "Take it out."
 
 
 def _help(loc: Sequence[int | str], kind: str, value: object) -> str:

@@ -6,13 +6,17 @@ description says the unit and the default, because it is also the help a user re
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
+
+from lengthwise.core.errors import ConfigError
+from lengthwise.core.sizes import parse_tokens
 
 DEFAULT_STEPS = 100
 ALL_LINEAR = "all-linear"
@@ -21,6 +25,17 @@ TINY_MODEL, BYTES_TOKENIZER = "tiny", "bytes"
 # A YAML list is what a user can write for a tuple, and text for a path: the two places where strict types give way.
 _Path = Annotated[Path, Field(strict=False)]
 _Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _read_tokens(value: object) -> object:
+    """Read 8K or 2M as the command line does; anything else stays as it is, for the type to take or refuse."""
+    if isinstance(value, str) and not value.strip().isdecimal():
+        with contextlib.suppress(ConfigError):
+            return parse_tokens(value, "")
+    return value
+
+
+_Tokens = Annotated[int, Field(ge=1), BeforeValidator(_read_tokens)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +79,8 @@ class DataSource(Settings):
         default=False,
         description="true reads the .py files of the running Python's standard library, tests left out; default false",
     )
-    max_tokens: int | None = Field(
-        default=None, ge=1, description="the longest sequence to take, in tokens; default null (no limit)"
+    max_tokens: _Tokens | None = Field(
+        default=None, description="the longest sequence to take, in tokens, 8192 or 8K; default null (no limit)"
     )
     too_long: Literal["error", "skip"] = Field(
         default="error",
@@ -124,8 +139,8 @@ class GlobalBatch(Settings):
     """How much one optimizer step takes."""
 
     sequences: int | None = Field(default=None, ge=1, description="sequences a step")
-    tokens: int | None = Field(
-        default=None, ge=1, description="tokens a step: as many whole sequences as fit, at least one"
+    tokens: _Tokens | None = Field(
+        default=None, description="tokens a step, 262144 or 256K: as many whole sequences as fit, at least one"
     )
 
     @classmethod
@@ -248,8 +263,8 @@ class RunConfig(Settings):
     global_batch: GlobalBatch = Field(
         default=GlobalBatch(sequences=64), description="{sequences: n} or {tokens: n} a step; default {sequences: 64}"
     )
-    capacity_tokens: int = Field(
-        default=4096, ge=1, description="tokens one rank can hold in one microbatch; default 4096"
+    capacity_tokens: _Tokens = Field(
+        default=4096, description="tokens one rank can hold in one microbatch, 8192 or 8K; default 4096"
     )
     planner: Literal["lengthwise", "static", "single-degree", "bytescale-naive", "bytescale", "power-of-two"] = Field(
         default="lengthwise",
