@@ -79,10 +79,12 @@ def _status(arguments: list[str]) -> int:
             prog="lengthwise",
             description="Train language models on sequences of very different lengths with Hybrid Data Parallelism.",
         )
-        return command.run()
-    except LengthwiseError as error:
-        print(error, file=sys.stderr)
-        return error.exit_status
+        try:
+            return command.run()
+        except LengthwiseError as error:
+            names = command.names() if isinstance(command, PlanCommand | Simulate) else {}  # others take a run file
+            print(error.render(names), file=sys.stderr)
+            return error.exit_status
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers", "safetensors"):
             raise

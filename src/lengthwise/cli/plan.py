@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from lengthwise.cli.output import plain_console, refuse_unwritable_file, write_atomically
-from lengthwise.cli.wording import told_in_options
 from lengthwise.core.errors import Collector, ConfigError, raise_problems
 from lengthwise.core.names import counted, unknown_name
 from lengthwise.core.plan import RECOMPUTE_KINDS
@@ -22,6 +21,28 @@ if TYPE_CHECKING:
     from lengthwise.config import RunConfig
     from lengthwise.cost import Cost, Hardware
     from lengthwise.planner import PlanOptions
+
+
+_SAME = (
+    "planner",
+    "ranks",
+    "mode",
+    "stages",
+    "virtual",
+    "offload",
+    "heads",
+    "recompute",
+    "speeds",
+    "hardware",
+    "capacity",
+)
+_NAMES = {name: f"--{name}" for name in _SAME} | {
+    "tokens": "--lengths",
+    "capacity_tokens": "--capacity",
+    "context_tokens": "the longest sequence",
+    "model_shape": "--model-shape",
+    "make_room": "Give --capacity in place of --recompute auto",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +118,10 @@ class PlanCommand:
         from lengthwise.planner import plan_recomputed
         from lengthwise.report.plans import degree_table, plan_table
 
-        with told_in_options(self._options()):
-            asked = self._read()
-            tokens, context = self._lengths(asked)
-            options = replace(asked.options, context_tokens=context)
-            plan = plan_recomputed(tokens, self.ranks, asked.cost, asked.capacities, options)
+        asked = self._read()
+        tokens, context = self._lengths(asked)
+        options = replace(asked.options, context_tokens=context)
+        plan = plan_recomputed(tokens, self.ranks, asked.cost, asked.capacities, options)
         write_atomically(self.out, plan.to_json())
 
         console, cost = plain_console(), asked.cost
@@ -121,18 +141,12 @@ class PlanCommand:
         console.print(f"bound {bound} ({'in the same unit' if self.cost else 'model'}); written to {self.out}")
         return 0
 
-    def _options(self) -> dict[str, str]:
+    def names(self) -> dict[str, str]:
         """Map names of the library to what the user typed for them."""
-        same = ("planner", "ranks", "mode", "stages", "virtual", "offload", "heads", "recompute", "speeds", "hardware")
-        options = {name: f"--{name}" for name in same} | {"context_tokens": "the longest sequence"}
-        options |= {"`stages`": "--stages", "`virtual`": "--virtual"}
-        if self.config is None:
-            options |= {"tokens": "--lengths"}
-        if self.config is None or self.capacity is not None:
-            options |= {"capacity_tokens": "--capacity"}
-        others = "Use more devices a rank (--tp, --pp), recomputation, or give --capacity."  # those of simulate
-        options |= {"capacity": "--capacity", others: "Give --capacity in place of --recompute auto."}
-        return options | {"model shape": "--model-shape", "model": "--model-shape" if self.model_shape else "model"}
+        names = _NAMES if self.config is None else {**_NAMES, "tokens": "tokens"}
+        if self.config is not None and self.capacity is None:
+            names = {**names, "capacity_tokens": "capacity_tokens"}
+        return {**names, "model": "--model-shape"} if self.model_shape else names
 
     def _read(self) -> Asked:
         """Read all of the command line but the lengths of a run file's data.

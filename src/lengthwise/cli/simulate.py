@@ -13,7 +13,6 @@ from rich.console import Console
 
 from lengthwise.cli.output import plain_console
 from lengthwise.cli.simulate_lengths import KnownLengths, lengths_of_data, listed_lengths, refuse_data
-from lengthwise.cli.wording import told_in_options
 from lengthwise.core.errors import Collector, ConfigError, raise_problems
 from lengthwise.core.names import counted, unknown_name
 from lengthwise.core.shape import Cluster
@@ -27,6 +26,35 @@ if TYPE_CHECKING:
 
 _QUICK_RANKS = 50_000  # up to here no planner takes minutes for a batch
 _PLANNERS = "static,single-degree,bytescale-naive,bytescale,lengthwise"
+
+
+_SAME = (
+    "mode",
+    "virtual",
+    "offload",
+    "heads",
+    "recompute",
+    "hardware",
+    "model",
+    "tokenizer",
+    "capacity",
+    "ranks",
+    "data",
+)
+_NAMES = {name: f"--{name}" for name in _SAME} | {
+    "planner": "--planners",
+    "stages": "--pp",
+    "tensor": "--tp",
+    "model_shape": "--model",
+    "tokens": "--batch-tokens",
+    "longest_tokens": "--context",
+    "capacity_tokens": "--capacity",
+    "context_tokens": "--context",
+    "one_mode": "Give --planners lengthwise, or --mode free",
+    "name_files": "Name them: --data FOLDER/*.jsonl",
+    "skip_empty": "give --empty skip",
+    "make_room": "Use more devices a rank (--tp, --pp), --recompute auto, or give --capacity",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +132,11 @@ class Simulate:
         from lengthwise.report.simulation import closing_sentence, remarks, simulation_json, simulation_table
         from lengthwise.simulator import chrome_trace
 
-        with told_in_options(self._names()):
-            asked = self._read()
-            known = asked.known or lengths_of_data(self.data, self.tokenizer, self.empty)
-            batches, context = known.batches(asked.wanted_tokens, self.batches, asked.context_tokens)
-            setting = replace(asked.setting, context_tokens=context)
-            results = self._simulated(asked, setting, batches)
+        asked = self._read()
+        known = asked.known or lengths_of_data(self.data, self.tokenizer, self.empty)
+        batches, context = known.batches(asked.wanted_tokens, self.batches, asked.context_tokens)
+        setting = replace(asked.setting, context_tokens=context)
+        results = self._simulated(asked, setting, batches)
         facts = self._facts(setting, batches, known)
         sentence = closing_sentence(results, setting.cluster.ranks * setting.devices, unit=known.unit)
         beside = remarks(results, device_bytes=setting.hardware.device_bytes, chose_recompute=self.recompute == "auto")
@@ -156,29 +183,16 @@ class Simulate:
         stages = self.pp if self.mode == "pipeline" else None
         return PlanOptions(mode=self.mode, stages=stages, virtual=self.virtual, offload=self.offload, heads=self.heads)
 
-    def _names(self) -> dict[str, str]:
+    def names(self) -> dict[str, str]:
         """Map names of the library to what the user typed for them."""
         from lengthwise.data.recipes import RECIPES
 
-        same = ("mode", "virtual", "offload", "heads", "recompute", "hardware", "model", "tokenizer", "capacity")
-        return {name: f"--{name}" for name in same} | {
-            "ranks": "--ranks" if self.gpus is None else "--gpus",
-            "stages": "--pp",
-            "pipeline stages": "--pp",
-            "tensor parallelism": "--tp",
-            "model shape": "--model",
-            "tokens": "--batch-tokens",
-            "longest_tokens": "--context",
-            "capacity_tokens": "--capacity",
-            "context_tokens": "--context" if self.context else "--context (by itself, the longest sequence)",
-            "`tokenizer`": "`--tokenizer`",
-            "`virtual`": "--virtual",
-            "`data`": "`--data`",
-            "Name each as a source of its own: {path: a.jsonl}.": "Name them: --data FOLDER/*.jsonl.",
-            "Use planner lengthwise, or mode free.": "Give --planners lengthwise, or --mode free.",
-            **({"or leave such sequences out.": "or clip them with --context."} if self.lengths in RECIPES else {}),
-            **{f"--data.{index}.empty: skip": "--empty skip" for index in range(len(self.data))},
-        }
+        return (
+            _NAMES
+            | ({"ranks": "--gpus"} if self.gpus is not None else {})
+            | ({} if self.context else {"context_tokens": "--context (by itself, the longest sequence)"})
+            | ({"clip": "clip them with --context"} if self.lengths in RECIPES else {})
+        )
 
     def _read(self) -> Asked:
         """Read all of the command line but the data.

@@ -2,20 +2,28 @@
 
 `exit_status` is the status of the command line: 2 for what a user can mend in their own input, 1 for what went wrong
 while running. `code` is a short stable name that can be searched for.
+
+Errors are written in the names of the library: options of functions, keys of a run file. A command that calls them
+otherwise prints them with `render` and its table of names: {"capacity_tokens": "--capacity"}.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 Result = TypeVar("Result")
+
+_PLACEHOLDER = re.compile(r"\{([a-z_]+)(?:\|([^{}]+))?\}")
 
 
 class LengthwiseError(Exception):
     """One problem, told in one line.
 
     `where` names a file and row (`train.jsonl:3`), a config path (`optimizer.lr`) or a rank, step and phase.
+    `expected` and `remedy` name other options in braces, "{capacity_tokens}", or with other words where no command has
+    an option for it: "{clip|leave it out}". `got` is quoted as it is.
     """
 
     code = "error"
@@ -25,12 +33,27 @@ class LengthwiseError(Exception):
         super().__init__(where, expected, got, remedy)
         self.where, self.expected, self.got, self.remedy = where, expected, got, remedy
 
+    @property
+    def key(self) -> str:
+        """The option or config path concerned: the first word of `where`."""
+        return self.where.partition(" ")[0].partition(":")[0]
+
+    def render(self, names: Mapping[str, str]) -> str:
+        """Return the line with options called by `names`; one that is not in it keeps its own."""
+        where = names.get(self.key, self.key) + self.where[len(self.key) :]
+        expected, remedy = _filled(self.expected, names), _filled(self.remedy, names)
+        return " ".join(f"error[{self.code}] {where}: expected {expected}; got {self.got}. {remedy}".split())
+
     def __str__(self) -> str:
-        line = f"error[{self.code}] {self.where}: expected {self.expected}; got {self.got}. {self.remedy}"
-        return " ".join(line.split())
+        return self.render({})
 
     def __reduce__(self) -> tuple[object, ...]:  # keyword arguments do not survive the default pickling
         return _rebuild, (type(self), self.where, self.expected, self.got, self.remedy)
+
+
+def _filled(template: str, names: Mapping[str, str]) -> str:
+    """Fill each `{name}` and `{name|words}` with its name in `names`, else its words, else the name itself."""
+    return _PLACEHOLDER.sub(lambda found: names.get(found[1], found[2] or found[1]), template)
 
 
 def _rebuild(kind: type[LengthwiseError], where: str, expected: str, got: str, remedy: str) -> LengthwiseError:
@@ -102,8 +125,9 @@ class Problems(LengthwiseError):  # noqa: N818 - a list of errors
         self.problems = tuple(problems)
         self.exit_status = max(problem.exit_status for problem in problems)
 
-    def __str__(self) -> str:
-        return "\n".join(str(problem) for problem in self.problems)
+    def render(self, names: Mapping[str, str]) -> str:
+        """Return one line a problem."""
+        return "\n".join(problem.render(names) for problem in self.problems)
 
     def __reduce__(self) -> tuple[object, ...]:
         return Problems, (self.problems,)

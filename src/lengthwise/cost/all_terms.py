@@ -87,15 +87,15 @@ def all_terms_cost(shape: ModelShape, hardware: Hardware, *, tensor: int = 1, st
 def _check_mesh(shape: ModelShape, hardware: Hardware, tensor: int, stages: int) -> None:
     if tensor < 1 or shape.heads % tensor or tensor > hardware.ranks_per_node:
         raise ConfigError(
-            "tensor parallelism",
+            "tensor",
             expected=f"a divisor of the {shape.heads} heads, at most the {hardware.ranks_per_node} devices of a node",
             got=str(tensor),
-            remedy="Choose another --tp.",
+            remedy="Choose another {tensor}.",
         )
     if not 1 <= stages <= shape.layers:
         raise ConfigError(
-            "pipeline stages",
+            "stages",
             expected=f"1 to the {shape.layers} layers",
             got=str(stages),
-            remedy="Choose other --pp or --stages.",
+            remedy="Choose other {stages}.",
         )

@@ -72,7 +72,7 @@ def capacity_tokens(
             "capacity",
             expected=f"room for 128 tokens beside {shape.name} on {devices} x {hardware.name} a rank",
             got=f"{room / 1e9:.1f} GB a device",
-            remedy="Use more devices a rank (--tp, --pp), recomputation, or give --capacity.",
+            remedy="{make_room|Use more devices a rank, recompute, or give the capacity}.",
         )
     return tokens
 

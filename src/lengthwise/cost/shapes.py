@@ -32,10 +32,10 @@ def named_shape(name: str) -> ModelShape:
     if path.is_dir():
         path = path / "config.json"
     elif not is_path(name):
-        raise unknown_name("model shape", name, SHAPE_NAMES, others=_OWN_SHAPE)
+        raise unknown_name("model_shape", name, SHAPE_NAMES, others=_OWN_SHAPE)
     elif not path.exists() and not name.endswith(".json"):
         raise ConfigError(
-            "model shape",
+            "model_shape",
             expected=f"one of {', '.join(SHAPE_NAMES)}, {_OWN_SHAPE}",
             got=f"{name!r}, which is not there (names on the hub are not looked up)",
             remedy="Download the model's config.json and give its path.",

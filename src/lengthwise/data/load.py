@@ -78,7 +78,7 @@ def _add_row(
         if source.empty == "skip":
             return builder.skip("empty")
         got = row.empty or "text without a single token"
-        remedy = f"Take it out, or set {key}.empty: skip to leave such rows out."
+        remedy = f"Take it out, or {{skip_empty|set {key}.empty: skip}} to leave such rows out."
         raise DataError(row.where, expected="a row with tokens", got=got, remedy=remedy)
     if source.max_tokens is not None and len(tokens) > source.max_tokens:
         if source.too_long == "skip":
@@ -102,6 +102,6 @@ def _encode(row: Row, *, tokenizer: Callable[[], Tokenizer], vocab_size: int | N
         raise DataError(row.where, expected="text that can be encoded", got=got, remedy=remedy) from None
     if vocab_size is not None and len(tokens) and int(tokens.max()) >= vocab_size:
         got = f"id {int(tokens.max())} from tokenizer {loaded.name}"
-        remedy = "Set `tokenizer` to the one this model was made with."
+        remedy = "Set {tokenizer|`tokenizer`} to the one this model was made with."
         raise DataError(row.where, expected=f"ids below the model's {vocab_size}", got=got, remedy=remedy)
     return tokens

@@ -72,7 +72,7 @@ def _listing(root: Path, label: str, names: list[str], report: Report, *, python
     if rows:
         got, remedy = (
             f"{counted(len(rows), 'file')} of JSON lines ({rows[0]})",
-            "Name each as a source of its own: {path: a.jsonl}.",
+            "{name_files|Name each as a source of its own, with its path}.",
         )
         report(DataError(_printable(str(root)), expected="a folder of text files", got=got, remedy=remedy))
     if not names:
@@ -113,7 +113,7 @@ def _read_lines(path: Path, parser: RowParser, report: Report) -> Iterator[Row]:
                     report(error)
                 offset += len(line)
         if offset == 0:
-            remedy = "Take it out of `data`, or fill it."
+            remedy = "Take it out of {data|`data`}, or fill it."
             report(DataError(shown, expected="rows", got="an empty file", remedy=remedy))
     except DataError as error:
         report(error)

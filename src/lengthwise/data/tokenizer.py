@@ -102,7 +102,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == BYTES_TOKENIZER:
         return ByteTokenizer()
-    remedy = "Set `tokenizer` to bytes, to a folder with tokenizer files, or to a hub name that can be reached."
+    remedy = (
+        "Set {tokenizer|`tokenizer`} to bytes, to a folder with tokenizer files, or to a hub name that can be reached."
+    )
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

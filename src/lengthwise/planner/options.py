@@ -88,7 +88,7 @@ class PlanOptions:
         unknown = [(name, getattr(self, name), known) for name, known in named.items()]
         raise_problems([unknown_name(name, value, known) for name, value, known in unknown if value not in known])
         if self.mode == "waves" and self.planner != "lengthwise":
-            remedy = "Use planner lengthwise, or mode free."
+            remedy = "{one_mode|Use planner lengthwise, or mode free}."
             expected = f"free, all that planner {self.planner} plans"
             raise ConfigError("mode", expected=expected, got=self.mode, remedy=remedy)
 
@@ -96,7 +96,7 @@ class PlanOptions:
         """Check speeds; None where all ranks are alike."""
         speeds = read_speeds(self.speeds, ranks)
         if speeds is not None and self.mode != "free":
-            remedy = "Use mode free, or leave speeds out."
+            remedy = "Use mode free, or leave {speeds} out."
             raise ConfigError("speeds", expected=f"all 1 in mode {self.mode}", got="unequal ranks", remedy=remedy)
         return speeds
 
@@ -107,17 +107,17 @@ def _refuse_stages(options: PlanOptions, cost: Cost | None) -> None:
     problems: list[LengthwiseError] = []
     for name, value in (("stages", stages), ("virtual", virtual)):
         if value is not None and mode != "pipeline":
-            remedy = f"Use mode pipeline, or leave `{name}` out."
+            remedy = f"Use mode pipeline, or leave {{{name}|`{name}`}} out."
             problems.append(ConfigError(name, expected=f"nothing in mode {mode}", got=repr(value), remedy=remedy))
     if mode == "pipeline" and stages is None:
         expected = "a number in mode pipeline"
-        problems.append(ConfigError("stages", expected=expected, got="none", remedy="Give `stages`."))
+        problems.append(ConfigError("stages", expected=expected, got="none", remedy="Give {stages|`stages`}."))
     raise_problems(problems)
     if mode != "pipeline":
         return
     chunks = (stages or 1) * (virtual or 1)
     if options.layers > 1 and chunks > options.layers:
-        expected = f"stages x virtual of at most the {options.layers} layers"
+        expected = f"{{stages}} x {{virtual}} of at most the {options.layers} layers"
         got = f"{stages} x {virtual or 1}"
         raise ConfigError("stages", expected=expected, got=got, remedy="Use fewer of them.")
     if isinstance(cost, AllTermsCost) and stages != cost.stages:

@@ -46,7 +46,7 @@ def simulate_plan(plan: Plan, cost: AllTermsCost) -> Timeline:
             "speeds",
             expected="ranks of one speed, all that is simulated",
             got="a plan for unequal ranks",
-            remedy="Score it instead (`lengthwise plan --speeds` prints that), or plan without speeds.",
+            remedy="Score it instead (`lengthwise plan --speeds` prints that), or plan without {speeds}.",
         )
     stages = cost.stages
     if plan.schedule["kind"] == "pipeline" and plan.schedule["stages"] != stages:
@@ -54,7 +54,7 @@ def simulate_plan(plan: Plan, cost: AllTermsCost) -> Timeline:
             "schedule: stages",
             expected=f"{stages}, as in the costs",
             got=str(plan.schedule["stages"]),
-            remedy="Give costs of that many stages (--pp).",
+            remedy="Give costs of that many stages ({stages}).",
         )
     run = _run_flat if stages == 1 else _run_stages
     clocks = _all_clocks(plan, lambda _: cost)

@@ -60,7 +60,7 @@ def context_parallel_degrees(cluster: Cluster, context_tokens: int) -> tuple[int
             "context_tokens",
             expected=f"at most {held}",
             got=str(context_tokens),
-            remedy=f"Use {exact} ranks, raise capacity_tokens to {room}, or take a shorter context.",
+            remedy=f"Use {exact} ranks, raise {{capacity_tokens}} to {room}, or take a shorter context.",
         )
     divisor = next(degree for degree in range(exact, cluster.ranks + 1) if cluster.ranks % degree == 0)
     power = 1 << (exact - 1).bit_length()
@@ -99,9 +99,9 @@ def _context_tokens(request: PlanRequest) -> int:
     if context < longest:
         raise PlanError(
             f"sequence {request.tokens.index(longest)}",
-            expected=f"at most context_tokens = {context} tokens",
+            expected=f"at most {{context_tokens}} = {context} tokens",
             got=f"{longest} tokens",
-            remedy=f"Raise context_tokens to {longest}, or leave it out.",
+            remedy=f"Raise {{context_tokens}} to {longest}, or leave it out.",
         )
     return context
 

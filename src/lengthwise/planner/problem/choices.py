@@ -71,14 +71,14 @@ def refuse_choices(freedom: Freedom, cost: Cost | None, layers: int, speeds: Seq
         if value not in CHOICES:
             problems.append(unknown_name(name, value, CHOICES))
         elif value == "auto" and cost is not None and not isinstance(cost, AllTermsCost):
-            remedy = f"Plan with a hardware description (--hardware), or without {name}."
+            remedy = f"Plan with a hardware description ({{hardware}}), or without {{{name}}}."
             got = f"costs {cost.version}, which do not tell what {name} takes"
             problems.append(ConfigError(name, expected="off, with these costs", got=f"auto; {got}", remedy=remedy))
     if freedom.offload == "auto" and isinstance(cost, AllTermsCost) and layers < cost.layers:
         expected = f"those of the model, at least {cost.layers}: they tell what offload leaves on the device"
-        problems.append(ConfigError("layers", expected=expected, got=str(layers), remedy="Give layers to plan_step."))
+        problems.append(ConfigError("layers", expected=expected, got=str(layers), remedy="Give {layers} to plan_step."))
     if "auto" in (freedom.offload, freedom.heads) and speeds is not None:
         expected = "all 1 beside offload or heads, which are not planned together yet"
-        remedy = "Plan with speeds, or with these choices."
+        remedy = "Plan with {speeds}, or with these choices."
         problems.append(ConfigError("speeds", expected=expected, got="unequal ranks", remedy=remedy))
     raise_problems(problems)

@@ -63,6 +63,6 @@ def refuse_unheld(tokens: Sequence[int], cluster: Cluster) -> None:
         f"sequence {unheld[0]}" if len(unheld) == 1 else f"{len(unheld)} sequences",
         expected=f"at most {cluster.longest_tokens} tokens ({held})",
         got=", ".join(told) + more,
-        remedy=f"Use {-(-longest // cluster.capacity_tokens)} ranks, raise capacity_tokens to "
-        f"{-(-longest // cluster.ranks)}, or leave such sequences out.",
+        remedy=f"Use {-(-longest // cluster.capacity_tokens)} ranks, raise {{capacity_tokens}} to "
+        f"{-(-longest // cluster.ranks)}, or {{clip|leave such sequences out}}.",
     )
