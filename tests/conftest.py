@@ -1,10 +1,13 @@
 """What holds for every test: one thread, no network, no GPU unless asked for, the same property-based cases everywhere.
 
 With LENGTHWISE_TEST_GPU=1 (`make gpu-check`) GPUs are seen; all other tests are of the CPU, also where there is one.
+With HYPOTHESIS_PROFILE=search every property is tried on five times as many cases as its test asks for, new ones each
+time.
 """
 
 import os
 import sys
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -14,14 +17,30 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 if not os.environ.get("LENGTHWISE_TEST_GPU"):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+import hypothesis
 import pytest
 from hypothesis import HealthCheck, settings
+
+SEARCH_TIMES = 5  # the cases of a test under the search profile, over those it asks for
 
 settings.register_profile(
     "ci", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.register_profile("search", parent=settings.get_profile("ci"), derandomize=False, max_examples=500)
+settings.register_profile(
+    "search", parent=settings.get_profile("ci"), derandomize=False, max_examples=100 * SEARCH_TIMES
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def more_examples(*arguments: Any, max_examples: int | None = None, **others: Any) -> settings:
+    """Make the `settings` of a test that names its number of examples, which would else not follow the profile."""
+    if max_examples is not None:
+        others["max_examples"] = max_examples * SEARCH_TIMES
+    return settings(*arguments, **others)
+
+
+if os.environ.get("HYPOTHESIS_PROFILE") == "search":  # before any test module imports it
+    hypothesis.settings = more_examples
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -31,11 +31,18 @@ needs_root = pytest.mark.skipif(
 
 
 def test_emulated_steps_take_what_is_simulated() -> None:
-    cost = emulate.emulated_cost(0.5, nics=emulate.RANKS_PER_NODE)
-    batches = [[9000, 500, 1, 7], [300, 20_000]]
-    steps = emulate.emulate("lengthwise", batches, Cluster(ranks=3, capacity_tokens=8192), cost, 20_000, 4, None)
-    assert len(steps) == 2
-    assert all(measured > 0.95 * simulated > 0 for measured, simulated in steps)  # sleeping is never short
+    """Sleeps are never short; they are long where the machine wakes a process late, so the best of five runs counts."""
+    cost = emulate.emulated_cost(8.0, nics=emulate.RANKS_PER_NODE)
+    batches, cluster, longest = [[9000, 500, 1, 7], [300, 20_000]], Cluster(ranks=3, capacity_tokens=8192), 20_000
+    over = []
+    for _ in range(5):
+        steps = emulate.emulate("lengthwise", batches, cluster, cost, longest, 4, None)
+        assert len(steps) == 2
+        assert all(measured > 0.95 * simulated > 0 for measured, simulated in steps)
+        over.append(sum(measured for measured, _ in steps) / sum(simulated for _, simulated in steps))
+        if over[-1] < 1.15:
+            break
+    assert min(over) < 1.15, over
 
 
 def test_namespaces_without_root_are_refused(monkeypatch) -> None:

@@ -1,0 +1,322 @@
+"""The pictures of the documentation, as SVG: drawn from the tables of its pages, so that no figure is written twice.
+
+    python benchmarks/plots.py [--trace static=TRACE.json --trace lengthwise=TRACE.json] [--folder docs/pictures]
+
+    step      32 ranks over one step: docs/pictures/step.json, which --trace makes from traces of `lengthwise simulate`
+    tail      what share of sequences, tokens and attention is in sequences of each length; drawn from `github`
+    zigzag    how a sequence is cut over ranks
+    planners  makespans over the bound           (docs/benchmarks/planners.md)
+    meshes    planners, each with its best mesh  (docs/benchmarks/meshes.md)
+    emulate   emulated against simulated seconds (docs/benchmarks/emulate.md)
+
+Grey levels and shapes carry the meaning, so that prints and readers without colour lose nothing; the paper is white in
+light and dark themes alike. A test draws them again and compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+
+import numpy as np
+from pages import FOLDER, table_rows
+
+from lengthwise.data.recipes import draw_lengths
+
+PICTURES = FOLDER.parent / "pictures"
+DARK, MIDDLE, LIGHT, FAINT, INK = "#1f3b57", "#5f8fb8", "#b9d3e8", "#e9eef2", "#24292f"
+FONT = "font-family:Helvetica,Arial,'DejaVu Sans',sans-serif"
+SHOWN_RANKS = 32
+
+
+@dataclass(slots=True)
+class Sheet:
+    """An SVG under construction: a white sheet of `width` x `height` and what is drawn on it, in pixels."""
+
+    width: float
+    height: float
+    title: str
+    parts: list[str] = field(default_factory=list)
+
+    def text(
+        self, x: float, y: float, words: str, *, size: float = 12, anchor: str = "start", bold: bool = False
+    ) -> None:
+        weight = ' font-weight="bold"' if bold else ""
+        self.parts.append(
+            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:g}" text-anchor="{anchor}"{weight}>{escape(words)}</text>'
+        )
+
+    def box(self, x: float, y: float, width: float, height: float, fill: str, *, line: str = "none") -> None:
+        self.parts.append(
+            f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}" stroke="{line}"/>'
+        )
+
+    def line(self, x: float, y: float, to_x: float, to_y: float, *, ink: str = "#c4cad0", dashed: bool = False) -> None:
+        dash = ' stroke-dasharray="4 3"' if dashed else ""
+        self.parts.append(f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" stroke="{ink}"{dash}/>')
+
+    def mark(self, x: float, y: float, shape: int) -> None:
+        """Draw one of six shapes, told apart without colour: 0 is filled, the others are hollow."""
+        fill = DARK if shape == 0 else "white"
+        if shape in (0, 1):
+            self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{fill}" stroke="{INK}"/>')
+            return
+        corners = {
+            2: [(-4, -4), (4, -4), (4, 4), (-4, 4)],
+            3: [(0, -5), (5, 4), (-5, 4)],
+            4: [(0, -5), (5, 0), (0, 5), (-5, 0)],
+            5: [(-5, -4), (5, -4), (0, 5)],
+        }[shape]
+        points = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)
+        self.parts.append(f'<polygon points="{points}" fill="{fill}" stroke="{INK}"/>')
+
+    def svg(self) -> str:
+        """Return the file."""
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" role="img" '
+            f'aria-label="{escape(self.title)}" style="{FONT}" fill="{INK}">\n<title>{escape(self.title)}</title>\n'
+            f'<rect width="{self.width:g}" height="{self.height:g}" rx="6" fill="white"/>\n'
+            + "\n".join(self.parts)
+            + "\n</svg>\n"
+        )
+
+
+def legend(sheet: Sheet, x: float, y: float, names: Sequence[tuple[str, str]]) -> None:
+    """Draw a row of filled boxes and their names."""
+    for fill, name in names:
+        sheet.box(x, y - 9, 12, 10, fill, line="#8a939b")
+        sheet.text(x + 17, y, name, size=11)
+        x += 30 + 6.2 * len(name)
+
+
+def step() -> str:
+    """Draw ranks over time for two planners, one above the other on one time axis."""
+    drawn = json.loads((PICTURES / "step.json").read_text(encoding="utf-8"))
+    most = max(each["seconds"] for each in drawn["planners"])
+    left, width, row, gap = 92, 680, 4.6, 50
+    panel = row * SHOWN_RANKS
+    sheet = Sheet(800, 56 + len(drawn["planners"]) * (panel + gap), drawn["title"])
+    sheet.text(16, 24, drawn["title"], size=14, bold=True)
+    legend(
+        sheet,
+        16,
+        46,
+        [
+            (DARK, "sequences over many GPUs"),
+            (LIGHT, "short sequences on one GPU"),
+            ("white", "waiting for transfers or other GPUs"),
+        ],
+    )
+    for number, each in enumerate(drawn["planners"]):
+        top = 82 + number * (panel + gap)
+        sheet.text(left, top - 7, each["name"], size=12, bold=True)
+        sheet.text(left - 8, top + 12, f"{SHOWN_RANKS} of the", size=11, anchor="end")
+        sheet.text(left - 8, top + 26, "128 GPUs", size=11, anchor="end")
+        sheet.box(left, top, width * each["seconds"] / most, panel, "white", line="#8a939b")
+        for rank, spans in enumerate(each["ranks"]):
+            for start, compute, degree in spans:
+                fill = DARK if degree > 1 else LIGHT
+                sheet.box(left + width * start / most, top + rank * row, width * compute / most, row - 0.6, fill)
+        end = left + width * each["seconds"] / most
+        sheet.line(end, top - 4, end, top + panel + 4, ink=INK)
+        sheet.text(end, top + panel + 18, f"{each['seconds']:.1f} s", size=12, anchor="end", bold=True)
+    return sheet.svg()
+
+
+def step_data(traces: Mapping[str, Path]) -> str:
+    """Read traces of `lengthwise simulate`: (start, seconds of arithmetic, degree) of every microbatch of each rank."""
+    planners = []
+    for name, path in traces.items():
+        events = [each for each in json.loads(path.read_text())["traceEvents"] if each["ph"] == "X"]
+        spans: dict[tuple[int, int], list[float]] = {}
+        for each in sorted((each for each in events if "microbatch" in each["args"]), key=lambda each: each["ts"]):
+            key = each["tid"], each["args"]["microbatch"]
+            compute, degree = each["args"]["compute_seconds"], each["args"]["degree"]
+            spans.setdefault(key, [round(each["ts"] / 1e6, 3), round(compute, 3), degree])
+        shown = sorted({rank for rank, _ in spans})[:SHOWN_RANKS]
+        ranks = [[span for (of, _), span in spans.items() if of == rank] for rank in shown]
+        end = max(each["ts"] + each["dur"] for each in events) / 1e6
+        planners.append({"name": NAMES.get(name, name), "seconds": round(end, 3), "ranks": ranks})
+    title = "One step of a 7B model on 128 H100s, texts of up to 512K tokens (simulated)"
+    return json.dumps({"title": title, "planners": planners}, separators=(",", ":")) + "\n"
+
+
+NAMES = {
+    "static": "One fixed mesh: every sequence over 128 GPUs (the best of eight meshes)",
+    "lengthwise": "Lengthwise: each sequence over as many GPUs as pays off",
+}
+
+
+def tail() -> str:
+    """Draw shares of sequences, tokens and attention's work by length, for lengths of GitHub files."""
+    lengths = np.array(draw_lengths("github", 2**26, 0, longest_tokens=2**21), dtype=float)
+    borders = [0, 2**10, 2**12, 2**14, 2**16, 2**18, 2**21]
+    names = ["< 1K", "1K - 4K", "4K - 16K", "16K - 64K", "64K - 256K", "256K - 2M"]
+    weights = {"sequences": lengths**0, "tokens": lengths, "attention": lengths**2}
+    shares = {name: np.histogram(lengths, borders, weights=each)[0] / each.sum() for name, each in weights.items()}
+    sheet = Sheet(760, 270, "Share of sequences, tokens and attention work by length of a sequence")
+    sheet.text(16, 24, "Few sequences hold most of the work: lengths of GitHub files, in tokens", size=14, bold=True)
+    legend(sheet, 16, 46, [(LIGHT, "of all sequences"), (MIDDLE, "of all tokens"), (DARK, "of all attention work")])
+    for number, name in enumerate(names):
+        x = 40 + number * 118
+        for place, (fill, values) in enumerate(zip((LIGHT, MIDDLE, DARK), shares.values(), strict=True)):
+            height = 150 * float(values[number])
+            sheet.box(x + place * 30, 226 - height, 27, height, fill, line="#8a939b")
+            percent = f"{100 * values[number]:.0f} %" if values[number] >= 0.005 else "< 1 %"
+            sheet.text(x + place * 30 + 13, 221 - height, percent, size=9.5, anchor="middle")
+        sheet.text(x + 44, 246, name, size=12, anchor="middle")
+    sheet.line(30, 226, 740, 226, ink=INK)
+    return sheet.svg()
+
+
+def zigzag() -> str:
+    """Draw the cut of one sequence over three ranks, and which blocks of attention each rank computes."""
+    ranks, cell = 3, 30.0
+    fills, chunks = (DARK, MIDDLE, LIGHT), 6
+    of_chunk = [min(chunk, chunks - 1 - chunk) for chunk in range(chunks)]
+    sheet = Sheet(640, 268, "A sequence over three ranks: six chunks, each rank holds an early and a late one")
+    sheet.text(16, 24, "A sequence over three ranks: each holds an early and a late chunk", size=14, bold=True)
+    legend(sheet, 16, 46, [(fills[rank], f"position {rank}: chunks {rank} and {5 - rank}") for rank in range(ranks)])
+    for chunk, rank in enumerate(of_chunk):
+        sheet.box(40 + chunk * 40, 84, 40, 26, fills[rank], line="white")
+        sheet.text(60 + chunk * 40, 124, str(chunk), size=11, anchor="middle")
+    sheet.text(40, 78, "the sequence", size=11)
+    sheet.text(40, 156, "Under a causal mask every position then", size=12)
+    sheet.text(40, 174, "computes as much: 7 of the 21 blocks each", size=12)
+    sheet.text(40, 192, "(blocks on the diagonal count half).", size=12)
+    for query in range(chunks):
+        for key in range(query + 1):
+            sheet.box(400 + key * cell, 62 + query * cell, cell, cell, fills[of_chunk[query]], line="white")
+    sheet.text(400, 258, "keys", size=11)
+    sheet.text(392, 74, "queries", size=11, anchor="end")
+    return sheet.svg()
+
+
+def planners() -> str:
+    """Draw makespan over bound of every planner on every batch, on a logarithmic axis."""
+    rows = table_rows(FOLDER / "planners.md", heading="Planners on the same batches")
+    names = [title.partition(" (ms)")[0].partition(":")[0] for title in rows[0] if "(" in title]
+    titles = [title for title in rows[0] if "(" in title]
+    sheet = Sheet(800, 112 + 17 * len(rows), "Makespan over the bound, by planner and batch")
+    sheet.text(16, 24, "Makespan over the bound (modelled); 1 cannot be beaten", size=14, bold=True)
+    x = 16.0
+    for shape, name in enumerate(names):
+        sheet.mark(x + 6, 42, shape)
+        sheet.text(x + 16, 46, name, size=11)
+        x += 34 + 6.6 * len(name)
+    left, width, most = 250, 520, 5.0
+
+    def place(ratio: float) -> float:
+        return left + width * math.log(max(1.0, ratio)) / math.log(most)
+
+    for ratio in (1, 1.25, 1.5, 2, 3, 4, 5):
+        sheet.line(place(ratio), 62, place(ratio), 74 + 17 * len(rows), ink=INK if ratio == 1 else "#c4cad0")
+        sheet.text(place(ratio), 92 + 17 * len(rows), f"{ratio:g}", size=11, anchor="middle")
+    for number, row in enumerate(rows):
+        y = 74 + 17 * number
+        case, _, rest = row["case"].replace("`", "").partition(":")
+        sheet.text(
+            left - 12, y + 4, case + (" (compute only)" if "compute only" in rest else ""), size=11, anchor="end"
+        )
+        for shape, title in reversed(list(enumerate(titles))):
+            if row[title] != "-":
+                sheet.mark(place(float(row[title].split()[0])), y, shape)
+    return sheet.svg()
+
+
+def meshes() -> str:
+    """Draw, for each setting, the best mesh of every planner over what `lengthwise` ends at today."""
+    rows = table_rows(FOLDER / "meshes.md", heading="Every planner with its best mesh")
+    settings = list(dict.fromkeys((row["GPUs"], row["longest"]) for row in rows))
+    names = list(dict.fromkeys(row["planner"] for row in rows))
+    fills = dict(zip(names, ("white", FAINT, LIGHT, MIDDLE, DARK), strict=True))
+    sheet = Sheet(800, 300, "Step seconds of each planner with its best mesh over those of lengthwise today")
+    sheet.text(16, 24, "Step time of each planner with its best of eight meshes (simulated);", size=14, bold=True)
+    sheet.text(16, 42, "1: what Lengthwise trains today, without tensor parallelism or split heads", size=14, bold=True)
+    legend(sheet, 16, 64, [(fills[name], name) for name in names])
+    most = max(float(row["best"]) / today(rows, row) for row in rows)
+    for number, setting in enumerate(settings):
+        x = 50 + number * 150
+        for place, row in enumerate(row for row in rows if (row["GPUs"], row["longest"]) == setting):
+            ratio = float(row["best"]) / today(rows, row)
+            height = 160 * ratio / most
+            sheet.box(x + place * 25, 262 - height, 22, height, fills[row["planner"]], line="#5c656d")
+            sheet.text(x + place * 25 + 11, 257 - height, f"{ratio:.2f}", size=9.5, anchor="middle")
+        sheet.text(x + 61, 280, f"{setting[0]} GPUs, {setting[1]}", size=12, anchor="middle")
+    sheet.line(40, 262, 790, 262, ink=INK)
+    sheet.line(40, 262 - 160 / most, 790, 262 - 160 / most, ink=INK, dashed=True)
+    return sheet.svg()
+
+
+def today(rows: Iterable[Mapping[str, str]], like: Mapping[str, str]) -> float:
+    """Return the seconds of `lengthwise` with plain rings and no tensor parallelism in the setting of a row."""
+    (ours,) = (
+        row
+        for row in rows
+        if row["planner"] == "lengthwise" and (row["GPUs"], row["longest"]) == (like["GPUs"], like["longest"])
+    )
+    return float(ours["plain, TP 1"])
+
+
+def emulate() -> str:
+    """Draw emulated against simulated seconds, on logarithmic axes."""
+    rows = table_rows(FOLDER / "emulate.md", heading="Simulator against emulation")
+    names = list(dict.fromkeys(row["planner"] for row in rows))[::-1]
+    sheet = Sheet(520, 412, "Emulated against simulated seconds of a step")
+    sheet.text(16, 24, "Seconds of a step on 16, 32 and 64 processes", size=14, bold=True)
+    low, high = math.log(15), math.log(120)
+
+    def place(seconds: float) -> float:
+        return (math.log(seconds) - low) / (high - low)
+
+    left, top, size = 50, 62, 300
+    for seconds in (15, 20, 30, 50, 80, 120):
+        x, y = left + 440 * place(seconds), top + size * (1 - place(seconds))
+        sheet.line(x, top, x, top + size)
+        sheet.line(left, y, left + 440, y)
+        sheet.text(x, top + size + 16, str(seconds), size=11, anchor="middle")
+        sheet.text(left - 6, y + 4, str(seconds), size=11, anchor="end")
+    sheet.line(left, top + size, left + 440, top, ink=INK, dashed=True)
+    sheet.box(left + 10, top + 8, 110, 16 + 20 * len(names), "white", line="#c4cad0")
+    for shape, name in enumerate(names):
+        sheet.mark(left + 24, top + 26 + 20 * shape, shape)
+        sheet.text(left + 36, top + 30 + 20 * shape, name, size=11)
+    for row in rows:
+        x, y = place(float(row["simulated, s"])), place(float(row["measured, s"]))
+        sheet.mark(left + 440 * x, top + size * (1 - y), names.index(row["planner"]))
+    sheet.text(left + 220, top + size + 36, "simulated", size=12, anchor="middle")
+    sheet.text(16, top - 12, "emulated", size=12)
+    return sheet.svg()
+
+
+CHARTS: dict[str, Callable[[], str]] = {
+    "step": step,
+    "tail": tail,
+    "zigzag": zigzag,
+    "planners": planners,
+    "meshes": meshes,
+    "emulate": emulate,
+}
+
+
+def main() -> None:
+    """Draw all pictures into a folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", action="append", default=[], metavar="PLANNER=FILE", help="makes step.json anew")
+    parser.add_argument("--folder", type=Path, default=PICTURES)
+    arguments = parser.parse_args()
+    if arguments.trace:
+        traces = {name: Path(path) for name, _, path in (each.partition("=") for each in arguments.trace)}
+        (PICTURES / "step.json").write_text(step_data(traces), encoding="utf-8")
+    for name, draw in CHARTS.items():
+        (arguments.folder / f"{name}.svg").write_text(draw(), encoding="utf-8")
+        print(arguments.folder / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Every command in the documentation is one that its parser takes; run files load, Python runs, links lead somewhere.
+
+Nothing is run but Python blocks. Whole commands stand in fenced blocks and in tables and are parsed whole; in running
+text a command may be cut short, and only the words and options that it has are looked up.
+"""
+
+import argparse
+import importlib
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import tyro
+
+from lengthwise.cli import Command
+from lengthwise.config import load_config
+from lengthwise.core.plan import Plan
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+SCRIPTS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if "\n    python benchmarks/" in path.read_text())
+OTHERS = ("pip", "python3", "source", ".", "git", "cd", "export")  # of other people, not looked at
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+class ParsedError(Exception):
+    """Stops a benchmark where its arguments have been parsed."""
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the language and the text of every fenced block."""
+    for match in re.finditer(r"^ *```(\w*)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL):
+        yield match[1], match[2]
+
+
+def commands(text: str) -> Iterator[tuple[str, bool]]:
+    """Yield the commands of a page, and whether each stands there whole."""
+    for language, block in blocks(text):
+        if language in ("", "sh", "bash", "shell"):
+            for line in block.replace("\\\n", " ").splitlines():
+                for command in re.split(r" && | \|\| ", re.sub(r"(^|\s)#.*", "", line)):
+                    if command.strip():
+                        yield command.strip(), True
+    for line in re.sub(r"^ *```\w*\n.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL).split("\n\n"):
+        for code in re.findall(r"`([^`]+)`", line):
+            words = " ".join(code.split())
+            if words.startswith(("lengthwise ", "python benchmarks/", "make ", "torchrun ", "python -m lengthwise ")):
+                yield words, False
+
+
+def refuse(command: str, *, whole: bool) -> None:
+    """Raise if a command is not one that its parser takes."""
+    words = shlex.split(command)
+    while words and "=" in words[0]:  # of the environment
+        words.pop(0)
+    words[0] = words[0].removeprefix(".venv/bin/")
+    if words[0] == "lengthwise":
+        refuse_verb(words[1:], whole=whole)
+    elif words[0] == "make":
+        targets = [word for word in words[1:] if "=" not in word]
+        assert set(targets) <= TARGETS, f"no target {targets} in the Makefile"
+    elif words[0] == "torchrun":
+        run = importlib.import_module("torch.distributed.run")
+        parsed = run.get_args_parser().parse_args(words[1:])
+        assert parsed.module, command
+        assert parsed.training_script == "lengthwise", command
+        refuse_verb(parsed.training_script_args, whole=whole)
+    elif words[:2] == ["python", "-m"]:
+        assert words[2] in ("pytest", "lengthwise"), command
+        if words[2] == "lengthwise":
+            refuse_verb(words[3:], whole=whole)
+    elif words[0] == "python":
+        parse_benchmark(ROOT / words[1], words[2:])
+    else:
+        assert words[0] in OTHERS, f"a command that no test knows: {command}"
+
+
+def refuse_verb(words: list[str], *, whole: bool) -> None:
+    if words == ["--version"]:
+        return
+    assert words, "lengthwise without a verb"
+    assert words[0] in VERB_TYPES, f"lengthwise has no verb {words[0]}"
+    if whole:
+        tyro.cli(Command, args=words)  # type: ignore[arg-type]
+        return
+    options = {field.name for field in fields(VERB_TYPES[words[0]])}
+    for word in words[1:]:
+        if word.startswith("--"):
+            assert word[2:].partition("=")[0].replace("-", "_") in options, f"{words[0]} has no option {word}"
+
+
+VERB_TYPES = {annotated.__metadata__[0].name: annotated.__origin__ for annotated in Command.__args__}
+
+
+def parse_benchmark(script: Path, words: list[str]) -> argparse.ArgumentParser:
+    """Parse arguments as a benchmark does; return its parser."""
+    assert script in SCRIPTS, f"no such benchmark, or one that does not name its own command: {script}"
+    parse = argparse.ArgumentParser.parse_args
+    parsers = []
+
+    def stop(self, *_: object) -> None:
+        parsers.append(self)
+        parse(self, words)
+        raise ParsedError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        with pytest.raises(ParsedError):
+            importlib.import_module(script.stem).main()
+    return parsers[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_docs_commands_are_taken_by_their_parsers(page: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrong = []
+    for command, whole in commands(page.read_text(encoding="utf-8")):
+        try:
+            refuse(command, whole=whole)
+        except (AssertionError, SystemExit) as error:
+            wrong.append(f"{command}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
+def test_benchmarks_take_the_options_that_they_name(script: Path) -> None:
+    parser = parse_benchmark(script, [])
+    document = importlib.import_module(script.stem).__doc__ or ""
+    (usage,) = re.findall(rf"^    python benchmarks/{script.name}\b(.*?)\n\n", document, re.MULTILINE | re.DOTALL)
+    known = set(parser._option_string_actions)
+    assert set(re.findall(r"--[a-z-]+", usage)) <= known, usage
+    assert set(re.findall(r"--[a-z-]+", document)) <= known | {"--no-deps"}, document  # an option of pip
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
+def test_benchmarks_have_a_page_that_says_how_it_was_made(script: Path) -> None:
+    if script.stem in ("families", "gpu_step", "plots", "plan_time"):  # pages elsewhere, pictures, two checkouts
+        return
+    page = (ROOT / "docs" / "benchmarks" / f"{script.stem}.md").read_text(encoding="utf-8")
+    begin, end = (f"<!-- {script.stem}: {part} -->\n" for part in ("begin", "end"))
+    assert page.count(begin) == page.count(end) == 1
+    made = " ".join(page.partition(begin)[2].partition(end)[0].rpartition("\n\n")[2].split())
+    how = r"(Modelled|Measured|Simulated|Emulated)\b.*"
+    assert re.match(rf"{how} by `python benchmarks/{script.name}\b.*` on 20\d\d-\d\d-\d\d, commit", made), made
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_docs_blocks_are_what_they_say(page: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for language, block in blocks(page.read_text(encoding="utf-8")):
+        if language == "yaml":
+            for name in re.findall(r"path: ([\w./-]+)", block):
+                Path(name).write_text('{"text": "a"}\n', encoding="utf-8")
+            Path("run.yaml").write_text(block, encoding="utf-8")
+            load_config(Path("run.yaml"))
+            commented = re.sub(r"^# (?=\w+:)", "", block, flags=re.MULTILINE)
+            Path("run.yaml").write_text(commented, encoding="utf-8")
+            load_config(Path("run.yaml"))
+        elif language == "json":
+            raw = json.loads(block)
+            if str(raw.get("schema", "")).startswith("lengthwise.plan"):
+                Plan.from_json(block)
+        elif language == "python":
+            exec(compile(block, str(page), "exec"), {})
+        else:
+            assert language in ("", "sh", "bash", "shell", "text", "mermaid"), f"no test knows blocks of {language}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_docs_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r'(?:src|srcset|href)="([^"]+)"', text)]
+    for link in links:
+        if re.match(r"https?://", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{name_of(page)}: {link}"
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {anchor_of(title) for title in titles}, f"{name_of(page)}: {link}"
+
+
+def anchor_of(title: str) -> str:
+    """Make the anchor of a title as GitHub does."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def test_docs_pages_are_all_reached_from_the_readme() -> None:
+    seen, left = set(), [ROOT / "README.md"]
+    while left:
+        page = left.pop()
+        if page in seen:
+            continue
+        seen.add(page)
+        links = re.findall(r"\]\(([^)\s#]+\.md)", page.read_text(encoding="utf-8"))
+        left += [(page.parent / link).resolve() for link in links if "://" not in link]
+    assert set(PAGES) <= seen, sorted(map(name_of, set(PAGES) - seen))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```\nlengthwise plan --wrong 3\n```",
+        "```\nlengthwise simulate --model llama-7b --out what-if --gpus many\n```",
+        "```\nlengthwise fly\n```",
+        "```\nmake nothing\n```",
+        "```\npython benchmarks/planners.py --wrong\n```",
+        "```\npython benchmarks/nothing.py\n```",
+        "```\ntorchrun --nproc-per-node 2 -m lengthwise train run.yaml --wrong\n```",
+        "```\nrm -rf all\n```",
+        "see `lengthwise plan --wrong`",
+        "| claim | `python benchmarks/planners.py --seeds many` |",
+    ],
+)
+def test_docs_wrong_command_is_found(text: str, capsys) -> None:
+    ((command, whole),) = commands(text)
+    with pytest.raises((AssertionError, SystemExit)):
+        refuse(command, whole=whole)
