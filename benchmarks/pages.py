@@ -12,6 +12,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
@@ -35,7 +36,7 @@ class Findings:
         """Add how the figures were found (`Modelled`, `Measured`), by which command, when, where, and `about`."""
         machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
         made = f"{how} by `{_command()}` on {date.today().isoformat()}, commit {_commit()}; {machine}"
-        self.tell(["", f"{made}; {about}."])
+        self.tell(["", *textwrap.wrap(f"{made}; {about}.", 120, break_long_words=False, break_on_hyphens=False)])
 
     def write(self, page: Path | None) -> None:
         """Replace what stands between the marks of a page, if one is given.

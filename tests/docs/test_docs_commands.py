@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
+import plots
 import pytest
 import tyro
 
@@ -225,3 +226,9 @@ def test_docs_wrong_command_is_found(text: str, capsys) -> None:
     ((command, whole),) = commands(text)
     with pytest.raises((AssertionError, SystemExit)):
         refuse(command, whole=whole)
+
+
+@pytest.mark.parametrize("name", sorted(plots.CHARTS))
+def test_docs_pictures_are_drawn_from_the_tables_as_they_are(name: str) -> None:
+    drawn = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
+    assert plots.CHARTS[name]() == drawn, "run: python benchmarks/plots.py"
