@@ -42,6 +42,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import AllTermsCost, Pass, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
+from lengthwise.planner import PlanOptions
 from lengthwise.program import MicrobatchProgram, Transfer, lower_plan
 from lengthwise.simulator import simulate_plan
 from lengthwise.testing import run_ranks
@@ -277,8 +278,9 @@ def emulate(
 ) -> list[tuple[float, float]]:
     """Run all batches with one planner; return (measured, simulated) seconds of each step."""
 
-    fixed = {"cluster": cluster, "cost": cost, "planner": planner, "layers": LAYERS}
-    fixed["context_tokens"] = context if planner == "static" else None
+    sized = context if planner == "static" else None
+    options = PlanOptions(planner=planner, layers=LAYERS, context_tokens=sized)
+    fixed = {"cluster": cluster, "cost": cost, "options": options}
 
     def work(transport: Any) -> list[tuple[float, float]]:
         torch.set_num_threads(1)
