@@ -1,6 +1,90 @@
 """Lengthwise trains language models on sequences of very different lengths with Hybrid Data Parallelism.
 
-Importing this package is cheap: nothing heavy (torch, transformers) is loaded until it is used.
+    import lengthwise
+
+    cost = lengthwise.costs("llama-7b", "h100")
+    cluster = lengthwise.Cluster(ranks=8, capacity_tokens=32_768)
+    plan = lengthwise.plan([131_072, 9_000, 800], cluster, cost)
+    print(lengthwise.score(plan, cost).makespan_seconds)
+
+Every name of `__all__` is imported when it is first asked for: only `train`, `verify` and their records need torch.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lengthwise.config import RunConfig, build_config, load_config
+    from lengthwise.core.errors import LengthwiseError, Problems
+    from lengthwise.core.plan import Microbatch, Piece, Plan
+    from lengthwise.core.shape import Cluster, ModelShape
+    from lengthwise.core.timeline import Timeline
+    from lengthwise.cost import Cost, Hardware, costs
+    from lengthwise.planner import PlanOptions, Score, score
+    from lengthwise.planner import plan_step as plan
+    from lengthwise.program import check_plan as check
+    from lengthwise.simulator import simulate_plan as simulate
+
+    options = PlanOptions
+
 __version__ = "0.1.0"
+__all__ = [
+    "Cluster",
+    "Cost",
+    "Hardware",
+    "LengthwiseError",
+    "Microbatch",
+    "ModelShape",
+    "Piece",
+    "Plan",
+    "PlanOptions",
+    "Problems",
+    "RunConfig",
+    "Score",
+    "Timeline",
+    "build_config",
+    "check",
+    "costs",
+    "load_config",
+    "options",
+    "plan",
+    "score",
+    "simulate",
+]
+
+# Where each name lives; after a colon, what it is called there.
+_HOMES = {
+    "Cluster": "core.shape",
+    "Cost": "cost",
+    "Hardware": "cost",
+    "LengthwiseError": "core.errors",
+    "Microbatch": "core.plan",
+    "ModelShape": "core.shape",
+    "Piece": "core.plan",
+    "Plan": "core.plan",
+    "PlanOptions": "planner",
+    "Problems": "core.errors",
+    "RunConfig": "config",
+    "Score": "planner",
+    "Timeline": "core.timeline",
+    "build_config": "config",
+    "check": "program:check_plan",
+    "costs": "cost",
+    "load_config": "config",
+    "options": "planner:PlanOptions",
+    "plan": "planner:plan_step",
+    "score": "planner",
+    "simulate": "simulator:simulate_plan",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lengthwise' has no attribute {name!r}; it has {', '.join(__all__)}")
+    module, _, attribute = _HOMES[name].partition(":")
+    globals()[name] = value = getattr(import_module(f"lengthwise.{module}"), attribute or name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,6 +7,7 @@ link, block sizes, heads, offload and recomputation, or `JointCost`, which choos
 
 from lengthwise.cost.all_terms import all_terms_cost
 from lengthwise.cost.analytic import analytic_cost, step_flops
+from lengthwise.cost.costs import costs
 from lengthwise.cost.given import cost_from_file
 from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, named_hardware
 from lengthwise.cost.joint import JointCost
@@ -41,6 +42,7 @@ __all__ = [
     "analytic_cost",
     "capacity_tokens",
     "cost_from_file",
+    "costs",
     "forward_share",
     "host_share_bytes",
     "microbatches_kept",

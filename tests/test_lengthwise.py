@@ -1,0 +1,62 @@
+"""What `import lengthwise` gives: names that are documented and light."""
+
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+
+import lengthwise
+
+LIGHT = """
+import sys
+import lengthwise
+heavy = {"torch", "transformers", "numpy", "pydantic"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+cost = lengthwise.costs("llama-7b", "h100")
+plan = lengthwise.plan([900, 300, 200], lengthwise.Cluster(ranks=4, capacity_tokens=512), cost, lengthwise.options())
+lengthwise.check(plan)
+print(lengthwise.score(plan, cost).makespan_seconds, lengthwise.simulate(plan, cost).step_seconds)
+assert not {"torch", "transformers"} & set(sys.modules)
+"""
+
+
+def test_import_and_planning_load_no_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    scored, simulated = map(float, done.stdout.split())
+    assert 0 < scored <= simulated
+
+
+@pytest.mark.parametrize("name", lengthwise.__all__)
+def test_every_name_is_there_and_documented(name: str) -> None:
+    value = getattr(lengthwise, name)
+    assert inspect.getdoc(value)
+    assert name in dir(lengthwise)
+
+
+def test_all_is_what_is_imported_for_types() -> None:
+    names = set(vars(lengthwise)["_HOMES"])
+    assert names == set(lengthwise.__all__)
+    assert list(lengthwise.__all__) == sorted(names)
+
+
+def test_an_unknown_name_is_told_with_the_known_ones() -> None:
+    with pytest.raises(AttributeError, match=r"has no attribute 'plans'; it has .* load_config"):
+        _ = lengthwise.plans
+
+
+def test_costs_come_from_a_model_or_from_a_file(tmp_path) -> None:
+    (tmp_path / "cost.json").write_text(json.dumps({"linear_seconds": 1.0}))
+    plan = lengthwise.plan(
+        [3, 4], lengthwise.Cluster(ranks=1, capacity_tokens=9), lengthwise.costs(file=tmp_path / "cost.json")
+    )
+    assert plan.notes["predicted_seconds"] == 7
+    shape = lengthwise.ModelShape(
+        name="x", layers=2, hidden=8, heads=2, kv_heads=2, head_dim=4, intermediate=8, vocab=9
+    )
+    assert lengthwise.costs(shape, "cpu", simple=True).version != lengthwise.costs(shape, "cpu").version
+    for given in ({}, {"model": "tiny", "file": "x"}):
+        with pytest.raises(lengthwise.LengthwiseError, match="one of model and file"):
+            lengthwise.costs(**given)
