@@ -11,8 +11,7 @@
 4. Where the rings and an even share of the rest promise to end near T, short sequences fill the gaps that rings leave,
    then level the ends (`packs`), at last by exchanges between the last rank to finish and the first (`swaps`: prolong
    on 64 ranks 1.0001 of the bound, 1.0006 without). What promises less waits until nothing better is left.
-5. The schedule that ends first is kept; of equal ones the first tried, which has the fewest cuts. Ranks that would end
-   with a ring end with a pack where that costs nothing (`last_local`).
+5. The schedule that ends first is kept; of equal ones the first tried, which has the fewest cuts.
 
 Tries are counted, never timed: the plan depends on nothing but its inputs. Small steps are tried in every way, large
 ones, which level better, in a few: 54,845 sequences on 12,288 ranks are placed and packed once or twice.
@@ -35,7 +34,6 @@ from numpy.typing import NDArray
 from lengthwise.core.held import held_at_most
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.planner.placement.annealing import MOST_WORK, anneal
-from lengthwise.planner.placement.last_local import end_with_packs
 from lengthwise.planner.placement.line import PlacedRings, Ring, place_rings
 from lengthwise.planner.placement.packs import LocalPack, Rooms, ShortSequences, fill_gaps, level_ends
 from lengthwise.planner.placement.skyline import Moldable, fill_valleys
@@ -119,7 +117,7 @@ def plan_lengthwise(request: PlanRequest) -> list[Microbatch]:
     tiny = len(request.tokens) * request.cluster.ranks <= MOST_WORK and request.speeds is None
     if tiny and seconds > request.bound_seconds * _WORTH_ANNEALING:
         microbatches = anneal(request, microbatches, seconds)
-    return end_with_packs(request, microbatches)
+    return microbatches
 
 
 def _floors_tokens(request: PlanRequest) -> Iterator[int]:

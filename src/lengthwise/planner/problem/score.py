@@ -81,16 +81,6 @@ def score(plan: Plan, cost: Cost, *, speeds: Sequence[float] | None = None) -> S
     )
 
 
-def rank_ends(plan: Plan, cost: Cost, speeds: Sequence[float] | None = None) -> list[float]:
-    """Tell when each rank of a plan of kind `free` is done."""
-    free = [0.0] * plan.ranks
-    for total in _rank_seconds(plan, cost, speeds):
-        start = max(map(free.__getitem__, total))
-        for rank, seconds in total.items():
-            free[rank] = start + seconds
-    return free
-
-
 def _pipelined_seconds(plan: Plan, totals: Sequence[Mapping[int, float]], stages: int) -> float:
     """Run microbatches, given as seconds of each of their ranks, through stages; tell when the last one is done."""
     counts = [len(total) for total in totals]
