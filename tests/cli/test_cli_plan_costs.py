@@ -69,6 +69,20 @@ def test_plan_refuses_nodes_that_are_none(tmp_path, capfd, lengths):
     assert "--hardware" in refused(capfd, "--config", run, *rest, "--ranks-per-node", 8)
 
 
+def test_plan_of_a_run_file_says_what_prices_it_and_refuses_another_model_without_hardware(tmp_path, capfd):
+    run = write_run(tmp_path, make_rows([3]), model="tiny")
+    rest = ("--config", run, "--ranks", 2, "--out", tmp_path / "plan.json")
+    err = refused(capfd, *rest, "--model-shape", "llama-7b")
+    assert "--model-shape: expected --hardware beside it" in err
+    assert "Add --hardware h100" in err
+    assert call("plan", *rest) == 0
+    assert "as training on CPUs plans" in capfd.readouterr().out
+    assert call("plan", *rest, "--model-shape", "llama-7b", "--hardware", "h100") == 0
+    said = capfd.readouterr().out
+    assert "all-terms/1 llama-7b h100" in said
+    assert "CPUs" not in said
+
+
 def test_plan_writes_waves(tmp_path, lengths):
     out = tmp_path / "plan.json"
     rest = ("--ranks", 2, "--capacity", 64, "--out", out)

@@ -96,7 +96,7 @@ class PlanCommand:
     with the capacity that it leaves beside weights and optimizer, by estimate; default: the run file's, else none."""
     model_shape: Annotated[str | None, tyro.conf.arg(metavar="NAME|FOLDER", help_behavior_hint="")] = None
     """Whose costs to plan with: a named shape, llama-7b for example, or a Hugging Face folder or its config.json;
-    default: the run file's model, else llama-7b."""
+    default: the run file's model, else llama-7b. With --config it needs --hardware."""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE.json", help_behavior_hint="")] = None
     """What the ranks are: h100, bytescale-gpu or cpu, or a JSON file with the keys of lengthwise/cost/hardware.json;
     default: cpu with --config (planned as training does), h100 with --lengths."""
@@ -127,6 +127,8 @@ class PlanCommand:
         console, cost = plain_console(), asked.cost
         known = None if self.cost else asked.shape
         named = f"model {known.name} ({cost.version})" if known else f"costs {cost.version}"
+        if self._plans_as_training and not self.cost:
+            named += ", as training on CPUs plans; --hardware prices other machines"
         console.print(
             f"{counted(len(tokens), 'sequence')}, {count(sum(tokens))} tokens, longest {max(tokens)}; "
             f"{counted(plan.ranks, 'rank')} of {plan.capacity} tokens; {named}"
@@ -252,13 +254,20 @@ class PlanCommand:
         from lengthwise.cost import named_hardware
 
         if self._plans_as_training:
-            if self.ranks_per_node is not None or self.stages is not None:
-                raise ConfigError(
-                    "--stages" if self.ranks_per_node is None else "--ranks-per-node",
-                    expected="--hardware beside it (without, --config plans as training on CPUs does)",
-                    got="no --hardware",
-                    remedy="Add --hardware h100, or leave this option out.",
-                )
+            beside = {
+                "--ranks-per-node": self.ranks_per_node,
+                "--stages": self.stages,
+                "--model-shape": self.model_shape,
+            }
+            expected = "--hardware beside it (without, --config plans as training on CPUs does)"
+            remedy = "Add --hardware h100, or leave this option out."
+            raise_problems(
+                [
+                    ConfigError(option, expected=expected, got="no --hardware", remedy=remedy)
+                    for option, value in beside.items()
+                    if value is not None
+                ]
+            )
             return named_hardware("cpu")
         hardware = named_hardware(self.hardware or "h100")
         if self.ranks_per_node is not None:
@@ -328,6 +337,6 @@ def _shape_of(config: RunConfig) -> ModelShape:
             "model",
             expected="tiny, or a local folder with config.json, to know its costs",
             got=config.model,
-            remedy="Add --model-shape llama-7b or another named shape.",
+            remedy="Add --model-shape llama-7b --hardware h100, or other named ones.",
         )
     return shape_from_config(read_json_object(str(path)))
