@@ -179,7 +179,7 @@ def test_plan_reads_capacities_as_simulate_does(tmp_path, lengths, capfd):
 def test_plan_recomputation_of_a_model_that_does_not_fit_names_what_plan_has(tmp_path, lengths, capfd):
     rest = ("--lengths", lengths, "--ranks", 2, "--out", tmp_path / "plan.json")
     err = refused(capfd, *rest, "--recompute", "auto", "--model-shape", "llama-70b")
-    assert "--capacity: expected room for 128 tokens" in err
+    assert "--model-shape llama-70b: expected weights, gradients and optimizer that leave room for 128 tokens" in err
     assert "Give --capacity in place of --recompute auto." in err
     assert "--tp" not in err
     assert "--ranks: expected a whole number from 1 to 262144" in refused(capfd, *rest[:2], "--ranks", 10**9, *rest[4:])

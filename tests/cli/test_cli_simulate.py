@@ -33,8 +33,12 @@ def test_simulate_published_lengths_writes_json_traces_and_a_page(tmp_path, caps
     ours = written["planners"]["lengthwise"]
     assert all(step >= bound for step, bound in zip(ours["step_seconds"], ours["bound_seconds"], strict=True))
     assert f"{ours['speedup_over_first']:.2f}x" in said
-    assert f"{ours['tail_tax']:.3f}" in said
-    assert "times fewer GPU hours" in said
+    assert f"{100 * ours['ideal_ratio']:.1f} %" in said
+    assert "fewer GPU hours" in said
+    again = written["chosen_seconds"]
+    assert list(again) == ["static", "lengthwise"], "heads chosen for both; no recomputation beside a --capacity"
+    ratio = min(ours["speedup_over_first"], again["static"] / again["lengthwise"])
+    assert f"at least {100 - 100 / ratio:.1f} % fewer" in " ".join(said.split())
     for planner in written["planners"]:
         assert json.loads((out / f"trace-{planner}.json").read_text())["traceEvents"]
     assert "<svg" in (out / "report.html").read_text()
@@ -342,8 +346,7 @@ def test_simulate_on_one_rank_that_holds_less_than_8k(tmp_path, capsys) -> None:
     small = ("--model", "llama-7b", "--ranks", 1, "--batch-tokens", "8K", "--batches", 1, "--capacity", "4096")
     status, said, error = simulate(capsys, *small, "--lengths", path, "--out", tmp_path / "out")
     assert status == 0, error
-    assert "of the speed that sequences of 4K would reach" in said
-    assert json.loads((tmp_path / "out" / "simulation.json").read_text())["uniform_tokens"] == 4096
+    assert "On 1 GPU, one a rank, a step takes" in said
     assert "on 1 rank of h100" in said
 
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from lengthwise.core.shape import Cluster
-from lengthwise.core.sizes import written_tokens
 from lengthwise.cost import activation_bytes, all_terms_cost, named_hardware, named_shape, state_bytes, step_flops
 from lengthwise.planner import PlanOptions, plan_step
-from lengthwise.report.simulation import closing_sentence, simulation_json
 from lengthwise.simulator import Setting, chosen_ranks, chrome_trace, compare_planners, simulate_plan
+from lengthwise.simulator.study import ideal_seconds
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 SETTING = Setting(
@@ -35,9 +34,8 @@ def test_step_flops_are_six_a_parameter_and_seven_a_seen_pair() -> None:
     )
 
 
-def test_study_of_uniform_sequences_has_no_tail_tax() -> None:
+def test_study_of_uniform_sequences() -> None:
     (result,) = _compare(["lengthwise"], [[8192] * 32])
-    assert result.tail_tax == pytest.approx(1.0)
     plan = plan_step([8192] * 32, SETTING.cluster, SETTING.cost, PlanOptions(layers=32))
     assert result.mean_seconds == simulate_plan(plan, SETTING.cost).step_seconds
     assert result.tokens_per_second == pytest.approx(32 * 8192 / result.mean_seconds)
@@ -66,7 +64,7 @@ def test_study_compares_on_the_same_batches() -> None:
     assert len(static.steps) == len(ours.steps) == 3
     assert [step.flops for step in static.steps] == [step.flops for step in ours.steps]
     assert ours.mean_seconds < static.mean_seconds
-    assert ours.tail_tax > static.tail_tax
+    assert 1 > ours.ideal_ratio > static.ideal_ratio
     times = [step.step_seconds for step in ours.steps]
     assert ours.percentile_seconds(50) == sorted(times)[1]
     assert ours.percentile_seconds(100) == max(times)
@@ -99,12 +97,24 @@ def test_all_ranks_are_shown_where_they_are_few() -> None:
     assert len(chosen_ranks(timeline, 1)) == 1
 
 
-@pytest.mark.parametrize(("ranks", "capacity", "alike"), [(1, 4096, 4096), (3, 1000, 3000), (1, 1, 1), (2, 4096, 8192)])
-def test_tail_tax_compares_with_sequences_that_fit(ranks: int, capacity: int, alike: int) -> None:
-    setting = replace(SETTING, cluster=Cluster(ranks=ranks, capacity_tokens=capacity), context_tokens=1)
-    batch = [alike] * 3
-    (result,) = compare_planners(["lengthwise"], [batch], setting, told=lambda *_: None)
-    assert result.uniform_tokens == alike
-    assert result.tail_tax == pytest.approx(1.0)
-    assert simulation_json([result], {})["uniform_tokens"] == alike
-    assert f"sequences of {written_tokens(alike)} would" in closing_sentence([result], ranks)
+def test_ideal_seconds_are_arithmetic_alone_spread_evenly() -> None:
+    """Of 1,000 and 10 tokens on 16 ranks of 4 devices, and of steps that take twice and eight times as long."""
+    peak = HARDWARE.peak_flops_per_second
+    linear = 6 * SHAPE.linear_params * 1010 / (peak * HARDWARE.linear_efficiency)
+    attention = 7 * 32 * 32 * 128 * (1000**2 + 10**2) / (peak * HARDWARE.attention_efficiency)
+    ideal = ideal_seconds([1000, 10], replace(SETTING, devices=4))
+    assert ideal == pytest.approx((linear + attention) / (16 * 4))
+    (result,) = _compare(["lengthwise"], [[1000, 10]])
+    (step,) = result.steps
+    assert step.ideal_seconds == pytest.approx(4 * ideal)
+    slow = tuple(replace(step, ideal_seconds=ideal, step_seconds=times * ideal) for times in (2, 8))
+    assert replace(result, steps=slow).ideal_ratio == pytest.approx(2 / 10)
+
+
+def test_a_step_that_loses_nothing_has_an_ideal_ratio_of_one() -> None:
+    """Blocks at full speed, no launches, no reduction, the same work on each rank."""
+    free = replace(HARDWARE, block_efficiency=((1, 1.0),), layer_launch_seconds=0.0)
+    cost = all_terms_cost(SHAPE, free)
+    setting = replace(SETTING, hardware=free, cost=cost, cluster=Cluster(ranks=1, capacity_tokens=8192))
+    (result,) = compare_planners(["lengthwise"], [[8192, 8192]], setting, told=lambda *_: None)
+    assert result.ideal_ratio == pytest.approx(1.0)

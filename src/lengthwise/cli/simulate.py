@@ -137,8 +137,9 @@ class Simulate:
         batches, context = known.batches(asked.wanted_tokens, self.batches, asked.context_tokens)
         setting = replace(asked.setting, context_tokens=context)
         results = self._simulated(asked, setting, batches)
+        chosen = self._simulated_again(asked, setting, batches)
         facts = self._facts(setting, batches, known)
-        sentence = closing_sentence(results, setting.cluster.ranks * setting.devices, unit=known.unit)
+        sentence = closing_sentence(results, self._mesh(setting), chosen=chosen, unit=known.unit)
         beside = remarks(results, device_bytes=setting.hardware.device_bytes, chose_recompute=self.recompute == "auto")
         traces = {
             each.planner: chrome_trace(
@@ -149,7 +150,7 @@ class Simulate:
             )
             for each in results
         }
-        figures = json.dumps(simulation_json(results, facts), indent=1) + "\n"
+        figures = json.dumps(simulation_json(results, facts, chosen), indent=1) + "\n"
         page = simulation_page(results, batches, about=facts["about"], sentence=sentence, remarks=beside)
         write_simulation(self.out, figures, page, traces)
         console = plain_console()
@@ -161,7 +162,20 @@ class Simulate:
         console.print(f"written to {self.out}: simulation.json, trace-*.json, report.html")
         return 0
 
-    def _simulated(self, asked: Asked, setting: Setting, batches: list[list[int]]) -> list[PlannerResult]:
+    def _simulated_again(self, asked: Asked, setting: Setting, batches: list[list[int]]) -> list[PlannerResult]:
+        """Run the first batch of first and last planner with heads and recomputation chosen, unless told otherwise."""
+        options, capacities = replace(self._options(), heads="auto"), setting.capacities
+        if self.capacity is None and self.recompute == "none":
+            kinds = replace(self, recompute="auto")
+            capacities = kinds._capacities(setting.shape, setting.hardware, setting.cluster.ranks)
+        if len(asked.planners) == 1 or (options == self._options() and capacities == setting.capacities):
+            return []
+        ends = replace(asked, planners=[asked.planners[0], asked.planners[-1]])
+        return self._simulated(ends, replace(setting, capacities=capacities), batches[:1], options)
+
+    def _simulated(
+        self, asked: Asked, setting: Setting, batches: list[list[int]], options: PlanOptions | None = None
+    ) -> list[PlannerResult]:
         from lengthwise.simulator import compare_planners
 
         progress = Console(stderr=True, highlight=False)
@@ -173,7 +187,7 @@ class Simulate:
                 batches,
                 setting,
                 told=lambda planner, batch: status.update(f"{planner}, batch {batch + 1} of {len(batches)}"),
-                options=self._options(),
+                options=options or self._options(),
             )
 
     def _options(self) -> PlanOptions:
@@ -307,6 +321,11 @@ class Simulate:
             f"{kind} {capacity:,}" if len(capacities) > 1 else f"{capacity:,}" for kind, capacity in capacities.items()
         ]
         return ", ".join(told)
+
+    def _mesh(self, setting: Setting) -> str:
+        """Say how many devices there are, and how many make a rank."""
+        devices = counted(setting.cluster.ranks * setting.devices, "GPU")
+        return f"{devices}, {f'--tp {self.tp} x --pp {self.pp}' if setting.devices > 1 else 'one'} a rank,"
 
     def _about(self, setting: Setting, batches: list[list[int]], known: KnownLengths) -> str:
         """Say in one line what is simulated, and how its lengths were counted."""

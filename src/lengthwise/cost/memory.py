@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lengthwise.core.errors import ConfigError
+from lengthwise.core.names import counted
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.hardware import Hardware
@@ -64,14 +65,16 @@ def capacity_tokens(
     Raises:
         ConfigError: not even 128, because weights and optimizer fill the device.
     """
-    room = hardware.device_bytes * (1 - RESERVED) - state_bytes(shape, ranks, devices=devices)
+    states = state_bytes(shape, ranks, devices=devices)
+    room = hardware.device_bytes * (1 - RESERVED) - states
     a_token = kept * activation_bytes(shape, recompute, hardware.compute_dtype_bytes)
     tokens = int(room * devices / a_token) // 128 * 128
     if tokens < 128:
         raise ConfigError(
-            "capacity",
-            expected=f"room for 128 tokens beside {shape.name} on {devices} x {hardware.name} a rank",
-            got=f"{room / 1e9:.1f} GB a device",
+            f"model_shape {shape.name}",
+            expected=f"weights, gradients and optimizer that leave room for 128 tokens on a device of {hardware.name}, "
+            f"{hardware.device_bytes / 1e9:.0f} GB less {RESERVED:.0%} kept free",
+            got=f"{states / 1e9:.0f} GB of them on each, {counted(ranks, 'rank')} of {counted(devices, 'device')}",
             remedy="{make_room|Use more devices a rank, recompute, or give the capacity}.",
         )
     return tokens

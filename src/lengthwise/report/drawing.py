@@ -12,10 +12,15 @@ _PLOT_WIDTH, _PLOT_HEIGHT = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 
 
 def bar_chart(labels: Sequence[str], values: Sequence[float], *, title: str, tips: Sequence[str]) -> str:
-    """Draw one bar a label; `tips` are shown on hovering."""
-    most = max(values, default=0.0) or 1.0
+    """Draw one bar a label over an axis in percent; values are shares, 0 to 1, `tips` are shown on hovering."""
+    tallest = max(values, default=0.0) or 1.0
+    tick = next((each for each in (0.01, 0.05, 0.1) if tallest <= 5 * each), 0.2)
+    most = tick * math.ceil(tallest / tick - 1e-9)
     width = _PLOT_WIDTH / max(1, len(values))
     parts = []
+    for number in range(round(most / tick) + 1):
+        y = _TOP + _PLOT_HEIGHT * (1 - number * tick / most)
+        parts += _y_tick(y, f"{100 * number * tick:.0f} %")
     for number, (label, value, tip) in enumerate(zip(labels, values, tips, strict=True)):
         x, height = _LEFT + number * width, _PLOT_HEIGHT * value / most
         parts.append(
@@ -39,8 +44,7 @@ def scatter_chart(points: Sequence[tuple[float, float, str]], *, title: str, x_t
         )
     for power in range(y_low, y_high + 1):
         y = _TOP + _PLOT_HEIGHT * (1 - (power - y_low) / (y_high - y_low))
-        parts.append(f'<text class="small" x="{_LEFT - 6}" y="{y + 3:.1f}" text-anchor="end">{_tick(power)}</text>')
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts += _y_tick(y, _tick(power))
     for x_value, y_value, tip in points:
         x = _LEFT + _PLOT_WIDTH * (math.log2(x_value) - x_low) / (x_high - x_low)
         y = _TOP + _PLOT_HEIGHT * (1 - (math.log2(y_value) - y_low) / (y_high - y_low))
@@ -72,6 +76,14 @@ def span_chart(rows: Sequence[tuple[str, Sequence[tuple[float, float, str, str]]
             f"{most * part / 4:.3g} s</text>"
         )
     return _svg(parts, title)
+
+
+def _y_tick(y: float, label: str) -> list[str]:
+    """Draw a line across the plot, its label left of it."""
+    return [
+        f'<text class="small" x="{_LEFT - 6}" y="{y + 3:.1f}" text-anchor="end">{label}</text>',
+        f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>',
+    ]
 
 
 def _svg(parts: Sequence[str], title: str) -> str:

@@ -23,6 +23,14 @@ from lengthwise.simulator import PlannerResult, Timeline, chosen_ranks
 
 _SHOWN_RANKS, _SHOWN_WHOLE, _SHOWN_CUT = 16, 200, 600
 _GAP = 1e-4  # of the step: shorter gaps cannot be seen
+_WORDS = (
+    "Static: one mesh of rings for all steps, sized for the longest sequence.",
+    "Pack: whole sequences that one rank computes together.",
+    "Ring: ranks that share the tokens of a long sequence and pass its keys and values round.",
+    "Exposed: time inside microbatches without arithmetic, waiting for transfers, copies or a slower partner.",
+    "Of ideal: the arithmetic alone, spread evenly over all devices at their best speed, over the step; 100 % loses "
+    "nothing.",
+)
 _STYLE = """
 :root{color-scheme:light dark}
 body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}
@@ -56,13 +64,14 @@ def simulation_page(
         for each in shown
     ]
     said = "".join(f"<p class=key>{escape(each)}</p>" for each in remarks)
+    words = "".join(f"<p class=key>{escape(each)}</p>" for each in _WORDS)
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
         f"<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'sha256-{digest}'\">"
         '<meta name=viewport content="width=device-width, initial-scale=1">'
         f"<title>Lengthwise: simulated steps</title><style>{_STYLE}</style></head><body>"
         f"<h1>What these lengths cost</h1><p>{escape(sentence)}</p><p class=key>{escape(about)}</p>"
-        f"{_table(results)}{said}<h2>Lengths</h2>{_histogram(batches)}"
+        f"{_table(results)}{said}{words}<h2>Lengths</h2>{_histogram(batches)}"
         f"<h2>Ranks a sequence: {escape(results[-1].planner)}</h2>{_degrees(results[-1].first_plan)}"
         f"{''.join(ranks)}<p class=key>Simulated by lengthwise, not measured: costs {escape(_costs(results))}.</p>"
         "</body></html>\n"

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from lengthwise.core.names import counted
-from lengthwise.core.sizes import written_tokens
 from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.tables import ColumnTable
 from lengthwise.simulator import PlannerResult
 
 SCHEMA = "lengthwise.simulation/1"
 COLUMNS = (
-    "planner", "step time", "p50", "p99", "tokens/s", "MFU", "idle", "exposed", "memory", "speed-up", "tail tax",
+    "planner", "step time", "speed-up", "of ideal", "median", "slowest", "tokens/s", "MFU", "idle", "exposed", "memory",
 )  # fmt: skip
 
 
@@ -24,15 +23,15 @@ def result_rows(results: Sequence[PlannerResult]) -> list[tuple[str, ...]]:
         (
             each.planner,
             seconds(each.mean_seconds),
+            f"{results[0].mean_seconds / each.mean_seconds:.2f}x",
+            percent(each.ideal_ratio),
             seconds(each.percentile_seconds(50)),
-            seconds(each.percentile_seconds(99)),
+            seconds(each.percentile_seconds(100)),
             count(each.tokens_per_second),
             percent(each.flops_ratio),
             percent(each.mean("idle_ratio")),
             percent(each.mean("exposed_ratio")),
             _gigabytes(most_memory_bytes(each)),
-            f"{results[0].mean_seconds / each.mean_seconds:.2f}x",
-            f"{each.tail_tax:.3f}",
         )
         for each in results
     ]
@@ -43,12 +42,17 @@ def simulation_table(results: Sequence[PlannerResult], *, title: str) -> ColumnT
     return ColumnTable(rows=list(zip(COLUMNS, *result_rows(results), strict=True)), title=title)
 
 
-def simulation_json(results: Sequence[PlannerResult], facts: dict[str, Any]) -> dict[str, Any]:
-    """Write all figures, those of single batches too; ratios are of all ranks' time, times in seconds."""
+def simulation_json(
+    results: Sequence[PlannerResult], facts: dict[str, Any], chosen: Sequence[PlannerResult] = ()
+) -> dict[str, Any]:
+    """Write all figures, those of single batches too; ratios are of all ranks' time, times in seconds.
+
+    `chosen`: as for `closing_sentence`.
+    """
     return {
         "schema": SCHEMA,
         **facts,
-        "uniform_tokens": results[0].uniform_tokens,
+        "chosen_seconds": {each.planner: each.mean_seconds for each in chosen},
         "planners": {
             each.planner: {
                 "step_seconds": [step.step_seconds for step in each.steps],
@@ -65,7 +69,7 @@ def simulation_json(results: Sequence[PlannerResult], facts: dict[str, Any]) -> 
                 "memory_bytes": most_memory_bytes(each),
                 "recompute": [step.recompute for step in each.steps],
                 "speedup_over_first": results[0].mean_seconds / each.mean_seconds,
-                "tail_tax": each.tail_tax,
+                "ideal_ratio": each.ideal_ratio,
             }
             for each in results
         },
@@ -104,28 +108,40 @@ def _gigabytes(quantity_bytes: float) -> str:
     return f"{quantity_bytes / 1e9:.1f} GB"
 
 
-def closing_sentence(results: Sequence[PlannerResult], gpus: int, *, unit: str = "tokens") -> str:
-    """Say in one sentence what the tail of lengths costs under the first planner, and what the last one saves.
+def closing_sentence(
+    results: Sequence[PlannerResult], mesh: str, *, chosen: Sequence[PlannerResult] = (), unit: str = "tokens"
+) -> str:
+    """Say in one sentence or two what a step takes with the first planner, and what the last one saves at least.
 
-    `unit`: what lengths were counted in; where that is no token, the sentence says so, too.
+    Args:
+        results: of the same batches.
+        mesh: all devices, and how many of them make a rank: no other mesh was compared.
+        chosen: the first and the last planner again, on the first batch, heads and recomputation chosen for both. The
+            smaller saving is the one that is claimed.
+        unit: what lengths were counted in; where that is no token, the sentence says so, too.
     """
     first, last = results[0], results[-1]
-    alike = f"sequences of {written_tokens(first.uniform_tokens)}"
+    step = f"{seconds(first.mean_seconds)} with {first.planner}, {percent(first.ideal_ratio)} of the ideal"
     caveat = f"simulated, not measured{'; lengths in bytes, not tokens' * (unit == 'bytes')}"
-    ratio = first.mean_seconds / last.mean_seconds
     if len(results) == 1:
-        return (
-            f"On {counted(gpus, 'GPU')} a step takes {seconds(first.mean_seconds)} with {first.planner}, "
-            f"{percent(first.tail_tax)} of the speed that {alike} would reach ({caveat})."
-        )
-    if f"{ratio:.2f}" == "1.00":
-        saves = "so the same training needs as many GPU hours, to half a percent"
-    elif ratio > 1:
-        saves = f"so the same training needs {ratio:.2f} times fewer GPU hours"
-    else:
-        saves = f"so the same training needs {1 / ratio:.2f} times as many GPU hours"
+        return f"On {mesh} a step takes {step} ({caveat})."
+    ratio = first.mean_seconds / last.mean_seconds
+    also = ""
+    if chosen:
+        again, ours = (each.mean_seconds for each in chosen)
+        ratio = min(ratio, again / ours)
+        also = f"; with heads and recomputation chosen for both, {seconds(again)} and {seconds(ours)} (first batch)"
+    least = " at least" * bool(chosen)
     return (
-        f"On {counted(gpus, 'GPU')} these lengths make a step of {first.planner} take {seconds(first.mean_seconds)}, "
-        f"at {percent(first.tail_tax)} of the speed that {alike} would reach; {last.planner} takes "
-        f"{seconds(last.mean_seconds)}, {saves} ({caveat})."
+        f"On {mesh} a step takes {step}, and {seconds(last.mean_seconds)} with {last.planner}{also}. On this mesh, the "
+        f"only one compared, the same training needs {_saved(ratio, least)} ({caveat})."
     )
+
+
+def _saved(ratio: float, least: str) -> str:
+    """Say what a step that is `ratio` times as fast saves."""
+    if f"{ratio:.2f}" == "1.00":
+        return "as many GPU hours, to half a percent"
+    if ratio > 1:
+        return f"{least} {percent(1 - 1 / ratio)} fewer GPU hours".strip()
+    return f"{percent(1 / ratio - 1)} more GPU hours"

@@ -1,15 +1,14 @@
-"""Planners compared on the same batches, simulated: step times, their spread, and what the tail of lengths costs.
+"""Planners compared on the same batches, simulated: step times, their spread, and how near the ideal they come.
 
-The *tail tax* is the figure that users feel: FLOP/s on the mix over FLOP/s on sequences that are all 8K long, with the
-same ranks, memory, tokens a step and costs, planned by `lengthwise`; where not even all ranks together hold 8K, on the
-longest sequences that they hold. 1 means that the tail costs nothing beyond the arithmetic that it asks for; attention
-of long sequences runs faster than linear work or slower, so it can pass 1.
+The ideal of a batch is its arithmetic at the efficiencies of the hardware, spread evenly over all devices: blocks as
+large as can be, nothing launched, sent, reduced or waited for. Ideal seconds over step seconds is 1 where a step loses
+nothing, whatever its lengths, mesh and planner.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -18,13 +17,12 @@ from lengthwise.core.held import kept_ratio
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.timeline import Timeline
-from lengthwise.cost import AllTermsCost, Hardware, microbatches_kept, state_bytes, step_flops
+from lengthwise.cost import AllTermsCost, Hardware, analytic_cost, microbatches_kept, state_bytes, step_flops
 from lengthwise.planner import PlanOptions, plan_recomputed
 from lengthwise.simulator.loading import loading_seconds, waits_seconds
 from lengthwise.simulator.step import simulate_plan
 
 _DEFAULT = PlanOptions()
-UNIFORM_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +54,11 @@ class SimulatedStep:
     """One planner on one batch: times in seconds, ratios of all ranks' time, memory of the fullest device in bytes.
 
     loader_seconds: of the step, what all ranks wait for their data. bound_seconds: of the plan, without step's end.
-    recompute: the kind that the plan has, or chose.
+    ideal_seconds: of the batch on these devices. recompute: the kind that the plan has, or chose.
     """
 
     step_seconds: float
+    ideal_seconds: float
     bound_seconds: float
     loader_seconds: float
     compute_ratio: float
@@ -80,8 +79,6 @@ class PlannerResult:
     first_plan: Plan
     first: Timeline
     peak_flops_per_second: float
-    uniform_flops_per_second: float = field(default=float("nan"))
-    uniform_tokens: int = UNIFORM_TOKENS
 
     @property
     def mean_seconds(self) -> float:
@@ -99,18 +96,13 @@ class PlannerResult:
 
     @property
     def flops_ratio(self) -> float:
-        """Model FLOPs over the peak of all devices: MFU."""
-        return self.flops_per_second / self.peak_flops_per_second
+        """Model FLOPs, recomputation left out, over the peak of all devices: MFU."""
+        return sum(step.flops for step in self.steps) / self._total_seconds / self.peak_flops_per_second
 
     @property
-    def flops_per_second(self) -> float:
-        """Of the model's arithmetic, recomputation left out."""
-        return sum(step.flops for step in self.steps) / self._total_seconds
-
-    @property
-    def tail_tax(self) -> float:
-        """FLOP/s over that of a batch of sequences of `uniform_tokens`."""
-        return self.flops_per_second / self.uniform_flops_per_second
+    def ideal_ratio(self) -> float:
+        """Ideal seconds of the batches over those of the steps: 1 where nothing is lost."""
+        return sum(step.ideal_seconds for step in self.steps) / self._total_seconds
 
     def mean(self, name: str) -> float:
         """Mean over batches of a field of `SimulatedStep`."""
@@ -141,10 +133,6 @@ def compare_planners(
     Raises:
         LengthwiseError: of `plan_step`; sequences longer than the context or than the cluster holds are named.
     """
-    uniform_tokens = min(UNIFORM_TOKENS, setting.cluster.longest_tokens)
-    alike = [[uniform_tokens] * max(1, round(sum(batches[0]) / uniform_tokens))]
-    (uniform,) = _steps(_simulate("lengthwise", alike, setting, options, lambda _: None), setting)
-    uniform_rate = uniform.flops / uniform.step_seconds
     results = []
     for planner in planners:
         simulated = _simulate(planner, batches, setting, options, partial(told, planner))
@@ -155,8 +143,6 @@ def compare_planners(
                 first_plan=simulated[0][0],
                 first=simulated[0][1],
                 peak_flops_per_second=setting.peak_flops_per_second,
-                uniform_flops_per_second=uniform_rate,
-                uniform_tokens=uniform_tokens,
             )
         )
     return results
@@ -204,10 +190,17 @@ def _simulate(
     return list(zip(plans, delayed, strict=True))
 
 
+def ideal_seconds(tokens: Sequence[int], setting: Setting) -> float:
+    """Return the arithmetic of a batch at the efficiencies of the hardware, spread evenly over all devices."""
+    alone = analytic_cost(setting.shape, setting.hardware).compute_seconds(np.array(tokens, dtype=np.int64))
+    return float(alone.sum()) / (setting.cluster.ranks * setting.devices)
+
+
 def _steps(simulated: Sequence[tuple[Plan, Timeline]], setting: Setting) -> tuple[SimulatedStep, ...]:
     return tuple(
         SimulatedStep(
             step_seconds=timeline.step_seconds,
+            ideal_seconds=ideal_seconds(plan.tokens, setting),
             bound_seconds=float(plan.notes["bound_seconds"]),
             loader_seconds=timeline.loader_seconds,
             compute_ratio=timeline.compute_ratio,
@@ -223,7 +216,7 @@ def _steps(simulated: Sequence[tuple[Plan, Timeline]], setting: Setting) -> tupl
 
 
 def _memory_bytes(plan: Plan, timeline: Timeline, setting: Setting) -> float:
-    """Tell what the fullest device holds: its states, and the activations of its largest microbatches on the device.
+    """Return the bytes of the fullest device: states, and activations of its largest microbatches.
 
     The first stage keeps those of several microbatches at once, but of no more than its rank has.
     """
