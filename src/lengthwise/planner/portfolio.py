@@ -1,66 +1,129 @@
-"""Whole plans of simpler structures, made where the search of `lengthwise` ends above the bound.
+"""Which plans of a step are made, and which of them is taken: all are finished and scored here, and nowhere else.
 
-Rings of one sequence and packs on one rank are the best material where there is enough of it to level. A handful of
-sequences, capacities of a few tokens, or launches that cost more than the work can ask for something else: packs cut
-over rings of one degree (`single_degree`, `static`), or the fewest ranks and launches (`bytescale`). These planners are
-baselines; here their plans are candidates like any other, so that a user never loses by asking for `lengthwise`. Of 250
-random steps with wild costs each of them ended earlier on some, by up to 1.2x.
+1. For each part of the choices that there are (offload, heads), candidates are made with the costs of that part.
+2. `lengthwise` makes the plan of its search. Where that ends above the bound and the step is small enough, the plans of
+   all other planners come beside it: a handful of sequences or dear launches can ask for packs cut over rings, or for
+   the fewest ranks. Of 250 random steps with wild costs each of them ended earlier on some, by up to 1.2x. Tiny steps
+   are then annealed. Where ranks are pipelines, shelves and slots follow.
+3. Each candidate is finished (recomputation, offload, heads) and scored as it would run; the first to end is taken.
+
+Any other planner makes one candidate a part of the choices. Tries are counted, never timed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import inf
 
-from lengthwise.core.plan import Microbatch
-from lengthwise.cost import JointCost
-from lengthwise.planner.baselines.bytescale import plan_bytescale
-from lengthwise.planner.baselines.bytescale_naive import plan_bytescale_naive
-from lengthwise.planner.baselines.power_of_two import plan_power_of_two
-from lengthwise.planner.baselines.single_degree import plan_single_degree
-from lengthwise.planner.baselines.static import plan_static
+from lengthwise.core.plan import Microbatch, Plan
+from lengthwise.cost import AllTermsCost, Cost, CostModel, JointCost
+from lengthwise.planner.exchange import split_heads
+from lengthwise.planner.offload import write_offload
+from lengthwise.planner.options import PlanOptions
+from lengthwise.planner.placement.annealing import MOST_WORK, anneal
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import score
+from lengthwise.planner.registry import BASELINES, find_planner
+from lengthwise.planner.schedules.columns import plan_columns
+from lengthwise.planner.schedules.pipeline import pipeline_schedule, plan_slots
 from lengthwise.planner.schedules.waves import plan_waves
 
-_RIVALS: tuple[Callable[[PlanRequest], list[Microbatch]], ...] = (
-    plan_single_degree,
-    plan_static,
-    plan_bytescale,
-    plan_bytescale_naive,
-    plan_power_of_two,
-    plan_waves,  # a plan in lock-step is one of the free kind too, and ends no later without the lock
-)
-_CLOSE, _FAR = 1.0006, 1.01  # of the bound, below which small and larger steps are left as they are
-_SMALL, _LARGER = 50_000, 1_000_000  # sequences x ranks, up to which rivals are made, in tens and hundreds of ms
+_ALWAYS = 10_000  # sequences x ranks, up to which the others are made whatever the search found: 0.1 s
+_WORTH_OTHERS = ((50_000, 1.0006), (1_000_000, 1.01))  # (sequences x ranks, of the bound): up to the first, above this
+_WORTH_ANNEALING = 1.005  # of the bound
+_EARLIER = 1 - 1e-9  # of the best so far; below it a candidate counts as earlier
 
 
-def is_worth_rivals(request: PlanRequest, makespan_seconds: float) -> bool:
-    """Tell whether other plans could end enough earlier to be worth making."""
-    size = len(request.tokens) * request.cluster.ranks
-    later = isinstance(request.cost, JointCost) or request.priced_stages > 1  # compared with choices and stages written
-    if size > _LARGER or later:
-        return False
-    close = _CLOSE if size <= _SMALL else _FAR
-    if makespan_seconds > request.bound_seconds * close:
+@dataclass(slots=True, kw_only=True)
+class Selection:
+    """The plan that ends first of those offered so far. `plan` has no microbatches before the first."""
+
+    plan: Plan
+    cost: Cost
+    options: PlanOptions
+    seconds: float = inf
+
+    def offer(self, microbatches: list[Microbatch]) -> None:
+        """Finish and score a candidate; keep it if it ends before all others."""
+        plan = self._finished(microbatches)
+        seconds = score(plan, self.cost, speeds=self.options.speeds).makespan_seconds
+        if seconds < self.seconds * _EARLIER:
+            self.plan, self.seconds = plan, seconds
+
+    def _finished(self, microbatches: list[Microbatch]) -> Plan:
+        """Write into a plan what follows from its degrees: recomputation, offload ratios, splits of heads."""
+        recompute = self.options.recompute
+        if recompute != "none":
+            microbatches = [replace(each, recompute=recompute) for each in microbatches]
+        plan = replace(self.plan, microbatches=tuple(microbatches), requires=self._requires(microbatches))
+        if self.options.offload == "auto":
+            plan = write_offload(plan)
+        if self.options.heads == "auto" and isinstance(self.cost, AllTermsCost):
+            plan = split_heads(plan, self.cost)
+        return plan
+
+    def _requires(self, microbatches: list[Microbatch]) -> tuple[str, ...]:
+        mode = () if self.options.mode == "free" else (self.options.mode,)
+        shares = any(piece.shares is not None for microbatch in microbatches for piece in microbatch.pieces)
+        return (*mode, "shares") if shares else mode
+
+
+def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selection:
+    """Return the candidate that ends first. `request.cost`: the costs with all choices; `cost`: those of the plan."""
+    stages = options.stages or 1
+    piped = options.mode == "pipeline"
+    empty = Plan(
+        ranks=request.cluster.ranks,
+        layers=options.layers,
+        capacity=request.cluster.capacity_tokens,
+        tokens=request.tokens,
+        microbatches=(),
+        schedule=pipeline_schedule(stages, request.virtual) if piped else {"kind": options.mode},
+    )
+    selection = Selection(plan=empty, cost=cost, options=options)
+    longest, decides_heads = max(request.tokens), options.planner == "lengthwise"
+    for variant in options.freedom.variants(request.cost, longest, request.cluster, decides_heads=decides_heads):
+        asked = request if variant == request.cost else replace(request, cost=variant)
+        if options.mode == "waves":
+            selection.offer(plan_waves(asked))
+        elif options.planner != "lengthwise":
+            selection.offer(find_planner(options.planner)(asked))
+        else:
+            _offer_all(asked, selection)
+    return selection
+
+
+def _offer_all(request: PlanRequest, selection: Selection) -> None:
+    """Offer every candidate of `lengthwise` for one part of the choices."""
+    made = [find_planner("lengthwise")(request)]
+    selection.offer(made[0])
+    if is_worth_others(request, selection.seconds):
+        others = request if request.context_tokens is None else replace(request, context_tokens=None)
+        for planner in (*BASELINES, plan_waves):  # in lock-step, which ends no later without the lock
+            made.append(planner(others))
+            selection.offer(made[-1])
+    if len(request.tokens) * request.cluster.ranks <= MOST_WORK and request.speeds is None:
+        ends = [score(request.draft(each), request.cost).makespan_seconds for each in made]
+        if min(ends) > request.bound_seconds * _WORTH_ANNEALING:
+            selection.offer(anneal(request, made[ends.index(min(ends))], min(ends)))
+    if request.priced_stages > 1 and request.speeds is None:
+        staged = replace(request, stages=request.priced_stages)
+        for shelved in plan_columns(staged):
+            selection.offer(shelved)
+        for slotted in plan_slots(staged, selection.seconds):
+            selection.offer(slotted)
+
+
+def is_worth_others(request: PlanRequest, makespan_seconds: float) -> bool:
+    """Return whether the other planners could end enough earlier than the search to be asked.
+
+    Where choices, stages or links couple what pieces take, no bound tells it: the step's size decides alone.
+    """
+    size, is_piped = len(request.tokens) * request.cluster.ranks, request.priced_stages > 1
+    if size <= _ALWAYS and (is_piped or not isinstance(request.cost, CostModel)):
         return True
-    return size <= _SMALL and makespan_seconds > request.packed_bound_seconds * close
-
-
-def rival_plans(request: PlanRequest) -> Iterator[list[Microbatch]]:
-    """Yield the plans of the other planners."""
-    free_context = replace(request, context_tokens=None)  # the mesh of this step, not of a whole run
-    is_large = len(request.tokens) * request.cluster.ranks > _LARGER
-    return (rival(free_context) for rival in _RIVALS if not (is_large and rival is plan_waves))  # which takes seconds
-
-
-def best_of_rivals(
-    request: PlanRequest, microbatches: list[Microbatch], makespan_seconds: float
-) -> tuple[list[Microbatch], float]:
-    """Return the plan that ends first, and when: the one given, or one of another structure that ends earlier."""
-    best, best_seconds = microbatches, makespan_seconds
-    for other in rival_plans(request):
-        seconds = score(request.draft(other), request.cost, speeds=request.speeds).makespan_seconds
-        if seconds < best_seconds * (1 - 1e-9):
-            best, best_seconds = other, seconds
-    return best, best_seconds
+    if is_piped or isinstance(request.cost, JointCost):
+        return False
+    above = next((above for most, above in _WORTH_OTHERS if size <= most), inf)
+    packed = request.packed_bound_seconds if size <= _WORTH_OTHERS[0][0] else inf
+    return makespan_seconds > min(request.bound_seconds, packed) * above

@@ -29,6 +29,7 @@ _BUILT_IN: Mapping[str, Planner] = {
     "power-of-two": plan_power_of_two,
 }
 PLANNERS = tuple(_BUILT_IN)
+BASELINES = (plan_single_degree, plan_static, plan_bytescale, plan_bytescale_naive, plan_power_of_two)
 
 
 def planner_names() -> tuple[str, ...]:

@@ -33,12 +33,10 @@ from numpy.typing import NDArray
 
 from lengthwise.core.held import held_at_most
 from lengthwise.core.plan import Microbatch, Piece
-from lengthwise.planner.placement.annealing import MOST_WORK, anneal
 from lengthwise.planner.placement.line import PlacedRings, Ring, place_rings
 from lengthwise.planner.placement.packs import LocalPack, Rooms, ShortSequences, fill_gaps, level_ends
 from lengthwise.planner.placement.skyline import Moldable, fill_valleys
 from lengthwise.planner.placement.uneven import level_uneven_ends
-from lengthwise.planner.portfolio import best_of_rivals, is_worth_rivals
 from lengthwise.planner.problem.degrees import (
     GROWTH_FLOOR_TOKENS,
     Growth,
@@ -58,7 +56,6 @@ _NEAR = 1.003  # of the bound; below it no level above the bound is tried
 _GOOD_ENOUGH = 1.0006  # of the bound; further tries could gain no more than this
 _LEVEL = 1.0004  # of the bound; ends are levelled down to it
 _PROMISING = 1.001  # of the bound; what could end within it is packed at once
-_WORTH_ANNEALING = 1.005  # of the bound; tiny steps above it are tried out
 _FAR = 1.01  # of the bound; above it smaller shards are tried
 _CROWDED = 4  # rings a rank; where so many follow each other, places are looked at before rings
 _PLACING_STEPS = 100_000  # rings x thousands of ranks, placed in all
@@ -111,13 +108,7 @@ def plan_lengthwise(request: PlanRequest) -> list[Microbatch]:
         if search.over or search.best_seconds <= request.bound_seconds * _FAR:
             break
     assert search.best is not None, "no level was tried"
-    microbatches, seconds = write_schedule(search.best, request), search.best_seconds
-    if is_worth_rivals(request, seconds):
-        microbatches, seconds = best_of_rivals(request, microbatches, seconds)
-    tiny = len(request.tokens) * request.cluster.ranks <= MOST_WORK and request.speeds is None
-    if tiny and seconds > request.bound_seconds * _WORTH_ANNEALING:
-        microbatches = anneal(request, microbatches, seconds)
-    return microbatches
+    return write_schedule(search.best, request)
 
 
 def _floors_tokens(request: PlanRequest) -> Iterator[int]:

@@ -11,27 +11,21 @@ stages lose 9 % to bubbles and not 22 %.
 1. Profiles are drawn: numbers of full slots, lengths of the ramps and their factors. For each, all sequences are
    cut to its slot's time, and one ideal pipeline is run on clocks (`stage_clocks`), all profiles at once.
 2. The most promising are filled with the real sequences.
-3. Slots suit steps of many short sequences. Where long ones set the time, columns of rings end sooner (`columns`).
-   These, the slots and the plan of mode `free` run through the same clocks with every ring, and the first to end is
-   proposed; so are the plans of the other planners, where that takes a second or two. Tries are counted, never timed.
+
+Slots suit steps of many short sequences. Where long ones set the time, columns of rings end sooner (`columns`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.core.plan import Microbatch, Plan
-from lengthwise.cost import JointCost, forward_share
-from lengthwise.planner.portfolio import rival_plans
+from lengthwise.core.plan import Microbatch
+from lengthwise.cost import forward_share
 from lengthwise.planner.problem.request import PlanRequest
-from lengthwise.planner.problem.score import score
-from lengthwise.planner.schedules.columns import plan_columns
 from lengthwise.planner.schedules.slots import Grid, bundle_rings
-from lengthwise.planner.search import plan_lengthwise
 from lengthwise.program.stage_clocks import stage_clocks
 
 FULL_SLOTS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0, 4.0)  # of the fewest that could hold all tokens
@@ -39,34 +33,13 @@ RAMPS = (0.5, 1.0, 2.0, 3.0)  # slots of one, in stages
 GROWTHS = (1.1, 1.2, 1.35)  # of a slot over the one before, in a ramp
 _MOST_SLOTS = 256
 _FILLED = 4  # profiles that are filled with the real sequences
-_MOST_RIVALRY = 20_000_000  # sequences x ranks, up to which rivals are made
 _SMALL = 50_000  # sequences x ranks, up to which they are filled whenever they should end
 _REFINED = 3  # times that a slot's time and the degrees that it asks for are found from each other
 
 Floats = NDArray[np.float64]
 
 
-def plan_pipeline(request: PlanRequest) -> Iterator[list[Microbatch]]:
-    """Propose plans for `request.priced_stages` stages of each rank, with `request.virtual` chunks of layers each.
-
-    The first is the best of this planner by `request.cost`, the others are those of the other planners.
-    """
-    staged = replace(request, stages=request.priced_stages)
-    best = plan_lengthwise(request)
-    least = _makespan(staged, best)
-    for tried in plan_columns(staged):
-        if (seconds := _makespan(staged, tried)) < least:
-            best, least = tried, seconds
-    for tried in _plan_slots(staged, least):
-        if (seconds := _makespan(staged, tried)) < least:
-            best, least = tried, seconds
-    yield best
-    decides_heads = isinstance(request.cost, JointCost) and request.cost.splits_heads  # which other planners do not
-    if len(request.tokens) * request.cluster.ranks <= _MOST_RIVALRY and not decides_heads:
-        yield from rival_plans(request)
-
-
-def _plan_slots(request: PlanRequest, least_seconds: float) -> Iterator[list[Microbatch]]:
+def plan_slots(request: PlanRequest, least_seconds: float) -> Iterator[list[Microbatch]]:
     """Yield plans of the profiles that should end first; of large steps, only if before `least_seconds`.
 
     An ideal pipeline is no bound: its long sequences stand in the middle, where a small step may end with them.
@@ -83,18 +56,6 @@ def _plan_slots(request: PlanRequest, least_seconds: float) -> Iterator[list[Mic
 def pipeline_schedule(stages: int, virtual: int) -> dict[str, object]:
     """Return the `schedule` of a plan file."""
     return {"kind": "pipeline", "stages": stages, "virtual": virtual}
-
-
-def _makespan(request: PlanRequest, microbatches: Sequence[Microbatch]) -> float:
-    plan = Plan(
-        ranks=request.cluster.ranks,
-        layers=1,
-        capacity=request.cluster.capacity_tokens,
-        tokens=request.tokens,
-        microbatches=tuple(microbatches),
-        schedule=pipeline_schedule(request.stages, request.virtual),
-    )
-    return score(plan, request.cost).makespan_seconds
 
 
 def _profiles(fewest: int, stages: int, virtual: int) -> Iterator[Floats]:

@@ -13,11 +13,11 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import CostModel, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PLANNERS, PlanOptions, plan_step
-from lengthwise.planner.portfolio import best_of_rivals, is_worth_rivals
+from lengthwise.planner.portfolio import Selection, is_worth_others
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import score
-from lengthwise.planner.search import Search, write_schedule
 from lengthwise.program import check_plan
+from lengthwise.program.ring_order import interval_microbatch
 
 COSTS = st.builds(
     CostModel,
@@ -107,30 +107,30 @@ def test_no_planner_ends_sooner_through_stages_with_choices(
     assert plans["lengthwise"].notes["bound_seconds"] <= seconds["lengthwise"] * (1 + 1e-9)
 
 
-def test_a_rival_replaces_a_plan_that_ends_later() -> None:
-    tokens, cluster = (3,) * 2 + (1,) * 5, Cluster(ranks=3, capacity_tokens=7)
-    cost = CostModel(linear_seconds=1.0, fixed_seconds=1e-3)
-    request = PlanRequest(tokens=tokens, cluster=cluster, cost=cost)
-    search = Search(request)
-    search.try_floor(1)
-    assert search.best is not None
-    own = write_schedule(search.best, request)
-    better, seconds = best_of_rivals(request, own, 1e9)
-    plan = Plan(ranks=3, layers=1, capacity=7, tokens=tokens, microbatches=tuple(better))
-    assert seconds < 1e9
-    assert seconds == pytest.approx(score(plan, cost).makespan_seconds)
-    assert best_of_rivals(request, own, 0.0) == (own, 0.0)
+def test_the_candidate_that_ends_first_is_taken_and_the_first_of_equal_ones() -> None:
+    tokens, cost = (3,) * 2 + (1,) * 5, CostModel(linear_seconds=1.0, fixed_seconds=1e-3)
+    empty = Plan(ranks=3, layers=1, capacity=7, tokens=tokens, microbatches=())
+    selection = Selection(plan=empty, cost=cost, options=PlanOptions())
+    for order in ([0, 1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1, 0]):
+        selection.offer([interval_microbatch(0, 1, [i]) for i in order])
+    assert selection.plan.microbatches[0].pieces[0].sequences == (0,)
+    assert selection.seconds == pytest.approx(11 + 7e-3)
+    selection.offer([interval_microbatch(i % 3, 1, [i]) for i in range(7)])
+    assert selection.seconds == score(selection.plan, cost).makespan_seconds == pytest.approx(5 + 3e-3)
 
 
-def test_rivals_are_left_out_near_the_bound_and_for_large_steps() -> None:
+def test_other_planners_are_left_out_near_the_bound_and_for_large_steps() -> None:
     cluster, cost = Cluster(ranks=100, capacity_tokens=100), CostModel(linear_seconds=1.0)
     small = PlanRequest(tokens=(1,) * 400, cluster=cluster, cost=cost)
-    assert is_worth_rivals(small, small.bound_seconds * 1.001)
-    assert not is_worth_rivals(small, small.bound_seconds * 1.0005)
+    assert is_worth_others(small, small.bound_seconds * 1.001)
+    assert not is_worth_others(small, small.bound_seconds * 1.0005)
     medium = PlanRequest(tokens=(1,) * 600, cluster=cluster, cost=cost)
-    assert not is_worth_rivals(medium, medium.bound_seconds * 1.009)
-    assert is_worth_rivals(medium, medium.bound_seconds * 1.011)
-    assert not is_worth_rivals(PlanRequest(tokens=(1,) * 10_001, cluster=cluster, cost=cost), float("inf"))
+    assert not is_worth_others(medium, medium.bound_seconds * 1.009)
+    assert is_worth_others(medium, medium.bound_seconds * 1.011)
+    assert not is_worth_others(PlanRequest(tokens=(1,) * 10_001, cluster=cluster, cost=cost), float("inf"))
+    staged = replace(small, stages=2)
+    assert not is_worth_others(staged, float("inf"))
+    assert is_worth_others(replace(staged, tokens=(1,) * 100), staged.bound_seconds)
 
 
 def test_free_ends_no_later_than_waves_where_one_ring_takes_nearly_all_the_time() -> None:
