@@ -292,7 +292,7 @@ def emulate(
         ahead = PlanAhead(stream, process, transport, timeout_seconds=_TIMEOUT_SECONDS)
         rank, steps = Emulated(transport, cost, real_bytes, shaped=enter is not None), []
         for step in range(len(batches)):
-            planned = ahead.take(f"step {step}")
+            planned = ahead.next(f"step {step}")
             assert planned is not None, f"no plan for step {step} of {len(batches)}"
             mine = torch.zeros(transport.world_size, dtype=torch.float64)
             mine[transport.rank] = rank.run(planned.plan)

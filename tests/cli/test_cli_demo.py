@@ -2,21 +2,31 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
-from lengthwise.cli import demo, start
+from lengthwise.cli import demo
 from lengthwise.config import load_config
 from lengthwise.core.errors import OutputError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.data import Batches, ByteTokenizer, load_dataset
-from lengthwise.training.trainer import TrainResult
-from lengthwise.training.verify import Verification
+from lengthwise.training.metrics import TrainResult, step_metrics
+from lengthwise.training.verify import VerifyReport
 from training.small_runs import call, write_model
 
+PLAN = Plan(
+    ranks=4, layers=1, capacity=8, tokens=(3,),
+    microbatches=(Microbatch(pieces=(Piece(ranks=(0,), sequences=(0,)),)),),
+)  # fmt: skip
+LAST = step_metrics(
+    PLAN, step=20, loss=3.0, grad_norm=1.0, lr=1e-3, num_loss_tokens=2, busy_seconds=[1.0] * 4, step_seconds=1.0,
+    plan_seconds=0.1,
+)  # fmt: skip
 RESULT = TrainResult(
-    steps=20, num_tokens=300_000, seconds=20.0, first_loss=5.0, last_loss=3.0, parameters=1, stopped_by=None
-)
+    steps=20, num_tokens=300_000, seconds=20.0, first_loss=5.0, metrics=LAST, parameters=1, stopped_by=None,
+    folder=Path("run"),
+)  # fmt: skip
 
 
 def test_demo_folder_is_a_fresh_one_each_time(tmp_path, monkeypatch):
@@ -79,20 +89,13 @@ def test_demo_stops_after_an_interrupted_training(tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize("difference", [1e-15, 1e-9, float("nan")])
 def test_demo_prints_fail_only_when_its_check_failed(tmp_path, monkeypatch, capsys, difference):
     fake_parts(monkeypatch, passed=None, opened=True)
-    microbatch = Microbatch(pieces=(Piece(ranks=(0,), sequences=(0,)),))
-    plan = Plan(ranks=4, layers=1, capacity=8, tokens=(3,), microbatches=(microbatch,))
-    found = Verification(plan=plan, loss=5.0, reference_loss=5.0, gradients={"w": difference}, tolerance=1e-12)
+    found = VerifyReport(plan=PLAN, loss=5.0, reference_loss=5.0, gradients={"w": difference}, tolerance=1e-12)
 
-    class Job:
-        def make_plan(self, lengths):
-            return plan
+    def verify(*_, on_start, **__):
+        on_start(None, PLAN)
+        return found
 
-    class Batch:
-        lengths = (3,)
-
-    monkeypatch.setattr(start, "prepare", lambda *_, **__: start.Start(job=Job(), world=None))
-    monkeypatch.setattr("lengthwise.training.verify.first_batch", lambda _: Batch())
-    monkeypatch.setattr(start, "run_ranks", lambda *_, **__: found)
+    monkeypatch.setattr("lengthwise.training.api.verify", verify)
     passed = difference < 1e-12
     assert call("demo", "--output", tmp_path / "demo") == (0 if passed else 1)
     out = capsys.readouterr().out

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lengthwise.cli import start
 from lengthwise.cli.environment import prepare_environment
+from lengthwise.training import start
 from training.small_runs import call, make_rows, write_run
 
 

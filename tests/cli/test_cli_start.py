@@ -38,7 +38,7 @@ def no_process_may_start(monkeypatch):
     def fail(*_, **__):
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("lengthwise.cli.start.launch", fail)
+    monkeypatch.setattr("lengthwise.training.start.launch", fail)
 
 
 def test_train_tells_all_config_problems_in_one_message(tmp_path, capfd, monkeypatch):

@@ -95,7 +95,7 @@ def test_train_interrupted_while_ranks_start_still_stops(tmp_path, monkeypatch):
 
 def test_train_interrupted_twice_ends_at_once(tmp_path, monkeypatch):
     """A rank that does not answer holds nobody who asks twice."""
-    monkeypatch.setattr(trainer._Trainer, "_save", lambda self: time.sleep(60))
+    monkeypatch.setattr(trainer._Trainer, "_save", lambda self, number: time.sleep(60))
     command = start(tmp_path, ranks=2)
     command.send(signal.SIGINT)
     time.sleep(0.4)
@@ -225,6 +225,23 @@ def test_train_stops_at_a_gradient_that_is_not_finite_without_an_update(tmp_path
     assert count_lines(tmp_path / "out/metrics.jsonl") == 1
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_train_does_not_save_parameters_that_an_update_ruined(tmp_path, capfd, ranks, precision, steps):
+    """Loss and gradient are finite; the last update, or one before it, leaves parameters that are not."""
+    path = write_run(
+        tmp_path, make_rows([30, 12, 5, 60]), steps=steps, precision=precision, capacity_tokens=60,
+        optimizer={"weight_decay": 1e308}, eval={"data": [{"path": "train.jsonl"}], "every_steps": 2},
+    )  # fmt: skip
+    assert call("train", path, "--ranks", ranks) == 1
+    err = capfd.readouterr().err
+    assert err.startswith("error[numeric] step 1: expected finite parameters after its update; got "), err
+    assert (err.count("\n"), "Traceback" in err) == (1, False)
+    assert not (tmp_path / "out/model").exists()
+    assert not (tmp_path / "out/eval.jsonl").exists()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_train_tells_a_full_disk_in_one_line(tmp_path, ranks):
     """A limit on the size of files stands for a full disk: the ledger or a plan cannot be written."""
@@ -327,9 +344,9 @@ def test_train_one_update_is_the_same_on_all_ranks(tmp_path, monkeypatch):
     """Every rank's copy of the parameters after the run, compared bit for bit."""
     save = trainer._Trainer._save
 
-    def keep(self):
-        torch.save(self._flat.values, tmp_path / f"rank{self._transport.rank}.pt")
-        save(self)
+    def keep(self, number):
+        torch.save(self._parameters.values, tmp_path / f"rank{self._transport.rank}.pt")
+        save(self, number)
 
     monkeypatch.setattr(trainer._Trainer, "_save", keep)
     train(write_run(tmp_path, make_rows([30, 12, 5, 60]), precision="bf16"), "--ranks", 3)

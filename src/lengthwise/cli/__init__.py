@@ -94,6 +94,6 @@ def _status(arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    except KeyboardInterrupt:
-        print("interrupted: nothing was saved", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"interrupted: {interrupt.args[0] if interrupt.args else 'nothing was saved'}", file=sys.stderr)
         return _INTERRUPTED

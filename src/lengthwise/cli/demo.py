@@ -22,8 +22,10 @@ from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.lengths import length_histogram, summarize_lengths
 
 if TYPE_CHECKING:
+    from lengthwise.core.plan import Plan
     from lengthwise.data import MemoryDataset
-    from lengthwise.training.trainer import TrainResult
+    from lengthwise.training.metrics import TrainResult
+    from lengthwise.training.start import Start
 
 Show = Callable[..., None]
 _RANKS, _STEPS, _CAPACITY, _LEAST_TOKENS, _MOST_TOKENS = 4, 20, 2048, 12_000, 16_000
@@ -161,20 +163,13 @@ def _show_plans(dataset: MemoryDataset, show: Show) -> None:
 
 
 def _train(run_file: Path) -> TrainResult:
-    from lengthwise.cli.start import prepare, run_ranks
-    from lengthwise.cli.train import PrintedProgress, describe_job, print_summary
+    from lengthwise.cli.train import PrintedProgress
     from lengthwise.report.progress import LiveLine
-    from lengthwise.training.trainer import train_rank
+    from lengthwise.training.api import train
 
-    start = prepare(run_file, (), ranks=_RANKS, timeout_seconds=100)
-    print(f"\nTraining, for real\n{describe_job(start.job)}", flush=True)
-    result = run_ranks(
-        start,
-        lambda world, note: train_rank(start.job, world, PrintedProgress(LiveLine(sys.stdout)), note),
-        asks_to_stop=True,
-    )
-    print_summary(start.job, result)
-    print(f"degrees that occurred: {', '.join(map(str, _degrees_in(start.job.config.output / 'plans')))}")
+    print("\nTraining, for real", flush=True)
+    result = train(run_file, ranks=_RANKS, timeout_seconds=100, callbacks=[PrintedProgress(LiveLine(sys.stdout))])
+    print(f"degrees that occurred: {', '.join(map(str, _degrees_in(result.folder / 'plans')))}")
     return result
 
 
@@ -186,17 +181,15 @@ def _degrees_in(plans: Path) -> Sequence[int]:
 
 
 def _check(run_file: Path, show: Show) -> bool:
-    from lengthwise.cli.start import prepare, run_ranks
     from lengthwise.cli.verify import verification_lines
-    from lengthwise.training.verify import first_batch, verify_rank
+    from lengthwise.training.api import verify
+
+    def announce(_: Start, plan: Plan) -> None:
+        tokens = count(sum(plan.tokens))
+        show(f"\n[bold]Check: {tokens} tokens on {_RANKS} processes against one process, in fp64[/bold]")
 
     half_a_step = ["precision=fp64", f"global_batch.tokens={_CHECK_TOKENS}"]
-    start = prepare(run_file, [half_a_step], ranks=_RANKS, timeout_seconds=100)
-    batch = first_batch(start.job)
-    plan = start.job.make_plan(batch.lengths)
-    tokens = count(sum(batch.lengths))
-    show(f"\n[bold]Check: {tokens} tokens on {_RANKS} processes against one process, in fp64[/bold]")
-    found = run_ranks(start, lambda world, note: verify_rank(start.job, plan, world, note))
+    found = verify(run_file, ranks=_RANKS, overrides=half_a_step, timeout_seconds=100, on_start=announce)
     assert found is not None, "the demo's rank 0 returns what it found"
     show("\n".join(verification_lines(found)), markup=False)
     return found.passed

@@ -16,8 +16,7 @@ from lengthwise.report.progress import LiveLine, step_line
 if TYPE_CHECKING:
     from lengthwise.config import RunConfig
     from lengthwise.training.job import Job
-    from lengthwise.training.metrics import StepMetrics
-    from lengthwise.training.trainer import TrainResult
+    from lengthwise.training.metrics import EvalMetrics, FinishedStep, TrainResult
 
 Overrides = Annotated[
     tuple[tuple[str, ...], ...],
@@ -46,52 +45,42 @@ class Train:
 
     def run(self) -> int:
         """Run the command; return the exit status."""
-        from lengthwise.cli.start import prepare, run_ranks
-        from lengthwise.training.folder import RunFolder
-        from lengthwise.training.trainer import train_rank
+        from lengthwise.training.api import train
 
-        start = prepare(
+        result = train(
             self.config,
-            self.set,
             ranks=self.ranks,
+            overrides=[each for group in self.set for each in group],
+            overwrite=self.overwrite,
             timeout_seconds=self.timeout_seconds,
-            check=lambda config: RunFolder(config.output).check_free(overwrite=self.overwrite, inputs=_inputs(config)),
+            callbacks=[PrintedProgress(LiveLine(sys.stdout))],
         )
-        job = start.job
-        if start.is_first:
-            print(describe_job(job), flush=True)
-        progress = PrintedProgress(LiveLine(sys.stdout))
-        result = run_ranks(start, lambda world, note: train_rank(job, world, progress, note), asks_to_stop=True)
-        if not start.is_first:
-            return 0
-        print_summary(job, result)
         return 128 + result.stopped_by if result.stopped_by == signal.SIGINT else 0
 
 
-def _inputs(config: RunConfig) -> list[Path]:
-    """Everything on disk that the run reads; a hub name is no path of ours."""
-    sources = (*config.data, *(config.eval.data if config.eval else ()))
-    names = (name for name in (config.model, config.tokenizer_name) if Path(name).is_absolute())
-    adapter = [config.lora.adapter] if config.lora and config.lora.adapter else []
-    return [*map(Path, names), *adapter, *(source.path for source in sources if source.path is not None)]
-
-
 class PrintedProgress:
-    """Prints the live line; lives in the process of rank 0."""
+    """A `Callback` that prints what will run, the live line and the summary."""
 
     def __init__(self, line: LiveLine) -> None:
         self._line = line
+        self._lora = False
 
-    def note(self, line: str) -> None:
+    def on_start(self, job: Job) -> None:
+        """Show what is about to run."""
+        self._lora = job.config.lora is not None
+        print(describe_job(job), flush=True)
+
+    def on_note(self, line: str) -> None:
         """Show what was decided."""
         self._line.write(line)
 
-    def step(self, metrics: StepMetrics, num_steps: int) -> None:
+    def on_step(self, step: FinishedStep) -> None:
         """Show a finished step."""
+        metrics = step.metrics
         self._line.update(
             step_line(
                 step=metrics.step,
-                num_steps=num_steps,
+                num_steps=step.num_steps,
                 loss=metrics.loss,
                 tokens_per_second=metrics.tokens_per_second,
                 imbalance_ratio=metrics.imbalance_ratio,
@@ -100,12 +89,17 @@ class PrintedProgress:
                 step_seconds=metrics.step_seconds,
             )
         )
-        if metrics.step == num_steps:
+        if metrics.step == step.num_steps:
             self._line.close()
 
-    def evaluated(self, step: int, loss: float, num_tokens: int) -> None:
+    def on_eval(self, metrics: EvalMetrics) -> None:
         """Show a finished evaluation."""
-        self._line.write(f"evaluation after step {step}: loss {loss:.4f} over {count(num_tokens)} tokens")
+        tokens = count(metrics.num_tokens)
+        self._line.write(f"evaluation after step {metrics.step}: loss {metrics.loss:.4f} over {tokens} tokens")
+
+    def on_end(self, result: TrainResult) -> None:
+        """Show how the run ended and where its files are."""
+        print_summary(result, lora=self._lora)
 
 
 def describe_job(job: Job) -> str:
@@ -136,15 +130,15 @@ def _lora_line(config: RunConfig) -> str:
     return f"lora    r {lora.r}, lora_alpha {lora.lora_alpha}, on {', '.join(lora.target_modules or ())}\n"
 
 
-def print_summary(job: Job, result: TrainResult) -> None:
+def print_summary(result: TrainResult, *, lora: bool) -> None:
     """Say how the run ended and where its files are."""
     if result.stopped_by is not None:
         print(f"\nstopped by {signal.Signals(result.stopped_by).name} after step {result.steps}; the model is saved")
     rate = count(result.num_tokens / result.seconds)
-    opened = "from_pretrained" if job.config.lora is None else "peft's PeftModel.from_pretrained on the base model"
+    opened = "peft's PeftModel.from_pretrained on the base model" if lora else "from_pretrained"
     print(
         f"done    {result.steps} steps, {count(result.num_tokens)} tokens in {seconds(result.seconds)} "
         f"({rate} tokens/s), loss {result.first_loss:.4f} -> {result.last_loss:.4f}\n"
-        f"model   {job.config.output / 'model'} (open it with {opened})\n"
-        f"steps   {job.config.output / 'metrics.jsonl'}, ledger.jsonl, plans/"
+        f"model   {result.folder / 'model'} (open it with {opened})\n"
+        f"steps   {result.folder / 'metrics.jsonl'}, ledger.jsonl, plans/"
     )

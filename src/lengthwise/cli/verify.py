@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from lengthwise.cli.train import Overrides, Ranks, RunFile
-from lengthwise.core.errors import PlanError
 from lengthwise.report.figures import count
 
 if TYPE_CHECKING:
-    from lengthwise.cli.start import Start
     from lengthwise.core.plan import Plan
-    from lengthwise.training.job import Job
-    from lengthwise.training.verify import Verification
+    from lengthwise.training.start import Start
+    from lengthwise.training.verify import VerifyReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,26 +39,31 @@ class Verify:
 
     def run(self) -> int:
         """Run the command; return the exit status."""
-        from lengthwise.cli.start import prepare, run_ranks
-        from lengthwise.training.verify import first_batch, verify_rank
+        from lengthwise.training.api import verify
 
-        start = prepare(self.config, self.set, ranks=self.ranks, timeout_seconds=self.timeout_seconds)
-        job = start.job
-        batch = first_batch(job)
-        plan = job.make_plan(batch.lengths) if self.plan is None else read_plan(self.plan, job, batch.lengths)
-        if start.is_first:
-            print(
-                f"verify: {len(batch.ids)} sequences, {count(sum(batch.lengths))} tokens, {job.config.precision}, "
-                f"{job.ranks} ranks against one process",
-                *expectations(start, plan),
-                sep="\n",
-                flush=True,
-            )
-        found = run_ranks(start, lambda world, note: verify_rank(job, plan, world, note))
+        found = verify(
+            self.config,
+            ranks=self.ranks,
+            overrides=[each for group in self.set for each in group],
+            plan=self.plan,
+            timeout_seconds=self.timeout_seconds,
+            on_start=print_expectations,
+        )
         if found is None:  # a torchrun rank other than 0
             return 0
         print("\n".join(verification_lines(found)))
         return 0 if found.passed else 1
+
+
+def print_expectations(start: Start, plan: Plan) -> None:
+    """Say what will be compared, and what that will take."""
+    print(
+        f"verify: {len(plan.tokens)} sequences, {count(sum(plan.tokens))} tokens, {start.job.config.precision}, "
+        f"{start.job.ranks} ranks against one process",
+        *expectations(start, plan),
+        sep="\n",
+        flush=True,
+    )
 
 
 def expectations(start: Start, plan: Plan) -> list[str]:
@@ -87,33 +90,7 @@ def expectations(start: Start, plan: Plan) -> list[str]:
     return forecast_lines(forecast, speed.memory_bytes)
 
 
-def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
-    """Read a plan file and check that it is a plan for this batch on these ranks.
-
-    Raises:
-        PlanError: it is not, or it has what this version cannot run.
-    """
-    from lengthwise.core.plan import Plan
-    from lengthwise.program import check_plan, refuse_unsupported
-
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(str(path), expected="a plan file", got=str(error), remedy="Give another --plan.") from None
-    plan = Plan.from_json(text, str(path))
-    check_plan(plan)
-    refuse_unsupported(plan)
-    if plan.ranks != job.ranks or plan.tokens != lengths:
-        raise PlanError(
-            str(path),
-            expected=f"a plan for {job.ranks} ranks and the first batch's lengths {list(lengths[:8])}...",
-            got=f"{plan.ranks} ranks and {list(plan.tokens[:8])}...",
-            remedy="Make it from the lengths of the first global batch.",
-        )
-    return plan
-
-
-def verification_lines(found: Verification) -> list[str]:
+def verification_lines(found: VerifyReport) -> list[str]:
     """Say what was compared and how far apart it was."""
     rings = sum(1 for m in found.plan.microbatches for p in m.pieces if p.degree > 1)
     worst = sorted(found.gradients.items(), key=lambda item: -item[1])[:5]
@@ -130,7 +107,7 @@ def verification_lines(found: Verification) -> list[str]:
     ]
 
 
-def router_lines(found: Verification) -> list[str]:
+def router_lines(found: VerifyReport) -> list[str]:
     """Say how far apart the routers' balance losses are, where the model has one."""
     if not found.reference_router_loss:
         return []

@@ -13,7 +13,7 @@ from lengthwise.report.figures import count
 SMALLER_MICROBATCHES = (
     "Set recompute: layer, or lower capacity_tokens: longer sequences are then cut over more ranks, packs are smaller."
 )
-SMALLER_STATE = "Use bf16, a smaller model, or more ranks: optimizer state and masters are cut over them."
+SMALLER_STATE = "Use bf16, a smaller model, or more ranks: optimizer state and master weights are split over them."
 
 
 @contextlib.contextmanager

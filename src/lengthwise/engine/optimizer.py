@@ -1,4 +1,4 @@
-"""AdamW on this rank's slice of the masters, with the gradient clipped by its norm over all ranks."""
+"""AdamW on this rank's shards of the master weights, with the gradient clipped by its norm over all ranks."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import torch
 
 from lengthwise.comm import Transport
 from lengthwise.config import OptimizerConfig
-from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.parameters import Parameters
 
 
 class ShardedAdamW:
-    """torch's AdamW over the slice of each rank; elementwise, so the cut changes no result."""
+    """torch's AdamW over the shards of each rank; elementwise, so how they are cut changes no result."""
 
-    def __init__(self, flat: FlatParameters, config: OptimizerConfig, transport: Transport) -> None:
-        self._flat, self._config, self._transport = flat, config, transport
+    def __init__(self, parameters: Parameters, config: OptimizerConfig, transport: Transport) -> None:
+        self._parameters, self._config, self._transport = parameters, config, transport
         groups: dict[bool, list[torch.nn.Parameter]] = {}
-        for start, stop, decayed in flat.shard_segments():
-            segment = torch.nn.Parameter(flat.masters[start:stop])
-            segment.grad = flat.grad_shard[start:stop]
-            groups.setdefault(decayed, []).append(segment)
+        for shard in parameters.shards():
+            weights = torch.nn.Parameter(shard.weights)
+            weights.grad = shard.gradient
+            groups.setdefault(shard.decayed, []).append(weights)
+        self._weights = [each for group in groups.values() for each in group]
         self._adamw = None
         if groups:  # more ranks than parameters leave a rank without any
             self._adamw = torch.optim.AdamW(
                 [
-                    {"params": segments, "weight_decay": config.weight_decay if decayed else 0.0}
-                    for decayed, segments in groups.items()
+                    {"params": weights, "weight_decay": config.weight_decay if decayed else 0.0}
+                    for decayed, weights in groups.items()
                 ],
                 lr=config.lr,
                 betas=config.betas,
@@ -33,17 +34,19 @@ class ShardedAdamW:
 
     def reduce(self) -> float:
         """Sum gradients over all ranks; return their global norm, before clipping."""
-        squares = self._flat.reduce_gradients().double().square().sum().reshape(1)
+        squares = self._parameters.reduce_gradients().double().square().sum().reshape(1)
         self._transport.all_reduce(squares)
         return squares.sqrt().item()
 
     def update(self, lr: float, norm: float) -> None:
-        """Clip the gradients of global norm `norm`, update this rank's slice, publish."""
+        """Clip the gradients of global norm `norm`, update this rank's shards, publish."""
         limit = self._config.max_grad_norm
         if limit is not None:  # the formula of torch.nn.utils.clip_grad_norm_
-            self._flat.grad_shard.mul_(min(1.0, limit / (norm + 1e-6)))
+            for weights in self._weights:
+                assert weights.grad is not None, "gradients are views, which nothing sets to None"
+                weights.grad.mul_(min(1.0, limit / (norm + 1e-6)))
         if self._adamw is not None:
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
-        self._flat.publish()
+        self._parameters.publish()

@@ -1,14 +1,14 @@
-"""Flat ZeRO-1: parameters and gradients in one buffer each, optimizer state cut evenly over all ranks.
+"""Flat ZeRO-1: parameters and gradients in one buffer each, optimizer state split evenly over all ranks.
 
-    values   (compute dtype)     every parameter of the model is a view of it
-    grads    (fp32, or fp64)     gradients of however many microbatches a rank has add up in it
-    masters  (fp32, or fp64)     this rank's slice of the exact parameters, with its optimizer state
+    values          (compute dtype)   every parameter of the model is a view of it
+    grads           (fp32, or fp64)   gradients of however many microbatches a rank has add up in it
+    master_weights  (fp32, or fp64)   this rank's slice of the exact parameters, with its optimizer state
 
 Once a step: one reduce-scatter of `grads`, AdamW on the slice, one all-gather into `values`. A rank without a
 microbatch, or a parameter that no token reached, contributes zeros, so unequal microbatch counts need nothing special.
-Memory: 6 + 12/W bytes a parameter in bf16, 8 + 12/W in fp32, W ranks. Tried before and left: FSDP2 (its dim-0 padding
-grows the all-gather 2.5x at 12,288 ranks) and reductions inside the backward (a ring member then waits in one for a
-rank that waits for that member's next ring message).
+Memory of W ranks: 6 + 16/W bytes a parameter in bf16 (14 + 8/W while it is made), 8 + 16/W in fp32 (12 + 8/W).
+Method: ZeRO stage 1 (arXiv 1910.02054). No reduction inside the backward: a ring member would wait in one for a rank
+that waits for that member's next ring message.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from lengthwise.comm import Transport
 from lengthwise.core.errors import ModelRefused
+from lengthwise.engine.parameters import Shard
 
 
 class FlatParameters:
-    """The parameters of a model, moved into flat buffers; the model goes on working on views of them."""
+    """`Parameters` in flat buffers, values and gradients whole on every rank; the model works on views of them."""
 
     def __init__(self, model: nn.Module, transport: Transport, *, dtype: torch.dtype) -> None:
         self._transport = transport
@@ -43,7 +44,7 @@ class FlatParameters:
         transport.broadcast(exact, 0)  # whatever each rank loaded, all train the same model
         self.grads = torch.zeros_like(exact)
         self.grad_shard = torch.zeros(self.shard_size, dtype=wide, device=device)
-        self.masters = exact[self._shard].clone()
+        self.master_weights = exact[self._shard].clone()
         self.values = exact if dtype == wide else exact.to(dtype)
         for parameter, value, grad in zip(parameters, self.views(self.values), self.views(self.grads), strict=True):
             parameter.data = value
@@ -58,11 +59,15 @@ class FlatParameters:
         starts = [0, *self._ends[:-1]]
         return [flat[start:end].view(shape) for start, end, shape in zip(starts, self._ends, self._shapes, strict=True)]
 
-    def shard_segments(self) -> list[tuple[int, int, bool]]:
-        """Cut this rank's slice where weight decay changes: (start, stop, decayed) within the slice.
+    def shards(self) -> list[Shard]:
+        """Cut this rank's slice where weight decay changes (see `Parameters.shards`)."""
+        return [
+            Shard(weights=self.master_weights[start:stop], gradient=self.grad_shard[start:stop], decayed=decayed)
+            for start, stop, decayed in self._segments()
+        ]
 
-        Parameters of two or more dimensions are decayed; biases and norms are not.
-        """
+    def _segments(self) -> list[tuple[int, int, bool]]:
+        """Return (start, stop, decayed) within the slice."""
         low = self._transport.rank * self.shard_size
         segments: list[tuple[int, int, bool]] = []
         for start, end, shape in zip([0, *self._ends[:-1]], self._ends, self._shapes, strict=True):
@@ -77,7 +82,7 @@ class FlatParameters:
         return segments
 
     def reduce_gradients(self) -> Tensor:
-        """Sum gradients over all ranks; return this rank's slice of the sum."""
+        """Sum gradients over all ranks; return this rank's slice of the sum, padded with zeros to `shard_size`."""
         self._transport.reduce_scatter(self.grad_shard, self.grads)
         return self.grad_shard
 
@@ -89,8 +94,16 @@ class FlatParameters:
 
     def publish(self) -> None:
         """Give every rank the parameters that each has updated in its slice, and clear the gradients."""
-        self._transport.all_gather(self.values, self.masters.to(self.values.dtype))
+        self._transport.all_gather(self.values, self.master_weights.to(self.values.dtype))
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        """Set the gradients of this rank to zero."""
         self.grads.zero_()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the master weights of this rank; the values of all ranks follow from theirs."""
+        return {"master_weights": self.master_weights}
 
     @property
     def _shard(self) -> slice:

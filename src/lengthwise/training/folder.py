@@ -1,26 +1,35 @@
-"""The output folder of a run: what is written where, and when an earlier run is in the way."""
+"""The output folder of a run: one run at a time, what is written where, and when an earlier run is in the way.
+
+A run claims the folder with a lock on `run.lock`, which its end frees, however it ends. Lines are flushed one by one.
+The model is written into `model.unfinished`, synced and renamed, so that `model` is whole or not there.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
 import shutil
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TextIO
 
 from safetensors import SafetensorError
 
 from lengthwise.config import RunConfig, dump_config
 from lengthwise.core.errors import OutputError
-from lengthwise.core.plan import Plan
-from lengthwise.training.metrics import StepMetrics
+from lengthwise.training.callbacks import Callback
+from lengthwise.training.metrics import EvalMetrics, FinishedStep
 
 _FILES = ("config.yaml", "metrics.jsonl", "ledger.jsonl", "eval.jsonl")
-_FOLDERS = ("plans", "model")
+_FOLDERS = ("plans", "model", "model.unfinished")
+_LOCK = "run.lock"
 
 
-class RunFolder:
+class RunFolder(Callback):
     """Writes one run; every line is flushed, so a run that dies leaves what it has done."""
 
     def __init__(self, path: Path) -> None:
@@ -30,6 +39,35 @@ class RunFolder:
     def model(self) -> Path:
         """Where the trained model goes."""
         return self.path / "model"
+
+    @contextlib.contextmanager
+    def claimed(self, *, overwrite: bool, inputs: Sequence[Path] = ()) -> Iterator[None]:
+        """Keep other runs out of the folder inside the block; refuse it as `check_free` does.
+
+        Forks of this process hold the claim with it. A folder made for the claim is removed if nothing was written.
+
+        Raises:
+            OutputError: another run is writing there, or see `check_free`.
+            KeyboardInterrupt: with what was saved, when the block is interrupted.
+        """
+        made = [each for each in (self.path, *self.path.parents) if not each.exists()]
+        with self.writing():
+            lock = self._lock() if self.path.is_dir() or not self.path.exists() else None
+        before = self._model_changed()
+        try:
+            self.check_free(overwrite=overwrite, inputs=inputs)
+            yield
+        except KeyboardInterrupt:
+            if self._model_changed() in (None, before):
+                raise
+            raise KeyboardInterrupt(f"the model is saved in {self.model}") from None
+        finally:
+            if lock is not None:
+                (self.path / _LOCK).unlink(missing_ok=True)
+                lock.close()
+            with contextlib.suppress(OSError):
+                for each in made:
+                    each.rmdir()
 
     def check_free(self, *, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
         """Refuse a folder that holds a run, unless it is to be overwritten and nothing of it is an input of this run.
@@ -70,7 +108,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Tell what goes wrong while files of the run are written, a full disk for example.
+        """Report what goes wrong while files of the run are written, a full disk for example.
 
         Raises:
             OutputError: the files cannot be written.
@@ -82,20 +120,79 @@ class RunFolder:
                 str(self.path),
                 expected="a folder that can be written",
                 got=str(error),
-                remedy="Free or mend the disk, or choose another output.",
+                remedy="Free or repair the disk, or choose another output.",
             ) from None
 
-    def write_step(self, metrics: StepMetrics, ids: Sequence[int], plan: Plan) -> None:
-        """Write one step: its metrics, its sequences, its plan."""
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[Path]:
+        """Give a folder to write the model into; it becomes `model` when the block ends, whole or not at all.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        unfinished = self.path / "model.unfinished"
+        try:
+            with self.writing():
+                unfinished.mkdir()
+                yield unfinished
+                for path in (*unfinished.rglob("*"), unfinished):
+                    _sync(path)
+                unfinished.rename(self.model)
+                _sync(self.path)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    def on_step(self, step: FinishedStep) -> None:
+        """Write one step: its plan, its sequences, its metrics."""
+        metrics = step.metrics
         with self.writing():
-            (self.path / "plans" / f"step-{metrics.step:06d}.json").write_text(plan.to_json(), encoding="utf-8")
-        self._append("ledger.jsonl", {"step": metrics.step, "sequences": list(ids)})
+            plan = self.path / "plans" / f"step-{metrics.step:06d}.json"
+            plan.write_text(step.plan.to_json(), encoding="utf-8")
+        self._append("ledger.jsonl", {"step": metrics.step, "sequences": list(step.sequences)})
         self._append("metrics.jsonl", {key: value for key, value in asdict(metrics).items() if value is not None})
 
-    def write_eval(self, row: dict[str, float]) -> None:
+    def on_eval(self, metrics: EvalMetrics) -> None:
         """Write the result of one evaluation."""
-        self._append("eval.jsonl", row)
+        self._append("eval.jsonl", asdict(metrics))
 
-    def _append(self, name: str, row: dict[str, object] | dict[str, float]) -> None:
+    def _append(self, name: str, row: dict[str, object]) -> None:
         with self.writing(), (self.path / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+    def _lock(self) -> TextIO:
+        self.path.mkdir(parents=True, exist_ok=True)
+        while True:
+            file = (self.path / _LOCK).open("a+", encoding="utf-8")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                with file:
+                    file.seek(0)
+                    owner = file.read().strip() or "another process"
+                raise OutputError(
+                    str(self.path),
+                    expected="a folder that no other run is writing",
+                    got=f"one that {owner} is writing",
+                    remedy="Choose another output, or wait for the end of that run.",
+                ) from None
+            with contextlib.suppress(FileNotFoundError):  # its owner removed it between our two calls
+                if os.path.samestat(os.fstat(file.fileno()), (self.path / _LOCK).stat()):
+                    break
+            file.close()
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        return file
+
+    def _model_changed(self) -> int | None:
+        """Return when `model` was last made or renamed, in ns; None: there is none."""
+        return self.model.stat().st_ctime_ns if self.model.exists() else None
+
+
+def _sync(path: Path) -> None:
+    """Bring a file or folder to the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,9 +1,10 @@
-"""What is known of a step when it is over, from the numbers of all ranks."""
+"""What is known of a step, an evaluation and a run when they are over, from the numbers of all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lengthwise.core.plan import Plan
 
@@ -32,6 +33,46 @@ class StepMetrics:
     ring_token_ratio: float
     plan_seconds: float
     router_loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedStep:
+    """A step that was run and its update made. `sequences`: those of the data, in the order of the plan's tokens."""
+
+    metrics: StepMetrics
+    num_steps: int
+    sequences: tuple[int, ...]
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalMetrics:
+    """One line of eval.jsonl. `loss` is the mean over all loss tokens of the eval data after `step`."""
+
+    step: int
+    loss: float
+    num_sequences: int
+    num_tokens: int
+    num_loss_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """How a run ended. `metrics`: of its last step. `stopped_by`: the signal that ended it early, or None."""
+
+    steps: int
+    num_tokens: int
+    seconds: float
+    first_loss: float
+    metrics: StepMetrics
+    parameters: int
+    stopped_by: int | None
+    folder: Path
+
+    @property
+    def last_loss(self) -> float:
+        """The loss of the last step."""
+        return self.metrics.loss
 
 
 def step_metrics(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 from lengthwise.comm import Transport, agree, broadcast_bytes
 from lengthwise.core.errors import RankError
@@ -24,8 +25,26 @@ class PlannedStep:
     plan_seconds: float
 
 
+class StepSource(Protocol):
+    """Where a rank's steps come from, one after the other."""
+
+    def next(self, name: str) -> PlannedStep | None:
+        """Return the next step, the same on all ranks, or None at the end; `name` is the step, in words.
+
+        Collective: called by all ranks at a step's end, before the first transfer of the next step.
+
+        Raises:
+            LengthwiseError: there is none that this version runs, or ranks differ.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what prepares steps ahead."""
+        ...
+
+
 class PlanAhead:
-    """Plans of consecutive batches, the next one made while the present step runs.
+    """A `StepSource` that plans consecutive batches, the next one while the present step runs.
 
     `planner` is there on rank 0 alone. A plan depends on lengths, cluster and costs only, so the plan of a step is the
     same whenever it is made. A plan that takes longer than `timeout_seconds` ends the run.
@@ -44,15 +63,8 @@ class PlanAhead:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan ahead")
         self._next = self._begin()
 
-    def take(self, name: str) -> PlannedStep | None:
-        """Return the next step, or None at the end; `name` is the step, in words.
-
-        Collective: called by all ranks at a step's end, before the first transfer of the next step, and it is there
-        that all ranks agree on the digest of plan and batch.
-
-        Raises:
-            LengthwiseError: there is no plan, or it is not one that this version runs.
-        """
+    def next(self, name: str) -> PlannedStep | None:
+        """Return the next step (see `StepSource.next`); all ranks agree on the digest of plan and batch."""
         if self._next is None:
             return None
         batch, future = self._next

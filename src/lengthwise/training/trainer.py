@@ -2,6 +2,8 @@
 
 A step: run this rank's microbatches (rings), then the step's end, which every rank enters after its last ring transfer:
 share the numbers, reduce, clip, update, publish, agree on the next plan. Collectives live in the step's end only.
+Loss and gradient are refused before an update when they are not finite; the parameters that an update left, with the
+numbers that the next step shares, and before an evaluation and the end. So no model is saved that is not finite.
 """
 
 from __future__ import annotations
@@ -9,10 +11,9 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,8 +24,9 @@ from lengthwise.core.errors import NumericError
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_STATE, telling_memory
 from lengthwise.engine.optimizer import ShardedAdamW
+from lengthwise.engine.parameters import Parameters, largest_magnitude
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.step import Work, run_plan
+from lengthwise.engine.step import run_plan
 from lengthwise.models import (
     DTYPES,
     build_adapted,
@@ -33,43 +35,15 @@ from lengthwise.models import (
     save_adapter,
     save_model,
 )
+from lengthwise.training.callbacks import Callback
 from lengthwise.training.folder import RunFolder
 from lengthwise.training.job import Job
 from lengthwise.training.launch import StopRequest
-from lengthwise.training.metrics import StepMetrics, step_metrics
+from lengthwise.training.metrics import EvalMetrics, FinishedStep, StepMetrics, TrainResult, step_metrics
 from lengthwise.training.planner_process import PlannerProcess
-from lengthwise.training.planning import PlanAhead, PlannedStep
+from lengthwise.training.planning import PlanAhead, PlannedStep, StepSource
 from lengthwise.training.schedule import learning_rate
 from lengthwise.training.warmup import check_memory
-
-
-class Progress(Protocol):
-    """Who is told how the run goes; called on rank 0 only."""
-
-    def note(self, line: str) -> None:
-        """Hear what was decided, and why: kernel, transport, what the memory check found."""
-        ...
-
-    def step(self, metrics: StepMetrics, num_steps: int) -> None:
-        """Hear of a finished step."""
-        ...
-
-    def evaluated(self, step: int, loss: float, num_tokens: int) -> None:
-        """Hear of a finished evaluation."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainResult:
-    """How a run ended. `stopped_by` is the signal that ended it early, or None."""
-
-    steps: int
-    num_tokens: int
-    seconds: float
-    first_loss: float
-    last_loss: float
-    parameters: int
-    stopped_by: int | None
 
 
 def connect(
@@ -92,12 +66,21 @@ def connect(
     return transport
 
 
-def train_rank(job: Job, world: World, progress: Progress, on_phase: Callable[[str], None]) -> TrainResult:
-    """Train to the end, or until asked to stop, and save the model (rank 0)."""
+def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: Callable[[str], None]) -> TrainResult:
+    """Train to the end, or until asked to stop, and save the model (rank 0).
+
+    Raises:
+        NumericError: a loss, a gradient or the parameters are not finite; no model is saved.
+    """
     with nullcontext() if world.rank else PlannerProcess(job.plan_options) as planner:
-        transport = connect(world, job, on_phase, None if world.rank else progress.note)
+        hearing = () if world.rank else (RunFolder(job.config.output), *callbacks)
+        transport = connect(world, job, on_phase, None if world.rank else lambda line: _note(hearing, line))
+
+        def steps(batches: Iterator[StepBatch]) -> StepSource:
+            return PlanAhead(batches, planner, transport, timeout_seconds=job.timeout_seconds)
+
         with StopRequest(ends_at_the_second=world.world_size == 1).listening() as stop:
-            trainer = _Trainer(job, world, transport, planner, progress, stop)
+            trainer = _Trainer(job, world, transport, steps, hearing, stop)
             try:
                 result = trainer.run()
             finally:
@@ -112,18 +95,18 @@ class _Trainer:
         job: Job,
         world: World,
         transport: Transport,
-        planner: PlannerProcess | None,
-        progress: Progress,
+        steps: Callable[[Iterator[StepBatch]], StepSource],
+        callbacks: Sequence[Callback],
         stop: StopRequest,
     ) -> None:
-        self._job, self._transport, self._planner, self._progress, self._stop = job, transport, planner, progress, stop
+        self._job, self._transport, self._callbacks, self._stop = job, transport, callbacks, stop
         self._folder = RunFolder(job.config.output)
         dtype = DTYPES[job.config.precision]
         self._kernel = choose_kernel(
             world.device,
             dtype=dtype,
             head_dim=largest_head_dim(job.model.config),
-            say=None if world.rank else progress.note,
+            say=lambda line: _note(callbacks, line),
         )
         with telling_memory(
             lambda: f"rank {world.rank}, start",
@@ -131,46 +114,48 @@ class _Trainer:
             remedy=SMALLER_STATE,
         ):
             self._model: Any = build_adapted(job.model, job.config.lora, seed=job.config.seed).to(world.device)
-            self._flat = FlatParameters(self._model, transport, dtype=dtype)
-            self._optimizer = ShardedAdamW(self._flat, job.config.optimizer, transport)
+            self._parameters: Parameters = FlatParameters(self._model, transport, dtype=dtype)
+            self._optimizer = ShardedAdamW(self._parameters, job.config.optimizer, transport)
+        self._largest_allowed, self._largest = torch.finfo(dtype).max, torch.zeros(())  # of any parameter of this rank
         self._checks_memory = job.config.memory_check if job.config.memory_check is not None else job.gpus > 0
         self._num_steps = job.num_steps
-        self._plans = self._plan_ahead(job.batches())
+        self._new_steps, self._steps = steps, steps(job.batches())
 
     def run(self) -> TrainResult:
         if self._transport.rank == 0:
             self._folder.start(self._job.config)
         self._maybe_check_memory()
-        start, tokens, losses = time.perf_counter(), 0, []
-        number, taken, stopped_by = 1, self._plans.take("step 1"), None
-        while taken is not None and stopped_by is None:
-            metrics, taken, stopped_by = self._step(number, taken)
-            tokens, losses = tokens + metrics.num_tokens, [*losses[:1], metrics.loss]
-            self._maybe_evaluate(number)
+        start, tokens, first_loss, metrics = time.perf_counter(), 0, 0.0, None
+        number, planned, stopped_by = 0, self._steps.next("step 1"), None
+        while planned is not None and stopped_by is None:
             number += 1
-        self._save()
+            metrics, planned, stopped_by = self._step(number, planned)
+            tokens, first_loss = tokens + metrics.num_tokens, metrics.loss if number == 1 else first_loss
+            self._maybe_evaluate(number)
+        assert metrics is not None, "a run has at least one step"
+        self._save(number)
         return TrainResult(
-            steps=number - 1,
+            steps=number,
             num_tokens=tokens,
             seconds=time.perf_counter() - start,
-            first_loss=losses[0],
-            last_loss=losses[-1],
+            first_loss=first_loss,
+            metrics=metrics,
             parameters=sum(parameter.numel() for parameter in self._model.parameters()),
             stopped_by=stopped_by,
+            folder=self._folder.path,
         )
 
     def close(self) -> None:
-        self._plans.close()
-
-    def _plan_ahead(self, batches: Iterator[StepBatch]) -> PlanAhead:
-        return PlanAhead(batches, self._planner, self._transport, timeout_seconds=self._job.timeout_seconds)
+        self._steps.close()
 
     def _step(self, number: int, planned: PlannedStep) -> tuple[StepMetrics, PlannedStep | None, int | None]:
         batch, plan = planned.batch, planned.plan
         start, name, config = time.perf_counter(), f"step {number}", self._job.config.optimizer
         work = run_plan(self._model, plan, batch, self._transport, self._kernel, name=name)
         self._transport.phase = f"{name}, step end"
-        rows = self._share([work.loss_sum, work.busy_seconds, float(self._stop.signal or 0), work.router_loss])
+        stop, largest = float(self._stop.signal or 0), self._largest.item()
+        rows = self._share([work.loss_sum, work.busy_seconds, stop, work.router_loss, largest])
+        self._refuse_ruined(number - 1, rows[:, 4])
         loss, router_loss = rows[:, 0].sum().item() / batch.loss_tokens, rows[:, 3].sum().item()
         _refuse_infinite("loss", loss, name, batch)
         _refuse_infinite("router loss", router_loss, name, batch)
@@ -184,7 +169,8 @@ class _Trainer:
         grad_norm = self._optimizer.reduce()
         _refuse_infinite("norm of the gradient", grad_norm, name, batch)
         self._optimizer.update(lr, grad_norm)
-        taken = self._plans.take(f"step {number + 1}")
+        self._largest = largest_magnitude(self._parameters)
+        following = self._steps.next(f"step {number + 1}")
         metrics = step_metrics(
             plan,
             step=number,
@@ -197,10 +183,10 @@ class _Trainer:
             step_seconds=time.perf_counter() - start,
             plan_seconds=planned.plan_seconds,
         )
-        if self._transport.rank == 0:
-            self._folder.write_step(metrics, batch.ids, plan)
-            self._progress.step(metrics, self._num_steps)
-        return metrics, taken, int(rows[:, 2].max()) or None
+        finished = FinishedStep(metrics=metrics, num_steps=self._num_steps, sequences=batch.ids, plan=plan)
+        for each in self._callbacks:
+            each.on_step(finished)
+        return metrics, following, int(rows[:, 2].max()) or None
 
     def _share(self, numbers: list[float]) -> torch.Tensor:
         """Return the numbers of all ranks, (ranks, numbers), in fp64."""
@@ -209,42 +195,67 @@ class _Trainer:
         self._transport.all_gather(rows, mine)
         return rows.view(self._transport.world_size, len(numbers))
 
+    def _refuse_ruined(self, number: int, largest: torch.Tensor) -> None:
+        """Stop when step `number` left parameters that are not finite; `largest` of each rank, the same on all.
+
+        Raises:
+            NumericError: naming the step.
+        """
+        if not (largest <= self._largest_allowed).all():  # neither is NaN
+            raise NumericError(
+                f"step {number}",
+                expected="finite parameters after its update",
+                got=str(largest.max().item()),
+                remedy="Lower optimizer.lr or optimizer.weight_decay. The model is not saved.",
+            )
+
     def _maybe_check_memory(self) -> None:
         if not self._checks_memory:
             return
         self._transport.phase = "memory check before the first step"
-        found = check_memory(self._model, self._flat, self._job, self._kernel)
-        if self._transport.rank == 0:
-            self._progress.note(found)
+        _note(self._callbacks, check_memory(self._model, self._parameters, self._job, self._kernel))
 
     def _maybe_evaluate(self, number: int) -> None:
         every = self._job.config.eval
         if every is None or (number % every.every_steps and number != self._num_steps):
             return
-        loss, loss_tokens, tokens, sequences = 0.0, 0, 0, 0
-        plans = self._plan_ahead(self._job.eval_batches())
         name = f"evaluation after step {number}"
-        while (taken := plans.take(name)) is not None:
-            batch, plan = taken.batch, taken.plan
-            work: Work = run_plan(self._model, plan, batch, self._transport, self._kernel, name=name, train=False)
+        self._transport.phase = f"{name}, start"
+        self._refuse_ruined(number, self._share([self._largest.item()]))
+        loss, loss_tokens, tokens, sequences = 0.0, 0, 0, 0
+        steps = self._new_steps(self._job.eval_batches())
+        while (planned := steps.next(name)) is not None:
+            batch = planned.batch
+            work = run_plan(self._model, planned.plan, batch, self._transport, self._kernel, name=name, train=False)
             self._transport.phase = f"{name}, sum"
             loss += self._share([work.loss_sum]).sum().item()
             loss_tokens += batch.loss_tokens
             tokens, sequences = tokens + sum(batch.lengths), sequences + len(batch.ids)
-        plans.close()
-        if self._transport.rank == 0:
-            row = {"step": number, "loss": loss / loss_tokens, "num_sequences": sequences, "num_tokens": tokens}
-            self._folder.write_eval({**row, "num_loss_tokens": loss_tokens})
-            self._progress.evaluated(number, loss / loss_tokens, tokens)
+        steps.close()
+        metrics = EvalMetrics(
+            step=number,
+            loss=loss / loss_tokens,
+            num_sequences=sequences,
+            num_tokens=tokens,
+            num_loss_tokens=loss_tokens,
+        )
+        for each in self._callbacks:
+            each.on_eval(metrics)
 
-    def _save(self) -> None:
+    def _save(self, number: int) -> None:
         self._transport.phase = "saving the model"
+        self._refuse_ruined(number, self._share([self._largest.item()]))
         if self._transport.rank == 0:
-            with self._folder.writing():
+            with self._folder.saving() as folder:
                 save = save_model if self._job.config.lora is None else save_adapter
-                save(self._model, self._folder.model)
+                save(self._model, folder)
                 if self._job.tokenizer is not None:
-                    self._job.tokenizer.save(self._folder.model)
+                    self._job.tokenizer.save(folder)
+
+
+def _note(callbacks: Sequence[Callback], line: str) -> None:
+    for each in callbacks:
+        each.on_note(line)
 
 
 def _refuse_infinite(what: str, value: float, step: str, batch: StepBatch) -> None:

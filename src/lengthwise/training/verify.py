@@ -38,7 +38,7 @@ _FLOOR = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
+class VerifyReport:
     """Differences between N ranks and one process; all relative.
 
     `router_loss` is the routers' balance loss over the batch, 0 where the model's config asks for none.
@@ -87,7 +87,7 @@ def first_batch(job: Job) -> StepBatch:
     return next(job.batches())
 
 
-def verify_rank(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]) -> Verification | None:
+def verify_rank(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]) -> VerifyReport | None:
     """Compute both and compare; None on ranks other than 0, which are done once gradients are gathered.
 
     Raises:
@@ -101,7 +101,7 @@ def verify_rank(job: Job, plan: Plan, world: World, on_phase: Callable[[str], No
         return _compare(job, plan, world, on_phase)
 
 
-def _compare(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]) -> Verification | None:
+def _compare(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]) -> VerifyReport | None:
     notes: list[str] = []
     transport, batch = connect(world, job, on_phase, notes.append), first_batch(job)
     dtype = DTYPES[job.config.precision]
@@ -121,7 +121,7 @@ def _compare(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]
     on_phase("verify, one process")
     plain = _build(job, attention=plain_attention(job.model)).to(world.device)
     reference = plain_gradients(plain, job.dataset, batch.ids, dtype)
-    return Verification(
+    return VerifyReport(
         plan=plan,
         loss=losses[0].item() / batch.loss_tokens,
         reference_loss=reference.loss,

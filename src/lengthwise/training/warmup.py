@@ -17,12 +17,12 @@ from lengthwise.data import Dataset
 from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import memory_in_use
-from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.step import run_plan
 from lengthwise.training.job import Job
 
 
-def check_memory(model: nn.Module, flat: FlatParameters, job: Job, kernel: BlockKernel) -> str:
+def check_memory(model: nn.Module, parameters: Parameters, job: Job, kernel: BlockKernel) -> str:
     """Run the largest local microbatch forward and backward and discard its gradients; say what was found.
 
     Raises:
@@ -39,7 +39,7 @@ def check_memory(model: nn.Module, flat: FlatParameters, job: Job, kernel: Block
     )
     batch = StepBatch(_random_sequences(lengths, vocab=job.model.config.vocab_size), range(len(lengths)))
     run_plan(model, plan, batch, SoloTransport(), kernel, name="memory check before the first step")
-    flat.grads.zero_()
+    parameters.clear_gradients()
     return f"memory check: the largest microbatch, {sum(lengths)} tokens, ran{memory_in_use()}"
 
 

@@ -1,4 +1,4 @@
-"""What `train` and `verify` have in common: from a run file to a checked job and its ranks."""
+"""What `train` and `verify` have in common: from a run file, or its values, to a checked job and its ranks."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from lengthwise.comm import World, count_gpus, world_from_environment
-from lengthwise.config import RunConfig, load_config
+from lengthwise.config import RunConfig, build_config, load_config
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.training.job import Job, prepare_job
 from lengthwise.training.launch import launch
 
 Result = TypeVar("Result")
+Run = RunConfig | str | Path | Mapping[str, object]
+"""A run: its checked settings, the path of its run file, or the values of one (paths start from the working folder)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +36,8 @@ class Start:
 
 
 def prepare(
-    path: Path,
-    overrides: Sequence[Sequence[str]],
+    run: Run,
+    overrides: Sequence[str],
     *,
     ranks: int | None,
     timeout_seconds: float,
@@ -43,8 +45,9 @@ def prepare(
 ) -> Start:
     """Read the run file, find the ranks, check the job.
 
-    `check` is what the verb itself asks of the settings. What the command line and the run file have wrong is told in
-    one message; then, as it takes longer to find, what the model and the data have.
+    `overrides` are `key=value` texts for a run file. `check` is what the verb itself asks of the settings, in the
+    first process. What arguments and settings have wrong is reported in one message; then, as it takes longer to find,
+    what the model and the data have.
 
     Raises:
         LengthwiseError: with every problem that was found.
@@ -53,7 +56,7 @@ def prepare(
     collector = Collector()
     world = collector.attempt(lambda: _torchrun(ranks))
     collector.attempt(lambda: _check_numbers(ranks, timeout_seconds))
-    config = collector.attempt(lambda: load_config(path, [each for group in overrides for each in group]))
+    config = collector.attempt(lambda: _settings(run, overrides))
     if config is not None and check is not None and (world is None or world.rank == 0):
         collector.attempt(lambda: check(config))
     gpus = collector.attempt(lambda: _gpus(config.device)) if config is not None else None
@@ -63,6 +66,13 @@ def prepare(
     number = world.world_size if world is not None else ranks or max(1, gpus)
     job = prepare_job(config, ranks=number, timeout_seconds=timeout_seconds, gpus=gpus)
     return Start(job=job, world=replace(world, gpus=gpus) if world is not None else None)
+
+
+def _settings(run: Run, overrides: Sequence[str]) -> RunConfig:
+    if isinstance(run, str | Path):
+        return load_config(Path(run), overrides)
+    assert not overrides, f"overrides are for a run file, got {overrides}"
+    return run if isinstance(run, RunConfig) else build_config(run, Path.cwd())
 
 
 def _torchrun(ranks: int | None) -> World | None:

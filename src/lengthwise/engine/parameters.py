@@ -1,0 +1,59 @@
+"""What a step's end asks of a model's parameters, however they and their gradients lie over the ranks.
+
+Forward and backward ask nothing here: they use the model's own parameters. Whoever implements this makes these hold a
+layer's values when its forward runs, and moves gradients on from them, by views or by hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """A run of parameters that this rank updates: master weights and gradients, both (entries,), in fp32 or wider.
+
+    `decayed`: whether weight decay applies, as it does to parameters of two or more dimensions.
+    """
+
+    weights: Tensor
+    gradient: Tensor
+    decayed: bool
+
+
+class Parameters(Protocol):
+    """The trainable parameters of a model on one rank."""
+
+    def shards(self) -> Sequence[Shard]:
+        """Return what the optimizer of this rank updates in place; none where a rank has no parameters."""
+        ...
+
+    def reduce_gradients(self) -> Tensor:
+        """Sum the gradients of all ranks into the shards; return those of this rank, (entries,). Collective."""
+        ...
+
+    def gather_gradients(self) -> dict[str, Tensor]:
+        """Return the reduced gradient of every parameter, by name; for checks, not for training. Collective."""
+        ...
+
+    def clear_gradients(self) -> None:
+        """Set the gradients of this rank to zero."""
+        ...
+
+    def publish(self) -> None:
+        """Make the updated master weights of all ranks the values that forward reads; clear gradients. Collective."""
+        ...
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Return what this rank alone holds of the parameters and cannot be computed anew, by name."""
+        ...
+
+
+def largest_magnitude(parameters: Parameters) -> Tensor:
+    """Return the largest magnitude in the state of this rank, (), on its device; NaN where one is NaN."""
+    return torch.stack([torch.linalg.vector_norm(each, float("inf")) for each in parameters.state().values()]).max()

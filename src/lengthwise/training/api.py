@@ -1,0 +1,116 @@
+"""`train` and `verify` as functions: what the commands of these names call.
+
+Both start local processes, one a rank, or take the ranks of torchrun where it started this process. They print
+nothing: who wants to hear of a run gives a `Callback`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from lengthwise.config import RunConfig
+from lengthwise.core.errors import PlanError
+from lengthwise.core.plan import Plan
+from lengthwise.program import check_plan, refuse_unsupported
+from lengthwise.training.callbacks import Callback
+from lengthwise.training.folder import RunFolder
+from lengthwise.training.job import Job
+from lengthwise.training.metrics import TrainResult
+from lengthwise.training.start import Run, Start, prepare, run_ranks
+from lengthwise.training.trainer import train_rank
+from lengthwise.training.verify import VerifyReport, first_batch, verify_rank
+
+
+def train(
+    run: Run,
+    *,
+    ranks: int | None = 1,
+    overrides: Sequence[str] = (),
+    overwrite: bool = False,
+    timeout_seconds: float = 600.0,
+    callbacks: Sequence[Callback] = (),
+) -> TrainResult:
+    """Train a model and save it; return the metrics of the last step and the folder.
+
+    `run`: a run file, its values, or a `RunConfig`. `ranks`: processes; None: one a GPU, else 1. `overrides`: texts
+    `key=value` for a run file. `overwrite`: delete an earlier run in the output folder. `timeout_seconds`: how long a
+    rank waits for another.
+
+    Raises:
+        LengthwiseError: a problem with the input, all of them in one error; or what ended the run.
+        KeyboardInterrupt: a second Ctrl-C; its argument says what was saved. The first one ends the run after its step.
+    """
+    with ExitStack() as claim:
+
+        def check(config: RunConfig) -> None:
+            claim.enter_context(RunFolder(config.output).claimed(overwrite=overwrite, inputs=_inputs(config)))
+
+        start = prepare(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds, check=check)
+        hearing = callbacks if start.is_first else ()
+        for each in hearing:
+            each.on_start(start.job)
+        result = run_ranks(
+            start, lambda world, on_phase: train_rank(start.job, world, callbacks, on_phase), asks_to_stop=True
+        )
+        for each in hearing:
+            each.on_end(result)
+        return result
+
+
+def verify(
+    run: Run,
+    *,
+    ranks: int | None = 2,
+    overrides: Sequence[str] = (),
+    plan: Path | None = None,
+    timeout_seconds: float = 600.0,
+    on_start: Callable[[Start, Plan], None] | None = None,
+) -> VerifyReport | None:
+    """Compute the first global batch on `ranks` processes and in one; return how far apart they are.
+
+    `plan`: a plan file to run in place of one made here. `on_start` is called before anything is computed. Other
+    arguments are those of `train`. None on the ranks of torchrun but the first.
+
+    Raises:
+        LengthwiseError: a problem with the input, or what ended a rank.
+    """
+    start = prepare(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds)
+    job = start.job
+    lengths = first_batch(job).lengths
+    chosen = job.make_plan(lengths) if plan is None else read_plan(plan, job, lengths)
+    if start.is_first and on_start is not None:
+        on_start(start, chosen)
+    return run_ranks(start, lambda world, on_phase: verify_rank(job, chosen, world, on_phase))
+
+
+def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
+    """Read a plan file and check that it is a plan for this batch on these ranks.
+
+    Raises:
+        PlanError: it is not, or it has what this version cannot run.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(str(path), expected="a plan file", got=str(error), remedy="Give another --plan.") from None
+    plan = Plan.from_json(text, str(path))
+    check_plan(plan)
+    refuse_unsupported(plan)
+    if plan.ranks != job.ranks or plan.tokens != lengths:
+        raise PlanError(
+            str(path),
+            expected=f"a plan for {job.ranks} ranks and the first batch's lengths {list(lengths[:8])}...",
+            got=f"{plan.ranks} ranks and {list(plan.tokens[:8])}...",
+            remedy="Make it from the lengths of the first global batch.",
+        )
+    return plan
+
+
+def _inputs(config: RunConfig) -> list[Path]:
+    """Everything on disk that the run reads; a hub name is no path of ours."""
+    sources = (*config.data, *(config.eval.data if config.eval else ()))
+    names = (name for name in (config.model, config.tokenizer_name) if Path(name).is_absolute())
+    adapter = [config.lora.adapter] if config.lora and config.lora.adapter else []
+    return [*map(Path, names), *adapter, *(source.path for source in sources if source.path is not None)]

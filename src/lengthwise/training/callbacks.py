@@ -1,0 +1,33 @@
+"""Who hears of a run: files, the line on the terminal, and whatever a user adds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from lengthwise.training.metrics import EvalMetrics, FinishedStep, TrainResult
+
+if TYPE_CHECKING:
+    from lengthwise.training.job import Job
+
+
+class Callback(Protocol):
+    """What is called while a run goes on; a subclass overrides what it wants to hear of.
+
+    `on_start` and `on_end` are called in the process that called `train`, the others in that of rank 0: with several
+    local ranks that is a fork of it, and what they change there is not seen outside.
+    """
+
+    def on_start(self, job: Job) -> None:
+        """Hear of a run that is checked and about to start its ranks."""
+
+    def on_note(self, line: str) -> None:
+        """Hear what was decided, and why: kernel, transport, what the memory check found."""
+
+    def on_step(self, step: FinishedStep) -> None:
+        """Hear of a finished step."""
+
+    def on_eval(self, metrics: EvalMetrics) -> None:
+        """Hear of a finished evaluation."""
+
+    def on_end(self, result: TrainResult) -> None:
+        """Hear of the end of a run whose model is saved."""

@@ -1,0 +1,49 @@
+"""The tensors of a rank's segments: ids, positions and labels, however sequences are cut."""
+
+import itertools
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lengthwise.data.dataset import DatasetBuilder
+from lengthwise.engine.batch import StepBatch
+from lengthwise.program import Segment
+from lengthwise.testing import make_batch
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=4), st.data())
+def test_batch_cuts_give_each_token_its_own_position_and_the_label_of_the_next(lengths, data):
+    """However a sequence is cut, a shard's last token is asked for the first of the next; the very last for none."""
+    batch = make_batch(lengths, vocab=50, seed=1, masked=0.3)
+    segments = []
+    for index, length in enumerate(lengths):
+        cuts = sorted({0, length, *data.draw(st.lists(st.integers(0, length), max_size=3))})
+        segments += [Segment(sequence=index, start=a, stop=b) for a, b in itertools.pairwise(cuts)]
+    shuffled = data.draw(st.permutations(segments))
+    ids, positions, labels = batch.tensors(shuffled)
+    whole = [batch.whole(index) for index in range(len(lengths))]
+    expected = [(s.sequence, place) for s in shuffled for place in range(s.start, s.stop)]
+    assert positions.tolist() == [place for _, place in expected]
+    assert ids.tolist() == [whole[i][0][place].item() for i, place in expected]
+    assert labels.tolist() == [whole[i][1][place].item() for i, place in expected]
+    for index in range(len(lengths)):
+        own = batch.dataset.labels(index).tolist()
+        assert whole[index][1].tolist() == [*own[1:], -100]
+    assert batch.loss_tokens == sum(int((labels != -100).sum()) for _, labels in whole)
+
+
+def test_batch_of_a_rank_without_tokens_is_empty():
+    batch = make_batch([5], vocab=9)
+    assert [tensor.tolist() for tensor in batch.tensors([Segment(sequence=0, start=2, stop=2)])] == [[], [], []]
+
+
+def test_batch_entry_i_is_sequence_ids_i():
+    builder = DatasetBuilder()
+    builder.start_source("data.0", "x", None)
+    for tokens in ([1, 2, 3], [4], [5, 6]):
+        builder.add(torch.tensor(tokens, dtype=torch.int32).numpy(), None)
+    batch = StepBatch(builder.finish(), [2, 0])
+    assert (batch.ids, batch.lengths, batch.loss_tokens) == ((2, 0), (2, 3), 3)
+    assert batch.whole(0)[0].tolist() == [5, 6]
+    assert batch.whole(1)[1].tolist() == [2, 3, -100]
