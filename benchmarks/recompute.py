@@ -14,11 +14,11 @@ import argparse
 import torch
 from pages import Findings, add_out
 
-from lengthwise.attention import PlannedAttention, choose_kernel
+from lengthwise.attention import ActivationPolicy, PlannedAttention, choose_kernel
 from lengthwise.comm import SoloTransport
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.models import ModelSource, build_model, model_loss, recompute_layers
+from lengthwise.models import ModelSource, apply_policy, build_model, model_loss
 from lengthwise.models.load import tiny_config
 from lengthwise.program import lower_plan
 from lengthwise.report.figures import count
@@ -38,7 +38,7 @@ def measure(kind: str, *, layers: int, hidden: int, tokens: int) -> tuple[int, i
     tensors = batch.tensors(program.segments(0))
     planned = PlannedAttention(program, transport, choose_kernel(torch.device("cpu")))
     with LiveBytes(flat.values, flat.grads, *tensors) as live:
-        with recompute_layers(model, planned, kind):
+        with apply_policy(model, planned, ActivationPolicy(recompute=kind)):
             loss = model_loss(model, planned, *tensors)
         waiting = live.now_bytes
         loss.backward()

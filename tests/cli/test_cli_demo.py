@@ -11,7 +11,7 @@ from lengthwise.config import load_config
 from lengthwise.core.errors import OutputError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.data import Batches, ByteTokenizer, load_dataset
-from lengthwise.training.metrics import TrainResult, step_metrics
+from lengthwise.training.metrics import StepMetrics, TrainResult
 from lengthwise.training.verify import VerifyReport
 from training.small_runs import call, write_model
 
@@ -19,8 +19,8 @@ PLAN = Plan(
     ranks=4, layers=1, capacity=8, tokens=(3,),
     microbatches=(Microbatch(pieces=(Piece(ranks=(0,), sequences=(0,)),)),),
 )  # fmt: skip
-LAST = step_metrics(
-    PLAN, step=20, loss=3.0, grad_norm=1.0, lr=1e-3, num_loss_tokens=2, busy_seconds=[1.0] * 4, step_seconds=1.0,
+LAST = StepMetrics(
+    plan=PLAN, step=20, loss=3.0, grad_norm=1.0, lr=1e-3, num_loss_tokens=2, busy_seconds=[1.0] * 4, step_seconds=1.0,
     plan_seconds=0.1,
 )  # fmt: skip
 RESULT = TrainResult(

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lengthwise.attention import PlannedAttention, choose_kernel
+from lengthwise.attention import ActivationPolicy, PlannedAttention, choose_kernel
 from lengthwise.comm import SoloTransport, StrictWorld
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
-from lengthwise.models import FAMILIES, check_recompute, model_loss, recompute_layers
+from lengthwise.models import FAMILIES, apply_policy, check_recompute, model_loss
 from lengthwise.program import check_order, lower_plan
 from lengthwise.testing import (
     MODEL_TYPES,
@@ -166,7 +166,7 @@ def live_bytes(kind, *, layers=2, num_tokens=200):
     tensors = batch.tensors(program.segments(0))
     attention = PlannedAttention(program, transport, choose_kernel(CPU))
     with LiveBytes(flat.values, flat.grads, *tensors) as live:
-        with recompute_layers(model, attention, kind):
+        with apply_policy(model, attention, ActivationPolicy(recompute=kind)):
             loss = model_loss(model, attention, *tensors)
         waiting = live.now_bytes
         loss.backward()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.testing import make_plan
 from lengthwise.training.launch import StatusBoard, StopRequest
-from lengthwise.training.metrics import step_metrics
+from lengthwise.training.metrics import StepMetrics
 from lengthwise.training.schedule import learning_rate
 from lengthwise.training.verify import VerifyReport
 
@@ -51,8 +51,8 @@ def test_step_metrics_by_hand():
         [10, 20, 30],
         [Piece(ranks=(0, 1), sequences=(2,)), Piece(ranks=(2,), sequences=(0,)), Piece(ranks=(0,), sequences=(1,))],
     )
-    found = step_metrics(
-        plan, step=4, loss=2.0, grad_norm=0.5, lr=0.1, num_loss_tokens=57, busy_seconds=[4.0, 1.0, 1.0],
+    found = StepMetrics(
+        plan=plan, step=4, loss=2.0, grad_norm=0.5, lr=0.1, num_loss_tokens=57, busy_seconds=[4.0, 1.0, 1.0],
         step_seconds=8.0, plan_seconds=0.25,
     )  # fmt: skip
     assert (found.num_sequences, found.num_tokens, found.num_loss_tokens, found.num_microbatches) == (3, 60, 57, 3)

@@ -4,9 +4,10 @@ from lengthwise.attention.choose import choose_kernel
 from lengthwise.attention.kernels import Block, BlockKernel, FlashCpuKernel, ReferenceKernel, Saved
 from lengthwise.attention.merge import merge_block
 from lengthwise.attention.planned import PlannedAttention, planned_attention
-from lengthwise.attention.recompute import Recomputation
+from lengthwise.attention.recompute import ActivationPolicy, Recomputation
 
 __all__ = [
+    "ActivationPolicy",
     "Block",
     "BlockKernel",
     "FlashCpuKernel",

@@ -37,7 +37,7 @@ def choose_kernel(
     head_dim: int = 1,
     say: Callable[[str], None] | None = None,
 ) -> BlockKernel:
-    """Return the fastest kernel for `device` that takes `dtype` and heads of `head_dim`; tell `say` which, and why."""
+    """Return the fastest kernel for `device` that takes `dtype` and heads of `head_dim`; `say` hears which, and why."""
     if device.type == "cpu":
         kernel, reason = FlashCpuKernel(), "the run computes on the CPU"
     else:

@@ -1,4 +1,4 @@
-"""Attention in a layer that backward runs again: what is kept from the first run, and what is attended anew.
+"""What becomes of a microbatch's activations until its backward; attention in a layer that backward runs again.
 
 A checkpointed layer runs in forward, saves nothing but its input, and runs once more in backward, when the first of
 its gradients is asked for. Its attention then either attends again, ring and all (`layer`), or takes (out, lse) as the
@@ -11,9 +11,25 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationPolicy:
+    """What of a microbatch's activations is kept for backward, as its plan says.
+
+    recompute: `none`, or what is computed again: `layer`, `all_but_attention`. offload: the share of the bytes that
+    leaves the device meanwhile; 0, since `program.refuse_unsupported` refuses plans with more.
+    """
+
+    recompute: str = "none"
+    offload: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert not self.offload, f"activations stay on the device, got offload {self.offload}"
 
 
 class Recomputed(Protocol):

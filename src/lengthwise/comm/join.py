@@ -18,7 +18,7 @@ def join(
     on_phase: Callable[[str], None] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Transport:
-    """Claim the rank's device, join the other ranks, and return the transport between them; `say` is told which.
+    """Claim the rank's device, join the other ranks, and return the transport between them; `say` hears which.
 
     Raises:
         TransferError: not all ranks came.

@@ -2,7 +2,7 @@
 
 On NCCL `wait` only orders streams: a rank whose peer is gone runs on until it next needs a number on the host, and
 there it waits for ever, or until NCCL's own watchdog kills it without a word of step or phase. This thread looks at
-what is under way once a second, and tells of the oldest that is overdue, with the phase it was posted in.
+what is under way once a second, and reports the oldest that is overdue, with the phase it was posted in.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ SMALLER_STATE = "Use bf16, a smaller model, or more ranks: optimizer state and m
 
 
 @contextlib.contextmanager
-def telling_memory(where: Callable[[], str], *, needs: Callable[[], str], remedy: str) -> Iterator[None]:
+def reporting_shortage(where: Callable[[], str], *, needs: Callable[[], str], remedy: str) -> Iterator[None]:
     """Turn running out of device memory into an error of ours; `where` and `needs` are asked when it happens.
 
     Raises:

@@ -15,18 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lengthwise.attention import BlockKernel, PlannedAttention
+from lengthwise.attention import ActivationPolicy, BlockKernel, PlannedAttention
 from lengthwise.comm import Transport
 from lengthwise.core.plan import Plan
 from lengthwise.engine.batch import StepBatch
-from lengthwise.engine.memory import SMALLER_MICROBATCHES, telling_memory
+from lengthwise.engine.memory import SMALLER_MICROBATCHES, reporting_shortage
 from lengthwise.models import (
     RouterBalance,
+    apply_policy,
     count_choices,
     has_balance_loss,
     model_loss,
     model_router_logits,
-    recompute_layers,
 )
 from lengthwise.program import MicrobatchProgram, last_on_all_ranks, lower_plan
 
@@ -67,7 +67,9 @@ def run_plan(
         most = max(sum(segment.num_tokens for segment in program.segments(rank)) for program in programs)
         return f"microbatches of up to {most} tokens"
 
-    with telling_memory(lambda: f"rank {transport.rank}, {transport.phase}", needs=needs, remedy=SMALLER_MICROBATCHES):
+    with reporting_shortage(
+        lambda: f"rank {transport.rank}, {transport.phase}", needs=needs, remedy=SMALLER_MICROBATCHES
+    ):
         return _run_all(model, plan, batch, transport, kernel, name=name, train=train)
 
 
@@ -126,8 +128,10 @@ class _RankWork:
         planned = PlannedAttention(program, self.transport, self.kernel)
         tensors = self._tensors(program)
         hear = router_logits.extend if train and has_balance_loss(self.model.config) else None
-        recompute = program.microbatch.recompute if train else "none"
-        with torch.set_grad_enabled(train), recompute_layers(self.model, planned, recompute):
+        policy = ActivationPolicy()
+        if train:
+            policy = ActivationPolicy(recompute=program.microbatch.recompute, offload=program.microbatch.offload)
+        with torch.set_grad_enabled(train), apply_policy(self.model, planned, policy):
             loss = model_loss(self.model, planned, *tensors, hear_router=hear)
         return _Forward(loss=loss, router_logits=router_logits)
 

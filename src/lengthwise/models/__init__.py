@@ -1,7 +1,7 @@
 """Makes a Hugging Face causal language model obey a plan, and refuses by name what a plan would compute wrongly."""
 
 from lengthwise.models.adapter import model_loss, model_router_logits, plain_output, token_loss
-from lengthwise.models.checkpointing import check_recompute, recompute_layers
+from lengthwise.models.checkpointing import apply_policy, check_recompute
 from lengthwise.models.double import keep_double
 from lengthwise.models.families import FAMILIES, check_model_config, largest_head_dim, position_limit
 from lengthwise.models.load import (
@@ -22,6 +22,7 @@ __all__ = [
     "ROUTER_FAMILIES",
     "ModelSource",
     "RouterBalance",
+    "apply_policy",
     "build_adapted",
     "build_model",
     "check_lora",
@@ -39,7 +40,6 @@ __all__ = [
     "plain_attention",
     "plain_output",
     "position_limit",
-    "recompute_layers",
     "save_adapter",
     "save_model",
     "token_loss",

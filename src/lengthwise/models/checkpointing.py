@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lengthwise.attention import PlannedAttention, Recomputation
+from lengthwise.attention import ActivationPolicy, PlannedAttention, Recomputation
 from lengthwise.core.errors import ModelRefused
 from lengthwise.models.double import as_here
 from lengthwise.models.load import build_skeleton
@@ -46,20 +46,20 @@ def check_recompute(config: Any, kind: str) -> None:
 
 
 @contextlib.contextmanager
-def recompute_layers(model: nn.Module, planned: PlannedAttention, kind: str) -> Iterator[None]:
-    """Make what forward runs inside the block be computed again in backward: `kind` of the plan's `recompute`.
+def apply_policy(model: nn.Module, planned: PlannedAttention, policy: ActivationPolicy) -> Iterator[None]:
+    """Keep of what forward runs inside the block only what `policy` says; backward computes the rest again.
 
     Raises:
         ModelRefused: a layer of the model was not run through Hugging Face's wrap, so it would have been kept.
     """
-    if kind == "none":
+    if policy.recompute == "none":
         yield
         return
     wrapped = _wrapped_layers(model)
     runs: list[Recomputation] = []
 
     def run(forward: Callable[..., Any], *arguments: Any) -> Any:
-        layer = Recomputation(keeps_attention=kind == "all_but_attention")
+        layer = Recomputation(keeps_attention=policy.recompute == "all_but_attention")
         runs.append(layer)
         return checkpoint(
             forward,

@@ -142,12 +142,12 @@ class _Children:
         return type(error)(error.where, expected=error.expected, got=got, remedy=remedy)
 
     def _watch(self, stop: StopRequest, *, asks: bool) -> None:
-        told, deadline = False, float("inf")
+        passed_on, deadline = False, float("inf")
         running = dict(enumerate(self._pipes))
         while running and time.monotonic() < deadline:
             ready = wait(list(running.values()), timeout=0.2)
-            if stop.signal is not None and not told:
-                told = True
+            if stop.signal is not None and not passed_on:
+                passed_on = True
                 for process in self._processes:
                     _signal(process, stop.signal)
             if stop.times > asks:

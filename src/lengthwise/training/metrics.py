@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 
 from lengthwise.core.plan import Plan
@@ -13,26 +13,43 @@ from lengthwise.core.plan import Plan
 class StepMetrics:
     """One line of metrics.jsonl. `loss` is the mean over the loss tokens of the global batch, before the update.
 
+    Made from the step's plan and `busy_seconds`, one entry a rank.
     `router_loss` is the routers' balance loss over the same batch, before its coefficient; None where there is none.
     `imbalance_ratio` is the largest over the mean busy time of the ranks, `idle_ratio` 1 - mean busy / step time,
     `ring_token_ratio` the share of tokens in sequences cut over more than one rank.
     """
 
+    plan: InitVar[Plan]
+    busy_seconds: InitVar[Sequence[float]]
     step: int
     loss: float
     grad_norm: float
     lr: float
-    num_sequences: int
-    num_tokens: int
+    num_sequences: int = field(init=False)
+    num_tokens: int = field(init=False)
     num_loss_tokens: int
-    num_microbatches: int
+    num_microbatches: int = field(init=False)
     step_seconds: float
-    tokens_per_second: float
-    imbalance_ratio: float
-    idle_ratio: float
-    ring_token_ratio: float
+    tokens_per_second: float = field(init=False)
+    imbalance_ratio: float = field(init=False)
+    idle_ratio: float = field(init=False)
+    ring_token_ratio: float = field(init=False)
     plan_seconds: float
     router_loss: float | None = None
+
+    def __post_init__(self, plan: Plan, busy_seconds: Sequence[float]) -> None:
+        num_tokens, mean_busy = sum(plan.tokens), sum(busy_seconds) / len(busy_seconds)
+        derived = {
+            "num_sequences": len(plan.tokens),
+            "num_tokens": num_tokens,
+            "num_microbatches": len(plan.microbatches),
+            "tokens_per_second": num_tokens / self.step_seconds,
+            "imbalance_ratio": max(busy_seconds) / mean_busy,
+            "idle_ratio": max(0.0, 1 - mean_busy / self.step_seconds),
+            "ring_token_ratio": plan.ring_tokens / num_tokens,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,38 +90,3 @@ class TrainResult:
     def last_loss(self) -> float:
         """The loss of the last step."""
         return self.metrics.loss
-
-
-def step_metrics(
-    plan: Plan,
-    *,
-    step: int,
-    loss: float,
-    grad_norm: float,
-    lr: float,
-    num_loss_tokens: int,
-    busy_seconds: Sequence[float],
-    step_seconds: float,
-    plan_seconds: float,
-    router_loss: float | None = None,
-) -> StepMetrics:
-    """Put a step's line together; `busy_seconds` has one entry a rank."""
-    num_tokens = sum(plan.tokens)
-    mean_busy = sum(busy_seconds) / len(busy_seconds)
-    return StepMetrics(
-        step=step,
-        loss=loss,
-        grad_norm=grad_norm,
-        lr=lr,
-        num_sequences=len(plan.tokens),
-        num_tokens=num_tokens,
-        num_loss_tokens=num_loss_tokens,
-        num_microbatches=len(plan.microbatches),
-        step_seconds=step_seconds,
-        tokens_per_second=num_tokens / step_seconds,
-        imbalance_ratio=max(busy_seconds) / mean_busy,
-        idle_ratio=max(0.0, 1 - mean_busy / step_seconds),
-        ring_token_ratio=plan.ring_tokens / num_tokens,
-        plan_seconds=plan_seconds,
-        router_loss=router_loss,
-    )

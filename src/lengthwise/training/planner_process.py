@@ -77,7 +77,7 @@ class PlannerProcess:
         """End the process, also while it plans."""
         self._process.kill()
         self._process.wait()
-        with self._asking:  # who was waiting for an answer is told now
+        with self._asking:  # who was waiting for an answer gets its error now
             for pipe in (self._process.stdin, self._process.stdout):
                 assert pipe is not None, "both are pipes"
                 with contextlib.suppress(BrokenPipeError):  # what was still to be written has no reader

@@ -22,7 +22,7 @@ from lengthwise.comm import Transport, World, agree, join
 from lengthwise.config import dump_config
 from lengthwise.core.errors import NumericError
 from lengthwise.engine.batch import StepBatch
-from lengthwise.engine.memory import SMALLER_STATE, telling_memory
+from lengthwise.engine.memory import SMALLER_STATE, reporting_shortage
 from lengthwise.engine.optimizer import ShardedAdamW
 from lengthwise.engine.parameters import Parameters, largest_magnitude
 from lengthwise.engine.replicated import FlatParameters
@@ -39,7 +39,7 @@ from lengthwise.training.callbacks import Callback
 from lengthwise.training.folder import RunFolder
 from lengthwise.training.job import Job
 from lengthwise.training.launch import StopRequest
-from lengthwise.training.metrics import EvalMetrics, FinishedStep, StepMetrics, TrainResult, step_metrics
+from lengthwise.training.metrics import EvalMetrics, FinishedStep, StepMetrics, TrainResult
 from lengthwise.training.planner_process import PlannerProcess
 from lengthwise.training.planning import PlanAhead, PlannedStep, StepSource
 from lengthwise.training.schedule import learning_rate
@@ -51,7 +51,7 @@ def connect(
 ) -> Transport:
     """Join the ranks of the run, and check that all of them read the same run file and data.
 
-    `say` is told which transport it is, and why.
+    `say` hears which transport it is, and why.
 
     Raises:
         RankError: they did not.
@@ -108,7 +108,7 @@ class _Trainer:
             head_dim=largest_head_dim(job.model.config),
             say=lambda line: _note(callbacks, line),
         )
-        with telling_memory(
+        with reporting_shortage(
             lambda: f"rank {world.rank}, start",
             needs=lambda: "the model, its gradients and its optimizer",
             remedy=SMALLER_STATE,
@@ -171,8 +171,8 @@ class _Trainer:
         self._optimizer.update(lr, grad_norm)
         self._largest = largest_magnitude(self._parameters)
         following = self._steps.next(f"step {number + 1}")
-        metrics = step_metrics(
-            plan,
+        metrics = StepMetrics(
+            plan=plan,
             step=number,
             loss=loss,
             router_loss=router_loss if has_balance_loss(self._model.config) else None,

@@ -17,7 +17,7 @@ from lengthwise.comm import SoloTransport, World
 from lengthwise.core.plan import Plan
 from lengthwise.data import NO_LOSS, Dataset
 from lengthwise.engine.batch import StepBatch
-from lengthwise.engine.memory import telling_memory
+from lengthwise.engine.memory import reporting_shortage
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import (
@@ -93,7 +93,7 @@ def verify_rank(job: Job, plan: Plan, world: World, on_phase: Callable[[str], No
     Raises:
         MemoryShortage: the two models do not fit beside each other.
     """
-    with telling_memory(
+    with reporting_shortage(
         lambda: f"rank {world.rank}, verify",
         needs=lambda: "the planned model and the plain one, with a gradient each,",
         remedy="Verify a smaller model of the same kind.",
