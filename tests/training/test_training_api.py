@@ -1,0 +1,71 @@
+"""`train` and `verify` as functions: what they take, what they return, who hears of a run."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from lengthwise.config import load_config
+from lengthwise.core.errors import ConfigError
+from lengthwise.training.api import train, verify
+from lengthwise.training.callbacks import Callback
+from training.small_runs import make_rows, read_lines, write_run
+
+
+class Heard(Callback):
+    def __init__(self):
+        self.calls = []
+
+    def on_start(self, job):
+        self.calls.append(("start", job.ranks))
+
+    def on_step(self, step):
+        self.calls.append(("step", step.metrics.step, len(step.sequences)))
+
+    def on_eval(self, metrics):
+        self.calls.append(("eval", metrics.step))
+
+    def on_end(self, result):
+        self.calls.append(("end", result.steps))
+
+
+def test_train_takes_a_file_its_values_or_its_settings_and_returns_the_last_metrics(tmp_path):
+    path = write_run(tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40)
+    values = json.loads(path.read_text())
+    values |= {"data": [{"path": str(tmp_path / "train.jsonl")}], "output": str(tmp_path / "out")}
+    found = []
+    for run in (path, str(path), values, load_config(path)):
+        result = train(run, overwrite=True)
+        assert (result.steps, result.folder, result.stopped_by) == (3, tmp_path / "out", None)
+        rows = read_lines(tmp_path / "out/metrics.jsonl")
+        assert {key: value for key, value in asdict(result.metrics).items() if value is not None} == rows[-1]
+        assert (result.first_loss, result.last_loss) == (rows[0]["loss"], rows[-1]["loss"])
+        found.append(result.last_loss)
+    assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_train_calls_back_in_order_and_prints_nothing(tmp_path, capfd, ranks):
+    heard = Heard()
+    path = write_run(
+        tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40,
+        eval={"data": [{"path": "train.jsonl"}], "every_steps": 2},
+    )  # fmt: skip
+    train(path, ranks=ranks, overrides=["steps=2"], callbacks=[heard])
+    steps = [("step", 1, 4), ("step", 2, 4), ("eval", 2)] if ranks == 1 else []  # else they are heard in a fork
+    assert heard.calls == [("start", ranks), *steps, ("end", 2)]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_verify_returns_how_far_apart_ranks_and_one_process_are(tmp_path):
+    path, begun = write_run(tmp_path, make_rows([30, 12, 5, 40])), []
+    report = verify(path, overrides=["capacity_tokens=24"], on_start=lambda start, plan: begun.append(plan))
+    assert report is not None
+    assert report.passed
+    assert (report.tolerance, report.plan.ranks, report.plan) == (1e-12, 2, begun[0])
+    assert not (tmp_path / "out").exists()
+
+
+def test_train_raises_what_the_command_prints(tmp_path):
+    with pytest.raises(ConfigError, match="expected at least 1; got 0"):
+        train(write_run(tmp_path, make_rows([5, 6])), ranks=0)
