@@ -67,5 +67,5 @@ def test_verify_returns_how_far_apart_ranks_and_one_process_are(tmp_path):
 
 
 def test_train_raises_what_the_command_prints(tmp_path):
-    with pytest.raises(ConfigError, match="expected at least 1; got 0"):
+    with pytest.raises(ConfigError, match="ranks: expected at least 1; got 0"):
         train(write_run(tmp_path, make_rows([5, 6])), ranks=0)

@@ -82,7 +82,7 @@ def _status(arguments: list[str]) -> int:
         try:
             return command.run()
         except LengthwiseError as error:
-            names = command.names() if isinstance(command, PlanCommand | Simulate) else {}  # others take a run file
+            names = {} if isinstance(command, Demo) else command.names()
             print(error.render(names), file=sys.stderr)
             return error.exit_status
     except ModuleNotFoundError as error:

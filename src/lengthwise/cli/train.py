@@ -25,6 +25,9 @@ Overrides = Annotated[
 ]
 
 RunFile = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG.yaml")]
+NAMES = {name: f"--{name.replace('_', '-')}" for name in ("ranks", "overwrite", "timeout_seconds")}
+"""What the options of `training.api` are called on the command line."""
+
 Ranks = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
 
 
@@ -42,6 +45,10 @@ class Train:
     """Delete an earlier run in the output folder first."""
     timeout_seconds: float = 600.0
     """How long a rank waits for another, in seconds, before the run ends with an error that names it."""
+
+    def names(self) -> dict[str, str]:
+        """Map names of the library to what the user typed for them."""
+        return NAMES
 
     def run(self) -> int:
         """Run the command; return the exit status."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from lengthwise.cli.train import Overrides, Ranks, RunFile
+from lengthwise.cli.train import NAMES, Overrides, Ranks, RunFile
 from lengthwise.report.figures import count
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ class Verify:
     """Run this plan file of any planner in place of one made here; its lengths must be those of the first batch."""
     timeout_seconds: float = 600.0
     """How long a rank waits for another, in seconds."""
+
+    def names(self) -> dict[str, str]:
+        """Map names of the library to what the user typed for them."""
+        return NAMES
 
     def run(self) -> int:
         """Run the command; return the exit status."""

@@ -94,7 +94,7 @@ def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(str(path), expected="a plan file", got=str(error), remedy="Give another --plan.") from None
+        raise PlanError(str(path), expected="a plan file", got=str(error), remedy="Give another plan file.") from None
     plan = Plan.from_json(text, str(path))
     check_plan(plan)
     refuse_unsupported(plan)

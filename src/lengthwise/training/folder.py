@@ -83,14 +83,14 @@ class RunFolder(Callback):
                 str(self.path),
                 expected="no run in the output folder",
                 got=", ".join(there),
-                remedy="Choose another output, or add --overwrite to delete that run.",
+                remedy="Choose another output, or give {overwrite} to delete that run.",
             )
         for path in inputs:
             inside = [name for name in there if path.resolve().is_relative_to((self.path / name).resolve())]
             if inside:
                 raise OutputError(
                     str(self.path),
-                    expected="no input of this run among what --overwrite deletes",
+                    expected="no input of this run among what {overwrite} deletes",
                     got=str(path),
                     remedy="Choose another output.",
                 )

@@ -97,5 +97,5 @@ class PlanAhead:
                 f"rank {self._transport.rank}, {name}, planning",
                 expected=f"a plan within {self._timeout_seconds:g} s",
                 got="none",
-                remedy="Use a simpler planner, or raise --timeout-seconds.",
+                remedy="Use a simpler planner, or raise {timeout_seconds}.",
             ) from None

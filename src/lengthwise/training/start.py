@@ -79,20 +79,20 @@ def _torchrun(ranks: int | None) -> World | None:
     world = world_from_environment()
     if world is not None and ranks is not None and ranks != world.world_size:
         raise ConfigError(
-            "--ranks",
+            "ranks",
             expected=f"nothing, or torchrun's {world.world_size}",
             got=str(ranks),
-            remedy="Leave --ranks out under torchrun.",
+            remedy="Leave {ranks} out under torchrun.",
         )
     return world
 
 
 def _check_numbers(ranks: int | None, timeout_seconds: float) -> None:
     if ranks is not None and ranks < 1:
-        raise ConfigError("--ranks", expected="at least 1", got=str(ranks), remedy="Give the number of processes.")
+        raise ConfigError("ranks", expected="at least 1", got=str(ranks), remedy="Give the number of processes.")
     if not 0 < timeout_seconds < float("inf"):
         got = str(timeout_seconds)
-        raise ConfigError("--timeout-seconds", expected="a positive number", got=got, remedy="Give seconds.")
+        raise ConfigError("timeout_seconds", expected="a positive number", got=got, remedy="Give seconds.")
 
 
 def run_ranks(
