@@ -18,7 +18,7 @@ _TEST_FOLDERS = {"test", "tests", "idle_test", "lib2to3", "site-packages", "__py
 
 
 def clip_tokens(cluster: Cluster) -> int:
-    """Tell the longest sequence of any batch."""
+    """Return the longest that a sequence of any batch may be, in tokens."""
     return max(1, int(0.98 * cluster.longest_tokens))
 
 

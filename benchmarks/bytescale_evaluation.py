@@ -101,7 +101,7 @@ def main() -> None:
     ordered = sorted(known.values(), key=lambda row: [places[name] for name in row.key[:3]])
     settings = dict.fromkeys(row.key[:3] for row in ordered)
     findings = Findings("bytescale_evaluation")
-    findings.tell(report(ordered, {place: ideal_seconds(*place, assumed) for place in settings}))
+    findings.add(report(ordered, {place: ideal_seconds(*place, assumed) for place in settings}))
     findings.sign("Simulated", f"hardware {assumed.hardware}, rows {arguments.rows}")
     findings.write(arguments.out)
 

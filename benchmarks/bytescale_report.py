@@ -111,7 +111,7 @@ def _ratio(rows: Rows, place: Sequence[str], choice: str, over: str, planner: st
     return slow.mean_seconds / fast.mean_seconds if slow and fast else float("nan")
 
 
-def _told(value: float, form: str = "{:.2f}x") -> str:
+def _shown(value: float, form: str = "{:.2f}x") -> str:
     return "-" if np.isnan(value) else form.format(value)
 
 
@@ -122,7 +122,7 @@ def _published_table(rows: Rows) -> list[str]:
         for choice in SHOWN:
             ratio = _ratio(rows, (model, "github", "2M"), choice, "static", "bytescale")
             hit = low * (1 - WITHIN) <= ratio <= high * (1 + WITHIN)
-            cells += [_told(ratio), "-" if np.isnan(ratio) else "yes" if hit else "**no**"]
+            cells += [_shown(ratio), "-" if np.isnan(ratio) else "yes" if hit else "**no**"]
         lines.append(cells)
     heads = ["model", "published", *(cell for choice in SHOWN for cell in (choice, "within 20 %"))]
     table = _table("bytescale over static, GitHub at 2M, beside the published speed-ups", heads, lines)
@@ -131,8 +131,8 @@ def _published_table(rows: Rows) -> list[str]:
         for choice in SHOWN
         if (keys := [key for key in rows if (key.recipe, key.choice) == ("byted", choice)])
     }
-    told = ", ".join(f"{choice} {ratio:.2f}x" for choice, ratio in most.items())
-    return [*table, f"Byted: published up to {PUBLISHED_BYTED_MOST}x; the most here: {told}.", ""] if told else table
+    best = ", ".join(f"{choice} {ratio:.2f}x" for choice, ratio in most.items())
+    return [*table, f"Byted: published up to {PUBLISHED_BYTED_MOST}x; the most here: {best}.", ""] if best else table
 
 
 def _ablation_table(rows: Rows) -> list[str]:
@@ -161,9 +161,9 @@ def _gain_table(rows: Rows) -> list[str]:
             [_ratio(rows, (model, recipe, "2M"), choice, over, "lengthwise") for over, choice in _OVERS]
             for model in models
         ]
-        lines += [[recipe, model, *map(_told, row)] for model, row in zip(models, ratios, strict=True)]
+        lines += [[recipe, model, *map(_shown, row)] for model, row in zip(models, ratios, strict=True)]
         if ratios:
-            lines.append([recipe, "**mean**", *(f"**{_told(value)}**" for value in np.mean(ratios, axis=0))])
+            lines.append([recipe, "**mean**", *(f"**{_shown(value)}**" for value in np.mean(ratios, axis=0))])
     heads = ["set", "model", *(f"over {over}, {choice}" for over, choice in _OVERS)]
     return _table("lengthwise over bytescale (aim: 1.15x, more on Byted) and over single-degree, at 2M", heads, lines)
 
@@ -177,7 +177,7 @@ def _ideal_table(rows: Rows, ideal_seconds: Mapping[Place, float]) -> list[str]:
         shares = [
             ideal / row.mean_seconds if row else float("nan") for row in (rows.get(Key(*place, *of)) for of in _IDEALS)
         ]
-        lines.append([*place, *(_told(share, "{:.3f}") for share in shares)])
+        lines.append([*place, *(_shown(share, "{:.3f}") for share in shares)])
     heads = ["model", "set", "context", *(f"{planner}, {choice}" for choice, planner in _IDEALS)]
     title = "Ideal seconds of the same lengths (all work at full speed, evenly, nothing exposed) over step seconds"
     return _table(title, heads, lines)
@@ -198,7 +198,7 @@ def _context_table(rows: Rows, places: Sequence[Sequence[str]]) -> list[str]:
         ]
         ratios = [long.mean_seconds / short.mean_seconds if short and long else float("nan") for short, long in pairs]
         if ratios:
-            lines.append([model, recipe, f"{context} to {doubled}", *map(_told, ratios)])
+            lines.append([model, recipe, f"{context} to {doubled}", *map(_shown, ratios)])
     heads = ["model", "set", "contexts", *(f"{name}, {choice}" for choice, name in _DOUBLED)]
     return _table("Step time when the context doubles (published: static 2x, ByteScale 1.08x)", heads, lines)
 

@@ -202,7 +202,7 @@ class Emulated:
         return latency + share * cost.ring_bytes / cost.layers * transfer.tokens / link.bytes_per_second
 
     def _due(self) -> float:
-        """Tell when what happens now was to happen, where that is a moment ago."""
+        """Return when what happens now was to happen, where that is a moment ago, in seconds of the clock."""
         return max(self._until, time.monotonic() - _LATE)
 
     def _sleep(self, seconds: float) -> None:
@@ -241,7 +241,7 @@ def main() -> None:
     print(*machine_lines()[1:], sep="\n")
     findings = Findings("emulate-namespaces" if arguments.namespaces else "emulate")
     titles = "| ranks | planner | measured, s | simulated, s | error | speed-up measured | speed-up simulated |"
-    findings.tell([titles, "|---" * 7 + "|"])
+    findings.add([titles, "|---" * 7 + "|"])
     for planner in arguments.planners.split(","):
         with links(arguments, cost) as enter:
             rows[planner] = emulate(planner, batches, cluster, cost, longest, arguments.real_bytes, enter)
@@ -249,7 +249,7 @@ def main() -> None:
         first = [statistics.mean(column) for column in zip(*next(iter(rows.values())), strict=True)]
         error = f"{100 * (measured / simulated - 1):+.1f} %"
         ratios = f"{first[0] / measured:.2f} | {first[1] / simulated:.2f}"
-        findings.tell([f"| {arguments.ranks} | {planner} | {measured:.3f} | {simulated:.3f} | {error} | {ratios} |"])
+        findings.add([f"| {arguments.ranks} | {planner} | {measured:.3f} | {simulated:.3f} | {error} | {ratios} |"])
     findings.sign("Emulated (sleeps, not work) and simulated", f"mean of {arguments.steps} steps of {arguments.recipe}")
     findings.write(arguments.out)
 

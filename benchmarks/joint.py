@@ -115,20 +115,18 @@ def main() -> None:
         shape = replace(shape, kv_heads=shape.heads)
     cost = all_terms_cost(shape, named_hardware("h100"))
     heads = f"| {shape.kv_heads} KV heads | planner | {' | '.join(CHOICES)} | offloaded tokens | plan seconds, each |"
-    findings.tell([heads, "|---|---|---|---|---|---|---|---|"])
+    findings.add([heads, "|---|---|---|---|---|---|---|---|"])
     for recipe in arguments.lengths.split(","):
         for ranks in map(int, arguments.ranks.split(",")):
             for capacity in arguments.capacities.split(","):
                 cluster = Cluster(ranks=ranks, capacity_tokens=parse_tokens(capacity, "--capacities"))
                 case = Case(recipe=recipe, cluster=cluster, seeds=arguments.seeds)
-                findings.tell(case_lines(case, cost, arguments.planners.split(",")))
+                findings.add(case_lines(case, cost, arguments.planners.split(",")))
     kinds = " | ".join(recompute_capacities(shape, named_hardware("h100"), 256))
-    findings.tell(
-        ["", f"| {shape.kv_heads} KV heads | planner | {kinds} | `auto` takes |", "|---|---|---|---|---|---|"]
-    )
+    findings.add(["", f"| {shape.kv_heads} KV heads | planner | {kinds} | `auto` takes |", "|---|---|---|---|---|---|"])
     for recipe in arguments.lengths.split(","):
         for ranks in map(int, arguments.ranks.split(",")):
-            findings.tell(recompute_lines(recipe, ranks, shape, arguments.planners.split(",")))
+            findings.add(recompute_lines(recipe, ranks, shape, arguments.planners.split(",")))
     findings.sign("Modelled", f"one core, seeds 0 to {arguments.seeds - 1}")
     findings.write(arguments.out)
 

@@ -80,11 +80,11 @@ def main() -> None:
     arguments = parser.parse_args()
     scheduler, findings = load_scheduler(), Findings("megatron_core")
     titles = " | ".join(f"{row} (ms)" for row in ROWS)
-    findings.tell([f"| recipe | ranks | {titles} |", "|---" * (2 + len(ROWS)) + "|"])
+    findings.add([f"| recipe | ranks | {titles} |", "|---" * (2 + len(ROWS)) + "|"])
     for recipe in arguments.recipes.split(","):
         for ranks in map(int, arguments.ranks.split(",")):
             entries = measure(scheduler, recipe, Cluster(ranks=ranks, capacity_tokens=CAPACITY), arguments.seeds)
-            findings.tell([f"| {recipe} | {ranks} | {' | '.join(entries)} |"])
+            findings.add([f"| {recipe} | {ranks} | {' | '.join(entries)} |"])
     findings.sign("Modelled", f"one core, seeds 0 to {arguments.seeds - 1}")
     findings.write(arguments.out)
 

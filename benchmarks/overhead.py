@@ -146,9 +146,9 @@ def main() -> None:
     job = prepare_job(config, ranks=1, timeout_seconds=60)
     batches = [batch for batch, _ in zip(job.batches(), range(arguments.batches), strict=False)]
     findings = Findings("overhead")
-    findings.tell([f"| model | {' | '.join(LOOPS)} | lengthwise / the faster other |", "|---" * (2 + len(LOOPS)) + "|"])
+    findings.add([f"| model | {' | '.join(LOOPS)} | lengthwise / the faster other |", "|---" * (2 + len(LOOPS)) + "|"])
     packed = not arguments.without_packed
-    findings.tell(measure(name, job, batches, arguments.repeats, packed=packed) for name in arguments.models.split(","))
+    findings.add(measure(name, job, batches, arguments.repeats, packed=packed) for name in arguments.models.split(","))
     tokens = sum(sum(batch.lengths) for batch in batches)
     findings.sign("Measured", f"{len(batches)} batches, {tokens:,} tokens, median of {arguments.repeats} repeats")
     findings.write(arguments.out)

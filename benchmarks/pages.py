@@ -26,7 +26,7 @@ class Findings:
     def __init__(self, name: str) -> None:
         self._name, self._lines = name, list[str]()
 
-    def tell(self, lines: Iterable[str]) -> None:
+    def add(self, lines: Iterable[str]) -> None:
         """Print lines as they are found, and keep them."""
         for line in lines:
             print(line, flush=True)
@@ -36,7 +36,7 @@ class Findings:
         """Add how the figures were found (`Modelled`, `Measured`), by which command, when, where, and `about`."""
         machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
         made = f"{how} by `{_command()}` on {date.today().isoformat()}, commit {_commit()}; {machine}"
-        self.tell(["", *textwrap.wrap(f"{made}; {about}.", 120, break_long_words=False, break_on_hyphens=False)])
+        self.add(["", *textwrap.wrap(f"{made}; {about}.", 120, break_long_words=False, break_on_hyphens=False)])
 
     def write(self, page: Path | None) -> None:
         """Replace what stands between the marks of a page, if one is given.

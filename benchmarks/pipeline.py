@@ -77,7 +77,7 @@ def main() -> None:
     add_out(parser, "pipeline")
     arguments = parser.parse_args()
     findings = Findings("pipeline")
-    findings.tell(table([int(ranks) for ranks in arguments.ranks.split(",")], arguments.seeds))
+    findings.add(table([int(ranks) for ranks in arguments.ranks.split(",")], arguments.seeds))
     findings.sign("Modelled", f"seeds 0 to {arguments.seeds - 1}")
     findings.write(arguments.out)
 

@@ -4,7 +4,7 @@
 
 The training thread of a GPU launches kernels: many short calls into torch, each of which gives Python's lock away and
 takes it again. Here it adds to 8 numbers, over and over, for longer than a plan takes; beside it one plan of each row
-of `planners.py` is made by nobody, by a thread, and by the process that training uses, in turn. What is told is how
+of `planners.py` is made by nobody, by a thread, and by the process that training uses, in turn. The figure is how
 much later the additions end than alone, in milliseconds (median). Needs two free cores.
 """
 
@@ -84,7 +84,7 @@ def main() -> None:
     arguments, findings = parser.parse_args(), Findings("plan_ahead")
     torch.set_num_threads(1)
     titles = "| step | planned by | plan, ms | training thread later by, ms | of the plan's time |"
-    findings.tell([titles, "|---|---|---|---|---|"])
+    findings.add([titles, "|---|---|---|---|---|"])
     for name in _ROWS:
         row = [row for row in planners.rows() if row.name == name][-1]
         found = measure(row, arguments.repeats)
@@ -93,7 +93,7 @@ def main() -> None:
             plan_ms = 1e3 * median(plan for _, plan in found[planner])
             later_ms = 1e3 * (median(seconds for seconds, _ in found[planner]) - alone)
             cells = f"{plan_ms:.0f} | {later_ms:.0f} | {later_ms / plan_ms:.2f}"
-            findings.tell([f"| {row.title} | {planner} | {cells} |"])
+            findings.add([f"| {row.title} | {planner} | {cells} |"])
     findings.sign("Measured", f"torch {torch.__version__}, medians of {arguments.repeats}")
     findings.write(arguments.out)
 

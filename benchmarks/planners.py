@@ -303,9 +303,9 @@ def main() -> None:
         ("tiny", lambda: tiny_table(arguments.tiny_cases)),
     ]
     if set(asked) - {name for name, _ in parts}:
-        findings.tell(main_table(asked, planners, arguments.seeds, beaten, lone=arguments.lone_bound))
+        findings.add(main_table(asked, planners, arguments.seeds, beaten, lone=arguments.lone_bound))
         listed = [f"- {told}" for share, told in beaten if share > LISTED]
-        findings.tell(
+        findings.add(
             [
                 "",
                 f"Times that another planner ends before {OURS}: {len(beaten)}, by over 0.1 %: {len(listed)}.",
@@ -314,8 +314,8 @@ def main() -> None:
         )
     for name, part in parts:
         if name in asked:
-            findings.tell(["", f"### `{name}`", ""])
-            findings.tell(part())
+            findings.add(["", f"### `{name}`", ""])
+            findings.add(part())
     seconds = time.process_time() - start
     findings.sign("Modelled", f"{seconds / 60:.0f} minutes of one core, seeds 0 to {arguments.seeds - 1}")
     findings.write(arguments.out)

@@ -55,11 +55,11 @@ def main() -> None:
     sizes, findings = vars(parser.parse_args()), Findings("recompute")
     out = sizes.pop("out")
     torch.set_num_threads(1)
-    findings.tell(["| recompute | waiting for backward | of `none` | peak | of `none` |", "|---|---|---|---|---|"])
+    findings.add(["| recompute | waiting for backward | of `none` | peak | of `none` |", "|---|---|---|---|---|"])
     rows = {kind: measure(kind, **sizes) for kind in RECOMPUTE_KINDS}
     for kind, row in rows.items():
         cells = (f"{count(each)}B | {each / all_:.3f}" for each, all_ in zip(row, rows["none"], strict=True))
-        findings.tell([f"| `{kind}` | {' | '.join(cells)} |"])
+        findings.add([f"| `{kind}` | {' | '.join(cells)} |"])
     findings.sign("Measured", "bytes, counted tensor by tensor")
     findings.write(out)
 

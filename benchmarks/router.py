@@ -70,11 +70,11 @@ def main() -> None:
     arguments, findings = parser.parse_args(), Findings("router")
     torch.set_num_threads(1)
     print("\n".join(machine_lines()[1:]))
-    findings.tell(["| microbatches | without | with | ratio |", "|---|---|---|---|"])
+    findings.add(["| microbatches | without | with | ratio |", "|---|---|---|---|"])
     for num_microbatches in (1, 2, 4, 8):
         found = step_seconds(num_microbatches, arguments.repeats)
         cells = f"{found[False]:.2f} s | {found[True]:.2f} s | {found[True] / found[False]:.2f}"
-        findings.tell([f"| {num_microbatches} | {cells} |"])
+        findings.add([f"| {num_microbatches} | {cells} |"])
     findings.sign("Measured", f"CPU seconds, medians of {arguments.repeats} turns")
     findings.write(arguments.out)
 

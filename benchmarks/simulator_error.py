@@ -14,7 +14,7 @@ Turn by turn, because a machine does not keep its speed:
 
 Modelled: blocks of attention, linear work with norms and loss, launches, transfers of rings, the step's end. Not
 modelled: the thread that plans ahead on rank 0, reading and writing of files, and a drift within a run; the drift
-between profiles is told.
+between profiles is printed.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def main() -> None:
         after = profiled()
         cost = fitted_cost(np.sqrt(before * after))
         drift = float(np.exp(np.log(after / before).mean()))
-        findings.tell([f"Round {turn + 1}: {cost.version}; the profile after takes {drift:.3f} x that before."])
-        findings.tell(["", "| step | measured s | simulated s | error % |", "|---|---|---|---|"])
+        findings.add([f"Round {turn + 1}: {cost.version}; the profile after takes {drift:.3f} x that before."])
+        findings.add(["", "| step | measured s | simulated s | error % |", "|---|---|---|---|"])
         guesses = [simulate_plan(plan, cost).step_seconds for plan in plans]
         for step, (real, guess) in enumerate(zip(truth, guesses, strict=True), start=1):
             warm_up = " (warm-up, left out)" if step == 1 else ""
-            findings.tell([f"| {step}{warm_up} | {real:.3f} | {guess:.3f} | {100 * (guess / real - 1):+.1f} |"])
-        findings.tell([""])
+            findings.add([f"| {step}{warm_up} | {real:.3f} | {guess:.3f} | {100 * (guess / real - 1):+.1f} |"])
+        findings.add([""])
         measured += truth[1:]
         simulated += guesses[1:]
         before = after
@@ -85,7 +85,7 @@ def main() -> None:
     mean = f"{len(errors)} steps: mean absolute error {100 * statistics.mean(errors):.1f} % (aim: 10 %)"
     total = sum(simulated) / sum(measured) - 1
     drift = float(np.exp(np.log(before / first).mean()))
-    findings.tell([f"{mean}, median {100 * statistics.median(errors):.1f} %, all steps together {100 * total:+.1f} %."])
+    findings.add([f"{mean}, median {100 * statistics.median(errors):.1f} %, all steps together {100 * total:+.1f} %."])
     findings.sign(
         "Measured, and simulated from profiles made before and after,", f"last profile {drift:.3f} x the first"
     )

@@ -92,7 +92,7 @@ def main() -> None:
     add_out(parser, "speeds")
     arguments = parser.parse_args()
     findings = Findings("speeds")
-    findings.tell(table([int(count) for count in arguments.ranks.split(",")], arguments.seeds))
+    findings.add(table([int(count) for count in arguments.ranks.split(",")], arguments.seeds))
     findings.sign("Modelled", f"seeds 0 to {arguments.seeds - 1}")
     findings.write(arguments.out)
 
