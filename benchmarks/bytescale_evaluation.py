@@ -32,7 +32,7 @@ from pages import Findings, add_out
 
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.sizes import parse_tokens
-from lengthwise.cost import AllTermsCost, Hardware, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, Hardware, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.simulator import loading_seconds, simulate_plan
@@ -166,7 +166,7 @@ def ideal_seconds(model: str, recipe: str, context: str, assumed: Assumed) -> fl
     """Return the mean seconds of a step if all ranks shared its work evenly, at full speed, with nothing exposed."""
     _, _, cost = _described(model, assumed)
     seconds = [
-        cost.work.quadratic_seconds * float((lengths**2).sum()) + cost.work.linear_seconds * float(lengths.sum())
+        cost.quadratic_seconds * float((lengths**2).sum()) + cost.linear_seconds * float(lengths.sum())
         for lengths in map(np.array, cut_batches(recipe, BATCHES.get(context, 2), parse_tokens(context, "--contexts")))
     ]
     return float(np.mean(seconds)) / _mesh(model, assumed)[0]
@@ -179,7 +179,7 @@ def _mesh(model: str, assumed: Assumed) -> tuple[int, int, int]:
 
 
 @cache
-def _described(model: str, assumed: Assumed) -> tuple[ModelShape, Hardware, AllTermsCost]:
+def _described(model: str, assumed: Assumed) -> tuple[ModelShape, Hardware, Cost]:
     shape, hardware, (_, tensor, stages) = named_shape(model), named_hardware(assumed.hardware), _mesh(model, assumed)
     if link := assumed.link_bytes_per_second:
         uplink = link * hardware.ranks_per_node

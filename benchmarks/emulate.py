@@ -40,7 +40,7 @@ from pages import Findings, add_out
 from lengthwise.cli.machine import machine_lines
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import AllTermsCost, Pass, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, Pass, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions
 from lengthwise.program import MicrobatchProgram, Transfer, lower_plan
@@ -55,7 +55,7 @@ Call = tuple[Any, list[tuple[torch.Tensor, Transfer]], float]  # pending, what w
 PLANNERS = "static,single-degree,bytescale,lengthwise"
 
 
-def emulated_cost(slower: float, *, nics: int) -> AllTermsCost:
+def emulated_cost(slower: float, *, nics: int) -> Cost:
     """Make the costs of the emulated model, of nodes with so many links to others."""
     fast = named_hardware("h100")
     slowed = {
@@ -95,7 +95,7 @@ class Emulated:
     `real_bytes`: of the keys and values of a token. `shaped`: links between nodes are real ones.
     """
 
-    def __init__(self, transport: Any, cost: AllTermsCost, real_bytes: int, *, shaped: bool) -> None:
+    def __init__(self, transport: Any, cost: Cost, real_bytes: int, *, shaped: bool) -> None:
         self._transport, self._cost, self._shaped = transport, cost, shaped
         gradients = real_bytes * (cost.backward.ring - cost.forward.ring) / cost.forward.ring
         self._width = {"kv": max(1, real_bytes // 4), "gradients": max(1, round(gradients / 4))}
@@ -133,7 +133,7 @@ class Emulated:
         rounds = program.backward_rounds if backward else program.forward_rounds
         stages = max(program.hops, len(rounds))
         return Layer(
-            own_seconds=each.linear * (cost.work.linear_seconds * held + cost.fixed_seconds) / cost.layers,
+            own_seconds=each.linear * (cost.linear_seconds * held + cost.fixed_seconds) / cost.layers,
             blocks_seconds=[self._blocks(program, each, hop) if hop < program.hops else 0.0 for hop in range(stages)],
             transfers=[
                 [t for t in rounds[hop].transfers if rank in (t.source, t.target)] if hop < len(rounds) else []
@@ -255,7 +255,7 @@ def main() -> None:
 
 
 @contextmanager
-def links(arguments: argparse.Namespace, cost: AllTermsCost) -> Iterator[Callable[[int], None] | None]:
+def links(arguments: argparse.Namespace, cost: Cost) -> Iterator[Callable[[int], None] | None]:
     """Make the links between nodes, if real ones were asked for; yield what takes a rank to its node."""
     if not arguments.namespaces:
         yield None
@@ -271,7 +271,7 @@ def emulate(
     planner: str,
     batches: list[list[int]],
     cluster: Cluster,
-    cost: AllTermsCost,
+    cost: Cost,
     context: int,
     real_bytes: int,
     enter: Callable[[int], None] | None,

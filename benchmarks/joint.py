@@ -22,7 +22,7 @@ from pages import Findings, add_out
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.sizes import parse_tokens
-from lengthwise.cost import AllTermsCost, all_terms_cost, named_hardware, named_shape, recompute_capacities
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, recompute_capacities
 from lengthwise.planner import PLANNERS, PlanOptions, plan_recomputed, plan_step
 from lengthwise.program import check_plan
 
@@ -48,7 +48,7 @@ class Case:
         return f"{self.recipe}, {self.cluster.ranks:,} ranks of {self.cluster.capacity_tokens // 1024}K"
 
 
-def plans_of(case: Case, cost: AllTermsCost, planner: str, choice: str) -> tuple[list[Plan], float]:
+def plans_of(case: Case, cost: Cost, planner: str, choice: str) -> tuple[list[Plan], float]:
     """Plan every batch; return the plans and the seconds that one takes."""
     plans, start = [], time.process_time()
     for seed in range(case.seeds):
@@ -60,7 +60,7 @@ def plans_of(case: Case, cost: AllTermsCost, planner: str, choice: str) -> tuple
     return plans, took
 
 
-def case_lines(case: Case, cost: AllTermsCost, planners: Sequence[str]) -> Iterator[str]:
+def case_lines(case: Case, cost: Cost, planners: Sequence[str]) -> Iterator[str]:
     """Yield the lines of one case."""
     for planner in planners:
         found = {choice: plans_of(case, cost, planner, choice) for choice in CHOICES}

@@ -25,14 +25,14 @@ from pages import Findings, add_out
 
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel
+from lengthwise.cost import Cost
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, bound_seconds, plan_step, score
 from lengthwise.planner.baselines.power_of_two import Gang, pack_gangs, write_sub_batch
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
 
-COST = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
+COST = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
 CAPACITY = 16_384
 TOKENS_A_RANK = 125_000
 ROWS = ("megatron as run", "megatron packed", "power-of-two", "lengthwise")

@@ -28,16 +28,14 @@ from pages import Findings, add_out
 
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, CostModel, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
 
 OURS = "lengthwise"
-COMPUTE = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
-TERMS = CostModel(
-    quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3, version="four terms"
-)
+COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
+TERMS = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3, version="four terms")
 FAST = (OURS, "bytescale-naive", "power-of-two")  # others take minutes on 12,288 ranks
 LISTED = 0.001  # how much sooner another planner must end to be listed
 WAVE_TOKENS = 131_072  # a rank and step
@@ -120,7 +118,7 @@ def _row(
 
 def makespan(plan: Plan, cost: Cost) -> float:
     """Judge a plan; costs that the judge does not know are left to `score`."""
-    if not isinstance(cost, CostModel) or cost.hop_seconds or cost.windows:
+    if cost.prices_choices or cost.hop_seconds or cost.windows:
         check_plan(plan)
         return score(plan, cost).makespan_seconds
     coefficients = Coefficients(

@@ -40,7 +40,7 @@ from lengthwise.cli import main as lengthwise
 from lengthwise.cli.machine import machine_lines
 from lengthwise.config.schema import OptimizerConfig
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.cost import AllTermsCost, CostModel, Link, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, Link, all_terms_cost, named_hardware, named_shape
 from lengthwise.engine.optimizer import ShardedAdamW
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
@@ -142,7 +142,7 @@ def _seconds(run: Callable[[], object], transport: Any) -> float:
     return float(rows.max())
 
 
-def fitted_cost(seconds: NDArray[np.float64]) -> AllTermsCost:
+def fitted_cost(seconds: NDArray[np.float64]) -> Cost:
     """Fit the costs to a profile; every measurement counts by its relative error."""
     local, rings, end_seconds = seconds[: len(LOCAL)], seconds[len(LOCAL) : -1], float(seconds[-1])
     terms = np.array([[sum(n * n for n in lengths), sum(lengths), 1.0] for lengths in LOCAL])
@@ -150,7 +150,10 @@ def fitted_cost(seconds: NDArray[np.float64]) -> AllTermsCost:
     quadratic, linear, fixed = map(float, fitted)
     plain = replace(
         all_terms_cost(SHAPE, named_hardware("cpu")),
-        work=CostModel(quadratic_seconds=quadratic, linear_seconds=linear, fixed_seconds=fixed),
+        quadratic_seconds=quadratic,
+        linear_seconds=linear,
+        fixed_seconds=fixed,
+        couples_layers=True,
         block_efficiency=(),
     )
     best, nearest = plain, np.inf

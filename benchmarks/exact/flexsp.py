@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from exact.milp import Program
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece
-from lengthwise.cost import CostModel
+from lengthwise.cost import Cost
 from lengthwise.planner.baselines.single_degree import room_tokens
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import ring_order
@@ -45,10 +45,10 @@ def plan_flexsp(request: PlanRequest) -> list[Microbatch]:
         PlanError: more ranks or sequences than is small, or costs with more terms than the program holds.
     """
     cluster, cost, lengths = request.cluster, request.cost, request.lengths
-    if cluster.ranks > MOST_RANKS or len(lengths) > MOST_SEQUENCES or not isinstance(cost, CostModel):
+    if cluster.ranks > MOST_RANKS or len(lengths) > MOST_SEQUENCES or cost.prices_choices:
         raise PlanError(
             "flexsp",
-            expected=f"at most {MOST_RANKS} ranks and {MOST_SEQUENCES} sequences, and the costs of a CostModel",
+            expected=f"at most {MOST_RANKS} ranks and {MOST_SEQUENCES} sequences, and costs without links",
             got=f"{cluster.ranks} ranks, {len(lengths)} sequences, {type(cost).__name__}",
             remedy="Compare larger steps with the other planners.",
         )
@@ -87,7 +87,7 @@ def equal_runs(order: NDArray[np.int64], lengths: NDArray[np.int64], count: int)
     return runs_found
 
 
-def _solve(request: PlanRequest, cost: CostModel, sequences: Sequence[int]) -> tuple[float, list[Group]] | None:
+def _solve(request: PlanRequest, cost: Cost, sequences: Sequence[int]) -> tuple[float, list[Group]] | None:
     """Choose groups for one micro-batch and what each gets; None if no groups hold it."""
     ranks, capacity = request.cluster.ranks, request.cluster.capacity_tokens
     lengths, counts = np.unique(request.lengths[sequences], return_counts=True)
@@ -134,7 +134,7 @@ def _degrees(ranks: int) -> list[int]:
     return sorted({ranks, *(1 << power for power in range(ranks.bit_length()) if 1 << power <= ranks)}, reverse=True)
 
 
-def _group_seconds(request: PlanRequest, cost: CostModel, group: Group) -> float:
+def _group_seconds(request: PlanRequest, cost: Cost, group: Group) -> float:
     degree, sequences = group
     return cost.fixed_seconds + cost.piece_seconds([request.tokens[i] for i in sequences], degree)
 

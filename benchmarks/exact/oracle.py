@@ -44,7 +44,7 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.held import held_tokens
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel
+from lengthwise.cost import Cost
 from lengthwise.planner import PLANNERS, PlanOptions, plan_step
 from lengthwise.planner.problem.score import score
 from lengthwise.program.check import check_plan
@@ -67,7 +67,7 @@ class Best:
 
 
 def plan_oracle(
-    tokens: Sequence[int], cluster: Cluster, cost: CostModel, *, relative_gap: float = 1e-3, most_nodes: int = 20_000
+    tokens: Sequence[int], cluster: Cluster, cost: Cost, *, relative_gap: float = 1e-3, most_nodes: int = 20_000
 ) -> Best:
     """Find the best plan of a tiny step, to within `relative_gap` or as far as `most_nodes` of search go.
 
@@ -97,7 +97,7 @@ def plan_oracle(
 class _Model:
     """The program of one step, its sequences longest first, times in units of the incumbent's makespan."""
 
-    def __init__(self, incumbent: Plan, cost: CostModel, unit: float) -> None:
+    def __init__(self, incumbent: Plan, cost: Cost, unit: float) -> None:
         self.incumbent, self.ranks, self.capacity = incumbent, incumbent.ranks, incumbent.capacity
         self.sequences = sorted(range(len(incumbent.tokens)), key=lambda i: (-incumbent.tokens[i], i))
         lengths = np.array([incumbent.tokens[i] for i in self.sequences], dtype=np.int64)

@@ -32,8 +32,8 @@ def test_paper_gpu_gives_the_published_layer_times(k_tokens: int) -> None:
     head = 2 * 4096 * 32000 / (1.2575e15 * 0.8123) * 1024 * k_tokens  # the output head is in our linear work
     forward = cost.compute_seconds(np.array([1024 * k_tokens]))[0]
     tokens = 1024 * k_tokens
-    attention = forward - cost.work.linear_seconds * tokens
-    layer = (attention / 3.5 + (cost.work.linear_seconds * tokens + cost.fixed_seconds) / 3 - head) / 32
+    attention = forward - cost.linear_seconds * tokens
+    layer = (attention / 3.5 + (cost.linear_seconds * tokens + cost.fixed_seconds) / 3 - head) / 32
     assert 1e3 * layer == pytest.approx(sum(PUBLISHED_MS[k_tokens]), rel=0.03)
 
 
@@ -44,7 +44,7 @@ def test_all_terms_agree_with_the_simple_costs_where_they_overlap(shape: str, ha
     cost, simple = (make(named_shape(shape), described) for make in (all_terms_cost, analytic_cost))
     lengths = np.array([1, 500, 100_000])
     assert cost.compute_seconds(lengths) == pytest.approx(simple.compute_seconds(lengths))
-    assert cost.ring_seconds == pytest.approx(simple.ring_seconds)
+    assert cost.ring_bytes / cost.far.bytes_per_second == pytest.approx(simple.ring_seconds)
     degree = 2 * described.ranks_per_node
     assert cost.hops_seconds(degree) == pytest.approx(simple.hops_seconds(degree))
     ring = cost.piece_seconds([200_000], degree)
@@ -53,11 +53,11 @@ def test_all_terms_agree_with_the_simple_costs_where_they_overlap(shape: str, ha
 
 def test_tensor_parallel_ranks_divide_work_and_pay_all_reduces() -> None:
     one, four = (all_terms_cost(LLAMA_7B, H100, tensor=tensor) for tensor in (1, 4))
-    assert four.work.quadratic_seconds == one.work.quadratic_seconds / 4
+    assert four.quadratic_seconds == one.quadratic_seconds / 4
     reduced = 2 * 2 * 32 * 2 * 3 / 4 * 4096 * 2 / 370e9  # passes, a layer, layers, ring all-reduce of hidden in bf16
-    assert four.work.linear_seconds == pytest.approx(one.work.linear_seconds / 4 + reduced)
+    assert four.linear_seconds == pytest.approx(one.linear_seconds / 4 + reduced)
     assert (four.ranks_per_node, four.heads, four.kv_heads) == (2, 8, 2)
-    assert four.ring_seconds == pytest.approx(one.ring_seconds / 4)
+    assert four.ring_bytes == pytest.approx(one.ring_bytes / 4)
     assert four.reduced_bytes == one.reduced_bytes / 4
 
 

@@ -3,14 +3,14 @@
 import pytest
 
 from lengthwise.core.errors import ConfigError, Problems
-from lengthwise.cost import CostModel, cost_from_file
+from lengthwise.cost import Cost, cost_from_file
 
 
 def test_cost_from_file_takes_what_is_left_out_as_zero(tmp_path):
     path = tmp_path / "cost.json"
     path.write_text('{"linear_seconds": 2, "ring_seconds": 0.5}')
     cost = cost_from_file(path)
-    assert cost == CostModel(linear_seconds=2.0, ring_seconds=0.5, version=cost.version)
+    assert cost == Cost(linear_seconds=2.0, ring_seconds=0.5, version=cost.version)
     assert cost.version == "given/1 linear_seconds=2.0 ring_seconds=0.5"
 
 

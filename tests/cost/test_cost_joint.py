@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lengthwise.cost import JointCost, all_terms_cost, named_hardware, named_shape, recompute_cost
+from lengthwise.cost import Choice, Choices, Cost, all_terms_cost, named_hardware, named_shape
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 COST = all_terms_cost(replace(SHAPE, kv_heads=32), HARDWARE)
@@ -15,8 +15,9 @@ CAPACITY, LAYERS = 8192, 32
 LENGTHS = st.integers(1, 300_000)
 
 
-def _joint(**changes) -> JointCost:
-    return JointCost(**({"terms": COST, "offloads_above_tokens": CAPACITY, "layers": LAYERS} | changes))
+def _joint(**changes) -> Cost:
+    terms, changes = changes.pop("terms", COST), {"offloads_above_tokens": CAPACITY, "layers": LAYERS} | changes
+    return terms.choosing(Choices(**changes))
 
 
 def _ratio(held: float, allowed: int) -> float:
@@ -39,7 +40,7 @@ def test_a_piece_pays_for_the_least_ratio_that_holds_it(length: int, degree: int
     if length / degree > joint.most_held_tokens(CAPACITY):
         degree = -(-length // joint.most_held_tokens(CAPACITY))
     ratio = _ratio(length / degree, CAPACITY + (degree > 1))
-    wanted = cost.piece_seconds([length], degree, offload=ratio, recompute=recompute)
+    wanted = cost.piece_seconds([length], degree, Choice(offload=ratio, recompute=recompute))
     assert joint.piece_seconds([length], degree) == pytest.approx(wanted, rel=1e-9)
     (of_ring,) = joint.ring_piece_seconds(np.array([length]), np.array([degree])).tolist()
     assert of_ring == pytest.approx(wanted, rel=1e-9)
@@ -49,9 +50,9 @@ def test_a_piece_pays_for_the_least_ratio_that_holds_it(length: int, degree: int
 def test_a_ring_takes_the_quickest_split_of_heads(lengths: list[int], degree: int) -> None:
     joint = _joint(splits_heads=True, offloads_above_tokens=np.inf)
     groups = [group for group in range(1, 33) if 32 % group == 0 and degree % group == 0]
-    wanted = min(COST.piece_seconds(lengths, degree, heads=group) for group in groups)
+    wanted = min(COST.piece_seconds(lengths, degree, Choice(heads=group)) for group in groups)
     assert joint.piece_seconds(lengths, degree) == wanted
-    each = [min(COST.piece_seconds([length], degree, heads=group) for group in groups) for length in lengths]
+    each = [min(COST.piece_seconds([length], degree, Choice(heads=group)) for group in groups) for length in lengths]
     many = joint.ring_piece_seconds(np.array(lengths), np.full(len(lengths), degree))
     assert many.tolist() == pytest.approx(each, rel=1e-12)
 
@@ -69,15 +70,14 @@ def test_ranks_hold_what_the_plan_file_and_the_host_allow() -> None:
 
 @pytest.mark.parametrize("kind", ["layer", "all_but_attention"])
 def test_recomputed_costs_agree_with_what_they_are_made_of(kind: str) -> None:
-    priced = recompute_cost(COST, kind)
+    priced = COST.recomputing(kind)
     lengths = np.array([1, 700, 50_000])
-    alone = [COST.piece_seconds([length], 1, recompute=kind) for length in lengths.tolist()]
+    alone = [COST.piece_seconds([length], 1, Choice(recompute=kind)) for length in lengths.tolist()]
     assert priced.compute_seconds(lengths) == pytest.approx(alone)
     assert priced.fixed_seconds == pytest.approx(COST.fixed_seconds * 4 / 3)
     again = kind == "layer"
-    assert priced.ring_seconds == pytest.approx(COST.ring_seconds * (1 + COST.forward.ring * again))
     assert priced.hops_seconds(12) == pytest.approx(COST.hops_seconds(12) * (1 + again / 2))
-    assert recompute_cost(priced, "none").compute_seconds(lengths) == pytest.approx(COST.compute_seconds(lengths))
+    assert priced.recomputing("none") is priced is priced.recomputing(kind)
 
 
 def test_a_faster_rank_offloads_less_for_free() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lengthwise.core.plan import Piece
-from lengthwise.cost import CostModel, analytic_cost, named_hardware, named_shape, recompute_cost
+from lengthwise.cost import Cost, analytic_cost, named_hardware, named_shape
 from lengthwise.planner import score
 from lengthwise.testing import make_plan
 
@@ -13,11 +13,11 @@ COST = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
 
 
 def test_recompute_of_nothing_costs_nothing():
-    assert recompute_cost(COST, "none") is COST
+    assert COST.recomputing("none") is COST
 
 
 def test_recompute_prices_one_more_forward_and_attention_only_where_it_is_run_again():
-    layer, kept = recompute_cost(COST, "layer"), recompute_cost(COST, "all_but_attention")
+    layer, kept = COST.recomputing("layer"), COST.recomputing("all_but_attention")
     assert layer.linear_seconds == kept.linear_seconds == pytest.approx(COST.linear_seconds * 8 / 6)  # FLOPs
     assert layer.quadratic_seconds == pytest.approx(COST.quadratic_seconds * 9 / 7)
     assert layer.ring_seconds == pytest.approx(COST.ring_seconds * (3 * 2 + 4) / (2 * 2 + 4))  # bytes a value
@@ -31,7 +31,7 @@ def test_recompute_prices_one_more_forward_and_attention_only_where_it_is_run_ag
 
 
 def test_score_prices_each_microbatch_by_its_own_kind():
-    cost = CostModel(quadratic_seconds=7.0, linear_seconds=3.0, fixed_seconds=3.0)
+    cost = Cost(quadratic_seconds=7.0, linear_seconds=3.0, fixed_seconds=3.0)
     plan = make_plan(1, [2, 2, 2], [Piece(ranks=(0,), sequences=(i,)) for i in range(3)])
     kinds = ("none", "layer", "all_but_attention")
     mixed = replace(

@@ -9,17 +9,19 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.cost import AllTermsCost, CostModel, Link, Pass, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Choice, Cost, Link, Pass, all_terms_cost, named_hardware, named_shape
 
 H100 = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
 NOTHING = Pass(attention=0.0, linear=0.0, ring=0.0, exchange=0.0)
 
 
-def plain_cost(simple: CostModel) -> AllTermsCost:
+def plain_cost(simple: Cost) -> Cost:
     """Every extra term off: one pass, one link, blocks of any size alike."""
     link = Link(bytes_per_second=1.0, hop_seconds=simple.hop_seconds)
-    return AllTermsCost(
-        work=replace(simple, ring_seconds=0.0, hop_seconds=0.0),
+    return replace(
+        simple,
+        ring_seconds=0.0,
+        hop_seconds=0.0,
         forward=Pass(attention=1.0, linear=1.0, ring=1.0, exchange=1.0),
         backward=NOTHING,
         near=link,
@@ -44,14 +46,14 @@ def plain_cost(simple: CostModel) -> AllTermsCost:
 )
 def test_all_terms_with_extras_off_are_the_simple_formula(lengths, degree, values, windows) -> None:
     names = ("quadratic_seconds", "linear_seconds", "fixed_seconds", "ring_seconds", "hop_seconds")
-    simple = CostModel(**dict(zip(names, [values[0], 1.0 + values[1], *values[2:]], strict=True)), windows=windows)
+    simple = Cost(**dict(zip(names, [values[0], 1.0 + values[1], *values[2:]], strict=True)), windows=windows)
     cost, many = plain_cost(simple), np.array(lengths)
     degrees = np.full(len(lengths), degree)
     assert cost.piece_seconds(lengths, degree) == pytest.approx(simple.piece_seconds(lengths, degree), rel=1e-9)
     assert cost.compute_seconds(many) == pytest.approx(simple.compute_seconds(many), rel=1e-9)
     assert cost.ring_piece_seconds(many, degrees) == pytest.approx(simple.ring_piece_seconds(many, degrees), rel=1e-9)
     assert cost.hops_seconds(degree) == pytest.approx(simple.hops_seconds(degree))
-    assert (cost.fixed_seconds, cost.ring_seconds) == (simple.fixed_seconds, simple.ring_seconds)
+    assert cost.fixed_seconds == simple.fixed_seconds
 
 
 @given(
@@ -63,26 +65,27 @@ def test_all_terms_with_extras_off_are_the_simple_formula(lengths, degree, value
 )
 def test_a_longer_sequence_takes_longer(length, degree, heads, offload, recompute) -> None:
     heads = heads if degree % heads == 0 else 1
-    extra = {"heads": heads, "offload": offload, "recompute": recompute}
-    shorter, longer = (H100.piece_seconds([n], degree, **extra) for n in (length, length + 1))
+    extra = Choice(heads=heads, offload=offload, recompute=recompute)
+    shorter, longer = (H100.piece_seconds([n], degree, extra) for n in (length, length + 1))
     assert shorter <= longer
     assert longer <= shorter * (1 + 3 / length)  # and by no jump
-    many = H100.ring_piece_seconds(np.array([length]), np.array([degree]), **extra)
+    many = H100.ring_piece_seconds(np.array([length]), np.array([degree]), extra)
     assert many[0] == pytest.approx(shorter, rel=1e-12)
 
 
 @given(length=st.integers(1, 3 * 10**6), degree=st.integers(1, 64), offload=st.floats(0, 1))
 def test_nothing_added_makes_a_piece_cheaper(length, degree, offload) -> None:
     plain = H100.piece_seconds([length], degree)
-    assert H100.piece_seconds([length], degree, offload=offload) >= plain
-    again = [H100.piece_seconds([length], degree, recompute=kind) for kind in ("none", "all_but_attention", "layer")]
+    assert H100.piece_seconds([length], degree, Choice(offload=offload)) >= plain
+    kinds = ("none", "all_but_attention", "layer")
+    again = [H100.piece_seconds([length], degree, Choice(recompute=kind)) for kind in kinds]
     assert again[0] < again[1] < again[2]
     assert H100.piece_seconds([length], degree) * degree >= H100.compute_seconds(np.array([length]))[0] * (1 - 1e-12)
 
 
 def test_backward_exposes_transfers_that_both_passes_together_would_hide() -> None:
     cost = replace(
-        plain_cost(CostModel(quadratic_seconds=1.0, ring_seconds=100.0)),
+        plain_cost(Cost(quadratic_seconds=1.0, ring_seconds=100.0)),
         forward=Pass(attention=0.5, linear=0.5, ring=0.25, exchange=0.5),
         backward=Pass(attention=0.5, linear=0.5, ring=0.75, exchange=0.5),
     )
@@ -95,7 +98,7 @@ def test_backward_exposes_transfers_that_both_passes_together_would_hide() -> No
 
 def test_a_ring_inside_a_node_takes_the_near_link() -> None:
     cost = replace(
-        plain_cost(CostModel(linear_seconds=1.0, ring_seconds=8.0, hop_seconds=1.0)),
+        plain_cost(Cost(linear_seconds=1.0, ring_seconds=8.0, hop_seconds=1.0)),
         near=Link(bytes_per_second=4.0, hop_seconds=0.5),
     )
     inside = 100 / 4 + 8 / 4 * 100 * 3 / 4 + 0.5 * 3
@@ -109,49 +112,49 @@ def test_a_ring_inside_a_node_takes_the_near_link() -> None:
 
 
 def test_split_heads_shorten_the_ring_and_pay_an_exchange() -> None:
-    cost = plain_cost(CostModel(quadratic_seconds=1.0, linear_seconds=1.0, ring_seconds=1000.0, hop_seconds=7.0))
+    cost = plain_cost(Cost(quadratic_seconds=1.0, linear_seconds=1.0, ring_seconds=1000.0, hop_seconds=7.0))
     plain = 100 * 100 / 4 + 100 / 4
     ring = 1000.0 * 100 * (2 - 1) / 4
     exchange = 3.0 * 100 / 4 * (2 - 1) / 2
-    assert cost.piece_seconds([100], 4, heads=2) == plain + (ring - 100 * 100 / 4) + 7.0 + exchange
-    assert cost.piece_seconds([100], 4, heads=4) == plain + 3.0 * 100 / 4 * 3 / 4
+    assert cost.piece_seconds([100], 4, Choice(heads=2)) == plain + (ring - 100 * 100 / 4) + 7.0 + exchange
+    assert cost.piece_seconds([100], 4, Choice(heads=4)) == plain + 3.0 * 100 / 4 * 3 / 4
     # 8 ranks a group and 4 KV heads: each KV head is on two ranks, so twice the bytes go round.
     repeated = 1000.0 * 2 * 100 * (2 - 1) / 16
     wide = (100 * 100 + 100) / 16 + max(0.0, repeated - 100 * 100 / 16) + 7.0 + 3.0 * 100 / 16 * 7 / 8
-    assert cost.piece_seconds([100], 16, heads=8) == pytest.approx(wide)
+    assert cost.piece_seconds([100], 16, Choice(heads=8)) == pytest.approx(wide)
 
 
 @pytest.mark.parametrize(("degree", "heads"), [(4, 3), (10, 5), (48, 48)])
 def test_heads_that_divide_neither_ranks_nor_heads_are_refused(degree: int, heads: int) -> None:
     with pytest.raises(PlanError, match="heads"):
-        H100.piece_seconds([100], degree, heads=heads)
+        H100.piece_seconds([100], degree, Choice(heads=heads))
 
 
 def test_small_blocks_run_slower() -> None:
-    simple = plain_cost(CostModel(quadratic_seconds=1.0))
+    simple = plain_cost(Cost(quadratic_seconds=1.0))
     cost = replace(simple, block_efficiency=((10, 0.5), (20, 1.0)))
     assert cost.piece_seconds([20], 1) == 400
     assert cost.piece_seconds([10], 1) == 100 / 0.5
     assert cost.piece_seconds([15], 1) == 225 / 0.75
     assert cost.piece_seconds([5], 1) == 25 / 0.25  # below the curve speed falls with the tokens
     assert cost.piece_seconds([40], 4) == 1600 / 4 / 0.5  # blocks of 10
-    assert cost.piece_seconds([40], 4, heads=2) == pytest.approx(1600 / 4 + 3.0 * 10 / 2)  # blocks of 20
+    assert cost.piece_seconds([40], 4, Choice(heads=2)) == pytest.approx(1600 / 4 + 3.0 * 10 / 2)  # blocks of 20
 
 
 def test_offload_costs_what_compute_does_not_hide() -> None:
     cost = replace(
-        plain_cost(CostModel(linear_seconds=3.0)),
+        plain_cost(Cost(linear_seconds=3.0)),
         forward=Pass(attention=0.5, linear=1 / 3, ring=0.5, exchange=0.5),
         backward=Pass(attention=0.5, linear=2 / 3, ring=0.5, exchange=0.5),
         copy_bytes={"none": 2.5, "layer": 1.0, "all_but_attention": 1.0},
     )
     copied = 0.5 * 8 / 10 * 2.5 * 100  # ratio, all layers but two, bytes, tokens
     assert copied == 100 == 3.0 * 100 / 3  # as long as forward
-    assert cost.piece_seconds([100], 1, offload=0.5) == pytest.approx(300)
-    assert cost.piece_seconds([100], 1, offload=0.75) == pytest.approx(300 + 50)  # backward still hides all of it
-    assert cost.piece_seconds([100], 1, offload=1.0) == pytest.approx(300 + 100)
+    assert cost.piece_seconds([100], 1, Choice(offload=0.5)) == pytest.approx(300)
+    assert cost.piece_seconds([100], 1, Choice(offload=0.75)) == pytest.approx(300 + 50)  # backward hides all
+    assert cost.piece_seconds([100], 1, Choice(offload=1.0)) == pytest.approx(300 + 100)
     wider = replace(cost, copy_bytes={**cost.copy_bytes, "layer": 5.0})
-    assert wider.piece_seconds([100], 1, offload=1.0, recompute="layer") == pytest.approx(400 + 300 + 100)
+    assert wider.piece_seconds([100], 1, Choice(offload=1.0, recompute="layer")) == pytest.approx(400 + 300 + 100)
     assert cost.free_offload(np.array([100]), np.array([1])).tolist() == pytest.approx([0.5])
 
 
@@ -162,25 +165,25 @@ def test_long_sequences_offload_for_free_as_published() -> None:
     assert free[0] < 0.5 <= free[1] < 1.0 == free[2]
     for length, ratio in zip(lengths.tolist(), free.tolist(), strict=True):
         alone = H100.piece_seconds([length], 1)
-        assert H100.piece_seconds([length], 1, offload=ratio) == pytest.approx(alone)
+        assert H100.piece_seconds([length], 1, Choice(offload=ratio)) == pytest.approx(alone)
 
 
 def test_recomputation_runs_the_ring_again_only_with_attention() -> None:
     cost = replace(
-        plain_cost(CostModel(linear_seconds=3.0, ring_seconds=10.0, hop_seconds=1.0)),
+        plain_cost(Cost(linear_seconds=3.0, ring_seconds=10.0, hop_seconds=1.0)),
         forward=Pass(attention=0.5, linear=1 / 3, ring=0.25, exchange=0.5),
         backward=Pass(attention=0.5, linear=2 / 3, ring=0.75, exchange=0.5),
     )
     linear, transfers, hop = 3.0 * 100 / 2, 10.0 * 100 / 2, 1.0
     assert cost.piece_seconds([100], 2) == pytest.approx(linear + transfers + 2 * hop)
-    partly = cost.piece_seconds([100], 2, recompute="all_but_attention")
+    partly = cost.piece_seconds([100], 2, Choice(recompute="all_but_attention"))
     assert partly == pytest.approx(linear * 4 / 3 + transfers + 2 * hop)
-    wholly = cost.piece_seconds([100], 2, recompute="layer")
+    wholly = cost.piece_seconds([100], 2, Choice(recompute="layer"))
     assert wholly == pytest.approx(linear * 4 / 3 + transfers * 1.25 + 3 * hop)
 
 
 def test_unequal_shares_wait_for_the_slowest_rank() -> None:
-    cost = plain_cost(CostModel(quadratic_seconds=1.0, linear_seconds=1.0))
+    cost = plain_cost(Cost(quadratic_seconds=1.0, linear_seconds=1.0))
     equal = cost.piece_seconds([100], 2, shares=(1.0, 1.0))
     assert equal == pytest.approx(cost.piece_seconds([100], 2))
     # shares 1 : 3, chunks of 12, 38, 37 and 13 tokens: position 1 holds tokens 12 to 87.
@@ -189,7 +192,7 @@ def test_unequal_shares_wait_for_the_slowest_rank() -> None:
 
 def test_step_end_uses_all_links_of_a_node() -> None:
     cost = replace(
-        plain_cost(CostModel(linear_seconds=1.0)),
+        plain_cost(Cost(linear_seconds=1.0)),
         near=Link(bytes_per_second=8.0),
         far=Link(bytes_per_second=1.0),
         reduced_bytes=64.0,

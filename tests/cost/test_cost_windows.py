@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lengthwise.core.errors import ConfigError
-from lengthwise.cost import CostModel, analytic_cost, named_hardware, shape_from_config
+from lengthwise.cost import Cost, analytic_cost, named_hardware, shape_from_config
 
 SIZES = {
     "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 100,
@@ -13,7 +13,7 @@ SIZES = {
 
 @pytest.mark.parametrize("window", [1, 3, 7, 8, 100])
 def test_windowed_layers_count_the_pairs_they_see(window):
-    cost = CostModel(quadratic_seconds=1.0, windows=((window, 0.25),))
+    cost = Cost(quadratic_seconds=1.0, windows=((window, 0.25),))
     for length in (1, 2, 7, 8, 50):
         seen = sum(min(query + 1, window) for query in range(length))
         everything = length * (length + 1) / 2
@@ -26,7 +26,7 @@ def test_windowed_layers_count_the_pairs_they_see(window):
 
 
 def test_windows_longer_than_the_sequence_change_nothing():
-    plain, windowed = (CostModel(quadratic_seconds=2.0, linear_seconds=3.0, windows=w) for w in ((), ((64, 1.0),)))
+    plain, windowed = (Cost(quadratic_seconds=2.0, linear_seconds=3.0, windows=w) for w in ((), ((64, 1.0),)))
     assert plain.piece_seconds([64, 5], 3) == windowed.piece_seconds([64, 5], 3)
     assert windowed.piece_seconds([65], 1) < plain.piece_seconds([65], 1)
 
@@ -53,4 +53,4 @@ def test_shape_reads_windows_from_a_config(config, windows):
 @pytest.mark.parametrize("windows", [((0, 0.5),), ((4, -0.1),), ((4, 0.7), (8, 0.7))])
 def test_windows_that_make_no_sense_are_refused(windows):
     with pytest.raises(ConfigError, match="windows"):
-        CostModel(quadratic_seconds=1.0, windows=windows)
+        Cost(quadratic_seconds=1.0, windows=windows)

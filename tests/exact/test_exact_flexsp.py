@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel
+from lengthwise.cost import Cost
 from lengthwise.planner import score
 from lengthwise.planner.baselines.single_degree import room_tokens
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
 
 COSTS = st.builds(
-    CostModel,
+    Cost,
     quadratic_seconds=st.sampled_from([0.0, 1.0]),
     linear_seconds=st.sampled_from([1.0, 40.0]),
     fixed_seconds=st.sampled_from([0.0, 900.0]),
@@ -28,7 +28,7 @@ COSTS = st.builds(
 )
 
 
-def _plan(tokens: Sequence[int], ranks: int, capacity: int, cost: CostModel) -> Plan:
+def _plan(tokens: Sequence[int], ranks: int, capacity: int, cost: Cost) -> Plan:
     cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
     microbatches = plan_flexsp(PlanRequest(tokens=tuple(tokens), cluster=cluster, cost=cost))
     plan = Plan(ranks=ranks, layers=1, capacity=capacity, tokens=tuple(tokens), microbatches=tuple(microbatches))
@@ -43,7 +43,7 @@ def _groupings(ranks: int) -> Iterator[tuple[int, ...]]:
                 yield degrees
 
 
-def _least_seconds(tokens: Sequence[int], ranks: int, capacity: int, cost: CostModel) -> float:
+def _least_seconds(tokens: Sequence[int], ranks: int, capacity: int, cost: Cost) -> float:
     """Try every grouping of the ranks and every way to give sequences to groups."""
     best = float("inf")
     for degrees in _groupings(ranks):
@@ -58,7 +58,7 @@ def _least_seconds(tokens: Sequence[int], ranks: int, capacity: int, cost: CostM
 
 @settings(max_examples=15)
 @given(tokens=st.lists(st.integers(1, 40), min_size=1, max_size=4), cost=COSTS)
-def test_flexsp_finds_the_best_groups_of_one_micro_batch(tokens: list[int], cost: CostModel) -> None:
+def test_flexsp_finds_the_best_groups_of_one_micro_batch(tokens: list[int], cost: Cost) -> None:
     plan = _plan(tokens, 4, 100, cost)
     best = _least_seconds(tokens, 4, 100, cost)
     if len(plan.microbatches) == 1:
@@ -67,7 +67,7 @@ def test_flexsp_finds_the_best_groups_of_one_micro_batch(tokens: list[int], cost
 
 
 def test_flexsp_gives_a_long_sequence_a_wide_group_beside_narrow_ones() -> None:
-    plan = _plan([40, 10, 10, 10, 10], 8, 10, CostModel(linear_seconds=1.0, ring_seconds=5.0))
+    plan = _plan([40, 10, 10, 10, 10], 8, 10, Cost(linear_seconds=1.0, ring_seconds=5.0))
     (microbatch,) = plan.microbatches
     assert [(piece.degree, piece.sequences) for piece in microbatch.pieces[:1]] == [(4, (0,))]
     assert sorted(piece.degree for piece in microbatch.pieces) == [1, 1, 1, 1, 4]
@@ -86,7 +86,7 @@ def test_equal_runs_have_the_least_largest_sum() -> None:
     ranks=st.sampled_from([1, 2, 3, 5, 6, 8]),
     cost=COSTS,
 )
-def test_flexsp_plans_any_small_step_with_powers_of_two(tokens: list[int], ranks: int, cost: CostModel) -> None:
+def test_flexsp_plans_any_small_step_with_powers_of_two(tokens: list[int], ranks: int, cost: Cost) -> None:
     tokens = [min(length, 29 * ranks) for length in tokens]
     plan = _plan(tokens, ranks, 29, cost)
     for microbatch in plan.microbatches:
@@ -97,6 +97,6 @@ def test_flexsp_plans_any_small_step_with_powers_of_two(tokens: list[int], ranks
 
 def test_flexsp_refuses_what_is_not_small() -> None:
     with pytest.raises(PlanError, match="at most 16 ranks and 64 sequences"):
-        _plan([5], 17, 10, CostModel(linear_seconds=1.0))
+        _plan([5], 17, 10, Cost(linear_seconds=1.0))
     with pytest.raises(PlanError, match="65 sequences"):
-        _plan([5] * 65, 2, 10, CostModel(linear_seconds=1.0))
+        _plan([5] * 65, 2, 10, Cost(linear_seconds=1.0))

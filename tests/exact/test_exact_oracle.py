@@ -13,13 +13,13 @@ from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.held import held_tokens
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel
+from lengthwise.cost import Cost
 from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.program import check_plan
 from planner.partitions import partitions
 
 COSTS = st.builds(
-    CostModel,
+    Cost,
     quadratic_seconds=st.sampled_from([0.0, 1.0]),
     linear_seconds=st.sampled_from([1.0, 40.0]),
     fixed_seconds=st.sampled_from([0.0, 100.0, 900.0]),
@@ -82,13 +82,13 @@ def _every_plan(tokens: Sequence[int], ranks: int, capacity: int) -> Iterator[Pl
                     )
 
 
-def _least(tokens: Sequence[int], ranks: int, capacity: int, cost: CostModel) -> float:
+def _least(tokens: Sequence[int], ranks: int, capacity: int, cost: Cost) -> float:
     return min(score(plan, cost).makespan_seconds for plan in _every_plan(tokens, ranks, capacity))
 
 
 @settings(max_examples=40)
 @given(tokens=st.lists(st.integers(1, 30), min_size=1, max_size=3), capacity=st.integers(10, 30), cost=COSTS)
-def test_oracle_finds_the_best_of_all_plans_on_two_ranks(tokens: list[int], capacity: int, cost: CostModel) -> None:
+def test_oracle_finds_the_best_of_all_plans_on_two_ranks(tokens: list[int], capacity: int, cost: Cost) -> None:
     tokens = [min(length, 2 * capacity) for length in tokens]
     best = plan_oracle(tokens, Cluster(ranks=2, capacity_tokens=capacity), cost, **EXACT)
     assert best.makespan_seconds == pytest.approx(_least(tokens, 2, capacity, cost), rel=1e-6)
@@ -97,7 +97,7 @@ def test_oracle_finds_the_best_of_all_plans_on_two_ranks(tokens: list[int], capa
 
 @settings(max_examples=12)
 @given(tokens=st.lists(st.integers(1, 45), min_size=2, max_size=3), capacity=st.integers(10, 30), cost=COSTS)
-def test_oracle_finds_the_best_of_all_plans_on_three_ranks(tokens: list[int], capacity: int, cost: CostModel) -> None:
+def test_oracle_finds_the_best_of_all_plans_on_three_ranks(tokens: list[int], capacity: int, cost: Cost) -> None:
     tokens = [min(length, 3 * capacity) for length in tokens]
     best = plan_oracle(tokens, Cluster(ranks=3, capacity_tokens=capacity), cost, **EXACT)
     assert best.makespan_seconds == pytest.approx(_least(tokens, 3, capacity, cost), rel=1e-6)
@@ -105,21 +105,21 @@ def test_oracle_finds_the_best_of_all_plans_on_three_ranks(tokens: list[int], ca
 
 def test_oracle_makes_gangs_wait_for_each_other() -> None:
     """Three rings of two on three ranks: each rank has 20 s of work, but no two rings fit at once."""
-    cost = CostModel(linear_seconds=1.0, ring_seconds=1000.0)
+    cost = Cost(linear_seconds=1.0, ring_seconds=1000.0)
     best = plan_oracle([20, 20, 20], Cluster(ranks=3, capacity_tokens=10), cost, **EXACT)
     assert best.makespan_seconds == pytest.approx(3 * (10 + 1000 * 10))
 
 
 def test_oracle_packs_cut_sequences_where_launches_are_dear() -> None:
     best = plan_oracle(
-        [30, 30], Cluster(ranks=3, capacity_tokens=20), CostModel(linear_seconds=1.0, fixed_seconds=99.0), **EXACT
+        [30, 30], Cluster(ranks=3, capacity_tokens=20), Cost(linear_seconds=1.0, fixed_seconds=99.0), **EXACT
     )
     assert best.makespan_seconds == pytest.approx(99 + 20)
     assert [microbatch.pieces[0].degree for microbatch in best.plan.microbatches] == [3]
 
 
 def test_oracle_puts_packs_beside_a_ring_to_save_launches() -> None:
-    cost = CostModel(linear_seconds=1.0, fixed_seconds=100.0, ring_seconds=9.0)
+    cost = Cost(linear_seconds=1.0, fixed_seconds=100.0, ring_seconds=9.0)
     best = plan_oracle([6, 4, 21], Cluster(ranks=2, capacity_tokens=20), cost, **EXACT)
     assert best.makespan_seconds == pytest.approx(100 + (1 + 9) * 21 / 2 + 6)
     (microbatch,) = best.plan.microbatches
@@ -132,21 +132,19 @@ def test_oracle_puts_packs_beside_a_ring_to_save_launches() -> None:
         (
             [21, 17, 6],
             20,
-            CostModel(linear_seconds=1.0, fixed_seconds=100.0, ring_seconds=9.0),
+            Cost(linear_seconds=1.0, fixed_seconds=100.0, ring_seconds=9.0),
         ),  # 17 is too much beside
-        ([21, 8, 8], 15, CostModel(linear_seconds=1.0, fixed_seconds=100.0, ring_seconds=60.0)),
+        ([21, 8, 8], 15, Cost(linear_seconds=1.0, fixed_seconds=100.0, ring_seconds=60.0)),
         (
             [21, 6, 5, 4],
             17,
-            CostModel(linear_seconds=1.0, fixed_seconds=100.0, ring_seconds=60.0),
+            Cost(linear_seconds=1.0, fixed_seconds=100.0, ring_seconds=60.0),
         ),  # three for two ranks
-        ([26, 8], 20, CostModel(quadratic_seconds=1.0, linear_seconds=1.0, fixed_seconds=900.0, ring_seconds=40.0)),
-        ([30, 6, 5], 20, CostModel(quadratic_seconds=1.0, linear_seconds=40.0, ring_seconds=60.0, hop_seconds=70.0)),
+        ([26, 8], 20, Cost(quadratic_seconds=1.0, linear_seconds=1.0, fixed_seconds=900.0, ring_seconds=40.0)),
+        ([30, 6, 5], 20, Cost(quadratic_seconds=1.0, linear_seconds=40.0, ring_seconds=60.0, hop_seconds=70.0)),
     ],
 )
-def test_oracle_finds_the_best_of_all_plans_where_rings_must_be(
-    tokens: list[int], capacity: int, cost: CostModel
-) -> None:
+def test_oracle_finds_the_best_of_all_plans_where_rings_must_be(tokens: list[int], capacity: int, cost: Cost) -> None:
     best = plan_oracle(tokens, Cluster(ranks=2, capacity_tokens=capacity), cost, **EXACT)
     assert best.makespan_seconds == pytest.approx(_least(tokens, 2, capacity, cost), rel=1e-6)
 
@@ -157,7 +155,7 @@ def test_oracle_finds_the_best_of_all_plans_where_rings_must_be(
     ranks=st.sampled_from([1, 2, 3, 5]),
     cost=COSTS,
 )
-def test_oracle_is_valid_above_the_bound_and_behind_no_planner(tokens: list[int], ranks: int, cost: CostModel) -> None:
+def test_oracle_is_valid_above_the_bound_and_behind_no_planner(tokens: list[int], ranks: int, cost: Cost) -> None:
     cluster = Cluster(ranks=ranks, capacity_tokens=97)
     tokens = [min(length, cluster.longest_tokens) for length in tokens]
     best: Best = plan_oracle(tokens, cluster, cost)
@@ -173,7 +171,7 @@ def test_oracle_is_valid_above_the_bound_and_behind_no_planner(tokens: list[int]
 
 
 def test_oracle_is_the_same_twice() -> None:
-    cost = CostModel(quadratic_seconds=1.0, linear_seconds=40.0, fixed_seconds=900.0, ring_seconds=9.0)
+    cost = Cost(quadratic_seconds=1.0, linear_seconds=40.0, fixed_seconds=900.0, ring_seconds=9.0)
     told = [
         plan_oracle([150, 61, 59, 33, 20], Cluster(ranks=4, capacity_tokens=60), cost).plan.digest() for _ in range(2)
     ]
@@ -182,10 +180,10 @@ def test_oracle_is_the_same_twice() -> None:
 
 def test_oracle_refuses_what_is_not_tiny() -> None:
     with pytest.raises(PlanError, match="at most 8 ranks and 10 sequences; got 9 ranks and 1 sequences"):
-        plan_oracle([5], Cluster(ranks=9, capacity_tokens=10), CostModel(linear_seconds=1.0))
+        plan_oracle([5], Cluster(ranks=9, capacity_tokens=10), Cost(linear_seconds=1.0))
 
 
 def test_oracle_tells_that_its_solver_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "highspy", None)
     with pytest.raises(ConfigError, match="bench"):
-        plan_oracle([5], Cluster(ranks=2, capacity_tokens=10), CostModel(linear_seconds=1.0))
+        plan_oracle([5], Cluster(ranks=2, capacity_tokens=10), Cost(linear_seconds=1.0))

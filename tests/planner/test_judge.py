@@ -11,7 +11,7 @@ from judge import Coefficients, broken_rules, judge, judge_bound
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel
+from lengthwise.cost import Cost
 from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.program import check_plan
 from lengthwise.testing.plans import draw_lengths, random_plan
@@ -24,10 +24,10 @@ FOUR = st.tuples(
 )
 
 
-def _costs(four: tuple[float, float, float, float]) -> tuple[CostModel, Coefficients]:
+def _costs(four: tuple[float, float, float, float]) -> tuple[Cost, Coefficients]:
     q, linear, g, c = four
     return (
-        CostModel(quadratic_seconds=q, linear_seconds=linear, fixed_seconds=g, ring_seconds=c),
+        Cost(quadratic_seconds=q, linear_seconds=linear, fixed_seconds=g, ring_seconds=c),
         Coefficients(quadratic=q, linear=linear, fixed=g, ring=c),
     )
 

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel
+from lengthwise.cost import Cost
 from lengthwise.planner import PlanOptions, bound_seconds, plan_step, score
 from lengthwise.planner.placement.annealing import MOST_WORK, Annealing, anneal
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_order, check_plan
 
-ALL_FOUR = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
+ALL_FOUR = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_tiny_steps_cut_packs_over_rings_where_that_wins(ranks: int, tokens: tup
     ring=st.sampled_from([0.0, 3.0]),
 )
 def test_annealed_plans_are_valid_and_never_later(ranks: int, tokens: list[int], launch: float, ring: float) -> None:
-    cost = CostModel(quadratic_seconds=0.01, linear_seconds=1.0, fixed_seconds=launch, ring_seconds=ring)
+    cost = Cost(quadratic_seconds=0.01, linear_seconds=1.0, fixed_seconds=launch, ring_seconds=ring)
     cluster = Cluster(ranks=ranks, capacity_tokens=40)
     tokens = [min(length, cluster.longest_tokens) for length in tokens]
     request = PlanRequest(tokens=tuple(tokens), cluster=cluster, cost=cost)
@@ -60,7 +60,7 @@ def test_annealed_plans_are_valid_and_never_later(ranks: int, tokens: list[int],
 def test_annealing_holds_no_pack_whose_chunks_pile_up_on_one_rank() -> None:
     """Three tokens over four ranks: one holds two of them. Four such packs are 12 tokens, but 8 on that rank, not 7."""
     request = PlanRequest(
-        tokens=(3, 3, 3, 3), cluster=Cluster(ranks=4, capacity_tokens=3), cost=CostModel(linear_seconds=1.0)
+        tokens=(3, 3, 3, 3), cluster=Cluster(ranks=4, capacity_tokens=3), cost=Cost(linear_seconds=1.0)
     )
     whole = Plan(
         ranks=4,
@@ -78,7 +78,7 @@ def test_annealing_holds_no_pack_whose_chunks_pile_up_on_one_rank() -> None:
 
 
 def test_anneal_leaves_a_plan_that_nothing_betters() -> None:
-    cost = CostModel(linear_seconds=1.0)
+    cost = Cost(linear_seconds=1.0)
     request = PlanRequest(tokens=(5, 5), cluster=Cluster(ranks=2, capacity_tokens=5), cost=cost)
     plan = plan_step((5, 5), request.cluster, cost)
     assert anneal(request, plan.microbatches, 5.0) == list(plan.microbatches)

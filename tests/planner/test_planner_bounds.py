@@ -11,7 +11,7 @@ from lengthwise.core.cut import local_tokens
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel
+from lengthwise.cost import Cost
 from lengthwise.planner import bound_seconds, score
 from lengthwise.planner.problem.bounds import has_lone_rings, shares_launches_only
 from lengthwise.program import check_plan
@@ -20,7 +20,7 @@ from planner.partitions import partitions
 Held = tuple[tuple[int, ...], tuple[int, ...]]  # ranks, lengths
 
 COSTS = st.builds(
-    CostModel,
+    Cost,
     quadratic_seconds=st.sampled_from([0.0, 1.0]),
     linear_seconds=st.sampled_from([1.0, 40.0]),
     fixed_seconds=st.sampled_from([0.0, 100.0, 3000.0]),
@@ -46,7 +46,7 @@ def _is_lone(where: Sequence[int], lengths: Sequence[int], capacity: int) -> boo
     return len(where) == 1 or (len(lengths) == 1 and lengths[0] <= len(where) * capacity)
 
 
-def _makespan(microbatches: Sequence[Sequence[Held]], ranks: int, cost: CostModel) -> float:
+def _makespan(microbatches: Sequence[Sequence[Held]], ranks: int, cost: Cost) -> float:
     free = [0.0] * ranks
     for microbatch in microbatches:
         named = {rank for where, _ in microbatch for rank in where}
@@ -58,7 +58,7 @@ def _makespan(microbatches: Sequence[Sequence[Held]], ranks: int, cost: CostMode
 
 
 def _least_makespan(
-    lengths: Sequence[int], ranks: int, capacity: int, cost: CostModel, *, lone: bool, shared: bool = False
+    lengths: Sequence[int], ranks: int, capacity: int, cost: Cost, *, lone: bool, shared: bool = False
 ) -> float:
     """Try every plan: pieces, their ranks, their microbatches, and every order.
 
@@ -85,8 +85,8 @@ def _least_makespan(
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=LENGTHS, capacity=st.integers(10, 30), cost=COSTS)
-@example(lengths=[1, 2, 30], capacity=29, cost=CostModel(quadratic_seconds=1.0, linear_seconds=1.0, ring_seconds=200.0))
-def test_bound_is_below_every_plan_on_two_ranks(lengths: list[int], capacity: int, cost: CostModel) -> None:
+@example(lengths=[1, 2, 30], capacity=29, cost=Cost(quadratic_seconds=1.0, linear_seconds=1.0, ring_seconds=200.0))
+def test_bound_is_below_every_plan_on_two_ranks(lengths: list[int], capacity: int, cost: Cost) -> None:
     lengths = [min(length, 2 * capacity) for length in lengths]
     cluster = Cluster(ranks=2, capacity_tokens=capacity)
     for lone in (True, False):
@@ -96,10 +96,8 @@ def test_bound_is_below_every_plan_on_two_ranks(lengths: list[int], capacity: in
 
 @settings(max_examples=20, deadline=None)
 @given(lengths=LENGTHS, capacity=st.integers(10, 30), cost=COSTS)
-@example(lengths=[10, 22], capacity=10, cost=CostModel(linear_seconds=1.0, fixed_seconds=3000.0))
-def test_bound_is_below_every_plan_of_lone_rings_on_three_ranks(
-    lengths: list[int], capacity: int, cost: CostModel
-) -> None:
+@example(lengths=[10, 22], capacity=10, cost=Cost(linear_seconds=1.0, fixed_seconds=3000.0))
+def test_bound_is_below_every_plan_of_lone_rings_on_three_ranks(lengths: list[int], capacity: int, cost: Cost) -> None:
     cluster = Cluster(ranks=3, capacity_tokens=capacity)
     best = _least_makespan(lengths, 3, capacity, cost, lone=True)
     assert bound_seconds(lengths, cluster, cost) <= best * (1 + 1e-9)
@@ -107,8 +105,8 @@ def test_bound_is_below_every_plan_of_lone_rings_on_three_ranks(
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=LENGTHS, capacity=st.integers(10, 30), cost=COSTS)
-@example(lengths=[12, 12, 8], capacity=10, cost=CostModel(linear_seconds=1.0, fixed_seconds=3000.0))
-def test_bound_of_shared_launches_is_below_every_such_plan(lengths: list[int], capacity: int, cost: CostModel) -> None:
+@example(lengths=[12, 12, 8], capacity=10, cost=Cost(linear_seconds=1.0, fixed_seconds=3000.0))
+def test_bound_of_shared_launches_is_below_every_such_plan(lengths: list[int], capacity: int, cost: Cost) -> None:
     lengths = [min(length, 2 * capacity) for length in lengths]
     cluster = Cluster(ranks=2, capacity_tokens=capacity)
     best = _least_makespan(lengths, 2, capacity, cost, lone=False, shared=True)
@@ -118,14 +116,14 @@ def test_bound_of_shared_launches_is_below_every_such_plan(lengths: list[int], c
 
 
 def test_bound_of_shared_launches_counts_a_launch_for_a_capacity_of_tokens() -> None:
-    cost = CostModel(linear_seconds=1.0, fixed_seconds=30.0)
+    cost = Cost(linear_seconds=1.0, fixed_seconds=30.0)
     cluster = Cluster(ranks=2, capacity_tokens=60)
     bound = bound_seconds([100, 40, 40], cluster, cost, shared_launches=True, whole_launches=False)
     assert bound == pytest.approx((180 + 180 / 60 * 30) / 2)
 
 
 def test_bound_counts_whole_launches() -> None:
-    cost = CostModel(linear_seconds=1.0, fixed_seconds=30.0)
+    cost = Cost(linear_seconds=1.0, fixed_seconds=30.0)
     cluster = Cluster(ranks=2, capacity_tokens=60)
     # 1.5 launches a rank: one that runs one is done after 61 tokens at most, so both had better run two
     assert bound_seconds([100, 40, 40], cluster, cost, shared_launches=True) == pytest.approx((180 + 4 * 30) / 2)
@@ -152,7 +150,7 @@ def test_plans_that_share_launches_only_stay_within_the_capacity(
 
 def test_weaker_bound_knows_that_cut_sequences_let_a_local_one_exceed_the_capacity() -> None:
     """Once 3015: two ranks for 30 tokens, whose transfers nothing hides, where a plan keeps them on one."""
-    cost = CostModel(quadratic_seconds=1.0, linear_seconds=1.0, ring_seconds=200.0)
+    cost = Cost(quadratic_seconds=1.0, linear_seconds=1.0, ring_seconds=200.0)
     plan = Plan(
         ranks=2,
         layers=1,
@@ -166,7 +164,7 @@ def test_weaker_bound_knows_that_cut_sequences_let_a_local_one_exceed_the_capaci
 
 
 def test_weaker_bound_knows_that_allowances_of_short_sequences_save_launches_of_long_ones() -> None:
-    cost = CostModel(fixed_seconds=1.0)
+    cost = Cost(fixed_seconds=1.0)
     cluster = Cluster(ranks=2, capacity_tokens=10)
     plan = Plan(
         ranks=2,
@@ -193,7 +191,7 @@ def test_weaker_bound_knows_that_allowances_of_short_sequences_save_launches_of_
     cost=COSTS,
 )
 def test_weaker_bound_is_below_every_plan_of_short_sequences_on_three_ranks(
-    lengths: tuple[int, int, int], capacity: int, cost: CostModel
+    lengths: tuple[int, int, int], capacity: int, cost: Cost
 ) -> None:
     best = _least_makespan(lengths, 3, capacity, cost, lone=False)
     bound = bound_seconds(lengths, Cluster(ranks=3, capacity_tokens=capacity), cost, lone_rings=False)
@@ -201,18 +199,18 @@ def test_weaker_bound_is_below_every_plan_of_short_sequences_on_three_ranks(
 
 
 def test_bound_is_the_work_over_the_ranks_where_nothing_is_long() -> None:
-    cost = CostModel(linear_seconds=2.0, fixed_seconds=5.0)
+    cost = Cost(linear_seconds=2.0, fixed_seconds=5.0)
     assert bound_seconds([10] * 40, Cluster(ranks=4, capacity_tokens=50), cost) == pytest.approx((2 + 5 / 50) * 400 / 4)
 
 
 def test_bound_is_the_quickest_time_of_the_longest_where_that_is_more() -> None:
-    cost = CostModel(linear_seconds=1.0, hop_seconds=1.0, fixed_seconds=3.0)
+    cost = Cost(linear_seconds=1.0, hop_seconds=1.0, fixed_seconds=3.0)
     quickest = 400 / 20 + 19 + 3
     assert bound_seconds([400], Cluster(ranks=1000, capacity_tokens=400), cost) == pytest.approx(quickest)
 
 
 def test_bound_charges_a_ring_a_launch_on_each_rank() -> None:
-    cost = CostModel(linear_seconds=1.0, fixed_seconds=30.0)
+    cost = Cost(linear_seconds=1.0, fixed_seconds=30.0)
     cluster = Cluster(ranks=2, capacity_tokens=60)
     bound = bound_seconds([100, 60], cluster, cost, whole_launches=False)
     assert bound == pytest.approx((100 + 2 * 30 + 60 + 30) / 2)
@@ -220,17 +218,17 @@ def test_bound_charges_a_ring_a_launch_on_each_rank() -> None:
 
 
 def test_bound_of_a_ring_that_cannot_hide_its_transfers_holds_them() -> None:
-    cost = CostModel(linear_seconds=1.0, ring_seconds=7.0)
+    cost = Cost(linear_seconds=1.0, ring_seconds=7.0)
     assert bound_seconds([100], Cluster(ranks=2, capacity_tokens=50), cost) == pytest.approx((100 + 700) / 2)
 
 
 def test_bound_refuses_what_does_not_fit() -> None:
     with pytest.raises(PlanError, match="sequence 1"):
-        bound_seconds([5, 500], Cluster(ranks=2, capacity_tokens=60), CostModel(linear_seconds=1.0))
+        bound_seconds([5, 500], Cluster(ranks=2, capacity_tokens=60), Cost(linear_seconds=1.0))
 
 
 @pytest.mark.parametrize("lone_rings", [True, False])
 def test_bound_ends_where_only_rings_cost_anything(lone_rings: bool) -> None:
-    cost = CostModel(ring_seconds=1.0)
+    cost = Cost(ring_seconds=1.0)
     bound = bound_seconds([100, 5], Cluster(ranks=4, capacity_tokens=50), cost, lone_rings=lone_rings)
     assert 0 <= bound <= 50 * (1 + 1e-9)

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel, analytic_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, analytic_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.planner.baselines import bytescale
 from lengthwise.planner.baselines.bytescale import equal_buckets
 
-COST = CostModel(linear_seconds=1.0)
+COST = Cost(linear_seconds=1.0)
 
 
 def _pieces(plan: Plan) -> list[tuple[list[int], tuple[int, ...]]]:

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel
+from lengthwise.cost import Cost
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.planner.baselines.bytescale_naive import deal_in_rounds
 
-COST = CostModel(linear_seconds=1.0)
+COST = Cost(linear_seconds=1.0)
 
 
 def test_bytescale_naive_deals_long_ones_in_order_and_fills_rounds_with_packs() -> None:
@@ -25,7 +25,7 @@ def test_bytescale_naive_deals_long_ones_in_order_and_fills_rounds_with_packs() 
 
 def test_bytescale_naive_is_blind_to_work() -> None:
     tokens = [100, 10, 100, 10]  # no two fit together, so each pack is one sequence
-    dear = CostModel(quadratic_seconds=1.0)
+    dear = Cost(quadratic_seconds=1.0)
     plans = [
         plan_step(tokens, Cluster(ranks=2, capacity_tokens=101), c, PlanOptions(planner="bytescale-naive"))
         for c in (COST, dear)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import JointCost, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Choices, Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner.offload import write_offload
 from lengthwise.planner.problem.degrees import (
     cheapest_degrees,
@@ -28,20 +28,21 @@ CLUSTER = Cluster(ranks=60, capacity_tokens=8192)
 LENGTHS = st.lists(st.integers(1, 60 * 8192), min_size=1, max_size=6)
 
 
-def _joint(**changes) -> JointCost:
-    return JointCost(**({"terms": SLOW, "offloads_above_tokens": 8192, "layers": 32} | changes))
+def _joint(**changes) -> Cost:
+    terms, changes = changes.pop("terms", SLOW), {"offloads_above_tokens": 8192, "layers": 32} | changes
+    return terms.choosing(Choices(**changes))
 
 
 COSTS = [_joint(), _joint(splits_heads=True), _joint(splits_heads=True, offloads_above_tokens=np.inf)]
 
 
-def _taken(cost: JointCost, length: int, degree: int) -> float:
+def _taken(cost: Cost, length: int, degree: int) -> float:
     return degree * (cost.piece_seconds([length], degree) + cost.fixed_seconds)
 
 
 @settings(max_examples=25)
 @given(lengths=LENGTHS, cost=st.sampled_from(COSTS))
-def test_cheapest_degrees_are_found_by_trying_all(lengths: list[int], cost: JointCost) -> None:
+def test_cheapest_degrees_are_found_by_trying_all(lengths: list[int], cost: Cost) -> None:
     many = np.array(lengths)
     fewest = fewest_degrees(cost, many, CLUSTER).tolist()
     for length, least, found in zip(lengths, fewest, cheapest_degrees(cost, many, CLUSTER).tolist(), strict=True):
@@ -58,7 +59,7 @@ def test_cheapest_degrees_above_64_are_exact() -> None:
     links = {"link_bytes_per_second": 1e12, "node_uplink_bytes_per_second": 8e12, "hop_latency_seconds": 1e-8}
     quick = replace(HARDWARE, **links, block_efficiency=((1, 1.0),))
     terms = all_terms_cost(SHAPE, quick)
-    terms = replace(terms, work=replace(terms.work, quadratic_seconds=0.0))  # nothing hides copies but linear work
+    terms = replace(terms, quadratic_seconds=0.0)  # nothing hides copies but linear work
     cost = _joint(terms=terms, offloads_above_tokens=512)
     found = cheapest_degrees(cost, lengths, cluster)
     assert np.any((found > 128) & (found % 2 == 1))
@@ -71,7 +72,7 @@ def test_cheapest_degrees_above_64_are_exact() -> None:
 
 @settings(max_examples=25)
 @given(lengths=LENGTHS, cost=st.sampled_from(COSTS), share=st.floats(0.02, 1.2))
-def test_degrees_within_a_limit_are_the_cheapest(lengths: list[int], cost: JointCost, share: float) -> None:
+def test_degrees_within_a_limit_are_the_cheapest(lengths: list[int], cost: Cost, share: float) -> None:
     many = np.array(lengths)
     least, most = cheapest_degrees(cost, many, CLUSTER), np.full(len(lengths), CLUSTER.ranks)
     seconds = share * cost.piece_seconds([max(lengths)], int(least[np.argmax(many)])) + cost.fixed_seconds

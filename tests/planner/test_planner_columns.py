@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, CostModel, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import score
 from lengthwise.planner.problem.request import PlanRequest
@@ -20,7 +20,7 @@ from lengthwise.planner.schedules.pipeline import pipeline_schedule
 from lengthwise.planner.search import plan_lengthwise
 from lengthwise.program import check_plan
 
-TERMS = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
+TERMS = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
 
 
 def _plans(request: PlanRequest) -> list[Plan]:
@@ -35,7 +35,7 @@ def _plans(request: PlanRequest) -> list[Plan]:
     tokens=st.lists(st.sampled_from([1, 2, 96, 97, 98, 194, 195, 1009]) | st.integers(1, 900), min_size=1, max_size=25),
     stages=st.sampled_from((2, 3, 5)),
     virtual=st.sampled_from((1, 2)),
-    cost=st.sampled_from((TERMS, CostModel(linear_seconds=1.0), CostModel(fixed_seconds=1.0))) | st.none(),
+    cost=st.sampled_from((TERMS, Cost(linear_seconds=1.0), Cost(fixed_seconds=1.0))) | st.none(),
 )
 def test_columns_hold_any_lengths_on_any_ranks(
     ranks: int, tokens: list[int], stages: int, virtual: int, cost: Cost | None
@@ -53,7 +53,7 @@ def test_columns_hold_any_lengths_on_any_ranks(
 
 def test_rings_of_like_length_follow_on_the_same_ranks() -> None:
     """Four rings of 4 on 8 ranks of 2 stages: two columns of two, each filled once: (1 + 2) of 100 seconds."""
-    cost = CostModel(linear_seconds=1.0)
+    cost = Cost(linear_seconds=1.0)
     request = PlanRequest(
         tokens=(400,) * 4, cluster=Cluster(ranks=8, capacity_tokens=100), cost=cost, stages=2, virtual=1
     )

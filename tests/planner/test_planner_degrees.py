@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel
+from lengthwise.cost import Cost
 from lengthwise.planner import plan_step
 from lengthwise.planner.problem.degrees import (
     filling_degrees,
@@ -17,7 +17,7 @@ from lengthwise.planner.problem.degrees import (
 )
 
 COSTS = st.builds(
-    CostModel,
+    Cost,
     quadratic_seconds=st.sampled_from([0.0, 1.0, 1e-3]),
     linear_seconds=st.sampled_from([1.0, 30.0, 32768.0]),
     fixed_seconds=st.sampled_from([0.0, 50.0, 1e6]),
@@ -29,9 +29,7 @@ COSTS = st.builds(
 @given(
     cost=COSTS, length=st.integers(1, 10**6), least=st.integers(1, 5), most=st.integers(0, 60), share=st.floats(0.02, 3)
 )
-def test_least_degrees_agrees_with_trying_all(
-    cost: CostModel, length: int, least: int, most: int, share: float
-) -> None:
+def test_least_degrees_agrees_with_trying_all(cost: Cost, length: int, least: int, most: int, share: float) -> None:
     most += least
     seconds = share * cost.piece_seconds([length], 1) + cost.fixed_seconds
     tried = [d for d in range(least, most + 1) if cost.piece_seconds([length], d) + cost.fixed_seconds <= seconds]
@@ -44,13 +42,13 @@ def test_least_degrees_agrees_with_trying_all(
 
 
 def test_quickest_degrees_stops_growing_where_hops_outweigh_the_gain() -> None:
-    cost = CostModel(linear_seconds=1.0, hop_seconds=1.0)
+    cost = Cost(linear_seconds=1.0, hop_seconds=1.0)
     (degree,) = quickest_degrees(cost, np.array([400]), np.array([1]), np.array([400])).tolist()
     assert 17 <= degree <= 23  # 400 / d + d is least at 20
 
 
 def test_grown_degrees_leave_about_the_floor_on_a_rank() -> None:
-    cost = CostModel(quadratic_seconds=1.0)
+    cost = Cost(quadratic_seconds=1.0)
     lengths, least = np.array([100_000]), np.array([2])
     most = most_degrees(lengths, least, 64, 4096)
     assert grown_degrees(cost, lengths, least, most, 1.0).tolist() == [24]
@@ -66,18 +64,18 @@ def test_filling_degrees_fill_the_line_where_growth_allows() -> None:
 
 
 def test_growth_goes_below_the_floor_where_ranks_would_only_wait() -> None:
-    plan = plan_step([2000], Cluster(ranks=4, capacity_tokens=2048), CostModel(quadratic_seconds=1.0))
+    plan = plan_step([2000], Cluster(ranks=4, capacity_tokens=2048), Cost(quadratic_seconds=1.0))
     assert plan.microbatches[0].pieces[0].degree == 4  # 512 tokens on a rank, where 1,024 end far from the bound
 
 
 def test_growth_stops_at_the_floor_where_that_is_good_enough() -> None:
     lengths = [200_000] + [1000] * 800
-    plan = plan_step(lengths, Cluster(ranks=4, capacity_tokens=200_000), CostModel(linear_seconds=1.0))
+    plan = plan_step(lengths, Cluster(ranks=4, capacity_tokens=200_000), Cost(linear_seconds=1.0))
     assert max(piece.degree for microbatch in plan.microbatches for piece in microbatch.pieces) == 1
 
 
 def test_stacking_degrees_end_with_their_part_of_the_time() -> None:
-    cost = CostModel(linear_seconds=1.0)
+    cost = Cost(linear_seconds=1.0)
     lengths, most = np.array([100, 70, 45, 30, 12, 5]), np.array([99, 99, 99, 2, 99, 99])
     stacked = stacking_degrees(cost, lengths, np.array([1, 2, 2, 2, 1, 2]), most, 60.0)
     # 100 is no ring; 35 is cut to 23.3, which is still not near its half, and to 17.5, near a third; 22.5 to a fourth;

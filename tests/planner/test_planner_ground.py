@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import plan_step
 from lengthwise.planner.problem.topology import Ground
@@ -40,11 +40,11 @@ def test_ground_adds_what_a_ring_costs_across_the_border_of_a_node(
 
 
 def test_ground_is_level_where_no_place_differs() -> None:
-    assert Ground(CostModel(linear_seconds=1.0), 64).is_level
+    assert Ground(Cost(linear_seconds=1.0), 64).is_level
     assert Ground(FULL_HEADS, 8).is_level  # one node
     assert Ground(replace(FULL_HEADS, far=FULL_HEADS.near, uplink_bytes_per_second=float("inf")), 64).is_level
     assert not Ground(FULL_HEADS, 9).is_level
-    assert Ground(CostModel(linear_seconds=1.0), 64).extra_seconds(1000, 4) is None
+    assert Ground(Cost(linear_seconds=1.0), 64).extra_seconds(1000, 4) is None
     assert Ground(FULL_HEADS, 64).extra_seconds(1000, 9) is None  # wider than a node: across, wherever it is
 
 

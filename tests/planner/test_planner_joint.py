@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import AllTermsCost, CostModel, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, PlanOptions, plan_step, score
 from lengthwise.program import check_plan
 
@@ -38,7 +38,7 @@ def steps(draw: st.DrawFn) -> tuple[list[int], Cluster]:
     return [min(length, cluster.longest_tokens) for length in lengths], cluster
 
 
-def _plan(tokens: list[int], cluster: Cluster, cost: AllTermsCost, **options) -> Plan:
+def _plan(tokens: list[int], cluster: Cluster, cost: Cost, **options) -> Plan:
     return plan_step(tokens, cluster, cost, PlanOptions(layers=SHAPE.layers, **options))
 
 
@@ -129,7 +129,7 @@ def test_split_heads_are_chosen_with_the_degree() -> None:
 def test_choices_are_refused_where_costs_do_not_price_them(option: str) -> None:
     cluster = Cluster(ranks=2, capacity_tokens=8192)
     with pytest.raises(ConfigError, match=f"{option}: expected off, with these costs"):
-        plan_step([9000], cluster, CostModel(linear_seconds=1.0), PlanOptions(layers=32, **{option: "auto"}))
+        plan_step([9000], cluster, Cost(linear_seconds=1.0), PlanOptions(layers=32, **{option: "auto"}))
     with pytest.raises(LengthwiseError, match="on"):
         plan_step([9000], cluster, COST, PlanOptions(layers=32, **{option: "on"}))
 

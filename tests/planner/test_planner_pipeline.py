@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lengthwise.core.errors import ConfigError, Problems
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, CostModel, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.planner.problem.bounds import least_makespan
@@ -19,14 +19,14 @@ from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_order, check_plan, ring_order
 from lengthwise.program.stage_order import check_stage_actions, device_actions, stage_order
 
-COMPUTE = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
-TERMS = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
+COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
+TERMS = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
 COSTS = (
     COMPUTE,
     TERMS,
-    CostModel(linear_seconds=1.0, hop_seconds=500.0),
-    CostModel(fixed_seconds=1.0),
-    CostModel(ring_seconds=1.0),
+    Cost(linear_seconds=1.0, hop_seconds=500.0),
+    Cost(fixed_seconds=1.0),
+    Cost(ring_seconds=1.0),
 )
 CAPACITY = 97
 
@@ -73,7 +73,7 @@ def test_pipelines_plan_any_lengths_on_any_ranks(
     ],
 )
 def test_pipelines_end_near_the_bound_and_before_free_plans(
-    recipe: str, stages: int, virtual: int, cost: CostModel, most: float
+    recipe: str, stages: int, virtual: int, cost: Cost, most: float
 ) -> None:
     cluster = Cluster(ranks=16, capacity_tokens=8192)
     tokens = draw_lengths(recipe, 262_144 * 16, 0, longest_tokens=100_000)
@@ -86,13 +86,13 @@ def test_pipelines_end_near_the_bound_and_before_free_plans(
 
 def test_pipelines_of_equal_sequences_reach_the_formula() -> None:
     """64 sequences on 2 ranks: 32 slots of one each, ramps make it shorter still where launches are free."""
-    cost = CostModel(linear_seconds=1.0, fixed_seconds=500.0)
+    cost = Cost(linear_seconds=1.0, fixed_seconds=500.0)
     plan = plan_step([1000] * 64, Cluster(ranks=2, capacity_tokens=1000), cost, PlanOptions(mode="pipeline", stages=4))
     assert plan.notes["predicted_seconds"] <= 1500 * (32 + 3) * (1 + 1e-9)
 
 
 def test_bound_of_pipelines_is_reached_by_one_sequence_and_by_launches() -> None:
-    cost = CostModel(linear_seconds=1.0, fixed_seconds=50.0)
+    cost = Cost(linear_seconds=1.0, fixed_seconds=50.0)
     cluster = Cluster(ranks=2, capacity_tokens=100)
     plan = plan_step([200], cluster, cost, PlanOptions(mode="pipeline", stages=5))
     assert plan.notes["predicted_seconds"] == 5 * 150
@@ -164,6 +164,6 @@ def test_a_rank_beside_a_ring_is_one_microbatch_on_its_stages() -> None:
         schedule=schedule,
         requires=("pipeline",),
     )
-    cost = CostModel(linear_seconds=1.0)
+    cost = Cost(linear_seconds=1.0)
     # each of six passes takes rank 1 the longer, and both wait for it
     assert score(plan, cost).makespan_seconds == pytest.approx(3 * 80)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel
+from lengthwise.cost import Cost
 from lengthwise.planner import PLANNERS, PlanOptions, plan_step
 from lengthwise.program import check_plan
 
@@ -41,7 +41,7 @@ def test_plan_file_reads_several_pieces_in_a_microbatch() -> None:
     planner=st.sampled_from(PLANNERS),
 )
 def test_plan_file_round_trip_is_the_same_plan_and_text(tokens: list[int], ranks: int, planner: str) -> None:
-    cost = CostModel(quadratic_seconds=1e-3, linear_seconds=0.1, fixed_seconds=0.3, version='a "quoted" version')
+    cost = Cost(quadratic_seconds=1e-3, linear_seconds=0.1, fixed_seconds=0.3, version='a "quoted" version')
     plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=100), cost, PlanOptions(planner=planner, layers=3))
     again = Plan.from_json(plan.to_json())
     assert again == plan

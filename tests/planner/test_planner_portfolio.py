@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PLANNERS, PlanOptions, plan_step
 from lengthwise.planner.portfolio import Selection, is_worth_others
@@ -20,7 +20,7 @@ from lengthwise.program import check_plan
 from lengthwise.program.ring_order import interval_microbatch
 
 COSTS = st.builds(
-    CostModel,
+    Cost,
     quadratic_seconds=st.sampled_from([0.0, 1.0]),
     linear_seconds=st.sampled_from([100.0, 4096.0]),
     fixed_seconds=st.sampled_from([0.0, 2e4, 1e6]),
@@ -39,9 +39,9 @@ COSTS = st.builds(
     ranks=24,
     capacity=7,
     shares=[0.3, 0.01] * 20,
-    cost=CostModel(linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=3e4),
+    cost=Cost(linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=3e4),
 )
-def test_no_planner_ends_sooner(ranks: int, capacity: int, shares: list[float], cost: CostModel) -> None:
+def test_no_planner_ends_sooner(ranks: int, capacity: int, shares: list[float], cost: Cost) -> None:
     tokens = [max(1, int(share**3 * ranks * capacity)) for share in shares]
     cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
     seconds = {
@@ -61,11 +61,9 @@ def test_no_planner_ends_sooner(ranks: int, capacity: int, shares: list[float], 
     cost=COSTS | st.none(),
     mode=st.sampled_from(["free", "pipeline"]),
 )
-@example(
-    ranks=2, capacity=1, shares=[0.0] * 3, stages=4, virtual=3, cost=CostModel(linear_seconds=1.0), mode="pipeline"
-)
+@example(ranks=2, capacity=1, shares=[0.0] * 3, stages=4, virtual=3, cost=Cost(linear_seconds=1.0), mode="pipeline")
 def test_no_planner_ends_sooner_through_stages(
-    ranks: int, capacity: int, shares: list[float], stages: int, virtual: int, cost: CostModel | None, mode: str
+    ranks: int, capacity: int, shares: list[float], stages: int, virtual: int, cost: Cost | None, mode: str
 ) -> None:
     """Mode free has stages where its costs have them; the plan of mode free run through the stages is no sooner."""
     tokens = [max(1, int(share**3 * ranks * capacity)) for share in shares]
@@ -108,7 +106,7 @@ def test_no_planner_ends_sooner_through_stages_with_choices(
 
 
 def test_the_candidate_that_ends_first_is_taken_and_the_first_of_equal_ones() -> None:
-    tokens, cost = (3,) * 2 + (1,) * 5, CostModel(linear_seconds=1.0, fixed_seconds=1e-3)
+    tokens, cost = (3,) * 2 + (1,) * 5, Cost(linear_seconds=1.0, fixed_seconds=1e-3)
     empty = Plan(ranks=3, layers=1, capacity=7, tokens=tokens, microbatches=())
     selection = Selection(plan=empty, cost=cost, options=PlanOptions())
     for order in ([0, 1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1, 0]):
@@ -120,7 +118,7 @@ def test_the_candidate_that_ends_first_is_taken_and_the_first_of_equal_ones() ->
 
 
 def test_other_planners_are_left_out_near_the_bound_and_for_large_steps() -> None:
-    cluster, cost = Cluster(ranks=100, capacity_tokens=100), CostModel(linear_seconds=1.0)
+    cluster, cost = Cluster(ranks=100, capacity_tokens=100), Cost(linear_seconds=1.0)
     small = PlanRequest(tokens=(1,) * 400, cluster=cluster, cost=cost)
     assert is_worth_others(small, small.bound_seconds * 1.001)
     assert not is_worth_others(small, small.bound_seconds * 1.0005)
@@ -137,7 +135,7 @@ def test_free_ends_no_later_than_waves_where_one_ring_takes_nearly_all_the_time(
     """The others must fit what one ring over all ranks leaves, a tenth of the time: it ended 1.036 above the bound."""
     cluster = Cluster(ranks=97, capacity_tokens=16384)
     tokens = draw_lengths("byted", 4_195_614, 1, longest_tokens=1_557_463)
-    cost = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
+    cost = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
     free, waves = (plan_step(tokens, cluster, cost, PlanOptions(mode=mode)) for mode in ("free", "waves"))
     assert free.notes["predicted_seconds"] <= waves.notes["predicted_seconds"]
     assert free.notes["predicted_seconds"] <= 1.003 * free.notes["bound_seconds"]
@@ -146,7 +144,7 @@ def test_free_ends_no_later_than_waves_where_one_ring_takes_nearly_all_the_time(
 def test_packs_cut_whole_are_tried_where_launches_cost_and_rings_of_one_sequence_are_at_their_bound() -> None:
     """Long sequences alone over both ranks are at the bound of such plans, 1.2 x as long as a few full packs cut."""
     tokens, cluster = [100, 28, 31, 48, 19, 119, 68, 78, 3, 66], Cluster(ranks=2, capacity_tokens=64)
-    cost = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=1e8, ring_seconds=4e3)
+    cost = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=1e8, ring_seconds=4e3)
     single, ours = (
         plan_step(tokens, cluster, cost, PlanOptions(planner=name)) for name in ("single-degree", "lengthwise")
     )
@@ -156,6 +154,6 @@ def test_packs_cut_whole_are_tried_where_launches_cost_and_rings_of_one_sequence
 def test_slots_of_small_pipelines_are_filled_whatever_an_ideal_one_takes() -> None:
     """The ideal pipeline has the long sequence in its middle; with packs before it the plan ended 1 % sooner."""
     tokens, cluster = [2, 1, 8192, 368, 30, 8, 730, 3], Cluster(ranks=8, capacity_tokens=1024)
-    cost = CostModel(linear_seconds=1.0, fixed_seconds=1e6, ring_seconds=400.0)
+    cost = Cost(linear_seconds=1.0, fixed_seconds=1e6, ring_seconds=400.0)
     plan = plan_step(tokens, cluster, cost, PlanOptions(mode="pipeline", stages=4))
     assert plan.notes["predicted_seconds"] < 15.81e6

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel
+from lengthwise.cost import Cost
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.planner.baselines.power_of_two import DELTA, next_sub_batch, power_of_two_degrees
 
-COST = CostModel(linear_seconds=1.0)
+COST = Cost(linear_seconds=1.0)
 
 
 def _pieces(plan: Plan) -> list[list[tuple[list[int], tuple[int, ...]]]]:

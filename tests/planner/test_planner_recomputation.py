@@ -12,7 +12,6 @@ from lengthwise.cost import (
     named_hardware,
     named_shape,
     recompute_capacities,
-    recompute_cost,
     state_bytes,
 )
 from lengthwise.planner import PLANNERS, PlanOptions, plan_recomputed, plan_step, score
@@ -75,7 +74,7 @@ def test_capacities_are_those_of_kinds_with_room() -> None:
 @pytest.mark.parametrize("kind", ["layer", "all_but_attention"])
 def test_planners_price_recomputation_as_the_score_does(kind: str) -> None:
     """One sequence on one rank, and one over two nodes: attention, ring, hops and launches of the second forward."""
-    priced = recompute_cost(COST, kind)
+    priced = COST.recomputing(kind)
     for length, ranks in ((3000, 1), (90_000, 12)):
         cluster = Cluster(ranks=ranks, capacity_tokens=8192)
         plan = plan_step([length], cluster, COST, PlanOptions(layers=32, recompute=kind))

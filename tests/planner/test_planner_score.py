@@ -6,10 +6,10 @@ import pytest
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.cost import CostModel
+from lengthwise.cost import Cost
 from lengthwise.planner import score
 
-COST = CostModel(linear_seconds=1.0, fixed_seconds=10.0)
+COST = Cost(linear_seconds=1.0, fixed_seconds=10.0)
 
 
 def _plan(*rows: list[tuple[tuple[int, ...], tuple[int, ...]]], tokens: tuple[int, ...], ranks: int = 3) -> Plan:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.held import held_tokens
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel, analytic_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, analytic_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.planner.baselines.single_degree import (
@@ -19,13 +19,13 @@ from lengthwise.planner.baselines.single_degree import (
 )
 from lengthwise.planner.problem.request import PlanRequest
 
-LINEAR = CostModel(linear_seconds=1.0)
-RING = CostModel(linear_seconds=1.0, ring_seconds=2.0)
+LINEAR = Cost(linear_seconds=1.0)
+RING = Cost(linear_seconds=1.0, ring_seconds=2.0)
 COSTS = (
     LINEAR,
     RING,
-    CostModel(quadratic_seconds=1.0, linear_seconds=1000.0, fixed_seconds=77.0, ring_seconds=500.0, hop_seconds=3.0),
-    CostModel(fixed_seconds=1.0),
+    Cost(quadratic_seconds=1.0, linear_seconds=1000.0, fixed_seconds=77.0, ring_seconds=500.0, hop_seconds=3.0),
+    Cost(fixed_seconds=1.0),
 )
 
 
@@ -41,7 +41,7 @@ COSTS = (
     ],
 )
 def test_single_degree_keeps_the_degree_that_ends_first(
-    tokens: list[int], cost: CostModel, degree: int, seconds: float
+    tokens: list[int], cost: Cost, degree: int, seconds: float
 ) -> None:
     plan = plan_step(tokens, Cluster(ranks=4, capacity_tokens=100), cost, PlanOptions(planner="single-degree"))
     assert {microbatch.pieces[0].degree for microbatch in plan.microbatches} == {degree}
@@ -58,7 +58,7 @@ def test_single_degree_groups_are_intervals_and_leave_the_rest_idle() -> None:
     ranks=st.sampled_from([5, 6, 7, 12, 13]),
     cost=st.sampled_from(COSTS),
 )
-def test_single_degree_is_the_best_of_all_degrees(tokens: list[int], ranks: int, cost: CostModel) -> None:
+def test_single_degree_is_the_best_of_all_degrees(tokens: list[int], ranks: int, cost: Cost) -> None:
     request = PlanRequest(tokens=tuple(tokens), cluster=Cluster(ranks=ranks, capacity_tokens=100), cost=cost)
     tried = [schedule_at(request, degree) for degree in range(-(-max(tokens) // 100), ranks + 1)]
     for one in tried:

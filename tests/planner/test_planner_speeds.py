@@ -13,7 +13,7 @@ from judge import Coefficients, judge
 from lengthwise.core.errors import ConfigError, PlanError, Problems
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, CostModel, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, parse_speeds, plan_step, score
 from lengthwise.planner.problem.speeds import noted_speeds, read_speeds, speed_runs
@@ -23,8 +23,8 @@ from lengthwise.simulator import simulate_plan
 
 CAPACITY = 29
 FOUR = {"quadratic": 1.0, "linear": 500.0, "fixed": 20000.0, "ring": 90.0}
-COST = CostModel(**{f"{name}_seconds": value for name, value in FOUR.items()})
-HOPS = CostModel(quadratic_seconds=1.0, linear_seconds=500.0, ring_seconds=2000.0, hop_seconds=300.0)
+COST = Cost(**{f"{name}_seconds": value for name, value in FOUR.items()})
+HOPS = Cost(quadratic_seconds=1.0, linear_seconds=500.0, ring_seconds=2000.0, hop_seconds=300.0)
 ALL_TERMS = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
 UGLY = st.sampled_from([1, 2, 3, 5, 23, CAPACITY - 1, CAPACITY, CAPACITY + 1, 2 * CAPACITY - 1, 2 * CAPACITY + 1])
 SPEED = st.sampled_from([0.5, 1.0]) | st.floats(0.1, 3.0)
@@ -128,7 +128,7 @@ def _plan(*microbatches: Microbatch, tokens: tuple[int, ...], ranks: int) -> Pla
 
 
 def test_score_lets_a_ring_wait_for_its_slowest_rank() -> None:
-    cost = CostModel(linear_seconds=1.0, fixed_seconds=10.0, ring_seconds=3.0)
+    cost = Cost(linear_seconds=1.0, fixed_seconds=10.0, ring_seconds=3.0)
     ring, pack = Piece(ranks=(0, 2, 1), sequences=(0,)), Piece(ranks=(1,), sequences=(1,))
     slowest = (60 / 3 + 10) / 0.5 + 3.0 * 60 * 2 / 3  # transfers are as long as on any rank
     apart = _plan(Microbatch(pieces=(ring,)), Microbatch(pieces=(pack,)), tokens=(60, 8), ranks=3)
@@ -185,7 +185,7 @@ def test_rings_keep_to_ranks_of_one_speed_where_costs_know_no_shares(recipe: str
     cluster = Cluster(ranks=64, capacity_tokens=8192)
     choose = random.Random(0)
     speeds = [speed for _ in range(8) for speed in [choose.choice((1.0, 0.6))] * 8]
-    cost = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
+    cost = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
     tokens = draw_lengths(recipe, 2**23, 0, longest_tokens=500_000)
     plan = plan_step(tokens, cluster, cost, PlanOptions(speeds=speeds))
     assert plan.requires == ()

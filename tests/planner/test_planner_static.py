@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel
+from lengthwise.cost import Cost
 from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.planner.baselines.static import context_parallel_degrees
 from lengthwise.program import check_plan
 
-COST = CostModel(quadratic_seconds=1.0, linear_seconds=1000.0, fixed_seconds=77.0, ring_seconds=500.0)
+COST = Cost(quadratic_seconds=1.0, linear_seconds=1000.0, fixed_seconds=77.0, ring_seconds=500.0)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_static_groups_are_exact_a_divisor_or_a_power_of_two(
 def test_static_takes_the_mesh_that_ends_first(
     tokens: list[int], ranks: int, ring_seconds: float, cp: int, seconds: float
 ) -> None:
-    cost = CostModel(linear_seconds=1.0, ring_seconds=ring_seconds)
+    cost = Cost(linear_seconds=1.0, ring_seconds=ring_seconds)
     plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=100), cost, PlanOptions(planner="static"))
     assert {microbatch.pieces[0].degree for microbatch in plan.microbatches} == {cp}
     assert plan.notes["predicted_seconds"] == pytest.approx(seconds)

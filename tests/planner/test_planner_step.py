@@ -13,22 +13,22 @@ from hypothesis import strategies as st
 from lengthwise.core.errors import ConfigError, PlanError, Problems
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel, analytic_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, analytic_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.planner.problem.bounds import has_lone_rings
 from lengthwise.program import check_plan, ring_order
 
-COMPUTE = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
-ALL_TERMS = CostModel(
+COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
+ALL_TERMS = Cost(
     quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3, version="7b, 8 kv heads"
 )
 COSTS = (
     COMPUTE,
     ALL_TERMS,
-    CostModel(linear_seconds=1.0, hop_seconds=500.0),
-    CostModel(fixed_seconds=1.0),
-    CostModel(ring_seconds=1.0),
+    Cost(linear_seconds=1.0, hop_seconds=500.0),
+    Cost(fixed_seconds=1.0),
+    Cost(ring_seconds=1.0),
     analytic_cost(named_shape("llama-7b"), named_hardware("h100")),
 )
 CAPACITY = 97  # prime, so that nothing divides
@@ -46,7 +46,7 @@ UGLY = st.sampled_from([1, 2, 3, 89, CAPACITY - 1, CAPACITY, CAPACITY + 1, 2 * C
     planner=st.sampled_from(PLANNERS),
 )
 def test_plan_step_plans_any_lengths_on_any_ranks(
-    ranks: int, tokens: list[int], giant: bool, ones: int, cost: CostModel, planner: str
+    ranks: int, tokens: list[int], giant: bool, ones: int, cost: Cost, planner: str
 ) -> None:
     cluster = Cluster(ranks=ranks, capacity_tokens=CAPACITY)
     tokens = [min(length, cluster.longest_tokens) for length in tokens] + [1] * ones
@@ -65,7 +65,7 @@ def test_plan_step_plans_any_lengths_on_any_ranks(
 
 @pytest.mark.parametrize("recipe", ["prolong", "wikipedia", "github", "byted"])
 @pytest.mark.parametrize("cost", [COMPUTE, ALL_TERMS], ids=["compute", "all-terms"])
-def test_plan_step_ends_near_the_bound_on_published_lengths(recipe: str, cost: CostModel) -> None:
+def test_plan_step_ends_near_the_bound_on_published_lengths(recipe: str, cost: Cost) -> None:
     cluster = Cluster(ranks=64, capacity_tokens=8192)
     tokens = draw_lengths(recipe, 8 * 2**20, 0, longest_tokens=400_000)
     plan = plan_step(tokens, cluster, cost)
@@ -144,9 +144,9 @@ def test_plan_step_takes_numpy_lengths() -> None:
 
 def test_plan_step_is_the_same_in_another_process() -> None:
     script = (
-        "from lengthwise.core.shape import Cluster; from lengthwise.cost import CostModel;"
+        "from lengthwise.core.shape import Cluster; from lengthwise.cost import Cost;"
         "from lengthwise.data.recipes import draw_lengths; from lengthwise.planner import PlanOptions, plan_step;"
-        "cost = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3);"
+        "cost = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3);"
         "cluster = Cluster(ranks=13, capacity_tokens=8192);"
         "from lengthwise.planner import PLANNERS;"
         "plans = [plan_step(draw_lengths(r, 2**20, 5, 100_000), cluster, cost, PlanOptions(planner=name))"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import AllTermsCost, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.program import ring_order
 from lengthwise.simulator import simulate_plan
@@ -16,7 +16,7 @@ from lengthwise.simulator import simulate_plan
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 
 
-def _cost(nics: float, ranks_per_node: int = 4, kv_heads: int = 32) -> AllTermsCost:
+def _cost(nics: float, ranks_per_node: int = 4, kv_heads: int = 32) -> Cost:
     """Nodes whose ranks share `nics` of a rank's far links; hops without latency, which the simulator hides."""
     uplink = nics * HARDWARE.link_bytes_per_second
     node = replace(HARDWARE, ranks_per_node=ranks_per_node, node_uplink_bytes_per_second=uplink)

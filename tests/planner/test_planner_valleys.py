@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.cost import Cost, CostModel, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner.placement.skyline import Moldable, fill_valleys
 from lengthwise.planner.problem.topology import Ground
 
-LINEAR = CostModel(linear_seconds=1.0)
+LINEAR = Cost(linear_seconds=1.0)
 
 
 def _moldable(cost: Cost, *rings: tuple[int, int, int]) -> list[Moldable]:
@@ -29,7 +29,7 @@ def test_fill_valleys_widens_each_ring_to_what_its_place_asks_for() -> None:
 
 
 def test_fill_valleys_keeps_a_degree_where_wider_would_not_be_quicker() -> None:
-    cost = CostModel(linear_seconds=1.0, hop_seconds=50.0)
+    cost = Cost(linear_seconds=1.0, hop_seconds=50.0)
     line = fill_valleys(_moldable(cost, (100, 3, 8)), Ground(cost, 5), cost)
     assert [ring.degree for ring in line.rings] == [3]
 
@@ -50,7 +50,7 @@ def test_fill_valleys_remembers_the_gap_under_a_ring_that_is_wider_than_the_vall
 def test_fill_valleys_places_each_ring_once_where_its_ranks_are_free(
     rings: list[tuple[int, int, int]], ranks: int, hop: float, fixed: float
 ) -> None:
-    cost = CostModel(linear_seconds=1.0, quadratic_seconds=0.01, fixed_seconds=fixed, hop_seconds=hop)
+    cost = Cost(linear_seconds=1.0, quadratic_seconds=0.01, fixed_seconds=fixed, hop_seconds=hop)
     widest_first = sorted(rings, key=lambda ring: -ring[1])
     moldable = _moldable(cost, *((length, degree, degree + more) for length, degree, more in widest_first))
     line = fill_valleys(moldable, Ground(cost, ranks), cost)

@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, bound_seconds, plan_step, score
 from lengthwise.program import check_order, check_plan, ring_order
 
-COMPUTE = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0)
-ALL_FOUR = CostModel(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
+COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0)
+ALL_FOUR = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
 COSTS = (
     COMPUTE,
     ALL_FOUR,
-    CostModel(linear_seconds=1.0, hop_seconds=500.0),
-    CostModel(fixed_seconds=1.0),
-    CostModel(ring_seconds=1.0),
+    Cost(linear_seconds=1.0, hop_seconds=500.0),
+    Cost(fixed_seconds=1.0),
+    Cost(ring_seconds=1.0),
     all_terms_cost(named_shape("llama-7b"), named_hardware("h100")),
 )
 CAPACITY = 97
@@ -33,7 +33,7 @@ CAPACITY = 97
     tokens=st.lists(st.sampled_from([1, 2, 96, 97, 98, 194, 195, 1009]) | st.integers(1, 900), min_size=1, max_size=25),
     cost=st.sampled_from(COSTS),
 )
-def test_waves_plan_any_lengths_on_any_ranks(ranks: int, tokens: list[int], cost: CostModel) -> None:
+def test_waves_plan_any_lengths_on_any_ranks(ranks: int, tokens: list[int], cost: Cost) -> None:
     cluster = Cluster(ranks=ranks, capacity_tokens=CAPACITY)
     tokens = [min(length, cluster.longest_tokens) for length in tokens]
     plan = plan_step(tokens, cluster, cost, PlanOptions(mode="waves", layers=2))
@@ -82,13 +82,13 @@ def test_waves_of_even_shares_end_near_the_bound_where_they_are_few() -> None:
 
 def test_waves_cut_a_short_sequence_that_all_others_would_wait_for() -> None:
     """One of 100 tokens would keep three ranks of 40 waiting; cut over all it does not."""
-    cost = CostModel(linear_seconds=1.0)
+    cost = Cost(linear_seconds=1.0)
     plan = plan_step([100, 1, 1, 1, 1], Cluster(ranks=4, capacity_tokens=100), cost, PlanOptions(mode="waves"))
     assert plan.notes["predicted_seconds"] == pytest.approx(26)
 
 
 def test_waves_are_few_where_launches_cost() -> None:
-    cost = CostModel(linear_seconds=1.0, fixed_seconds=1000.0)
+    cost = Cost(linear_seconds=1.0, fixed_seconds=1000.0)
     plan = plan_step([10] * 64, Cluster(ranks=4, capacity_tokens=80), cost, PlanOptions(mode="waves"))
     assert len(plan.microbatches) == 2
 
@@ -118,7 +118,7 @@ def test_launches_of_years_leave_time_for_work() -> None:
     cost = replace(ALL_FOUR, fixed_seconds=64299696292.644646)
     plan = plan_step([158], Cluster(ranks=3, capacity_tokens=64), cost, PlanOptions(mode="waves"))
     assert [len(microbatch.pieces) for microbatch in plan.microbatches] == [1]
-    cost = CostModel(linear_seconds=0.003, fixed_seconds=1e12)
+    cost = Cost(linear_seconds=0.003, fixed_seconds=1e12)
     plan = plan_step([14, 3, 64, 1], Cluster(ranks=2, capacity_tokens=64), cost, PlanOptions(mode="waves"))
     check_plan(plan)
     assert len(plan.microbatches) == 1

@@ -9,14 +9,14 @@ from judge import Coefficients, judge
 
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, CostModel, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.program import check_order, check_plan
 
 CAPACITY = 29
 RANKS = (1, 2, 3, 5, 6, 7, 12, 97)
 FOUR = {"quadratic": 1.0, "linear": 500.0, "fixed": 20000.0, "ring": 90.0}
-COST = CostModel(**{f"{name}_seconds": value for name, value in FOUR.items()})
+COST = Cost(**{f"{name}_seconds": value for name, value in FOUR.items()})
 ALL_TERMS = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
 UGLY = st.sampled_from([1, 2, 3, 5, 23, CAPACITY - 1, CAPACITY, CAPACITY + 1, 2 * CAPACITY - 1, 2 * CAPACITY + 1])
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.cost import AllTermsCost, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.program import lower_microbatch, ring_order
 from lengthwise.simulator import microbatch_clocks, piece_layer
 
@@ -41,11 +41,11 @@ def test_blocks_and_shards_are_those_of_the_lowered_program(lengths: list[int], 
     for hop in range(degree):
         for position, rank in enumerate(piece.ranks):
             worth = sum(_squared_tokens(task) for task in program.tasks(rank, hop))
-            seconds = stages.blocks[hop, position] * EVEN.layers / EVEN.work.quadratic_seconds
+            seconds = stages.blocks[hop, position] * EVEN.layers / EVEN.quadratic_seconds
             assert seconds == pytest.approx(worth, rel=1e-9, abs=1e-6)
 
 
-def _slow_pass(program, microbatch: Microbatch, clock: dict[int, float], cost: AllTermsCost, each, backward: bool):
+def _slow_pass(program, microbatch: Microbatch, clock: dict[int, float], cost: Cost, each, backward: bool):
     """Run one layer of one pass from lowered tasks and rounds alone, one dictionary entry a rank."""
     rounds = program.backward_rounds if backward else program.forward_rounds
     keys_bytes = cost.ring_bytes * cost.forward.ring / cost.layers
@@ -54,7 +54,7 @@ def _slow_pass(program, microbatch: Microbatch, clock: dict[int, float], cost: A
         end = {
             rank: clock[rank]
             + each.attention
-            * cost.work.quadratic_seconds
+            * cost.quadratic_seconds
             / cost.layers
             * sum(_squared_tokens(task) for task in program.tasks(rank, hop))
             for rank in clock
@@ -83,7 +83,7 @@ def _slow_pass(program, microbatch: Microbatch, clock: dict[int, float], cost: A
     return clock
 
 
-def _slow_clocks(microbatch: Microbatch, tokens: list[int], cost: AllTermsCost, ranks: int):
+def _slow_clocks(microbatch: Microbatch, tokens: list[int], cost: Cost, ranks: int):
     """Run every layer of every pass, without any short cut."""
     program = lower_microbatch(_plan(microbatch, tokens, ranks), 0)
     held = {rank: sum(segment.num_tokens for segment in program.segments(rank)) for rank in microbatch.ranks}
@@ -92,8 +92,7 @@ def _slow_clocks(microbatch: Microbatch, tokens: list[int], cost: AllTermsCost, 
         own = each.linear / cost.layers
         for _ in range(cost.layers):
             clock = {
-                rank: at + own * (cost.work.linear_seconds * held[rank] + cost.fixed_seconds)
-                for rank, at in clock.items()
+                rank: at + own * (cost.linear_seconds * held[rank] + cost.fixed_seconds) for rank, at in clock.items()
             }
             if each.ring:
                 clock = _slow_pass(program, microbatch, clock, cost, each, each is cost.backward)

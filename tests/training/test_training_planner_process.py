@@ -8,7 +8,7 @@ import pytest
 
 from lengthwise.core.errors import RankError
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel
+from lengthwise.cost import Cost
 from lengthwise.training.planner_process import PlannerProcess
 
 
@@ -17,7 +17,7 @@ def test_modules_of_the_working_folder_are_not_imported(tmp_path, monkeypatch):
     (tmp_path / "queue.py").write_text("raise SystemExit('not this one')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    options = {"cluster": Cluster(ranks=2, capacity_tokens=9), "cost": CostModel(linear_seconds=1.0)}
+    options = {"cluster": Cluster(ranks=2, capacity_tokens=9), "cost": Cost(linear_seconds=1.0)}
     with PlannerProcess(lambda lengths: {"tokens": tuple(lengths), **options}) as planner:
         text, _ = planner.plan([3, 12])
     assert '"tokens": [3, 12]' in text

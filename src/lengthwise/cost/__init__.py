@@ -1,8 +1,8 @@
 """Seconds of a piece of work, and where they come from: a model's shape and a hardware description.
 
-Pure: no torch, no devices. Planners ask a `Cost`: `CostModel`, five coefficients, or `AllTermsCost`, with two kinds of
-link, block sizes, heads, offload and recomputation, or `JointCost`, which chooses those. `analytic_cost` and
-`all_terms_cost` make them with no machine at hand; `memory` tells how many tokens fit.
+Pure: no torch, no devices. Planners, score and simulator ask a `Cost`: five coefficients, and, where links are given,
+two kinds of link, block sizes, heads, offload and recomputation. `analytic_cost` and `all_terms_cost` make one with no
+machine at hand; `memory` says how many tokens fit.
 """
 
 from lengthwise.cost.all_terms import all_terms_cost
@@ -10,8 +10,7 @@ from lengthwise.cost.analytic import analytic_cost, step_flops
 from lengthwise.cost.costs import costs
 from lengthwise.cost.given import cost_from_file
 from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, named_hardware
-from lengthwise.cost.joint import JointCost
-from lengthwise.cost.links import Link, Pass
+from lengthwise.cost.links import Choice, Choices, Link, Pass
 from lengthwise.cost.memory import (
     activation_bytes,
     capacity_tokens,
@@ -20,36 +19,29 @@ from lengthwise.cost.memory import (
     recompute_capacities,
     state_bytes,
 )
-from lengthwise.cost.model import CostModel
-from lengthwise.cost.protocol import Cost, RingCost
-from lengthwise.cost.recompute import forward_share, recompute_cost
 from lengthwise.cost.shapes import SHAPE_NAMES, named_shape, shape_from_config
-from lengthwise.cost.terms import AllTermsCost
+from lengthwise.cost.terms import Cost
 
 __all__ = [
     "HARDWARE_NAMES",
     "SHAPE_NAMES",
-    "AllTermsCost",
+    "Choice",
+    "Choices",
     "Cost",
-    "CostModel",
     "Hardware",
-    "JointCost",
     "Link",
     "Pass",
-    "RingCost",
     "activation_bytes",
     "all_terms_cost",
     "analytic_cost",
     "capacity_tokens",
     "cost_from_file",
     "costs",
-    "forward_share",
     "host_share_bytes",
     "microbatches_kept",
     "named_hardware",
     "named_shape",
     "recompute_capacities",
-    "recompute_cost",
     "shape_from_config",
     "state_bytes",
     "step_flops",

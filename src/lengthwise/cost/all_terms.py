@@ -3,7 +3,7 @@
 Tensor parallelism over t devices divides arithmetic, heads and their bytes by t and adds an all-reduce of the hidden
 states, two a layer and pass, over the near link and hidden by nothing. A pipeline of p stages gives a device 1 / p of
 the layers; neighbouring ranks share nodes stage by stage, so hidden states pass from stage to stage between nodes. The
-time to fill it is the schedule's, see `planner.modes.stage_clocks`. Both are plain factors, good for comparing plans of
+time to fill it is the schedule's, see `program.stage_clocks`. Both are plain factors, good for comparing plans of
 one mesh, not for choosing t and p.
 """
 
@@ -18,13 +18,13 @@ from lengthwise.cost.analytic import GRADIENT_BYTES, analytic_cost
 from lengthwise.cost.hardware import Hardware
 from lengthwise.cost.links import Link, Pass
 from lengthwise.cost.memory import activation_bytes, host_share_bytes
-from lengthwise.cost.terms import AllTermsCost
+from lengthwise.cost.terms import Cost
 
 _ALL_REDUCES = 2  # a layer and pass: after attention and after the MLP
 _BACKWARD_ATTENTION, _BACKWARD_LINEAR = 2.5, 2.0  # FLOPs of backward over those of forward
 
 
-def all_terms_cost(shape: ModelShape, hardware: Hardware, *, tensor: int = 1, stages: int = 1) -> AllTermsCost:
+def all_terms_cost(shape: ModelShape, hardware: Hardware, *, tensor: int = 1, stages: int = 1) -> Cost:
     """Make the costs of a model on a kind of device, for ranks of `tensor` x `stages` devices each.
 
     Raises:
@@ -34,21 +34,18 @@ def all_terms_cost(shape: ModelShape, hardware: Hardware, *, tensor: int = 1, st
     plain, dtype_bytes, devices = analytic_cost(shape, hardware), hardware.compute_dtype_bytes, tensor * stages
     reduced_hidden = 2 * (tensor - 1) / tensor * shape.hidden * dtype_bytes  # an all-reduce, bytes a token
     tensor_bytes = 2 * _ALL_REDUCES * shape.layers * reduced_hidden
-    work = replace(
+    held_kv = max(1, -(-shape.kv_heads // tensor))
+    kv_bytes = 2 * held_kv * shape.head_dim * shape.layers / stages
+    exchanged = 2 * (shape.heads / tensor + held_kv) * shape.head_dim * shape.layers / stages  # q, out; k, v
+    ring_forward = 1 / (2 + GRADIENT_BYTES / dtype_bytes)  # once forward; once more and the gradients backward
+    forward = Pass(attention=1 / (1 + _BACKWARD_ATTENTION), linear=1 / 3, ring=ring_forward, exchange=0.5)
+    return replace(
         plain,
         quadratic_seconds=plain.quadratic_seconds / devices,
         linear_seconds=plain.linear_seconds / devices + tensor_bytes / stages / hardware.node_link_bytes_per_second,
         fixed_seconds=plain.fixed_seconds / stages,
         ring_seconds=0.0,
         hop_seconds=0.0,
-    )
-    held_kv = max(1, -(-shape.kv_heads // tensor))
-    kv_bytes = 2 * held_kv * shape.head_dim * shape.layers / stages
-    exchanged = 2 * (shape.heads / tensor + held_kv) * shape.head_dim * shape.layers / stages  # q, out; k, v
-    ring_forward = 1 / (2 + GRADIENT_BYTES / dtype_bytes)  # once forward; once more and the gradients backward
-    forward = Pass(attention=1 / (1 + _BACKWARD_ATTENTION), linear=1 / 3, ring=ring_forward, exchange=0.5)
-    return AllTermsCost(
-        work=work,
         block_efficiency=hardware.block_efficiency,
         forward=forward,
         backward=Pass(

@@ -19,19 +19,19 @@ import numpy as np
 
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.hardware import Hardware
-from lengthwise.cost.model import CostModel
+from lengthwise.cost.terms import Cost
 
 GRADIENT_BYTES = 4  # dK and dV are summed in fp32 as they travel
 _PASSES = 2  # forward and backward each send the ring round once
 
 
-def analytic_cost(shape: ModelShape, hardware: Hardware) -> CostModel:
+def analytic_cost(shape: ModelShape, hardware: Hardware) -> Cost:
     """Make the costs of a model on a kind of device, for ranks of one device each."""
     linear_flops, attention_flops = _flops(shape)
     kv_values = 2 * shape.layers * shape.kv_heads * shape.head_dim
     ring_bytes = kv_values * (_PASSES * hardware.compute_dtype_bytes + GRADIENT_BYTES)
     peak = hardware.peak_flops_per_second
-    return CostModel(
+    return Cost(
         quadratic_seconds=attention_flops / (peak * hardware.attention_efficiency),
         linear_seconds=linear_flops / (peak * hardware.linear_efficiency),
         fixed_seconds=shape.layers * hardware.layer_launch_seconds,
@@ -50,7 +50,7 @@ def step_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     that is its MFU.
     """
     linear_flops, attention_flops = _flops(shape)
-    counting = CostModel(quadratic_seconds=attention_flops, linear_seconds=linear_flops, windows=_window_shares(shape))
+    counting = Cost(quadratic_seconds=attention_flops, linear_seconds=linear_flops, windows=_window_shares(shape))
     return float(counting.compute_seconds(np.array(lengths, dtype=np.int64)).sum())
 
 

@@ -10,8 +10,8 @@ from lengthwise.cost.all_terms import all_terms_cost
 from lengthwise.cost.analytic import analytic_cost
 from lengthwise.cost.given import cost_from_file
 from lengthwise.cost.hardware import Hardware, named_hardware
-from lengthwise.cost.protocol import Cost
 from lengthwise.cost.shapes import named_shape
+from lengthwise.cost.terms import Cost
 
 
 def costs(

@@ -1,8 +1,8 @@
-"""Costs that a user gives as a file: the coefficients of `CostModel`'s formula, nothing else.
+"""Costs that a user gives as a file: four coefficients of `Cost`, nothing else.
 
-For planning with one's own figures, and for judging plans from outside: the formula in `model` is all there is, without
-offload, split heads, shares or recomputation. `{"quadratic_seconds": q, "linear_seconds": l, "fixed_seconds": g,
-"ring_seconds": c}`; what is left out is 0. Any unit of time will do, as long as it is the same one throughout.
+For planning with one's own figures, and for judging plans from outside: the first formula of `terms` is all there is,
+without offload, split heads, shares or recomputation. `{"quadratic_seconds": q, "linear_seconds": l,
+"fixed_seconds": g, "ring_seconds": c}`; what is left out is 0. Any unit of time will do, if it is one throughout.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.core.names import unknown_name
 from lengthwise.core.strict_json import read_json
-from lengthwise.cost.model import CostModel
+from lengthwise.cost.terms import Cost
 
 KEYS = ("quadratic_seconds", "linear_seconds", "fixed_seconds", "ring_seconds")
 MOST_SECONDS = 1e200  # above, sums over a step would overflow
 
 
-def cost_from_file(path: str | Path) -> CostModel:
+def cost_from_file(path: str | Path) -> Cost:
     """Read the coefficients of a JSON file.
 
     Raises:
@@ -46,7 +46,7 @@ def cost_from_file(path: str | Path) -> CostModel:
     coefficients = {key: float(given.get(key, 0.0)) for key in KEYS}
     named = " ".join(f"{key}={value!r}" for key, value in coefficients.items() if value)
     quadratic, linear, fixed, ring = coefficients.values()
-    return CostModel(
+    return Cost(
         quadratic_seconds=quadratic,
         linear_seconds=linear,
         fixed_seconds=fixed,

@@ -1,8 +1,9 @@
-"""What moves and over what: links inside and between nodes, sweeps over the layers, how far a piece reaches."""
+"""What `Cost` is made of: links, passes over the layers, how far a piece reaches, what a piece does and may choose."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 
 Numbers = Any  # a float, or an array of floats: the formulas of `terms` are the same
@@ -30,9 +31,39 @@ class Reach(NamedTuple):
     """How far a piece reaches over nodes: all that its place has to do with its seconds.
 
     ring_near, groups_near: whether the ring, and each group that splits heads, is inside one node. flows: messages that
-    leave the busiest of its nodes at once; told where nodes share uplinks, else 1.
+    leave the busiest of its nodes at once; counted where nodes share uplinks, else 1.
     """
 
     ring_near: Numbers
     groups_near: Numbers
     flows: Numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What a piece does beside being cut; where many pieces are priced at once, an array has one entry a piece.
+
+    heads: ranks of a group that splits heads; divides the degree and the model's heads.
+    offload: ratio of the microbatch, 0 to 1.
+    recompute: kind of the microbatch, one of `core.plan.RECOMPUTE_KINDS`.
+    """
+
+    heads: Numbers = 1
+    offload: Numbers = 0.0
+    recompute: str = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What a planner may choose for each piece beside its degree.
+
+    recompute: the kind of all microbatches.
+    splits_heads: whether rings may split heads.
+    offloads_above_tokens: the capacity, from which on a rank offloads; inf: it never does.
+    layers: of the whole model, by which the plan file counts what stays on the device.
+    """
+
+    recompute: str = "none"
+    splits_heads: bool = False
+    offloads_above_tokens: float = inf
+    layers: int = 1

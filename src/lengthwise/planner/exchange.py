@@ -4,7 +4,7 @@ A pass over a finished plan of any planner, so that all are compared with the sa
 order of microbatches stay, only `heads` is chosen, among the divisors of the ring's ranks and of the model's heads; a
 ring over an interval then visits it group by group. Splitting heads over u ranks divides what goes round the ring by u
 and pays an all-to-all, which is cheap inside a node. The engine does not run such plans yet; it refuses them by name.
-`lengthwise` chooses degrees with this pass in mind (`cost.JointCost`).
+`lengthwise` chooses degrees with this pass in mind (`cost.Choices`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from dataclasses import replace
 from math import inf
 
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.cost import AllTermsCost
-from lengthwise.planner.problem.score import all_terms_seconds
+from lengthwise.cost import Choice, Cost
 from lengthwise.program.ring_order import ring_order
 
 
-def split_heads(plan: Plan, cost: AllTermsCost) -> Plan:
+def split_heads(plan: Plan, cost: Cost) -> Plan:
     """Return the plan with the quickest split of heads for each of its rings; plans without rings as they are."""
     microbatches = tuple(
         replace(microbatch, pieces=tuple(_quickest(plan, microbatch, piece, cost) for piece in microbatch.pieces))
@@ -30,7 +29,7 @@ def split_heads(plan: Plan, cost: AllTermsCost) -> Plan:
     return replace(plan, microbatches=microbatches, requires=requires)
 
 
-def _quickest(plan: Plan, microbatch: Microbatch, piece: Piece, cost: AllTermsCost) -> Piece:
+def _quickest(plan: Plan, microbatch: Microbatch, piece: Piece, cost: Cost) -> Piece:
     if piece.degree == 1 or piece.shares is not None:
         return piece
     lengths = [plan.tokens[i] for i in piece.sequences]
@@ -43,7 +42,8 @@ def _quickest(plan: Plan, microbatch: Microbatch, piece: Piece, cost: AllTermsCo
         split = replace(
             piece, heads=heads, ranks=ring_order(first, piece.degree, heads) if is_interval else piece.ranks
         )
-        seconds = all_terms_seconds(lengths, microbatch, split, cost)
+        choice = Choice(heads=heads, offload=microbatch.offload, recompute=microbatch.recompute)
+        seconds = cost.piece_seconds(lengths, split.degree, choice, ranks=split.ranks)
         if seconds < least:
             best, least = split, seconds
     return best

@@ -14,7 +14,7 @@ from lengthwise.core.errors import Collector, ConfigError, LengthwiseError, rais
 from lengthwise.core.names import unknown_name
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.sizes import read_whole
-from lengthwise.cost import AllTermsCost, Cost
+from lengthwise.cost import Cost
 from lengthwise.planner.problem.choices import Freedom, refuse_choices
 from lengthwise.planner.problem.speeds import read_speeds
 from lengthwise.planner.registry import planner_names
@@ -120,6 +120,6 @@ def _refuse_stages(options: PlanOptions, cost: Cost | None) -> None:
         expected = f"{{stages}} x {{virtual}} of at most the {options.layers} layers"
         got = f"{stages} x {virtual or 1}"
         raise ConfigError("stages", expected=expected, got=got, remedy="Use fewer of them.")
-    if isinstance(cost, AllTermsCost) and stages != cost.stages:
+    if cost is not None and cost.prices_choices and stages != cost.stages:
         expected = f"{cost.stages}, as in the costs"
         raise ConfigError("stages", expected=expected, got=str(stages), remedy="Make costs of these stages.")

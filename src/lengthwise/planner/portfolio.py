@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from lengthwise.core.plan import Microbatch, Plan
-from lengthwise.cost import AllTermsCost, Cost, CostModel, JointCost
+from lengthwise.cost import Cost
 from lengthwise.planner.exchange import split_heads
 from lengthwise.planner.offload import write_offload
 from lengthwise.planner.options import PlanOptions
@@ -58,7 +58,7 @@ class Selection:
         plan = replace(self.plan, microbatches=tuple(microbatches), requires=self._requires(microbatches))
         if self.options.offload == "auto":
             plan = write_offload(plan)
-        if self.options.heads == "auto" and isinstance(self.cost, AllTermsCost):
+        if self.options.heads == "auto":
             plan = split_heads(plan, self.cost)
         return plan
 
@@ -120,9 +120,9 @@ def is_worth_others(request: PlanRequest, makespan_seconds: float) -> bool:
     Where choices, stages or links couple what pieces take, no bound tells it: the step's size decides alone.
     """
     size, is_piped = len(request.tokens) * request.cluster.ranks, request.priced_stages > 1
-    if size <= _ALWAYS and (is_piped or not isinstance(request.cost, CostModel)):
+    if size <= _ALWAYS and (is_piped or request.cost.prices_choices):
         return True
-    if is_piped or isinstance(request.cost, JointCost):
+    if is_piped or request.cost.chooses:
         return False
     above = next((above for most, above in _WORTH_OTHERS if size <= most), inf)
     packed = request.packed_bound_seconds if size <= _WORTH_OTHERS[0][0] else inf

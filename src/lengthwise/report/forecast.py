@@ -20,7 +20,7 @@ from lengthwise.core.held import fullest_tokens
 from lengthwise.core.measurements import Measurements
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import ModelShape
-from lengthwise.cost import CostModel, activation_bytes, recompute_cost
+from lengthwise.cost import Cost, activation_bytes
 from lengthwise.report.figures import count, seconds
 
 _BUILD_PASSES = 30  # reads and writes of each parameter's bytes from an empty process to a reduced gradient
@@ -110,11 +110,11 @@ def forecast_lines(forecast: Forecast, memory_bytes: float | None) -> list[str]:
     return lines
 
 
-def _cost(shape: ModelShape, speed: Measurements, threads: int, parameters: int) -> CostModel:
+def _cost(shape: ModelShape, speed: Measurements, threads: int, parameters: int) -> Cost:
     """Make the costs of a rank with so many threads; linear work follows the model's true parameters."""
     pairs = 7.0 * shape.layers * shape.heads * shape.head_dim
     linear = 6.0 * shape.linear_params * parameters / shape.total_params
-    return CostModel(
+    return Cost(
         quadratic_seconds=pairs / (speed.attention_flops_per_second * threads),
         linear_seconds=linear / (speed.linear_flops_per_second * threads),
         fixed_seconds=shape.layers * speed.layer_seconds,
@@ -123,11 +123,10 @@ def _cost(shape: ModelShape, speed: Measurements, threads: int, parameters: int)
     )
 
 
-def _busy_seconds(plan: Plan, cost: CostModel) -> list[float]:
+def _busy_seconds(plan: Plan, cost: Cost) -> list[float]:
     busy = [0.0] * plan.ranks
     for microbatch in plan.microbatches:
-        priced = recompute_cost(cost, microbatch.recompute)
-        assert isinstance(priced, CostModel), "five coefficients stay five coefficients"
+        priced = cost.recomputing(microbatch.recompute)
         for rank in {rank for piece in microbatch.pieces for rank in piece.ranks}:
             busy[rank] += priced.fixed_seconds
         for piece in microbatch.pieces:

@@ -19,13 +19,13 @@ from dataclasses import replace
 import numpy as np
 
 from lengthwise.core.plan import Microbatch, Plan
-from lengthwise.cost import AllTermsCost
+from lengthwise.cost import Cost
 from lengthwise.simulator.piece_layers import Floats
 
 TURNS = 3
 
 
-def node_bytes(microbatch: Microbatch, tokens: Sequence[int], cost: AllTermsCost) -> dict[int, float]:
+def node_bytes(microbatch: Microbatch, tokens: Sequence[int], cost: Cost) -> dict[int, float]:
     """Count the bytes that rings of a microbatch send out of each node, all layers and passes; as many come in."""
     total: dict[int, float] = defaultdict(float)
     passes = sum(each.ring for each in cost.passes(microbatch.recompute))
@@ -45,7 +45,7 @@ def node_bytes(microbatch: Microbatch, tokens: Sequence[int], cost: AllTermsCost
 class Uplinks:
     """What every microbatch of a plan asks of the uplinks, and the slowdowns found so far."""
 
-    def __init__(self, plan: Plan, alone_seconds: Sequence[float], cost: AllTermsCost) -> None:
+    def __init__(self, plan: Plan, alone_seconds: Sequence[float], cost: Cost) -> None:
         self._cost = cost
         self.slowdowns = np.ones(len(plan.microbatches))
         self._rates: dict[int, list[tuple[int, float]]] = defaultdict(list)
@@ -63,7 +63,7 @@ class Uplinks:
             np.maximum.at(self.slowdowns, which, ratios)
         return bool(np.any(self.slowdowns > before))
 
-    def slowed(self, index: int) -> AllTermsCost:
+    def slowed(self, index: int) -> Cost:
         """Return the costs of microbatch `index`, its far links and its share of the uplinks slowed down."""
         far, slowdown = self._cost.far, float(self.slowdowns[index])
         link = replace(far, bytes_per_second=far.bytes_per_second / slowdown)

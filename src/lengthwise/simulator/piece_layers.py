@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lengthwise.core.cut import chunk_bounds
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Piece
-from lengthwise.cost import AllTermsCost
+from lengthwise.cost import Cost
 
 Floats = NDArray[np.float64]
 _EXACT = 2**62  # products below fit NumPy's whole numbers
@@ -49,7 +49,7 @@ class PieceLayer:
         return self.tokens.shape[-1]
 
 
-def piece_layer(piece: Piece, lengths: Sequence[int], cost: AllTermsCost) -> PieceLayer:
+def piece_layer(piece: Piece, lengths: Sequence[int], cost: Cost) -> PieceLayer:
     """Lay out one layer of a piece.
 
     Raises:
@@ -68,7 +68,7 @@ def piece_layer(piece: Piece, lengths: Sequence[int], cost: AllTermsCost) -> Pie
     return _layer(blocks, _parts(chunks)[2].sum(axis=0), np.array(piece.ranks), piece.heads, cost)
 
 
-def stack_layers(pieces: Sequence[Piece], lengths: Sequence[Sequence[int]], cost: AllTermsCost) -> PieceLayer:
+def stack_layers(pieces: Sequence[Piece], lengths: Sequence[Sequence[int]], cost: Cost) -> PieceLayer:
     """Lay out one layer of pieces of equally many ranks and heads; entry i of `lengths` is of piece i.
 
     Rings of one sequence, thousands in a plan, are laid out in a few array operations.
@@ -89,7 +89,7 @@ def stack_layers(pieces: Sequence[Piece], lengths: Sequence[Sequence[int]], cost
     return _layer(blocks, shards, np.array([piece.ranks for piece in pieces]), heads, cost)
 
 
-def _layer(blocks: Floats, shards: Floats, ranks: NDArray[np.int64], heads: int, cost: AllTermsCost) -> PieceLayer:
+def _layer(blocks: Floats, shards: Floats, ranks: NDArray[np.int64], heads: int, cost: Cost) -> PieceLayer:
     """Put together what positions compute, hold and send; `blocks` are seconds of all layers and all ranks."""
     nodes = ranks.reshape(*shards.shape, heads) // cost.ranks_per_node
     own = np.all(nodes == nodes[..., :1], axis=-1)
@@ -121,7 +121,7 @@ def _parts(chunks: Floats) -> tuple[Floats, Floats, Floats]:
     return low, high, low + high
 
 
-def _blocks(lengths: Floats, chunks: Floats, cost: AllTermsCost) -> Floats:
+def _blocks(lengths: Floats, chunks: Floats, cost: Cost) -> Floats:
     """Return seconds at [hop, position] of all layers."""
     low, high, shards = _parts(chunks)
     positions = low.shape[1]

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch
-from lengthwise.cost import AllTermsCost, Pass
+from lengthwise.cost import Cost, Pass
 from lengthwise.simulator.piece_layers import Floats, PieceLayer, piece_layer, stack_layers
 
 _AT_ONCE = 2**21  # blocks of rings that are run side by side, 8 bytes each
@@ -55,7 +55,7 @@ class _Placed:
     nodes: NDArray[np.int64]
 
 
-def microbatch_clocks(microbatch: Microbatch, tokens: Sequence[int], cost: AllTermsCost) -> MicrobatchClocks:
+def microbatch_clocks(microbatch: Microbatch, tokens: Sequence[int], cost: Cost) -> MicrobatchClocks:
     """Run one microbatch whose ranks start together; `tokens` are the lengths of all sequences of the step."""
     ranks = microbatch.ranks
     place = {rank: number for number, rank in enumerate(ranks)}
@@ -71,9 +71,7 @@ def microbatch_clocks(microbatch: Microbatch, tokens: Sequence[int], cost: AllTe
     return MicrobatchClocks(ranks=ranks, **_run(pieces, (len(ranks),), microbatch, cost))
 
 
-def ring_clocks(
-    microbatches: Sequence[Microbatch], tokens: Sequence[int], cost: AllTermsCost
-) -> list[MicrobatchClocks]:
+def ring_clocks(microbatches: Sequence[Microbatch], tokens: Sequence[int], cost: Cost) -> list[MicrobatchClocks]:
     """Run microbatches of one piece each, of the same degree, heads, offload and kind of recomputation.
 
     Ranks of each start together; messages take their links alone, so nodes must not share uplinks.
@@ -84,7 +82,7 @@ def ring_clocks(
     return [clocks for part in parts for clocks in _run_rings(part, tokens, cost)]
 
 
-def _run_rings(microbatches: Sequence[Microbatch], tokens: Sequence[int], cost: AllTermsCost) -> list[MicrobatchClocks]:
+def _run_rings(microbatches: Sequence[Microbatch], tokens: Sequence[int], cost: Cost) -> list[MicrobatchClocks]:
     """Run rings as rows of the same arrays, one column a position: members of a group do the same at the same time."""
     pieces = [microbatch.pieces[0] for microbatch in microbatches]
     layer = stack_layers(pieces, [[tokens[i] for i in piece.sequences] for piece in pieces], cost)
@@ -99,9 +97,7 @@ def _run_rings(microbatches: Sequence[Microbatch], tokens: Sequence[int], cost: 
     ]
 
 
-def _run(
-    pieces: Sequence[_Placed], shape: tuple[int, ...], microbatch: Microbatch, cost: AllTermsCost
-) -> dict[str, Floats]:
+def _run(pieces: Sequence[_Placed], shape: tuple[int, ...], microbatch: Microbatch, cost: Cost) -> dict[str, Floats]:
     """Run all passes of pieces on clocks of this shape; return the arrays of `MicrobatchClocks` by name."""
     held, clock, compute, ends = np.zeros(shape), np.zeros(shape), np.zeros(shape), []
     for piece in pieces:
@@ -122,11 +118,9 @@ def _run(
     }
 
 
-def _run_pass(
-    pieces: Sequence[_Placed], clock: Floats, held: Floats, each: Pass, cost: AllTermsCost
-) -> tuple[Floats, Floats]:
+def _run_pass(pieces: Sequence[_Placed], clock: Floats, held: Floats, each: Pass, cost: Cost) -> tuple[Floats, Floats]:
     """Run all layers of one pass; return the clocks after it and the arithmetic in it."""
-    own = (each.linear * cost.work.linear_seconds * held + each.linear * cost.fixed_seconds) / cost.layers
+    own = (each.linear * cost.linear_seconds * held + each.linear * cost.fixed_seconds) / cost.layers
     exchange, blocks = np.zeros_like(held), np.zeros_like(held)
     for piece in pieces:
         exchange[piece.places] += each.exchange * piece.layer.exchange[..., None]
@@ -143,9 +137,7 @@ def _run_pass(
     return second + (cost.layers - 2) * (second - first), worked
 
 
-def _run_layer(
-    rings: Sequence[_Ring], lone: Sequence[tuple[_Placed, Floats]], clock: Floats, cost: AllTermsCost
-) -> Floats:
+def _run_layer(rings: Sequence[_Ring], lone: Sequence[tuple[_Placed, Floats]], clock: Floats, cost: Cost) -> Floats:
     """Run one layer: rings, and the blocks of pieces whose ranks need no other's keys."""
     for step in range(max(ring.num_steps for ring in rings)):
         end = clock.copy()
@@ -165,9 +157,7 @@ def _run_layer(
     return clock
 
 
-def _shared_seconds(
-    rings: Sequence[_Ring], sends: Sequence[Floats], step: int, ranks: int, cost: AllTermsCost
-) -> list[Floats]:
+def _shared_seconds(rings: Sequence[_Ring], sends: Sequence[Floats], step: int, ranks: int, cost: Cost) -> list[Floats]:
     """Return how long messages of a ring step take beside each other: over links of ranks, and over uplinks."""
     load = np.zeros((2, ranks))
     for ring, seconds in zip(rings, sends, strict=True):
@@ -188,7 +178,7 @@ def _shared_seconds(
 class _Ring:
     """A ring in one layer of one pass: what each rank computes and sends at each ring step, at [..., position, 1]."""
 
-    def __init__(self, piece: _Placed, each: Pass, cost: AllTermsCost) -> None:
+    def __init__(self, piece: _Placed, each: Pass, cost: Cost) -> None:
         layer, self.places, self.nodes = piece.layer, piece.places, piece.nodes
         self._keys, self._gradients = cost.forward.ring, each.ring - cost.forward.ring if each is cost.backward else 0.0
         self._positions = layer.positions

@@ -22,7 +22,7 @@ import numpy as np
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.timeline import Timeline
-from lengthwise.cost import AllTermsCost
+from lengthwise.cost import Cost
 from lengthwise.program.features import SIMULATOR, features_of
 from lengthwise.program.stage_clocks import stage_clocks
 from lengthwise.simulator.contention import TURNS, Uplinks
@@ -30,7 +30,7 @@ from lengthwise.simulator.piece_layers import Floats
 from lengthwise.simulator.rounds import MicrobatchClocks, microbatch_clocks, ring_clocks
 
 
-def simulate_plan(plan: Plan, cost: AllTermsCost) -> Timeline:
+def simulate_plan(plan: Plan, cost: Cost) -> Timeline:
     """Simulate one step of `plan`.
 
     Args:
@@ -69,7 +69,7 @@ def simulate_plan(plan: Plan, cost: AllTermsCost) -> Timeline:
     return timeline
 
 
-def _run_flat(plan: Plan, cost: AllTermsCost, clocks: list[MicrobatchClocks]) -> Timeline:
+def _run_flat(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timeline:
     """Walk the plan's order with a clock a rank."""
     free = np.zeros(plan.ranks)
     starts = []
@@ -93,7 +93,7 @@ def _run_flat(plan: Plan, cost: AllTermsCost, clocks: list[MicrobatchClocks]) ->
     )
 
 
-def _run_stages(plan: Plan, cost: AllTermsCost, clocks: list[MicrobatchClocks]) -> Timeline:
+def _run_stages(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timeline:
     """Run the plan through the stages of its ranks; rows go by chunk, then as in the plan."""
     if plan.schedule["kind"] == "waves":
         clocks = [_with_all_ranks(each, plan.ranks) for each in clocks]
@@ -150,7 +150,7 @@ def _with_all_ranks(clocks: MicrobatchClocks, ranks: int) -> MicrobatchClocks:
     return MicrobatchClocks(ranks=tuple(range(ranks)), **{name: spread(getattr(clocks, name)) for name in names})
 
 
-def _all_clocks(plan: Plan, cost_of: Callable[[int], AllTermsCost]) -> list[MicrobatchClocks]:
+def _all_clocks(plan: Plan, cost_of: Callable[[int], Cost]) -> list[MicrobatchClocks]:
     """Run every microbatch from a common start, each at its own costs; equal ones only once."""
     alone = _lone_packs(plan, cost_of(0))
     shares_uplinks = cost_of(0).shares_uplinks
@@ -180,7 +180,7 @@ def _all_clocks(plan: Plan, cost_of: Callable[[int], AllTermsCost]) -> list[Micr
     ]
 
 
-def _alike(microbatch: Microbatch, tokens: Sequence[int], cost: AllTermsCost) -> object:
+def _alike(microbatch: Microbatch, tokens: Sequence[int], cost: Cost) -> object:
     """Name what a microbatch's clocks depend on: lengths, and where its ranks are, counted from the first's node."""
     base = min(microbatch.ranks) // cost.ranks_per_node * cost.ranks_per_node
     pieces = tuple(
@@ -190,7 +190,7 @@ def _alike(microbatch: Microbatch, tokens: Sequence[int], cost: AllTermsCost) ->
     return pieces, microbatch.offload, microbatch.recompute
 
 
-def _lone_packs(plan: Plan, cost: AllTermsCost) -> dict[int, MicrobatchClocks]:
+def _lone_packs(plan: Plan, cost: Cost) -> dict[int, MicrobatchClocks]:
     """Price the microbatches of one rank and no offload or recomputation, all in a few array operations."""
     chosen = [
         index
@@ -205,7 +205,7 @@ def _lone_packs(plan: Plan, cost: AllTermsCost) -> dict[int, MicrobatchClocks]:
     attention = np.add.reduceat(cost.attention_seconds(lengths, 1), starts)
     tokens = np.add.reduceat(lengths, starts)
     passes = cost.passes("none")
-    linear = cost.work.linear_seconds * tokens + cost.fixed_seconds
+    linear = cost.linear_seconds * tokens + cost.fixed_seconds
     ends = np.cumsum([each.attention * attention + each.linear * linear for each in passes], axis=0)
     nothing: Floats = np.zeros(1)
     return {

@@ -17,7 +17,7 @@ from lengthwise.core.held import kept_ratio
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.timeline import Timeline
-from lengthwise.cost import AllTermsCost, Hardware, analytic_cost, microbatches_kept, state_bytes, step_flops
+from lengthwise.cost import Cost, Hardware, analytic_cost, microbatches_kept, state_bytes, step_flops
 from lengthwise.planner import PlanOptions, plan_recomputed
 from lengthwise.simulator.loading import loading_seconds, waits_seconds
 from lengthwise.simulator.step import simulate_plan
@@ -36,7 +36,7 @@ class Setting:
 
     shape: ModelShape
     hardware: Hardware
-    cost: AllTermsCost
+    cost: Cost
     cluster: Cluster
     context_tokens: int
     devices: int = 1

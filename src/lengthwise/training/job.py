@@ -10,7 +10,7 @@ from lengthwise.config import RunConfig
 from lengthwise.core.errors import Collector, DataError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import CostModel, analytic_cost, named_hardware, shape_from_config
+from lengthwise.cost import Cost, analytic_cost, named_hardware, shape_from_config
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
 from lengthwise.engine.batch import StepBatch
 from lengthwise.models import (
@@ -75,7 +75,7 @@ class Job:
         refuse_unsupported(plan)
         return plan
 
-    def _cost(self) -> CostModel:
+    def _cost(self) -> Cost:
         hardware = named_hardware("h100" if self.gpus else "cpu")
         return analytic_cost(shape_from_config(self.model.config.to_dict()), hardware)
 

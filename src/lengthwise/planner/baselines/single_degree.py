@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 
 from lengthwise.core.held import held_at_most, rounding_tokens
 from lengthwise.core.plan import Microbatch
-from lengthwise.cost import AllTermsCost, JointCost
 from lengthwise.planner.placement.packs import ShortSequences, level_ends
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import interval_microbatch
@@ -82,12 +81,11 @@ def _rough_bounds(request: PlanRequest, least: int) -> dict[int, float]:
     comes within reach of a quicker link or of another split of heads; there every degree is asked.
     """
     cost = request.cost
-    ranks_per_node = cost.ranks_per_node if isinstance(cost, AllTermsCost | JointCost) else 1
-    stride = 1.0 if isinstance(cost, JointCost) and cost.splits_heads else _STRIDE
+    stride = 1.0 if cost.choices.splits_heads else _STRIDE
     bounds: dict[int, float] = {}
     asked, together = 0, 0.0
     for degree in range(least, request.cluster.ranks + 1):
-        if asked <= ranks_per_node or degree >= asked * stride:
+        if asked <= cost.ranks_per_node or degree >= asked * stride:
             asked, together = degree, degree * _seconds_together(request, degree)
         bounds[degree] = _bound_from(request, degree, together / degree)
     return bounds
@@ -95,7 +93,7 @@ def _rough_bounds(request: PlanRequest, least: int) -> dict[int, float]:
 
 def _seconds_together(request: PlanRequest, degree: int) -> float:
     """Tell how long one piece of all sequences would take, without copies, launch and hops."""
-    cost = request.cost.without_copies() if isinstance(request.cost, JointCost) else request.cost
+    cost = request.cost.without_copies()
     return cost.piece_seconds(request.tokens, degree) - cost.hops_seconds(degree)
 
 
@@ -122,7 +120,7 @@ def schedule_at(request: PlanRequest, degree: int) -> SingleDegree:
     packs, _ = level_ends([0.0] * groups, short, capacity_tokens=capacity, launch_seconds=launch)
     alike = [(pack.rank, pack.sequences) for pack in packs]
     first = SingleDegree(degree=degree, packs=alike, makespan_seconds=float(_loads(request, degree, alike).max()))
-    if cost.ring_seconds == 0 or degree == 1:
+    if not (cost.ring_seconds or cost.ring_bytes) or degree == 1:
         return first
 
     dealt = _deal_packs(request, degree, first_fit_packs(room, capacity))

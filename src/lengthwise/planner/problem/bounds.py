@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from lengthwise.core.held import ROUNDING_TOKENS, fullest_tokens
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, JointCost
+from lengthwise.cost import Cost
 from lengthwise.planner.problem.degrees import cheapest_degrees, degree_search, most_held_tokens
 from lengthwise.planner.problem.launches import whole_launches_bound
 from lengthwise.planner.problem.lengths import read_tokens, refuse_unheld
@@ -124,7 +124,7 @@ def least_makespan(
         least = cheapest_degrees(cost, lengths, cluster, launch_tokens=launch_tokens)
     else:
         least = _least_degrees_allowed(lengths, counts, cluster, stretch)
-        cost = cost.without_copies() if isinstance(cost, JointCost) else cost
+        cost = cost.without_copies()
     alone = cost.compute_seconds(lengths)
     shared = cost.fixed_seconds / capacity
     num_tokens = sum(tokens.tolist())  # Python's whole numbers do not overflow

@@ -14,7 +14,7 @@ from math import inf
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.core.names import unknown_name
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import AllTermsCost, Cost, JointCost, recompute_cost
+from lengthwise.cost import Choices, Cost
 
 CHOICES = ("off", "auto")
 
@@ -29,14 +29,13 @@ class Freedom:
 
     def widest(self, cost: Cost, cluster: Cluster, layers: int) -> Cost:
         """Return the costs with all of it: what the bound is for."""
-        if not isinstance(cost, AllTermsCost) or self == Freedom():
-            return recompute_cost(cost, self.recompute)
-        return JointCost(
-            terms=cost,
-            recompute=self.recompute,
-            splits_heads=self.heads == "auto",
-            offloads_above_tokens=cluster.capacity_tokens if self.offload == "auto" else inf,
-            layers=layers,
+        return cost.choosing(
+            Choices(
+                recompute=self.recompute,
+                splits_heads=self.heads == "auto",
+                offloads_above_tokens=cluster.capacity_tokens if self.offload == "auto" else inf,
+                layers=layers,
+            )
         )
 
     def variants(self, widest: Cost, longest_tokens: int, cluster: Cluster, *, decides_heads: bool) -> Iterator[Cost]:
@@ -48,14 +47,14 @@ class Freedom:
             cluster: ranks and capacity.
             decides_heads: whether the planner chooses degrees for the sake of split heads.
         """
-        if not isinstance(widest, JointCost):
+        if not widest.chooses:
             yield widest
             return
         offloads = [False] * (longest_tokens <= cluster.longest_tokens)
         offloads += [True] * (widest.offloads and longest_tokens > cluster.capacity_tokens)
-        for splits_heads in [False] + [True] * (widest.splits_heads and decides_heads):
+        for splits_heads in [False] + [True] * (widest.choices.splits_heads and decides_heads):
             for offload in offloads:
-                variant = replace(widest, splits_heads=splits_heads)
+                variant = replace(widest, choices=replace(widest.choices, splits_heads=splits_heads))
                 yield variant if offload else variant.without_copies()
 
 
@@ -70,11 +69,11 @@ def refuse_choices(freedom: Freedom, cost: Cost | None, layers: int, speeds: Seq
     for name, value in (("offload", freedom.offload), ("heads", freedom.heads)):
         if value not in CHOICES:
             problems.append(unknown_name(name, value, CHOICES))
-        elif value == "auto" and cost is not None and not isinstance(cost, AllTermsCost):
+        elif value == "auto" and cost is not None and not cost.prices_choices:
             remedy = f"Plan with a hardware description ({{hardware}}), or without {{{name}}}."
             got = f"costs {cost.version}, which do not tell what {name} takes"
             problems.append(ConfigError(name, expected="off, with these costs", got=f"auto; {got}", remedy=remedy))
-    if freedom.offload == "auto" and isinstance(cost, AllTermsCost) and layers < cost.layers:
+    if freedom.offload == "auto" and cost is not None and cost.prices_choices and layers < cost.layers:
         expected = f"those of the model, at least {cost.layers}: they tell what offload leaves on the device"
         problems.append(ConfigError("layers", expected=expected, got=str(layers), remedy="Give {layers} to plan_step."))
     if "auto" in (freedom.offload, freedom.heads) and speeds is not None:

@@ -3,7 +3,7 @@ unit.
 
 t(d) falls with d until transfers and hops outweigh the gain, apart from one step up where a ring first leaves its node,
 and d t(d), what a sequence takes of all ranks' time, grows: then the cheapest degree within a limit is the least. Where
-copies of offload or the split of heads depend on the degree (`JointCost`) d t(d) falls and rises again, so the degree
+copies of offload or the split of heads depend on the degree (`cost.Choices`) d t(d) falls and rises again, so that
 of least d t(d) is taken, the first of equal ones.
 
 The grid holds every degree up to 64 and above, in steps of a 64th, multiples of ever higher powers of two, which are
@@ -14,15 +14,33 @@ log2(N) entries on N ranks, made when a limit first asks for it; each further li
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 from numpy.typing import NDArray
-
-from lengthwise.cost import JointCost, RingCost
 
 _EVERY = 64  # degrees up to here are all in the grid, above it every 64th of the degree
 _SLACK = 1 + 1e-12  # rounding, always taken in favour of the smaller degree
 
 Whole = NDArray[np.int64]
+
+
+class RingPrices(Protocol):
+    """What the search for degrees asks: `Cost`, or rings at a pace of their own."""
+
+    @property
+    def fixed_seconds(self) -> float:
+        """Seconds that a microbatch takes on each of its ranks."""
+        ...
+
+    @property
+    def chooses_by_degree(self) -> bool:
+        """Whether what a piece takes of all ranks' time may fall as it is cut."""
+        ...
+
+    def ring_piece_seconds(self, lengths: Whole, degrees: Whole) -> NDArray[np.float64]:
+        """Price many pieces of one sequence each: entry i is of `lengths[i]` over `degrees[i]` ranks."""
+        ...
 
 
 class DegreeTable:
@@ -34,7 +52,7 @@ class DegreeTable:
 
     def __init__(
         self,
-        cost: RingCost,
+        cost: RingPrices,
         lengths: Whole,
         least: Whole,
         most: Whole,
@@ -44,7 +62,7 @@ class DegreeTable:
     ) -> None:
         self._cost, self._lengths, self._least, self._most = cost, lengths, least, most
         self._only, self._launch_tokens = only, launch_tokens
-        self._falls = isinstance(cost, JointCost) and (cost.offloads or cost.splits_heads)
+        self._falls = cost.chooses_by_degree
         self._at_least = self._seconds_at(lengths, least)
         self._made = np.inf  # the smallest limit for which rows were made
         self._make_rows(np.zeros(0, dtype=np.int64))

@@ -1,13 +1,13 @@
 """Over how many ranks a sequence is cut: what memory needs, grown until the sequence no longer sets the makespan.
 
 t(d), the seconds of one sequence alone over d ranks, falls with d until exposed transfers or hops outweigh the gain.
-Under `CostModel` each of its two branches (transfers hidden, transfers exposed) is a / d + h d + constant, so the least
+Under `Cost` each of its two branches (transfers hidden, transfers exposed) is a / d + h d + constant, so the least
 degree that keeps t(d) within a limit is the lower root of a quadratic. No search: arrays of any size in a few
 operations. Other costs have no closed form: see `degree_table`.
 
-What memory needs is itself a choice under `JointCost`: a rank that offloads holds more than its capacity, at the price
-of copies. Growth then starts from the degree that takes least of all ranks' time, between the fewest ranks that hold a
-sequence with everything offloaded and those that need not offload. Where heads are split, only degrees that nodes and
+What memory needs may be a choice, too (`cost.Choices`): a rank that offloads holds more than its capacity, at the
+price of copies. Growth then starts from the degree that takes least of all ranks' time, between the fewest that hold
+a sequence with everything offloaded and those that need not offload. Where heads are split, only degrees that nodes and
 groups of heads divide are worth trying, and rings of such degrees, widest first, also start at borders of nodes.
 """
 
@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, CostModel, JointCost, RingCost
-from lengthwise.planner.problem.degree_table import DegreeTable
+from lengthwise.cost import Cost
+from lengthwise.planner.problem.degree_table import DegreeTable, RingPrices
 from lengthwise.planner.problem.lengths import least_degrees_held
 
 GROWTH_FLOOR_TOKENS = 4096  # growth stops here: attention blocks under 2K tokens run slower than the formula says
@@ -39,13 +39,13 @@ def least_degrees(
 ) -> NDArray[np.int64]:
     """Find the cheapest degree in [least, most] at which each sequence, with its launch, ends within `seconds`.
 
-    Entries for which there is none are most + 1. The cheapest is the least, but for `JointCost`.
+    Entries for which there is none are most + 1. The cheapest is the least, but where offload or heads are chosen.
     """
     return degree_search(cost, lengths, least, most)(seconds)
 
 
 def degree_search(
-    cost: RingCost,
+    cost: RingPrices,
     lengths: NDArray[np.int64],
     least: NDArray[np.int64],
     most: NDArray[np.int64],
@@ -57,15 +57,14 @@ def degree_search(
 
     `only` and `launch_tokens` are those of `DegreeTable`.
     """
-    if isinstance(cost, CostModel):
+    if isinstance(cost, Cost) and not cost.prices_choices:
         return partial(_solved_degrees, cost, lengths, least, most)
     return DegreeTable(cost, lengths, least, most, only=only, launch_tokens=launch_tokens).within
 
 
 def most_held_tokens(cost: Cost, cluster: Cluster) -> int:
     """Tell how many tokens of one piece a rank holds at most, offloading as far as these costs allow."""
-    capacity = cluster.capacity_tokens
-    return cost.most_held_tokens(capacity) if isinstance(cost, JointCost) else capacity
+    return cost.most_held_tokens(cluster.capacity_tokens)
 
 
 def fewest_degrees(cost: Cost, lengths: NDArray[np.int64], cluster: Cluster) -> NDArray[np.int64]:
@@ -83,10 +82,10 @@ def cheapest_degrees(
 ) -> NDArray[np.int64]:
     """Find the degree that takes least of all ranks' time, launch included: of those that hold a sequence."""
     fewest = fewest_degrees(cost, lengths, cluster)
-    if not isinstance(cost, JointCost) or not (cost.offloads or cost.splits_heads):
+    if not cost.chooses_by_degree:
         return fewest
     held = least_degrees_held(lengths, cluster.capacity_tokens)
-    if cost.splits_heads:
+    if cost.choices.splits_heads:
         held = np.where(held > 1, cluster.ranks, 1) if only is None else _rounded_up(held, only)
     most = np.maximum(fewest, np.minimum(held, cluster.ranks))
     chosen, long = fewest.copy(), np.flatnonzero(most > 1)
@@ -102,7 +101,7 @@ def hidden_degrees(cost: Cost, lengths: NDArray[np.int64], cluster: Cluster) -> 
     which the ratio that is needed is free.
     """
     low, high = fewest_degrees(cost, lengths, cluster), least_degrees_held(lengths, cluster.capacity_tokens)
-    if not isinstance(cost, JointCost):
+    if not cost.chooses:
         return high
     high = np.minimum(high, cluster.ranks)
     while np.any(low < high):
@@ -114,7 +113,7 @@ def hidden_degrees(cost: Cost, lengths: NDArray[np.int64], cluster: Cluster) -> 
 
 def useful_degrees(cost: Cost, ranks: int) -> NDArray[np.int64] | None:
     """List the degrees worth trying where heads are split; None where any degree is."""
-    if not isinstance(cost, JointCost) or not cost.splits_heads:
+    if not cost.choices.splits_heads:
         return None
     node = cost.ranks_per_node
     powers = {1 << power for power in range(node.bit_length()) if 1 << power <= min(node, ranks)}
@@ -141,7 +140,7 @@ def without_launch(seconds: float, launch_seconds: float) -> float:
 
 
 def _solved_degrees(
-    cost: CostModel, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64], seconds: float
+    cost: Cost, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64], seconds: float
 ) -> NDArray[np.int64]:
     tokens = lengths.astype(np.float64)
     hop, budget = cost.hop_seconds, without_launch(seconds, cost.fixed_seconds)

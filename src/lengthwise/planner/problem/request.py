@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, JointCost
+from lengthwise.cost import Cost
 from lengthwise.planner.problem.bounds import launches_makespan, least_makespan
 from lengthwise.planner.problem.degrees import (
     GROWTH_FLOOR_TOKENS,
@@ -49,7 +49,7 @@ class PlanRequest:
     @property
     def priced_stages(self) -> int:
         """The stages that the plan will be scored with: in mode `free` those of the costs, too."""
-        return max(self.stages, getattr(self.cost, "stages", 1))
+        return max(self.stages, self.cost.stages)
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
@@ -130,7 +130,7 @@ class PlanRequest:
         return degree_growth(self.cost, lengths, least, most, only=only)
 
     def _of_unique(self, find: Callable[[Cost, NDArray[np.int64], Cluster], NDArray[np.int64]]) -> NDArray[np.int64]:
-        if not isinstance(self.cost, JointCost):
+        if not self.cost.chooses:
             return self.fewest_degrees
         lengths, places = np.unique(self.lengths, return_inverse=True)
         return find(self.cost, lengths, self.cluster)[places]

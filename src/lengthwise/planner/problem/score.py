@@ -12,7 +12,7 @@ import numpy as np
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.cost import AllTermsCost, Cost, JointCost, forward_share, recompute_cost
+from lengthwise.cost import Choice, Cost
 from lengthwise.planner.problem.speeds import noted_speeds, read_speeds
 from lengthwise.program.features import FIVE_COEFFICIENTS, uses_beyond
 from lengthwise.program.stage_clocks import stage_clocks
@@ -57,8 +57,8 @@ def score(plan: Plan, cost: Cost, *, speeds: Sequence[float] | None = None) -> S
     each rank that ends after t m + t (p - 1) / v; busy_seconds are those of one stage.
 
     Raises:
-        PlanError: a feature whose time these costs do not tell: `CostModel` knows no offload, heads and shares,
-            `AllTermsCost` only pipelines of its own stages.
+        PlanError: a feature whose time these costs do not tell: without links they know no offload, heads and
+            shares, with links only pipelines of their own stages.
         ConfigError: speeds that are none.
     """
     paces = noted_speeds(plan) if speeds is None else read_speeds(speeds, plan.ranks)
@@ -74,17 +74,17 @@ def score(plan: Plan, cost: Cost, *, speeds: Sequence[float] | None = None) -> S
         if stages > 1:
             totals.append(dict.fromkeys(range(plan.ranks), 0.0) | total if lock_step else total)
     return Score(
-        makespan_seconds=max(free) if stages == 1 else _pipelined_seconds(plan, totals, stages),
+        makespan_seconds=max(free) if stages == 1 else _pipelined_seconds(plan, totals, stages, cost),
         busy_seconds=tuple(busy),
         ring_tokens=plan.ring_tokens,
         num_tokens=sum(plan.tokens),
     )
 
 
-def _pipelined_seconds(plan: Plan, totals: Sequence[Mapping[int, float]], stages: int) -> float:
+def _pipelined_seconds(plan: Plan, totals: Sequence[Mapping[int, float]], stages: int, cost: Cost) -> float:
     """Run microbatches, given as seconds of each of their ranks, through stages; tell when the last one is done."""
     counts = [len(total) for total in totals]
-    forward = np.repeat([forward_share(microbatch.recompute) for microbatch in plan.microbatches], counts)
+    forward = np.repeat([cost.forward_share(microbatch.recompute) for microbatch in plan.microbatches], counts)
     seconds = np.array([each for total in totals for each in total.values()])
     clocks = stage_clocks(
         [tuple(total) for total in totals],
@@ -98,8 +98,8 @@ def _pipelined_seconds(plan: Plan, totals: Sequence[Mapping[int, float]], stages
 
 def _rank_seconds(plan: Plan, cost: Cost, speeds: Sequence[float] | None) -> Iterator[dict[int, float]]:
     """Yield how long each microbatch keeps each of its ranks busy, its launch included."""
-    costs = {kind: recompute_cost(cost, kind) for kind in {microbatch.recompute for microbatch in plan.microbatches}}
-    pricing = dict.fromkeys(costs, cost) if isinstance(cost, AllTermsCost) else costs  # it knows each microbatch's kind
+    costs = {kind: cost.recomputing(kind) for kind in {microbatch.recompute for microbatch in plan.microbatches}}
+    pricing = dict.fromkeys(costs, cost) if _reads_choices(cost) else costs  # it is told each microbatch's kind
     took = _recomputed_seconds(plan, pricing, speeds)
     for microbatch in plan.microbatches:
         fixed_seconds = costs[microbatch.recompute].fixed_seconds
@@ -142,9 +142,9 @@ def _paced_seconds(
     alike: dict[float, list[int]] = {}
     for number, (microbatch, piece) in enumerate(placed):
         own = [speeds[rank] for rank in piece.ranks]
-        if piece.shares is not None and isinstance(cost, AllTermsCost):
+        if piece.shares is not None and cost.prices_choices:
             lengths = [tokens[i] for i in piece.sequences]
-            took[number] = all_terms_seconds(lengths, microbatch, piece, cost, speeds=own)
+            took[number] = _written_seconds(lengths, microbatch, piece, cost, speeds=own)
         else:
             alike.setdefault(min(own), []).append(number)
     for speed, numbers in alike.items():
@@ -166,55 +166,46 @@ def _pieces_seconds(placed: Sequence[tuple[Microbatch, Piece]], of_step: Sequenc
     inside = tokens[[i for _, piece in placed for i in piece.sequences]]
     starts = np.cumsum(counts) - counts
     took = np.zeros(len(placed))
-    all_terms = isinstance(cost, AllTermsCost)
+    as_written = _reads_choices(cost)
     plain = np.array([microbatch.offload == 0 and microbatch.recompute == "none" for microbatch, _ in placed])
-    offloads = isinstance(cost, JointCost) and cost.offloads  # then even one sequence on one rank may pay for copies
-    is_ring = (degrees > 1) | (offloads & (counts == 1))
+    is_ring = (degrees > 1) | (cost.offloads & (counts == 1))  # even one sequence on one rank may pay for copies
     packed = ~is_ring & (counts > 0) & plain
     if np.any(packed):
         took[packed] = np.add.reduceat(cost.compute_seconds(inside), starts[counts > 0])[packed[counts > 0]]
-    lone = is_ring & (counts == 1) & (not all_terms)
+    lone = is_ring & (counts == 1) & (not as_written)
     took[lone] = cost.ring_piece_seconds(inside[starts[lone]], degrees[lone])
     known: dict[object, float] = {}  # batches of one length have thousands of rings that are alike
     for number in np.flatnonzero(~packed & ~lone & (counts > 0)).tolist():
         microbatch, piece = placed[number]
         lengths = [of_step[i] for i in piece.sequences]
-        if not all_terms:
+        if not as_written:
             took[number] = cost.piece_seconds(lengths, piece.degree)
             continue
         reach = cost.reach(piece.degree, piece.heads, piece.ranks)
         key = (*lengths, reach, piece.degree, piece.heads, piece.shares, microbatch.offload, microbatch.recompute)
         if key not in known:
-            known[key] = all_terms_seconds(lengths, microbatch, piece, cost)
+            known[key] = _written_seconds(lengths, microbatch, piece, cost)
         took[number] = known[key]
     return took.tolist()
 
 
-def all_terms_seconds(
-    lengths: list[int],
-    microbatch: Microbatch,
-    piece: Piece,
-    cost: AllTermsCost,
-    *,
-    speeds: Sequence[float] | None = None,
+def _reads_choices(cost: Cost) -> bool:
+    """Return whether heads, offload and recomputation are priced as the plan has them written."""
+    return cost.prices_choices and not cost.chooses
+
+
+def _written_seconds(
+    lengths: list[int], microbatch: Microbatch, piece: Piece, cost: Cost, *, speeds: Sequence[float] | None = None
 ) -> float:
-    """Tell how long a piece keeps each of its ranks busy where the plan puts it, launches left out."""
-    return cost.piece_seconds(
-        lengths,
-        piece.degree,
-        ranks=piece.ranks,
-        heads=piece.heads,
-        offload=microbatch.offload,
-        recompute=microbatch.recompute,
-        shares=piece.shares,
-        speeds=speeds,
-    )
+    """Price a piece where the plan puts it, launches left out."""
+    choice = Choice(heads=piece.heads, offload=microbatch.offload, recompute=microbatch.recompute)
+    return cost.piece_seconds(lengths, piece.degree, choice, ranks=piece.ranks, shares=piece.shares, speeds=speeds)
 
 
 def _priced_stages(plan: Plan, cost: Cost) -> int:
     """Return the pipeline stages of a rank; refuse what these costs do not price."""
     asked = int(plan.schedule["stages"]) if plan.schedule["kind"] == "pipeline" else None
-    if isinstance(cost, AllTermsCost):
+    if _reads_choices(cost):
         if asked not in (None, cost.stages):
             raise _unpriced("plan", [f"a pipeline of {asked} stages (the costs are those of {cost.stages})"])
         return cost.stages

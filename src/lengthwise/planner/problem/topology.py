@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.held import held_at_most
-from lengthwise.cost import AllTermsCost, Cost, JointCost
+from lengthwise.cost import Cost
 
 _PACES = 9  # at which rings are priced; the others lie between them
 _LOST = 4  # times that time lost by fast ranks counts against a place; uncounted, `halves` end 1.9 % further behind
@@ -69,6 +69,7 @@ class PacedCost:
     def __init__(self, cost: Cost, choose: Callable[[float, int], tuple[float, float]], capacity_tokens: int) -> None:
         self._cost, self._choose, self._capacity = cost, choose, capacity_tokens
         self._chosen: dict[tuple[int, int], tuple[Cost, float]] = {}
+        self.chooses_by_degree = cost.chooses_by_degree
 
     @property
     def fixed_seconds(self) -> float:
@@ -76,7 +77,7 @@ class PacedCost:
         return self._of(0, 1)[0].fixed_seconds
 
     def ring_piece_seconds(self, lengths: NDArray[np.int64], degrees: NDArray[np.int64]) -> Floats:
-        """Do as `RingCost` says."""
+        """Price rings as `Cost` does, each at its pace and weight."""
         filled = np.minimum(_STEPS * lengths // (self._capacity * degrees), _STEPS)
         pairs, numbers = np.unique(np.stack((filled, degrees)), axis=1, return_inverse=True)
         seconds = np.zeros(len(lengths))
@@ -106,18 +107,16 @@ class Ground:
 
     def __init__(self, cost: Cost, ranks: int, speeds: Sequence[float] | None = None, capacity_tokens: int = 0) -> None:
         self.ranks, self.speeds = ranks, None if speeds is None else np.array(speeds)
-        terms = cost.terms if isinstance(cost, JointCost) else cost
-        self.has_shares = self.speeds is not None and isinstance(terms, AllTermsCost)
+        self.has_shares = self.speeds is not None and cost.prices_choices
         self._capacity = capacity_tokens
         self._ranks_per_node = ranks
         self._widest = ranks  # rings up to here are slower where they lie in more nodes than they need
         self._costs: list[Cost] = [cost]  # and, where nodes matter, the same costs where every ring straddles a border
-        shared = isinstance(terms, AllTermsCost) and terms.shares_uplinks
-        if isinstance(terms, AllTermsCost) and (terms.near != terms.far or shared) and terms.ranks_per_node < ranks:
-            across = replace(terms, straddles=True)
-            self._costs.append(replace(cost, terms=across) if isinstance(cost, JointCost) else across)
-            self._ranks_per_node = terms.ranks_per_node
-            self._widest = terms.ranks_per_node * (2 if shared else 1)  # over two nodes: one message leaves each
+        shared = cost.shares_uplinks
+        if (cost.near != cost.far or shared) and cost.ranks_per_node < ranks:
+            self._costs.append(replace(cost, straddles=True))
+            self._ranks_per_node = cost.ranks_per_node
+            self._widest = cost.ranks_per_node * (2 if shared else 1)  # over two nodes: one message leaves each
         self._paces = np.ones(1) if self.speeds is None else _some_of(self.speeds)
         self._paced = [[each.at_speed(pace) if pace != 1 else each for pace in self._paces] for each in self._costs]
         self._known: dict[tuple[int, int], tuple[float, Floats]] = {}  # of a ring: promised, and at each cost and pace

@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch
-from lengthwise.cost import forward_share
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.schedules.slots import Grid, bundle_rings
 from lengthwise.program.stage_clocks import stage_clocks
@@ -99,7 +98,7 @@ class _Slots:
         rows = [self._ideal_slots(profile) + self._request.cost.fixed_seconds for profile in profiles]
         owner = np.repeat(np.arange(len(profiles)), [len(row) for row in rows])
         seconds = np.concatenate(rows)
-        share = forward_share("none")
+        share = self._request.cost.forward_share("none")
         clocks = stage_clocks(
             [(number,) for number in owner.tolist()],
             share * seconds,
