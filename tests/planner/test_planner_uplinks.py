@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Choice, Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.program import ring_order
 from lengthwise.simulator import simulate_plan
@@ -58,7 +58,7 @@ def test_a_ring_over_a_border_more_than_it_need_be_is_priced_so(degree: int) -> 
 def test_enough_uplink_for_all_leaves_costs_as_they_were() -> None:
     enough, endless = (_cost(nics, kv_heads=8) for nics in (4.0, 1e6))
     for degree, heads in ((2, 1), (8, 1), (12, 4), (24, 8)):
-        seconds = {cost.piece_seconds([300_000], degree, heads=heads) for cost in (enough, endless)}
+        seconds = {cost.piece_seconds([300_000], degree, Choice(heads=heads)) for cost in (enough, endless)}
         assert len(seconds) == 1
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Choice, Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.program import lower_microbatch, ring_order
 from lengthwise.simulator import microbatch_clocks, piece_layer
 
@@ -191,7 +191,7 @@ def test_clocks_are_near_the_costs(length: int, degree: int, heads: int, recompu
 def test_heads_split_over_a_node_exchange_there() -> None:
     piece = Piece(ranks=tuple(range(8)), sequences=(0,), heads=8)
     clocks = microbatch_clocks(Microbatch(pieces=(piece,)), [80_000], COST)
-    assert clocks.total.max() == pytest.approx(COST.fixed_seconds + COST.piece_seconds([80_000], 8, heads=8))
+    assert clocks.total.max() == pytest.approx(COST.fixed_seconds + COST.piece_seconds([80_000], 8, Choice(heads=8)))
 
 
 def test_copies_hold_up_what_compute_does_not_hide() -> None:
@@ -242,8 +242,8 @@ def test_score_prices_rings_of_pipelines_hop_by_hop_as_they_run(
     length = 2 * degree * (tokens_a_rank // 2)
     microbatch = Microbatch(pieces=(Piece(ranks=ring_order(0, degree), sequences=(0,)),), recompute=recompute)
     launch = cost.fixed_seconds * sum(each.linear for each in cost.passes(recompute))
-    scored = cost.piece_seconds([length], degree, ranks=microbatch.ranks, recompute=recompute) + launch
+    scored = cost.piece_seconds([length], degree, Choice(recompute=recompute), ranks=microbatch.ranks) + launch
     ran = microbatch_clocks(microbatch, [length], cost)
     assert scored == pytest.approx(float(ran.total.max()), rel=1e-9)
-    (row,) = cost.ring_piece_seconds(np.array([length]), np.array([degree]), recompute=recompute)
+    (row,) = cost.ring_piece_seconds(np.array([length]), np.array([degree]), Choice(recompute=recompute))
     assert row + launch == pytest.approx(scored, rel=1e-12)
