@@ -125,6 +125,77 @@ def test_row_refused_names_file_and_line(load, line, told):
     assert "\n" not in str(caught.value)
 
 
+IDS_ROW = {"input_ids": [1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"label": [1, 2, 3]},
+        {"label": 1},
+        {"label_ids": [1, 2, 3]},
+        {"targets": [1, 2, 3]},
+        {"attention_mask": [1, 1, 0]},
+        {"attention_mask": "111"},
+        {"loss_mask": [1, 1, 1]},
+        {"mask": [0, 1, 1]},
+        {"assistant_masks": [0, 1, 1]},
+        {"completion_mask": [0, 1, 1]},
+        {"Loss_Mask": [0, 1, 1]},
+        {"loss_weights": [0.0, 1.0, 1.0]},
+        {"position_ids": [0, 1, 0]},
+        {"token_type_ids": [0, 1, 1]},
+        {"segment_ids": [0, 0, 1]},
+        {"text": "a", "label": [1]},
+        {"text": "a", "target": "b"},
+    ],
+    ids=str,
+)
+def test_row_column_like_labels_or_a_mask_is_refused_by_name(load, columns):
+    row = columns if "text" in columns else {**IDS_ROW, **columns}
+    name = list(columns)[-1]
+    with pytest.raises(DataError, match=f'-100 where there is no loss.*got "{name}".*into `labels`'):
+        load(json.dumps(row))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {**IDS_ROW, "attention_mask": [1, 1, 1], "token_type_ids": [0, 0, 0], "position_ids": [0, 1, 2]},
+        {**IDS_ROW, "loss_mask": None, "id": 5, "masked": True, "source": "x"},
+        {"text": "a", "label": 1, "weight": 0.5},
+    ],
+    ids=str,
+)
+def test_row_column_that_changes_nothing_is_passed_over(load, row):
+    assert load(json.dumps(row)).num_rows == 1
+
+
+def test_rows_refused_alike_are_one_line_with_their_count(load):
+    with pytest.raises(DataError) as caught:
+        load(*[json.dumps({"messages": [{"role": "user", "content": str(n)}]}) for n in range(30)])
+    assert caught.value.where.endswith("train.jsonl:1")
+    assert "(and in 29 more rows)" in str(caught.value)
+    assert "chat template" in caught.value.remedy
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"PAR1\x15\x04" + b"\n\xe4" * 50, "Parquet"),
+        (b"ARROW1\x00\x00" + b"\n\xe4" * 50, "Arrow"),
+        (b"\x1f\x8b\x08" + b"\n\xe4" * 50, "gzip"),
+        (b'[\n  {\n    "text": "a"\n  }\n]\n', "JSON array"),
+    ],
+)
+def test_file_of_another_kind_is_one_line_that_names_it(tmp_path, raw, said):
+    (tmp_path / "train").write_bytes(raw)
+    with pytest.raises(DataError, match=said) as caught:
+        load_dataset([DataSource(path=tmp_path / "train")], tokenizer=ByteTokenizer, vocab_size=None)
+    assert caught.value.where == str(tmp_path / "train")
+
+
 def test_row_at_a_cut_end_is_told_as_cut(load):
     with pytest.raises(DataError, match="is it cut off"):
         load('{"text": "a"}', '{"text": "b', end=b"")

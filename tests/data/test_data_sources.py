@@ -35,6 +35,27 @@ def test_folder_of_json_lines_is_not_taken_for_text(tmp_path):
         load(DataSource(path=tmp_path))
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        '[{"text": "a"}]',
+        '[\n  {\n    "id": "1",\n    "conversations": []\n  }\n]',
+        '{"input_ids": [1]}\n{"input_ids": [2]}\n',
+    ],
+)
+def test_folder_of_rows_in_a_json_file_is_not_taken_for_text(tmp_path, content):
+    (tmp_path / "train.json").write_text(content)
+    (tmp_path / "README.md").write_text("# Data")
+    with pytest.raises(DataError, match=r"train\.json: .*rows of JSON.*source of its own"):
+        load(DataSource(path=tmp_path))
+
+
+def test_folder_of_sources_may_hold_json(tmp_path):
+    for name, content in {"package.json": '{"name": "x", "files": ["text"]}', "list.json": "[1]"}.items():
+        (tmp_path / name).write_text(content)
+    assert names(load(DataSource(path=tmp_path))) == ["list.json", "package.json"]
+
+
 def test_folder_links_are_left_out_but_the_named_folder_may_be_one(tmp_path):
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret").write_text("x")

@@ -1,8 +1,12 @@
-"""Sources to a Dataset: read, check, tokenize and count every row once, and tell the bad ones together."""
+"""Sources to a dataset: read, check, tokenize and count every row once, and report the bad ones together.
+
+Rows of one file that are refused for the same reason are one line with a count. Cost: one pass over the files.
+"""
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,6 +19,7 @@ from lengthwise.data.sources import list_source, read_rows
 from lengthwise.data.tokenizer import Tokenizer
 
 _SHOWN = 20
+_LINE = re.compile(r":\d+$")  # of a row's place in its file
 
 
 def load_dataset(
@@ -52,22 +57,32 @@ def load_dataset(
 
 
 class _Refusals:
-    """Collects errors, keeping the first few whole and counting the others."""
+    """Collect errors: one of each kind with how many there are, the first few kinds, and a count of all others."""
 
     def __init__(self) -> None:
-        self._kept: list[DataError] = []
+        self._kept: dict[tuple[str, ...], tuple[DataError, int]] = {}
         self._count = 0
 
     def add(self, error: DataError) -> None:
         self._count += 1
-        if len(self._kept) < _SHOWN:
-            self._kept.append(error)
+        kind = (_LINE.sub("", error.where), error.expected, error.got)
+        first, count = self._kept.get(kind, (error, 0))
+        if count or len(self._kept) < _SHOWN:
+            self._kept[kind] = (first, count + 1)
 
     def raise_all(self, key: str) -> None:
-        if self._count > len(self._kept):
-            got, remedy = f"{self._count}, the first {_SHOWN} above", "Mend these; the same causes may repeat."
-            self._kept.append(DataError(key, expected="no bad rows", got=got, remedy=remedy))
-        raise_problems(self._kept)
+        problems = [
+            DataError(first.where, expected=first.expected, got=f"{first.got}{_alike(count)}", remedy=first.remedy)
+            for first, count in self._kept.values()
+        ]
+        if self._count > sum(count for _, count in self._kept.values()):
+            got, remedy = f"{self._count}, the first {_SHOWN} above", "Correct these; the same causes may repeat."
+            problems.append(DataError(key, expected="no bad rows", got=got, remedy=remedy))
+        raise_problems(problems)
+
+
+def _alike(count: int) -> str:
+    return f" (and in {count - 1} more rows)" if count > 1 else ""
 
 
 def _add_row(
@@ -98,7 +113,7 @@ def _encode(row: Row, *, tokenizer: Callable[[], Tokenizer], vocab_size: int | N
             assert row.text is not None, row
             tokens = loaded.encode(row.text)
     except ValueError as error:  # a lone surrogate, which JSON can spell, or a Python file that lies about its encoding
-        got, remedy = f"{error}", "Mend the text."
+        got, remedy = f"{error}", "Correct the text."
         raise DataError(row.where, expected="text that can be encoded", got=got, remedy=remedy) from None
     if vocab_size is not None and len(tokens) and int(tokens.max()) >= vocab_size:
         got = f"id {int(tokens.max())} from tokenizer {loaded.name}"

@@ -186,7 +186,7 @@ def _lengths_from_recipe(content: Mapping[str, Any], where: str) -> list[int]:
 
 
 def _bad(where: str, expected: str, got: str) -> DataError:
-    return DataError(where, expected=expected, got=got, remedy="Mend the file of lengths.")
+    return DataError(where, expected=expected, got=got, remedy="Correct the file of lengths.")
 
 
 def _as_data(error: LengthwiseError, prefix: str = "") -> DataError:

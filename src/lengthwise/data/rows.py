@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,13 @@ from lengthwise.data.dataset import NO_LOSS
 
 _LARGEST_ID = 2**31 - 1
 _ROWS = '{"text": ...}, {"input_ids": [...]} or {"input_ids": [...], "labels": [...]}'
+_CHATS = ("messages", "conversations", "conversation", "chat")
+_CHAT_REMEDY = (
+    "Chats are not read yet: render them with the tokenizer's chat template to `input_ids`, and to `labels` with "
+    f"{NO_LOSS} where nothing is to be learned."
+)
+# What other trainers read as labels, or as what has a loss or is seen; ignored, a run would learn something else.
+_LIKE_LABELS = re.compile(r"(\w+_)?(labels?|masks?|targets?|weights?)|(label|target|position|token_type|segment)_ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +115,7 @@ class RowParser:
                 continue
             extra = f", or {NO_LOSS} for no loss" if column == "labels" else ""
             expected = f"whole numbers from 0 to {self._limit - 1}{extra}" if whole else f"whole numbers{extra}"
-            remedy = "Use the tokenizer of this model, or mend the row." if whole else "Mend the row."
+            remedy = "Use the tokenizer of this model, or correct the row." if whole else "Correct the row."
             return _refuse(where, expected, f"{column}[{position}] = {_told(value)}", remedy)
         raise AssertionError(f"no bad id in {column} of {where}")
 
@@ -122,13 +130,29 @@ def decode_utf8(raw: bytes, *, where: str, offset: int = 0) -> str:
 
 
 def _check_columns(values: dict[str, Any], where: str) -> None:
-    """Ask for text, or input_ids and perhaps labels; other columns are the user's own."""
+    """Ask for text, or input_ids and perhaps labels; other columns are the user's own, unless they look like labels."""
     if "text" in values and ("input_ids" in values or "labels" in values):
         other = "input_ids" if "input_ids" in values else "labels"
         raise _refuse(where, _ROWS, f'"text" and "{other}" in one row', "Keep one of them.")
     if "text" not in values and "input_ids" not in values:
         names = ", ".join(f'"{name}"' for name in list(values)[:8]) or "no columns"
-        raise _refuse(where, f"a column of {_ROWS}", names, 'Name the column "text" or "input_ids".')
+        remedy = _CHAT_REMEDY if any(name in values for name in _CHATS) else 'Name the column "text" or "input_ids".'
+        raise _refuse(where, f"a column of {_ROWS}", names, remedy)
+    for name, value in values.items():
+        if name != "labels" and _LIKE_LABELS.fullmatch(name.lower()) and not _says_nothing(name, value, values):
+            expected = f'"labels" with {NO_LOSS} where there is no loss, in place of other labels, masks and positions'
+            raise _refuse(
+                where, expected, f'"{name}", which would be ignored', "Write it into `labels`, or take it out."
+            )
+
+
+def _says_nothing(name: str, value: object, values: dict[str, Any]) -> bool:
+    """Return whether such a column changes nothing: null, a number beside text (its class), or what is so anyway."""
+    if isinstance(value, list):
+        n = len(value)
+        anyway = {"attention_mask": [1] * n, "token_type_ids": [0] * n, "position_ids": [*range(n)]}
+        return value == anyway.get(name)
+    return value is None or ("text" in values and isinstance(value, int | float))
 
 
 def _told(value: object) -> str:
@@ -141,5 +165,5 @@ def _told(value: object) -> str:
     return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
-def _refuse(where: str, expected: str, got: str, remedy: str = "Mend the row.") -> DataError:
+def _refuse(where: str, expected: str, got: str, remedy: str = "Correct the row.") -> DataError:
     return DataError(where, expected=expected, got=got, remedy=remedy)

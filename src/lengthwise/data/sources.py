@@ -7,12 +7,13 @@ user mends them all at once.
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from lengthwise.config.schema import DataSource
 from lengthwise.core.errors import DataError
@@ -20,7 +21,19 @@ from lengthwise.core.names import counted
 from lengthwise.data.rows import Row, RowParser, decode_utf8
 
 # Not the library itself: its tests, and what is installed or compiled beside it.
+_HEAD = 4096  # bytes of a file that are looked at for its kind
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+
+# How files begin that are no text, and how one makes JSON lines of them.
+_KINDS = {
+    b"PAR1": ("Parquet", "pandas.read_parquet(path).to_json('train.jsonl', orient='records', lines=True)"),
+    b"ARROW1": ("Arrow", "datasets.Dataset.from_file(path).to_json('train.jsonl')"),
+    b"\x1f\x8b": ("gzip", "gunzip"),
+    b"\x28\xb5\x2f\xfd": ("Zstandard", "unzstd"),
+    b"PK\x03\x04": ("zip", "unzip"),
+}
+# Rows of training data in a .json file: one of these among the first keys of an object, alone or first of an array.
+_ROWS_OF_JSON = re.compile(rb'\s*(\[\s*)?\{[^{}\[\]]*"(text|input_ids|messages|conversations|prompt|instruction)"\s*:')
 
 Report = Callable[[DataError], None]
 
@@ -59,6 +72,9 @@ def read_rows(listing: Listing, parser: RowParser, report: Report) -> Iterator[R
             with _opened(path) as file:
                 raw = file.read()
             empty = "" if raw else "an empty file"
+            if name.endswith(".json") and _ROWS_OF_JSON.match(raw[:_HEAD]):
+                got, remedy = "rows of JSON", "Name it as a source of its own, one object a line."
+                raise DataError(where, expected="text: each file of a folder is one document", got=got, remedy=remedy)
             if listing.python:
                 yield Row(where=where, python=raw, empty=empty)
             else:
@@ -104,6 +120,9 @@ def _read_lines(path: Path, parser: RowParser, report: Report) -> Iterator[Row]:
     shown = _printable(str(path))
     try:
         with _opened(path) as file:
+            if file.peek(_HEAD)[:_HEAD].lstrip()[:1] == b"[":
+                remedy = f"Write one object a line: jq -c '.[]' {path.name} > train.jsonl"
+                raise DataError(shown, expected="JSON lines", got="a JSON array", remedy=remedy)
             offset = 0
             for number, line in enumerate(file, start=1):
                 try:
@@ -120,7 +139,7 @@ def _read_lines(path: Path, parser: RowParser, report: Report) -> Iterator[Row]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _opened(path: Path) -> Iterator[BufferedReader]:
     """Open a regular file to read it whole; DataError for what the system refuses, and for a change meanwhile."""
     shown = _printable(str(path))
     try:
@@ -129,6 +148,10 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
             raise DataError(shown, expected="a regular file", got=got, remedy="Correct the path.")
         with path.open("rb") as file:
             before = os.fstat(file.fileno())
+            head = file.peek(_HEAD)
+            for start, (kind, remedy) in _KINDS.items():
+                if head.startswith(start):
+                    raise DataError(shown, expected="text", got=f"a file of {kind}", remedy=f"Convert it: {remedy}")
             yield file
         after = path.stat()
     except OSError as error:
