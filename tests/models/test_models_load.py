@@ -16,6 +16,7 @@ from lengthwise.models import (
     DTYPES,
     ModelSource,
     build_model,
+    check_buildable,
     count_parameters,
     find_model,
     keep_double,
@@ -226,3 +227,28 @@ def test_config_does_not_choose_how_to_compute(tmp_path, monkeypatch, keys, weig
         layers = {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
         assert layers == {attention}
         assert model.config._experts_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"use_cache": "true"}, "'use_cache' expected bool, got str"),
+        ({"hidden_size": 1.5}, "'hidden_size' expected int, got float"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"dtype": "float99"}, "float99"),
+        ({"model_type": []}, "unhashable"),
+        ({"hidden_act": "rule"}, "rule"),
+        ({"head_dim": 3}, "head_dim 3 is odd"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+    ],
+    ids=str,
+)
+def test_config_that_no_model_can_be_built_of_is_one_line_with_file_and_entry(tmp_path, changes, said):
+    source().config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ConfigError, match=said) as caught:
+        check_buildable(find_model(str(tmp_path)).config)
+    assert caught.value.where.startswith(str(tmp_path))
+    assert "config.json" in caught.value.where
+    assert "\n" not in str(caught.value)

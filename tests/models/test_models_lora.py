@@ -323,6 +323,8 @@ def copy_base(folder):
         (lambda folder: edit(folder, modules_to_save=["lm_head"]), "modules_to_save"),
         (lambda folder: edit(folder, init_lora_weights="pissa"), "init_lora_weights=pissa"),
         (lambda folder: edit(folder, some_new_trick=3), "some_new_trick=3"),
+        (lambda folder: edit(folder, lora_alpha=None), "lora_alpha in adapter_config.json; got null"),
+        (lambda folder: edit(folder, r="8"), 'r in adapter_config.json; got "8"'),
         (lambda folder: edit(folder, r=5), "lora_A.weight: [4, 32] in the file, [5, 32] in the model"),
         (lambda folder: edit(folder, target_modules=["nothing"]), "lora.adapter"),
         (drop, "nothing in the file"),

@@ -205,5 +205,5 @@ def rope_kinds(config: Any) -> list[tuple[str, str]]:
 
 
 def position_limit(config: Any) -> int | None:
-    """Tell how long a sequence may be where positions are looked up in a table; None where rope makes them."""
+    """Return how long a sequence may be where positions are looked up in a table; None where rope makes them."""
     return None if getattr(config, "rope_parameters", None) else getattr(config, "max_position_embeddings", None)

@@ -76,8 +76,10 @@ def _read_config(name: str) -> Any:
         found = AutoConfig.from_pretrained(name, trust_remote_code=False)
         values: dict[str, Any] = _without_engine(PreTrainedConfig.get_config_dict(name)[0])
         return type(found).from_dict({**values, "model_type": found.model_type}, name_or_path=name)
-    except (OSError, ValueError, KeyError) as error:
-        raise _unreadable(name, error) from None
+    except Exception as error:  # a file from outside: transformers raises what its reading of a value happens to raise
+        if (Path(name) / "config.json").is_file():
+            raise _refuse_config(f"{name}/config.json", error) from error
+        raise _unreadable(name, error) from error
 
 
 def _without_engine(values: Any) -> Any:
@@ -149,6 +151,26 @@ def build_skeleton(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), experts_implementation=EXPERTS)
 
 
+def check_buildable(config: Any) -> None:
+    """Build the model of a config without storage, before any process starts.
+
+    Raises:
+        ConfigError: it cannot be built, or its heads do not fit each other.
+    """
+    where = f"{config.name_or_path or config.model_type}: config.json"
+    heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    if heads and kv_heads and heads % kv_heads:
+        error = f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+        raise _refuse_config(where, error)
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim and head_dim % 2 and getattr(config, "rope_parameters", None):
+        raise _refuse_config(where, f"head_dim {head_dim} is odd, and rope turns pairs of entries")
+    try:
+        build_skeleton(config)
+    except Exception as error:  # the model's own code, with values from outside
+        raise _refuse_config(where, error) from error
+
+
 def count_parameters(config: Any) -> int:
     """Count the parameters of a config's model, tied ones once; no weights are made."""
     return sum(parameter.numel() for parameter in build_skeleton(config).parameters())
@@ -207,3 +229,9 @@ def _unreadable(name: str, error: Exception) -> ConfigError:
         got=f"{name}: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}",
         remedy="Correct the name, or download the model and give its folder.",
     )
+
+
+def _refuse_config(where: str, error: Exception | str) -> ConfigError:
+    got = error if isinstance(error, str) else f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    expected = "a config that transformers can build a model of"
+    return ConfigError(where, expected=expected, got=got.rstrip("."), remedy="Correct this entry.")

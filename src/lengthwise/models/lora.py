@@ -190,6 +190,9 @@ def _read_adapter_config(folder: Path) -> dict[str, Any]:
     if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
         kind = saved.get("peft_type") if isinstance(saved, dict) else type(saved).__name__
         raise _refuse("lora.adapter", "an adapter of peft_type LORA", str(kind))
+    for key, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
+        if type(saved.get(key, 8)) not in kinds or saved.get(key, 8) <= 0:
+            raise _refuse("lora.adapter", f"a number above 0 for {key} in {CONFIG_NAME}", json.dumps(saved[key]))
     plain = _peft().LoraConfig().to_dict()
     other = sorted(key for key in saved.keys() - _RUNNABLE if saved[key] and saved[key] != plain.get(key))
     if other:

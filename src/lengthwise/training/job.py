@@ -15,6 +15,7 @@ from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_posit
 from lengthwise.engine.batch import StepBatch
 from lengthwise.models import (
     ModelSource,
+    check_buildable,
     check_lora,
     check_model_config,
     check_recompute,
@@ -113,6 +114,8 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: 
     if model:
         refused = len(collector.problems)
         attempt(lambda: check_model_config(model.config))
+        if len(collector.problems) == refused:
+            attempt(lambda: check_buildable(model.config))
         if len(collector.problems) == refused:
             attempt(lambda: check_recompute(model.config, config.recompute))
             attempt(lambda: check_lora(model, config.lora))
