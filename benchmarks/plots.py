@@ -235,7 +235,10 @@ def meshes() -> str:
     settings = list(dict.fromkeys((row["GPUs"], row["longest"]) for row in rows))
     names = list(dict.fromkeys(row["planner"] for row in rows))
     fills = dict(zip(names, ("white", FAINT, LIGHT, MIDDLE, DARK), strict=True))
-    sheet = Sheet(800, 300, "Step seconds of each planner with its best mesh over those of lengthwise today")
+    right = 60 + 150 * len(settings)
+    sheet = Sheet(
+        max(640, right), 300, "Step seconds of each planner with its best mesh over those of lengthwise today"
+    )
     sheet.text(16, 24, "Step time of each planner with its best of eight meshes (simulated);", size=14, bold=True)
     sheet.text(16, 42, "1: what Lengthwise trains today, without tensor parallelism or split heads", size=14, bold=True)
     legend(sheet, 16, 64, [(fills[name], name) for name in names])
@@ -248,8 +251,8 @@ def meshes() -> str:
             sheet.box(x + place * 25, 262 - height, 22, height, fills[row["planner"]], line="#5c656d")
             sheet.text(x + place * 25 + 11, 257 - height, f"{ratio:.2f}", size=9.5, anchor="middle")
         sheet.text(x + 61, 280, f"{setting[0]} GPUs, {setting[1]}", size=12, anchor="middle")
-    sheet.line(40, 262, 790, 262, ink=INK)
-    sheet.line(40, 262 - 160 / most, 790, 262 - 160 / most, ink=INK, dashed=True)
+    sheet.line(40, 262, right - 10, 262, ink=INK)
+    sheet.line(40, 262 - 160 / most, right - 10, 262 - 160 / most, ink=INK, dashed=True)
     return sheet.svg()
 
 

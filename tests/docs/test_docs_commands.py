@@ -53,7 +53,9 @@ def commands(text: str) -> Iterator[tuple[str, bool]]:
     for line in re.sub(r"^ *```\w*\n.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL).split("\n\n"):
         for code in re.findall(r"`([^`]+)`", line):
             words = " ".join(code.split())
-            if words.startswith(("lengthwise ", "python benchmarks/", "make ", "torchrun ", "python -m lengthwise ")):
+            if words.startswith(
+                ("lengthwise ", "python benchmarks/", "python examples/", "make ", "torchrun ", "python -m lengthwise ")
+            ):
                 yield words, False
 
 
@@ -78,6 +80,8 @@ def refuse(command: str, *, whole: bool) -> None:
         assert words[2] in ("pytest", "lengthwise"), command
         if words[2] == "lengthwise":
             refuse_verb(words[3:], whole=whole)
+    elif words[0] == "python" and words[1].startswith("examples/"):
+        assert (ROOT / words[1]).exists(), command
     elif words[0] == "python":
         parse_benchmark(ROOT / words[1], words[2:])
     else:
