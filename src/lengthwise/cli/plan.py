@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from lengthwise.cli.options import named_alike, refuse_beside, refuse_but_one, refuse_recompute
 from lengthwise.cli.output import plain_console, refuse_unwritable_file, write_atomically
-from lengthwise.core.errors import Collector, ConfigError, raise_problems
-from lengthwise.core.names import counted, unknown_name
-from lengthwise.core.plan import RECOMPUTE_KINDS
+from lengthwise.core.errors import Collector, ConfigError
+from lengthwise.core.names import counted
 from lengthwise.core.shape import ModelShape
 from lengthwise.core.sizes import MOST_RANKS, parse_tokens, read_whole
 from lengthwise.report.figures import count, seconds, unitless
@@ -23,20 +23,7 @@ if TYPE_CHECKING:
     from lengthwise.planner import PlanOptions
 
 
-_SAME = (
-    "planner",
-    "ranks",
-    "mode",
-    "stages",
-    "virtual",
-    "offload",
-    "heads",
-    "recompute",
-    "speeds",
-    "hardware",
-    "capacity",
-)
-_NAMES = {name: f"--{name}" for name in _SAME} | {
+_NAMES = named_alike("planner ranks mode stages virtual offload heads recompute speeds hardware capacity") | {
     "tokens": "--lengths",
     "capacity_tokens": "--capacity",
     "context_tokens": "the longest sequence",
@@ -160,7 +147,8 @@ class PlanCommand:
         from lengthwise.planner import PlanOptions, parse_speeds
 
         problems = Collector()
-        problems.attempt(self._refuse_sources)
+        sources = {"--config": self.config is not None, "--lengths": self.lengths is not None}
+        problems.attempt(partial(refuse_but_one, "plan", sources))
         problems.attempt(partial(refuse_unwritable_file, self.out))
         ranks = problems.attempt(partial(read_whole, "ranks", self.ranks, most=MOST_RANKS))
         config = problems.attempt(self._read_config)
@@ -188,20 +176,11 @@ class PlanCommand:
         assert capacities is not None, "what has no capacity has a problem"
         return Asked(config=config, lengths=lengths, shape=shape, cost=cost, capacities=capacities, options=options)
 
-    def _refuse_sources(self) -> None:
-        if (self.config is None) == (self.lengths is None):
-            got = "neither" if self.config is None else "both"
-            raise ConfigError("plan", expected="one of --config and --lengths", got=got, remedy="Give exactly one.")
-
     def _capacities(self, config: RunConfig | None, shape: ModelShape | None, ranks: int | None) -> dict[str, int]:
-        """Tell what a rank holds with each kind of recomputation that may be chosen; empty where a None hides it."""
-        if self.recompute is not None and (config is not None or self.cost is not None):
-            raise ConfigError(
-                "--recompute",
-                expected="nothing beside --config, whose recompute counts, or --cost, which knows none",
-                got=repr(self.recompute),
-                remedy="Leave it out.",
-            )
+        """Return the tokens a rank holds by kind of recomputation to choose from; empty where a None hides it."""
+        if config is not None or self.cost is not None:
+            expected = "nothing beside --config, whose recompute counts, or --cost, which knows none"
+            refuse_beside({"--recompute": self.recompute}, expected, "Leave it out.")
         refuse_recompute(self.recompute, self.capacity)
         if self.recompute == "auto":
             from lengthwise.cost import microbatches_kept, named_hardware, recompute_capacities
@@ -226,19 +205,13 @@ class PlanCommand:
 
     def _refuse_beside_cost(self) -> None:
         """Refuse options that would do nothing beside --cost."""
-        unused = {
-            "--model-shape": self.model_shape,
-            "--hardware": self.hardware,
-            "--ranks-per-node": self.ranks_per_node,
-        }
+        unused = self._of_hardware() | {"--hardware": self.hardware}
         expected = "nothing beside --cost, which is all that a plan then costs"
-        raise_problems(
-            [
-                ConfigError(option, expected=expected, got=repr(value), remedy=f"Leave out {option} or --cost.")
-                for option, value in unused.items()
-                if value is not None
-            ]
-        )
+        refuse_beside(unused, expected, "Leave out {option} or --cost.")
+
+    def _of_hardware(self) -> dict[str, object]:
+        """Return the options that say nothing without a hardware to price them."""
+        return {"--model-shape": self.model_shape, "--ranks-per-node": self.ranks_per_node}
 
     def _shape(self, config: RunConfig | None) -> ModelShape | None:
         """Find the model whose layers, vocabulary and costs count; None where given costs make it needless."""
@@ -254,20 +227,9 @@ class PlanCommand:
         from lengthwise.cost import named_hardware
 
         if self._plans_as_training:
-            beside = {
-                "--ranks-per-node": self.ranks_per_node,
-                "--stages": self.stages,
-                "--model-shape": self.model_shape,
-            }
             expected = "--hardware beside it (without, --config plans as training on CPUs does)"
             remedy = "Add --hardware h100, or leave this option out."
-            raise_problems(
-                [
-                    ConfigError(option, expected=expected, got="no --hardware", remedy=remedy)
-                    for option, value in beside.items()
-                    if value is not None
-                ]
-            )
+            refuse_beside(self._of_hardware() | {"--stages": self.stages}, expected, remedy, got="no --hardware")
             return named_hardware("cpu")
         hardware = named_hardware(self.hardware or "h100")
         if self.ranks_per_node is not None:
@@ -308,20 +270,6 @@ class PlanCommand:
         )
         first = next(iter(Batches(dataset, config)))
         return [int(dataset.lengths[i]) for i in first.ids], int(dataset.lengths.max())
-
-
-def refuse_recompute(recompute: str | None, capacity: object) -> None:
-    """Refuse a kind of recomputation that there is not, and a capacity beside `auto`.
-
-    Raises:
-        ConfigError: one of these.
-    """
-    kinds = (*RECOMPUTE_KINDS, "auto")
-    if recompute is not None and recompute not in kinds:
-        raise unknown_name("--recompute", recompute, kinds)
-    if recompute == "auto" and capacity is not None:
-        expected = "nothing beside --recompute auto: every kind has its own"
-        raise ConfigError("--capacity", expected=expected, got=str(capacity), remedy="Leave out one of them.")
 
 
 def _shape_of(config: RunConfig) -> ModelShape:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from rich.console import Console
 
+from lengthwise.cli.options import named_alike, refuse_beside, refuse_but_one, refuse_recompute
 from lengthwise.cli.output import plain_console
 from lengthwise.cli.simulate_lengths import KnownLengths, lengths_of_data, listed_lengths, refuse_data
 from lengthwise.core.errors import Collector, ConfigError, raise_problems
@@ -27,21 +28,7 @@ if TYPE_CHECKING:
 _QUICK_RANKS = 50_000  # up to here no planner takes minutes for a batch
 _PLANNERS = "static,single-degree,bytescale-naive,bytescale,lengthwise"
 
-
-_SAME = (
-    "mode",
-    "virtual",
-    "offload",
-    "heads",
-    "recompute",
-    "hardware",
-    "model",
-    "tokenizer",
-    "capacity",
-    "ranks",
-    "data",
-)
-_NAMES = {name: f"--{name}" for name in _SAME} | {
+_NAMES = named_alike("mode virtual offload heads recompute hardware model tokenizer capacity ranks data") | {
     "planner": "--planners",
     "stages": "--pp",
     "tensor": "--tp",
@@ -141,25 +128,16 @@ class Simulate:
         facts = self._facts(setting, batches, known)
         sentence = closing_sentence(results, self._mesh(setting), chosen=chosen, unit=known.unit)
         beside = remarks(results, device_bytes=setting.hardware.device_bytes, chose_recompute=self.recompute == "auto")
-        traces = {
-            each.planner: chrome_trace(
-                each.first_plan,
-                each.first,
-                ranks_per_node=setting.cost.ranks_per_node,
-                most_ranks=self.trace_ranks,
-            )
-            for each in results
-        }
+        shown = {"ranks_per_node": setting.cost.ranks_per_node, "most_ranks": self.trace_ranks}
+        traces = {each.planner: chrome_trace(each.first_plan, each.first, **shown) for each in results}
         figures = json.dumps(simulation_json(results, facts, chosen), indent=1) + "\n"
         page = simulation_page(results, batches, about=facts["about"], sentence=sentence, remarks=beside)
         write_simulation(self.out, figures, page, traces)
         console = plain_console()
-        console.print(facts["about"])
-        console.print(simulation_table(results, title="one step, mean of batches (simulated, not measured)"))
-        for remark in beside:
-            console.print(remark)
-        console.print(sentence)
-        console.print(f"written to {self.out}: simulation.json, trace-*.json, report.html")
+        table = simulation_table(results, title="one step, mean of batches (simulated, not measured)")
+        written = f"written to {self.out}: simulation.json, trace-*.json, report.html"
+        for part in (facts["about"], table, *beside, sentence, written):
+            console.print(part)
         return 0
 
     def _simulated_again(self, asked: Asked, setting: Setting, batches: list[list[int]]) -> list[PlannerResult]:
@@ -256,20 +234,16 @@ class Simulate:
 
     def _known_lengths(self) -> KnownLengths | None:
         """Take lengths that need no reading of data, and refuse data that are not there."""
-        if (self.lengths is None) == (not self.data):
-            got = "neither" if self.lengths is None else "both"
-            raise ConfigError("simulate", expected="one of --lengths and --data", got=got, remedy="Give exactly one.")
+        refuse_but_one("simulate", {"--lengths": self.lengths is not None, "--data": bool(self.data)})
         if self.lengths is not None:
-            self._refuse_beside_lengths()
+            unused = {
+                "--tokenizer": None if self.tokenizer == "bytes" else self.tokenizer,
+                "--empty": None if self.empty == "error" else self.empty,
+            }
+            refuse_beside(unused, "nothing beside --lengths, which are tokens already", "Leave it out, or give --data.")
             return listed_lengths(self.lengths)
         refuse_data(self.data, self.empty)
         return None
-
-    def _refuse_beside_lengths(self) -> None:
-        for option, value, usual in (("--tokenizer", self.tokenizer, "bytes"), ("--empty", self.empty, "error")):
-            if value != usual:
-                expected = "nothing beside --lengths, which are tokens already"
-                raise ConfigError(option, expected=expected, got=repr(value), remedy="Leave it out, or give --data.")
 
     def _planner_names(self) -> list[str]:
         from lengthwise.planner import PLANNERS
@@ -283,8 +257,7 @@ class Simulate:
         return names
 
     def _capacities(self, shape: ModelShape | None, hardware: Hardware | None, ranks: int | None) -> dict[str, int]:
-        """Tell what a rank holds with each kind of recomputation that may be chosen; empty where a None hides it."""
-        from lengthwise.cli.plan import refuse_recompute
+        """Return the tokens a rank holds by kind of recomputation to choose from; empty where a None hides it."""
         from lengthwise.core.plan import RECOMPUTE_KINDS
         from lengthwise.cost import microbatches_kept, recompute_capacities
 
@@ -298,29 +271,20 @@ class Simulate:
         return recompute_capacities(shape, hardware, ranks, kinds=kinds, devices=self.tp * self.pp, kept=kept)
 
     def _ranks(self, devices: int) -> int:
-        if (self.ranks is None) == (self.gpus is None):
-            got = "neither" if self.ranks is None else "both"
-            raise ConfigError("simulate", expected="one of --ranks and --gpus", got=got, remedy="Give exactly one.")
+        refuse_but_one("simulate", {"--ranks": self.ranks is not None, "--gpus": self.gpus is not None})
         if self.ranks is not None:
             return read_whole("--ranks", self.ranks, most=MOST_RANKS)
         assert self.gpus is not None, "one of the two was checked to be given"
         read_whole("--gpus", self.gpus, most=MOST_RANKS)
         if self.gpus % devices:
-            raise ConfigError(
-                "--gpus",
-                expected=f"a multiple of --tp x --pp = {devices}",
-                got=str(self.gpus),
-                remedy="Give all devices of whole ranks.",
-            )
+            expected, remedy = f"a multiple of --tp x --pp = {devices}", "Give all devices of whole ranks."
+            raise ConfigError("--gpus", expected=expected, got=str(self.gpus), remedy=remedy)
         return self.gpus // devices
 
     def _held(self, setting: Setting) -> str:
-        """Tell what a rank holds, by kind of recomputation where there are several."""
-        capacities = dict(setting.capacities or {})
-        told = [
-            f"{kind} {capacity:,}" if len(capacities) > 1 else f"{capacity:,}" for kind, capacity in capacities.items()
-        ]
-        return ", ".join(told)
+        """Return what a rank holds, by kind of recomputation where there are several."""
+        held = {kind: f"{capacity:,}" for kind, capacity in (setting.capacities or {}).items()}
+        return ", ".join(held.values() if len(held) == 1 else map(" ".join, held.items()))
 
     def _mesh(self, setting: Setting) -> str:
         """Say how many devices there are, and how many make a rank."""
