@@ -24,11 +24,16 @@ if TYPE_CHECKING:
     from lengthwise.planner import plan_step as plan
     from lengthwise.program import check_plan as check
     from lengthwise.simulator import simulate_plan as simulate
+    from lengthwise.training.api import train, verify
+    from lengthwise.training.callbacks import Callback
+    from lengthwise.training.metrics import TrainResult
+    from lengthwise.training.verify import VerifyReport
 
     options = PlanOptions
 
 __version__ = "0.1.0"
 __all__ = [
+    "Callback",
     "Cluster",
     "Cost",
     "Hardware",
@@ -42,6 +47,8 @@ __all__ = [
     "RunConfig",
     "Score",
     "Timeline",
+    "TrainResult",
+    "VerifyReport",
     "build_config",
     "check",
     "costs",
@@ -50,10 +57,13 @@ __all__ = [
     "plan",
     "score",
     "simulate",
+    "train",
+    "verify",
 ]
 
 # Where each name lives; after a colon, what it is called there.
 _HOMES = {
+    "Callback": "training.callbacks",
     "Cluster": "core.shape",
     "Cost": "cost",
     "Hardware": "cost",
@@ -67,6 +77,8 @@ _HOMES = {
     "RunConfig": "config",
     "Score": "planner",
     "Timeline": "core.timeline",
+    "TrainResult": "training.metrics",
+    "VerifyReport": "training.verify",
     "build_config": "config",
     "check": "program:check_plan",
     "costs": "cost",
@@ -75,6 +87,8 @@ _HOMES = {
     "plan": "planner:plan_step",
     "score": "planner",
     "simulate": "simulator:simulate_plan",
+    "train": "training.api",
+    "verify": "training.api",
 }
 
 

@@ -71,6 +71,20 @@ def test_train_tells_what_command_line_run_file_and_output_have_wrong_in_one_mes
     assert "optimizer.lrr" in err
 
 
+@pytest.mark.parametrize("verb", ["train", "verify"])
+def test_a_typing_error_in_the_run_file_is_told_without_torch(tmp_path, verb):
+    path = write_run(tmp_path, make_rows([3]), model="tiny", stepz=3)
+    code = (
+        "import sys\nfrom lengthwise.__main__ import main\n"
+        f"sys.argv[1:] = [{verb!r}, {str(path)!r}, '--ranks', '0']\n"
+        "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Did you mean `steps`?" in done.stderr
+    assert "--ranks: expected a whole number of at least 1" in done.stderr
+
+
 def test_train_tells_all_problems_of_model_and_data_in_one_message(tmp_path, capfd, monkeypatch):
     no_process_may_start(monkeypatch)
     rows = [
@@ -95,7 +109,7 @@ def test_train_tells_all_problems_of_model_and_data_in_one_message(tmp_path, cap
     config.write_text("{}")
     write_run(tmp_path, rows)
     err = refused(capfd, "train", path, "--ranks", 2)
-    assert "error[config] model" in err
+    assert f"error[config] {config}: expected a config" in err
     assert "train.jsonl:3" in err
     assert not (tmp_path / "out").exists()
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from lengthwise.core.errors import Collector
+from lengthwise.core.sizes import read_whole
 from lengthwise.report.figures import count, seconds
 from lengthwise.report.progress import LiveLine, step_line
 
@@ -25,7 +28,7 @@ Overrides = Annotated[
 ]
 
 RunFile = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG.yaml")]
-NAMES = {name: f"--{name.replace('_', '-')}" for name in ("ranks", "overwrite", "timeout_seconds")}
+NAMES = {"ranks": "--ranks", "overwrite": "--overwrite", "timeout_seconds": "--timeout-seconds"}
 """What the options of `training.api` are called on the command line."""
 
 Ranks = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
@@ -52,17 +55,35 @@ class Train:
 
     def run(self) -> int:
         """Run the command; return the exit status."""
+        config = read_settings(self.config, self.set, self.ranks)
+
         from lengthwise.training.api import train
 
         result = train(
-            self.config,
+            config,
             ranks=self.ranks,
-            overrides=[each for group in self.set for each in group],
             overwrite=self.overwrite,
             timeout_seconds=self.timeout_seconds,
             callbacks=[PrintedProgress(LiveLine(sys.stdout))],
         )
         return 128 + result.stopped_by if result.stopped_by == signal.SIGINT else 0
+
+
+def read_settings(path: Path, overrides: Sequence[Sequence[str]], ranks: int | None) -> RunConfig:
+    """Read a run file before torch is imported, which takes seconds: a typing error is told at once.
+
+    Raises:
+        LengthwiseError: what the run file, the overrides and the number of ranks have wrong.
+    """
+    from lengthwise.config import load_config
+
+    problems = Collector()
+    config = problems.attempt(lambda: load_config(path, [each for group in overrides for each in group]))
+    if config is not None:
+        return config
+    problems.attempt(lambda: ranks is None or read_whole("ranks", ranks))
+    problems.raise_all()
+    raise AssertionError("a run file that was not read has a problem")
 
 
 class PrintedProgress:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from lengthwise.cli.train import NAMES, Overrides, Ranks, RunFile
+from lengthwise.cli.train import NAMES, Overrides, Ranks, RunFile, read_settings
 from lengthwise.report.figures import count
 
 if TYPE_CHECKING:
@@ -43,12 +43,13 @@ class Verify:
 
     def run(self) -> int:
         """Run the command; return the exit status."""
+        config = read_settings(self.config, self.set, self.ranks)
+
         from lengthwise.training.api import verify
 
         found = verify(
-            self.config,
+            config,
             ranks=self.ranks,
-            overrides=[each for group in self.set for each in group],
             plan=self.plan,
             timeout_seconds=self.timeout_seconds,
             on_start=print_expectations,
