@@ -131,13 +131,18 @@ class Emulated:
         rank, cost = self._transport.rank, self._cost
         held = sum(segment.num_tokens for segment in program.segments(rank))
         rounds = program.backward_rounds if backward else program.forward_rounds
-        stages = max(program.hops, len(rounds))
+        stages = max(program.ring_steps, len(rounds))
         return Layer(
             own_seconds=each.linear * (cost.linear_seconds * held + cost.fixed_seconds) / cost.layers,
-            blocks_seconds=[self._blocks(program, each, hop) if hop < program.hops else 0.0 for hop in range(stages)],
+            blocks_seconds=[
+                self._blocks(program, each, ring_step) if ring_step < program.ring_steps else 0.0
+                for ring_step in range(stages)
+            ],
             transfers=[
-                [t for t in rounds[hop].transfers if rank in (t.source, t.target)] if hop < len(rounds) else []
-                for hop in range(stages)
+                [t for t in rounds[ring_step].transfers if rank in (t.source, t.target)]
+                if ring_step < len(rounds)
+                else []
+                for ring_step in range(stages)
             ],
         )
 
@@ -148,9 +153,9 @@ class Emulated:
             self._sleep(seconds)
             self._take(call)
 
-    def _blocks(self, program: MicrobatchProgram, each: Pass, hop: int) -> float:
+    def _blocks(self, program: MicrobatchProgram, each: Pass, ring_step: int) -> float:
         total = 0.0
-        for task in program.tasks(self._transport.rank, hop):
+        for task in program.tasks(self._transport.rank, ring_step):
             length = program.tokens[task.sequence]
             degree = program.microbatch.pieces[task.piece].degree
             whole = float(self._cost.attention_seconds(np.array([float(length)]), degree)[0])

@@ -42,7 +42,9 @@ def test_a_pack_is_one_call_a_layer_and_pass_and_so_are_the_diagonals_of_rings(w
         forward = ops.calls
         out.sum().backward()
         windowed = program.with_window(window)
-        others = sum(not t.causal for hop in range(windowed.hops) for t in windowed.tasks(transport.rank, hop))
+        others = sum(
+            not t.causal for ring_step in range(windowed.ring_steps) for t in windowed.tasks(transport.rank, ring_step)
+        )
         return forward, ops.calls - forward, 1 + others
 
     for forward, backward, expected in StrictWorld(2).run(work):

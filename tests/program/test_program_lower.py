@@ -13,21 +13,21 @@ from lengthwise.testing import draw_lengths, make_plan, random_plan, visible_pai
 
 
 def covered_pairs(plan: Plan) -> Counter[tuple[int, int, int]]:
-    """Count each (sequence, query, key) that any rank computes at any hop, found from tokens, not from borders."""
+    """Count each (sequence, query, key) that any rank computes at any ring step, from tokens, not from borders."""
     pairs: Counter[tuple[int, int, int]] = Counter()
     for rank in range(plan.ranks):
         for program in lower_plan(plan, rank):
             own = [(s.sequence, t) for s in program.segments(rank) for t in range(s.start, s.stop)]
-            for hop in range(program.hops):
+            for ring_step in range(program.ring_steps):
                 held = {
                     index: [
                         (s.sequence, t)
-                        for s in program.shard(index, (position - hop) % piece.degree)
+                        for s in program.shard(index, (position - ring_step) % piece.degree)
                         for t in range(s.start, s.stop)
                     ]
                     for index, piece, position in program.pieces_of(rank)
                 }
-                for task in program.tasks(rank, hop):
+                for task in program.tasks(rank, ring_step):
                     queries = own[task.q_start : task.q_stop]
                     keys = held[task.piece][task.kv_start : task.kv_stop]
                     assert len(queries) == task.q_stop - task.q_start > 0
@@ -55,30 +55,30 @@ def check_rounds(plan: Plan) -> None:
         for rounds in (program.forward_rounds, program.backward_rounds):
             keys = {(p, j): j for p, piece in enumerate(pieces) for j in range(piece.degree)}
             grads: dict[tuple[int, int], int] = {}
-            for hop, each in enumerate(rounds):
+            for ring_step, each in enumerate(rounds):
                 new_keys, new_grads = dict(keys), dict(grads)
                 for t in each.transfers:
                     ring = pieces[t.piece].ranks
                     source, target = ring.index(t.source), ring.index(t.target)
                     assert (source + 1) % len(ring) == target
                     assert t.source != t.target
-                    assert t.tokens == program.shard_tokens(t.piece, t.home) > 0
+                    assert t.tokens == program.shard_tokens(t.piece, t.owner) > 0
                     if t.content == "kv":
-                        assert keys[t.piece, source] == t.home
-                        new_keys[t.piece, target] = t.home
+                        assert keys[t.piece, source] == t.owner
+                        new_keys[t.piece, target] = t.owner
                     else:
-                        assert hop >= 1
-                        new_grads[t.piece, target] = t.home
-                # Gradients are of what was held in the hop before: the sender held those keys then.
+                        assert ring_step >= 1
+                        new_grads[t.piece, target] = t.owner
+                # Gradients are of what was held in the ring step before: the sender held those keys then.
                 for t in (t for t in each.transfers if t.content == "dkv"):
                     ring = pieces[t.piece].ranks
-                    assert (ring.index(t.source) - (hop - 1)) % len(ring) == t.home
+                    assert (ring.index(t.source) - (ring_step - 1)) % len(ring) == t.owner
                 keys, grads = new_keys, new_grads
             if rounds is program.backward_rounds:
                 for p, piece in enumerate(pieces):
                     for j in range(piece.degree if piece.degree > 1 else 0):
                         if program.shard_tokens(p, j):
-                            assert grads[p, j] == j, "gradients end at home"
+                            assert grads[p, j] == j, "gradients end at owner"
 
 
 @pytest.mark.parametrize("degree", range(1, 8))
@@ -188,8 +188,8 @@ def test_rank_without_tokens_still_passes_keys_on():
     holder = tokens.index(1)
     forward = [(t.source, t.target, t.tokens) for each in program.forward_rounds for t in each.transfers]
     assert forward == [(holder, (holder + 1) % 3, 1), ((holder + 1) % 3, (holder + 2) % 3, 1)]
-    home = [(t.source, t.target) for t in program.backward_rounds[-1].transfers]
-    assert home == [((holder + 2) % 3, holder)]
+    owner = [(t.source, t.target) for t in program.backward_rounds[-1].transfers]
+    assert owner == [((holder + 2) % 3, holder)]
 
 
 def test_segments_follow_the_cut_of_the_plan_file():

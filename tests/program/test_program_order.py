@@ -61,8 +61,8 @@ def test_order_a_an_empty_transfer_is_left_out_on_both_sides():
     program = lower_microbatch(plan, 0)
     holders = {rank for rank in range(5) if sum(s.num_tokens for s in program.segments(rank))}
     assert len(holders) < 5
-    for hop, each in enumerate((*program.forward_rounds, *program.backward_rounds)):
-        assert all(t.tokens > 0 for t in each.transfers), f"round {hop}"
+    for ring_step, each in enumerate((*program.forward_rounds, *program.backward_rounds)):
+        assert all(t.tokens > 0 for t in each.transfers), f"round {ring_step}"
     first = [(t.source, t.target) for t in program.forward_rounds[0].transfers]
     assert {source for source, _ in first} == holders
     assert check_order(plan) == sum(len(each.transfers) for each in (*program.forward_rounds, *program.backward_rounds))
@@ -122,7 +122,7 @@ def test_order_d_a_collective_before_the_last_round_deadlocks():
         for label, operations in groups:
             matcher.post(rank, label, operations)
     list(matcher.progress())
-    assert matcher.stuck() == {0: "step end", 1: "microbatch 0, layer 0, backward, hop 0"}
+    assert matcher.stuck() == {0: "step end", 1: "microbatch 0, layer 0, backward, ring step 0"}
 
 
 @settings(max_examples=50)
@@ -174,8 +174,8 @@ def test_order_e_recomputation_runs_the_forward_rounds_again_before_each_layers_
     labels = [label for label, _ in rank_groups(plan, 2, windows=[None] * 2)]
     layers = [label.removeprefix("microbatch 0, layer ") for label in labels if label.startswith("microbatch 0")]
     forward, again, backward = (
-        [f"{name}, hop {hop}" for hop in range(hops)]
-        for name, hops in (("forward", 2), ("forward again", 2), ("backward", 4))
+        [f"{name}, ring step {ring_step}" for ring_step in range(ring_steps)]
+        for name, ring_steps in (("forward", 2), ("forward again", 2), ("backward", 4))
     )
     assert layers == [
         *(f"{layer}, {label}" for layer in (0, 1) for label in forward),
@@ -218,7 +218,7 @@ def test_order_check_finds_no_deadlock_in_overlapping_rings():
         [Piece(ranks=(i, i + 1), sequences=(i,)) for i in range(11)]
         + [Piece(ranks=(i + 1, i), sequences=(21 - i,)) for i in reversed(range(11))],
     )
-    assert check_order(plan, layers=1) == 22 * 6  # a ring of two: keys forward, keys backward, gradients home
+    assert check_order(plan, layers=1) == 22 * 6  # a ring of two: keys forward, keys backward, gradients back
 
 
 def test_order_check_finds_ranks_in_opposite_microbatch_orders():
@@ -244,7 +244,7 @@ def test_order_check_finds_a_circle_of_rings_in_opposite_orders():
     assert list(matcher.progress()) == []
     stuck = matcher.stuck()
     assert stuck.keys() == {0, 1, 2}
-    assert all("microbatch 0, layer 0, forward, hop 0" in label for label in stuck.values())
+    assert all("microbatch 0, layer 0, forward, ring step 0" in label for label in stuck.values())
 
 
 def test_order_check_names_ranks_of_a_deadlock(monkeypatch):

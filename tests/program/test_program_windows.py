@@ -20,10 +20,10 @@ def covered_pairs(plan: Plan, window: int | None) -> Counter[tuple[int, int, int
             program = whole.with_window(window)
             own = [(s.sequence, t) for s in program.segments(rank) for t in range(s.start, s.stop)]
             first_blocks: Counter[int] = Counter()
-            for hop in range(program.hops):
-                for task in program.tasks(rank, hop):
+            for ring_step in range(program.ring_steps):
+                for task in program.tasks(rank, ring_step):
                     held = [
-                        (s.sequence, t) for s in program.shard(task.piece, task.home) for t in range(s.start, s.stop)
+                        (s.sequence, t) for s in program.shard(task.piece, task.owner) for t in range(s.start, s.stop)
                     ]
                     queries, keys = own[task.q_start : task.q_stop], held[task.kv_start : task.kv_stop]
                     assert queries
@@ -56,40 +56,40 @@ def expected_pairs(plan: Plan, window: int | None) -> Counter[tuple[int, int, in
 
 
 def follow_rounds(plan: Plan, window: int | None) -> None:
-    """Run the rounds on sets: keys are sent only by who holds them, and each home gets every share exactly once."""
+    """Run the rounds on sets: keys are sent only by who holds them, and each owner gets every share exactly once."""
     for index in range(len(plan.microbatches)):
         program = lower_microbatch(plan, index).with_window(window)
         pieces = program.microbatch.pieces
-        computed = {}  # (piece, position, home) -> hop of its blocks
+        computed = {}  # (piece, position, owner) -> ring step of its blocks
         for p, piece in enumerate(pieces):
             for j, rank in enumerate(piece.ranks):
-                for hop in range(program.hops):
-                    for task in program.tasks(rank, hop):
+                for ring_step in range(program.ring_steps):
+                    for task in program.tasks(rank, ring_step):
                         if task.piece == p:
-                            computed[p, j, task.home] = hop
+                            computed[p, j, task.owner] = ring_step
         for rounds in (program.forward_rounds, program.backward_rounds):
             held = {(p, j): {j} for p, piece in enumerate(pieces) for j in range(piece.degree)}
             shares: dict[tuple[int, int, int], Counter[int]] = {}
-            for hop in range(max(len(rounds), program.hops)):
-                for (p, j, home), when in computed.items():
-                    if when == hop:
-                        assert home in held[p, j], f"hop {hop}: position {j} lacks the keys of {home}"
+            for ring_step in range(max(len(rounds), program.ring_steps)):
+                for (p, j, owner), when in computed.items():
+                    if when == ring_step:
+                        assert owner in held[p, j], f"ring step {ring_step}: position {j} lacks the keys of {owner}"
                 arrivals = []
-                for t in rounds[hop].transfers if hop < len(rounds) else ():
+                for t in rounds[ring_step].transfers if ring_step < len(rounds) else ():
                     ring = pieces[t.piece].ranks
                     source, target = ring.index(t.source), ring.index(t.target)
-                    assert t.tokens == program.shard_tokens(t.piece, t.home) > 0
+                    assert t.tokens == program.shard_tokens(t.piece, t.owner) > 0
                     assert (target - source) % len(ring) in (1, len(ring) - 1), "only neighbours of the ring talk"
                     if t.content == "kv":
-                        assert t.home in held[t.piece, source]
-                        arrivals.append(((t.piece, target), t.home))
+                        assert t.owner in held[t.piece, source]
+                        arrivals.append(((t.piece, target), t.owner))
                     else:
-                        mine = shares.pop((t.piece, source, t.home), Counter())
-                        arrivals.append(((t.piece, target, t.home), mine))
+                        mine = shares.pop((t.piece, source, t.owner), Counter())
+                        arrivals.append(((t.piece, target, t.owner), mine))
                 if rounds is program.backward_rounds:
-                    for (p, j, home), when in computed.items():
-                        if when == hop:
-                            shares.setdefault((p, j, home), Counter())[j] += 1
+                    for (p, j, owner), when in computed.items():
+                        if when == ring_step:
+                            shares.setdefault((p, j, owner), Counter())[j] += 1
                 for key, what in arrivals:
                     if isinstance(what, Counter):
                         shares.setdefault(key, Counter()).update(what)
@@ -97,8 +97,8 @@ def follow_rounds(plan: Plan, window: int | None) -> None:
                         held[key].add(what)
             if rounds is program.backward_rounds:
                 expected: dict[tuple[int, int, int], Counter[int]] = {}
-                for p, j, home in computed:
-                    expected.setdefault((p, home, home), Counter())[j] += 1
+                for p, j, owner in computed:
+                    expected.setdefault((p, owner, owner), Counter())[j] += 1
                 assert {key: share for key, share in shares.items() if share} == expected
 
 
@@ -142,8 +142,8 @@ def test_windowed_work_follows_the_window():
         return sum(
             (task.q_stop - task.q_start) * (task.kv_stop - task.kv_start)
             for rank in range(3)
-            for hop in range(program.hops)
-            for task in program.tasks(rank, hop)
+            for ring_step in range(program.ring_steps)
+            for task in program.tasks(rank, ring_step)
         )
 
     assert work(250) <= 2.2 * 250 * 6000
@@ -169,7 +169,7 @@ def test_windowed_blocks_can_be_said_with_windows_that_count_from_the_last_key(c
     for rank in range(ranks):
         for whole in lower_plan(plan, rank):
             program = whole.with_window(window)
-            for task in (task for hop in range(program.hops) for task in program.tasks(rank, hop)):
+            for task in (task for ring_step in range(program.ring_steps) for task in program.tasks(rank, ring_step)):
                 queries, keys = task.q_stop - task.q_start, task.kv_stop - task.kv_start
                 if task.causal:
                     assert keys - queries == task.distance

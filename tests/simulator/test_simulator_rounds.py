@@ -38,10 +38,10 @@ def test_blocks_and_shards_are_those_of_the_lowered_program(lengths: list[int], 
     program = lower_microbatch(_plan(Microbatch(pieces=(piece,)), lengths, 16), 0)
     stages = piece_layer(piece, lengths, EVEN)
     assert stages.tokens.tolist() == [program.shard_tokens(0, position) for position in range(degree)]
-    for hop in range(degree):
+    for ring_step in range(degree):
         for position, rank in enumerate(piece.ranks):
-            worth = sum(_squared_tokens(task) for task in program.tasks(rank, hop))
-            seconds = stages.blocks[hop, position] * EVEN.layers / EVEN.quadratic_seconds
+            worth = sum(_squared_tokens(task) for task in program.tasks(rank, ring_step))
+            seconds = stages.blocks[ring_step, position] * EVEN.layers / EVEN.quadratic_seconds
             assert seconds == pytest.approx(worth, rel=1e-9, abs=1e-6)
 
 
@@ -50,17 +50,17 @@ def _slow_pass(program, microbatch: Microbatch, clock: dict[int, float], cost: C
     rounds = program.backward_rounds if backward else program.forward_rounds
     keys_bytes = cost.ring_bytes * cost.forward.ring / cost.layers
     gradient_bytes = cost.ring_bytes * (cost.backward.ring - cost.forward.ring) / cost.layers
-    for hop in range(max(program.hops, len(rounds))):
+    for ring_step in range(max(program.ring_steps, len(rounds))):
         end = {
             rank: clock[rank]
             + each.attention
             * cost.quadratic_seconds
             / cost.layers
-            * sum(_squared_tokens(task) for task in program.tasks(rank, hop))
+            * sum(_squared_tokens(task) for task in program.tasks(rank, ring_step))
             for rank in clock
         }
         payload: dict[tuple[int, int, int], float] = defaultdict(float)
-        for transfer in rounds[hop].transfers if hop < len(rounds) else ():
+        for transfer in rounds[ring_step].transfers if ring_step < len(rounds) else ():
             size = keys_bytes if transfer.content == "kv" else gradient_bytes
             payload[transfer.piece, transfer.source, transfer.target] += size * transfer.tokens
         seconds, out, into, up, down = {}, *(defaultdict[int, float](float) for _ in range(4))
@@ -184,7 +184,7 @@ def test_clocks_are_near_the_costs(length: int, degree: int, heads: int, recompu
         again = {"none": 0.0, "layer": 1 / 3, "all_but_attention": 1 / 3}[recompute] * COST.fixed_seconds
         assert clocks.total[0] == pytest.approx(priced + again)  # launches are paid again with the layers
     elif length >= 1000 * degree:
-        # Blocks that nothing is sent behind, and gradients that take one hop more, are not in the formula.
+        # Blocks that nothing is sent behind, and gradients that take one ring step more, are not in the formula.
         assert clocks.total.max() == pytest.approx(priced, rel=0.12)
 
 
@@ -234,7 +234,7 @@ def test_blocks_sum_to_the_costs_attention() -> None:
 def test_score_prices_rings_of_pipelines_hop_by_hop_as_they_run(
     degree: int, tokens_a_rank: int, link: float, recompute: str, near: bool
 ) -> None:
-    """Even chunks, in one node or one rank a node: exactly, where the sums over all hops are off by up to 11 %."""
+    """Even chunks, in one node or one rank a node: exactly; the sums over all ring steps are off by up to 11 %."""
     hardware = replace(
         HARDWARE, link_bytes_per_second=link, node_uplink_bytes_per_second=100 * link, ranks_per_node=64 if near else 1
     )

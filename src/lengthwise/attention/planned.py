@@ -4,7 +4,7 @@ One autograd function does a layer of a microbatch on one rank. A pass is a list
 the blocks that it hides behind; which they are comes from `program`, so no rank decides anything here. Keys and values
 travel as one contiguous tensor (2, tokens, kv_heads, head_dim). Partial results merge in fp32 (fp64 under fp64) and
 are cast once. With a kernel that takes packs, all diagonal blocks of a rank are one call. In the backward pass keys
-travel again, and their gradients, in the accumulation dtype, travel home.
+travel again, and their gradients, in the accumulation dtype, return to their owners.
 Method: ring attention (Liu et al. 2023) with the symmetric cut of both ends.
 
 Attention sinks (one learned logit a head that takes weight and gives no value) are exact after the fact: with
@@ -29,20 +29,20 @@ from lengthwise.comm import Pending, Transport
 from lengthwise.program import BlockTask, MicrobatchProgram, Round, Transfer
 
 Shard = tuple[int, int]
-"""(piece, home): the tokens of one position of one piece."""
+"""(piece, owner): the tokens of one position of one piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One hop on one rank. `spent` are shards whose keys are not wanted after it.
+    """One ring step on one rank. `last_used` are shards whose keys no later one wants.
 
-    `pack` joins the diagonal blocks of the first hop, where the kernel takes packs; `tasks` are then the others.
+    `pack` joins the diagonal blocks of the first ring step, where the kernel takes packs; `tasks` are then the others.
     """
 
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
     tasks: tuple[BlockTask, ...]
-    spent: tuple[Shard, ...]
+    last_used: tuple[Shard, ...]
     pack: Pack | None = None
 
 
@@ -131,9 +131,9 @@ class PlannedAttention:
                     dq[rows] = block_dq
                 else:
                     dq[rows] += block_dq
-                into = gradients.get((task.piece, task.home))
+                into = gradients.get((task.piece, task.owner))
                 if into is None:
-                    into = gradients[task.piece, task.home] = self._room(task.piece, task.home, k, wide).zero_()
+                    into = gradients[task.piece, task.owner] = self._room(task.piece, task.owner, k, wide).zero_()
                 for total, part in zip(into, block_dkv, strict=True):
                     if task.causal and first_writes:
                         total[cols] = part
@@ -166,7 +166,7 @@ class PlannedAttention:
         }
 
     def _block(self, layer: Block, task: BlockTask, held: dict[Shard, Tensor | tuple[Tensor, Tensor]]) -> Block:
-        keys, values = held[task.piece, task.home]
+        keys, values = held[task.piece, task.owner]
         return Block(
             q=layer.q[task.q_start : task.q_stop],
             k=keys[task.kv_start : task.kv_stop],
@@ -203,7 +203,7 @@ class PlannedAttention:
             return _Nothing(), []
         wide, sends = _wide(like.dtype), []
         for each in stage.sends:
-            shard = (each.piece, each.home)
+            shard = (each.piece, each.owner)
             message = held[shard] if each.content == "kv" else gradients.pop(shard, None)
             if message is None:  # nothing of ours to add: the sum so far is zero
                 message = self._room(*shard, like, wide).zero_()
@@ -212,36 +212,36 @@ class PlannedAttention:
         arriving = [
             (
                 each.content,
-                (each.piece, each.home),
-                self._room(each.piece, each.home, like, wide if each.content == "dkv" else like.dtype),
+                (each.piece, each.owner),
+                self._room(each.piece, each.owner, like, wide if each.content == "dkv" else like.dtype),
             )
             for each in stage.receives
         ]
         receives = [(message, each.source) for (_, _, message), each in zip(arriving, stage.receives, strict=True)]
         return self._transport.exchange(sends, receives), arriving
 
-    def _room(self, piece: int, home: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        return like.new_empty(2, self._program.shard_tokens(piece, home), *like.shape[1:], dtype=dtype)
+    def _room(self, piece: int, owner: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        return like.new_empty(2, self._program.shard_tokens(piece, owner), *like.shape[1:], dtype=dtype)
 
 
 def _rank_stages(program: MicrobatchProgram, rank: int, rounds: Sequence[Round]) -> list[Stage]:
     """Cut the global rounds down to one rank, with its blocks; stages in which it does nothing stay, for the order."""
-    hops = range(max(program.hops, len(rounds)))
-    transfers = [rounds[hop].transfers if hop < len(rounds) else () for hop in hops]
-    sends = [tuple(each for each in transfers[hop] if each.source == rank) for hop in hops]
-    tasks = [program.tasks(rank, hop) for hop in hops]
+    ring_steps = range(max(program.ring_steps, len(rounds)))
+    transfers = [rounds[ring_step].transfers if ring_step < len(rounds) else () for ring_step in ring_steps]
+    sends = [tuple(each for each in transfers[ring_step] if each.source == rank) for ring_step in ring_steps]
+    tasks = [program.tasks(rank, ring_step) for ring_step in ring_steps]
     last_use: dict[Shard, int] = {}
-    for hop in hops:
-        used = (each for each in (*tasks[hop], *(send for send in sends[hop] if send.content == "kv")))
-        last_use.update({(each.piece, each.home): hop for each in used})
+    for ring_step in ring_steps:
+        used = (each for each in (*tasks[ring_step], *(send for send in sends[ring_step] if send.content == "kv")))
+        last_use.update({(each.piece, each.owner): ring_step for each in used})
     return [
         Stage(
-            sends=sends[hop],
-            receives=tuple(each for each in transfers[hop] if each.target == rank),
-            tasks=tasks[hop],
-            spent=tuple(shard for shard, last in last_use.items() if last == hop),
+            sends=sends[ring_step],
+            receives=tuple(each for each in transfers[ring_step] if each.target == rank),
+            tasks=tasks[ring_step],
+            last_used=tuple(shard for shard, last in last_use.items() if last == ring_step),
         )
-        for hop in hops
+        for ring_step in ring_steps
     ]
 
 
@@ -257,7 +257,7 @@ def _hand_over(
 ) -> None:
     """Take in the keys that arrived and let go of those that no later stage wants."""
     held.update({shard: message for content, shard, message in arriving if content == "kv"})
-    for shard in stage.spent:
+    for shard in stage.last_used:
         del held[shard]
 
 

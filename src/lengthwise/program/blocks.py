@@ -22,17 +22,36 @@ LEAST_TILE_TOKENS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Adjacent tokens of one sequence that lie side by side in a shard, the first of them at `offset`."""
+    """Tokens `start` to `stop` of one sequence that lie side by side in a shard, the first of them at `offset`."""
 
     offset: int
     start: int
     stop: int
 
+    def part(self, start: int, stop: int) -> Span:
+        """Return the tokens from `start` to `stop` of the sequence."""
+        return Span(offset=self.offset + start - self.start, start=start, stop=stop)
+
+    @property
+    def end(self) -> int:
+        """Where the shard goes on behind it."""
+        return self.offset + self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Meeting:
+    """Queries that see keys; `window` is set where its edge crosses the block."""
+
+    queries: Span
+    keys: Span
+    causal: bool = False
+    window: int | None = None
+
 
 def block_tasks(
-    own: Sequence[Segment], held: Sequence[Segment], *, piece: int, home: int, position: int, window: int | None
+    own: Sequence[Segment], held: Sequence[Segment], *, piece: int, owner: int, position: int, window: int | None
 ) -> Iterator[BlockTask]:
-    """Yield the blocks of one position's queries against the shard of position `home`, diagonal ones first.
+    """Yield the blocks of one position's queries against the shard of position `owner`, diagonal ones first.
 
     `own` and `held` list the shards (low and high chunk of each sequence). Offsets of queries and keys are counted
     from the start of either shard.
@@ -41,35 +60,31 @@ def block_tasks(
     for low, high, held_low, held_high in zip(own[::2], own[1::2], held[::2], held[1::2], strict=True):
         q_spans, kv_spans = _spans(low, high, q_offset), _spans(held_low, held_high, kv_offset)
         if window is None or high.stop <= window:
-            blocks = _whole_blocks(q_spans, kv_spans, own=home == position)
+            blocks = _whole_blocks(q_spans, kv_spans, own=owner == position)
         else:
             blocks = _window_blocks(q_spans, kv_spans, window)
-        for q_start, q_stop, kv_start, kv_stop, causal, edge, distance in blocks:
+        for block in blocks:
             yield BlockTask(
                 piece=piece,
                 sequence=low.sequence,
-                home=home,
-                q_start=q_start,
-                q_stop=q_stop,
-                kv_start=kv_start,
-                kv_stop=kv_stop,
-                causal=causal,
-                window=edge,
-                distance=distance,
+                owner=owner,
+                q_start=block.queries.offset,
+                q_stop=block.queries.end,
+                kv_start=block.keys.offset,
+                kv_stop=block.keys.end,
+                causal=block.causal,
+                window=block.window,
+                distance=block.queries.start - block.keys.start,
             )
         q_offset += low.num_tokens + high.num_tokens
         kv_offset += held_low.num_tokens + held_high.num_tokens
 
 
-_Block = tuple[int, int, int, int, bool, int | None, int]
-"""(q_start, q_stop, kv_start, kv_stop, causal, window that cuts it, first query's token - first key's token)."""
-
-
 def _spans(low: Segment, high: Segment, offset: int) -> list[Span]:
-    middle = offset + low.num_tokens
     if low.stop == high.start:  # the innermost position holds two chunks side by side
         spans = [Span(offset=offset, start=low.start, stop=high.stop)]
     else:
+        middle = offset + low.num_tokens
         spans = [
             Span(offset=offset, start=low.start, stop=low.stop),
             Span(offset=middle, start=high.start, stop=high.stop),
@@ -77,25 +92,27 @@ def _spans(low: Segment, high: Segment, offset: int) -> list[Span]:
     return [span for span in spans if span.stop > span.start]
 
 
-def _whole_blocks(q_spans: Sequence[Span], kv_spans: Sequence[Span], *, own: bool) -> Iterator[_Block]:
+def _joined(spans: Sequence[Span]) -> Span:
+    """Return neighbours in a shard as one span that starts where the first one does."""
+    tokens = spans[-1].end - spans[0].offset
+    return Span(offset=spans[0].offset, start=spans[0].start, stop=spans[0].start + tokens)
+
+
+def _whole_blocks(q_spans: Sequence[Span], kv_spans: Sequence[Span], *, own: bool) -> Iterator[_Meeting]:
     if own:
         if q_spans:
-            first, last = q_spans[0], q_spans[-1]
-            stop = last.offset + last.stop - last.start
-            yield first.offset, stop, first.offset, stop, True, None, 0
+            yield _Meeting(queries=_joined(q_spans), keys=_joined(q_spans), causal=True)
         return
     for keys in kv_spans:
         seeing = [span for span in q_spans if span.start >= keys.stop]
-        if seeing:  # spans lie side by side in the shard, and the last ones see most: they are one block
-            stop = seeing[-1].offset + seeing[-1].stop - seeing[-1].start
-            distance = seeing[0].start - keys.start
-            yield seeing[0].offset, stop, keys.offset, keys.offset + keys.stop - keys.start, False, None, distance
+        if seeing:  # the last ones see most: they are one block
+            yield _Meeting(queries=_joined(seeing), keys=keys)
 
 
-def _window_blocks(q_spans: Sequence[Span], kv_spans: Sequence[Span], window: int) -> Iterator[_Block]:
+def _window_blocks(q_spans: Sequence[Span], kv_spans: Sequence[Span], window: int) -> Iterator[_Meeting]:
     for queries in q_spans:
         for keys in kv_spans:
-            if queries == keys or (queries.start == keys.start and queries.stop == keys.stop):
+            if queries.start == keys.start and queries.stop == keys.stop:
                 yield from _diagonal_tiles(queries, keys, window)
     for queries in q_spans:
         for keys in kv_spans:
@@ -103,24 +120,16 @@ def _window_blocks(q_spans: Sequence[Span], kv_spans: Sequence[Span], window: in
                 yield from _edge_block(queries, keys, window)
 
 
-def _diagonal_tiles(queries: Span, keys: Span, window: int) -> Iterator[_Block]:
-    tile, length = max(window, LEAST_TILE_TOKENS), queries.stop - queries.start
-    for first in range(0, length, tile):
-        last = min(first + tile, length)
-        oldest = max(0, first - window + 1)
+def _diagonal_tiles(queries: Span, keys: Span, window: int) -> Iterator[_Meeting]:
+    tile = max(window, LEAST_TILE_TOKENS)
+    for first in range(queries.start, queries.stop, tile):
+        last = min(first + tile, queries.stop)
+        oldest = max(keys.start, first - window + 1)
         edge = window if last - 1 - oldest >= window else None
-        yield (
-            queries.offset + first,
-            queries.offset + last,
-            keys.offset + oldest,
-            keys.offset + last,
-            True,
-            edge,
-            first - oldest,
-        )
+        yield _Meeting(queries=queries.part(first, last), keys=keys.part(oldest, last), causal=True, window=edge)
 
 
-def _edge_block(queries: Span, keys: Span, window: int) -> Iterator[_Block]:
+def _edge_block(queries: Span, keys: Span, window: int) -> Iterator[_Meeting]:
     """Trim to queries that see a key and keys that are seen; queries that see all of them are a block without edge.
 
     What is left has fewer queries than keys: flash kernels, whose windows count from the last key and reach no further
@@ -133,12 +142,4 @@ def _edge_block(queries: Span, keys: Span, window: int) -> Iterator[_Block]:
     edge_start = min(q_stop, kv_start + window)
     for start, stop, edge in ((queries.start, edge_start, None), (edge_start, q_stop, window)):
         if start < stop:
-            yield (
-                queries.offset + start - queries.start,
-                queries.offset + stop - queries.start,
-                keys.offset + kv_start - keys.start,
-                keys.offset + keys.stop - keys.start,
-                False,
-                edge,
-                start - kv_start,
-            )
+            yield _Meeting(queries=queries.part(start, stop), keys=keys.part(kv_start, keys.stop), window=edge)

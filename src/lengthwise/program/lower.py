@@ -2,8 +2,8 @@
 
 Everything is derived from one record that is the same on all ranks, so that leaving out an empty transfer is decided
 for both sides at once and never by a rank on its own. Layers with the same sliding window (or none) repeat the same
-rounds, so a round is named by (microbatch, layer, pass, hop) and lowered once for all of them. How shards travel is
-said in `relay`, which blocks there are in `blocks`.
+rounds, so a round is named by (microbatch, layer, pass, ring step) and lowered once for all of them. How shards travel
+is said in `forwarding`, which blocks there are in `blocks`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from functools import cached_property
 from lengthwise.core.cut import position_chunks
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.program.blocks import block_tasks
+from lengthwise.program.forwarding import Forwarding, Move
 from lengthwise.program.records import BlockTask, Round, Segment, Transfer
-from lengthwise.program.relay import Move, Relay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,31 +60,32 @@ class MicrobatchProgram:
         return starts
 
     @cached_property
-    def hops(self) -> int:
+    def ring_steps(self) -> int:
         """Hops at which any rank has blocks to compute: 1 where nothing has to travel."""
-        return max(relay.hops for relay in self._relays)
+        return max(forwarding.ring_steps for forwarding in self._forwardings)
 
     @cached_property
     def forward_rounds(self) -> tuple[Round, ...]:
-        """Rounds of the forward pass, one for each hop but the last."""
-        return tuple(Round(transfers=tuple(self._key_transfers(hop))) for hop in range(self.hops - 1))
+        """Rounds of the forward pass, one for each ring step but the last."""
+        return tuple(Round(transfers=tuple(self._key_transfers(ring_step))) for ring_step in range(self.ring_steps - 1))
 
     @cached_property
     def backward_rounds(self) -> tuple[Round, ...]:
-        """Rounds of the backward pass: keys and values again, and their gradients on the way home."""
-        stops = [relay.gradient_hops.stop for relay in self._relays]
+        """Rounds of the backward pass: keys and values again, and their gradients on the way to their owners."""
+        stops = [forwarding.gradient_steps.stop for forwarding in self._forwardings]
         return tuple(
-            Round(transfers=(*self._key_transfers(hop), *self._gradient_transfers(hop))) for hop in range(max(stops))
+            Round(transfers=(*self._key_transfers(ring_step), *self._gradient_transfers(ring_step)))
+            for ring_step in range(max(stops))
         )
 
-    def tasks(self, rank: int, hop: int) -> tuple[BlockTask, ...]:
-        """List the blocks that `rank` computes at `hop`; blocks without queries or keys are left out."""
+    def tasks(self, rank: int, ring_step: int) -> tuple[BlockTask, ...]:
+        """List the blocks that `rank` computes at `ring_step`; blocks without queries or keys are left out."""
         starts = self.shard_starts(rank)
         return tuple(
             replace(task, q_start=task.q_start + starts[index], q_stop=task.q_stop + starts[index])
             for index, _, position in self.pieces_of(rank)
-            for home in self._relays[index].homes(position, hop)
-            for task in self._blocks(index, position, home)
+            for owner in self._forwardings[index].owners(position, ring_step)
+            for task in self._blocks(index, position, owner)
         )
 
     @cached_property
@@ -102,35 +103,35 @@ class MicrobatchProgram:
         )
 
     @cached_property
-    def _relays(self) -> tuple[Relay, ...]:
+    def _forwardings(self) -> tuple[Forwarding, ...]:
         return tuple(
-            Relay(
+            Forwarding(
                 degree=piece.degree,
                 goes_round=self.window is None,
-                needed=tuple(self._offsets_needing(index, piece.degree, home) for home in range(piece.degree)),
+                needed=tuple(self._offsets_needing(index, piece.degree, owner) for owner in range(piece.degree)),
             )
             for index, piece in enumerate(self.microbatch.pieces)
         )
 
-    def _offsets_needing(self, piece: int, degree: int, home: int) -> frozenset[int]:
-        if not self.shard_tokens(piece, home):
+    def _offsets_needing(self, piece: int, degree: int, owner: int) -> frozenset[int]:
+        if not self.shard_tokens(piece, owner):
             return frozenset()
         offsets = range(1, degree)
         if self.window is None:
             return frozenset(offsets)
-        return frozenset(o for o in offsets if any(True for _ in self._blocks(piece, (home + o) % degree, home)))
+        return frozenset(o for o in offsets if any(True for _ in self._blocks(piece, (owner + o) % degree, owner)))
 
-    def _blocks(self, piece: int, position: int, home: int) -> Iterator[BlockTask]:
-        own, held = self.shard(piece, position), self.shard(piece, home)
-        return block_tasks(own, held, piece=piece, home=home, position=position, window=self.window)
+    def _blocks(self, piece: int, position: int, owner: int) -> Iterator[BlockTask]:
+        own, held = self.shard(piece, position), self.shard(piece, owner)
+        return block_tasks(own, held, piece=piece, owner=owner, position=position, window=self.window)
 
-    def _key_transfers(self, hop: int) -> Iterator[Transfer]:
-        for index, relay in enumerate(self._relays):
-            yield from (self._transfer(index, move) for move in relay.key_moves(hop))
+    def _key_transfers(self, ring_step: int) -> Iterator[Transfer]:
+        for index, forwarding in enumerate(self._forwardings):
+            yield from (self._transfer(index, move) for move in forwarding.key_moves(ring_step))
 
-    def _gradient_transfers(self, hop: int) -> Iterator[Transfer]:
-        for index, relay in enumerate(self._relays):
-            yield from (self._transfer(index, move) for move in relay.gradient_moves(hop))
+    def _gradient_transfers(self, ring_step: int) -> Iterator[Transfer]:
+        for index, forwarding in enumerate(self._forwardings):
+            yield from (self._transfer(index, move) for move in forwarding.gradient_moves(ring_step))
 
     def _transfer(self, piece: int, move: Move) -> Transfer:
         ranks = self.microbatch.pieces[piece].ranks
@@ -139,8 +140,8 @@ class MicrobatchProgram:
             target=ranks[move.target],
             piece=piece,
             content=move.content,
-            home=move.home,
-            tokens=self.shard_tokens(piece, move.home),
+            owner=move.owner,
+            tokens=self.shard_tokens(piece, move.owner),
         )
 
 

@@ -204,10 +204,10 @@ def _pass_groups(
     for kind, layer in passes:
         of_layer = lowered[windows[layer]]
         rounds = of_layer.backward_rounds if kind == "backward" else of_layer.forward_rounds
-        for hop, each in enumerate(rounds):
+        for ring_step, each in enumerate(rounds):
             operations = [_operation(t, rank) for t in each.transfers if rank in (t.source, t.target)]
             if operations:
-                yield f"microbatch {program.index}, layer {layer}, {kind}, hop {hop}", operations
+                yield f"microbatch {program.index}, layer {layer}, {kind}, ring step {ring_step}", operations
 
 
 def _operation(transfer: Transfer, rank: int) -> Operation:

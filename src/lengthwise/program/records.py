@@ -23,37 +23,37 @@ class Segment:
 class Transfer:
     """One message of a round: `content` is "kv" (keys and values) or "dkv" (their gradients so far).
 
-    `home` is the ring position whose tokens the message is about, `tokens` how many they are.
+    `owner` is the ring position whose tokens the message is about, `tokens` how many they are.
     """
 
     source: int
     target: int
     piece: int
     content: str
-    home: int
+    owner: int
     tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """The transfers that all ranks of a microbatch make in one grouped call each, before or under one hop's blocks."""
+    """The transfers that all ranks of a microbatch make in one grouped call each, under the blocks of one ring step."""
 
     transfers: tuple[Transfer, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTask:
-    """One block of attention: local queries against the keys of position `home` of the piece.
+    """One block of attention: local queries against the keys of position `owner` of the piece.
 
     `q_start..q_stop` counts the rank's own tokens in the microbatch; `kv_start..kv_stop` counts the tokens of the shard
-    of `home`. `causal` blocks are on the diagonal: every query is in exactly one of them, and it comes first. All
+    of `owner`. `causal` blocks are on the diagonal: every query is in exactly one of them, and it comes first. All
     others see only earlier tokens. `distance` is the first query's token less the first key's; where `window` is set
     its edge crosses the block, and a query sees a key only if it is fewer than `window` tokens ahead of it.
     """
 
     piece: int
     sequence: int
-    home: int
+    owner: int
     q_start: int
     q_stop: int
     kv_start: int

@@ -1,9 +1,9 @@
 """In which order a ring visits its ranks, so that no rank ever meets more than four others.
 
 A ring is an interval of the line of ranks, visited evens upward and odds downward, by the parity of the rank itself:
-the interval 0..5 is visited 0, 2, 4, 5, 3, 1 and 1..4 is visited 2, 4, 3, 1. Inside an interval every hop goes from r
-to r + 2 or r - 2; at its two ends a hop joins neighbours. So over all plans ever made rank r exchanges with r - 2,
-r - 1, r + 1 and r + 2 only, and the few connections can be made once, at the start.
+the interval 0..5 is visited 0, 2, 4, 5, 3, 1 and 1..4 is visited 2, 4, 3, 1. Inside an interval every message goes from
+r to r + 2 or r - 2, at its two ends to a neighbour. So over all plans ever made rank r exchanges with r - 2, r - 1,
+r + 1 and r + 2 only, and the few connections can be made once, at the start.
 
 Where groups of u ranks split heads, a group is u neighbours, so that it stays inside its node where the interval starts
 at a multiple of u, and it is the groups that are visited evens upward, odds downward: ranks 0 to 11 in groups of two

@@ -69,12 +69,12 @@ def _action_stages(stages: int, virtual: int) -> Whole:
 def stage_order(ranks_of: Sequence[Sequence[int]], stages: int, virtual: int) -> StageOrder:
     """Order the actions of microbatches, given as the ranks of each in the plan's order."""
     slots = _slots(ranks_of)
-    stride, hop = stages * virtual, 1 if virtual == 1 else 2
+    stride, apart = stages * virtual, 1 if virtual == 1 else 2
     chunk, stage = np.divmod(np.arange(stride), stages)
     first = ((slots // stages) * stride + slots % stages)[:, None]
-    forward = 2 * (first + chunk * stages) + hop * stage
+    forward = 2 * (first + chunk * stages) + apart * stage
     backward = 2 * (first + (virtual - 1 - chunk) * stages) + 2 * (virtual - 1) * stages + 1
-    backward += hop * (2 * (stages - 1) - stage)
+    backward += apart * (2 * (stages - 1) - stage)
     return StageOrder(stages=stages, virtual=virtual, ticks=np.concatenate((forward, backward[:, ::-1]), axis=1))
 
 

@@ -30,7 +30,7 @@ class PieceLayer:
 
     Of pieces of one shape that run by themselves (`stack_layers`) an axis before the position tells which.
 
-    blocks: attention in seconds of one rank, forward and backward together, at [hop, position].
+    blocks: attention in seconds of one rank, forward and backward together, at [ring_step, position].
     tokens: of the shard of each position, that its ranks hold or split the heads of.
     held: tokens that count as one rank's own: its part of the linear work.
     near: whether the way to the next position stays inside a node.
@@ -85,7 +85,7 @@ def stack_layers(pieces: Sequence[Piece], lengths: Sequence[Sequence[int]], cost
     worth = cost.attention_seconds(tokens, low.shape[1]) / (tokens * tokens)
     below = (2 * (worth * shards))[:, :, None] * low[:, None, :]
     above = (2 * (worth * high))[:, :, None] * shards[:, None, :]
-    blocks = _by_hop(below, above, worth * (shards * shards))
+    blocks = _by_ring_step(below, above, worth * (shards * shards))
     return _layer(blocks, shards, np.array([piece.ranks for piece in pieces]), heads, cost)
 
 
@@ -122,7 +122,7 @@ def _parts(chunks: Floats) -> tuple[Floats, Floats, Floats]:
 
 
 def _blocks(lengths: Floats, chunks: Floats, cost: Cost) -> Floats:
-    """Return seconds at [hop, position] of all layers."""
+    """Return seconds at [ring_step, position] of all layers."""
     low, high, shards = _parts(chunks)
     positions = low.shape[1]
     seconds = cost.attention_seconds(lengths, positions) / (lengths * lengths)  # a squared token at this block size
@@ -132,23 +132,23 @@ def _blocks(lengths: Floats, chunks: Floats, cost: Cost) -> Floats:
     weighted = seconds[:, None]
     below = 2 * (weighted * shards).T @ low  # [j, i], i below j: all queries, the low keys
     above = 2 * (weighted * high).T @ shards  # i above j: the high queries, all keys
-    return _by_hop(below, above, own)
+    return _by_ring_step(below, above, own)
 
 
-def _by_hop(below: Floats, above: Floats, own: Floats) -> Floats:
-    """Reorder seconds from [..., j, i], j's queries of i's keys, to [hop, ..., j].
+def _by_ring_step(below: Floats, above: Floats, own: Floats) -> Floats:
+    """Reorder seconds from [..., j, i], j's queries of i's keys, to [ring_step, ..., j].
 
-    At hop t position j holds the keys of position j - t. `own`: of hop 0. Rows are written twice beside each other, so
-    that what is at hop t is a diagonal.
+    At ring step t position j holds the keys of position j - t. `own`: of ring step 0. Rows are written twice beside
+    each other, so that what is at ring step t is a diagonal.
     """
     positions = own.shape[-1]
     number = np.arange(positions)
     seen = np.where(number[None, :] < number[:, None], below, above)
     twice = np.ascontiguousarray(np.concatenate((seen, seen), axis=-1))
     *outer, row, entry = twice.strides
-    by_hop = np.lib.stride_tricks.as_strided(
+    by_ring_step = np.lib.stride_tricks.as_strided(
         twice[..., positions:], shape=(positions, *own.shape), strides=(-entry, *outer, row + entry), writeable=False
     )
-    blocks = by_hop.copy()
+    blocks = by_ring_step.copy()
     blocks[0] = own
     return blocks

@@ -1,0 +1,112 @@
+"""Which keys travel where along a ring: whose keys a position holds at which ring step, and how gradients return.
+
+Without a window each position meets the keys of all, which go once round: at ring step t position j holds those of
+owner j - t. Gradients follow one ring step behind and are back at their owner after ring step d.
+
+With a window few positions meet, but position j holds chunks j and 2d-1-j, so the high chunk of j - 1 needs the keys of
+j, which a full turn brings last. Keys then travel both ways, `ahead` and `behind`, as far as anyone needs them, and
+gradients return the way the keys came. What no position further on needs is left out, for both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """`content` about position `owner` goes from position `source` to position `target`."""
+
+    source: int
+    target: int
+    content: str
+    owner: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forwarding:
+    """How the shards of one ring travel.
+
+    `needed[owner]` holds the offsets o such that position owner + o has a block with the keys of `owner`. `goes_round`:
+    keys make a full turn, and gradients follow them to their owner.
+    """
+
+    degree: int
+    goes_round: bool
+    needed: tuple[frozenset[int], ...]
+
+    @cached_property
+    def reach(self) -> tuple[int, int]:
+        """(`ahead`, `behind`): how many ring steps keys travel onward and back."""
+        if self.goes_round:
+            return self.degree - 1, 0
+        offsets = sorted(set().union(*self.needed))
+        # Each offset is reached from one side; the split after the i-th one that needs the fewest rounds wins.
+        splits = [
+            (onward[-1] if onward else 0, self.degree - back[0] if back else 0)
+            for onward, back in ((offsets[:i], offsets[i:]) for i in range(len(offsets) + 1))
+        ]
+        return min(splits, key=lambda split: (max(split), sum(split), -split[0]))
+
+    @property
+    def ring_steps(self) -> int:
+        """Hops at which there are blocks to compute: 1 for own keys alone."""
+        return 1 + max(self.reach)
+
+    def owners(self, position: int, ring_step: int) -> list[int]:
+        """List whose keys arrive at `position` for `ring_step`, whether or not there is a block for them."""
+        if ring_step == 0:
+            return [position]
+        ahead, behind = self.reach
+        onward = [(position - ring_step) % self.degree] if ring_step <= ahead else []
+        return onward + ([(position + ring_step) % self.degree] if ring_step <= behind else [])
+
+    def key_moves(self, ring_step: int) -> Iterator[Move]:
+        """Yield the keys that are sent while the blocks of `ring_step` are computed."""
+        for owner in range(self.degree):
+            for way in (1, -1):
+                if self._last(owner, way) > ring_step:
+                    yield self._move(owner, way * ring_step, way * (ring_step + 1), "kv")
+
+    @property
+    def gradient_steps(self) -> range:
+        """Hops of the backward pass at which gradients of keys are sent."""
+        if not any(self.needed):
+            return range(0)
+        return range(2, self.degree + 1) if self.goes_round else range(self.ring_steps, 2 * self.ring_steps - 1)
+
+    def gradient_moves(self, ring_step: int) -> Iterator[Move]:
+        """Yield the gradients that are sent at `ring_step` of the backward pass."""
+        if ring_step not in self.gradient_steps:
+            return
+        if self.goes_round:
+            for owner in range(self.degree):
+                if self.needed[owner]:
+                    yield self._move(owner, ring_step - 1, ring_step, "dkv")
+            return
+        left = (
+            2 * self.ring_steps - 1 - ring_step
+        )  # how many ring steps from their owner the gradients are that move now
+        for owner in range(self.degree):
+            for way in (1, -1):
+                if self._last(owner, way) >= left:
+                    yield self._move(owner, way * left, way * (left - 1), "dkv")
+
+    def _last(self, owner: int, way: int) -> int:
+        """How many ring steps the keys of `owner` travel one way: as far as the last position there that needs them."""
+        ahead, _ = self.reach
+        if self.goes_round:
+            return ahead if way == 1 and self.needed[owner] else 0
+        if way == 1:
+            return max((offset for offset in self.needed[owner] if offset <= ahead), default=0)
+        return max((self.degree - offset for offset in self.needed[owner] if offset > ahead), default=0)
+
+    def _move(self, owner: int, source: int, target: int, content: str) -> Move:
+        return Move(
+            source=(owner + source) % self.degree,
+            target=(owner + target) % self.degree,
+            content=content,
+            owner=owner,
+        )
