@@ -177,9 +177,8 @@ def test_clocks_are_near_the_costs(length: int, degree: int, heads: int, recompu
     heads = heads if degree % heads == 0 else 1
     piece = Piece(ranks=ring_order(0, degree), sequences=(0,), heads=heads)
     clocks = microbatch_clocks(Microbatch(pieces=(piece,), recompute=recompute), [length], COST)
-    priced = COST.fixed_seconds + COST.piece_seconds(
-        [length], degree, ranks=piece.ranks, heads=heads, recompute=recompute
-    )
+    choice = Choice(heads=heads, recompute=recompute)
+    priced = COST.fixed_seconds + COST.piece_seconds([length], degree, choice, ranks=piece.ranks)
     if degree == 1:
         again = {"none": 0.0, "layer": 1 / 3, "all_but_attention": 1 / 3}[recompute] * COST.fixed_seconds
         assert clocks.total[0] == pytest.approx(priced + again)  # launches are paid again with the layers
