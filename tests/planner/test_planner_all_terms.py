@@ -12,7 +12,7 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, PlanOptions, plan_step, score
-from lengthwise.planner.problem.degrees import degree_search, least_degrees
+from lengthwise.planner.problem.degrees import DegreeTable, least_degrees
 from lengthwise.program import check_plan, ring_order
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
@@ -58,7 +58,7 @@ def test_least_degrees_agree_with_trying_all(lengths: list[int], least: int, mos
 def test_degree_search_answers_limits_in_any_order() -> None:
     lengths = np.array([3000, 50_000, 400_000, 2_000_000])
     least, most = np.array([1, 2, 4, 20]), np.array([1, 12, 200, 700])
-    search = degree_search(COST, lengths, least, most)
+    search = DegreeTable(COST, lengths, least, most).within
     for seconds in (3.0, 100.0, 0.1, 20.0, 0.1, 1.0):
         fresh = least_degrees(COST, lengths, least, most, seconds)
         assert search(seconds).tolist() == fresh.tolist()

@@ -1,4 +1,4 @@
-"""Degrees: the closed form against trying every degree."""
+"""Degrees: the table against trying every degree."""
 
 import numpy as np
 from hypothesis import given

@@ -7,8 +7,11 @@ counted here from the tensors that a decoder layer keeps for its backward, beta,
     all_but_attention  layer input, q, k, v and the attention output: everything else is computed again
     layer              the layer's input alone, and one whole layer at a time while it is computed again
 
-Logits are not counted: losses are computed in chunks. Estimates, to be replaced by a profile; a real framework adds
-buffers of its own, which `reserved` stands for.
+Estimates, to be replaced by a profile. Logits are left out, though this version's losses hold those of all tokens of a
+microbatch, and three fp32 arrays as large: 14 bytes a token and word of the vocabulary in bf16, 1.8 MB a token at 128K
+words, which `RESERVED` covers for short pieces only.
+
+Flat ZeRO-1 over W ranks keeps 6 + 16 / W bytes a parameter in bf16; while it is made, 14 + 8 / W.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from lengthwise.core.shape import ModelShape
 from lengthwise.cost.hardware import Hardware
 
 RESERVED = 0.1  # of device memory: transfers, workspace, fragments
-_KEPT_BYTES, _SHARDED_BYTES = 6, 12  # a parameter: fp32 gradients and bf16 weights; master weights and AdamW's moments
+_KEPT_BYTES = 2 + 4  # a parameter: bf16 weights and fp32 gradients
+_SHARDED_BYTES = 4 + 4 + 8  # master weights, the reduced gradient, AdamW's moments, all fp32
 
 
 def activation_bytes(shape: ModelShape, recompute: str, dtype_bytes: int) -> float:

@@ -41,7 +41,7 @@ from lengthwise.core.held import ROUNDING_TOKENS, fullest_tokens
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
-from lengthwise.planner.problem.degrees import cheapest_degrees, degree_search, most_held_tokens
+from lengthwise.planner.problem.degrees import DegreeTable, cheapest_degrees, most_held_tokens
 from lengthwise.planner.problem.launches import whole_launches_bound
 from lengthwise.planner.problem.lengths import read_tokens, refuse_unheld
 from lengthwise.planner.problem.speeds import at_mean_speed, read_speeds
@@ -148,10 +148,10 @@ def least_makespan(
     settled = quick <= low  # these keep their least degree, whatever T above `low`
     base = owed(least[settled], settled) + launches
     open_, open_least = lengths[~settled], least[~settled]
-    search = degree_search(best, open_, open_least, np.full_like(open_, ranks), launch_tokens=launch_tokens)
+    table = DegreeTable(best, open_, open_least, np.full_like(open_, ranks), launch_tokens=launch_tokens)
 
     def feasible(seconds: float) -> bool:
-        degrees = search(seconds / stages)
+        degrees = table.within(seconds / stages)
         room = ranks * (seconds - fill) * (1 + 1e-12)
         return bool(np.all(degrees <= ranks)) and base + owed(degrees, ~settled) <= room
 

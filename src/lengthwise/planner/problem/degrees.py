@@ -1,65 +1,165 @@
 """Over how many ranks a sequence is cut: what memory needs, grown until the sequence no longer sets the makespan.
 
-t(d), the seconds of one sequence alone over d ranks, falls with d until exposed transfers or hops outweigh the gain.
-Under `Cost` each of its two branches (transfers hidden, transfers exposed) is a / d + h d + constant, so the least
-degree that keeps t(d) within a limit is the lower root of a quadratic. No search: arrays of any size in a few
-operations. Other costs have no closed form: see `degree_table`.
+t(d), the seconds of one sequence alone over d ranks, falls with d until transfers and hops outweigh the gain, apart
+from one step up where a ring first leaves its node, and d t(d), what a sequence takes of all ranks' time, grows: then
+the cheapest degree within a limit is the least. Where copies of offload or the split of heads depend on the degree
+(`cost.Choices`) d t(d) falls and rises again: the degree of least d t(d) is taken, the first of equal ones, between the
+fewest ranks that hold a sequence with everything offloaded and those that need not offload. Where heads are split, only
+degrees that nodes and groups of heads divide are worth trying.
 
-What memory needs may be a choice, too (`cost.Choices`): a rank that offloads holds more than its capacity, at the
-price of copies. Growth then starts from the degree that takes least of all ranks' time, between the fewest that hold
-a sequence with everything offloaded and those that need not offload. Where heads are split, only degrees that nodes and
-groups of heads divide are worth trying, and rings of such degrees, widest first, also start at borders of nodes.
+All degrees come from one table of seconds: every degree up to 64, and above in steps of a 64th, multiples of ever
+higher powers of two, which are the degrees that heads split. Between two neighbours t(d) is as good as straight; where
+a limit falls between them, the least whole degree is found by halving. Only sequences that are too slow at their least
+degree have a row, about 64 log2(N) entries on N ranks; each further limit costs one comparison an entry.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
-from lengthwise.planner.problem.degree_table import DegreeTable, RingPrices
 from lengthwise.planner.problem.lengths import least_degrees_held
 
 GROWTH_FLOOR_TOKENS = 4096  # growth stops here: attention blocks under 2K tokens run slower than the formula says
 _MOST_STACKED = 12  # rings on top of each other, beyond which what is left over is small
 _NEARLY_WHOLE = 0.8  # of its part of the time, from which a ring is not cut further
-_SLACK = 1e-12  # rounding of the roots, always taken in favour of the smaller degree
-_LOST = 1e-15  # of a sum, by which its parts may be off
+_EVERY = 64  # degrees up to here are all in the grid, above it every 64th of the degree
+_SLACK = 1 + 1e-12  # rounding, always taken in favour of the smaller degree
 
-Growth = Callable[[float], NDArray[np.int64]]
+Whole = NDArray[np.int64]
+Growth = Callable[[float], Whole]
 """Seconds that no sequence should take longer than -> degrees."""
 
 
-def least_degrees(
-    cost: Cost, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64], seconds: float
-) -> NDArray[np.int64]:
+class RingPrices(Protocol):
+    """What the search for degrees asks: `Cost`, or rings at a pace of their own."""
+
+    @property
+    def fixed_seconds(self) -> float:
+        """Seconds that a microbatch takes on each of its ranks."""
+        ...
+
+    @property
+    def chooses_by_degree(self) -> bool:
+        """Whether what a piece takes of all ranks' time may fall as it is cut."""
+        ...
+
+    def ring_piece_seconds(self, lengths: Whole, degrees: Whole) -> NDArray[np.float64]:
+        """Price many pieces of one sequence each: entry i is of `lengths[i]` over `degrees[i]` ranks."""
+        ...
+
+
+class DegreeTable:
+    """Seconds of sequences, launch included, over a grid of degrees in [least, most].
+
+    only: the degrees to choose from, ascending (default: all).
+    launch_tokens: tokens that a shared launch carries; then a sequence owes its share of launches, if that is less.
+    """
+
+    def __init__(
+        self,
+        cost: RingPrices,
+        lengths: Whole,
+        least: Whole,
+        most: Whole,
+        *,
+        only: Whole | None = None,
+        launch_tokens: int | None = None,
+    ) -> None:
+        self._cost, self._lengths, self._least, self._most = cost, lengths, least, most
+        self._only, self._launch_tokens = only, launch_tokens
+        self._falls = cost.chooses_by_degree
+        self._at_least = self._seconds_at(lengths, least)
+        self._made = np.inf  # the smallest limit for which rows were made
+        self._make_rows(np.zeros(0, dtype=np.int64))
+
+    def within(self, seconds: float) -> Whole:
+        """Find the cheapest degree of each sequence that ends within `seconds`; most + 1 where there is none."""
+        limit = seconds * _SLACK
+        slow = self._at_least > limit
+        if limit < self._made:
+            self._made = limit
+            self._make_rows(np.flatnonzero(slow))
+        degrees = self._least.copy()
+        degrees[self._rows] = np.where(slow[self._rows], self._refined(limit), self._least[self._rows])
+        return np.where(self._least <= self._most, degrees, self._most + 1)
+
+    def cheapest(self) -> Whole:
+        """Find the degree of each sequence at which it takes least of all ranks' time, the launches included."""
+        self._make_rows(np.arange(len(self._lengths)))
+        rows, column = np.arange(len(self._lengths)), np.argmin(self._taken, axis=1)
+        best, least = self._degrees[rows, column], self._taken[rows, column]
+        low = self._degrees[rows, np.maximum(column - 1, 0)] + 1
+        high = self._degrees[rows, np.minimum(column + 1, self._degrees.shape[1] - 1)] - 1
+        for step in range(int((high - low).max(initial=-1)) + 1 if self._only is None else 0):
+            degrees = np.clip(low + step, self._least, np.maximum(high, self._least))
+            taken = self._taken_at(degrees, self._seconds_at(self._lengths, degrees), self._lengths)
+            better = (taken < least) | ((taken == least) & (degrees < best))
+            best, least = np.where(better, degrees, best), np.where(better, taken, least)
+        return best
+
+    def quickest(self) -> Whole:
+        """Find the degree of the grid at which each sequence takes the least seconds."""
+        self._make_rows(np.arange(len(self._lengths)))
+        return self._degrees[np.arange(len(self._lengths)), np.argmin(self._seconds, axis=1)]
+
+    def _seconds_at(self, lengths: Whole, degrees: Whole) -> NDArray[np.float64]:
+        return self._cost.ring_piece_seconds(lengths, degrees) + self._cost.fixed_seconds
+
+    def _taken_at(self, degrees: Whole, seconds: NDArray[np.float64], lengths: Whole) -> NDArray[np.float64]:
+        """Tell what sequences take of all ranks' time; where that grows with the degree, by the degree alone."""
+        if not self._falls:
+            return degrees.astype(np.float64)
+        if self._launch_tokens is None:
+            return degrees * seconds
+        shared = np.minimum(degrees, lengths / self._launch_tokens)
+        return degrees * seconds - self._cost.fixed_seconds * (degrees - shared)
+
+    def _make_rows(self, rows: Whole) -> None:
+        self._rows = rows
+        least, most = self._least[rows], self._most[rows]
+        lowest, highest = int(least.min(initial=1)), int(most.max(initial=1))
+        grid = _grid(lowest, highest) if self._only is None else self._only
+        # Columns outside a row's own range stand for its least or most degree, so these two are always looked at.
+        self._degrees = np.clip(np.broadcast_to(grid, (len(rows), len(grid))), least[:, None], most[:, None])
+        flat, lengths = self._degrees.ravel(), np.repeat(self._lengths[rows], len(grid))
+        self._seconds = self._seconds_at(lengths, flat).reshape(self._degrees.shape)
+        self._taken = self._taken_at(self._degrees, self._seconds, self._lengths[rows][:, None])
+
+    def _refined(self, limit: float) -> Whole:
+        """Find the cheapest column within the limit, and halve the step to it; most + 1 where there is none."""
+        rows, lengths = np.arange(len(self._rows)), self._lengths[self._rows]
+        column = np.argmin(np.where(self._seconds <= limit, self._taken, np.inf), axis=1)
+        found = self._seconds[rows, column] <= limit
+        high = self._degrees[rows, column]
+        before = np.maximum(column - 1, 0)
+        low = np.where(self._seconds[rows, before] > limit, self._degrees[rows, before], high)  # too slow
+        while self._only is None and np.any(open_ := found & (high - low > 1)):
+            middle = np.where(open_, (low + high) // 2, high)
+            ends = self._seconds_at(lengths, middle) <= limit
+            high, low = np.where(open_ & ends, middle, high), np.where(open_ & ~ends, middle, low)
+        return np.where(found, high, self._most[self._rows] + 1)
+
+
+def _grid(least: int, most: int) -> Whole:
+    degrees = list(range(least, min(most, max(_EVERY, least)) + 1))
+    while degrees and degrees[-1] < most:
+        step = 1 << max(0, (degrees[-1] // _EVERY).bit_length() - 1)
+        degrees.append(min(most, (degrees[-1] // step + 1) * step))
+    return np.array(degrees or [least], dtype=np.int64)
+
+
+def least_degrees(cost: Cost, lengths: Whole, least: Whole, most: Whole, seconds: float) -> Whole:
     """Find the cheapest degree in [least, most] at which each sequence, with its launch, ends within `seconds`.
 
     Entries for which there is none are most + 1. The cheapest is the least, but where offload or heads are chosen.
     """
-    return degree_search(cost, lengths, least, most)(seconds)
-
-
-def degree_search(
-    cost: RingPrices,
-    lengths: NDArray[np.int64],
-    least: NDArray[np.int64],
-    most: NDArray[np.int64],
-    *,
-    only: NDArray[np.int64] | None = None,
-    launch_tokens: int | None = None,
-) -> Callable[[float], NDArray[np.int64]]:
-    """Return `least_degrees` of these sequences as a function of `seconds`, for who asks again and again.
-
-    `only` and `launch_tokens` are those of `DegreeTable`.
-    """
-    if isinstance(cost, Cost) and not cost.prices_choices:
-        return partial(_solved_degrees, cost, lengths, least, most)
-    return DegreeTable(cost, lengths, least, most, only=only, launch_tokens=launch_tokens).within
+    return DegreeTable(cost, lengths, least, most).within(seconds)
 
 
 def most_held_tokens(cost: Cost, cluster: Cluster) -> int:
@@ -67,19 +167,19 @@ def most_held_tokens(cost: Cost, cluster: Cluster) -> int:
     return cost.most_held_tokens(cluster.capacity_tokens)
 
 
-def fewest_degrees(cost: Cost, lengths: NDArray[np.int64], cluster: Cluster) -> NDArray[np.int64]:
+def fewest_degrees(cost: Cost, lengths: Whole, cluster: Cluster) -> Whole:
     """Count the fewest ranks that hold each sequence, offloading as far as these costs allow."""
     return least_degrees_held(lengths, most_held_tokens(cost, cluster))
 
 
 def cheapest_degrees(
     cost: Cost,
-    lengths: NDArray[np.int64],
+    lengths: Whole,
     cluster: Cluster,
     *,
-    only: NDArray[np.int64] | None = None,
+    only: Whole | None = None,
     launch_tokens: int | None = None,
-) -> NDArray[np.int64]:
+) -> Whole:
     """Find the degree that takes least of all ranks' time, launch included: of those that hold a sequence."""
     fewest = fewest_degrees(cost, lengths, cluster)
     if not cost.chooses_by_degree:
@@ -94,7 +194,7 @@ def cheapest_degrees(
     return chosen
 
 
-def hidden_degrees(cost: Cost, lengths: NDArray[np.int64], cluster: Cluster) -> NDArray[np.int64]:
+def hidden_degrees(cost: Cost, lengths: Whole, cluster: Cluster) -> Whole:
     """Count the fewest ranks that hold each sequence with the offload that compute hides: Eq. 3 of ByteScale.
 
     The ratio that is free and the degree that then holds a sequence depend on each other; halved to the first degree at
@@ -111,7 +211,7 @@ def hidden_degrees(cost: Cost, lengths: NDArray[np.int64], cluster: Cluster) -> 
     return high
 
 
-def useful_degrees(cost: Cost, ranks: int) -> NDArray[np.int64] | None:
+def useful_degrees(cost: Cost, ranks: int) -> Whole | None:
     """List the degrees worth trying where heads are split; None where any degree is."""
     if not cost.choices.splits_heads:
         return None
@@ -120,60 +220,23 @@ def useful_degrees(cost: Cost, ranks: int) -> NDArray[np.int64] | None:
     return np.array(sorted(powers | {*range(node, ranks + 1, node), ranks}), dtype=np.int64)
 
 
-def _rounded_up(degrees: NDArray[np.int64], only: NDArray[np.int64]) -> NDArray[np.int64]:
+def _rounded_up(degrees: Whole, only: Whole) -> Whole:
     return only[np.minimum(np.searchsorted(only, degrees), len(only) - 1)]
 
 
-def rounded_down(degrees: NDArray[np.int64], least: NDArray[np.int64], only: NDArray[np.int64]) -> NDArray[np.int64]:
+def rounded_down(degrees: Whole, least: Whole, only: Whole) -> Whole:
     """Round degrees down to those worth trying, not below the least."""
     return np.maximum(least, only[np.searchsorted(only, degrees, side="right") - 1])
 
 
-def without_launch(seconds: float, launch_seconds: float) -> float:
-    """Tell what a launch leaves of a limit.
-
-    Beside a launch a million times as long, what is left of the sum of both has lost its last digits: rounding is taken
-    in favour of what has to fit.
-    """
-    left, rounding = seconds - launch_seconds, _LOST * seconds
-    return left + rounding if rounding > _SLACK * left else left
-
-
-def _solved_degrees(
-    cost: Cost, lengths: NDArray[np.int64], least: NDArray[np.int64], most: NDArray[np.int64], seconds: float
-) -> NDArray[np.int64]:
-    tokens = lengths.astype(np.float64)
-    hop, budget = cost.hop_seconds, without_launch(seconds, cost.fixed_seconds)
-    compute = cost.compute_seconds(lengths)
-    hidden = _lower_root(compute, np.full_like(tokens, budget), hop)
-    transfers = cost.ring_seconds * tokens
-    exposed = _lower_root(cost.linear_seconds * tokens - transfers, budget - transfers, hop)
-    beyond = most.astype(np.float64) + 1
-    wanted = np.minimum(np.maximum(np.maximum(hidden, exposed), 2.0), beyond)
-    degrees = np.maximum(np.ceil(wanted * (1 - _SLACK)).astype(np.int64), least)
-    alone = (least == 1) & (compute <= budget * (1 + _SLACK))
-    degrees = np.where(alone, 1, degrees)
-    quick = cost.ring_piece_seconds(lengths, np.maximum(degrees, 1)) <= budget * (1 + 1e-9)
-    return np.where(quick & (degrees <= most), degrees, most + 1)
-
-
-def _lower_root(work: NDArray[np.float64], budget: NDArray[np.float64], hop: float) -> NDArray[np.float64]:
-    """Solve work / d + hop (d - 1) <= budget for the least real d (0: any, inf: none)."""
-    width = budget + hop
-    inside = width * width - 4 * hop * np.maximum(work, 0.0)
-    solvable = (width > 0) & (inside >= 0)
-    root = np.sqrt(np.maximum(inside, 0.0)) + np.where(solvable, width, 1.0)
-    return np.where(work <= 0, 0.0, np.where(solvable, 2 * np.maximum(work, 0.0) / root, np.inf))
-
-
 def quickest_degrees(
     cost: Cost,
-    lengths: NDArray[np.int64],
-    least: NDArray[np.int64],
-    most: NDArray[np.int64],
+    lengths: Whole,
+    least: Whole,
+    most: Whole,
     *,
-    only: NDArray[np.int64] | None = None,
-) -> NDArray[np.int64]:
+    only: Whole | None = None,
+) -> Whole:
     """Find the degree in [least, most] of least t(d), from a grid of steps of an eighth; ties take the fewest ranks."""
     if only is not None:
         return DegreeTable(cost, lengths, least, most, only=only).quickest()
@@ -188,22 +251,20 @@ def quickest_degrees(
     return best
 
 
-def most_degrees(
-    lengths: NDArray[np.int64], least: NDArray[np.int64], ranks: int, floor_tokens: int
-) -> NDArray[np.int64]:
+def most_degrees(lengths: Whole, least: Whole, ranks: int, floor_tokens: int) -> Whole:
     """Tell how far growth may go: it leaves about `floor_tokens` on a rank, and never undoes what memory needs."""
     return np.minimum(np.maximum(least, lengths // floor_tokens), ranks)
 
 
 def grown_degrees(
     cost: Cost,
-    lengths: NDArray[np.int64],
-    least: NDArray[np.int64],
-    most: NDArray[np.int64],
+    lengths: Whole,
+    least: Whole,
+    most: Whole,
     seconds: float,
     *,
-    only: NDArray[np.int64] | None = None,
-) -> NDArray[np.int64]:
+    only: Whole | None = None,
+) -> Whole:
     """Choose degrees for a schedule in which no sequence should take longer than `seconds`.
 
     A sequence that cannot be that quick gets its quickest degree. `only`: the degrees to choose from (default: all).
@@ -213,18 +274,18 @@ def grown_degrees(
 
 def degree_growth(
     cost: Cost,
-    lengths: NDArray[np.int64],
-    least: NDArray[np.int64],
-    most: NDArray[np.int64],
+    lengths: Whole,
+    least: Whole,
+    most: Whole,
     *,
-    only: NDArray[np.int64] | None = None,
+    only: Whole | None = None,
 ) -> Growth:
     """Return `grown_degrees` of these sequences as a function of `seconds`, for who asks again and again."""
-    search = degree_search(cost, lengths, least, most, only=only)
+    table = DegreeTable(cost, lengths, least, most, only=only)
     quickest = np.zeros(len(lengths), dtype=np.int64)  # 0: not asked for yet
 
-    def grown(seconds: float) -> NDArray[np.int64]:
-        degrees = search(seconds)
+    def grown(seconds: float) -> Whole:
+        degrees = table.within(seconds)
         slow = degrees > most
         new = slow & (quickest == 0)
         if np.any(new):
@@ -234,9 +295,7 @@ def degree_growth(
     return grown
 
 
-def stacking_degrees(
-    cost: Cost, lengths: NDArray[np.int64], degrees: NDArray[np.int64], most: NDArray[np.int64], seconds: float
-) -> NDArray[np.int64]:
+def stacking_degrees(cost: Cost, lengths: Whole, degrees: Whole, most: Whole, seconds: float) -> Whole:
     """Widen rings so that two, three ... of them end together with one that takes `seconds`.
 
     A ring of 0.6 of the time leaves 0.4 that a second one does not fit into; cut a little further it takes 0.5. One of
@@ -252,7 +311,7 @@ def stacking_degrees(
     return degrees
 
 
-def filling_degrees(degrees: NDArray[np.int64], most: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
+def filling_degrees(degrees: Whole, most: Whole, ranks: int) -> Whole:
     """Widen rings so that as many as fit side by side fill the line of ranks, where growth allows it.
 
     Of 64 ranks a ring of 40 would leave 24 idle or apart; over all 64 the same arithmetic ends sooner.

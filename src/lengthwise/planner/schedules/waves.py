@@ -29,7 +29,7 @@ from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner.placement.packs import ShortSequences
-from lengthwise.planner.problem.degrees import degree_search, without_launch
+from lengthwise.planner.problem.degrees import DegreeTable
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import ring_order
 
@@ -212,12 +212,12 @@ class _Builder:
         self, pool: ShortSequences, seconds: float
     ) -> tuple[list[tuple[int, int, list[int]]], list[float], list[int], float]:
         """Put rings side by side; return them, the time and the room left on every rank, and the work done."""
-        free, rooms = [without_launch(seconds, self.launch)] * self.ranks, [self.capacity] * self.ranks
+        free, rooms = [_without_launch(seconds, self.launch)] * self.ranks, [self.capacity] * self.ranks
         slow = (self.least > 1) | (self.lengths > self.capacity)  # what is offloaded on one rank is alone there, too
         slow |= self.alone + self.launch > seconds * (1 + 1e-12)
         cut = np.flatnonzero(slow)[::-1]
         most = np.full_like(cut, self.ranks)
-        degrees = degree_search(self.cost, self.lengths[cut], self.least[cut], most)(seconds)
+        degrees = DegreeTable(self.cost, self.lengths[cut], self.least[cut], most).within(seconds)
         took = self.cost.ring_piece_seconds(self.lengths[cut], np.minimum(degrees, self.ranks))
         pieces: list[tuple[int, int, list[int]]] = []
         first, done = 0, 0.0
@@ -233,3 +233,12 @@ class _Builder:
             if first == self.ranks:
                 break
         return pieces, free, rooms, done
+
+
+def _without_launch(seconds: float, launch_seconds: float) -> float:
+    """Return what a launch leaves of a limit, rounding taken in favour of what has to fit.
+
+    Beside a launch a million times as long, what is left of the sum of both has lost its last digits.
+    """
+    left, rounding = seconds - launch_seconds, 1e-15 * seconds
+    return left + rounding if rounding > 1e-12 * left else left
