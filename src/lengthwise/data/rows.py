@@ -41,7 +41,7 @@ class Row:
 
 
 class RowParser:
-    """Parses lines; ids have to be below `vocab_size` (None: below 2^31)."""
+    """Parse lines; ids have to be below `vocab_size` (None: below 2^31)."""
 
     def __init__(self, vocab_size: int | None) -> None:
         self._limit = _LARGEST_ID + 1 if vocab_size is None else vocab_size

@@ -74,12 +74,12 @@ class Batches:
             epoch += 1
 
     def order(self, epoch: int) -> np.ndarray:
-        """All trainable ids in the order of one epoch."""
+        """Return all trainable ids in the order of one epoch."""
         return epoch_order(self._ids, seed=self._config.seed, epoch=epoch)
 
     @cached_property
     def num_steps(self) -> int:
-        """Steps of the whole run; with epochs of so many tokens a step every epoch is ordered once to count them."""
+        """Count the steps of the whole run; with epochs of so many tokens a step, each epoch is ordered once."""
         steps, epochs = self._config.steps, self._config.epochs
         if steps is not None:
             return steps
@@ -90,7 +90,7 @@ class Batches:
         return sum(sum(1 for _ in self._cuts(self.order(epoch))) for epoch in range(epochs))
 
     def _cuts(self, order: np.ndarray) -> Iterator[tuple[int, int]]:
-        """Places in `order` where each step starts and ends."""
+        """Yield the places in `order` where each step starts and ends."""
         sequences, tokens = self._config.global_batch.sequences, self._config.global_batch.tokens
         if sequences is not None:
             for first in range(0, len(order), sequences):

@@ -98,7 +98,7 @@ def _listing(root: Path, label: str, names: list[str], report: Report, *, python
 
 
 def _walk(root: Path, left_out: frozenset[str], report: Report) -> list[str]:
-    """Paths of the regular files below `root`, with slashes; hidden ones and links are left out.
+    """Return paths of the regular files below `root`, with slashes; hidden ones and links are left out.
 
     A link inside the folder would repeat a document and one that leads out of it could read anything.
     """

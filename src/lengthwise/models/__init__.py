@@ -1,4 +1,4 @@
-"""Makes a Hugging Face causal language model obey a plan, and refuses by name what a plan would compute wrongly."""
+"""Make a Hugging Face causal language model obey a plan, and refuse by name what a plan would compute wrongly."""
 
 from lengthwise.models.adapter import model_loss, model_router_logits, plain_output, token_loss
 from lengthwise.models.checkpointing import apply_policy, check_recompute

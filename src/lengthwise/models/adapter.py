@@ -1,4 +1,4 @@
-"""Runs a Hugging Face model on the tokens that a plan put on this rank.
+"""Run a Hugging Face model on the tokens that a plan put on this rank.
 
 Hugging Face lets an attention function be registered by name; extra keywords of `forward` reach it. Ours takes the
 microbatch's `PlannedAttention` that way, so a model needs no change and holds no state of ours. Positions are those of
@@ -46,7 +46,7 @@ def model_loss(
     """Return the summed loss of this rank's tokens in one microbatch, in fp32 or wider.
 
     All three tensors are (tokens,), in the order of `MicrobatchProgram.segments`; `shift_labels[t]` is what the model
-    should say after token t, -100 where nothing is asked. `hear_router` is given the router logits of the same tokens,
+    should say after token t, -100 where it has no loss. `hear_router` is given the router logits of the same tokens,
     (tokens, experts) of each layer that has a router; only for models whose config says `output_router_logits`.
     """
     output = _run(model, planned, input_ids, position_ids)

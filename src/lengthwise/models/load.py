@@ -90,7 +90,7 @@ def _without_engine(values: Any) -> Any:
 
 
 def tiny_config() -> LlamaConfig:
-    """The shape `tiny`: a Llama of about one million parameters over bytes, which `plan` knows without torch."""
+    """Return the config of `tiny`, a Llama of about a million parameters over bytes, as `plan` knows it."""
     shape = named_shape("tiny")
     return LlamaConfig(
         vocab_size=shape.vocab,

@@ -80,7 +80,7 @@ def build_adapted(
     attention: str = ATTENTION_NAME,
     draws_both: bool = False,
 ) -> nn.Module:
-    """Do `build_model`, and freeze it under adapters where `lora` is given.
+    """Build the model as `build_model` does, and freeze it under adapters where `lora` is given.
 
     A starts from `seed`, the same on every rank, and B from zeros, or both from the saved adapter. `draws_both`: B is
     drawn, too, for checks: as long as B is zero A has no gradient.
@@ -114,7 +114,10 @@ def save_adapter(model: Any, folder: Path) -> None:
         save_file(state, folder / WEIGHTS_NAME, metadata={"format": "pt"})
     except (OSError, SafetensorError) as error:
         raise OutputError(
-            str(folder), expected="a folder to write the adapter to", got=str(error), remedy="Free or mend the folder."
+            str(folder),
+            expected="a folder to write the adapter to",
+            got=str(error),
+            remedy="Free or repair the folder.",
         ) from None
 
 

@@ -1,8 +1,8 @@
-"""Names the layers of a model that a plan would compute wrongly, and what it would take to have them.
+"""Name the layers of a model that a plan would compute wrongly, and what it would take to have them.
 
 The model is built on the meta device (its structure, no weights: a second or two, only for a model that is refused) and
-its modules are held against the kinds below, by class name. What no kind knows is told by its attention layer: such a
-family may be exact and waits for its proof.
+its modules are held against the kinds below, by class name. What no kind knows is reported by its attention layer:
+such a family may be exact and waits for its proof.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LayerKind:
     key: str = ""
 
     def has(self, module: nn.Module, config: Any) -> bool:
-        """Whether the module is of this kind."""
+        """Return whether the module is of this kind."""
         return re.search(self.name, type(module).__name__) is not None and bool(
             not self.key or getattr(config, self.key, None)
         )
@@ -173,7 +173,7 @@ def _on_meta(config: Any) -> nn.Module | Exception:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    except Exception as error:  # noqa: BLE001 - whatever a model that nobody proved does here is told, not raised
+    except Exception as error:  # noqa: BLE001 - whatever a model that nobody proved does here is reported, not raised
         return error
 
 
@@ -200,7 +200,7 @@ def _layers_of_kinds(model: nn.Module, config: Any) -> Iterator[_Found]:
 
 
 def _unproved(model: nn.Module) -> _Found:
-    """Tell of the first attention layer: computed in a way of its own, or only not proved yet."""
+    """Return the first attention layer: computed in a way of its own, or only not proved yet."""
     attentions = [
         (path, module) for path, module in model.named_modules() if re.search("Attention|MLA", type(module).__name__)
     ]

@@ -52,7 +52,7 @@ def coefficient_key(model_type: str) -> str:
 
 
 def has_balance_loss(config: Any) -> bool:
-    """Whether the config asks for the balance loss."""
+    """Return whether the config asks for the balance loss."""
     return bool(getattr(config, "output_router_logits", False))
 
 
