@@ -236,3 +236,15 @@ def test_docs_wrong_command_is_found(text: str, capsys) -> None:
 def test_docs_pictures_are_drawn_from_the_tables_as_they_are(name: str) -> None:
     drawn = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
     assert plots.CHARTS[name]() == drawn, "run: python benchmarks/plots.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_docs_files_named_are_there(page: Path) -> None:
+    text = re.sub(r"^ *```\w*\n.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    named = re.findall(r"`([a-z0-9_./-]+\.(?:py|toml|txt)|(?:src|tests|benchmarks|examples)/[a-z0-9_./-]*)`", text)
+    missing = [
+        name
+        for name in sorted(named)
+        if not any((root / name).exists() for root in (ROOT, ROOT / "src" / "lengthwise"))
+    ]
+    assert not missing, missing
