@@ -20,6 +20,7 @@ if not os.environ.get("LENGTHWISE_TEST_GPU"):
 import hypothesis
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.utils.conventions import not_set
 
 SEARCH_TIMES = 5  # the cases of a test under the search profile, over those it asks for
 
@@ -32,15 +33,16 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-def more_examples(*arguments: Any, max_examples: int | None = None, **others: Any) -> settings:
-    """Make the `settings` of a test that names its number of examples, which would else not follow the profile."""
-    if max_examples is not None:
-        others["max_examples"] = max_examples * SEARCH_TIMES
-    return settings(*arguments, **others)
+class MoreExamples(settings):
+    """The `settings` of a test that names its number of examples, which would else not follow the profile."""
+
+    def __init__(self, *arguments: Any, max_examples: Any = not_set, **others: Any) -> None:
+        more = max_examples if max_examples is not_set else max_examples * SEARCH_TIMES
+        super().__init__(*arguments, max_examples=more, **others)
 
 
 if os.environ.get("HYPOTHESIS_PROFILE") == "search":  # before any test module imports it
-    hypothesis.settings = more_examples
+    hypothesis.settings = MoreExamples
 
 
 @pytest.fixture(autouse=True, scope="session")
