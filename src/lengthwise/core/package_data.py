@@ -16,7 +16,7 @@ def read_package_json(package: str, file: str) -> dict[str, Any]:
 
 
 def is_path(name: str) -> bool:
-    """Tell whether a user who wrote `name` means a file of their own."""
+    """Return whether a user who wrote `name` means a file of their own."""
     return name.endswith(".json") or "/" in name
 
 

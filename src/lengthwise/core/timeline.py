@@ -1,4 +1,4 @@
-"""What a simulated step took: a row for each rank, chunk of its layers and microbatch, and the figures from them."""
+"""What a step took, simulated or run: rows of rank, chunk of its layers and microbatch, and the figures from them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Timeline:
         )
 
     def microbatch_spans(self, microbatches: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Tell when each of the plan's microbatches begins on its first rank, and ends on its last."""
+        """Return when each of the plan's microbatches begins on its first rank, and ends on its last."""
         starts, ends = np.full(microbatches, np.inf), np.zeros(microbatches)
         np.minimum.at(starts, self.microbatch, self.start)
         np.maximum.at(ends, self.microbatch, self.end)

@@ -1,4 +1,4 @@
-"""How long `verify` will take and how much memory, told before it starts: from shapes, lengths and a quick calibration.
+"""How long `verify` will take and how much memory, said before it starts: from shapes, lengths and a quick calibration.
 
     planned    the work of the busiest rank under costs of this machine, all local ranks sharing its cores
     plain      the same sequences one by one on rank 0, with the threads that one rank has
@@ -14,13 +14,14 @@ out (Python, the allocator's rest, other programs) is why no decision hangs on i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lengthwise.core.held import fullest_tokens
 from lengthwise.core.measurements import Measurements
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost import Cost, activation_bytes
+from lengthwise.planner import score
 from lengthwise.report.figures import count, seconds
 
 _BUILD_PASSES = 30  # reads and writes of each parameter's bytes from an empty process to a reduced gradient
@@ -123,14 +124,9 @@ def _cost(shape: ModelShape, speed: Measurements, threads: int, parameters: int)
     )
 
 
-def _busy_seconds(plan: Plan, cost: Cost) -> list[float]:
-    busy = [0.0] * plan.ranks
-    for microbatch in plan.microbatches:
-        priced = cost.recomputing(microbatch.recompute)
-        for rank in {rank for piece in microbatch.pieces for rank in piece.ranks}:
-            busy[rank] += priced.fixed_seconds
-        for piece in microbatch.pieces:
-            took = priced.piece_seconds([plan.tokens[i] for i in piece.sequences], piece.degree)
-            for rank in piece.ranks:
-                busy[rank] += took
-    return busy
+def _busy_seconds(plan: Plan, cost: Cost) -> tuple[float, ...]:
+    """Return how long each rank works, all of one speed, rings in even shares."""
+    even = tuple(
+        replace(each, pieces=tuple(replace(piece, shares=None) for piece in each.pieces)) for each in plan.microbatches
+    )
+    return score(replace(plan, microbatches=even), cost, speeds=[1.0] * plan.ranks).busy_seconds

@@ -54,7 +54,7 @@ class Uplinks:
                 self._rates[node].append((index, size / seconds))
 
     def slow_down(self, starts: Floats, ends: Floats) -> bool:
-        """Raise the slowdowns to those of microbatches that run from `starts` to `ends`; tell whether any rose."""
+        """Raise the slowdowns to those of microbatches that run from `starts` to `ends`; return whether any rose."""
         before = self.slowdowns.copy()
         for asked in self._rates.values():
             which = np.array([index for index, _ in asked])
@@ -71,7 +71,7 @@ class Uplinks:
 
 
 def _mean_ratios(starts: Floats, ends: Floats, shares: Floats) -> Floats:
-    """Tell the mean over each span of how many times too much all spans together ask for, never below 1."""
+    """Return the mean over each span of how many times too much all spans together ask for, never below 1."""
     borders = np.unique(np.concatenate((starts, ends)))
     change = np.zeros(len(borders))
     first, last = np.searchsorted(borders, starts), np.searchsorted(borders, ends)

@@ -36,7 +36,7 @@ def loading_seconds(
     stages: int = 1,
     fixed_mesh: bool = False,
 ) -> float:
-    """Tell how long the busiest node reads for one step.
+    """Return how long the busiest node reads for one step.
 
     Args:
         plan: whose sequences are read.
@@ -66,7 +66,7 @@ def loading_seconds(
 
 
 def waits_seconds(loads: Sequence[float], works: Sequence[float]) -> list[float]:
-    """Tell how long each step waits for its data: what its loading takes beyond the work of the step before it."""
+    """Return how long each step waits for its data: what its loading takes beyond the work of the step before it."""
     return [max(0.0, load - works[number - 1]) for number, load in enumerate(loads)]
 
 

@@ -71,22 +71,28 @@ def piece_layer(piece: Piece, lengths: Sequence[int], cost: Cost) -> PieceLayer:
 def stack_layers(pieces: Sequence[Piece], lengths: Sequence[Sequence[int]], cost: Cost) -> PieceLayer:
     """Lay out one layer of pieces of equally many ranks and heads; entry i of `lengths` is of piece i.
 
-    Rings of one sequence, thousands in a plan, are laid out in a few array operations.
+    Rings of one sequence and packs on one rank, thousands in a plan, are laid out in a few array operations.
     """
-    if any(len(each) > 1 for each in lengths) or any(piece.shares is not None for piece in pieces):
+    heads, ranks = pieces[0].heads, np.array([piece.ranks for piece in pieces])
+    positions = pieces[0].degree // heads
+    has_several = positions > 1 and any(len(each) > 1 for each in lengths)
+    if has_several or any(piece.shares is not None for piece in pieces):
         apart = [piece_layer(piece, each, cost) for piece, each in zip(pieces, lengths, strict=True)]
         fields = ("tokens", "held", "near", "exchange")
         joined = {name: np.stack([getattr(each, name) for each in apart]) for name in fields}
         return PieceLayer(blocks=np.stack([each.blocks for each in apart], axis=1), **joined)
-    heads = pieces[0].heads
-    chunks = _chunks([each[0] for each in lengths], pieces[0].degree // heads, None)
-    tokens = np.array(lengths, dtype=np.float64)
-    low, high, shards = _parts(chunks)
-    worth = cost.attention_seconds(tokens, low.shape[1]) / (tokens * tokens)
+    flat = [length for each in lengths for length in each]
+    tokens = np.array(flat, dtype=np.float64)[:, None]
+    if positions == 1:
+        starts = np.cumsum([0, *map(len, lengths)])[:-1]
+        own, held = (np.add.reduceat(each, starts) for each in (cost.attention_seconds(tokens, 1), tokens))
+        return _layer(own[None], held, ranks, heads, cost)
+    low, high, shards = _parts(_chunks(flat, positions, None))
+    worth = cost.attention_seconds(tokens, positions) / (tokens * tokens)
     below = (2 * (worth * shards))[:, :, None] * low[:, None, :]
     above = (2 * (worth * high))[:, :, None] * shards[:, None, :]
     blocks = _by_ring_step(below, above, worth * (shards * shards))
-    return _layer(blocks, shards, np.array([piece.ranks for piece in pieces]), heads, cost)
+    return _layer(blocks, shards, ranks, heads, cost)
 
 
 def _layer(blocks: Floats, shards: Floats, ranks: NDArray[np.int64], heads: int, cost: Cost) -> PieceLayer:

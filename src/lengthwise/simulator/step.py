@@ -1,14 +1,13 @@
 """A plan and its costs -> the timeline of one step.
 
 The plan's global order is walked with a clock a rank, as `planner.score` does; how long a ring keeps each of its ranks
-comes from its stages (`rounds`), not from a formula. A microbatch starts when all its ranks are free. Packs on one rank
-exchange nothing and are priced in one array operation for all of them. After its last microbatch every rank enters the
-step's end, which all leave together. Where a rank is a pipeline, its stages run interleaved 1F1B
-(`planner.modes.stage_order`): every action of a microbatch takes its part of these clocks, starts together on all ranks
-of its ring, and sends activations on over the link between nodes, one message after the other. Where ranks share the
-uplink of their node, microbatches that run at one time slow each other down (`contention`). Not simulated: variance of
-kernels, congestion beyond the uplinks, activations and rings sharing a link, and the order of copies on the host beyond
-its share for each rank.
+comes from its ring steps (`rounds`), not from a formula. A microbatch starts when all its ranks are free. After its
+last one every rank enters the step's end, which all leave together. Where a rank is a pipeline, its stages run
+interleaved 1F1B (`program.stage_order`) and send activations over the link between nodes, one message after the other.
+Where ranks share the uplink of their node, microbatches that run at one time slow each other down (`contention`).
+
+Not simulated: variance of kernels, congestion beyond the uplinks, activations and rings sharing a link, and the order
+of copies on the host beyond its share for each rank.
 """
 
 from __future__ import annotations
@@ -152,31 +151,28 @@ def _with_all_ranks(clocks: MicrobatchClocks, ranks: int) -> MicrobatchClocks:
 
 def _all_clocks(plan: Plan, cost_of: Callable[[int], Cost]) -> list[MicrobatchClocks]:
     """Run every microbatch from a common start, each at its own costs; equal ones only once."""
-    alone = _lone_packs(plan, cost_of(0))
-    shares_uplinks = cost_of(0).shares_uplinks
-    keys: list[object] = []
-    first: dict[object, int] = {}  # of equal microbatches
-    lone_rings: dict[object, list[int]] = {}  # of one shape
+    same: list[int] = []  # of each, the first that is equal to it
+    first: dict[object, int] = {}
+    stacked: dict[object, list[int]] = {}  # packs and lone rings, of one shape
     for index, microbatch in enumerate(plan.microbatches):
-        if index in alone:
-            keys.append(None)
-            continue
-        cost = cost_of(index)
-        keys.append((_alike(microbatch, plan.tokens, cost), cost.far.bytes_per_second))
-        if first.setdefault(keys[-1], index) == index and len(microbatch.pieces) == 1 and not shares_uplinks:
-            piece = microbatch.pieces[0]
+        cost, piece = cost_of(index), microbatch.pieces[0]
+        is_lone = len(microbatch.pieces) == 1
+        is_pack = is_lone and piece.degree == 1  # priced as quickly as compared
+        key = index if is_pack else (_alike(microbatch, plan.tokens, cost), cost.far.bytes_per_second)
+        same.append(first.setdefault(key, index))
+        if same[-1] == index and is_lone and (is_pack or not cost.shares_uplinks):
             shape = piece.degree, piece.heads, microbatch.offload, microbatch.recompute
-            lone_rings.setdefault(shape, []).append(index)
-    known = dict(alone)
-    for indices in lone_rings.values():
+            stacked.setdefault(shape, []).append(index)
+    known: dict[int, MicrobatchClocks] = {}
+    for indices in stacked.values():
         together = ring_clocks([plan.microbatches[index] for index in indices], plan.tokens, cost_of(indices[0]))
         known.update(zip(indices, together, strict=True))
     for index in first.values():
         if index not in known:
             known[index] = microbatch_clocks(plan.microbatches[index], plan.tokens, cost_of(index))
     return [
-        alone[index] if key is None else replace(known[first[key]], ranks=plan.microbatches[index].ranks)
-        for index, key in enumerate(keys)
+        known[index] if one == index else replace(known[one], ranks=plan.microbatches[index].ranks)
+        for index, one in enumerate(same)
     ]
 
 
@@ -188,34 +184,3 @@ def _alike(microbatch: Microbatch, tokens: Sequence[int], cost: Cost) -> object:
         for p in microbatch.pieces
     )
     return pieces, microbatch.offload, microbatch.recompute
-
-
-def _lone_packs(plan: Plan, cost: Cost) -> dict[int, MicrobatchClocks]:
-    """Price the microbatches of one rank and no offload or recomputation, all in a few array operations."""
-    chosen = [
-        index
-        for index, m in enumerate(plan.microbatches)
-        if len(m.pieces) == 1 and m.pieces[0].degree == 1 and m.offload == 0 and m.recompute == "none"
-    ]
-    if not chosen:
-        return {}
-    packs = [plan.microbatches[index].pieces[0] for index in chosen]
-    lengths = np.array([plan.tokens[i] for pack in packs for i in pack.sequences], dtype=np.float64)
-    starts = np.cumsum([0, *(len(pack.sequences) for pack in packs)])[:-1]
-    attention = np.add.reduceat(cost.attention_seconds(lengths, 1), starts)
-    tokens = np.add.reduceat(lengths, starts)
-    passes = cost.passes("none")
-    linear = cost.linear_seconds * tokens + cost.fixed_seconds
-    ends = np.cumsum([each.attention * attention + each.linear * linear for each in passes], axis=0)
-    nothing: Floats = np.zeros(1)
-    return {
-        index: MicrobatchClocks(
-            ranks=packs[number].ranks,
-            forward=ends[0, number : number + 1],
-            total=ends[-1, number : number + 1],
-            compute=ends[-1, number : number + 1],
-            copied=nothing,
-            held_tokens=tokens[number : number + 1],
-        )
-        for number, index in enumerate(chosen)
-    }
