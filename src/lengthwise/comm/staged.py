@@ -33,9 +33,9 @@ class StagedTransport:
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post one grouped call (see `Transport.exchange`); messages to send are copied out before it."""
         host_sends = [(self._copied_out(tensor), peer) for tensor, peer in sends]
-        rooms = [(self._room(tensor), peer) for tensor, peer in receives]
-        arrivals = [(tensor, room) for (tensor, _), (room, _) in zip(receives, rooms, strict=True)]
-        return _StagedPending(self._inner.exchange(host_sends, rooms), arrivals)
+        arriving = [(self._host_tensor(tensor), peer) for tensor, peer in receives]
+        arrivals = [(tensor, host) for (tensor, _), (host, _) in zip(receives, arriving, strict=True)]
+        return _StagedPending(self._inner.exchange(host_sends, arriving), arrivals)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over all ranks, in place."""
@@ -45,13 +45,13 @@ class StagedTransport:
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Sum over all ranks and keep this rank's slice."""
-        host = self._room(output)
+        host = self._host_tensor(output)
         self._inner.reduce_scatter(host, self._copied_out(source))
         _copy_in(output, host)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Concatenate the tensors of all ranks."""
-        host = self._room(output)
+        host = self._host_tensor(output)
         self._inner.all_gather(host, self._copied_out(source))
         _copy_in(output, host)
 
@@ -65,23 +65,23 @@ class StagedTransport:
         """Leave the world."""
         self._inner.close()
 
-    def _room(self, tensor: Tensor) -> Tensor:
+    def _host_tensor(self, tensor: Tensor) -> Tensor:
         if not self._stages(tensor):
             return tensor
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
     def _copied_out(self, tensor: Tensor) -> Tensor:
-        room = self._room(tensor)
-        if room is not tensor:
+        host = self._host_tensor(tensor)
+        if host is not tensor:
             # Not non_blocking: the copy must have ended, and what it reads must have been computed, before it is sent.
-            room.copy_(tensor.detach())
-        return room
+            host.copy_(tensor.detach())
+        return host
 
 
 @torch.no_grad()
-def _copy_in(tensor: Tensor, room: Tensor) -> None:
-    if room is not tensor:
-        tensor.copy_(room)
+def _copy_in(tensor: Tensor, host: Tensor) -> None:
+    if host is not tensor:
+        tensor.copy_(host)
 
 
 class _StagedPending:
@@ -90,6 +90,6 @@ class _StagedPending:
 
     def wait(self) -> None:
         self._pending.wait()
-        for tensor, room in self._arrivals:
-            _copy_in(tensor, room)
+        for tensor, host in self._arrivals:
+            _copy_in(tensor, host)
         self._arrivals = ()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-class Work(Protocol):
+class Handle(Protocol):
     """What a posted call returns."""
 
     def is_completed(self) -> bool:
@@ -27,7 +27,7 @@ class Work(Protocol):
 class Posted:
     """A call under way: who must answer, in words, and where in the step it was posted."""
 
-    work: Work
+    handle: Handle
     phase: str
     others: str
     posted_seconds: float
@@ -43,10 +43,10 @@ class Watch:
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
         self._thread.start()
 
-    def add(self, works: Sequence[Work], *, phase: str, others: str) -> None:
+    def add(self, handles: Sequence[Handle], *, phase: str, others: str) -> None:
         """Watch over calls that were posted just now."""
         now = time.monotonic()
-        self._under_way.extend(Posted(work=work, phase=phase, others=others, posted_seconds=now) for work in works)
+        self._under_way.extend(Posted(handle=each, phase=phase, others=others, posted_seconds=now) for each in handles)
 
     def close(self) -> None:
         """Stop watching."""
@@ -56,7 +56,7 @@ class Watch:
     def _look(self) -> None:
         while not self._ended.wait(self._poll_seconds):
             # Calls of a rank end nearly in the order posted: those behind an unfinished one are looked at later.
-            while self._under_way and self._under_way[0].work.is_completed():
+            while self._under_way and self._under_way[0].handle.is_completed():
                 self._under_way.popleft()
             if self._under_way and time.monotonic() - self._under_way[0].posted_seconds > self._timeout_seconds:
                 self._overdue(self._under_way[0])

@@ -32,7 +32,7 @@ from lengthwise.program import MicrobatchProgram, last_on_all_ranks, lower_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class RankResult:
     """What a rank did: its summed loss, and seconds in which it did not wait for another rank.
 
     `router_loss` is its part of the routers' balance loss; the parts of all ranks sum to that of the global batch.
@@ -52,7 +52,7 @@ def run_plan(
     *,
     name: str,
     train: bool = True,
-) -> Work:
+) -> RankResult:
     """Run the microbatches of this rank and let gradients add up in the model's parameters.
 
     The loss is divided once, by the loss tokens of the global batch. Between the first forward and the last backward
@@ -62,43 +62,17 @@ def run_plan(
         MemoryShortage: a microbatch does not fit on the device.
     """
 
-    def needs() -> str:
-        programs, rank = lower_plan(plan, transport.rank), transport.rank
-        most = max(sum(segment.num_tokens for segment in program.segments(rank)) for program in programs)
-        return f"microbatches of up to {most} tokens"
-
-    with reporting_shortage(
-        lambda: f"rank {transport.rank}, {transport.phase}", needs=needs, remedy=SMALLER_MICROBATCHES
-    ):
-        return _run_all(model, plan, batch, transport, kernel, name=name, train=train)
-
-
-def _run_all(
-    model: nn.Module, plan: Plan, batch: StepBatch, transport: Transport, kernel: BlockKernel, *, name: str, train: bool
-) -> Work:
     start, waited = time.perf_counter(), transport.clock.waited_seconds
-    device = next(model.parameters()).device
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # on the device: reading them would stop it each time
-    rank = _RankWork(model, batch, transport, kernel, lower_plan(plan, transport.rank), name)
-    todo, kept, balance = range(len(rank.programs)), dict[int, _Forward](), None
-    if train and has_balance_loss(model.config):
-        balance, kept = rank.count_routers(last_on_all_ranks(plan))
-        todo = sorted(todo, key=lambda number: number not in kept)
-    for number in todo:
-        done = kept.pop(number) if number in kept else rank.forward(number, train=train)
-        if train:
-            objective = done.loss / batch.loss_tokens
-            if balance is not None:
-                share = balance.share(done.router_logits)
-                objective = objective + balance.coefficient * share
-                sums[1] += share.detach()
-            rank.enter(number, "backward")
-            objective.backward()
-        sums[0] += done.loss.detach()
-    loss_sum, router_loss = sums.tolist()
+    rank = _RankStep(model, batch, transport, kernel, lower_plan(plan, transport.rank), name)
+    with reporting_shortage(
+        lambda: f"rank {transport.rank}, {transport.phase}",
+        needs=lambda: f"microbatches of up to {rank.most_tokens()} tokens",
+        remedy=SMALLER_MICROBATCHES,
+    ):
+        loss_sum, router_loss = rank.run(plan, train=train).tolist()
     waited = transport.clock.waited_seconds - waited
     busy_seconds = time.perf_counter() - start - waited
-    return Work(loss_sum=loss_sum, router_loss=router_loss, busy_seconds=busy_seconds)
+    return RankResult(loss_sum=loss_sum, router_loss=router_loss, busy_seconds=busy_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,13 +84,41 @@ class _Forward:
 
 
 @dataclass(frozen=True, slots=True)
-class _RankWork:
+class _RankStep:
     model: nn.Module
     batch: StepBatch
     transport: Transport
     kernel: BlockKernel
     programs: Sequence[MicrobatchProgram]
     name: str
+
+    def run(self, plan: Plan, *, train: bool) -> Tensor:
+        """Run all microbatches; return (summed loss, part of the router loss), (2,), in fp64."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # there: reading them would stop it each time
+        todo, kept, balance = range(len(self.programs)), dict[int, _Forward](), None
+        if train and has_balance_loss(self.model.config):
+            balance, kept = self.count_routers(last_on_all_ranks(plan))
+            todo = sorted(todo, key=lambda number: number not in kept)
+        for number in todo:
+            done = kept.pop(number) if number in kept else self.forward(number, train=train)
+            if train:
+                objective = done.loss / self.batch.loss_tokens
+                if balance is not None:
+                    share = balance.share(done.router_logits)
+                    objective = objective + balance.coefficient * share
+                    sums[1] += share.detach()
+                self.enter(number, "backward")
+                objective.backward()
+            sums[0] += done.loss.detach()
+        return sums
+
+    def most_tokens(self) -> int:
+        """Count the tokens of this rank's largest microbatch."""
+        return max(sum(each.num_tokens for each in program.segments(self.transport.rank)) for program in self.programs)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
 
     def enter(self, number: int, what: str) -> None:
         """Say in which microbatch this rank is."""
@@ -136,8 +138,7 @@ class _RankWork:
         return _Forward(loss=loss, router_logits=router_logits)
 
     def _tensors(self, program: MicrobatchProgram) -> list[Tensor]:
-        device = next(self.model.parameters()).device
-        return [tensor.to(device) for tensor in self.batch.tensors(program.segments(self.transport.rank))]
+        return [tensor.to(self._device) for tensor in self.batch.tensors(program.segments(self.transport.rank))]
 
     def count_routers(self, keeps: Collection[int]) -> tuple[RouterBalance, dict[int, _Forward]]:
         """Sum over all ranks what all tokens choose, after each rank's last ring; keep graphs of these microbatches."""

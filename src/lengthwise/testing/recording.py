@@ -38,7 +38,9 @@ class RecordingTransport:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Record and post one grouped call."""
-        self.calls.append(Call(name="exchange", phase=self.phase, sends=_told(sends), receives=_told(receives)))
+        self.calls.append(
+            Call(name="exchange", phase=self.phase, sends=_described(sends), receives=_described(receives))
+        )
         return self._inner.exchange(sends, receives)
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -69,5 +71,5 @@ class RecordingTransport:
         self.calls.append(Call(name=name, phase=self.phase))
 
 
-def _told(messages: Sequence[Message]) -> tuple[tuple[int, tuple[int, ...], str], ...]:
+def _described(messages: Sequence[Message]) -> tuple[tuple[int, tuple[int, ...], str], ...]:
     return tuple((peer, tuple(tensor.shape), str(tensor.dtype)) for tensor, peer in messages)

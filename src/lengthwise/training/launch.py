@@ -29,7 +29,7 @@ from lengthwise.comm import World
 from lengthwise.core.errors import LengthwiseError, RankError, TransferError
 
 Result = TypeVar("Result")
-Work = Callable[[World, Callable[[str], None]], Result]
+RankMain = Callable[[World, Callable[[str], None]], Result]
 """What a rank runs: (its world, a function that notes its phase) -> result."""
 
 _GRACE_SECONDS = 3.0
@@ -87,7 +87,7 @@ class StopRequest:
             raise KeyboardInterrupt
 
 
-def launch(work: Work[Result], ranks: int, *, asks_to_stop: bool = False, gpus: int = 0) -> Result:
+def launch(work: RankMain[Result], ranks: int, *, asks_to_stop: bool = False, gpus: int = 0) -> Result:
     """Run `work` on `ranks` local ranks, in this process when it is one, and return the result of rank 0.
 
     Ctrl-C and SIGTERM end the ranks, unless `asks_to_stop`: `work` then listens itself and ends when it can, and only
@@ -105,7 +105,7 @@ def launch(work: Work[Result], ranks: int, *, asks_to_stop: bool = False, gpus: 
 
 
 class _Children:
-    def __init__(self, work: Work[Any], ranks: int, rendezvous: Path, gpus: int) -> None:
+    def __init__(self, work: RankMain[Any], ranks: int, rendezvous: Path, gpus: int) -> None:
         self._board = StatusBoard(ranks)
         self._pipes: list[Connection] = []
         self._processes: list[ForkProcess] = []
@@ -204,7 +204,7 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _child(work: Work[Any], world: World, pipe: Connection, board: StatusBoard) -> None:
+def _child(work: RankMain[Any], world: World, pipe: Connection, board: StatusBoard) -> None:
     _end_with_parent()
     # A forked child hangs in its first threaded operation if the parent ever ran one: go through one thread first.
     torch.set_num_threads(1)
