@@ -71,8 +71,8 @@ def forecast_verification(
     waits = max(1.0, local_ranks / speed.cores)
     cost = _cost(shape, speed, threads, parameters)
     logits = shape.vocab * (narrow + _LOGIT_COPIES * wide)
-    masters = parameters * wide / plan.ranks
-    model = parameters * (narrow + wide) + 2 * masters  # values, gradients; the exact slice and its gradients
+    master_bytes = parameters * wide / plan.ranks
+    model = parameters * (narrow + wide) + 2 * master_bytes  # values, gradients; the exact slice and its gradients
     tokens = max(lengths := plan.tokens)
     scores = 2 * shape.layers * shape.heads * tokens**2 * wide * eager
     plain = parameters * (narrow + 3 * wide) + tokens * (activation_bytes(shape, "none", narrow) + logits) + scores
