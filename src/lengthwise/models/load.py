@@ -109,7 +109,8 @@ def tiny_config() -> LlamaConfig:
 def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NAME) -> nn.Module:
     """Build the model in fp32, or fp64 where its weights are, so that master weights are exact.
 
-    Flat buffers make it narrower. Without weights the parameters are drawn from `seed`, the same on every rank and for every precision.
+    Flat buffers make it narrower. Without weights the parameters are drawn from `seed`, the same on every rank and for
+    every precision.
 
     Raises:
         ConfigError: weights that cannot be read, or are not exactly those that the config asks for.
