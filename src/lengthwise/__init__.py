@@ -61,42 +61,33 @@ __all__ = [
     "verify",
 ]
 
-# Where each name lives; after a colon, what it is called there.
+# Where each name lives; after =, what it is called there.
 _HOMES = {
-    "Callback": "training.callbacks",
-    "Cluster": "core.shape",
-    "Cost": "cost",
-    "Hardware": "cost",
-    "LengthwiseError": "core.errors",
-    "Microbatch": "core.plan",
-    "ModelShape": "core.shape",
-    "Piece": "core.plan",
-    "Plan": "core.plan",
-    "PlanOptions": "planner",
-    "Problems": "core.errors",
-    "RunConfig": "config",
-    "Score": "planner",
-    "Timeline": "core.timeline",
-    "TrainResult": "training.metrics",
-    "VerifyReport": "training.verify",
-    "build_config": "config",
-    "check": "program:check_plan",
-    "costs": "cost",
-    "load_config": "config",
-    "options": "planner:PlanOptions",
-    "plan": "planner:plan_step",
-    "score": "planner",
-    "simulate": "simulator:simulate_plan",
-    "train": "training.api",
-    "verify": "training.api",
+    name.partition("=")[0]: (module, name.partition("=")[2] or name)
+    for module, names in {
+        "config": "RunConfig build_config load_config",
+        "core.errors": "LengthwiseError Problems",
+        "core.plan": "Microbatch Piece Plan",
+        "core.shape": "Cluster ModelShape",
+        "core.timeline": "Timeline",
+        "cost": "Cost Hardware costs",
+        "planner": "PlanOptions Score options=PlanOptions plan=plan_step score",
+        "program": "check=check_plan",
+        "simulator": "simulate=simulate_plan",
+        "training.api": "train verify",
+        "training.callbacks": "Callback",
+        "training.metrics": "TrainResult",
+        "training.verify": "VerifyReport",
+    }.items()
+    for name in names.split()
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'lengthwise' has no attribute {name!r}; it has {', '.join(__all__)}")
-    module, _, attribute = _HOMES[name].partition(":")
-    globals()[name] = value = getattr(import_module(f"lengthwise.{module}"), attribute or name)
+    module, attribute = _HOMES[name]
+    globals()[name] = value = getattr(import_module(f"lengthwise.{module}"), attribute)
     return value
 
 

@@ -139,8 +139,8 @@ def _broken_rules(values: Mapping[str, object]) -> Iterator[ConfigError]:
     for path, section in SECTIONS.items():
         for where, part in sections_at(values, path):
             for rule in section.broken_rules(part):
-                told_where = ".".join(filter(None, (where, rule.key))) or "run file"
-                yield ConfigError(told_where, expected=rule.expected, got=rule.got, remedy=rule.remedy)
+                rule.where = ".".join(filter(None, (where, rule.where))) or "run file"
+                yield rule
 
 
 def sections_at(values: object, path: Sequence[str], where: str = "") -> Iterator[tuple[str, dict[str, object]]]:

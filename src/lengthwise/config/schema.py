@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -38,32 +37,24 @@ def _read_tokens(value: object) -> object:
 _Tokens = Annotated[int, Field(ge=1), BeforeValidator(_read_tokens)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BrokenRule:
-    """What is wrong between the keys of one section; `key` is empty for the section itself."""
-
-    key: str
-    expected: str
-    got: str
-    remedy: str
-
-
 class Settings(BaseModel):
     """A section of the run file: immutable, no unknown keys, no silent casts, no NaN or infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     @classmethod
-    def broken_rules(cls, values: Mapping[str, object]) -> list[BrokenRule]:
-        """Check what the type of one field cannot say; `values` may be raw, and wrong in other ways too."""
+    def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
+        """Return what the type of one field cannot say, each with its key ("": the section) for the place.
+
+        `values` may be raw, and wrong in other ways too.
+        """
         del values
         return []
 
     @model_validator(mode="after")
     def _obey_rules(self) -> Self:
         for rule in self.broken_rules(self.__dict__):
-            told = {"key": rule.key, "expected": rule.expected, "got": rule.got}
-            raise PydanticCustomError("rule", "{key}: expected {expected}; got {got}", told)
+            raise PydanticCustomError("rule", "{rule}", {"rule": str(rule)})
         return self
 
 
@@ -100,29 +91,19 @@ class DataSource(Settings):
         return values
 
     @classmethod
-    def broken_rules(cls, values: Mapping[str, object]) -> list[BrokenRule]:
+    def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
         """Ask for exactly one source, and for a limit where too long ones are to be skipped."""
         found = []
         has_path, stdlib = values.get("path") is not None, values.get("python_stdlib") or False
         # A value of a wrong type, such as `yes`, is told as such, and says nothing of what was meant.
         if isinstance(stdlib, bool) and has_path == stdlib:
-            found.append(
-                BrokenRule(
-                    key="",
-                    expected="exactly one of `path` and `python_stdlib: true`",
-                    got="both" if has_path else "neither",
-                    remedy="Split the source in two." if has_path else "Add one of the two.",
-                )
-            )
+            expected, got = "exactly one of `path` and `python_stdlib: true`", "both" if has_path else "neither"
+            remedy = "Split the source in two." if has_path else "Add one of the two."
+            found.append(ConfigError("", expected=expected, got=got, remedy=remedy))
         if values.get("too_long") == "skip" and values.get("max_tokens") is None:
-            found.append(
-                BrokenRule(
-                    key="too_long",
-                    expected="`max_tokens` beside `too_long: skip`",
-                    got="no max_tokens, so nothing could be too long",
-                    remedy="Set max_tokens, or take too_long out.",
-                )
-            )
+            expected, got = "`max_tokens` beside `too_long: skip`", "no max_tokens, so nothing could be too long"
+            remedy = "Set max_tokens, or take too_long out."
+            found.append(ConfigError("too_long", expected=expected, got=got, remedy=remedy))
         return found
 
 
@@ -144,20 +125,17 @@ class GlobalBatch(Settings):
     )
 
     @classmethod
-    def broken_rules(cls, values: Mapping[str, object]) -> list[BrokenRule]:
+    def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
         """Ask for exactly one of the two measures."""
         given = [name for name in ("sequences", "tokens") if values.get(name) is not None]
         if len(given) == 1:
             return []
-        return [
-            BrokenRule(
-                key="",
-                expected="exactly one of `sequences` and `tokens`",
-                got="both" if given else "neither",
-                remedy="Write {sequences: 64} or {tokens: 262144}; "
-                "on the command line --set global_batch='{tokens: 262144}' replaces both.",
-            )
-        ]
+        expected, got = "exactly one of `sequences` and `tokens`", "both" if given else "neither"
+        remedy = (
+            "Write {sequences: 64} or {tokens: 262144}; "
+            "on the command line --set global_batch='{tokens: 262144}' replaces both."
+        )
+        return [ConfigError("", expected=expected, got=got, remedy=remedy)]
 
 
 class OptimizerConfig(Settings):
@@ -225,7 +203,7 @@ class LoraConfig(Settings):
         return {"r": 8, "lora_alpha": 8, "target_modules": [ALL_LINEAR], "use_rslora": False, **given}
 
     @classmethod
-    def broken_rules(cls, values: Mapping[str, object]) -> list[BrokenRule]:
+    def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
         """Let an adapter that is there say what it is."""
         keys = ("r", "lora_alpha", "target_modules", "use_rslora")
         given = [key for key in keys if values.get(key) is not None]
@@ -233,7 +211,7 @@ class LoraConfig(Settings):
             return []
         remedy = "Take them out: the adapter's own are used."
         expected = f"no {' or '.join(keys)} beside it"
-        return [BrokenRule(key="adapter", expected=expected, got=", ".join(given), remedy=remedy)]
+        return [ConfigError("adapter", expected=expected, got=", ".join(given), remedy=remedy)]
 
 
 class RunConfig(Settings):
@@ -301,18 +279,12 @@ class RunConfig(Settings):
         return values
 
     @classmethod
-    def broken_rules(cls, values: Mapping[str, object]) -> list[BrokenRule]:
+    def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
         """Allow only one end of the run."""
         if values.get("steps") is None or values.get("epochs") is None:
             return []
-        return [
-            BrokenRule(
-                key="steps",
-                expected="at most one of `steps` and `epochs`",
-                got="both",
-                remedy="Take one of them out, or set it to null.",
-            )
-        ]
+        remedy = "Take one of them out, or set it to null."
+        return [ConfigError("steps", expected="at most one of `steps` and `epochs`", got="both", remedy=remedy)]
 
     @property
     def tokenizer_name(self) -> str:
