@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Choices, Cost, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner.offload import write_offload
+from lengthwise.planner.problem.choices import write_offload
 from lengthwise.planner.problem.degrees import (
     cheapest_degrees,
     fewest_degrees,

@@ -4,9 +4,9 @@ The same lengths, cluster, costs and planner give the same plan, in any process 
 """
 
 from lengthwise.planner.api import plan_step
-from lengthwise.planner.exchange import split_heads
 from lengthwise.planner.options import MODES, PlanOptions
 from lengthwise.planner.problem.bounds import bound_seconds
+from lengthwise.planner.problem.choices import split_heads
 from lengthwise.planner.problem.score import Score, score
 from lengthwise.planner.problem.speeds import parse_speeds
 from lengthwise.planner.recomputation import plan_recomputed

@@ -37,8 +37,8 @@ def plan_step(tokens: Sequence[int], cluster: Cluster, cost: Cost, options: Plan
         Problems: several of these.
     """
     asked = options.checked(cluster.ranks, cost)
-    lengths, freedom, paces = read_tokens(tokens), asked.freedom, asked.speeds
-    widest, relative = at_mean_speed(freedom.widest(cost, cluster, asked.layers), paces)
+    lengths, paces = read_tokens(tokens), asked.speeds
+    widest, relative = at_mean_speed(cost.choosing(asked.choices(cluster.capacity_tokens)), paces)
     refuse_unheld(lengths, replace(cluster, capacity_tokens=most_held_tokens(widest, cluster)))
     request = PlanRequest(
         tokens=lengths,

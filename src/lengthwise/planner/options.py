@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 
 from lengthwise.core.errors import Collector, ConfigError, LengthwiseError, raise_problems
 from lengthwise.core.names import unknown_name
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.sizes import read_whole
-from lengthwise.cost import Cost
-from lengthwise.planner.problem.choices import Freedom, refuse_choices
+from lengthwise.cost import Choices, Cost
+from lengthwise.planner.problem.choices import refuse_choices
 from lengthwise.planner.problem.speeds import read_speeds
 from lengthwise.planner.registry import planner_names
 
@@ -51,10 +52,14 @@ class PlanOptions:
     stages: int | None = None
     virtual: int | None = None
 
-    @property
-    def freedom(self) -> Freedom:
-        """What the planner may choose beside degrees."""
-        return Freedom(recompute=self.recompute, offload=self.offload, heads=self.heads)
+    def choices(self, capacity_tokens: int) -> Choices:
+        """Return what pieces may choose beside their degree, on ranks of this capacity."""
+        return Choices(
+            recompute=self.recompute,
+            splits_heads=self.heads == "auto",
+            offloads_above_tokens=capacity_tokens if self.offload == "auto" else inf,
+            layers=self.layers,
+        )
 
     def checked(self, ranks: int, cost: Cost | None) -> PlanOptions:
         """Return the options with whole numbers as int, and speeds as a tuple, None where all ranks are alike.
@@ -75,7 +80,7 @@ class PlanOptions:
         read = {name: problems.attempt(partial(read_whole, name, value)) for name, value in given.items()}
         speeds = problems.attempt(partial(self._read_speeds, ranks))
         layers = read["layers"] or 1
-        problems.attempt(partial(refuse_choices, self.freedom, cost, layers, speeds))
+        problems.attempt(partial(refuse_choices, {"offload": self.offload, "heads": self.heads}, cost, layers, speeds))
         counts = {name: value for name, value in read.items() if name != "context_tokens"}
         if self.mode in MODES and None not in counts.values():
             problems.attempt(partial(_refuse_stages, replace(self, **counts), cost))

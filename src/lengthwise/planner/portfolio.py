@@ -17,10 +17,9 @@ from math import inf
 
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.cost import Cost
-from lengthwise.planner.exchange import split_heads
-from lengthwise.planner.offload import write_offload
 from lengthwise.planner.options import PlanOptions
 from lengthwise.planner.placement.annealing import MOST_WORK, anneal
+from lengthwise.planner.problem.choices import choice_variants, split_heads, write_offload
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import score
 from lengthwise.planner.registry import BASELINES, find_planner
@@ -82,7 +81,7 @@ def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selec
     )
     selection = Selection(plan=empty, cost=cost, options=options)
     longest, decides_heads = max(request.tokens), options.planner == "lengthwise"
-    for variant in options.freedom.variants(request.cost, longest, request.cluster, decides_heads=decides_heads):
+    for variant in choice_variants(request.cost, longest, request.cluster, decides_heads=decides_heads):
         asked = request if variant == request.cost else replace(request, cost=variant)
         if options.mode == "waves":
             selection.offer(plan_waves(asked))

@@ -1,83 +1,130 @@
-"""What a planner may choose beside degrees: offload, the split of heads, and one kind of recomputation for all.
+"""What a planner may choose beside degrees, offload and the split of heads, and how a finished plan gets it.
 
-Each of them can only be asked of costs with all terms. Whatever may be chosen, a planner is also asked to plan without
-it, and what ends sooner is kept: `bytescale` with the fewest ranks that free offload allows ends later than without at
-scale, and no rule of any planner is so good that more freedom could not mislead it.
+A planner prices pieces with the best of their choices (`Cost.choosing`) and decides degrees alone. Whatever may be
+chosen, it is also asked to plan without, and what ends sooner is kept: no rule of any planner is so good that more
+choice could not mislead it. Two passes then write the choices into the plan, whoever made it, so that all are compared
+alike; pieces, ranks and order stay.
+
+`write_offload`: all ranks of a microbatch share one ratio, the least at which the fullest holds its tokens.
+`split_heads`: each ring takes the quickest of the groups that divide its ranks and the model's heads, where it lies; a
+ring over an interval then visits it group by group. Groups of u divide what goes round the ring by u and pay an
+all-to-all. The engine refuses such plans by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
+from lengthwise.core.held import held_by_rank
 from lengthwise.core.names import unknown_name
+from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Choices, Cost
+from lengthwise.cost import Choice, Cost
+from lengthwise.program.ring_order import ring_order
 
 CHOICES = ("off", "auto")
+_DIGITS = 6  # of an offload ratio; rounded up
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Freedom:
-    """What one call of the planner may choose: `offload` and `heads`, one of `CHOICES` each, under one `recompute`."""
+def choice_variants(widest: Cost, longest_tokens: int, cluster: Cluster, *, decides_heads: bool) -> Iterator[Cost]:
+    """Yield the costs to plan with, those of fewest choices first.
 
-    recompute: str = "none"
-    offload: str = "off"
-    heads: str = "off"
-
-    def widest(self, cost: Cost, cluster: Cluster, layers: int) -> Cost:
-        """Return the costs with all of it: what the bound is for."""
-        return cost.choosing(
-            Choices(
-                recompute=self.recompute,
-                splits_heads=self.heads == "auto",
-                offloads_above_tokens=cluster.capacity_tokens if self.offload == "auto" else inf,
-                layers=layers,
-            )
-        )
-
-    def variants(self, widest: Cost, longest_tokens: int, cluster: Cluster, *, decides_heads: bool) -> Iterator[Cost]:
-        """Yield the costs to plan with, the least freedom first.
-
-        Args:
-            widest: of the method above.
-            longest_tokens: of the step; nothing that a device holds by itself is worth offloading.
-            cluster: ranks and capacity.
-            decides_heads: whether the planner chooses degrees for the sake of split heads.
-        """
-        if not widest.chooses:
-            yield widest
-            return
-        offloads = [False] * (longest_tokens <= cluster.longest_tokens)
-        offloads += [True] * (widest.offloads and longest_tokens > cluster.capacity_tokens)
-        for splits_heads in [False] + [True] * (widest.choices.splits_heads and decides_heads):
-            for offload in offloads:
-                variant = replace(widest, choices=replace(widest.choices, splits_heads=splits_heads))
-                yield variant if offload else variant.without_copies()
+    Args:
+        widest: costs with every choice that there is.
+        longest_tokens: of the step; nothing that a device holds by itself is worth offloading.
+        cluster: ranks and capacity.
+        decides_heads: whether the planner chooses degrees for the sake of split heads.
+    """
+    if not widest.chooses:
+        yield widest
+        return
+    offloads = [False] * (longest_tokens <= cluster.longest_tokens)
+    offloads += [True] * (widest.offloads and longest_tokens > cluster.capacity_tokens)
+    for splits_heads in [False] + [True] * (widest.choices.splits_heads and decides_heads):
+        for offload in offloads:
+            variant = replace(widest, choices=replace(widest.choices, splits_heads=splits_heads))
+            yield variant if offload else variant.without_copies()
 
 
-def refuse_choices(freedom: Freedom, cost: Cost | None, layers: int, speeds: Sequence[float] | None) -> None:
+def refuse_choices(asked: Mapping[str, str], cost: Cost | None, layers: int, speeds: Sequence[float] | None) -> None:
     """Refuse what these costs (None: not known yet) cannot price, or ranks of these speeds do not plan.
+
+    `asked`: one of `CHOICES` for each of offload and heads.
 
     Raises:
         ConfigError, Problems: no choice of that name, costs without the terms for it, or fewer layers than the costs
         have.
     """
     problems: list[LengthwiseError] = []
-    for name, value in (("offload", freedom.offload), ("heads", freedom.heads)):
+    for name, value in asked.items():
         if value not in CHOICES:
             problems.append(unknown_name(name, value, CHOICES))
         elif value == "auto" and cost is not None and not cost.prices_choices:
             remedy = f"Plan with a hardware description ({{hardware}}), or without {{{name}}}."
             got = f"costs {cost.version}, which do not tell what {name} takes"
             problems.append(ConfigError(name, expected="off, with these costs", got=f"auto; {got}", remedy=remedy))
-    if freedom.offload == "auto" and cost is not None and cost.prices_choices and layers < cost.layers:
+    if asked["offload"] == "auto" and cost is not None and cost.prices_choices and layers < cost.layers:
         expected = f"those of the model, at least {cost.layers}: they tell what offload leaves on the device"
         problems.append(ConfigError("layers", expected=expected, got=str(layers), remedy="Give {layers} to plan_step."))
-    if "auto" in (freedom.offload, freedom.heads) and speeds is not None:
+    if "auto" in asked.values() and speeds is not None:
         expected = "all 1 beside offload or heads, which are not planned together yet"
         remedy = "Plan with {speeds}, or with these choices."
         problems.append(ConfigError("speeds", expected=expected, got="unequal ranks", remedy=remedy))
     raise_problems(problems)
+
+
+def write_offload(plan: Plan) -> Plan:
+    """Return the plan with the ratio that each microbatch needs; the ratios that it had are not looked at."""
+    microbatches = tuple(replace(each, offload=_needed_ratio(plan, each)) for each in plan.microbatches)
+    return replace(plan, microbatches=microbatches)
+
+
+def _needed_ratio(plan: Plan, microbatch: Microbatch) -> float:
+    """Find the least o with held x `kept_ratio(o, L)` <= capacity + tokens allowed for rounding, on every rank."""
+    if len(microbatch.pieces) == 1:
+        only = microbatch.pieces[0]
+        if sum(plan.tokens[i] for i in only.sequences) <= plan.capacity:
+            return 0.0
+    held, rounding = held_by_rank(plan, microbatch)
+    kept = min(1.0, *((plan.capacity + rounding[rank]) / tokens for rank, tokens in held.items() if tokens))
+    if kept == 1.0:
+        return 0.0
+    ratio = (1 - kept) * plan.layers / max(plan.layers - 2, 1)
+    assert ratio <= 1 + 1e-12, f"{held.most_common(1)} tokens on a rank, with all offloaded ratio {ratio}"
+    return min(1.0, math.ceil(ratio * 10**_DIGITS) / 10**_DIGITS)
+
+
+def split_heads(plan: Plan, cost: Cost) -> Plan:
+    """Return the plan with the quickest split of heads for each of its rings; plans without rings as they are."""
+    microbatches = tuple(
+        replace(microbatch, pieces=tuple(_quickest(plan, microbatch, piece, cost) for piece in microbatch.pieces))
+        for microbatch in plan.microbatches
+    )
+    if all(piece.heads == 1 for microbatch in microbatches for piece in microbatch.pieces):
+        return plan
+    requires = plan.requires if "heads" in plan.requires else (*plan.requires, "heads")
+    return replace(plan, microbatches=microbatches, requires=requires)
+
+
+def _quickest(plan: Plan, microbatch: Microbatch, piece: Piece, cost: Cost) -> Piece:
+    if piece.degree == 1 or piece.shares is not None:
+        return piece
+    lengths = [plan.tokens[i] for i in piece.sequences]
+    first = min(piece.ranks)
+    is_interval = piece.ranks == ring_order(first, piece.degree)
+    best, least = piece, inf
+    for heads in range(1, min(cost.heads, piece.degree) + 1):
+        if cost.heads % heads or piece.degree % heads:
+            continue
+        split = replace(
+            piece, heads=heads, ranks=ring_order(first, piece.degree, heads) if is_interval else piece.ranks
+        )
+        choice = Choice(heads=heads, offload=microbatch.offload, recompute=microbatch.recompute)
+        seconds = cost.piece_seconds(lengths, split.degree, choice, ranks=split.ranks)
+        if seconds < least:
+            best, least = split, seconds
+    return best
