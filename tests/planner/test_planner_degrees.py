@@ -8,12 +8,10 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner import plan_step
 from lengthwise.planner.problem.degrees import (
-    filling_degrees,
     grown_degrees,
     least_degrees,
     most_degrees,
     quickest_degrees,
-    stacking_degrees,
 )
 
 COSTS = st.builds(
@@ -58,11 +56,6 @@ def test_most_degrees_never_undo_what_memory_needs() -> None:
     assert most_degrees(np.array([5000]), np.array([5]), 8, 4096).tolist() == [5]
 
 
-def test_filling_degrees_fill_the_line_where_growth_allows() -> None:
-    degrees, most = np.array([40, 40, 28, 1, 2]), np.array([64, 50, 64, 1, 9])
-    assert filling_degrees(degrees, most, 64).tolist() == [64, 40, 32, 1, 2]
-
-
 def test_growth_goes_below_the_floor_where_ranks_would_only_wait() -> None:
     plan = plan_step([2000], Cluster(ranks=4, capacity_tokens=2048), Cost(quadratic_seconds=1.0))
     assert plan.microbatches[0].pieces[0].degree == 4  # 512 tokens on a rank, where 1,024 end far from the bound
@@ -72,14 +65,3 @@ def test_growth_stops_at_the_floor_where_that_is_good_enough() -> None:
     lengths = [200_000] + [1000] * 800
     plan = plan_step(lengths, Cluster(ranks=4, capacity_tokens=200_000), Cost(linear_seconds=1.0))
     assert max(piece.degree for microbatch in plan.microbatches for piece in microbatch.pieces) == 1
-
-
-def test_stacking_degrees_end_with_their_part_of_the_time() -> None:
-    cost = Cost(linear_seconds=1.0)
-    lengths, most = np.array([100, 70, 45, 30, 12, 5]), np.array([99, 99, 99, 2, 99, 99])
-    stacked = stacking_degrees(cost, lengths, np.array([1, 2, 2, 2, 1, 2]), most, 60.0)
-    # 100 is no ring; 35 is cut to 23.3, which is still not near its half, and to 17.5, near a third; 22.5 to a fourth;
-    # 15 is a fourth; 12 is no ring; 2.5 is less than any part
-    assert stacked.tolist() == [1, 4, 3, 2, 1, 2]
-    for length, degree in zip(lengths.tolist(), stacked.tolist(), strict=True):
-        assert degree == 1 or length / degree <= 60 / 2

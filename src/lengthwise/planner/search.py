@@ -1,25 +1,12 @@
-"""The planner of this package: degrees from a target, rings as gangs, packs to level; the best of a few targets.
+"""The search of this package: sequences cut to a level, rings placed on the line of ranks, short sequences packed.
 
-1. The bound T tells what is worth aiming at (`bounds`).
-2. For each of a few levels, T, a little more and fractions of it, every sequence is cut just so far that it takes no
-   longer (`degrees`), or a little further, so that as many rings as before fill the line of ranks side by side with no
-   rank left over. A little more than T matters where wide rings leave no room for the next one beside them: 20 rings
-   of 613 among 12,288 ranks leave 28 for twenty of 7, and end 1.13 above the bound; at 1.02 T all fit side by side.
-3. Rings are placed on the line of ranks in four ways: the longest degree or the longest time first, each where it
-   starts earliest, the former also with narrower rings in the holes that wider ones leave (`gangs`), or place by place,
-   each ring as wide as its place asks for (`valleys`).
-4. Where the rings and an even share of the rest promise to end near T, short sequences fill the gaps that rings leave,
-   then level the ends (`packs`), at last by exchanges between the last rank to finish and the first (`swaps`: prolong
-   on 64 ranks 1.0001 of the bound, 1.0006 without). What promises less waits until nothing better is left.
-5. The schedule that ends first is kept; of equal ones the first tried, which has the fewest cuts.
+1. The makespan bound T gives levels: T, values between T and the best so far, where that is far fractions of T. At a
+   level each sequence is cut just so far that it takes no longer (`degrees`).
+2. Rings are placed widest first, without and with backfilling (`line`), and by skyline packing (`skyline`).
+3. Packs of short sequences fill gaps and level the ends (`packs`), the most promising placement first.
 
-Tries are counted, never timed: the plan depends on nothing but its inputs. Small steps are tried in every way, large
-ones, which level better, in a few: 54,845 sequences on 12,288 ranks are placed and packed once or twice.
-The fewest ranks that hold a sequence are the wrong goal: one sequence would set the makespan, and all ranks wait.
-Widening rings to fill the line is worth most where few fit side by side: 16M tokens of byted on 64 ranks end 1.016 to
-1.07 above the bound without it, 1.0001 with it. No one width fills it where rings of many widths meet: clipped to 400K
-tokens, a dozen sequences need 25 of 64 ranks each. Two leave 14 ranks beside them, the last leaves 39 at the end, and
-degrees chosen beforehand fit neither: these batches ended at 1.08 to 1.18 of the bound. Place by place it is 1.0006.
+The schedule that ends first is kept. Tries are counted, never timed: placing costs rings x ranks / 1000, packing
+n log N. Source: list scheduling of moldable tasks (Turek et al., SPAA 1992).
 """
 
 from __future__ import annotations
@@ -33,7 +20,7 @@ from numpy.typing import NDArray
 
 from lengthwise.core.held import held_at_most
 from lengthwise.core.plan import Microbatch, Piece
-from lengthwise.planner.placement.line import PlacedRings, Ring, place_rings
+from lengthwise.planner.placement.line import PlacedRings, place_rings
 from lengthwise.planner.placement.packs import LocalPack, Rooms, ShortSequences, fill_gaps, level_ends
 from lengthwise.planner.placement.skyline import Moldable, fill_valleys
 from lengthwise.planner.placement.uneven import level_uneven_ends
@@ -41,51 +28,32 @@ from lengthwise.planner.problem.degrees import (
     GROWTH_FLOOR_TOKENS,
     Growth,
     degree_growth,
-    filling_degrees,
     grown_degrees,
     most_degrees,
     rounded_down,
-    stacking_degrees,
 )
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import interval_microbatch
 
 FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of the bound, that a sequence may take
 _HALVINGS = 6  # levels tried between the bound and the best so far
-_NEAR = 1.003  # of the bound; below it no level above the bound is tried
 _GOOD_ENOUGH = 1.0006  # of the bound; further tries could gain no more than this
 _LEVEL = 1.0004  # of the bound; ends are levelled down to it
 _PROMISING = 1.001  # of the bound; what could end within it is packed at once
-_FAR = 1.01  # of the bound; above it smaller shards are tried
-_CROWDED = 4  # rings a rank; where so many follow each other, places are looked at before rings
+_FAR = 1.01  # of the bound; above it shorter levels and smaller shards are tried
+_CROWDED = 4  # rings a rank; where so many follow each other, only the skyline keeps the line full
 _PLACING_STEPS = 100_000  # rings x thousands of ranks, placed in all
-_UNEVEN = 4  # times that a ring counts where each place has a pace of its own
 _PACKING_STEPS = 4_000  # sequences packed in all, and at least two tries
-_OVERDRAFT = 4  # times as many more while the best is far from the bound
-
-Way = Literal["widest", "backfilled", "longest", "valleys"]
-ORDERED_WAYS: tuple[Way, ...] = ("widest", "backfilled", "longest")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """What to try: a degree for each sequence, how far `valleys` may widen it, and how rings are placed."""
-
-    degrees: NDArray[np.int64]
-    most: NDArray[np.int64]
-    way: Way
-
-    @property
-    def key(self) -> bytes:
-        """The same bytes for the same schedule."""
-        return self.way.encode() + self.degrees.tobytes() + self.most.tobytes()
+Way = Literal["widest", "backfilled", "skyline"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """A candidate whose rings are on the line; `least_seconds`: it cannot end earlier, however well it is packed."""
+    """Rings on the line, one degree a sequence; packs are still to come, and cannot end before `least_seconds`."""
 
-    candidate: Candidate
+    degrees: NDArray[np.int64]
     seconds: NDArray[np.float64]  # of each sequence at its degree, launch left out
     line: PlacedRings
     least_seconds: float
@@ -104,8 +72,7 @@ def plan_lengthwise(request: PlanRequest) -> list[Microbatch]:
     """Plan one step for the least makespan."""
     search = Search(request)
     for floor_tokens in _floors_tokens(request):
-        search.try_floor(floor_tokens)
-        if search.over or search.best_seconds <= request.bound_seconds * _FAR:
+        if not search.try_floor(floor_tokens) or search.over or search.best_seconds <= request.bound_seconds * _FAR:
             break
     assert search.best is not None, "no level was tried"
     return write_schedule(search.best, request)
@@ -130,161 +97,104 @@ def _floors_tokens(request: PlanRequest) -> Iterator[int]:
 
 
 class Search:
-    """Candidates, tried until one is good enough or the budget is spent."""
+    """Schedules, tried until one is good enough or the budget is spent."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request, self.bound = request, request.bound_seconds
         self.best: Schedule | None = None
         self.best_seconds = float("inf")
-        self._tried, self._packed = set[bytes](), set[bytes]()
+        self._reached = float("inf")  # of the bound, by packing or if packs level the ends
         self._crowded = False
-        self._placing = _PLACING_STEPS // (1 if request.speeds is None else _UNEVEN)
+        self._tried = set[bytes]()  # degrees
+        self._waiting: list[Placed] = []
+        self._placing = _PLACING_STEPS
         self._packing = max(_PACKING_STEPS, 2 * len(request.tokens))
-        self._overdraft = _OVERDRAFT * self._packing
 
     @property
     def over(self) -> bool:
         """Whether no further try is worth it."""
-        overdraft = self._overdraft if self.best_seconds > self.bound * _FAR else 0
-        spent = self.best is not None and (self._placing <= 0 or self._packing <= -overdraft)
-        return spent or self.best_seconds <= self.bound * (_FAR if self._crowded else _GOOD_ENOUGH)
+        enough = self.bound * (_FAR if self._crowded else _GOOD_ENOUGH)
+        return self.best_seconds <= enough or (self.best is not None and min(self._placing, self._packing) <= 0)
 
-    def try_floor(self, floor_tokens: int) -> None:
-        """Try the levels of one floor: the bound itself, then between it and the best so far, then fractions of it."""
-        lengths, ranks = self.request.lengths, self.request.cluster.ranks
-        least, only = self.request.least_degrees, self.request.useful_degrees
-        most = most_degrees(lengths, least, ranks, floor_tokens)
+    def try_floor(self, floor_tokens: int) -> bool:
+        """Place the levels of one floor, and pack them, what could end soonest first; return whether any was new."""
+        lengths, least, only = self.request.lengths, self.request.least_degrees, self.request.useful_degrees
+        most = most_degrees(lengths, least, self.request.cluster.ranks, floor_tokens)
         most = most if only is None else rounded_down(most, least, only)
-        grown = degree_growth(self.request.cost, lengths, least, most, only=only)
+        grown, tried = degree_growth(self.request.cost, lengths, least, most, only=only), len(self._tried)
         self._try_level(1.0, grown, most)
         low = 1.0
         for _ in range(_HALVINGS):
-            high = self.best_seconds / self.bound if self.bound else 1.0
-            if self.over or high <= _NEAR:
+            if self.over:
                 break
+            high = self._reached
             level = (low + high) / 2
             self._try_level(level, grown, most)
-            if self.best_seconds >= high * self.bound:
-                low = level
-        for level in FRACTIONS:
+            low = low if self._reached < high else level
+        for level in FRACTIONS if self._reached > _FAR else ():
             self._try_level(level, grown, most)
+        for placed in sorted(self._waiting, key=lambda placed: placed.least_seconds):
+            if not self.over:
+                self._pack(placed)
+        self._waiting.clear()
+        return len(self._tried) > tried
 
     def _try_level(self, level: float, grown: Growth, most: NDArray[np.int64]) -> None:
-        """Try the candidates of one level: at once what promises much, the others afterwards."""
-        if self.over:
+        """Place rings in each way, pack what promises much, and note what part of the bound is within reach."""
+        request, degrees = self.request, grown(level * self.bound)
+        if degrees.tobytes() in self._tried:
             return
-        waiting: list[Placed] = []
-        same_as_before: list[Ring] | None = None
-        for candidate in _candidates(self.request, level * self.bound, grown, most):
-            if self.over:
-                return
-            if candidate.key in self._tried:
-                continue
-            self._tried.add(candidate.key)
-            placed = place(self.request, candidate)
-            self._placing -= len(placed.line.rings) * (1 + self.request.cluster.ranks // 1000)
-            if placed.line.rings == same_as_before:
-                continue  # no hole was left to backfill, or none was filled
-            same_as_before = placed.line.rings
-            self._crowded = is_crowded(self.request, candidate.degrees)
-            if placed.least_seconds <= self.bound * (_FAR if self._crowded else _PROMISING):
+        self._tried.add(degrees.tobytes())
+        self._crowded = bool(np.count_nonzero(degrees > 1) >= _CROWDED * request.cluster.ranks)
+        widest = most if request.useful_degrees is None else degrees
+        ways: list[Way] = ["widest"] if degrees.max() == 1 else ["widest", "backfilled", "skyline"]
+        for way in reversed(ways) if self._crowded else ways:
+            if self.over or (self._placing <= 0 and self._waiting):
+                break
+            placed = place(request, degrees, way, widest)
+            self._placing -= len(placed.line.rings) * (1 + request.cluster.ranks // 1000)
+            reached = placed.least_seconds
+            if reached <= self.bound * (_FAR if self._crowded else _PROMISING):
                 self._pack(placed)
+                reached = self.best_seconds
             else:
-                waiting.append(placed)
-        for placed in sorted(waiting, key=lambda placed: placed.least_seconds):
-            if self.over:
-                return
-            self._pack(placed)
+                self._waiting.append(placed)
+            self._reached = min(self._reached, reached / self.bound if self.bound else 1.0)
 
     def _pack(self, placed: Placed) -> None:
         if placed.least_seconds >= self.best_seconds:
-            return
-        if self._is_known(placed):
-            self._packing -= len(self.request.tokens) // 2  # a try all the same, or small steps would make hundreds
             return
         self._packing -= len(self.request.tokens)
         schedule = pack(self.request, placed)
         if schedule.makespan_seconds < self.best_seconds:
             self.best, self.best_seconds = schedule, schedule.makespan_seconds
 
-    def _is_known(self, placed: Placed) -> bool:
-        """Tell whether rings that leave the same gaps and ends, on whichever ranks, were packed before."""
-        line = placed.line
-        alike = np.sort if self.request.speeds is None else np.asarray  # on ranks of unequal speed it matters on which
-        key = alike(line.free).tobytes() + alike(line.gaps.seconds).tobytes() + placed.candidate.degrees.tobytes()
-        known = key in self._packed
-        self._packed.add(key)
-        return known
 
-
-def _candidates(
-    request: PlanRequest, limit_seconds: float, grown_within: Growth, most: NDArray[np.int64]
-) -> Iterator[Candidate]:
-    """Yield what to try where no sequence should take longer than `limit_seconds`."""
-    only, grown = request.useful_degrees, grown_within(limit_seconds)
-    if grown.max() == 1:
-        yield Candidate(degrees=grown, most=grown, way="widest")
-        return
-    crowded = is_crowded(request, grown)
-    filling = filling_degrees(grown, most, request.cluster.ranks)
-    filling = filling if only is None else rounded_down(filling, grown, only)
-    valleys = Candidate(degrees=grown, most=most if only is None else grown, way="valleys")
-    if crowded:
-        yield valleys
-    for way in ORDERED_WAYS:
-        yield Candidate(degrees=grown, most=grown, way=way)
-    if not crowded:
-        yield valleys
-        stacking = stacking_degrees(request.cost, request.lengths, grown, most, limit_seconds)
-        stacking = stacking if only is None else rounded_down(stacking, grown, only)
-        for way in ORDERED_WAYS:
-            yield Candidate(degrees=stacking, most=stacking, way=way)
-    for way in ORDERED_WAYS:
-        yield Candidate(degrees=filling, most=filling, way=way)
-
-
-def is_crowded(request: PlanRequest, degrees: NDArray[np.int64]) -> bool:
-    """Tell whether so many rings follow each other that only `valleys` keeps the line full, and in a fraction of time.
-
-    2,163 rings on 64 ranks (files of the standard library) end 1.07 to 1.21 of the bound placed ring by ring in any
-    order, 1.00001 place by place.
-    """
-    return bool(np.count_nonzero(degrees > 1) >= _CROWDED * request.cluster.ranks)
-
-
-def place(request: PlanRequest, candidate: Candidate) -> Placed:
-    """Put rings on the line by degree and then time; `longest`: by time and then degree."""
-    lengths, cost, degrees, ranks = request.lengths, request.cost, candidate.degrees, request.cluster.ranks
+def place(request: PlanRequest, degrees: NDArray[np.int64], way: Way, widest: NDArray[np.int64]) -> Placed:
+    """Put rings on the line by degree and then time; `skyline` may widen each up to its degree in `widest`."""
+    lengths, cost, ranks = request.lengths, request.cost, request.cluster.ranks
     seconds = cost.ring_piece_seconds(lengths, degrees)
     is_placed = (degrees > 1) | (lengths > request.cluster.capacity_tokens)  # what is offloaded on one rank is alone
     cut = np.flatnonzero(is_placed)
-    keys = (seconds[cut], degrees[cut]) if candidate.way == "longest" else (degrees[cut], seconds[cut])
-    order = cut[np.lexsort((cut, -keys[1], -keys[0]))]
+    order = cut[np.lexsort((cut, -seconds[cut], -degrees[cut]))]
     rows = order.tolist(), degrees[order].tolist()
-    if candidate.way == "valleys":
-        freedom = candidate.most[order].tolist(), seconds[order].tolist()
-        moldable = [
-            Moldable(sequence=i, length=request.tokens[i], degree=degree, most=most, seconds=alone)
-            for i, degree, most, alone in zip(*rows, *freedom, strict=True)
-        ]
-        line = fill_valleys(moldable, request.ground, cost)
-    else:
+    if way != "skyline":
         timed = list(zip(*rows, (seconds[order] + cost.fixed_seconds).tolist(), strict=True))
         request.ground.prepare(lengths[cut], degrees[cut])
-        line = place_rings(
-            timed, ranks, backfilled=candidate.way == "backfilled", extra_seconds=request.ring_extra_seconds
-        )
+        line = place_rings(timed, ranks, backfilled=way == "backfilled", extra_seconds=request.ring_extra_seconds)
+    else:
+        moldable = [
+            Moldable(sequence=i, length=request.tokens[i], degree=degree, most=most, seconds=alone)
+            for i, degree, most, alone in zip(*rows, widest[order].tolist(), seconds[order].tolist(), strict=True)
+        ]
+        line = fill_valleys(moldable, request.ground, cost)
     local, capacity = ~is_placed, request.cluster.capacity_tokens
     rest, rest_tokens = float(seconds[local].sum()), float(lengths[local].sum())
     if cost.fixed_seconds:
         rooms = sum(room * ring.degree for room, ring in zip(_room_tokens(request, line), line.rings, strict=False))
         rest += cost.fixed_seconds * max(0.0, rest_tokens - rooms) / capacity
-    return Placed(
-        candidate=candidate,
-        seconds=seconds,
-        line=line,
-        least_seconds=max(float(line.free.max()), (line.kept_seconds(request.speeds) + rest) / ranks * (1 - 1e-12)),
-    )
+    kept = (line.kept_seconds(request.speeds) + rest) / ranks * (1 - 1e-12)
+    return Placed(degrees=degrees, seconds=seconds, line=line, least_seconds=max(float(line.free.max()), kept))
 
 
 def _room_tokens(request: PlanRequest, line: PlacedRings) -> list[int]:
@@ -304,7 +214,7 @@ def _room_tokens(request: PlanRequest, line: PlacedRings) -> list[int]:
 def pack(request: PlanRequest, placed: Placed) -> Schedule:
     """Put short sequences beside rings, into gaps and onto the ends."""
     lengths, seconds, line = request.lengths, placed.seconds, placed.line
-    local = np.flatnonzero((placed.candidate.degrees == 1) & (lengths <= request.cluster.capacity_tokens))
+    local = np.flatnonzero((placed.degrees == 1) & (lengths <= request.cluster.capacity_tokens))
     ascending = local[np.lexsort((-local, lengths[local]))]
     short = ShortSequences(ascending.tolist(), lengths[ascending].tolist(), seconds[ascending].tolist())
     launch_seconds, capacity = request.cost.fixed_seconds, request.cluster.capacity_tokens

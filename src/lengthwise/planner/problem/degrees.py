@@ -26,8 +26,6 @@ from lengthwise.cost import Cost
 from lengthwise.planner.problem.lengths import least_degrees_held
 
 GROWTH_FLOOR_TOKENS = 4096  # growth stops here: attention blocks under 2K tokens run slower than the formula says
-_MOST_STACKED = 12  # rings on top of each other, beyond which what is left over is small
-_NEARLY_WHOLE = 0.8  # of its part of the time, from which a ring is not cut further
 _EVERY = 64  # degrees up to here are all in the grid, above it every 64th of the degree
 _SLACK = 1 + 1e-12  # rounding, always taken in favour of the smaller degree
 
@@ -293,28 +291,3 @@ def degree_growth(
         return np.where(slow, quickest, degrees)
 
     return grown
-
-
-def stacking_degrees(cost: Cost, lengths: Whole, degrees: Whole, most: Whole, seconds: float) -> Whole:
-    """Widen rings so that two, three ... of them end together with one that takes `seconds`.
-
-    A ring of 0.6 of the time leaves 0.4 that a second one does not fit into; cut a little further it takes 0.5. One of
-    more than `_NEARLY_WHOLE` of its part stays as it is.
-    """
-    for parts in range(2, _MOST_STACKED + 1):
-        took = cost.ring_piece_seconds(lengths, degrees) + cost.fixed_seconds
-        between = (took > seconds / parts) & (took < _NEARLY_WHOLE * seconds / (parts - 1)) & (degrees > 1)
-        if np.any(between):
-            narrower = least_degrees(cost, lengths[between], degrees[between], most[between], seconds / parts)
-            degrees = degrees.copy()
-            degrees[between] = np.where(narrower <= most[between], narrower, degrees[between])
-    return degrees
-
-
-def filling_degrees(degrees: Whole, most: Whole, ranks: int) -> Whole:
-    """Widen rings so that as many as fit side by side fill the line of ranks, where growth allows it.
-
-    Of 64 ranks a ring of 40 would leave 24 idle or apart; over all 64 the same arithmetic ends sooner.
-    """
-    wider = ranks // (ranks // degrees)
-    return np.where(wider <= most, wider, degrees)
