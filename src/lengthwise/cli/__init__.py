@@ -44,14 +44,14 @@ Command = (
     | Annotated[
         Demo,
         tyro.conf.subcommand(
-            "demo", prefix_name=False, description="See all of it in two minutes, with no GPU and no download."
+            "demo", prefix_name=False, description="See all of it in a few minutes, with no GPU and no download."
         ),
     ]
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command and exit with its status: 0 done, 1 failed, 2 input to be mended, 130 interrupted."""
+    """Run one command and exit with its status: 0 done, 1 failed, 2 input to be corrected, 130 interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     prepare_environment()
     for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""`lengthwise demo`: the whole path on real data, in under two minutes on two cores.
+"""`lengthwise demo`: the whole path on real data, in a few minutes on two cores.
 
 The data is the source of Python's own standard library: long-tailed, and already on every machine that runs this.
 Every number is measured here or marked "model".
@@ -46,7 +46,7 @@ output: run
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Plan and train on the Python standard library's own source files, on 4 CPU processes, in under two minutes."""
+    """Plan and train on the Python standard library's own source files, on 4 CPU processes, in a few minutes."""
 
     output: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
     """The folder to write; default: a fresh one, runs/demo-DATE-TIME."""

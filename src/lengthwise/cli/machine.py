@@ -36,7 +36,7 @@ def _cpu_name() -> str:
 
 
 def memory_bytes() -> float | None:
-    """Return the memory of this machine in bytes; None where the system does not tell."""
+    """Return the memory of this machine in bytes; None where the system does not say."""
     try:
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (AttributeError, ValueError, OSError):  # not POSIX

@@ -44,7 +44,7 @@ def refuse_unwritable_file(path: Path) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """Tell whether a path is no place for a plain file: /dev/stdout may be a link to one."""
+    """Return whether a path is no place for a plain file: /dev/stdout may be a link to one."""
     return (path.exists() and not path.is_file()) or str(path.absolute().parent) in ("/dev", "/dev/fd", "/proc/self/fd")
 
 

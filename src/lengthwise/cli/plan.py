@@ -243,7 +243,7 @@ class PlanCommand:
     def _cost(self, shape: ModelShape | None, hardware: Hardware | None) -> Cost | None:
         """Make the costs: those given; those that training plans with; or, for other machines, with all terms.
 
-        None where the model or the hardware has a problem, which is told already.
+        None where the model or the hardware has a problem, which is reported already.
         """
         from lengthwise.cost import all_terms_cost, analytic_cost, cost_from_file
 

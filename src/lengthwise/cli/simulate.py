@@ -141,7 +141,7 @@ class Simulate:
         return 0
 
     def _simulated_again(self, asked: Asked, setting: Setting, batches: list[list[int]]) -> list[PlannerResult]:
-        """Run the first batch of first and last planner with heads and recomputation chosen, unless told otherwise."""
+        """Run the first batch of first and last planner with heads and recomputation chosen, unless asked otherwise."""
         options, capacities = replace(self._options(), heads="auto"), setting.capacities
         if self.capacity is None and self.recompute == "none":
             kinds = replace(self, recompute="auto")
@@ -169,7 +169,7 @@ class Simulate:
             )
 
     def _options(self) -> PlanOptions:
-        """Return what the planners are told of mode and choices."""
+        """Return mode and choices, for every planner alike."""
         from lengthwise.planner import PlanOptions
 
         stages = self.pp if self.mode == "pipeline" else None
@@ -218,7 +218,7 @@ class Simulate:
         ranks = attempt(partial(self._ranks, self.tp * self.pp)) if is_mesh else None
         capacities = attempt(partial(self._capacities, shape, hardware, ranks))
         problems.raise_all()
-        assert shape, "what is None or empty was told"
+        assert shape, "what is None or empty was reported"
         assert hardware, "the same"
         assert cost, "the same"
         assert ranks, "the same"

@@ -70,7 +70,7 @@ class Train:
 
 
 def read_settings(path: Path, overrides: Sequence[Sequence[str]], ranks: int | None) -> RunConfig:
-    """Read a run file before torch is imported, which takes seconds: a typing error is told at once.
+    """Read a run file before torch is imported, which takes seconds: a typing error is reported at once.
 
     Raises:
         LengthwiseError: what the run file, the overrides and the number of ranks have wrong.

@@ -80,7 +80,7 @@ def expectations(start: Start, plan: Plan) -> list[str]:
 
     job = start.job
     if job.gpus:
-        return ["expected: not told on GPUs yet (the calibration is of CPUs)"]
+        return ["expected: not known on GPUs yet (the calibration is of CPUs)"]
     shape, precision = shape_from_config(job.model.config.to_dict()), job.config.precision
     speed = calibrate(shape, precision)
     forecast = forecast_verification(

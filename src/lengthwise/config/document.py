@@ -49,7 +49,7 @@ def parse_values(text: str, name: str) -> tuple[object, list[ConfigError]]:
     """Read one YAML document into plain values.
 
     `name` is the file's name for messages. Syntax errors raise ConfigError; problems that leave the rest readable
-    (a key twice, a foreign tag) are returned beside the values, to be told with all others.
+    (a key twice, a foreign tag) are returned beside the values, to be reported with all others.
     """
     try:
         for token in yaml.scan(text, Loader=_CoreLoader):

@@ -1,4 +1,4 @@
-"""Read a run file, apply overrides, resolve paths, tell every problem in one message."""
+"""Read a run file, apply overrides, resolve paths, report every problem in one message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lengthwise.config.document import parse_values
 from lengthwise.config.overrides import apply_overrides
-from lengthwise.config.problems import find_problems, sections_at, told
+from lengthwise.config.problems import find_problems, sections_at, shown
 from lengthwise.config.schema import BYTES_TOKENIZER, TINY_MODEL, RunConfig
 from lengthwise.core.errors import ConfigError, raise_problems
 
@@ -27,7 +27,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     values, problems = parse_values(_read_text(path), str(path))
     if not isinstance(values, dict):
         remedy = "Write keys and values, such as `model: tiny`."
-        raise_problems([*problems, ConfigError(str(path), expected="a mapping", got=told(values), remedy=remedy)])
+        raise_problems([*problems, ConfigError(str(path), expected="a mapping", got=shown(values), remedy=remedy)])
     assert isinstance(values, dict), values
     problems += apply_overrides(values, overrides)
     return _build(values, path.absolute().parent, problems)
@@ -61,7 +61,7 @@ def _read_text(path: Path) -> str:
 
 
 def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]:
-    """Make paths absolute in place; return those that are not there. Values of a wrong type are told elsewhere."""
+    """Make paths absolute in place; return those that are not there. Values of a wrong type are reported elsewhere."""
     problems = []
     for key, builtin in (("model", TINY_MODEL), ("tokenizer", BYTES_TOKENIZER)):
         name = values.get(key)

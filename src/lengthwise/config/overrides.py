@@ -44,12 +44,12 @@ def _write(values: dict[str, object], path: Sequence[str], value: object) -> Non
             below = {}
             target[step] = below
         if not isinstance(below, dict | list):
-            told = ".".join(path[: depth + 1])
+            prefix = ".".join(path[: depth + 1])
             raise ConfigError(
                 f"--set {'.'.join(path)}",
-                expected=f"`{told}` to have keys",
+                expected=f"`{prefix}` to have keys",
                 got=f"the value {below!r}",
-                remedy=f"Set `{told}` itself.",
+                remedy=f"Set `{prefix}` itself.",
             )
         target = below
 

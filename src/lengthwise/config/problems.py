@@ -71,20 +71,20 @@ def find_problems(values: Mapping[str, object]) -> list[ConfigError]:
     except ValidationError as error:
         listed: set[type[Settings]] = set()  # the sections whose keys a message has listed already
         details = error.errors(include_url=False)
-        problems += [_to_problem(detail, listed) for detail in details if not _told_elsewhere(detail)]
+        problems += [_to_problem(detail, listed) for detail in details if not _reported_elsewhere(detail)]
     return problems + list(_broken_rules(values))
 
 
-def told(value: object) -> str:
-    """Show a value as the user wrote it, shortened, with its kind."""
+def shown(value: object) -> str:
+    """Return a value as the user wrote it, shortened, with its kind."""
     if value is None:
         return "null"
-    shown = str(value).lower() if isinstance(value, bool) else repr(value)
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return f"{shown} ({_KINDS.get(type(value), type(value).__name__)})"
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return f"{text} ({_KINDS.get(type(value), type(value).__name__)})"
 
 
-def _told_elsewhere(detail: ErrorDetails) -> bool:
+def _reported_elsewhere(detail: ErrorDetails) -> bool:
     """Rules are checked below; and a list whose entries failed looks too short to pydantic."""
     short = detail["type"] == "too_short" and len(detail["input"]) >= detail.get("ctx", {})["min_length"]
     return short or detail["type"] == "rule"
@@ -99,7 +99,7 @@ def _to_problem(detail: ErrorDetails, listed: set[type[Settings]]) -> ConfigErro
     message = detail["msg"].removeprefix("Input should be ")
     expected = _EXPECTED[kind](detail.get("ctx", {})) if kind in _EXPECTED else message
     return ConfigError(
-        where, expected=expected, got="nothing" if kind == "missing" else told(value), remedy=_help(loc, kind, value)
+        where, expected=expected, got="nothing" if kind == "missing" else shown(value), remedy=_help(loc, kind, value)
     )
 
 

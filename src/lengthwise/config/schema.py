@@ -95,7 +95,7 @@ class DataSource(Settings):
         """Ask for exactly one source, and for a limit where too long ones are to be skipped."""
         found = []
         has_path, stdlib = values.get("path") is not None, values.get("python_stdlib") or False
-        # A value of a wrong type, such as `yes`, is told as such, and says nothing of what was meant.
+        # A value of a wrong type, such as `yes`, is reported as such, and says nothing of what was meant.
         if isinstance(stdlib, bool) and has_path == stdlib:
             expected, got = "exactly one of `path` and `python_stdlib: true`", "both" if has_path else "neither"
             remedy = "Split the source in two." if has_path else "Add one of the two."

@@ -1,6 +1,6 @@
 """The error tree. Every error a user can cause or meet says where, what was expected, what was got, and what to change.
 
-`exit_status` is the status of the command line: 2 for what a user can mend in their own input, 1 for what went wrong
+`exit_status` is the status of the command line: 2 for what a user can correct in their own input, 1 for what went wrong
 while running. `code` is a short stable name that can be searched for.
 
 Errors are written in the names of the library: options of functions, keys of a run file. A command that calls them
@@ -19,7 +19,7 @@ _PLACEHOLDER = re.compile(r"\{([a-z_]+)(?:\|([^{}]+))?\}")
 
 
 class LengthwiseError(Exception):
-    """One problem, told in one line.
+    """One problem, reported in one line.
 
     `where` names a file and row (`train.jsonl:3`), a config path (`optimizer.lr`) or a rank, step and phase.
     `expected` and `remedy` name other options in braces, "{capacity_tokens}", or with other words where no command has
@@ -115,7 +115,7 @@ class NumericError(LengthwiseError):
 
 
 class Problems(LengthwiseError):  # noqa: N818 - a list of errors
-    """Several problems at once, one line each; a user mends them all before the next try."""
+    """Several problems at once, one line each; a user corrects them all before the next try."""
 
     code = "problems"
 
