@@ -36,7 +36,7 @@ def results():
         cluster=Cluster(ranks=12, capacity_tokens=8192),
         context_tokens=60_000,
     )
-    return compare_planners(["static", "lengthwise"], BATCHES, setting, told=lambda *_: None)
+    return compare_planners(["static", "lengthwise"], BATCHES, setting, progress=lambda *_: None)
 
 
 class _Balance(HTMLParser):

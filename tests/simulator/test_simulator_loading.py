@@ -62,7 +62,7 @@ def test_study_waits_for_slow_loaders_only() -> None:
 
     def run(loader: str, hardware=slow):
         changed = replace(setting, loader=loader, hardware=hardware)
-        return compare_planners(["static", "lengthwise"], batches, changed, told=lambda *_: None)
+        return compare_planners(["static", "lengthwise"], batches, changed, progress=lambda *_: None)
 
     none, local, remote = (run(loader) for loader in ("none", "local", "remote"))
     for without, with_local, with_remote in zip(none, local, remote, strict=True):

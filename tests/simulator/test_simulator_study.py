@@ -24,7 +24,7 @@ SETTING = Setting(
 
 
 def _compare(planners, batches):
-    return compare_planners(planners, batches, SETTING, told=lambda *_: None)
+    return compare_planners(planners, batches, SETTING, progress=lambda *_: None)
 
 
 def test_step_flops_are_six_a_parameter_and_seven_a_seen_pair() -> None:
@@ -51,7 +51,7 @@ def test_a_pipeline_keeps_no_more_microbatches_than_it_has(sequences: int, kept:
     """Of 8K each on 16 ranks of 4 stages: the first stage keeps the activations of at most 4."""
     cost = all_terms_cost(SHAPE, HARDWARE, stages=4)
     setting = replace(SETTING, cost=cost, devices=4)
-    (result,) = compare_planners(["static"], [[8192] * sequences], setting, told=lambda *_: None)
+    (result,) = compare_planners(["static"], [[8192] * sequences], setting, progress=lambda *_: None)
     states = state_bytes(SHAPE, 16, devices=4)
     (step,) = result.steps
     assert step.memory_bytes == pytest.approx(states + kept * 8192 * activation_bytes(SHAPE, "none", 2) / 4)
@@ -116,5 +116,5 @@ def test_a_step_that_loses_nothing_has_an_ideal_ratio_of_one() -> None:
     free = replace(HARDWARE, block_efficiency=((1, 1.0),), layer_launch_seconds=0.0)
     cost = all_terms_cost(SHAPE, free)
     setting = replace(SETTING, hardware=free, cost=cost, cluster=Cluster(ranks=1, capacity_tokens=8192))
-    (result,) = compare_planners(["lengthwise"], [[8192, 8192]], setting, told=lambda *_: None)
+    (result,) = compare_planners(["lengthwise"], [[8192, 8192]], setting, progress=lambda *_: None)
     assert result.ideal_ratio == pytest.approx(1.0)

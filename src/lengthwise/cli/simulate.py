@@ -164,7 +164,7 @@ class Simulate:
                 asked.planners,
                 batches,
                 setting,
-                told=lambda planner, batch: status.update(f"{planner}, batch {batch + 1} of {len(batches)}"),
+                progress=lambda planner, batch: status.update(f"{planner}, batch {batch + 1} of {len(batches)}"),
                 options=options or self._options(),
             )
 

@@ -8,16 +8,20 @@ from collections.abc import Iterable
 from lengthwise.core.errors import ConfigError
 
 _CLOSE = 0.5  # of difflib's similarity, 0 to 1; `trian` and `train` have 0.8
+_SHORT = 4  # letters, of which another first one makes another name: `a100` is no `h100`
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str | None:
-    """Ask for the known name that is nearest to `name`; None where none is near."""
-    close = difflib.get_close_matches(str(name), sorted(known), n=1, cutoff=_CLOSE)
-    return f"Did you mean `{close[0]}`?" if close else None
+    """Return the question for the known name that is nearest to `name`; None where none is near."""
+    typed = str(name)
+    close = difflib.get_close_matches(typed, sorted(known), n=1, cutoff=_CLOSE)
+    if not close or (len(typed) <= _SHORT and close[0][0] != typed[0]):
+        return None
+    return f"Did you mean `{close[0]}`?"
 
 
 def unknown_name(where: str, got: object, known: Iterable[str], *, others: str = "") -> ConfigError:
-    """Make the error for a name that does not exist: it lists the known ones and points at the nearest.
+    """Return the error for a name that does not exist: it lists the known ones and points at the nearest.
 
     `others`: what can be given besides names, "or the path of a file" for example.
     """
@@ -28,6 +32,6 @@ def unknown_name(where: str, got: object, known: Iterable[str], *, others: str =
 
 
 def counted(number: int, noun: str) -> str:
-    """Write a number of things: 1 rank, 2 ranks, 2 batches."""
+    """Return a number of things: 1 rank, 2 ranks, 2 batches."""
     plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{plural}"

@@ -1,7 +1,7 @@
 """The rules between the numbers of a plan, for plans of any planner and any outside tool.
 
 `Plan.from_json` has checked types; here it is checked that the plan can be run: each sequence exactly once, ranks that
-exist, and never more tokens on a rank than it holds. All problems are told at once, each naming its place.
+exist, and never more tokens on a rank than it holds. All problems are reported at once, each naming its place.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from lengthwise.core.held import held_by_rank, kept_ratio
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.program.features import REQUIRED, Feature, features_of
 
-_TOLD = 20  # problems told in full; a broken plan can have thousands
-_REMEDY = "Mend the plan or the planner that wrote it."
+_REPORTED = 20  # problems reported in full; a broken plan can have thousands
+_REMEDY = "Fix the plan or the planner that wrote it."
 
 
 def check_plan(plan: Plan) -> None:
@@ -37,9 +37,9 @@ def check_plan(plan: Plan) -> None:
             broken.append(_problem(where, "at least one piece", "none"))
         problems += broken or _capacity_problems(plan, microbatch, where)
     problems += _count_problems(plan)
-    rest = len(problems) - _TOLD
+    rest = len(problems) - _REPORTED
     if rest > 0:
-        problems = [*problems[:_TOLD], _problem("plan", "no broken rules", f"{rest} more problems")]
+        problems = [*problems[:_REPORTED], _problem("plan", "no broken rules", f"{rest} more problems")]
     raise_problems(problems)
 
 

@@ -40,7 +40,7 @@ _INSTEAD = {
     Feature.OFFLOAD: "0 (this version keeps activations on the device)",
     Feature.HEADS: "1 (this version rotates keys, it does not split heads)",
 }
-_TOLD = 10  # refusals in one message
+_REPORTED = 10  # refusals in one message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ def refuse_unsupported(plan: Plan) -> None:
         Problems: several of these.
     """
     problems: list[LengthwiseError] = []
-    for use in uses_beyond(plan, ENGINE)[:_TOLD]:
+    for use in uses_beyond(plan, ENGINE)[:_REPORTED]:
         where = "plan: schedule" if use.microbatch is None else f"plan: microbatch {use.microbatch}: {use.feature}"
         expected, remedy = _INSTEAD[use.feature], "Plan again without it."
         problems.append(PlanError(where, expected=expected, got=str(use.value), remedy=remedy))

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 720, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 36
 _PLOT_WIDTH, _PLOT_HEIGHT = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A stretch of a row, in seconds; `kind` is its class in the style sheet, `tip` is shown on hovering."""
+
+    start: float
+    end: float
+    kind: str
+    tip: str
 
 
 def bar_chart(labels: Sequence[str], values: Sequence[float], *, title: str, tips: Sequence[str]) -> str:
@@ -54,8 +65,8 @@ def scatter_chart(points: Sequence[tuple[float, float, str]], *, title: str, x_t
     return _svg(parts, title)
 
 
-def span_chart(rows: Sequence[tuple[str, Sequence[tuple[float, float, str, str]]]], *, title: str, most: float) -> str:
-    """Draw one line a row: its label and (start, end, class, tip) of its spans, seconds from 0 to `most`."""
+def span_chart(rows: Sequence[tuple[str, Sequence[Span]]], *, title: str, most: float) -> str:
+    """Draw one line a row, its label and its spans, over seconds from 0 to `most`."""
     step = _PLOT_HEIGHT / max(1, len(rows))
     parts = []
     for number, (label, spans) in enumerate(rows):
@@ -63,11 +74,11 @@ def span_chart(rows: Sequence[tuple[str, Sequence[tuple[float, float, str, str]]
         parts.append(
             f'<text class="small" x="{_LEFT - 6}" y="{y + step / 2 + 3:.1f}" text-anchor="end">{escape(label)}</text>'
         )
-        for start, end, kind, tip in spans:
-            x, width = _LEFT + _PLOT_WIDTH * start / most, _PLOT_WIDTH * (end - start) / most
+        for span in spans:
+            x, width = _LEFT + _PLOT_WIDTH * span.start / most, _PLOT_WIDTH * (span.end - span.start) / most
             parts.append(
-                f'<rect class="{escape(kind)}" x="{x:.2f}" y="{y + 1:.1f}" width="{max(0.3, width):.2f}" '
-                f'height="{max(1.0, step - 2):.1f}"><title>{escape(tip)}</title></rect>'
+                f'<rect class="{escape(span.kind)}" x="{x:.2f}" y="{y + 1:.1f}" width="{max(0.3, width):.2f}" '
+                f'height="{max(1.0, step - 2):.1f}"><title>{escape(span.tip)}</title></rect>'
             )
     for part in range(5):
         x, anchor = _LEFT + _PLOT_WIDTH * part / 4, "end" if part == 4 else "middle"

@@ -10,13 +10,14 @@ import base64
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 
 import numpy as np
 
 from lengthwise.core.names import counted
 from lengthwise.core.plan import Plan
-from lengthwise.report.drawing import bar_chart, scatter_chart, span_chart
+from lengthwise.report.drawing import Span, bar_chart, scatter_chart, span_chart
 from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.simulation import COLUMNS, result_rows
 from lengthwise.simulator import PlannerResult, Timeline, chosen_ranks
@@ -158,15 +159,20 @@ def _ranks_chart(result: PlannerResult, most: float) -> str:
             spans = [span for row in mine for span in _passes(result.first_plan, timeline, row)]
         else:
             spans = [_span(result.first_plan, timeline, run) for run in _runs(result.first_plan, timeline, mine)]
-        rows.append((f"rank {rank}", [*spans, (done, timeline.step_seconds, "end", "the step's end")]))
+        rows.append(
+            (f"rank {rank}", [*spans, Span(start=done, end=timeline.step_seconds, kind="end", tip="the step's end")])
+        )
     return span_chart(rows, title=f"ranks over time, {result.planner}", most=most)
 
 
-def _passes(plan: Plan, timeline: Timeline, row: int) -> list[tuple[float, float, str, str]]:
+def _passes(plan: Plan, timeline: Timeline, row: int) -> list[Span]:
     """Draw the two passes of a stage apart: between them it runs other microbatches."""
-    *_, kind, tip = _span(plan, timeline, [row])
+    whole = _span(plan, timeline, [row])
     passes = ((timeline.start, timeline.forward, "forward"), (timeline.backward, timeline.end, "backward"))
-    return [(float(begin[row]), float(end[row]), kind, f"{name}, {tip}") for begin, end, name in passes]
+    return [
+        replace(whole, start=float(begin[row]), end=float(end[row]), tip=f"{name}, {whole.tip}")
+        for begin, end, name in passes
+    ]
 
 
 def _runs(plan: Plan, timeline: Timeline, rows: list[int]) -> list[list[int]]:
@@ -185,11 +191,14 @@ def _degree(plan: Plan, timeline: Timeline, row: int) -> int:
     return max(piece.degree for piece in plan.microbatches[int(timeline.microbatch[row])].pieces)
 
 
-def _span(plan: Plan, timeline: Timeline, rows: list[int]) -> tuple[float, float, str, str]:
+def _span(plan: Plan, timeline: Timeline, rows: list[int]) -> Span:
     microbatches = [plan.microbatches[int(timeline.microbatch[row])] for row in rows]
     lengths = [plan.tokens[i] for m in microbatches for piece in m.pieces for i in piece.sequences]
     degree = _degree(plan, timeline, rows[0])
     what = f"ring of {degree}" if degree > 1 else f"{counted(len(rows), 'pack')} on this rank"
-    tip = f"{what}: {_work(len(lengths), sum(lengths))}"
-    kind = "ring" if degree > 1 else "local"
-    return float(timeline.start[rows[0]]), float(timeline.end[rows[-1]]), kind, tip
+    return Span(
+        start=float(timeline.start[rows[0]]),
+        end=float(timeline.end[rows[-1]]),
+        kind="ring" if degree > 1 else "local",
+        tip=f"{what}: {_work(len(lengths), sum(lengths))}",
+    )

@@ -118,7 +118,7 @@ def compare_planners(
     batches: Sequence[Sequence[int]],
     setting: Setting,
     *,
-    told: Callable[[str, int], None],
+    progress: Callable[[str, int], None],
     options: PlanOptions = _DEFAULT,
 ) -> list[PlannerResult]:
     """Plan and simulate every batch with every planner.
@@ -127,7 +127,7 @@ def compare_planners(
         planners: names of `planner.PLANNERS`.
         batches: lengths of each step.
         setting: the model, the hardware and the cluster.
-        told: called before each planner and batch, for progress.
+        progress: called before each planner and batch, for progress.
         options: the same for all planners; planner, layers and context are those of this comparison.
 
     Raises:
@@ -135,7 +135,7 @@ def compare_planners(
     """
     results = []
     for planner in planners:
-        simulated = _simulate(planner, batches, setting, options, partial(told, planner))
+        simulated = _simulate(planner, batches, setting, options, partial(progress, planner))
         results.append(
             PlannerResult(
                 planner=planner,
@@ -153,12 +153,12 @@ def _simulate(
     batches: Sequence[Sequence[int]],
     setting: Setting,
     options: PlanOptions,
-    told: Callable[[int], None],
+    progress: Callable[[int], None],
 ) -> list[tuple[Plan, Timeline]]:
     """Plan and simulate every batch, each after the one before it has been computed and its own data loaded."""
     plans, timelines = [], []
     for number, tokens in enumerate(batches):
-        told(number)
+        progress(number)
         plan = plan_recomputed(
             tokens,
             setting.cluster.ranks,
