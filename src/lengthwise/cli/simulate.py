@@ -246,10 +246,11 @@ class Simulate:
         return None
 
     def _planner_names(self) -> list[str]:
-        from lengthwise.planner import PLANNERS
+        from lengthwise.planner.registry import planner_names
 
         names = [name.strip() for name in self.planners.split(",") if name.strip()]
-        raise_problems([unknown_name("--planners", name, PLANNERS) for name in names if name not in PLANNERS])
+        known = planner_names()
+        raise_problems([unknown_name("--planners", name, known) for name in names if name not in known])
         if not names or len(set(names)) < len(names):
             raise ConfigError(
                 "--planners", expected="each planner once", got=repr(self.planners), remedy="Give at least one, once."

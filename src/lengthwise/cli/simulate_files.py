@@ -13,7 +13,7 @@ from pathlib import Path
 from lengthwise.cli.output import refuse_unwritable, write_atomically
 from lengthwise.core.errors import OutputError
 from lengthwise.core.strict_json import read_json
-from lengthwise.planner import PLANNERS
+from lengthwise.planner.registry import planner_names
 from lengthwise.report.simulation import SCHEMA
 
 FIGURES, PAGE = "simulation.json", "report.html"
@@ -31,7 +31,7 @@ def refuse_others_files(folder: Path) -> None:
         OutputError: either of these.
     """
     refuse_unwritable(folder)
-    ours = {FIGURES, PAGE, *map(trace_name, PLANNERS)}
+    ours = {FIGURES, PAGE, *map(trace_name, planner_names())}
     there = sorted(name for name in ours if (folder / name).exists())
     if there and _earlier_planners(folder) is None:
         raise OutputError(
@@ -73,4 +73,4 @@ def _earlier_planners(folder: Path) -> list[str] | None:
         return None
     is_ours = isinstance(figures, dict) and figures.get("schema") == SCHEMA
     planners = figures.get("planners") if is_ours else None
-    return [planner for planner in PLANNERS if planner in planners] if isinstance(planners, dict) else None
+    return [planner for planner in planner_names() if planner in planners] if isinstance(planners, dict) else None
