@@ -10,9 +10,7 @@ from lengthwise.core.errors import ConfigError
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?)\s*", re.IGNORECASE)
 MOST = 2**53  # what every JSON reader keeps exact
-MOST_RANKS = (
-    2**18
-)  # on a command line: twenty times the largest cluster planned for; a typing error more takes all memory
+MOST_RANKS = 2**18  # on a command line: 20 times the largest cluster planned for; a typing error more takes all memory
 
 
 def parse_tokens(text: str, where: str) -> int:
