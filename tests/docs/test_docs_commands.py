@@ -9,6 +9,7 @@ import importlib
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -54,7 +55,15 @@ def commands(text: str) -> Iterator[tuple[str, bool]]:
         for code in re.findall(r"`([^`]+)`", line):
             words = " ".join(code.split())
             if words.startswith(
-                ("lengthwise ", "python benchmarks/", "python examples/", "make ", "torchrun ", "python -m lengthwise ")
+                (
+                    "lengthwise ",
+                    "python benchmarks/",
+                    "python examples/",
+                    "make ",
+                    "pytest ",
+                    "torchrun ",
+                    "python -m lengthwise ",
+                )
             ):
                 yield words, False
 
@@ -76,6 +85,8 @@ def refuse(command: str, *, whole: bool) -> None:
         assert parsed.module, command
         assert parsed.training_script == "lengthwise", command
         refuse_verb(parsed.training_script_args, whole=whole)
+    elif words[0] == "pytest":
+        assert (ROOT / words[1]).exists(), command
     elif words[:2] == ["python", "-m"]:
         assert words[2] in ("pytest", "lengthwise"), command
         if words[2] == "lengthwise":
@@ -248,3 +259,10 @@ def test_docs_files_named_are_there(page: Path) -> None:
         if not any((root / name).exists() for root in (ROOT, ROOT / "src" / "lengthwise"))
     ]
     assert not missing, missing
+
+
+def test_docs_readme_lists_what_planning_needs() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    needed = {re.split(r"[>=<]", each)[0] for each in listed} - {"torch", "transformers", "safetensors"}
+    (named,) = re.findall(r"pip install --no-deps -e \. && pip install (.*)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert set(named.split()) == needed
