@@ -62,8 +62,8 @@ class PlanCommand:
     """Tokens that one rank can hold in one microbatch, 8192 or 8K (K = 1024); default: the run file's
     capacity_tokens."""
     planner: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
-    """lengthwise, static, single-degree, bytescale-naive, bytescale or power-of-two; default: the run file's, else
-    lengthwise."""
+    """lengthwise, static, single-degree, bytescale-naive, bytescale, power-of-two, or one that a package registers;
+    default: the run file's, else lengthwise."""
     mode: Annotated[str, tyro.conf.arg(metavar="free|waves|pipeline", help_behavior_hint="(default: free)")] = "free"
     """How ranks run beside each other: free (each goes on when its own partners are ready; what this version trains),
     waves (all in lock-step, for parameters sharded over all ranks; planner lengthwise only), or pipeline (each rank is
@@ -245,15 +245,14 @@ class PlanCommand:
 
         None where the model or the hardware has a problem, which is reported already.
         """
-        from lengthwise.cost import all_terms_cost, analytic_cost, cost_from_file
+        from lengthwise.cost import costs
 
         if self.cost is not None:
-            return cost_from_file(self.cost)
+            return costs(file=self.cost)
         if shape is None or hardware is None:
             return None
-        if self._plans_as_training:
-            return analytic_cost(shape, hardware)
-        return all_terms_cost(shape, hardware, stages=1 if self.stages is None else self.stages)
+        stages = 1 if self.stages is None else self.stages
+        return costs(shape, hardware, stages=stages, simple=self._plans_as_training)
 
     def _lengths(self, asked: Asked) -> tuple[list[int], int | None]:
         """Return (lengths to plan, the context that a fixed mesh must hold)."""
