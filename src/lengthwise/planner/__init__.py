@@ -7,20 +7,24 @@ from lengthwise.planner.api import plan_step
 from lengthwise.planner.options import MODES, PlanOptions
 from lengthwise.planner.problem.bounds import bound_seconds
 from lengthwise.planner.problem.choices import split_heads
+from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import Score, score
 from lengthwise.planner.problem.speeds import parse_speeds
 from lengthwise.planner.recomputation import plan_recomputed
-from lengthwise.planner.registry import PLANNERS
+from lengthwise.planner.registry import PLANNERS, planner_names, register_planner
 
 __all__ = [
     "MODES",
     "PLANNERS",
     "PlanOptions",
+    "PlanRequest",
     "Score",
     "bound_seconds",
     "parse_speeds",
     "plan_recomputed",
     "plan_step",
+    "planner_names",
+    "register_planner",
     "score",
     "split_heads",
 ]

@@ -22,7 +22,7 @@ from lengthwise.planner.placement.annealing import MOST_WORK, anneal
 from lengthwise.planner.problem.choices import choice_variants, split_heads, write_offload
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import score
-from lengthwise.planner.registry import BASELINES, find_planner
+from lengthwise.planner.registry import BASELINES, PLANNERS, check_registered, find_planner
 from lengthwise.planner.schedules.columns import plan_columns
 from lengthwise.planner.schedules.pipeline import pipeline_schedule, plan_slots
 from lengthwise.planner.schedules.waves import plan_waves
@@ -87,6 +87,8 @@ def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selec
             selection.offer(plan_waves(asked))
         elif options.planner != "lengthwise":
             selection.offer(find_planner(options.planner)(asked))
+            if options.planner not in PLANNERS:
+                check_registered(options.planner, selection.plan)
         else:
             _offer_all(asked, selection)
     return selection
@@ -103,14 +105,16 @@ def _offer_all(request: PlanRequest, selection: Selection) -> None:
             selection.offer(made[-1])
     if len(request.tokens) * request.cluster.ranks <= MOST_WORK and request.speeds is None:
         ends = [score(request.draft(each), request.cost).makespan_seconds for each in made]
-        if min(ends) > request.bound_seconds * _WORTH_ANNEALING:
-            selection.offer(anneal(request, made[ends.index(min(ends))], min(ends)))
+        first = ends.index(min(ends))
+        for start in sorted({first} if request.priced_stages == 1 else {0, first}):  # stages may turn the order
+            if ends[start] > request.bound_seconds * _WORTH_ANNEALING:
+                selection.offer(anneal(request, made[start], ends[start]))
     if request.priced_stages > 1 and request.speeds is None:
         staged = replace(request, stages=request.priced_stages)
-        for shelved in plan_columns(staged):
-            selection.offer(shelved)
         for slotted in plan_slots(staged, selection.seconds):
             selection.offer(slotted)
+        for shelved in plan_columns(staged, selection.seconds):
+            selection.offer(shelved)
 
 
 def is_worth_others(request: PlanRequest, makespan_seconds: float) -> bool:

@@ -1,15 +1,19 @@
-"""Which planners there are, by name.
+"""Which planners there are, by name: ours, those that a program registered, and those of installed packages.
 
-A new planner is one function from a request to microbatches: one file in `baselines`, if it is not ours, and one line
-here.
+A planner is one function from a `PlanRequest` to a list of microbatches. Of ours, a new one is a file in `baselines`
+and a line here. A package names its own in its entry points (group `lengthwise.planners`); a program calls
+`register_planner`, which holds in its own process: training plans in another one, and knows entry points alone. What
+such a planner returns is checked; what is wrong with it is a `PlanError` that names the planner.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
 from typing import TypeAlias
 
-from lengthwise.core.plan import Microbatch
+from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError, Problems, raise_problems
+from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.planner.baselines.bytescale import plan_bytescale
 from lengthwise.planner.baselines.bytescale_naive import plan_bytescale_naive
 from lengthwise.planner.baselines.power_of_two import plan_power_of_two
@@ -17,9 +21,11 @@ from lengthwise.planner.baselines.single_degree import plan_single_degree
 from lengthwise.planner.baselines.static import plan_static
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.search import plan_lengthwise
+from lengthwise.program.check import check_plan
 
 Planner: TypeAlias = Callable[[PlanRequest], list[Microbatch]]
 
+GROUP = "lengthwise.planners"
 _BUILT_IN: Mapping[str, Planner] = {
     "lengthwise": plan_lengthwise,
     "static": plan_static,
@@ -30,13 +36,97 @@ _BUILT_IN: Mapping[str, Planner] = {
 }
 PLANNERS = tuple(_BUILT_IN)
 BASELINES = (plan_single_degree, plan_static, plan_bytescale, plan_bytescale_naive, plan_power_of_two)
+_registered: dict[str, Planner] = {}
+
+
+def register_planner(name: str, function: Planner) -> None:
+    """Make a planner known in this process, in place of an earlier one of this name.
+
+    Raises:
+        ConfigError: the name of one of `PLANNERS`, or no name.
+    """
+    if not name or name in _BUILT_IN:
+        raise ConfigError(
+            "planner",
+            expected="a name of its own",
+            got=repr(name),
+            remedy=f"Register it under a name other than {', '.join(PLANNERS)}.",
+        )
+    _registered[name] = function
 
 
 def planner_names() -> tuple[str, ...]:
-    """Return all names that `PlanOptions.planner` may have."""
-    return PLANNERS
+    """Return all names that `PlanOptions.planner` may have, ours first."""
+    return tuple(dict.fromkeys((*PLANNERS, *_registered, *sorted(_installed()))))
 
 
 def find_planner(name: str) -> Planner:
-    """Return the planner of a name among `planner_names()`."""
-    return _BUILT_IN[name]
+    """Return the planner of a name among `planner_names()`.
+
+    Raises:
+        PlanError: an entry point that cannot be loaded.
+    """
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    return lambda request: _asked(name, request)
+
+
+def check_registered(name: str, plan: Plan) -> None:
+    """Refuse a plan of a planner that is not ours and that cannot be run.
+
+    Raises:
+        PlanError, Problems: of `check_plan`, each naming the planner.
+    """
+    try:
+        check_plan(plan)
+    except LengthwiseError as error:
+        problems = error.problems if isinstance(error, Problems) else (error,)
+        raise_problems([_named(name, each) for each in problems])
+
+
+def _named(name: str, error: LengthwiseError) -> PlanError:
+    remedy = "Mend the planner, or take another."
+    return PlanError(f"planner {name}, {error.where}", expected=error.expected, got=error.got, remedy=remedy)
+
+
+def _asked(name: str, request: PlanRequest) -> list[Microbatch]:
+    """Ask a planner that is not ours; whatever it raises or returns, the error names it."""
+    function = _registered[name] if name in _registered else _loaded(_installed()[name])
+    try:
+        microbatches = list(function(request))
+    except LengthwiseError:
+        raise
+    except Exception as error:
+        raise _broken(name, "a list of microbatches", f"{type(error).__name__}: {error}") from error
+    for each in microbatches:
+        if not isinstance(each, Microbatch):
+            raise _broken(name, "a list of microbatches", f"a {type(each).__name__} in it")
+    problems = [
+        _broken(name, f"ranks from 0 to {request.cluster.ranks - 1} and sequences from 0 to {len(request.tokens) - 1}",
+                f"ranks {piece.ranks} with sequences {piece.sequences}")
+        for each in microbatches
+        for piece in each.pieces
+        if not set(piece.ranks) <= set(range(request.cluster.ranks))
+        or not set(piece.sequences) <= set(range(len(request.tokens)))
+    ]  # fmt: skip
+    raise_problems(problems[:1])
+    return microbatches
+
+
+def _loaded(point: EntryPoint) -> Planner:
+    try:
+        function = point.load()
+    except Exception as error:
+        got = f"{type(error).__name__}: {error}"
+        raise _broken(point.name, f"what entry point {point.value} names", got) from error
+    if not callable(function):
+        raise _broken(point.name, f"a function at entry point {point.value}", f"a {type(function).__name__}")
+    return function
+
+
+def _broken(name: str, expected: str, got: str) -> PlanError:
+    return PlanError(f"planner {name}", expected=expected, got=got, remedy="Mend the planner, or take another.")
+
+
+def _installed() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP) if point.name not in _BUILT_IN}

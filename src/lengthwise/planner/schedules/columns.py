@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,11 +30,10 @@ from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.topology import window_max
 from lengthwise.program.ring_order import interval_microbatch
 
-LEVELS = (1.0, 0.7, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05)  # of the bound, that a sequence may take
-_WRITTEN = 2  # levels that are packed and written
+LEVELS = (1.0, 0.5, 0.25, 0.12, 0.06)  # of the bound, that a sequence may take
 _WIDENED = 1.03  # times the least limit, then the square of that and so on, until all rings fit
 _BISECTIONS = 5
-_PLACING_STEPS = 60_000  # rings x thousands of ranks, placed in all
+_PLACING_STEPS = 15_000  # rings x thousands of ranks, placed in all
 _ROUNDING = 1e-9
 
 Floats = NDArray[np.float64]
@@ -49,22 +49,28 @@ class Columns:
     end_seconds: float
 
 
-def plan_columns(request: PlanRequest) -> Iterator[list[Microbatch]]:
-    """Yield plans for `request.stages` stages of each rank."""
+def plan_columns(request: PlanRequest, least_seconds: float = inf) -> Iterator[list[Microbatch]]:
+    """Yield plans for `request.stages` stages of each rank that should end before `least_seconds`.
+
+    The clocks of this module are rather early, so none is left out that would end before it.
+    """
+    known: list[list[tuple[int, int, int]]] = []
     for counts_filling in (True, False):
-        search = ColumnSearch(request, counts_filling=counts_filling)
+        search = ColumnSearch(request, counts_filling=counts_filling, least_seconds=least_seconds)
         found = [columns for level in LEVELS if (columns := search.at_level(level)) is not None]
-        for columns in sorted(found, key=lambda each: each.end_seconds)[:_WRITTEN]:
-            yield search.written(columns)
+        best = min(found, key=lambda each: each.end_seconds, default=None)
+        if best is not None and best.rings not in known:
+            known.append(best.rings)
+            yield search.written(best)
 
 
 class ColumnSearch:
     """Levels, tried until the budget is spent."""
 
-    def __init__(self, request: PlanRequest, *, counts_filling: bool) -> None:
+    def __init__(self, request: PlanRequest, *, counts_filling: bool, least_seconds: float = inf) -> None:
         self._request, self._counts_filling = request, counts_filling
         self._fill = (request.stages - 1) / request.virtual
-        self._best_seconds = float("inf")
+        self._best_seconds = least_seconds
         self._steps = _PLACING_STEPS
         self._tried = set[bytes]()
         self._grown = request.growth(request.lengths, request.least_degrees)
@@ -77,11 +83,11 @@ class ColumnSearch:
         self._tried.add(degrees.tobytes())
         found = _Level(self._request, degrees, self._fill, counts_filling=self._counts_filling)
         low = limit = found.least_seconds
-        widened = _WIDENED
-        while (best := self._placed(found, limit)) is None:
+        widened, best = _WIDENED, None
+        while limit < self._best_seconds and (best := self._placed(found, limit)) is None:
             limit, widened = limit * widened, widened * widened
-            if limit >= self._best_seconds:
-                return None
+        if best is None:
+            return None
         for _ in range(_BISECTIONS if best.end_seconds > low else 0):
             limit = (low + best.end_seconds) / 2
             placed = self._placed(found, limit)

@@ -18,6 +18,7 @@ Slots suit steps of many short sequences. Where long ones set the time, columns 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,8 @@ FULL_SLOTS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0, 4.0)  # of the fewest th
 RAMPS = (0.5, 1.0, 2.0, 3.0)  # slots of one, in stages
 GROWTHS = (1.1, 1.2, 1.35)  # of a slot over the one before, in a ramp
 _MOST_SLOTS = 256
-_FILLED = 4  # profiles that are filled with the real sequences
+_COARSE = 1.02  # between sums of slots for which all profiles are compared with the same degrees
+_TRIED, _FILLED = 9, 3  # profiles that are tried, and those that all sequences have room in
 _SMALL = 50_000  # sequences x ranks, up to which they are filled whenever they should end
 _REFINED = 3  # times that a slot's time and the degrees that it asks for are found from each other
 
@@ -47,9 +49,11 @@ def plan_slots(request: PlanRequest, least_seconds: float) -> Iterator[list[Micr
     is_small = len(request.tokens) * request.cluster.ranks <= _SMALL
     profiles = list(_profiles(slots.fewest, request.stages, request.virtual))
     ideal = slots.ideal_seconds(profiles)
-    for number in np.argsort(ideal, kind="stable")[:_FILLED].tolist():
-        if (is_small or ideal[number] < least_seconds) and (filled := slots.filled(profiles[number])) is not None:
-            yield filled
+    promising = [
+        number for number in np.argsort(ideal, kind="stable").tolist() if is_small or ideal[number] < least_seconds
+    ]
+    filled = (slots.filled(profiles[number]) for number in promising[:_TRIED])
+    yield from islice((each for each in filled if each is not None), _FILLED)
 
 
 def pipeline_schedule(stages: int, virtual: int) -> dict[str, object]:
@@ -114,7 +118,7 @@ class _Slots:
         """Fill a profile with the sequences; None if they do not fit its slots."""
         tokens, ranks = self._request.tokens, self._request.cluster.ranks
         capacity = self._request.cluster.capacity_tokens
-        degrees, seconds, work = self._cut(profile)
+        degrees, seconds, work = self._cut(float(profile.sum()))
         slot_seconds = work / (ranks * float(profile.sum()))
         degree, took = degrees[self._inverse], seconds[self._inverse]
         order = np.lexsort((np.arange(len(tokens)), -self._request.lengths, -degree))
@@ -124,9 +128,8 @@ class _Slots:
         local = [i for i in order.tolist() if degree[i] == 1]
         return grid.microbatches() if grid.fill(local, tokens, took.tolist(), work / ranks) else None
 
-    def _cut(self, profile: Floats) -> tuple[NDArray[np.int64], Floats, float]:
+    def _cut(self, full_slots: float) -> tuple[NDArray[np.int64], Floats, float]:
         """Find degrees and seconds of each length so that none takes longer than a full slot, and the work of all."""
-        full_slots = round(float(profile.sum()), 6)
         if full_slots not in self._known:
             cost = self._request.cost
             degrees = self._least
@@ -140,7 +143,7 @@ class _Slots:
         return self._known[full_slots]
 
     def _ideal_slots(self, profile: Floats) -> Floats:
-        degrees, seconds, work = self._cut(profile)
+        degrees, seconds, work = self._cut(_COARSE ** round(np.log(profile.sum()) / np.log(_COARSE)))
         ranks = self._request.cluster.ranks
         slow = np.flatnonzero(seconds > work / (ranks * float(profile.sum())) * (1 + 1e-9))
         if len(slow) == 0:

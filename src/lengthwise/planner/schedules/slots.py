@@ -10,7 +10,6 @@ a rank has in its cells is at last put in the order of the asked sizes. Costs O(
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -97,29 +96,40 @@ class Grid:
         return np.maximum(self.weights * low[:, None], self.taken) - self.taken
 
     def fill(self, local: Sequence[int], tokens: Sequence[int], seconds: Sequence[float], rank_seconds: float) -> bool:
-        """Put local sequences, given longest first, into cells; tell whether all of them found room."""
-        targets = self.targets(rank_seconds)
-        left = [(-total, rank) for rank, total in enumerate(targets.sum(axis=1).tolist())]
-        heapq.heapify(left)
-        shortest = min((tokens[i] for i in local), default=0)
-        pools = [_RankCells(*row, shortest) for row in zip(targets.tolist(), self.rooms.tolist(), strict=True)]
-        for i in local:
-            full: list[tuple[float, int]] = []
-            slot = None
-            while left and (slot := pools[left[0][1]].take(tokens[i], seconds[i])) is None:
-                full.append(heapq.heappop(left))
-            if slot is None:
+        """Put local sequences, given longest first, into cells; return whether all of them found room.
+
+        The longest goes to the rank with the most left to take. All ranks that come before one of them is first again
+        are dealt to at once.
+        """
+        targets, rooms, num_slots = self.targets(rank_seconds), self.rooms.copy(), len(self.weights)
+        left, most_room = targets.sum(axis=1), rooms.max(axis=1)
+        lengths, took = np.array(tokens, dtype=np.int64)[local], np.array(seconds)[local]
+        cells = np.empty(len(local), dtype=np.int64)
+        done = 0
+        while done < len(local):
+            open_ = np.flatnonzero(most_room >= lengths[done])
+            if len(open_) == 0:
                 return False
-            key, rank = left[0]
-            self.cells.setdefault((rank, slot), []).append(i)
-            heapq.heapreplace(left, (key + seconds[i], rank))
-            for entry in full:
-                heapq.heappush(left, entry)
-        self._sort_cells(seconds)
+            ranks = open_[np.argsort(-left[open_], kind="stable")][: len(local) - done]
+            after = np.maximum.accumulate(left[ranks] - took[done : done + len(ranks)])
+            in_turn = np.flatnonzero(after[:-1] > left[ranks[1:]])  # there, one that was dealt to is first again
+            ranks = ranks[: in_turn[0] + 1] if len(in_turn) else ranks
+            dealt = slice(done, done + len(ranks))
+            held = lengths[dealt]
+            slots = np.where(rooms[ranks] >= held[:, None], targets[ranks], -np.inf).argmax(axis=1)
+            rooms[ranks, slots] -= held
+            targets[ranks, slots] -= took[dealt]
+            left[ranks] -= took[dealt]
+            most_room[ranks] = rooms[ranks].max(axis=1)
+            cells[dealt] = ranks * num_slots + slots
+            done += len(ranks)
+        for sequence, cell in zip(local, cells.tolist(), strict=True):
+            self.cells.setdefault(divmod(cell, num_slots), []).append(sequence)
+        self._sort_cells(np.bincount(cells, took, self.ranks * num_slots).reshape(self.ranks, num_slots).tolist())
         return True
 
-    def _sort_cells(self, seconds: Sequence[float]) -> None:
-        """Put each rank's cells without rings in the order of the weights, by what is really in them."""
+    def _sort_cells(self, seconds: list[list[float]]) -> None:
+        """Put each rank's cells without rings in the order of the weights, by the seconds that are really in them."""
         mine: dict[int, list[int]] = {}
         for rank, slot in self.cells:
             if self.taken[rank, slot] == 0:
@@ -128,8 +138,8 @@ class Grid:
         weights = self.weights.tolist()
         for rank, slots in mine.items():
             slots.sort(key=lambda slot: (weights[slot], height[slot], slot))
-            held = [self.cells.pop((rank, slot)) for slot in slots]
-            held.sort(key=lambda cell: sum(seconds[i] for i in cell))
+            by_seconds = sorted(slots, key=seconds[rank].__getitem__)
+            held = [self.cells.pop((rank, slot)) for slot in by_seconds]
             self.cells.update({(rank, slot): cell for slot, cell in zip(slots, held, strict=True)})
 
     def microbatches(self) -> list[Microbatch]:
@@ -165,30 +175,3 @@ def _shelves(bundles: Sequence[Bundle], ranks: int) -> list[list[tuple[int, Bund
         shelves[place].append((ends[place], bundle))
         ends[place] += bundle.degree
     return shelves
-
-
-class _RankCells:
-    """The cells of one rank: those with the most left first; those without room wait until sequences are shorter."""
-
-    __slots__ = ("_open", "_rooms", "_shortest", "_waiting")
-
-    def __init__(self, targets: list[float], rooms: list[int], shortest: int) -> None:
-        self._open = [(-target, slot) for slot, target in enumerate(targets) if rooms[slot] >= shortest]
-        heapq.heapify(self._open)
-        self._rooms, self._shortest = rooms, shortest
-        self._waiting: list[tuple[int, tuple[float, int]]] = []
-
-    def take(self, tokens: int, seconds: float) -> int | None:
-        """Take room for a sequence, no longer than any before it; return the slot, None if no cell has room."""
-        while self._waiting and -self._waiting[0][0] >= tokens:
-            heapq.heappush(self._open, heapq.heappop(self._waiting)[1])
-        while self._open and self._rooms[self._open[0][1]] < tokens:
-            entry = heapq.heappop(self._open)
-            if self._rooms[entry[1]] >= self._shortest:
-                heapq.heappush(self._waiting, (-self._rooms[entry[1]], entry))
-        if not self._open:
-            return None
-        target, slot = self._open[0]
-        self._rooms[slot] -= tokens
-        heapq.heapreplace(self._open, (target + seconds, slot))
-        return slot

@@ -1,0 +1,119 @@
+"""Planners of others: registered in a program or by an installed package, checked and scored as ours are."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lengthwise.core.errors import ConfigError, PlanError
+from lengthwise.core.plan import Microbatch, Piece
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import Cost
+from lengthwise.planner import PLANNERS, PlanOptions, PlanRequest, plan_step, planner_names, register_planner, registry
+
+COST = Cost(linear_seconds=1.0)
+CLUSTER = Cluster(ranks=2, capacity_tokens=10)
+PACKAGE = """
+from lengthwise.core.plan import Microbatch, Piece
+
+def in_turn(request):
+    ranks = request.cluster.ranks
+    return [Microbatch(pieces=(Piece(ranks=(i % ranks,), sequences=(i,)),)) for i in range(len(request.tokens))]
+
+number = 7
+"""
+
+
+@pytest.fixture(autouse=True)
+def unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package as pip leaves it: a module beside its dist-info."""
+    (tmp_path / "own_planner.py").write_text(PACKAGE)
+    info = tmp_path / "own_planner-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-planner\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[lengthwise.planners]\nin-turn = own_planner:in_turn\nmissing = own_planner:nothing\n"
+        "absent = no_such_module:plan\nnumber = own_planner:number\nstatic = own_planner:in_turn\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    yield
+    sys.modules.pop("own_planner", None)
+
+
+def _alone(request: PlanRequest) -> list[Microbatch]:
+    return [Microbatch(pieces=(Piece(ranks=(0,), sequences=(i,)),)) for i in range(len(request.tokens))]
+
+
+def _plan(planner: str) -> dict[str, object]:
+    return dict(plan_step([5, 6, 7], CLUSTER, COST, PlanOptions(planner=planner)).notes)
+
+
+def test_a_registered_planner_plans_and_is_scored() -> None:
+    with pytest.raises(ConfigError, match="planner: expected one of lengthwise"):
+        _plan("alone")
+    register_planner("alone", _alone)
+    assert planner_names() == (*PLANNERS, "alone")
+    notes = _plan("alone")
+    assert (notes["planner"], notes["predicted_seconds"], notes["bound_seconds"]) == ("alone", 18.0, 9.0)
+
+
+@pytest.mark.parametrize("name", ["", "static"])
+def test_names_of_ours_are_not_taken(name: str) -> None:
+    with pytest.raises(ConfigError, match="a name of its own"):
+        register_planner(name, _alone)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sequences", "told"),
+    [
+        ((0,), (0, 1), "planner wrong, microbatch 0"),
+        ((5,), (0,), "planner wrong: expected ranks from 0 to 1"),
+        ((0,), (9,), "planner wrong: expected ranks from 0 to 1 and sequences from 0 to 2"),
+        ((1,), (2,), "planner wrong, .*sequence"),
+    ],
+)
+def test_what_a_planner_gets_wrong_names_it(ranks: tuple[int, ...], sequences: tuple[int, ...], told: str) -> None:
+    piece = Piece(ranks=ranks, sequences=sequences)
+    register_planner("wrong", lambda request: [Microbatch(pieces=(piece,))])
+    with pytest.raises((PlanError, Exception), match=told) as caught:
+        _plan("wrong")
+    assert caught.value.exit_status == 2
+
+
+def test_an_exception_of_a_planner_names_it() -> None:
+    register_planner("divides", lambda request: 1 // 0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(PlanError, match="planner divides: expected a list of microbatches; got ZeroDivisionError"):
+        _plan("divides")
+    register_planner("numbers", lambda request: [1])  # type: ignore[arg-type, list-item]
+    with pytest.raises(PlanError, match="got a int in it"):
+        _plan("numbers")
+
+
+@pytest.mark.usefixtures("installed")
+def test_planners_of_installed_packages_have_names() -> None:
+    assert planner_names() == (*PLANNERS, "absent", "in-turn", "missing", "number")
+    assert _plan("in-turn")["predicted_seconds"] == 12.0
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("missing", "planner missing: expected what entry point own_planner:nothing names; got AttributeError"),
+        ("absent", "planner absent: expected what entry point no_such_module:plan names; got ModuleNotFoundError"),
+        ("number", "planner number: expected a function at entry point own_planner:number; got a int"),
+    ],
+)
+def test_broken_entry_points_are_named(name: str, told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        _plan(name)
