@@ -53,7 +53,7 @@ class ModelShape:
                     f"model shape {self.name}: {name}",
                     expected="a whole number of at least 1",
                     got=repr(value),
-                    remedy="Fix the model's config.json.",
+                    remedy="Correct the model's config.json.",
                 )
 
     @property

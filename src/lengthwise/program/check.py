@@ -15,7 +15,7 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.program.features import REQUIRED, Feature, features_of
 
 _REPORTED = 20  # problems reported in full; a broken plan can have thousands
-_REMEDY = "Fix the plan or the planner that wrote it."
+_REMEDY = "Correct the plan or the planner that wrote it."
 
 
 def check_plan(plan: Plan) -> None:
