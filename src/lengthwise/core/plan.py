@@ -129,7 +129,7 @@ def _piece_json(piece: Piece) -> dict[str, Any]:
 
 
 def _refuse(where: str, expected: str, got: object) -> PlanError:
-    return PlanError(where, expected=expected, got=repr(got), remedy="Correct the plan file or the planner that wrote it.")
+    return PlanError(where, expected=expected, got=repr(got), remedy="Correct the plan file or its planner.")
 
 
 def _read_plan(text: str, where: str) -> Plan:
