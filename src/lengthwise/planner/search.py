@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from lengthwise.core.held import held_at_most
 from lengthwise.core.plan import Microbatch, Piece
-from lengthwise.planner.placement.line import PlacedRings, place_rings
+from lengthwise.planner.placement.line import PlacedRings, Ring, place_rings
 from lengthwise.planner.placement.packs import LocalPack, Rooms, ShortSequences, fill_gaps, level_ends
 from lengthwise.planner.placement.skyline import Moldable, fill_valleys
 from lengthwise.planner.placement.uneven import level_uneven_ends
@@ -148,11 +148,15 @@ class Search:
         self._crowded = bool(np.count_nonzero(degrees > 1) >= _CROWDED * request.cluster.ranks)
         widest = most if request.useful_degrees is None else degrees
         ways: list[Way] = ["widest"] if degrees.max() == 1 else ["widest", "backfilled", "skyline"]
+        before: list[Ring] | None = None
         for way in reversed(ways) if self._crowded else ways:
             if self.over or (self._placing <= 0 and self._waiting):
                 break
             placed = place(request, degrees, way, widest)
             self._placing -= len(placed.line.rings) * (1 + request.cluster.ranks // 1000)
+            if placed.line.rings == before:
+                continue  # there was nothing to backfill
+            before = placed.line.rings
             reached = placed.least_seconds
             if reached <= self.bound * (_FAR if self._crowded else _PROMISING):
                 self._pack(placed)
