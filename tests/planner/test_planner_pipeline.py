@@ -98,7 +98,7 @@ def test_bound_of_pipelines_is_reached_by_one_sequence_and_by_launches() -> None
     assert plan.notes["predicted_seconds"] == 5 * 150
     assert plan.notes["bound_seconds"] == pytest.approx(5 * 150)
     request = PlanRequest(tokens=(100,) * 20, cluster=cluster, cost=cost)
-    options = {"ground": request.ground}
+    options = {"topology": request.topology}
     assert least_makespan(request.lengths, cluster, cost, **options) == 1500
     assert least_makespan(request.lengths, cluster, cost, **options, stages=5, virtual=2) == 1500 + 50 * 2
 

@@ -64,14 +64,16 @@ def _bound_of(plan: Plan, request: PlanRequest) -> float:
     elif shared_launches:
         bound = request.shared_bound_seconds
     else:
-        bound = least_makespan(request.lengths, request.cluster, request.cost, ground=request.ground, lone_rings=False)
+        bound = least_makespan(
+            request.lengths, request.cluster, request.cost, topology=request.topology, lone_rings=False
+        )
     if request.priced_stages == 1:
         return bound
     staged = least_makespan(
         request.lengths,
         request.cluster,
         request.cost,
-        ground=request.ground,
+        topology=request.topology,
         lone_rings=lone_rings or shared_launches,
         shared_launches=not lone_rings,
         stages=request.priced_stages,

@@ -3,7 +3,7 @@
 1. The makespan bound T gives levels: T, values between T and the best so far, where that is far fractions of T. At a
    level each sequence is cut just so far that it takes no longer (`degrees`).
 2. Rings are placed widest first, without and with backfilling (`line`), and by skyline packing (`skyline`).
-3. Packs of short sequences fill gaps and level the ends (`packs`), the most promising placement first.
+3. Packs of short sequences fill gaps and level the ends (`level_ends`), the most promising placement first.
 
 The schedule that ends first is kept. Tries are counted, never timed: placing costs rings x ranks / 1000, packing
 n log N. Source: list scheduling of moldable tasks (Turek et al., SPAA 1992).
@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from lengthwise.core.held import held_at_most
 from lengthwise.core.plan import Microbatch, Piece
+from lengthwise.planner.placement.level_ends import LocalPack, Rooms, fill_gaps, level_ends
 from lengthwise.planner.placement.line import PlacedRings, Ring, place_rings
-from lengthwise.planner.placement.packs import LocalPack, Rooms, ShortSequences, fill_gaps, level_ends
-from lengthwise.planner.placement.skyline import Moldable, fill_valleys
+from lengthwise.planner.placement.short_sequences import ShortSequences
+from lengthwise.planner.placement.skyline import Moldable, pack_skyline
 from lengthwise.planner.placement.uneven import level_uneven_ends
 from lengthwise.planner.problem.degrees import (
     GROWTH_FLOOR_TOKENS,
@@ -184,14 +185,14 @@ def place(request: PlanRequest, degrees: NDArray[np.int64], way: Way, widest: ND
     rows = order.tolist(), degrees[order].tolist()
     if way != "skyline":
         timed = list(zip(*rows, (seconds[order] + cost.fixed_seconds).tolist(), strict=True))
-        request.ground.prepare(lengths[cut], degrees[cut])
+        request.topology.prepare(lengths[cut], degrees[cut])
         line = place_rings(timed, ranks, backfilled=way == "backfilled", extra_seconds=request.ring_extra_seconds)
     else:
         moldable = [
             Moldable(sequence=i, length=request.tokens[i], degree=degree, most=most, seconds=alone)
             for i, degree, most, alone in zip(*rows, widest[order].tolist(), seconds[order].tolist(), strict=True)
         ]
-        line = fill_valleys(moldable, request.ground, cost)
+        line = pack_skyline(moldable, request.topology, cost)
     local, capacity = ~is_placed, request.cluster.capacity_tokens
     rest, rest_tokens = float(seconds[local].sum()), float(lengths[local].sum())
     if cost.fixed_seconds:
@@ -209,9 +210,9 @@ def _room_tokens(request: PlanRequest, line: PlacedRings) -> list[int]:
     if not request.packs_beside_rings:
         return []
     capacity, tokens = request.cluster.capacity_tokens, request.tokens
-    if not request.ground.has_shares:
+    if not request.topology.has_shares:
         return [max(0, capacity - held_at_most(tokens[ring.sequence], ring.degree)) for ring in line.rings]
-    most = (request.ground.most_held_tokens(tokens[ring.sequence], ring.first, ring.degree) for ring in line.rings)
+    most = (request.topology.most_held_tokens(tokens[ring.sequence], ring.first, ring.degree) for ring in line.rings)
     return [max(0, capacity - tokens) for tokens in most]
 
 
@@ -248,7 +249,7 @@ def write_schedule(schedule: Schedule, request: PlanRequest) -> list[Microbatch]
     microbatches: list[Microbatch] = []
     for number, ring in enumerate(schedule.line.rings):
         microbatches += before.get(number, [])
-        shares = request.ground.shares(request.tokens[ring.sequence], ring.first, ring.degree)
+        shares = request.topology.shares(request.tokens[ring.sequence], ring.first, ring.degree)
         microbatch = interval_microbatch(ring.first, ring.degree, [ring.sequence], shares)
         local = [Piece(ranks=(rank,), sequences=tuple(own)) for rank, own in sorted(beside.get(number, {}).items())]
         microbatches.append(Microbatch(pieces=(*microbatch.pieces, *local)) if local else microbatch)

@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch
 from lengthwise.planner.placement.line import earliest_interval
-from lengthwise.planner.placement.packs import full_packs
+from lengthwise.planner.placement.short_sequences import full_packs
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import interval_microbatch
 

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lengthwise.core.plan import Microbatch
-from lengthwise.planner.placement.packs import full_packs
+from lengthwise.planner.placement.short_sequences import full_packs
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import interval_microbatch
 

@@ -32,7 +32,8 @@ from numpy.typing import NDArray
 
 from lengthwise.core.held import held_at_most, rounding_tokens
 from lengthwise.core.plan import Microbatch
-from lengthwise.planner.placement.packs import ShortSequences, level_ends
+from lengthwise.planner.placement.level_ends import level_ends
+from lengthwise.planner.placement.short_sequences import ShortSequences
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import interval_microbatch
 

@@ -1,15 +1,10 @@
-"""Rings on the line of ranks: gang list scheduling with backfilling.
+"""Rings on the line of ranks, widest first: list scheduling of tasks that need neighbouring ranks at the same time.
 
-Longest degree first, then longest work: each ring takes the interval that lets it start earliest; among those, the one
-that makes the least idle time, then the lowest. A ring starts when the last of its ranks is free, so the others wait.
-Where the line is not level (`ground`: nodes), it is the interval in which the ring ends earliest.
-Where neighbours wait together there is a hole, and a later, narrower ring that fits into one runs there, before the
-ring that left it (18 of 24 ranks, then 11: the 6 beside the first are worth a ring). What still waits are gaps, which
-local packs fill.
+1. Each ring takes the interval in which it ends earliest; of equal ones that with the least idle time, then the lowest.
+2. With backfilling, a narrower ring first takes a hole that neighbours left when they waited together.
+3. What still waits are gaps, for local packs.
 
-One ring costs a few array operations over the ranks. Of neighbouring rings of one degree as many are placed with one
-look at the line as can be told from it: the best disjoint intervals, until one of them would start after the first of
-those just placed has ended. That is the same schedule, and on 12,288 ranks 3,339 rings take 0.07 s, not 0.3 s.
+One ring costs a few array operations over the ranks; rings of one degree are placed side by side with one look.
 """
 
 from __future__ import annotations

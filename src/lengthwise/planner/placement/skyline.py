@@ -1,9 +1,11 @@
-"""Rings on the line of ranks, another way: the earliest free stretch of ranks, a valley, is filled from wall to wall.
+"""Skyline packing: rings on the line of ranks, place by place, each as wide as its place asks for.
 
-Where `gangs` takes ring after ring and looks for a place, this takes place after place and looks for a ring: the widest
-that fits into the valley, widened so that as many of its kind as fit leave no rank over. Between rings of many widths
-the degrees are then those that the place asks for. A valley too narrow for any ring that is left is for local packs.
-One ring costs O(log N) and the writing of its ranks.
+1. Take the stretch of neighbouring ranks that is free earliest.
+2. Put there the widest ring that fits, widened so that as many of its kind as fit leave no rank over.
+3. A stretch too narrow for any ring is left to local packs and rises to its lower neighbour.
+
+One ring costs O(log N) and the writing of its ranks. Source: the skyline heuristic of strip
+packing (Burke et al., 2004).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 
 from lengthwise.cost import Cost
 from lengthwise.planner.placement.line import Line, PlacedRings, at_place
-from lengthwise.planner.problem.topology import Ground
+from lengthwise.planner.problem.topology import Topology
 
 _ROUNDING = 1e-9  # stretches whose times differ by this share are free together: sums in another order
 
@@ -49,8 +51,8 @@ class Skyline:
                 return first, self.end[first], height
             heapq.heappop(self._heap)
 
-    def walls(self, first: int, end: int) -> tuple[float, float]:
-        """Tell when the neighbours of a stretch are free; beyond the line, never."""
+    def neighbours(self, first: int, end: int) -> tuple[float, float]:
+        """Return when the neighbours of a stretch are free, left and right; beyond the line, never."""
         left = self.height[self.first[first]] if first > 0 else float("inf")
         return left, self.height[end] if end < self.ranks else float("inf")
 
@@ -63,7 +65,7 @@ class Skyline:
             self._add(begin, first, old)
         if end < stop:
             self._add(end, stop, old)
-        left, right = self.walls(first, end)
+        left, right = self.neighbours(first, end)
         joined = height
         if abs(left - height) <= _ROUNDING * height:
             first, joined = self._remove(self.first[first])[0], max(joined, left)
@@ -81,16 +83,16 @@ class Skyline:
         return first, end
 
 
-def fill_valleys(rings: Sequence[Moldable], ground: Ground, cost: Cost) -> PlacedRings:
+def pack_skyline(rings: Sequence[Moldable], topology: Topology, cost: Cost) -> PlacedRings:
     """Place rings given widest first."""
-    ranks = ground.ranks
+    ranks = topology.ranks
     narrowness = [-ring.degree for ring in rings]
     following = list(range(len(rings) + 1))  # entry i leads to the first one left at or after i
     skyline = Skyline(ranks)
-    line = Line(ranks)  # free below the skyline where a valley was too narrow for any ring
+    line = Line(ranks)  # free below the skyline where a stretch was too narrow for any ring
     while len(line.rings) < len(rings):
         first, end, height = skyline.lowest()
-        left, right = skyline.walls(first, end)
+        left, right = skyline.neighbours(first, end)
         number = _first_left(following, bisect_left(narrowness, first - end))
         if number == len(rings):
             skyline.put(first, end, min(left, right))
@@ -98,10 +100,12 @@ def fill_valleys(rings: Sequence[Moldable], ground: Ground, cost: Cost) -> Place
         following[number] = number + 1
         ring = rings[number]
         width, seconds = _mold(ring, end - first, cost)
-        extra = ground.extra_seconds(ring.length, width)
+        extra = topology.extra_seconds(ring.length, width)
         at_left, at_right = at_place(extra, first), at_place(extra, end - width)
         top = height + seconds
-        nearest = abs(right - top) < abs(left - top)  # beside the wall that ends nearest to it, where it is as quick
+        nearest = abs(right - top) < abs(
+            left - top
+        )  # beside the neighbour that ends nearest to it, where it is as quick
         if at_right < at_left or (at_right == at_left and nearest):
             first, at_left = end - width, at_right
         skyline.put(first, first + width, line.put(ring.sequence, first, width, seconds + at_left))

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lengthwise.planner.placement.packs import LocalPack, RankPacks, Rooms, ShortSequences, local_packs
+from lengthwise.planner.placement.level_ends import LocalPack, RankPacks, Rooms, local_packs
+from lengthwise.planner.placement.short_sequences import ShortSequences
 
 _HEAPS = 16  # of ranks of about one speed
 

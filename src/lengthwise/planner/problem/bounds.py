@@ -45,7 +45,7 @@ from lengthwise.planner.problem.degrees import DegreeTable, cheapest_degrees, mo
 from lengthwise.planner.problem.launches import whole_launches_bound
 from lengthwise.planner.problem.lengths import read_tokens, refuse_unheld
 from lengthwise.planner.problem.speeds import at_mean_speed, read_speeds
-from lengthwise.planner.problem.topology import Ground
+from lengthwise.planner.problem.topology import Topology
 
 _BISECTIONS = 40
 _PRECISE = 1e-10  # of the bound, by which it may be too low
@@ -81,19 +81,19 @@ def bound_seconds(
     refuse_unheld(checked, cluster)
     lengths = np.array(checked, dtype=np.int64)
     cost, relative = at_mean_speed(cost, read_speeds(speeds, cluster.ranks))
-    ground = Ground(cost, cluster.ranks, relative, cluster.capacity_tokens)
+    topology = Topology(cost, cluster.ranks, relative, cluster.capacity_tokens)
     kind = {"lone_rings": lone_rings, "shared_launches": shared_launches}
-    parts = least_makespan(lengths, cluster, cost, ground=ground, **kind)
-    return max(parts, launches_makespan(lengths, cluster, cost, ground)) if lone_rings and whole_launches else parts
+    parts = least_makespan(lengths, cluster, cost, topology=topology, **kind)
+    return max(parts, launches_makespan(lengths, cluster, cost, topology)) if lone_rings and whole_launches else parts
 
 
-def launches_makespan(tokens: NDArray[np.int64], cluster: Cluster, cost: Cost, ground: Ground) -> float:
+def launches_makespan(tokens: NDArray[np.int64], cluster: Cluster, cost: Cost, topology: Topology) -> float:
     """Bound the makespan by the whole launches of each rank, for plans in which every ring holds one sequence.
 
     A ring may hold one token above the capacity, which the plan file allows for rounding, and more where it offloads.
     Ranks of unequal speed have no such bound: 0.
     """
-    if ground.speeds is not None:
+    if topology.speeds is not None:
         return 0.0
     lengths, counts = np.unique(tokens, return_counts=True)
     roomy = Cluster(ranks=cluster.ranks, capacity_tokens=most_held_tokens(cost, cluster) + ROUNDING_TOKENS)
@@ -105,13 +105,13 @@ def least_makespan(
     cluster: Cluster,
     cost: Cost,
     *,
-    ground: Ground,
+    topology: Topology,
     lone_rings: bool = True,
     shared_launches: bool = False,
     stages: int = 1,
     virtual: int = 1,
 ) -> float:
-    """Do `bound_seconds` for lengths that have been checked; `cost` is that of the mean speed of `ground`.
+    """Do `bound_seconds` for lengths that have been checked; `cost` is that of the mean speed of `topology`.
 
     Ranks are pipelines of `stages` stages with `virtual` chunks each.
     """
@@ -129,7 +129,7 @@ def least_makespan(
     shared = cost.fixed_seconds / capacity
     num_tokens = sum(tokens.tolist())  # Python's whole numbers do not overflow
 
-    spent, best = (cost, cost) if ground.speeds is None else (ground.least_spent(), ground.best_places())
+    spent, best = (cost, cost) if topology.speeds is None else (topology.least_spent(), topology.best_places())
 
     launches = 0.0 if lone_rings else shared * max(0, num_tokens / stretch - ranks * len(tokens))  # of all, together
 

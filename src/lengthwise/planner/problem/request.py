@@ -25,7 +25,7 @@ from lengthwise.planner.problem.degrees import (
     useful_degrees,
 )
 from lengthwise.planner.problem.lengths import read_tokens, refuse_unheld
-from lengthwise.planner.problem.topology import Extras, Ground
+from lengthwise.planner.problem.topology import Extras, Topology
 
 __all__ = ["PlanRequest", "read_tokens", "refuse_unheld"]
 
@@ -74,13 +74,13 @@ class PlanRequest:
         return float(self.cost.compute_seconds(self.lengths).max())
 
     @cached_property
-    def ground(self) -> Ground:
+    def topology(self) -> Topology:
         """What the places of the line add to the seconds of a ring."""
-        return Ground(self.cost, self.cluster.ranks, self.speeds, self.cluster.capacity_tokens)
+        return Topology(self.cost, self.cluster.ranks, self.speeds, self.cluster.capacity_tokens)
 
     def ring_extra_seconds(self, sequence: int, degree: int) -> Extras | None:
-        """Ask the ground about a ring of one sequence."""
-        return self.ground.extra_seconds(self.tokens[sequence], degree)
+        """Ask the topology about a ring of one sequence."""
+        return self.topology.extra_seconds(self.tokens[sequence], degree)
 
     @property
     def packs_beside_rings(self) -> bool:
@@ -112,7 +112,7 @@ class PlanRequest:
         Where shares level ranks of unequal speed, the fastest has room for its part.
         """
         least = self._of_unique(partial(cheapest_degrees, only=self.useful_degrees))
-        if self.speeds is None or not self.ground.has_shares:
+        if self.speeds is None or not self.topology.has_shares:
             return least
         levelled = np.ceil(self.lengths * (max(self.speeds) / self.cluster.capacity_tokens)).astype(np.int64)
         return np.where(least > 1, np.minimum(np.maximum(levelled, least), self.cluster.ranks), least)
@@ -138,14 +138,16 @@ class PlanRequest:
     @cached_property
     def bound_seconds(self) -> float:
         """The bound for plans in which every ring holds one sequence."""
-        return max(least_makespan(self.lengths, self.cluster, self.cost, ground=self.ground), self._launches_seconds)
+        return max(
+            least_makespan(self.lengths, self.cluster, self.cost, topology=self.topology), self._launches_seconds
+        )
 
     @cached_property
     def shared_bound_seconds(self) -> float:
         """The bound where rings may share their launches with local packs."""
         if self.cost.fixed_seconds == 0:
             return self.bound_seconds
-        shared = least_makespan(self.lengths, self.cluster, self.cost, ground=self.ground, shared_launches=True)
+        shared = least_makespan(self.lengths, self.cluster, self.cost, topology=self.topology, shared_launches=True)
         return max(shared, self._launches_seconds)
 
     @cached_property
@@ -153,10 +155,10 @@ class PlanRequest:
         """What ends plans that cut whole packs hardly sooner than; for these the other bounds do not hold."""
         if self.cost.fixed_seconds == 0:
             return self.bound_seconds
-        packed = least_makespan(self.lengths, self.cluster, self.cost, ground=self.ground, lone_rings=False)
+        packed = least_makespan(self.lengths, self.cluster, self.cost, topology=self.topology, lone_rings=False)
         return max(packed, self._launches_seconds)
 
     @cached_property
     def _launches_seconds(self) -> float:
         """The bound that counts whole launches."""
-        return launches_makespan(self.lengths, self.cluster, self.cost, self.ground)
+        return launches_makespan(self.lengths, self.cluster, self.cost, self.topology)

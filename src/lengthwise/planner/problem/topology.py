@@ -1,14 +1,11 @@
-"""The line of ranks as rings find it: level, or quicker to run on in one place than in another.
+"""The line of ranks as rings find it: nodes and relative speeds make some places slower than others.
 
-A ring inside a node takes the near link, one that straddles a border the far one; degrees are chosen as if every ring
-lay in as few nodes as can be, so where a narrow ring is put decides whether it keeps that promise. Where ranks are of
-unequal speed a ring goes at the *pace* of its place: that of its slowest rank, or, where costs can price shares and the
-ranks can hold them, the mean speed, each rank taking a part of the sequence by its speed. Those who place rings ask
-here how much longer than promised each place takes (less than 0: it is quicker), and end a ring as early as they can
-instead of starting it so. Where all places are alike the answer is None, and nothing is computed.
+1. A ring inside one node takes the near link; one that crosses a border takes the far one.
+2. A ring goes at the speed of its slowest rank, or, where costs price shares, at the mean speed.
+3. Places are asked for the seconds that they add to what the costs promise; None where all are alike.
 
-Seconds at any pace come from a few, exact at these and between them straight in 1 / pace: at most a little too long,
-because that function bends upward wherever transfers come out from under attention.
+Seconds at any speed lie straight in 1 / speed between those of a small grid: at most a little too long. One ring costs
+a few array operations over its places.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from numpy.typing import NDArray
 from lengthwise.core.held import held_at_most
 from lengthwise.cost import Cost
 
-_PACES = 9  # at which rings are priced; the others lie between them
+_GRID = 9  # relative speeds at which rings are priced; the others lie between them
 _LOST = 4  # times that time lost by fast ranks counts against a place; uncounted, `halves` end 1.9 % further behind
 _ROUNDED = 2  # tokens by which a rank's two chunks may exceed its share
 _ALLOWED = 6  # tokens that bounds allow a rank above its capacity: the plan file's one, and rounding of its work
@@ -41,10 +38,11 @@ Floats = NDArray[np.float64]
 class Places:
     """All places of rings of one degree, one entry a first rank.
 
-    straddles: whether such a ring leaves its node though it need not. slowest, mean, fastest: speed of its ranks.
+    crosses: whether such a ring crosses a border of nodes though it need not.
+    slowest, mean, fastest: relative speed of its ranks.
     """
 
-    straddles: NDArray[np.bool_]
+    crosses: NDArray[np.bool_]
     slowest: Floats
     mean: Floats
     fastest: Floats
@@ -57,12 +55,12 @@ class Extras(NamedTuple):
     judged: Floats
 
 
-class PacedCost:
-    """Rings at a pace and times a weight of their own.
+class CostAtSpeed:
+    """Rings at a relative speed and times a weight of their own.
 
     Args:
-        cost: at pace 1.
-        choose: tells pace and weight of a share of the ranks' capacity, 0 to 1, that a sequence takes, and a degree.
+        cost: at speed 1.
+        choose: speed and weight for a share of the ranks' capacity, 0 to 1, that a sequence takes, and a degree.
         capacity_tokens: of a rank.
     """
 
@@ -77,7 +75,7 @@ class PacedCost:
         return self._of(0, 1)[0].fixed_seconds
 
     def ring_piece_seconds(self, lengths: NDArray[np.int64], degrees: NDArray[np.int64]) -> Floats:
-        """Price rings as `Cost` does, each at its pace and weight."""
+        """Price rings as `Cost` does, each at its speed and weight."""
         filled = np.minimum(_STEPS * lengths // (self._capacity * degrees), _STEPS)
         pairs, numbers = np.unique(np.stack((filled, degrees)), axis=1, return_inverse=True)
         seconds = np.zeros(len(lengths))
@@ -90,12 +88,12 @@ class PacedCost:
     def _of(self, step: int, degree: int) -> tuple[Cost, float]:
         key = step, degree
         if key not in self._chosen:
-            pace, weight = self._choose(step / _STEPS, degree)
-            self._chosen[key] = self._cost.at_speed(pace), weight
+            speed, weight = self._choose(step / _STEPS, degree)
+            self._chosen[key] = self._cost.at_speed(speed), weight
         return self._chosen[key]
 
 
-class Ground:
+class Topology:
     """What the places of the line add to the seconds that `cost` tells of a ring, its launch included.
 
     Args:
@@ -111,15 +109,17 @@ class Ground:
         self._capacity = capacity_tokens
         self._ranks_per_node = ranks
         self._widest = ranks  # rings up to here are slower where they lie in more nodes than they need
-        self._costs: list[Cost] = [cost]  # and, where nodes matter, the same costs where every ring straddles a border
+        self._costs: list[Cost] = [cost]  # and, where nodes matter, the same costs where every ring crosses a border
         shared = cost.shares_uplinks
         if (cost.near != cost.far or shared) and cost.ranks_per_node < ranks:
             self._costs.append(replace(cost, straddles=True))
             self._ranks_per_node = cost.ranks_per_node
             self._widest = cost.ranks_per_node * (2 if shared else 1)  # over two nodes: one message leaves each
-        self._paces = np.ones(1) if self.speeds is None else _some_of(self.speeds)
-        self._paced = [[each.at_speed(pace) if pace != 1 else each for pace in self._paces] for each in self._costs]
-        self._known: dict[tuple[int, int], tuple[float, Floats]] = {}  # of a ring: promised, and at each cost and pace
+        self._grid = np.ones(1) if self.speeds is None else _some_of(self.speeds)
+        self._grid_costs = [
+            [each.at_speed(speed) if speed != 1 else each for speed in self._grid] for each in self._costs
+        ]
+        self._known: dict[tuple[int, int], tuple[float, Floats]] = {}  # of a ring: promised, and at each cost and speed
         self._uneven: dict[tuple[int, int], Extras] = {}
         self._places: dict[int, Places] = {}
         self._lost: Floats | None = None  # without shares: by rings of each degree or more, see `_least_lost`
@@ -135,7 +135,7 @@ class Ground:
         if self.is_level or len(some) == 0:
             return
         lengths, degrees = lengths[some], degrees[some]
-        seconds = [[each.ring_piece_seconds(lengths, degrees) for each in row] for row in self._paced]
+        seconds = [[each.ring_piece_seconds(lengths, degrees) for each in row] for row in self._grid_costs]
         promised = self._costs[0].ring_piece_seconds(lengths, degrees).tolist()
         keys = zip(lengths.tolist(), degrees.tolist(), strict=True)
         values = zip(promised, np.moveaxis(np.array(seconds), 2, 0), strict=True)
@@ -153,14 +153,14 @@ class Ground:
             penalty = float(seconds[1, 0]) - promised
             if penalty <= 0:
                 return None
-            extra = np.where(places.straddles, penalty, 0.0)
+            extra = np.where(places.crosses, penalty, 0.0)
             return Extras(extra, extra)
         if key in self._uneven:
             return self._uneven[key]
-        slownesses = 1 / self._paces_of(length, degree, self._capacity - _ROUNDED)
-        rings = [np.interp(slownesses, 1 / self._paces, row) for row in seconds]
+        slownesses = 1 / self._ring_speeds(length, degree, self._capacity - _ROUNDED)
+        rings = [np.interp(slownesses, 1 / self._grid, row) for row in seconds]
         launches = self._costs[0].fixed_seconds * (1 / places.slowest - 1)
-        took = np.where(places.straddles, rings[-1], rings[0])
+        took = np.where(places.crosses, rings[-1], rings[0])
         extra = took - promised + launches
         found = Extras(extra, extra + _LOST * took * (places.mean * slownesses - 1))
         if len(self._uneven) * self.ranks < _REMEMBERED:
@@ -172,11 +172,11 @@ class Ground:
         if degree not in self._places:
             firsts = np.arange(self.ranks - degree + 1)
             fewest = -(-degree // self._ranks_per_node) * self._ranks_per_node  # ranks of the nodes that it needs
-            straddles = (firsts % self._ranks_per_node + degree > fewest) & (degree <= self._widest)
+            crosses = (firsts % self._ranks_per_node + degree > fewest) & (degree <= self._widest)
             speeds = np.ones(self.ranks) if self.speeds is None else self.speeds
             sums = np.concatenate(([0.0], np.cumsum(speeds)))
             self._places[degree] = Places(
-                straddles=straddles,
+                crosses=crosses,
                 slowest=-window_max(-speeds, degree),
                 mean=(sums[degree:] - sums[:-degree]) / degree,
                 fastest=window_max(speeds, degree),
@@ -203,33 +203,33 @@ class Ground:
             return held_at_most(length, degree)
         return math.ceil(length * max(shares) / sum(shares)) + _ROUNDED
 
-    def best_places(self) -> PacedCost:
+    def best_places(self) -> CostAtSpeed:
         """Return costs of rings where they are quickest, for bounds: no place and no shares make them quicker."""
 
-        def pace_and_weight(filled: float, degree: int) -> tuple[float, float]:
-            return float(self._paces_at_most(filled, degree).max()), 1.0
+        def speed_and_weight(filled: float, degree: int) -> tuple[float, float]:
+            return float(self._speeds_at_most(filled, degree).max()), 1.0
 
-        return PacedCost(self._costs[0], pace_and_weight, self._capacity)
+        return CostAtSpeed(self._costs[0], speed_and_weight, self._capacity)
 
-    def least_spent(self) -> PacedCost:
+    def least_spent(self) -> CostAtSpeed:
         """Return costs of what rings of this degree or more keep from the line, in seconds of a rank of speed 1.
 
         They are for each of the ranks. Where a ring is slower than the mean of its ranks, without shares or without
         room for them, fast ones wait: at least by the share that is least in any place of any such ring. The rest is
-        least at the lowest pace, on which transfers hide best.
+        least at the lowest speed, at which transfers hide best.
         """
-        assert self.speeds is not None, "on level ground rings keep what the costs say"
+        assert self.speeds is not None, "where ranks are alike rings keep what the costs say"
         lowest = float(self.speeds.min())
 
-        def pace_and_weight(filled: float, degree: int) -> tuple[float, float]:
+        def speed_and_weight(filled: float, degree: int) -> tuple[float, float]:
             return lowest, lowest * self._least_lost(filled * degree * self._capacity, degree)
 
-        return PacedCost(self._costs[0], pace_and_weight, self._capacity)
+        return CostAtSpeed(self._costs[0], speed_and_weight, self._capacity)
 
     def _least_lost(self, length: float, degree: int) -> float:
         """Tell how many times what they do the ranks are kept by a ring of this degree or more; 1 where no time is."""
         at_most = self._capacity + _ALLOWED
-        if self.ranks > _LOOKED_AT or (self.has_shares and self._paces_of(length, self.ranks, at_most)[0] > _WHOLE):
+        if self.ranks > _LOOKED_AT or (self.has_shares and self._ring_speeds(length, self.ranks, at_most)[0] > _WHOLE):
             return 1.0
         if not self.has_shares:
             if self._lost is None:
@@ -238,26 +238,26 @@ class Ground:
                 self._lost = np.minimum.accumulate(lost[::-1])[::-1]
             return float(self._lost[degree - 1])
         some = range(max(degree, math.ceil(length / at_most)), self.ranks + 1)
-        return min(float((self.places(each).mean / self._paces_of(length, each, at_most)).min()) for each in some)
+        return min(float((self.places(each).mean / self._ring_speeds(length, each, at_most)).min()) for each in some)
 
-    def _paces_at_most(self, filled: float, degree: int) -> Floats:
-        """Tell the pace in each place of sequences that fill at least this share of the ranks' capacity."""
-        return self._paces_of(filled * degree * self._capacity, degree, self._capacity + _ALLOWED)
+    def _speeds_at_most(self, filled: float, degree: int) -> Floats:
+        """Return the speed in each place of sequences that fill at least this share of the ranks' capacity."""
+        return self._ring_speeds(filled * degree * self._capacity, degree, self._capacity + _ALLOWED)
 
-    def _paces_of(self, length: float, degree: int, capacity_tokens: float) -> Floats:
-        """Tell the pace of a ring in each place, of which each rank holds up to `capacity_tokens`."""
+    def _ring_speeds(self, length: float, degree: int, capacity_tokens: float) -> Floats:
+        """Return the speed of a ring in each place, of which each rank holds up to `capacity_tokens`."""
         places = self.places(degree)
         if not self.has_shares:
             return places.slowest
         tight = np.flatnonzero(length * places.fastest > capacity_tokens * degree * places.mean)
         if len(tight) == 0:
             return places.mean
-        assert self.speeds is not None, "level ground has no paces"
-        paces = places.mean.copy()
+        assert self.speeds is not None, "ranks that are alike have no speeds"
+        ring_speeds = places.mean.copy()
         for some in np.array_split(tight, 1 + len(tight) * degree // _AT_ONCE):
             speeds = self.speeds[some[:, None] + np.arange(degree)]
-            paces[some] = 1 / (degree * levelled(speeds, capacity_tokens / length)[1])
-        return paces
+            ring_speeds[some] = 1 / (degree * levelled(speeds, capacity_tokens / length)[1])
+        return ring_speeds
 
 
 def levelled(speeds: Floats, most: float) -> tuple[Floats, Floats]:
@@ -289,8 +289,8 @@ def window_max(values: Floats, width: int) -> Floats:
 
 
 def _some_of(speeds: Floats) -> Floats:
-    """Choose the paces at which rings are priced, fastest first."""
+    """Choose the speeds at which rings are priced, fastest first."""
     distinct = np.unique(speeds)
-    if len(distinct) > _PACES:
-        distinct = 1 / np.linspace(1 / distinct[0], 1 / distinct[-1], _PACES)
+    if len(distinct) > _GRID:
+        distinct = 1 / np.linspace(1 / distinct[0], 1 / distinct[-1], _GRID)
     return np.sort(distinct)[::-1]

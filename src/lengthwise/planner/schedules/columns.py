@@ -24,8 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch
+from lengthwise.planner.placement.level_ends import level_ends
 from lengthwise.planner.placement.line import at_place
-from lengthwise.planner.placement.packs import ShortSequences, level_ends
+from lengthwise.planner.placement.short_sequences import ShortSequences
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.topology import window_max
 from lengthwise.program.ring_order import interval_microbatch
@@ -127,7 +128,7 @@ class _Level:
         cut = np.flatnonzero(~local)
         order = cut[np.lexsort((cut, -seconds[cut], -degrees[cut]))]
         self.order = list(zip(order.tolist(), degrees[order].tolist(), seconds[order].tolist(), strict=True))
-        request.ground.prepare(request.lengths[cut], degrees[cut])
+        request.topology.prepare(request.lengths[cut], degrees[cut])
         packs = float(request.lengths[local].sum()) / capacity
         self._rest_seconds = float(cost.compute_seconds(request.lengths[local]).sum()) + packs * cost.fixed_seconds
         self._pack_fill_seconds = fill * self._rest_seconds / max(packs, 1.0)

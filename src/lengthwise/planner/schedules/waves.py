@@ -28,7 +28,7 @@ from lengthwise.core.held import held_at_most
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
-from lengthwise.planner.placement.packs import ShortSequences
+from lengthwise.planner.placement.short_sequences import ShortSequences
 from lengthwise.planner.problem.degrees import DegreeTable
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import ring_order

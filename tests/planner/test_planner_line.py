@@ -76,7 +76,7 @@ def test_place_rings_on_nodes_ends_each_as_early_as_any_interval_allows(
 
 
 def test_place_rings_backfills_at_the_end_of_a_hole_where_it_is_quicker() -> None:
-    """The hole is ranks 3 to 7 until 5; from 3 a ring of 2 would straddle nodes of 4 and be too long for the hole."""
+    """The hole is ranks 3 to 7 until 5; from 3 a ring of 2 would cross a border (nodes of 4) and be too long."""
     rows = [(0, 3, 5.0), (1, 8, 2.0), (2, 2, 4.0)]
 
     def extra(_sequence: int, degree: int) -> Extras | None:

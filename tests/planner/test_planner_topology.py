@@ -11,7 +11,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import plan_step
-from lengthwise.planner.problem.topology import Ground
+from lengthwise.planner.problem.topology import Topology
 from lengthwise.program import ring_order
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
@@ -29,10 +29,10 @@ def test_ground_adds_what_a_ring_costs_across_the_border_of_a_node(
     length: int, degree: int, node: int, ranks: int, prepared: bool
 ) -> None:
     cost = replace(FULL_HEADS, ranks_per_node=node)
-    ground = Ground(cost, ranks)
+    topology = Topology(cost, ranks)
     if prepared:
-        ground.prepare(np.array([3, length]), np.array([2, degree]))
-    extra = ground.extra_seconds(length, degree)
+        topology.prepare(np.array([3, length]), np.array([2, degree]))
+    extra = topology.extra_seconds(length, degree)
     promised = cost.piece_seconds([length], degree)
     for first in range(ranks - degree + 1):
         took = cost.piece_seconds([length], degree, ranks=ring_order(first, degree))
@@ -40,16 +40,16 @@ def test_ground_adds_what_a_ring_costs_across_the_border_of_a_node(
 
 
 def test_ground_is_level_where_no_place_differs() -> None:
-    assert Ground(Cost(linear_seconds=1.0), 64).is_level
-    assert Ground(FULL_HEADS, 8).is_level  # one node
-    assert Ground(replace(FULL_HEADS, far=FULL_HEADS.near, uplink_bytes_per_second=float("inf")), 64).is_level
-    assert not Ground(FULL_HEADS, 9).is_level
-    assert Ground(Cost(linear_seconds=1.0), 64).extra_seconds(1000, 4) is None
-    assert Ground(FULL_HEADS, 64).extra_seconds(1000, 9) is None  # wider than a node: across, wherever it is
+    assert Topology(Cost(linear_seconds=1.0), 64).is_level
+    assert Topology(FULL_HEADS, 8).is_level  # one node
+    assert Topology(replace(FULL_HEADS, far=FULL_HEADS.near, uplink_bytes_per_second=float("inf")), 64).is_level
+    assert not Topology(FULL_HEADS, 9).is_level
+    assert Topology(Cost(linear_seconds=1.0), 64).extra_seconds(1000, 4) is None
+    assert Topology(FULL_HEADS, 64).extra_seconds(1000, 9) is None  # wider than a node: across, wherever it is
 
 
 def test_plan_step_keeps_narrow_rings_inside_nodes() -> None:
-    """64 ranks in nodes of 8: once 56 of 252 narrow rings straddled a border, and the plan ended 4.3 % late."""
+    """64 ranks in nodes of 8: once 56 of 252 narrow rings crossed a border, and the plan ended 4.3 % late."""
     cluster = Cluster(ranks=64, capacity_tokens=8192)
     for seed in (0, 1):
         tokens = draw_lengths("github", 2**23, seed, longest_tokens=int(0.98 * cluster.longest_tokens))

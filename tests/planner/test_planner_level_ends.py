@@ -5,16 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lengthwise.planner.placement.level_ends import NO_ROOMS, LocalPack, Rooms, fill_gaps, level_ends
 from lengthwise.planner.placement.line import Gaps
-from lengthwise.planner.placement.packs import (
-    NO_ROOMS,
-    LocalPack,
-    Rooms,
-    ShortSequences,
-    fill_gaps,
-    full_packs,
-    level_ends,
-)
+from lengthwise.planner.placement.short_sequences import ShortSequences, full_packs
 
 
 def _short(lengths: list[int]) -> ShortSequences:

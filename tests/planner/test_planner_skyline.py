@@ -1,4 +1,4 @@
-"""Valleys: rings that fill the line from wall to wall, never one over another."""
+"""Skyline packing: rings that fill the line, never one over another."""
 
 from dataclasses import replace
 
@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner.placement.skyline import Moldable, fill_valleys
-from lengthwise.planner.problem.topology import Ground
+from lengthwise.planner.placement.skyline import Moldable, pack_skyline
+from lengthwise.planner.problem.topology import Topology
 
 LINEAR = Cost(linear_seconds=1.0)
 
@@ -20,22 +20,22 @@ def _moldable(cost: Cost, *rings: tuple[int, int, int]) -> list[Moldable]:
     ]
 
 
-def test_fill_valleys_widens_each_ring_to_what_its_place_asks_for() -> None:
+def test_pack_skyline_widens_each_ring_to_what_its_place_asks_for() -> None:
     rings = _moldable(LINEAR, (320, 5, 10), (320, 5, 10), (480, 5, 6), (40, 2, 2))
-    line = fill_valleys(rings, Ground(LINEAR, 12), LINEAR)
+    line = pack_skyline(rings, Topology(LINEAR, 12), LINEAR)
     assert [ring.degree for ring in line.rings] == [6, 6, 6, 2]
     assert line.gaps.longest_first(0.0) == []
     assert sorted(line.free) == [320 / 6] * 4 + [320 / 6 + 20] * 2 + [320 / 6 + 80] * 6
 
 
-def test_fill_valleys_keeps_a_degree_where_wider_would_not_be_quicker() -> None:
+def test_pack_skyline_keeps_a_degree_where_wider_would_not_be_quicker() -> None:
     cost = Cost(linear_seconds=1.0, hop_seconds=50.0)
-    line = fill_valleys(_moldable(cost, (100, 3, 8)), Ground(cost, 5), cost)
+    line = pack_skyline(_moldable(cost, (100, 3, 8)), Topology(cost, 5), cost)
     assert [ring.degree for ring in line.rings] == [3]
 
 
-def test_fill_valleys_remembers_the_gap_under_a_ring_that_is_wider_than_the_valley() -> None:
-    line = fill_valleys(_moldable(LINEAR, (80, 4, 4), (60, 3, 5)), Ground(LINEAR, 5), LINEAR)
+def test_pack_skyline_remembers_the_gap_under_a_ring_that_is_wider_than_the_stretch() -> None:
+    line = pack_skyline(_moldable(LINEAR, (80, 4, 4), (60, 3, 5)), Topology(LINEAR, 5), LINEAR)
     assert [ring.degree for ring in line.rings] == [4, 5]
     assert line.gaps.longest_first(0.0) == [(4, -1, 1, 20.0)]
     assert line.free.max() == 20 + 60 / 5
@@ -47,13 +47,13 @@ def test_fill_valleys_remembers_the_gap_under_a_ring_that_is_wider_than_the_vall
     hop=st.sampled_from([0.0, 3.0]),
     fixed=st.sampled_from([0.0, 7.0]),
 )
-def test_fill_valleys_places_each_ring_once_where_its_ranks_are_free(
+def test_pack_skyline_places_each_ring_once_where_its_ranks_are_free(
     rings: list[tuple[int, int, int]], ranks: int, hop: float, fixed: float
 ) -> None:
     cost = Cost(linear_seconds=1.0, quadratic_seconds=0.01, fixed_seconds=fixed, hop_seconds=hop)
     widest_first = sorted(rings, key=lambda ring: -ring[1])
     moldable = _moldable(cost, *((length, degree, degree + more) for length, degree, more in widest_first))
-    line = fill_valleys(moldable, Ground(cost, ranks), cost)
+    line = pack_skyline(moldable, Topology(cost, ranks), cost)
     placed = line.rings
     assert sorted(ring.sequence for ring in placed) == list(range(len(rings)))
     waits = {(before, rank): seconds for rank, _, before, seconds in line.gaps.longest_first(0.0)}
@@ -71,11 +71,11 @@ def test_fill_valleys_places_each_ring_once_where_its_ranks_are_free(
     assert clock.tolist() == line.free.tolist()
 
 
-def test_fill_valleys_stays_inside_a_node_where_a_wall_lies_across_its_border() -> None:
-    """After a ring of 3, ranks 3 to 7 are free together: beside the wall a ring of 2 would straddle nodes of 4."""
+def test_pack_skyline_stays_inside_a_node_where_its_neighbour_lies_across_its_border() -> None:
+    """After a ring of 3, ranks 3 to 7 are free together: beside it one of 2 would cross a border (nodes of 4)."""
     cost = replace(all_terms_cost(named_shape("llama-7b"), named_hardware("h100")), ranks_per_node=4)
     rings = _moldable(cost, (90_000, 3, 3), (20_000, 2, 2))
-    assert [ring.first for ring in fill_valleys(rings, Ground(LINEAR, 8), cost).rings] == [0, 3]
-    line = fill_valleys(rings, Ground(cost, 8), cost)
+    assert [ring.first for ring in pack_skyline(rings, Topology(LINEAR, 8), cost).rings] == [0, 3]
+    line = pack_skyline(rings, Topology(cost, 8), cost)
     assert [ring.first for ring in line.rings] == [0, 6]
     assert line.rings[1].seconds == cost.piece_seconds([20_000], 2) + cost.fixed_seconds
