@@ -91,7 +91,7 @@ class Hardware:
 
 
 def _is_block_curve(points: object) -> bool:
-    """Tell whether seconds of a block grow with its tokens, and its speed too: what every search here relies on."""
+    """Return whether seconds of a block grow with its tokens, and its speed too: what every search here relies on."""
     if not isinstance(points, tuple) or not points or not all(len(point) == 2 for point in points):
         return False
     if not all(isinstance(x, int | float) and math.isfinite(x) and x > 0 for point in points for x in point):

@@ -30,7 +30,7 @@ _SHARDED_BYTES = 4 + 4 + 8  # master weights, the reduced gradient, AdamW's mome
 
 
 def activation_bytes(shape: ModelShape, recompute: str, dtype_bytes: int) -> float:
-    """Tell what one token keeps on a device between forward and backward, all layers, one of `RECOMPUTE_KINDS`."""
+    """Count the bytes one token keeps on a device from forward to backward, all layers, one of `RECOMPUTE_KINDS`."""
     keys = 2 * shape.kv_heads * shape.head_dim
     queries = shape.heads * shape.head_dim
     active = shape.intermediate * shape.experts_per_token
@@ -44,12 +44,12 @@ def activation_bytes(shape: ModelShape, recompute: str, dtype_bytes: int) -> flo
 
 
 def state_bytes(shape: ModelShape, ranks: int, *, devices: int = 1) -> float:
-    """Tell what weights, gradients and the sharded optimizer take on one of the `devices` of a rank (ZeRO-1)."""
+    """Count the bytes of weights, gradients and the sharded optimizer on one of the `devices` of a rank (ZeRO-1)."""
     return shape.total_params / devices * (_KEPT_BYTES + _SHARDED_BYTES / ranks)
 
 
 def microbatches_kept(stages: int, virtual: int = 1) -> float:
-    """Tell of how many microbatches the first stage keeps activations at most: 1F1B, interleaved or not."""
+    """Return of how many microbatches the first stage keeps activations at most: 1F1B, interleaved or not."""
     return stages if virtual == 1 else stages + (stages - 1) / virtual
 
 
@@ -62,7 +62,7 @@ def capacity_tokens(
     devices: int = 1,
     kept: float = 1.0,
 ) -> int:
-    """Tell how many tokens one rank of `devices` devices holds in a microbatch, rounded down to 128.
+    """Count the tokens that one rank of `devices` devices holds in a microbatch, rounded down to 128.
 
     `kept`: of how many microbatches a device keeps activations at once, see `microbatches_kept`.
 
@@ -93,7 +93,7 @@ def recompute_capacities(
     devices: int = 1,
     kept: float = 1.0,
 ) -> dict[str, int]:
-    """Tell `capacity_tokens` for each of these kinds of recomputation for which there is room.
+    """Return `capacity_tokens` for each of these kinds of recomputation for which there is room.
 
     Raises:
         ConfigError: there is room for none of them.
@@ -111,5 +111,5 @@ def recompute_capacities(
 
 
 def host_share_bytes(hardware: Hardware) -> float:
-    """Tell what one device may offload to the host's memory while all devices of its node do."""
+    """Count the bytes that one device may offload to the host's memory while all devices of its node do."""
     return hardware.host_bytes * (1 - RESERVED) / hardware.ranks_per_node

@@ -110,7 +110,7 @@ class DegreeTable:
         return self._cost.ring_piece_seconds(lengths, degrees) + self._cost.fixed_seconds
 
     def _taken_at(self, degrees: Whole, seconds: NDArray[np.float64], lengths: Whole) -> NDArray[np.float64]:
-        """Tell what sequences take of all ranks' time; where that grows with the degree, by the degree alone."""
+        """Return what sequences take of all ranks' time; where that grows with the degree, by the degree alone."""
         if not self._falls:
             return degrees.astype(np.float64)
         if self._launch_tokens is None:
@@ -161,7 +161,7 @@ def least_degrees(cost: Cost, lengths: Whole, least: Whole, most: Whole, seconds
 
 
 def most_held_tokens(cost: Cost, cluster: Cluster) -> int:
-    """Tell how many tokens of one piece a rank holds at most, offloading as far as these costs allow."""
+    """Count the tokens of one piece that a rank holds at most, offloading as far as these costs allow."""
     return cost.most_held_tokens(cluster.capacity_tokens)
 
 
@@ -250,7 +250,7 @@ def quickest_degrees(
 
 
 def most_degrees(lengths: Whole, least: Whole, ranks: int, floor_tokens: int) -> Whole:
-    """Tell how far growth may go: it leaves about `floor_tokens` on a rank, and never undoes what memory needs."""
+    """Return how far growth may go: it leaves about `floor_tokens` on a rank, and never undoes what memory needs."""
     return np.minimum(np.maximum(least, lengths // floor_tokens), ranks)
 
 

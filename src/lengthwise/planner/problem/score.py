@@ -155,7 +155,7 @@ def _paced_seconds(
 
 
 def _pieces_seconds(placed: Sequence[tuple[Microbatch, Piece]], of_step: Sequence[int], cost: Cost) -> list[float]:
-    """Tell how long each piece keeps each of its ranks busy, in the order given; launches are left out.
+    """Price how long each piece keeps each of its ranks busy, in the order given; launches are left out.
 
     Local packs and rings of one sequence, thousands in a plan, are priced in two array operations, where their place
     and their microbatch make no difference. `of_step`: the lengths of all sequences.
