@@ -203,7 +203,7 @@ def place(request: PlanRequest, degrees: NDArray[np.int64], way: Way, widest: ND
 
 
 def _room_tokens(request: PlanRequest, line: PlacedRings) -> list[int]:
-    """Tell what each ring leaves of the capacity of its ranks.
+    """Return the tokens that each ring leaves of the capacity of its ranks.
 
     Empty where nothing may stand beside rings.
     """

@@ -1,15 +1,11 @@
-"""Tiny steps: a plan is changed piece by piece for as long as that pays, and a little longer.
+"""Tiny steps by simulated annealing: pieces are changed one by one, kept if the step ends sooner or not much later.
 
-Where a handful of sequences share a handful of ranks, no rule levels the ends, and what a piece holds matters as much
-as where it runs: short sequences cut together over the ranks of a ring, two of them in one microbatch. Such steps are
-small enough to try it out. The state is a list of pieces, each some sequences over some degree; the list is placed in
-its order, every piece on the interval of ranks where it starts earliest, a local pack without a launch of its own where
-it fits beside the ring that its rank ran just before. A change moves a sequence to another piece or to one of its own,
-gives a piece another degree, moves it in the list, or deals two pieces anew; it is kept if it ends sooner, or not much
-later, and ever less of the latter is allowed (simulated annealing). Random numbers are Python's own from a fixed seed:
-the same everywhere.
+1. The state is a list of pieces (sequences, degree), placed in its order, each where it starts earliest; a local pack
+   joins the microbatch of the ring before it where it fits.
+2. A change moves a sequence or a piece, gives another degree, or deals two pieces anew.
+3. Ever less of a later end is allowed. Random numbers come from a fixed seed.
 
-A try costs about 10 us a piece. Measured against the exact oracle, see docs/benchmarks.md.
+A try costs about 10 us a piece. Source: Kirkpatrick et al., Science 1983; measured in docs/benchmarks.
 """
 
 from __future__ import annotations
@@ -207,7 +203,7 @@ class Annealing:
         return self._held[key]
 
     def fits(self, degree: int, sequences: tuple[int, ...]) -> bool:
-        """Tell whether ranks hold a piece: its tokens in all, and on each position but for rounding."""
+        """Return whether ranks hold a piece: its tokens in all, and on each position but for rounding."""
         if sum(self.request.tokens[i] for i in sequences) > degree * self.capacity:
             return False
         return self._most_held(degree, sequences) <= self.capacity + rounding_tokens(len(sequences), degree)

@@ -74,7 +74,7 @@ class Gaps:
 class PlacedRings:
     """Rings on the line, in the order of their starts, which is an order that every rank can run.
 
-    `free` tells when each rank is done with its rings, `last` which is its last, -1 for none.
+    `free`: when each rank is done with its rings, in seconds; `last`: the number of its last ring, -1 for none.
     """
 
     rings: list[Ring]
@@ -88,7 +88,7 @@ class PlacedRings:
         return sum(ring.degree * ring.seconds for ring in self.rings)
 
     def kept_seconds(self, speeds: Sequence[float] | None) -> float:
-        """Do `busy_seconds`, in seconds of a rank of speed 1."""
+        """Return `busy_seconds` in seconds of a rank of speed 1."""
         if speeds is None:
             return self.busy_seconds
         sums = [0.0, *accumulate(speeds)]
@@ -119,7 +119,7 @@ class Line:
         return end
 
     def backfill(self, sequence: int, degree: int, seconds: float, extra: Extras | None) -> bool:
-        """Let a ring run in the hole that it leaves narrowest, then shortest; tell whether there is one."""
+        """Let a ring run in the hole that it leaves narrowest, then shortest; return whether there is one."""
         fitting = [
             (hole.end - hole.first, hole.end_seconds - hole.start_seconds, number)
             for number, hole in enumerate(self._holes)
@@ -172,7 +172,7 @@ def _nowhere_longer(_sequence: int, _degree: int) -> Extras | None:
 
 
 def at_place(extra: Extras | None, first: int) -> float:
-    """Tell what a place adds."""
+    """Return the seconds that a place adds."""
     return 0.0 if extra is None else float(extra.seconds[first])
 
 
@@ -189,7 +189,7 @@ def place_rings(
         rings: widest first, those of one degree together.
         ranks: of the line.
         backfilled: place rings also into the holes that wider ones left.
-        extra_seconds: tells of a sequence and a degree how much longer than `seconds` each place takes.
+        extra_seconds: for a sequence and a degree, how much longer than `seconds` each place takes.
     """
     line = Line(ranks)
     place = 0
@@ -218,7 +218,7 @@ def _sweep(
     extra: Extras | None,
     extra_seconds: Callable[[int, int], Extras | None],
 ) -> int:
-    """Place rings of one degree side by side, as far as one look at the line tells where; count them.
+    """Place rings of one degree side by side, as far as one look at the line decides where; return how many.
 
     Places are ordered by what they add to the first of these rings, `extra`.
     """
@@ -259,12 +259,12 @@ def earliest_interval(free: NDArray[np.float64], degree: int, extra: Extras | No
 
 
 def _quicker_end(extra: Extras | None, hole: Hole, degree: int) -> tuple[float, int]:
-    """Tell at which end of a hole a ring is quicker, the lower if at both, as (what it adds there, first rank)."""
+    """Return at which end of a hole a ring is quicker, the lower if at both, as (what it adds there, first rank)."""
     return min((at_place(extra, first), first) for first in (hole.first, hole.end - degree))
 
 
 def _starts_and_idle(free: NDArray[np.float64], degree: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Tell for each interval of `degree` ranks when it is free, and how long its ranks then have waited together."""
+    """Return when each interval of `degree` ranks is free, and how long its ranks then have waited together."""
     starts = window_max(free, degree)
     total = _summed(free)
     return starts, degree * starts - (total[degree:] - total[:-degree])

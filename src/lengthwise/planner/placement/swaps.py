@@ -1,9 +1,11 @@
-"""Local search on the last to finish: it exchanges a sequence with a rank that is done early.
+"""Exchanges of sequences between the last rank to finish and one that is done early.
 
-Dealing largest first leaves ends as uneven as the last, smallest sequences are large. What is left is mended in pairs:
-the busiest rank gives a sequence and takes a shorter one, or none, from one of the least busy, such that the later of
-the two ends as early as can be. Only packs that run after all rings of their rank are touched, so no ring moves; every
-pack stays within its room. Each exchange looks at all pairs of two ranks at once, some 40 us; exchanges are counted.
+1. The busiest rank gives a sequence and takes a shorter one, or none, from one of the least busy ranks, such that the
+   later of the two ends as early as can be.
+2. Again, until ends are level enough, nothing helps, or there were enough exchanges.
+
+Only packs behind all rings of their rank are touched, each within its room. An exchange compares all pairs of two ranks
+at once, some 40 us. Source: pairwise interchange for makespan scheduling.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ def _relieve(
     lengths: NDArray[np.int64],
     seconds: NDArray[np.float64],
 ) -> bool:
-    """Make one exchange that lets the busiest rank end earlier; tell whether there is one."""
+    """Make one exchange that lets the busiest rank end earlier; return whether there is one."""
     giving = _side(bins[busiest])
     if not len(giving.indices):
         return False

@@ -111,7 +111,7 @@ def least_makespan(
     stages: int = 1,
     virtual: int = 1,
 ) -> float:
-    """Do `bound_seconds` for lengths that have been checked; `cost` is that of the mean speed of `topology`.
+    """Return `bound_seconds` for lengths that have been checked; `cost` is that of the mean speed of `topology`.
 
     Ranks are pipelines of `stages` stages with `virtual` chunks each.
     """
@@ -161,12 +161,12 @@ def least_makespan(
 
 
 def has_lone_rings(plan: Plan) -> bool:
-    """Tell whether each ring holds one sequence, alone, over s / capacity ranks or more."""
+    """Return whether each ring holds one sequence, alone, over s / capacity ranks or more."""
     return all(len(microbatch.pieces) == 1 for microbatch in plan.microbatches) and _are_held(plan)
 
 
 def shares_launches_only(plan: Plan) -> bool:
-    """Tell whether rings hold one sequence over s / capacity ranks or more, and no rank more than it can hold alone.
+    """Return whether rings hold one sequence over s / capacity ranks or more, and no rank more than it can hold alone.
 
     The `+ 1 a sequence for rounding` of the plan file is then used by no microbatch of several pieces.
     """
@@ -176,7 +176,7 @@ def shares_launches_only(plan: Plan) -> bool:
 
 
 def _are_held(plan: Plan) -> bool:
-    """Tell whether each ring holds one sequence that its ranks hold, and what is offloaded is alone."""
+    """Return whether each ring holds one sequence that its ranks hold, and what is offloaded is alone."""
     for microbatch in plan.microbatches:
         if microbatch.offload:
             if not _is_alone(microbatch):

@@ -94,7 +94,7 @@ class CostAtSpeed:
 
 
 class Topology:
-    """What the places of the line add to the seconds that `cost` tells of a ring, its launch included.
+    """What the places of the line add to the seconds that `cost` says of a ring, its launch included.
 
     Args:
         cost: of a rank of speed 1.
@@ -142,7 +142,7 @@ class Topology:
         self._known.update(zip(keys, values, strict=True))
 
     def extra_seconds(self, length: int, degree: int) -> Extras | None:
-        """Tell for each first rank how much longer than the costs say a ring takes; None where nowhere longer."""
+        """Return for each first rank how much longer than the costs say a ring takes; None where nowhere longer."""
         if self.is_level or degree < 2 or (self.speeds is None and degree > self._widest):
             return None
         key = length, degree
@@ -184,7 +184,7 @@ class Topology:
         return self._places[degree]
 
     def shares(self, length: int, first: int, degree: int) -> list[float] | None:
-        """Tell what part of a sequence each rank of a place takes, in the order of the line; None: all alike."""
+        """Return what part of a sequence each rank of a place takes, in the order of the line; None: all alike."""
         if not self.has_shares or self.speeds is None or degree < 2:
             return None
         speeds = self.speeds[first : first + degree]
@@ -227,7 +227,7 @@ class Topology:
         return CostAtSpeed(self._costs[0], speed_and_weight, self._capacity)
 
     def _least_lost(self, length: float, degree: int) -> float:
-        """Tell how many times what they do the ranks are kept by a ring of this degree or more; 1 where no time is."""
+        """Return how many times its work a ring of this degree or more keeps its ranks; 1 where none waits."""
         at_most = self._capacity + _ALLOWED
         if self.ranks > _LOOKED_AT or (self.has_shares and self._ring_speeds(length, self.ranks, at_most)[0] > _WHOLE):
             return 1.0
