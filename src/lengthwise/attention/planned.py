@@ -1,7 +1,7 @@
 """Attention as a lowered microbatch prescribes it: packed documents apart, cut ones over their rings.
 
-One autograd function does a layer of a microbatch on one rank. A pass is a list of stages, each one grouped call and
-the blocks that it hides behind; which they are comes from `program`, so no rank decides anything here. Keys and values
+One autograd function does a layer of a microbatch on one rank. A pass is a list of ring steps, each one grouped call
+and the blocks that it hides behind; all come from `program`, so no rank decides anything here. Keys and values
 travel as one contiguous tensor (2, tokens, kv_heads, head_dim). Partial results merge in fp32 (fp64 under fp64) and
 are cast once. With a kernel that takes packs, all diagonal blocks of a rank are one call. In the backward pass keys
 travel again, and their gradients, in the accumulation dtype, return to their owners.
@@ -33,7 +33,7 @@ Shard = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class RingStep:
     """One ring step on one rank. `last_used` are shards whose keys no later one wants.
 
     `pack` joins the diagonal blocks of the first ring step, where the kernel takes packs; `tasks` are then the others.
@@ -64,7 +64,7 @@ class PlannedAttention:
             (index, position): (starts[index], starts[index] + program.shard_tokens(index, position), piece.degree)
             for index, piece, position in program.pieces_of(transport.rank)
         }
-        self._stages: dict[int | None, tuple[list[Stage], list[Stage]]] = {}
+        self._steps: dict[int | None, tuple[list[RingStep], list[RingStep]]] = {}
         self._masks: dict[tuple[int, int, int, bool, int | None], BlockMask] = {}
 
     def forward(self, layer: Block, window: int | None = None, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -74,20 +74,20 @@ class PlannedAttention:
         """
         q, k = layer.q, layer.k
         wide = _wide(q.dtype)
-        stages, _ = self._stages_of(window, q.device)
-        merges = any(not task.causal for stage in stages for task in stage.tasks)
+        ring_steps, _ = self._steps_of(window, q.device)
+        merges = any(not task.causal for ring_step in ring_steps for task in ring_step.tasks)
         # Every query is in one diagonal block, which is its first: nothing is read before it is written.
-        rows = 0 if any(stage.pack for stage in stages) else len(q)  # a pack brings the room for its results with it
+        rows = 0 if any(each.pack for each in ring_steps) else len(q)  # a pack brings the memory for its results
         out = q.new_empty(rows, *q.shape[1:], dtype=wide if merges else q.dtype)
         lse = q.new_empty(q.shape[1], rows, dtype=wide)
-        held = self._pack(k, layer.v)
-        for stage in stages:
-            pending, arriving = self._post(stage, held, {}, k)
-            if stage.pack is not None:
+        held = self._own_keys(k, layer.v)
+        for ring_step in ring_steps:
+            pending, arriving = self._post(ring_step, held, {}, k)
+            if ring_step.pack is not None:
                 assert isinstance(self._kernel, PackKernel), f"{self._kernel.name} takes no packs"
-                pack_out, lse = self._kernel.forward_pack(layer, stage.pack)
+                pack_out, lse = self._kernel.forward_pack(layer, ring_step.pack)
                 out = pack_out.to(out.dtype)
-            for task in stage.tasks:
+            for task in ring_step.tasks:
                 rows = slice(task.q_start, task.q_stop)
                 block_out, block_lse = self._kernel.forward(self._block(layer, task, held))
                 if task.causal:
@@ -95,7 +95,7 @@ class PlannedAttention:
                 else:
                     merge_block(out[rows], lse[:, rows], block_out, block_lse)
             pending.wait()
-            _hand_over(held, arriving, stage)
+            _take_over(held, arriving, ring_step)
         if sinks is not None:
             with_sink = torch.logaddexp(lse, sinks.to(wide)[:, None])
             out, lse = out * torch.exp(lse - with_sink).t()[..., None], with_sink
@@ -110,19 +110,19 @@ class PlannedAttention:
         dq = torch.empty_like(q, dtype=wide)
         # Without a window every key, like every query, is in one diagonal block, which is its first.
         first_writes = window is None
-        room = torch.empty if first_writes else torch.zeros
-        dkv = room(2, *k.shape, dtype=wide, device=k.device)
+        make = torch.empty if first_writes else torch.zeros
+        dkv = make(2, *k.shape, dtype=wide, device=k.device)
         gradients = {shard: dkv[:, start:stop] for shard, (start, stop, _) in self._own.items()}
-        held = self._pack(k, layer.v)
-        _, stages = self._stages_of(window, q.device)
-        for stage in stages:
-            pending, arriving = self._post(stage, held, gradients, k)
-            if stage.pack is not None:
+        held = self._own_keys(k, layer.v)
+        _, ring_steps = self._steps_of(window, q.device)
+        for ring_step in ring_steps:
+            pending, arriving = self._post(ring_step, held, gradients, k)
+            if ring_step.pack is not None:
                 assert isinstance(self._kernel, PackKernel), f"{self._kernel.name} takes no packs"
-                grads = self._kernel.backward_pack(grad_out, layer, saved, stage.pack)
+                grads = self._kernel.backward_pack(grad_out, layer, saved, ring_step.pack)
                 for total, part in zip((dq, *dkv), grads, strict=True):
                     total.copy_(part)
-            for task in stage.tasks:
+            for task in ring_step.tasks:
                 rows, cols = slice(task.q_start, task.q_stop), slice(task.kv_start, task.kv_stop)
                 saved_rows = Saved(out=saved.out[rows], lse=saved.lse[:, rows])
                 block = self._block(layer, task, held)
@@ -133,7 +133,7 @@ class PlannedAttention:
                     dq[rows] += block_dq
                 into = gradients.get((task.piece, task.owner))
                 if into is None:
-                    into = gradients[task.piece, task.owner] = self._room(task.piece, task.owner, k, wide).zero_()
+                    into = gradients[task.piece, task.owner] = self._buffer(task.piece, task.owner, k, wide).zero_()
                 for total, part in zip(into, block_dkv, strict=True):
                     if task.causal and first_writes:
                         total[cols] = part
@@ -143,22 +143,24 @@ class PlannedAttention:
             for content, shard, message in arriving:
                 if content == "dkv":
                     gradients[shard] = gradients[shard].add_(message) if shard in gradients else message
-            _hand_over(held, arriving, stage)
+            _take_over(held, arriving, ring_step)
         return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(layer.v.dtype)
 
-    def _stages_of(self, window: int | None, device: torch.device) -> tuple[list[Stage], list[Stage]]:
-        """Return this rank's (forward, backward) stages for layers with `window`; lowered once a microbatch."""
-        if window not in self._stages:
+    def _steps_of(self, window: int | None, device: torch.device) -> tuple[list[RingStep], list[RingStep]]:
+        """Return this rank's (forward, backward) ring steps for layers with `window`; lowered once a microbatch."""
+        if window not in self._steps:
             program = self._program.with_window(window)
             rank = self._transport.rank
-            stages = [_rank_stages(program, rank, each) for each in (program.forward_rounds, program.backward_rounds)]
+            ring_steps = [
+                _rank_steps(program, rank, each) for each in (program.forward_rounds, program.backward_rounds)
+            ]
             if isinstance(self._kernel, PackKernel):
-                pack = pack_of(stages[0][0].tasks, window=program.window, device=device)
-                stages = [_with_pack(each, pack) for each in stages]
-            self._stages[window] = (stages[0], stages[1])
-        return self._stages[window]
+                pack = pack_of(ring_steps[0][0].tasks, window=program.window, device=device)
+                ring_steps = [_with_pack(each, pack) for each in ring_steps]
+            self._steps[window] = (ring_steps[0], ring_steps[1])
+        return self._steps[window]
 
-    def _pack(self, k: Tensor, v: Tensor) -> dict[Shard, Tensor | tuple[Tensor, Tensor]]:
+    def _own_keys(self, k: Tensor, v: Tensor) -> dict[Shard, Tensor | tuple[Tensor, Tensor]]:
         """Copy keys and values of each ring shard into the tensor that will travel; what stays is not copied."""
         return {
             shard: torch.stack((k[start:stop], v[start:stop])) if degree > 1 else (k[start:stop], v[start:stop])
@@ -190,74 +192,74 @@ class PlannedAttention:
 
     def _post(
         self,
-        stage: Stage,
+        ring_step: RingStep,
         held: dict[Shard, Tensor | tuple[Tensor, Tensor]],
         gradients: dict[Shard, Tensor],
         like: Tensor,
     ) -> tuple[Pending, list[tuple[str, Shard, Tensor]]]:
-        """Post the stage's grouped call; return what to wait for, and the messages that will then have arrived.
+        """Post the ring step's grouped call; return what to wait for, and the messages that will then have arrived.
 
         `like` has the dtype and the trailing sizes of keys.
         """
-        if not stage.sends and not stage.receives:
+        if not ring_step.sends and not ring_step.receives:
             return _Nothing(), []
         wide, sends = _wide(like.dtype), []
-        for each in stage.sends:
+        for each in ring_step.sends:
             shard = (each.piece, each.owner)
             message = held[shard] if each.content == "kv" else gradients.pop(shard, None)
             if message is None:  # nothing of ours to add: the sum so far is zero
-                message = self._room(*shard, like, wide).zero_()
+                message = self._buffer(*shard, like, wide).zero_()
             assert isinstance(message, Tensor), f"shard {shard} of an uncut piece cannot be sent"
             sends.append((message, each.target))
         arriving = [
             (
                 each.content,
                 (each.piece, each.owner),
-                self._room(each.piece, each.owner, like, wide if each.content == "dkv" else like.dtype),
+                self._buffer(each.piece, each.owner, like, wide if each.content == "dkv" else like.dtype),
             )
-            for each in stage.receives
+            for each in ring_step.receives
         ]
-        receives = [(message, each.source) for (_, _, message), each in zip(arriving, stage.receives, strict=True)]
+        receives = [(message, each.source) for (_, _, message), each in zip(arriving, ring_step.receives, strict=True)]
         return self._transport.exchange(sends, receives), arriving
 
-    def _room(self, piece: int, owner: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    def _buffer(self, piece: int, owner: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         return like.new_empty(2, self._program.shard_tokens(piece, owner), *like.shape[1:], dtype=dtype)
 
 
-def _rank_stages(program: MicrobatchProgram, rank: int, rounds: Sequence[Round]) -> list[Stage]:
-    """Cut the global rounds down to one rank, with its blocks; stages in which it does nothing stay, for the order."""
-    ring_steps = range(max(program.ring_steps, len(rounds)))
-    transfers = [rounds[ring_step].transfers if ring_step < len(rounds) else () for ring_step in ring_steps]
-    sends = [tuple(each for each in transfers[ring_step] if each.source == rank) for ring_step in ring_steps]
-    tasks = [program.tasks(rank, ring_step) for ring_step in ring_steps]
+def _rank_steps(program: MicrobatchProgram, rank: int, rounds: Sequence[Round]) -> list[RingStep]:
+    """Cut the global rounds down to one rank, with its blocks; steps in which it does nothing stay, for the order."""
+    numbers = range(max(program.ring_steps, len(rounds)))
+    transfers = [rounds[number].transfers if number < len(rounds) else () for number in numbers]
+    sends = [tuple(each for each in transfers[number] if each.source == rank) for number in numbers]
+    tasks = [program.tasks(rank, number) for number in numbers]
     last_use: dict[Shard, int] = {}
-    for ring_step in ring_steps:
-        used = (each for each in (*tasks[ring_step], *(send for send in sends[ring_step] if send.content == "kv")))
-        last_use.update({(each.piece, each.owner): ring_step for each in used})
+    for number in numbers:
+        used = (each for each in (*tasks[number], *(send for send in sends[number] if send.content == "kv")))
+        last_use.update({(each.piece, each.owner): number for each in used})
     return [
-        Stage(
-            sends=sends[ring_step],
-            receives=tuple(each for each in transfers[ring_step] if each.target == rank),
-            tasks=tasks[ring_step],
-            last_used=tuple(shard for shard, last in last_use.items() if last == ring_step),
+        RingStep(
+            sends=sends[number],
+            receives=tuple(each for each in transfers[number] if each.target == rank),
+            tasks=tasks[number],
+            last_used=tuple(shard for shard, last in last_use.items() if last == number),
         )
-        for ring_step in ring_steps
+        for number in numbers
     ]
 
 
-def _with_pack(stages: list[Stage], pack: Pack | None) -> list[Stage]:
-    """Put the diagonal blocks, which are all in the first stage, into one pack."""
-    first, *others = stages
-    assert not any(task.causal for stage in others for task in stage.tasks), "a rank's own keys come first"
+def _with_pack(ring_steps: list[RingStep], pack: Pack | None) -> list[RingStep]:
+    """Put the diagonal blocks, which are all in the first ring step, into one pack."""
+    first, *others = ring_steps
+    assert not any(task.causal for ring_step in others for task in ring_step.tasks), "a rank's own keys come first"
     return [replace(first, tasks=tuple(task for task in first.tasks if not task.causal), pack=pack), *others]
 
 
-def _hand_over(
-    held: dict[Shard, Tensor | tuple[Tensor, Tensor]], arriving: list[tuple[str, Shard, Tensor]], stage: Stage
+def _take_over(
+    held: dict[Shard, Tensor | tuple[Tensor, Tensor]], arriving: list[tuple[str, Shard, Tensor]], ring_step: RingStep
 ) -> None:
-    """Take in the keys that arrived and let go of those that no later stage wants."""
+    """Take in the keys that arrived and let go of those that no later ring step wants."""
     held.update({shard: message for content, shard, message in arriving if content == "kv"})
-    for shard in stage.last_used:
+    for shard in ring_step.last_used:
         del held[shard]
 
 
