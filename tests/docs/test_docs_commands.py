@@ -267,3 +267,14 @@ def test_docs_readme_lists_what_planning_needs() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (named,) = re.findall(r"pip install --no-deps -e \. && pip install (.*)", readme)
     assert set(named.split()) == needed
+
+
+def test_docs_architecture_lists_the_packages_in_the_order_that_lint_checks() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    layers = [layer.removeprefix("lengthwise.") for layer in contracts[0]["layers"]]
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"\| package \| what it is \|\n(.*?)\n\n", page, re.DOTALL)
+    listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert listed == [*reversed(layers)]
