@@ -9,6 +9,7 @@ import importlib
 import json
 import re
 import shlex
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
@@ -40,7 +41,7 @@ def name_of(path: Path) -> str:
 def blocks(text: str) -> Iterator[tuple[str, str]]:
     """Yield the language and the text of every fenced block."""
     for match in re.finditer(r"^ *```(\w*)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL):
-        yield match[1], match[2]
+        yield match[1], textwrap.dedent(match[2])
 
 
 def commands(text: str) -> Iterator[tuple[str, bool]]:
