@@ -128,7 +128,8 @@ class _Builder:
         self.ranks, self.capacity = cluster.ranks, cluster.capacity_tokens
         self.alone = cost.compute_seconds(lengths)
         self.launch = cost.fixed_seconds
-        self.fewest = -(-int(lengths.sum()) // (self.ranks * self.capacity))
+        self.tokens = int(lengths.sum())
+        self.fewest = -(-self.tokens // (self.ranks * self.capacity))
         self._pool = ShortSequences(order.tolist(), lengths.tolist(), self.alone.tolist())
 
     @classmethod
@@ -182,7 +183,8 @@ class _Builder:
     def build(self, seconds: float) -> Wave:
         """Build the wave that no rank needs longer for than `seconds`."""
         pool = self._pool.copy()
-        pieces, free, rooms, done = self._put_rings(pool, seconds)
+        pieces, free, rooms, done, held = self._put_rings(pool, seconds)
+        held -= sum(rooms)
         for rank in sorted(range(self.ranks), key=lambda rank: (-free[rank], rank)):
             own: list[int] = []
             room, time_left = rooms[rank], free[rank]
@@ -191,11 +193,11 @@ class _Builder:
                 time_left -= pool.seconds[taken]
                 done += pool.seconds[taken]
                 own.append(pool.sequences[taken])
-            free[rank] = time_left
+            free[rank], rooms[rank] = time_left, room
             if own:
                 pieces.append((rank, 1, own))
         took = seconds - min(free)
-        held = sum(self.lengths[pool.left()].tolist())
+        held += sum(rooms)
         more = max(0, 1 + -(-held // (self.ranks * self.capacity)) - self.fewest)  # waves beyond the fewest
         spent = self.ranks * (took + more * self.launch)
         level = done / max(self.ranks * (took - self.launch), 1e-300)
@@ -210,20 +212,18 @@ class _Builder:
 
     def _put_rings(
         self, pool: ShortSequences, seconds: float
-    ) -> tuple[list[tuple[int, int, list[int]]], list[float], list[int], float]:
-        """Put rings side by side; return them, the time and the room left on every rank, and the work done."""
+    ) -> tuple[list[tuple[int, int, list[int]]], list[float], list[int], float, int]:
+        """Put rings side by side; return them, the time and the room left on every rank, the work done, tokens left."""
         free, rooms = [_without_launch(seconds, self.launch)] * self.ranks, [self.capacity] * self.ranks
         slow = (self.least > 1) | (self.lengths > self.capacity)  # what is offloaded on one rank is alone there, too
         slow |= self.alone + self.launch > seconds * (1 + 1e-12)
         cut = np.flatnonzero(slow)[::-1]
-        most = np.full_like(cut, self.ranks)
-        degrees = DegreeTable(self.cost, self.lengths[cut], self.least[cut], most).within(seconds)
-        took = self.cost.ring_piece_seconds(self.lengths[cut], np.minimum(degrees, self.ranks))
         pieces: list[tuple[int, int, list[int]]] = []
-        first, done = 0, 0.0
-        for index, degree, ring_seconds in zip(cut.tolist(), degrees.tolist(), took.tolist(), strict=True):
+        first, done, left = 0, 0.0, self.tokens
+        for index, degree, ring_seconds in self._cut_within(cut, seconds):
             if degree > self.ranks - first:
                 continue
+            left -= pool.lengths[index]
             pool.drop(index)
             pieces.append((first, degree, [pool.sequences[index]]))
             room = max(0, self.capacity - held_at_most(pool.lengths[index], degree)) if degree > 1 else 0
@@ -232,7 +232,16 @@ class _Builder:
             first, done = first + degree, done + pool.seconds[index]
             if first == self.ranks:
                 break
-        return pieces, free, rooms, done
+        return pieces, free, rooms, done, left
+
+    def _cut_within(self, cut: NDArray[np.int64], seconds: float) -> Iterator[tuple[int, int, float]]:
+        """Yield sequences with the degrees at which they take no longer, and how long: those asked for, no more."""
+        for start in range(0, len(cut), self.ranks):
+            some = cut[start : start + self.ranks]
+            most = np.full_like(some, self.ranks)
+            degrees = DegreeTable(self.cost, self.lengths[some], self.least[some], most).within(seconds)
+            took = self.cost.ring_piece_seconds(self.lengths[some], np.minimum(degrees, self.ranks))
+            yield from zip(some.tolist(), degrees.tolist(), took.tolist(), strict=True)
 
 
 def _without_launch(seconds: float, launch_seconds: float) -> float:
