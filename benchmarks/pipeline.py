@@ -4,7 +4,7 @@
 
 Each rank is a pipeline of p stages with v virtual ones; 256K tokens a rank and step, capacity 8K (32 full packs), the
 four terms of `planners.py` for one stage. Makespans come from `score`, which runs every stage of every rank on a clock
-(`planner.modes.stage_clocks`), over the bound of the plan, mean over seeds: of mode `pipeline`, of a plan of mode
+(`program.stage_clocks`), over the bound of the plan, mean over seeds: of mode `pipeline`, of a plan of mode
 `free` and of ByteScale's PP-Balance run through the same stages.
 """
 
