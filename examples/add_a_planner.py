@@ -5,17 +5,16 @@ then `lengthwise plan --planner NAME`, `simulate` and `train` know it, too.
 """
 
 import lengthwise
-from lengthwise.planner import PlanRequest, register_planner
 
 
-def one_by_one(request: PlanRequest) -> list[lengthwise.Microbatch]:
+def one_by_one(request: lengthwise.PlanRequest) -> list[lengthwise.Microbatch]:
     """Put every sequence over all ranks, one after the other."""
     ranks = tuple(range(request.cluster.ranks))
     pieces = [lengthwise.Piece(ranks=ranks, sequences=(number,)) for number in range(len(request.tokens))]
     return [lengthwise.Microbatch(pieces=(piece,)) for piece in pieces]
 
 
-register_planner("one-by-one", one_by_one)
+lengthwise.register_planner("one-by-one", one_by_one)
 tokens, cost = [60_000, 9_000, 800, 700] * 8, lengthwise.costs("llama-7b", "h100")
 cluster = lengthwise.Cluster(ranks=16, capacity_tokens=8_192)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lengthwise.core.shape import Cluster, ModelShape
     from lengthwise.core.timeline import Timeline
     from lengthwise.cost import Cost, Hardware, costs
-    from lengthwise.planner import PlanOptions, Score, score
+    from lengthwise.planner import PlanOptions, PlanRequest, Score, register_planner, score
     from lengthwise.planner import plan_step as plan
     from lengthwise.program import check_plan as check
     from lengthwise.simulator import simulate_plan as simulate
@@ -43,6 +43,7 @@ __all__ = [
     "Piece",
     "Plan",
     "PlanOptions",
+    "PlanRequest",
     "Problems",
     "RunConfig",
     "Score",
@@ -55,6 +56,7 @@ __all__ = [
     "load_config",
     "options",
     "plan",
+    "register_planner",
     "score",
     "simulate",
     "train",
@@ -71,7 +73,7 @@ _HOMES = {
         "core.shape": "Cluster ModelShape",
         "core.timeline": "Timeline",
         "cost": "Cost Hardware costs",
-        "planner": "PlanOptions Score options=PlanOptions plan=plan_step score",
+        "planner": "PlanOptions PlanRequest Score options=PlanOptions plan=plan_step register_planner score",
         "program": "check=check_plan",
         "simulator": "simulate=simulate_plan",
         "training.api": "train verify",

@@ -155,6 +155,19 @@ def test_config_key_of_another_trainer_is_told_our_word(folder, key, ours):
     assert ours in problems_of(write(folder, MINIMAL), [f"{key}=1"])[key]
 
 
+def test_config_takes_the_planner_of_an_installed_package(folder, monkeypatch):
+    path = write(folder, MINIMAL)
+    assert "planner" in problems_of(path, ["planner=mine"])
+    (folder / "mine-1.dist-info").mkdir()
+    (folder / "mine-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
+    (folder / "mine-1.dist-info/entry_points.txt").write_text("[lengthwise.planners]\nmine = mine:plan\n")
+    monkeypatch.syspath_prepend(folder)
+    config = load_config(path, ["planner=mine"])
+    assert config.planner == "mine"
+    assert build_config(config.model_dump(), folder) == config
+    assert "planner" in problems_of(path, ["planner=others"])
+
+
 def test_config_known_keys_are_listed_once(folder):
     found = problems_of(write(folder, MINIMAL), ["wandb=1", "zzz=2", "qqqq=3"])
     assert sum("Known: " in told for told in found.values()) == 1

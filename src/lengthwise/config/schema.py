@@ -7,11 +7,21 @@ description says the unit and the default, because it is also the help a user re
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from lengthwise.core.errors import ConfigError
@@ -32,6 +42,16 @@ def _read_tokens(value: object) -> object:
         with contextlib.suppress(ConfigError):
             return parse_tokens(value, "")
     return value
+
+
+def _take_planner(value: object, of_ours: Callable[[object], str]) -> str:
+    """Take a planner of ours, or one that an installed package names in its entry points."""
+    try:
+        return of_ours(value)
+    except ValidationError:
+        if isinstance(value, str) and value in entry_points(group="lengthwise.planners").names:
+            return value
+        raise
 
 
 _Tokens = Annotated[int, Field(ge=1), BeforeValidator(_read_tokens)]
@@ -244,10 +264,15 @@ class RunConfig(Settings):
     capacity_tokens: _Tokens = Field(
         default=4096, description="tokens one rank can hold in one microbatch, 8192 or 8K; default 4096"
     )
-    planner: Literal["lengthwise", "static", "single-degree", "bytescale-naive", "bytescale", "power-of-two"] = Field(
+    planner: Annotated[
+        Literal["lengthwise", "static", "single-degree", "bytescale-naive", "bytescale", "power-of-two"],
+        WrapValidator(_take_planner),
+        PlainSerializer(str),
+    ] = Field(
         default="lengthwise",
         description="lengthwise plans each step from its lengths; static (one fixed mesh), single-degree, "
-        "bytescale-naive, bytescale and power-of-two are there to compare with; default lengthwise",
+        "bytescale-naive, bytescale and power-of-two are there to compare with, and packages may register others; "
+        "default lengthwise",
     )
     recompute: Literal["none", "layer", "all_but_attention"] = Field(
         default="none",
