@@ -1,8 +1,8 @@
 """Which models are proved equal to plain Hugging Face, and what in their config stops a run before it starts.
 
-A family joins `FAMILIES` when `tests/models/test_models_families.py` holds for it; `make families` tries all there are.
-Everything else is refused by name: a part that we do not know could mix documents of a pack, or need its neighbours on
-another rank, and would be silently wrong.
+A family joins `families.json` when `tests/models/test_models_families.py` holds for it; `make families` tries all
+there are. Everything else is refused by name: a part that we do not know could mix documents of a pack, or need its
+neighbours on another rank, and would be silently wrong.
 """
 
 from __future__ import annotations
@@ -11,94 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from lengthwise.core.errors import LengthwiseError, ModelRefused, raise_problems
+from lengthwise.core.package_data import read_package_json
 from lengthwise.models.refusals import NEEDED_BY_KIND, NEEDED_BY_SOFTCAP, refused_model
 from lengthwise.models.rope import LENGTH_ROPE
 from lengthwise.models.router import router_problems
 
-FAMILIES = (
-    "afmoe",
-    "apertus",
-    "arcee",
-    "aria_text",
-    "axk1",
-    "beam",
-    "biogpt",
-    "bitnet",
-    "cohere",
-    "cohere2",
-    "cohere2_moe",
-    "ctrl",
-    "cwm",
-    "deepseek_v2",
-    "deepseek_v3",
-    "dots1",
-    "ernie4_5",
-    "ernie4_5_moe",
-    "exaone4",
-    "exaone_moe",
-    "flex_olmo",
-    "flint",
-    "gemma",
-    "gemma3_text",
-    "gemma3n_text",
-    "gemma4_text",
-    "gemma4_unified_text",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "gpt-sw3",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neox",
-    "gpt_oss",
-    "granite",
-    "granite_swa",
-    "granitemoe",
-    "granitemoe_swa",
-    "granitemoeshared",
-    "helium",
-    "hrm_text",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "hy_v3",
-    "hyperclovax",
-    "internlm3",
-    "iquestcoder",
-    "jais2",
-    "jetmoe",
-    "kolibri1",
-    "laguna",
-    "llama",
-    "longcat_flash",
-    "mellum",
-    "mimo_v2_flash",
-    "minicpm3",
-    "minimax_m2",
-    "minimax_m3_vl_text",
-    "ministral",
-    "ministral3",
-    "mistral",
-    "mixtral",
-    "nanochat",
-    "olmo",
-    "olmo2",
-    "olmo3",
-    "olmoe",
-    "opt",
-    "persimmon",
-    "phi",
-    "phi3",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "seed_oss",
-    "smollm3",
-    "solar_open",
-    "starcoder2",
-    "youtu",
-)
+FAMILIES: tuple[str, ...] = tuple(read_package_json("lengthwise.models", "families.json")["equal_to_plain"])
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 

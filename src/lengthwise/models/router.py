@@ -14,36 +14,19 @@ Switch Transformer (arXiv 2101.03961), equations 4 to 6. Cost: the counting pass
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from lengthwise.core.errors import ModelRefused
+from lengthwise.core.package_data import read_package_json
+from lengthwise.models.load import build_skeleton
 
 # Families with Hugging Face's common balance loss; tests/training/test_training_router.py holds for each.
-ROUTER_FAMILIES = (
-    "ernie4_5_moe",
-    "flex_olmo",
-    "flint",
-    "gpt_oss",
-    "granitemoe",
-    "granitemoe_swa",
-    "granitemoeshared",
-    "jetmoe",
-    "laguna",
-    "mellum",
-    "minimax_m2",
-    "minimax_m3_vl_text",
-    "mixtral",
-    "olmoe",
-    "qwen2_moe",
-    "qwen3_moe",
-)
+ROUTER_FAMILIES: tuple[str, ...] = tuple(read_package_json("lengthwise.models", "families.json")["with_balance_loss"])
 
 
 def coefficient_key(model_type: str) -> str:
@@ -92,40 +75,28 @@ def router_problems(config: Any) -> list[ModelRefused]:
     """List why the balance loss that a config asks for cannot be added."""
     if not has_balance_loss(config):
         return []
-    key = coefficient_key(config.model_type)
+    key, switch = coefficient_key(config.model_type), "output_router_logits"
     coefficient = getattr(config, key, None)
-    remedy = "Set output_router_logits to false in the model's config.json."
-    where = "model config: output_router_logits"
+    remedy = f"Set {switch} to false in the model's config.json."
     if config.model_type not in ROUTER_FAMILIES:
-        return [
-            ModelRefused(
-                where,
-                expected=f"false, or a family whose balance loss is known ({', '.join(ROUTER_FAMILIES)})",
-                got=f"true in {config.model_type}",
-                remedy=remedy,
-            )
-        ]
-    if not isinstance(coefficient, int | float) or not math.isfinite(coefficient):
-        return [
-            ModelRefused(
-                f"model config: {key}",
-                expected="a finite number, which the balance loss is multiplied by",
-                got=str(coefficient),
-                remedy=f"Give the number. {remedy}",
-            )
-        ]
-    if not _num_routers(config):
-        return [ModelRefused(where, expected="a layer with a router", got="dense layers only", remedy=remedy)]
-    return []
+        where, got = switch, f"true in {config.model_type}"
+        expected = f"false, or a family whose balance loss is known ({', '.join(ROUTER_FAMILIES)})"
+    elif not isinstance(coefficient, int | float) or not math.isfinite(coefficient):
+        where, got = key, str(coefficient)
+        expected, remedy = "a finite number, which the balance loss is multiplied by", f"Give the number. {remedy}"
+    elif not _has_router(config):
+        where, expected, got = switch, "a layer with a router", "dense layers only"
+    else:
+        return []
+    return [ModelRefused(f"model config: {where}", expected=expected, got=got, remedy=remedy)]
 
 
-def _num_routers(config: Any) -> int:
-    """Count the layers that have a router: which they are is the family's own rule, so the model is asked."""
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config))  # it writes into the config
+def _has_router(config: Any) -> bool:
+    """Return whether a layer has a router: which have one is the family's own rule, so the model is asked."""
+    model = build_skeleton(config)
     recorders = model.base_model._can_record_outputs["router_logits"]
     routers = tuple(each.target_class for each in (recorders if isinstance(recorders, list) else [recorders]))
-    return sum(isinstance(module, routers) for module in model.modules())
+    return any(isinstance(module, routers) for module in model.modules())
 
 
 def _wide(probabilities: Tensor) -> Tensor:
