@@ -131,19 +131,16 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | AskedMask | None,
     *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
     lengthwise: PlannedAttention | None = None,
-    sliding_window: int | None = None,
-    s_aux: Tensor | None = None,
-    is_causal: bool | None = None,
-    **others: Any,
+    **asked: Any,
 ) -> tuple[Tensor, None]:
     """Attend as planned; query is (1, heads, tokens, head_dim), key and value (1, kv_heads, tokens, head_dim).
 
-    `s_aux` (heads,) is what Hugging Face calls attention sinks.
+    `asked` is what Hugging Face's models hand on besides. `s_aux` (heads,) is what it calls attention sinks.
     """
-    refused = {name: value for name, value in others.items() if name not in _WITHOUT_EFFECT and value is not None}
+    handled = ("scaling", "dropout", "sliding_window", "s_aux", "is_causal")
+    scaling, dropout, sliding_window, sinks, is_causal = (asked.pop(name, None) for name in handled)
+    refused = {name: value for name, value in asked.items() if name not in _WITHOUT_EFFECT and value is not None}
     if isinstance(attention_mask, Tensor):
         refused["attention_mask"] = "a tensor"
     elif attention_mask != (None if sliding_window is None else AskedMask(local_tokens=sliding_window, custom=False)):
@@ -167,7 +164,7 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     head_dim = max(query.shape[-1], value.shape[-1])
     q, k, v = (_widened(x[0].transpose(0, 1)[: lengthwise.num_tokens], head_dim) for x in (query, key, value))
-    out = planned_attention(q, k, v, lengthwise, scale=scale, window=sliding_window, sinks=s_aux)
+    out = planned_attention(q, k, v, lengthwise, scale=scale, window=sliding_window, sinks=sinks)
     out = out[..., : value.shape[-1]]
     padding = query.shape[2] - len(out)
     return (F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out)[None], None
