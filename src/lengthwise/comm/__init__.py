@@ -5,16 +5,14 @@ No communicator is ever made for a sequence: all ranks share one global group fo
 """
 
 from lengthwise.comm.exchange import agree, broadcast_bytes
-from lengthwise.comm.join import join
 from lengthwise.comm.solo import SoloTransport
 from lengthwise.comm.staged import StagedTransport
 from lengthwise.comm.strict import StrictWorld
-from lengthwise.comm.torch_transport import TorchTransport
-from lengthwise.comm.transport import Clock, Pending, Transport
+from lengthwise.comm.torch_transport import TorchTransport, join
+from lengthwise.comm.transport import Pending, Transport
 from lengthwise.comm.world import World, count_gpus, world_from_environment
 
 __all__ = [
-    "Clock",
     "Pending",
     "SoloTransport",
     "StagedTransport",

@@ -11,24 +11,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lengthwise.comm.transport import Message, Pending, Transport, lies_on_a_device
+from lengthwise.comm.transport import Around, Message, Pending, Transport, lies_on_a_device
 
 
-class StagedTransport:
+class StagedTransport(Around):
     """A transport around one that moves host memory. `stages` says which tensors are copied; the others pass."""
 
     def __init__(self, inner: Transport, *, stages: Callable[[Tensor], bool] = lies_on_a_device) -> None:
-        self._inner, self._stages = inner, stages
-        self.rank, self.world_size, self.clock = inner.rank, inner.world_size, inner.clock
-
-    @property
-    def phase(self) -> str:
-        """Where in the step this rank is, in words."""
-        return self._inner.phase
-
-    @phase.setter
-    def phase(self, phase: str) -> None:
-        self._inner.phase = phase
+        super().__init__(inner)
+        self._stages = stages
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post one grouped call (see `Transport.exchange`); messages to send are copied out before it."""
@@ -60,10 +51,6 @@ class StagedTransport:
         host = self._copied_out(tensor)
         self._inner.broadcast(host, source)
         _copy_in(tensor, host)
-
-    def close(self) -> None:
-        """Leave the world."""
-        self._inner.close()
 
     def _host_tensor(self, tensor: Tensor) -> Tensor:
         if not self._stages(tensor):

@@ -114,18 +114,11 @@ class StrictTransport:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over all ranks, in place."""
-        self._collective(
-            "all_reduce", tensor, tensor, lambda tensors: [sum(tensors[1:], tensors[0].clone())] * len(tensors)
-        )
+        self._collective("all_reduce", tensor, tensor, lambda tensors: [_sum(tensors)] * len(tensors))
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Sum over all ranks and keep this rank's slice."""
-        self._collective(
-            "reduce_scatter",
-            output,
-            source,
-            lambda tensors: list(sum(tensors[1:], tensors[0].clone()).chunk(self.world_size)),
-        )
+        self._collective("reduce_scatter", output, source, lambda tensors: _sum(tensors).chunk(self.world_size))
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Concatenate the tensors of all ranks."""
@@ -161,6 +154,10 @@ class _StrictPending:
 def _size(tensor: Tensor) -> tuple[object, ...]:
     assert tensor.is_contiguous(), f"messages must be contiguous, got strides {tensor.stride()}"
     return (tuple(tensor.shape), str(tensor.dtype))
+
+
+def _sum(tensors: list[Tensor]) -> Tensor:
+    return sum(tensors[1:], tensors[0].clone())
 
 
 @torch.no_grad()

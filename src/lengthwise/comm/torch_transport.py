@@ -1,4 +1,4 @@
-"""Transport over torch.distributed: gloo for host memory, NCCL beside it for GPUs.
+"""The transport of a run: torch.distributed, with gloo for host memory and NCCL beside it for GPUs.
 
 Transfers are grouped `batch_isend_irecv` calls only (a bare isend makes a communicator for each pair on NCCL) and have
 a group of their own, also over all ranks, so that they never share a communicator with collectives. All edges that a
@@ -22,7 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lengthwise.comm.transport import Clock, Message, Pending, lies_on_a_device
+from lengthwise.comm.solo import SoloTransport
+from lengthwise.comm.staged import StagedTransport
+from lengthwise.comm.transport import Clock, Message, Pending, Transport, lies_on_a_device
 from lengthwise.comm.watch import Posted, Watch
 from lengthwise.comm.world import World
 from lengthwise.core.errors import TransferError
@@ -30,6 +32,34 @@ from lengthwise.core.errors import TransferError
 Result = TypeVar("Result")
 
 _NCCL_GRACE_SECONDS = 60.0
+
+
+def join(
+    world: World,
+    *,
+    timeout_seconds: float,
+    on_phase: Callable[[str], None] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Transport:
+    """Claim the rank's device, join the other ranks, and return the transport between them; `say` hears which.
+
+    Raises:
+        TransferError: not all ranks came.
+        RankError: some are on GPUs and some are not.
+    """
+    if world.world_size == 1:
+        world.claim_device()
+        return SoloTransport()
+    transport = TorchTransport(world, timeout_seconds=timeout_seconds, on_phase=on_phase)
+    if say is not None:
+        say(f"transfers: {_means(world, transport.shares_gpus)}")
+    return StagedTransport(transport) if transport.shares_gpus else transport
+
+
+def _means(world: World, sharing: bool) -> str:
+    if sharing:
+        return "through host memory and gloo; because ranks share a GPU, and NCCL takes one rank a device"
+    return "NCCL; because each rank has a GPU of its own" if world.gpus else "gloo; because the run computes on the CPU"
 
 
 class TorchTransport:
@@ -85,11 +115,11 @@ class TorchTransport:
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Sum over all ranks and keep this rank's slice."""
-        self._collective(lambda group: _reduce_scatter(output, source, group), output, source)
+        self._collective(lambda group: _reduce_scatter(output, source, group=group, async_op=True), output, source)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Concatenate the tensors of all ranks."""
-        self._collective(lambda group: _all_gather(output, source, group), output, source)
+        self._collective(lambda group: _all_gather(output, source, group=group, async_op=True), output, source)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite with the tensor of rank `source`."""
@@ -194,12 +224,6 @@ def _all_ranks(timeout: timedelta, device: torch.device | None = None) -> dist.P
     return group
 
 
-def _reduce_scatter(output: Tensor, source: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
-    # torch 2.13 renames the call and deprecates the old name.
-    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return call(output, source, group=group, async_op=True)
-
-
-def _all_gather(output: Tensor, source: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
-    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return call(output, source, group=group, async_op=True)
+# torch 2.13 renames these calls and deprecates the old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

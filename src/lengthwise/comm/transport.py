@@ -67,14 +67,7 @@ class Transport(Protocol):
     rank: int
     world_size: int
     clock: Clock
-
-    @property
-    def phase(self) -> str:
-        """Where in the step this rank is, in words; set by the caller and named in every error."""
-        ...
-
-    @phase.setter
-    def phase(self, phase: str) -> None: ...
+    phase: str  # where in the step this rank is, in words; set by the caller and named in every error
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post one grouped call. Messages between two ranks match in the order posted; there are no tags."""
@@ -99,3 +92,24 @@ class Transport(Protocol):
     def close(self) -> None:
         """Leave the world."""
         ...
+
+
+class Around:
+    """A transport around another: its rank, clock and phase are the other's."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self.rank, self.world_size, self.clock = inner.rank, inner.world_size, inner.clock
+
+    @property
+    def phase(self) -> str:
+        """Where in the step this rank is, in words."""
+        return self._inner.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._inner.phase = phase
+
+    def close(self) -> None:
+        """Leave the world."""
+        self._inner.close()

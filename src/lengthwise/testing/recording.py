@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lengthwise.comm.transport import Message, Pending, Transport
+from lengthwise.comm.transport import Around, Message, Pending, Transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,21 +20,12 @@ class Call:
     receives: tuple[tuple[int, tuple[int, ...], str], ...] = ()
 
 
-class RecordingTransport:
+class RecordingTransport(Around):
     """A transport around another; `calls` is what went through it."""
 
     def __init__(self, inner: Transport) -> None:
-        self._inner, self.calls = inner, list[Call]()
-        self.rank, self.world_size, self.clock = inner.rank, inner.world_size, inner.clock
-
-    @property
-    def phase(self) -> str:
-        """Where in the step this rank is."""
-        return self._inner.phase
-
-    @phase.setter
-    def phase(self, phase: str) -> None:
-        self._inner.phase = phase
+        super().__init__(inner)
+        self.calls: list[Call] = []
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Record and post one grouped call."""
@@ -62,10 +53,6 @@ class RecordingTransport:
         """Record and overwrite."""
         self._collective("broadcast")
         self._inner.broadcast(tensor, source)
-
-    def close(self) -> None:
-        """Leave the world."""
-        self._inner.close()
 
     def _collective(self, name: str) -> None:
         self.calls.append(Call(name=name, phase=self.phase))
