@@ -64,13 +64,8 @@ class World:
                 got=f"{on_gpu} of {self.world_size} on a GPU; this one {'is' if self.gpus else 'is not'}",
                 remedy="Set device: cpu in the run file, or start on machines that all have GPUs.",
             )
-        dist.init_process_group(
-            "gloo",
-            store=PrefixStore("default_pg", store),
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timeout,
-        )
+        store = PrefixStore("default_pg", store)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
         return sharing > 0
 
     def _count(self, store: Store, timeout: timedelta) -> tuple[int, int]:

@@ -4,15 +4,13 @@ After the config and before the planner on the way of the data. numpy only; tran
 its tokenizer, torch never.
 """
 
-from lengthwise.data.dataset import NO_LOSS, Dataset, MemoryDataset
-from lengthwise.data.fit import check_fits, check_positions
+from lengthwise.data.dataset import NO_LOSS, Dataset, MemoryDataset, check_fits, check_positions
 from lengthwise.data.load import load_dataset
-from lengthwise.data.sampler import Batch, Batches, epoch_order
+from lengthwise.data.sampler import Batches, epoch_order
 from lengthwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
     "NO_LOSS",
-    "Batch",
     "Batches",
     "ByteTokenizer",
     "Dataset",

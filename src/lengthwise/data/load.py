@@ -23,11 +23,7 @@ _LINE = re.compile(r":\d+$")  # of a row's place in its file
 
 
 def load_dataset(
-    sources: Sequence[DataSource],
-    *,
-    tokenizer: Callable[[], Tokenizer],
-    vocab_size: int | None,
-    key: str = "data",
+    sources: Sequence[DataSource], *, tokenizer: Callable[[], Tokenizer], vocab_size: int | None, key: str = "data"
 ) -> MemoryDataset:
     """Read all rows of all sources, in order.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterable
@@ -95,15 +96,10 @@ class RowParser:
     def _to_ids(self, values: object, column: str, where: str) -> np.ndarray:
         if not isinstance(values, list):
             raise _refuse(where, f'"{column}" to be a list of whole numbers', _told(values))
-        with_no_loss = column == "labels"
         if set(map(type, values)) <= {int}:  # a bool is no int here, and no float is cast
-            try:
+            with contextlib.suppress(OverflowError):
                 ids = np.array(values, dtype=np.int64)
-            except OverflowError:
-                ids = None
-            if ids is not None:
-                good = (ids >= 0) & (ids < self._limit)
-                if bool(np.all(good | (ids == NO_LOSS) if with_no_loss else good)):
+                if np.all((ids >= 0) & (ids < self._limit) | (column == "labels") & (ids == NO_LOSS)):
                     return ids.astype(np.int32)
         raise self._bad_id(values, column, where)
 
@@ -141,9 +137,8 @@ def _check_columns(values: dict[str, Any], where: str) -> None:
     for name, value in values.items():
         if name != "labels" and _LIKE_LABELS.fullmatch(name.lower()) and not _says_nothing(name, value, values):
             expected = f'"labels" with {NO_LOSS} where there is no loss, in place of other labels, masks and positions'
-            raise _refuse(
-                where, expected, f'"{name}", which would be ignored', "Write it into `labels`, or take it out."
-            )
+            got = f'"{name}", which would be ignored'
+            raise _refuse(where, expected, got, "Write it into `labels`, or take it out.")
 
 
 def _says_nothing(name: str, value: object, values: dict[str, Any]) -> bool:

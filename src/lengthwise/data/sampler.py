@@ -32,20 +32,15 @@ class Batch:
 
 def epoch_order(ids: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
     """Permute distinct `ids` (int64, not negative) for one epoch."""
-    base = _mix(_mix(seed) + epoch)
-    with np.errstate(over="ignore"):
-        mixed = np.asarray(ids).astype(np.uint64) + np.uint64((base + _GAMMA) & _MASK)
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_FIRST)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_SECOND)
-        mixed ^= mixed >> np.uint64(31)
-    return np.asarray(ids)[np.argsort(mixed, kind="stable")]
+    base = _mix(_mix(np.array([seed & _MASK], dtype=np.uint64)) + np.uint64(epoch))
+    return np.asarray(ids)[np.argsort(_mix(base + np.asarray(ids).astype(np.uint64)), kind="stable")]
 
 
-def _mix(value: int) -> int:
-    value = (value + _GAMMA) & _MASK
-    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
-    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
-    return value ^ (value >> 31)
+def _mix(values: np.ndarray) -> np.ndarray:
+    values = values + np.uint64(_GAMMA)  # arrays of whole numbers wrap around, as the definition wants
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(_FIRST)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(_SECOND)
+    return values ^ (values >> np.uint64(31))
 
 
 class Batches:

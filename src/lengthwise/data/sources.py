@@ -51,13 +51,23 @@ class Listing:
 def list_source(source: DataSource, report: Report) -> Listing:
     """Find the files of a source, sorted by their path inside it."""
     if source.python_stdlib:
-        root = Path(sysconfig.get_paths()["stdlib"])
+        root, label = Path(sysconfig.get_paths()["stdlib"]), "python_stdlib"
         names = [name for name in _walk(root, _STDLIB_LEFT_OUT, report) if name.endswith(".py")]
-        return _listing(root, "python_stdlib", names, report, python=True)
-    assert source.path is not None, "a DataSource has a path or python_stdlib"
-    if os.path.isdir(source.path):
-        return _listing(source.path, source.path.name, _walk(source.path, frozenset(), report), report, python=False)
-    return Listing(root=source.path, label=source.path.name, names=None, python=False)
+    else:
+        assert source.path is not None, "a DataSource has a path or python_stdlib"
+        root, label = source.path, source.path.name
+        if not os.path.isdir(root):
+            return Listing(root=root, label=label, names=None, python=False)
+        names = _walk(root, frozenset(), report)
+    rows = [name for name in names if name.endswith(".jsonl")]
+    if rows:
+        got = f"{counted(len(rows), 'file')} of JSON lines ({rows[0]})"
+        remedy = "{name_files|Name each as a source of its own, with its path}."
+        report(DataError(_printable(str(root)), expected="a folder of text files", got=got, remedy=remedy))
+    if not names:
+        remedy = "Hidden files and links are left out; name a folder that has others."
+        report(DataError(_printable(str(root)), expected="files", got="a folder without any", remedy=remedy))
+    return Listing(root=root, label=_printable(label), names=tuple(sorted(names)), python=source.python_stdlib)
 
 
 def read_rows(listing: Listing, parser: RowParser, report: Report) -> Iterator[Row]:
@@ -81,20 +91,6 @@ def read_rows(listing: Listing, parser: RowParser, report: Report) -> Iterator[R
                 yield Row(where=where, text=decode_utf8(raw, where=where), empty=empty)
         except DataError as error:
             report(error)
-
-
-def _listing(root: Path, label: str, names: list[str], report: Report, *, python: bool) -> Listing:
-    rows = [name for name in names if name.endswith(".jsonl")]
-    if rows:
-        got, remedy = (
-            f"{counted(len(rows), 'file')} of JSON lines ({rows[0]})",
-            "{name_files|Name each as a source of its own, with its path}.",
-        )
-        report(DataError(_printable(str(root)), expected="a folder of text files", got=got, remedy=remedy))
-    if not names:
-        remedy = "Hidden files and links are left out; name a folder that has others."
-        report(DataError(_printable(str(root)), expected="files", got="a folder without any", remedy=remedy))
-    return Listing(root=root, label=_printable(label), names=tuple(sorted(names)), python=python)
 
 
 def _walk(root: Path, left_out: frozenset[str], report: Report) -> list[str]:

@@ -118,8 +118,4 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise ConfigError("tokenizer", expected=f"a tokenizer at {name}", got=got, remedy=remedy) from error
     if not vocab:
         raise ConfigError("tokenizer", expected=f"a tokenizer at {name}", got="an empty vocabulary", remedy=remedy)
-    return HuggingFaceTokenizer(
-        name=name,
-        eos_id=loaded.eos_token_id,
-        tokenizer=loaded,
-    )
+    return HuggingFaceTokenizer(name=name, eos_id=loaded.eos_token_id, tokenizer=loaded)

@@ -16,19 +16,13 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedConfig,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from lengthwise.config.schema import TINY_MODEL
 from lengthwise.core.errors import ConfigError, OutputError
 from lengthwise.cost import named_shape
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
-from lengthwise.models.weights import holds_weights
+from lengthwise.models.weights import first_names, holds_weights
 
 # Experts one by one: Hugging Face's grouped products know no fp64 and round differently with the number of tokens.
 EXPERTS = "eager"
@@ -181,9 +175,7 @@ def _refuse_other_weights(name: str, loading: dict[str, Any]) -> None:
     """Refuse what Hugging Face only warns of: parameters drawn anew or left aside are a model that nobody asked for."""
     kinds = {"missing": "missing_keys", "not in the model": "unexpected_keys", "of another shape": "mismatched_keys"}
     found = {kind: sorted(map(str, loading.get(key) or ())) for kind, key in kinds.items()}
-    wrong = [
-        f"{len(keys)} {kind} ({', '.join(keys[:3])}{', ...' * (len(keys) > 3)})" for kind, keys in found.items() if keys
-    ]
+    wrong = [f"{len(keys)} {kind} ({first_names(keys)})" for kind, keys in found.items() if keys]
     if wrong:
         raise ConfigError(
             f"model {name}",
@@ -218,18 +210,27 @@ def save_model(model: Any, folder: Path) -> None:
     try:
         model.save_pretrained(folder, state_dict=state)
     except OSError as error:
-        raise OutputError(
-            str(folder), expected="a folder to write the model to", got=str(error), remedy="Free or repair the folder."
-        ) from None
+        raise unwritable(folder, "the model", error) from None
+
+
+def unwritable(folder: Path, what: str, error: Exception) -> OutputError:
+    """Make the error for a folder that `what` cannot be written to."""
+    expected = f"a folder to write {what} to"
+    return OutputError(str(folder), expected=expected, got=str(error), remedy="Free or repair the folder.")
 
 
 def _unreadable(name: str, error: Exception) -> ConfigError:
     return ConfigError(
         "model",
         expected="tiny, a Hugging Face folder with config.json (and safetensors), or a hub name that can be reached",
-        got=f"{name}: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}",
+        got=f"{name}: {first_line(error)}",
         remedy="Correct the name, or download the model and give its folder.",
     )
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, or its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _refuse_config(where: str, error: Exception | str) -> ConfigError:

@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lengthwise.config import LoraConfig
-from lengthwise.core.errors import ConfigError, OutputError, raise_problems
+from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.names import did_you_mean
 from lengthwise.models.adapter import ATTENTION_NAME
-from lengthwise.models.load import ModelSource, build_model, build_skeleton
+from lengthwise.models.load import ModelSource, build_model, build_skeleton, first_line, unwritable
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
@@ -48,12 +48,8 @@ def check_lora(source: ModelSource, lora: LoraConfig | None) -> None:
         return
     _peft()
     if not source.weights:
-        raise ConfigError(
-            "lora",
-            expected="a base model with weights",
-            got=f"{source.name}, whose weights start from the seed and are saved nowhere",
-            remedy="Give a model with weights, or take lora out.",
-        )
+        got = f"{source.name}, whose weights start from the seed and are saved nowhere"
+        raise _refuse("lora", "a base model with weights", got, "Give a model with weights, or take lora out.")
     skeleton = build_skeleton(source.config)
     config = _peft_config(source, lora, skeleton, draws_both=False)
     if lora.adapter is None:
@@ -64,7 +60,7 @@ def check_lora(source: ModelSource, lora: LoraConfig | None) -> None:
             warnings.simplefilter("error")
             _inject(config, skeleton)
     except (ValueError, Warning) as error:
-        raise _refuse(where, "layers that peft can adapt", _first_line(error)) from None
+        raise _refuse(where, "layers that peft can adapt", first_line(error)) from None
     if config.target_parameters:  # what peft makes of experts that Hugging Face keeps in one parameter
         remedy = "Name layers outside of the experts, for example [q_proj, k_proj, v_proj, o_proj]."
         raise _refuse(where, "linear and embedding layers only", "the experts of a mixture", remedy)
@@ -113,21 +109,14 @@ def save_adapter(model: Any, folder: Path) -> None:
         (folder / CONFIG_NAME).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         save_file(state, folder / WEIGHTS_NAME, metadata={"format": "pt"})
     except (OSError, SafetensorError) as error:
-        raise OutputError(
-            str(folder),
-            expected="a folder to write the adapter to",
-            got=str(error),
-            remedy="Free or repair the folder.",
-        ) from None
+        raise unwritable(folder, "the adapter", error) from None
 
 
 def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ConfigError(
-            "lora", expected="the package peft", got=_first_line(error), remedy="Install it: pip install 'peft>=0.21'."
-        ) from None
+        raise _refuse("lora", "the package peft", first_line(error), "Install it: pip install 'peft>=0.21'.") from None
     return peft
 
 
@@ -189,7 +178,7 @@ def _read_adapter_config(folder: Path) -> dict[str, Any]:
     try:
         saved = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise _refuse("lora.adapter", f"a folder with {CONFIG_NAME}", f"{folder}: {_first_line(error)}") from None
+        raise _refuse("lora.adapter", f"a folder with {CONFIG_NAME}", f"{folder}: {first_line(error)}") from None
     if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
         kind = saved.get("peft_type") if isinstance(saved, dict) else type(saved).__name__
         raise _refuse("lora.adapter", "an adapter of peft_type LORA", str(kind))
@@ -210,7 +199,7 @@ def _check_weights(folder: Path, model: nn.Module) -> None:
         with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
             saved = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError) as error:
-        raise _refuse("lora.adapter", f"a folder with {WEIGHTS_NAME}", f"{folder}: {_first_line(error)}") from None
+        raise _refuse("lora.adapter", f"a folder with {WEIGHTS_NAME}", f"{folder}: {first_line(error)}") from None
     asked = {name: list(parameter.shape) for name, parameter in _adapters(model).items()}
     copies = sorted(name for name in saved.keys() - asked.keys() if name.endswith(_BASE_COPY))
     if copies:  # peft adds it by itself where an embedding is a target
@@ -236,7 +225,3 @@ def _adapters(model: nn.Module) -> dict[str, Tensor]:
 
 def _refuse(where: str, expected: str, got: str, remedy: str = "Give another one.") -> ConfigError:
     return ConfigError(where, expected=expected, got=got, remedy=remedy)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -67,11 +67,11 @@ def _check_shards(folder: Path, weight_map: dict[str, str]) -> None:
     shards = sorted(set(weight_map.values()))
     missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
-        raise _refuse(folder, f"{len(missing)} of {len(shards)} files of {_INDEX} missing ({_some(missing)})")
+        raise _refuse(folder, f"{len(missing)} of {len(shards)} files of {_INDEX} missing ({first_names(missing)})")
     there = {(tensor, name) for name in shards for tensor in _tensor_names(folder, name)}
     lost = sorted(tensor for tensor, name in weight_map.items() - there)
     if lost:
-        raise _refuse(folder, f"{len(lost)} tensors of {_INDEX} not in their files ({_some(lost)})")
+        raise _refuse(folder, f"{len(lost)} tensors of {_INDEX} not in their files ({first_names(lost)})")
 
 
 def _tensor_names(folder: Path, name: str) -> list[str]:
@@ -82,7 +82,8 @@ def _tensor_names(folder: Path, name: str) -> list[str]:
         raise _refuse(folder, f"{name}: {error}") from None
 
 
-def _some(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
+    """List the first three of many names."""
     return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
