@@ -138,8 +138,11 @@ class StrictTransport:
     ) -> None:
         size = (name, _size(output), _size(source))
         operation = Operation(kind="collective", size=size, payload=(output, source, combine))
+        self._wait(self._world.post(self.rank, self.phase, [operation]))
+
+    def _wait(self, group: Group) -> None:
         with self.clock.waiting():
-            self._world.wait(self.rank, self._world.post(self.rank, self.phase, [operation]))
+            self._world.wait(self.rank, group)
 
 
 class _StrictPending:
@@ -147,8 +150,7 @@ class _StrictPending:
         self._transport, self._group = transport, group
 
     def wait(self) -> None:
-        with self._transport.clock.waiting():
-            self._transport._world.wait(self._transport.rank, self._group)
+        self._transport._wait(self._group)
 
 
 def _size(tensor: Tensor) -> tuple[object, ...]:

@@ -15,6 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -106,7 +107,6 @@ class TorchTransport:
         operations += [dist.P2POp(dist.irecv, tensor, peer, group=group) for tensor, peer in receives]
         peers = sorted({peer for _, peer in (*sends, *receives)})
         works = self._guard(lambda: dist.batch_isend_irecv(operations), peers) if operations else []
-        # The tensors must outlive the transfer: gloo and NCCL read and write them in the background.
         return self._pending(works, peers, [tensor for tensor, _ in (*sends, *receives)])
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -143,9 +143,9 @@ class TorchTransport:
 
     def _pending(self, works: Sequence[dist.Work], peers: Sequence[int] | None, alive: Sequence[Tensor]) -> Pending:
         if self._watch is None or not any(map(lies_on_a_device, alive)):
-            return _TorchPending(self, works, peers, alive)
+            return _TorchPending(transport=self, works=works, peers=peers, alive=alive)
         self._watch.add(works, phase=self.phase, others=_named(peers))
-        return _StreamPending(self, works, peers, alive)
+        return _StreamPending(transport=self, works=works, peers=peers, alive=alive)
 
     def _connect_line(self) -> None:
         peers = [peer for step in (-2, -1, 1, 2) if 0 <= (peer := self.rank + step) < self.world_size]
@@ -176,22 +176,19 @@ class TorchTransport:
         os._exit(TransferError.exit_status)
 
 
+@dataclass(kw_only=True)
 class _TorchPending:
     """Waits on the host until all has arrived."""
 
-    def __init__(
-        self,
-        transport: TorchTransport,
-        works: Sequence[dist.Work],
-        peers: Sequence[int] | None,
-        alive: Sequence[Tensor],
-    ) -> None:
-        self._transport, self._works, self._peers, self._alive = transport, works, peers, alive
+    transport: TorchTransport
+    works: Sequence[dist.Work]
+    peers: Sequence[int] | None
+    alive: Sequence[Tensor]  # gloo and NCCL read and write them in the background
 
     def wait(self) -> None:
-        for work in self._works:
-            self._transport._guard(work.wait, self._peers)
-        self._alive = ()
+        for work in self.works:
+            self.transport._guard(work.wait, self.peers)
+        self.alive = ()
 
 
 class _StreamPending(_TorchPending):
@@ -202,7 +199,7 @@ class _StreamPending(_TorchPending):
         before.record()
         super().wait()
         after.record()
-        self._transport.clock.note_stream_wait(before, after)
+        self.transport.clock.note_stream_wait(before, after)
 
 
 def _zero(device: torch.device) -> Tensor:

@@ -102,20 +102,21 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == BYTES_TOKENIZER:
         return ByteTokenizer()
-    remedy = (
-        "Set {tokenizer|`tokenizer`} to bytes, to a folder with tokenizer files, or to a hub name that can be reached."
-    )
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        got = f"no transformers ({error})"
-        raise ConfigError("tokenizer", expected=f"transformers, to load {name}", got=got, remedy=remedy) from None
+        raise _refuse(f"transformers, to load {name}", f"no transformers ({error})") from None
     try:
         loaded: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         vocab: dict[str, int] = loaded.get_vocab()
     except Exception as error:  # files from outside, and the Rust tokenizers raise plain Exception
         got = f"{type(error).__name__}: {str(error)[:300].rstrip('.')}"
-        raise ConfigError("tokenizer", expected=f"a tokenizer at {name}", got=got, remedy=remedy) from error
+        raise _refuse(f"a tokenizer at {name}", got) from error
     if not vocab:
-        raise ConfigError("tokenizer", expected=f"a tokenizer at {name}", got="an empty vocabulary", remedy=remedy)
+        raise _refuse(f"a tokenizer at {name}", "an empty vocabulary")
     return HuggingFaceTokenizer(name=name, eos_id=loaded.eos_token_id, tokenizer=loaded)
+
+
+def _refuse(expected: str, got: str) -> ConfigError:
+    remedy = "to bytes, to a folder with tokenizer files, or to a hub name that can be reached."
+    return ConfigError("tokenizer", expected=expected, got=got, remedy=f"Set {{tokenizer|`tokenizer`}} {remedy}")

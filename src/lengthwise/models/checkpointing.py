@@ -1,10 +1,9 @@
 """Activation checkpointing: backward computes layers again, for the microbatches whose plan says so.
 
-Hugging Face wraps every decoder layer of its models for this; the wrap is switched on for the forward of one
-microbatch, with torch's non-reentrant checkpoint (so frozen embeddings and keyword arguments need nothing special).
-A layer's second run makes its ring's forward rounds again right before its backward rounds; since `recompute` is in the
-plan, all ranks of the ring do. torch ends a second run early, once all that was saved is there again: an attention
-saves after its ring is done, so a ring is never left halfway, nor left out by one rank alone.
+Hugging Face wraps every decoder layer for this; the wrap is switched on for the forward of one microbatch, with torch's
+non-reentrant checkpoint. A layer's second run makes its ring's forward rounds again right before its backward rounds;
+`recompute` is in the plan, so all ranks of the ring do. torch ends a second run once all that was saved is there again:
+an attention saves after its ring is done, so a ring is never left halfway.
 
 Costs one more forward of all layers (without the output head; without attention under `all_but_attention`). Saved from
 each layer: its input, and under `all_but_attention` what `attention.recompute` keeps. Chen et al. 2016

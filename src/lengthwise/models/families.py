@@ -54,36 +54,25 @@ def check_model_config(config: Any) -> None:
 
     for key, value in config.to_dict().items():
         if value and any(word in key for word in RANDOM_WORDS) and not key.startswith("summary_"):
-            refuse(
-                key,
-                "0 (what is drawn at random in training is not supported yet)",
-                value,
-                f"Set {key} to 0. Needed: draws keyed by seed, step, sequence and layer, the same under every plan.",
-            )
+            needed = "draws keyed by seed, step, sequence and layer, the same under every plan"
+            expected = "0 (what is drawn at random in training is not supported yet)"
+            refuse(key, expected, value, f"Set {key} to 0. Needed: {needed}.")
     both_ways = getattr(config, "use_bidirectional_attention", None)  # "vision" is about tokens of images: none here
     if getattr(config, "is_causal", None) is False or both_ways not in (None, False, "vision"):
-        refuse(
-            "is_causal",
-            "causal attention (each token sees those before it)",
-            "bidirectional",
-            "Use a causal language model. Needed: plans whose blocks see what comes after.",
-        )
+        remedy = "Use a causal language model. Needed: plans whose blocks see what comes after."
+        refuse("is_causal", "causal attention (each token sees those before it)", "bidirectional", remedy)
+    known = (*STATIC_ROPE, *LENGTH_ROPE)
     for where, kind in rope_kinds(config):
-        if kind not in (*STATIC_ROPE, *LENGTH_ROPE):
-            refuse(
-                where,
-                f"one whose frequencies are known ({', '.join((*STATIC_ROPE, *LENGTH_ROPE))})",
-                kind,
-                "Needed: whether its frequencies depend on a sequence's length; if so, lengthwise.models.rope.",
-            )
+        if kind not in known:
+            remedy = "Needed: whether its frequencies depend on a sequence's length; if so, lengthwise.models.rope."
+            refuse(where, f"one whose frequencies are known ({', '.join(known)})", kind, remedy)
     for key, (expected, remedy) in _SWITCHES.items():
         if getattr(config, key, None):
             refuse(key, expected, getattr(config, key), remedy)
     if config.model_type in FAMILIES:
         for where, kind, needed in _other_layers(config):
-            refuse(
-                where, f"layers that attend fully or in a window ({', '.join(LAYER_TYPES)})", kind, f"Needed: {needed}."
-            )
+            expected = f"layers that attend fully or in a window ({', '.join(LAYER_TYPES)})"
+            refuse(where, expected, kind, f"Needed: {needed}.")
     problems += router_problems(config)
     raise_problems(problems)
 

@@ -1,15 +1,13 @@
 """The balance loss of a model's routers, over all tokens of a global batch, whatever the plan.
 
-Hugging Face's `load_balancing_loss_func`, the same text in every family listed here, says for the router logits of all
-layers taken as one list of rows, with E experts of which each row chooses k:
+Hugging Face's `load_balancing_loss_func` says for the router logits of all layers as one list of rows, with E experts:
 
     balance = E x sum over e of f_e x P_e      f_e = choices of expert e / rows      P_e = mean probability of e
 
-f is a count and has no gradient; P is a sum over rows. So the loss over a batch that is cut and packed over many ranks
-is exact once f is known of the whole batch: every row adds its own E x sum of f_e x p_e / rows. Averaging the loss of
-each microbatch, as is common, gives another number for every plan. f is needed before the first backward, hence
-a pass that only counts, and one sum of E + 1 whole numbers over all ranks.
-Switch Transformer (arXiv 2101.03961), equations 4 to 6. Cost: the counting pass, see `engine.step`.
+f is a count without gradient and P a sum over rows: once f is known of the whole batch, each row adds its own
+E x sum of f_e x p_e / rows, on whatever rank it is. Hence a pass that only counts before the first backward, and one
+sum of E + 1 whole numbers over all ranks. Cost: that pass, see `engine.step`.
+Switch Transformer (arXiv 2101.03961), equations 4 to 6.
 """
 
 from __future__ import annotations
