@@ -67,7 +67,14 @@ class Transport(Protocol):
     rank: int
     world_size: int
     clock: Clock
-    phase: str  # where in the step this rank is, in words; set by the caller and named in every error
+
+    @property
+    def phase(self) -> str:
+        """Where in the step this rank is, in words; set by the caller and named in every error."""
+        ...
+
+    @phase.setter
+    def phase(self, phase: str) -> None: ...
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post one grouped call. Messages between two ranks match in the order posted; there are no tags."""
