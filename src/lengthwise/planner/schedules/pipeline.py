@@ -33,7 +33,7 @@ RAMPS = (0.5, 1.0, 2.0, 3.0)  # slots of one, in stages
 GROWTHS = (1.1, 1.2, 1.35)  # of a slot over the one before, in a ramp
 _MOST_SLOTS = 256
 _COARSE = 1.02  # between sums of slots for which all profiles are compared with the same degrees
-_TRIED, _FILLED = 9, 3  # profiles that are tried, and those that all sequences have room in
+_TRIED, _FILLED = 9, 4  # profiles that are tried, and those that all sequences have room in
 _SMALL = 50_000  # sequences x ranks, up to which they are filled whenever they should end
 _REFINED = 3  # times that a slot's time and the degrees that it asks for are found from each other
 
