@@ -25,11 +25,12 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from lengthwise.core.errors import ConfigError
+from lengthwise.core.names import BYTES_TOKENIZER
 from lengthwise.core.sizes import parse_tokens
 
 DEFAULT_STEPS = 100
 ALL_LINEAR = "all-linear"
-TINY_MODEL, BYTES_TOKENIZER = "tiny", "bytes"
+TINY_MODEL = "tiny"
 
 # A YAML list is what a user can write for a tuple, and text for a path: the two places where strict types give way.
 _Path = Annotated[Path, Field(strict=False)]

@@ -8,15 +8,18 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lengthwise.config.schema import DataSource
 from lengthwise.core.errors import DataError, raise_problems
 from lengthwise.data.dataset import DatasetBuilder, MemoryDataset
 from lengthwise.data.rows import Row, RowParser
 from lengthwise.data.sources import list_source, read_rows
 from lengthwise.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lengthwise.config.schema import DataSource
 
 _SHOWN = 20
 _LINE = re.compile(r":\d+$")  # of a row's place in its file

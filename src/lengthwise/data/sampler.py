@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lengthwise.config.schema import RunConfig
 from lengthwise.core.errors import DataError
 from lengthwise.data.dataset import Dataset
+
+if TYPE_CHECKING:
+    from lengthwise.config.schema import RunConfig
 
 _MASK = (1 << 64) - 1
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

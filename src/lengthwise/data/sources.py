@@ -14,11 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lengthwise.config.schema import DataSource
 from lengthwise.core.errors import DataError
 from lengthwise.core.names import counted
 from lengthwise.data.rows import Row, RowParser, decode_utf8
+
+if TYPE_CHECKING:
+    from lengthwise.config.schema import DataSource
 
 # Not the library itself: its tests, and what is installed or compiled beside it.
 _HEAD = 4096  # bytes of a file that are looked at for its kind

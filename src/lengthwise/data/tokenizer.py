@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lengthwise.config.schema import BYTES_TOKENIZER
 from lengthwise.core.errors import ConfigError
+from lengthwise.core.names import BYTES_TOKENIZER
 
 
 class Tokenizer(Protocol):
