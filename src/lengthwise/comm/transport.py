@@ -28,7 +28,6 @@ class Pending(Protocol):
         Raises:
             TransferError: a peer is gone or the time-out passed; names rank, step and phase.
         """
-        ...
 
 
 class Clock:
@@ -82,23 +81,18 @@ class Transport(Protocol):
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum `tensor` over all ranks, in place."""
-        ...
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Sum `source` over all ranks and put this rank's slice, one world_size-th, into `output`."""
-        ...
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Put the `source` of every rank one after the other into `output`."""
-        ...
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite `tensor` with that of rank `source`."""
-        ...
 
     def close(self) -> None:
         """Leave the world."""
-        ...
 
 
 class Around:

@@ -70,18 +70,14 @@ class _Refusals:
             self._kept[kind] = (first, count + 1)
 
     def raise_all(self, key: str) -> None:
-        problems = [
-            DataError(first.where, expected=first.expected, got=f"{first.got}{_alike(count)}", remedy=first.remedy)
-            for first, count in self._kept.values()
-        ]
+        problems = []
+        for first, count in self._kept.values():
+            got = first.got + (f" (and in {count - 1} more rows)" if count > 1 else "")
+            problems.append(DataError(first.where, expected=first.expected, got=got, remedy=first.remedy))
         if self._count > sum(count for _, count in self._kept.values()):
             got, remedy = f"{self._count}, the first {_SHOWN} above", "Correct these; the same causes may repeat."
             problems.append(DataError(key, expected="no bad rows", got=got, remedy=remedy))
         raise_problems(problems)
-
-
-def _alike(count: int) -> str:
-    return f" (and in {count - 1} more rows)" if count > 1 else ""
 
 
 def _add_row(

@@ -40,13 +40,9 @@ _NAMED = 5  # wrong lengths named in one message; the others are counted
 
 
 def draw_lengths(recipe: str, tokens: int, seed: int, longest_tokens: int | None = None) -> list[int]:
-    """Draw lengths of a published set that sum to `tokens`, in random order.
+    """Draw lengths of a published set, one of `RECIPES`, that sum to `tokens`, in random order.
 
-    Args:
-        recipe: one of `RECIPES`.
-        tokens: the sum, at least 1.
-        seed: 0 or more.
-        longest_tokens: longer draws are clipped to this, as where a cluster cannot hold them.
+    Draws longer than `longest_tokens` are clipped to it, as where a cluster cannot hold them.
 
     Raises:
         ConfigError: an unknown recipe (the nearest is named), or a number out of range.
@@ -55,9 +51,7 @@ def draw_lengths(recipe: str, tokens: int, seed: int, longest_tokens: int | None
         raise unknown_name("recipe", recipe, RECIPES)
     tokens = read_whole("tokens", tokens, most=_MOST_TOKENS)
     seed = read_whole("seed", seed, least=0, most=2**63)
-    if longest_tokens is not None:
-        longest_tokens = read_whole("longest_tokens", longest_tokens, most=2**62)
-    cap = longest_tokens or 2**62
+    cap = 2**62 if longest_tokens is None else read_whole("longest_tokens", longest_tokens, most=2**62)
     rng = np.random.Generator(np.random.PCG64(seed))
     draws = _SETS[recipe]
     if "lognormal_mu" in draws:

@@ -44,7 +44,6 @@ class Tokenizer(Protocol):
 
     def save(self, folder: Path) -> None:
         """Put the tokenizer's files beside a saved model, where it has any."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,10 +63,9 @@ def model_router_logits(
 
 
 def _run(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor, **options: Any) -> Any:
-    """Return the model's output; rows past `planned.num_tokens` are padding, which stands for no one."""
+    """Return the model's output; rows past `planned.num_tokens` are padding, kept from attention, loss and counts."""
     # Up to a multiple that suits the device, and at least one token: a ring of more ranks than tokens leaves some
-    # without any, which still pass keys on, and Hugging Face cannot run on nothing. Padding is kept from attention,
-    # from the loss and from the routers' counts.
+    # without any, which still pass keys on, and Hugging Face cannot run on nothing.
     padding = planned.num_rows - planned.num_tokens
     if padding:
         input_ids, position_ids = (F.pad(x, (0, padding)) for x in (input_ids, position_ids))

@@ -110,33 +110,28 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
         ConfigError: weights that cannot be read, or are not exactly those that the config asks for.
     """
     register_attention()
-    if source.weights:
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source.name,
-                config=source.config,  # as read above: the file's own would choose attention
-                dtype=torch.float64 if source.config.dtype == torch.float64 else torch.float32,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # so that they are listed, and refused below with all others
-                attn_implementation=attention,
-                experts_implementation=EXPERTS,
-                use_safetensors=True,
-                trust_remote_code=False,
-            )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise _unreadable(source.name, error) from None
-        model, loading = loaded
-        _refuse_other_weights(source.name, loading)
-    else:
+    computing: dict[str, Any] = {"attn_implementation": attention, "experts_implementation": EXPERTS}
+    if not source.weights:
         # The copy: Hugging Face writes the attention's name into the config, and one source may build several models.
+        config = copy.deepcopy(source.config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(source.config),
-                dtype=torch.float32,
-                attn_implementation=attention,
-                experts_implementation=EXPERTS,
-            )
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **computing).train()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source.name,
+            config=source.config,  # as read above: the file's own would choose attention
+            dtype=torch.float64 if source.config.dtype == torch.float64 else torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are listed, and refused below with all others
+            use_safetensors=True,
+            trust_remote_code=False,
+            **computing,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise _unreadable(source.name, error) from None
+    model, loading = loaded
+    _refuse_other_weights(source.name, loading)
     return model.train()
 
 
