@@ -141,7 +141,7 @@ def describe_job(job: Job) -> str:
     device = f"{min(job.ranks, job.gpus)} GPU{'s' * (min(job.ranks, job.gpus) > 1)} here" if job.gpus else "CPU"
     return (
         f"model   {job.model.name} ({job.model.config.model_type}), {start}, {config.precision}\n{_lora_line(config)}"
-        f"data    {len(data.ids)} sequences, {count(data.num_tokens)} tokens, "
+        f"data    {len(data.ids)} sequences, {count(int(data.lengths.sum()))} tokens, "
         f"longest {data.lengths.max()}{beyond}{skipped}\n"
         f"ranks   {processes} on {device}, {config.capacity_tokens} tokens each a microbatch, "
         f"planner {config.planner}\n"

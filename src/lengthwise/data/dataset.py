@@ -40,6 +40,11 @@ class Dataset(Protocol):
         """The rows that are not left out, ascending, int64."""
         ...
 
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """How many rows are left out, by reason, for messages."""
+        ...
+
     def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and labels of tokens [start, stop) of a row, int32 [stop - start] each.
 

@@ -2,7 +2,7 @@
 
 from lengthwise.testing.families import Difference, build_pair, family_difference
 from lengthwise.testing.live import LiveBytes
-from lengthwise.testing.oracles import dense_attention, relative_error
+from lengthwise.testing.oracles import dense_attention, relative_error, rounding_floor
 from lengthwise.testing.plans import draw_lengths, make_plan, random_plan, visible_pairs
 from lengthwise.testing.ranks import run_ranks
 from lengthwise.testing.recording import Call, RecordingTransport
@@ -24,6 +24,7 @@ __all__ = [
     "make_plan",
     "random_plan",
     "relative_error",
+    "rounding_floor",
     "run_ranks",
     "tiny_family_config",
     "visible_pairs",

@@ -38,3 +38,11 @@ def relative_error(got: Tensor, expected: Tensor, *, floor: float = 1e-300) -> f
     assert got.shape == expected.shape, f"shapes differ: {tuple(got.shape)} and {tuple(expected.shape)}"
     error = ((got - expected).norm() / max(expected.norm().item(), floor)).item() if got.numel() else 0.0
     return error if error == error else float("inf")
+
+
+def rounding_floor(*gradients: Tensor) -> float:
+    """Return the norm under which a gradient of narrow floats is what larger terms leave when they cancel.
+
+    With one key dq and dk are zero, the difference of terms as large as dv: a tenth of the largest norm among them.
+    """
+    return 0.1 * max(each.norm().item() for each in gradients)
