@@ -23,8 +23,8 @@ from lengthwise.data.rows import Row, RowParser, decode_utf8
 if TYPE_CHECKING:
     from lengthwise.config.schema import DataSource
 
-# Not the library itself: its tests, and what is installed or compiled beside it.
 _HEAD = 4096  # bytes of a file that are looked at for its kind
+# Not the library itself: its tests, and what is installed or compiled beside it.
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 # How files begin that are no text, and how one makes JSON lines of them.
