@@ -34,6 +34,7 @@ from lengthwise.program.ring_order import interval_microbatch
 LEVELS = (1.0, 0.5, 0.25, 0.12, 0.06)  # of the bound, that a sequence may take
 _WIDENED = 1.03  # times the least limit, then the square of that and so on, until all rings fit
 _BISECTIONS = 5
+_NEARLY = 1 - 1e-6  # of the best so far: the last limit that is tried, or wide steps would pass it by
 _PLACING_STEPS = 15_000  # rings x thousands of ranks, placed in all
 _ROUNDING = 1e-9
 
@@ -84,11 +85,11 @@ class ColumnSearch:
         self._tried.add(degrees.tobytes())
         found = _Level(self._request, degrees, self._fill, counts_filling=self._counts_filling)
         low = limit = found.least_seconds
-        widened, best = _WIDENED, None
-        while limit < self._best_seconds and (best := self._placed(found, limit)) is None:
-            limit, widened = limit * widened, widened * widened
-        if best is None:
-            return None
+        widened, most = _WIDENED, self._best_seconds
+        while (best := self._placed(found, limit) if limit < most else None) is None:
+            if limit >= most * _NEARLY:
+                return None
+            limit, widened = min(limit * widened, most * _NEARLY), widened * widened
         for _ in range(_BISECTIONS if best.end_seconds > low else 0):
             limit = (low + best.end_seconds) / 2
             placed = self._placed(found, limit)
