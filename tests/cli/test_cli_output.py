@@ -1,12 +1,14 @@
-"""Files written whole or not at all, and in nobody's way."""
+"""Files written whole or not at all, and in nobody's way; the line of a step."""
 
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lengthwise.cli.output import refuse_unwritable_file, write_atomically
+from lengthwise.cli.train import step_line
 from lengthwise.core.errors import OutputError
 
 
@@ -45,3 +47,12 @@ def test_a_write_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch) -> No
     with pytest.raises(KeyboardInterrupt):
         write_atomically(tmp_path / "file.json", "text")
     assert not list(tmp_path.iterdir())
+
+
+def test_step_line_says_loss_speed_imbalance_idle_and_rings():
+    metrics = SimpleNamespace(
+        step=7, loss=1.23456, tokens_per_second=12_345, imbalance_ratio=1.5, idle_ratio=0.25, ring_token_ratio=0.5,
+        step_seconds=0.125,
+    )  # fmt: skip
+    text = step_line(metrics, 100)
+    assert text == "step   7/100  loss 1.2346  12.3K tokens/s  imbalance 1.50  idle 25.0 %  in rings 50.0 %  125 ms"

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lengthwise.report.figures import count, percent, seconds, unitless
 from lengthwise.report.lengths import length_histogram, summarize_lengths
-from lengthwise.report.progress import LiveLine, step_line
+from lengthwise.report.progress import LiveLine
 
 
 @pytest.mark.parametrize(
@@ -114,14 +114,6 @@ def test_live_line_elsewhere_is_plain_lines():
     line.update("x" * 300)
     line.close()
     assert screen.text == f"one\n{'x' * 300}\n"
-
-
-def test_step_line_says_loss_speed_imbalance_idle_and_rings():
-    text = step_line(
-        step=7, num_steps=100, loss=1.23456, tokens_per_second=12_345, imbalance_ratio=1.5, idle_ratio=0.25,
-        ring_token_ratio=0.5, step_seconds=0.125,
-    )  # fmt: skip
-    assert text == "step   7/100  loss 1.2346  12.3K tokens/s  imbalance 1.50  idle 25.0 %  in rings 50.0 %  125 ms"
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Microbatch, Piece
+from lengthwise.engine.optimizer import learning_rate
 from lengthwise.testing import make_plan
 from lengthwise.training.launch import StatusBoard, StopRequest
 from lengthwise.training.metrics import StepMetrics
-from lengthwise.training.schedule import learning_rate
 from lengthwise.training.verify import VerifyReport
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -22,7 +23,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 )  # fmt: skip
 def test_learning_rate_warms_up_by_the_formula_and_never_passes_the_peak(schedule, num_steps, warmup, peak, data):
     step = data.draw(st.integers(1, num_steps))
-    lr = learning_rate(step, peak=peak, schedule=schedule, warmup_steps=warmup, num_steps=num_steps)
+    lr = learning_rate(OptimizerConfig(lr=peak, schedule=schedule, warmup_steps=warmup), step, num_steps)
     assert 0 < lr <= peak
     if schedule == "constant" or step <= warmup:
         assert lr == pytest.approx(peak * (min(1, step / warmup) if warmup else 1))
@@ -30,8 +31,8 @@ def test_learning_rate_warms_up_by_the_formula_and_never_passes_the_peak(schedul
 
 @given(st.sampled_from(SCHEDULES), st.integers(2, 300), st.integers(0, 50))
 def test_learning_rate_never_rises_after_warm_up(schedule, num_steps, warmup):
-    keys = {"peak": 1.0, "schedule": schedule, "warmup_steps": warmup, "num_steps": num_steps}
-    lrs = [learning_rate(step, **keys) for step in range(1, num_steps + 1)]
+    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=warmup)
+    lrs = [learning_rate(config, step, num_steps) for step in range(1, num_steps + 1)]
     after = lrs[max(0, warmup - 1) :]
     assert after == sorted(after, reverse=True)
     if after:
@@ -39,9 +40,11 @@ def test_learning_rate_never_rises_after_warm_up(schedule, num_steps, warmup):
 
 
 def test_learning_rate_by_hand():
-    keys = {"peak": 8.0, "warmup_steps": 0, "num_steps": 4}
-    assert [learning_rate(step, schedule="linear", **keys) for step in range(1, 5)] == [8, 6, 4, 2]
-    cosine = [learning_rate(step, schedule="cosine", **keys) for step in range(1, 5)]
+    linear, cosine = (
+        [learning_rate(OptimizerConfig(lr=8.0, schedule=schedule), step, 4) for step in range(1, 5)]
+        for schedule in ("linear", "cosine")
+    )
+    assert linear == [8, 6, 4, 2]
     assert cosine == pytest.approx([8, 8 * (0.5 + 0.5**1.5), 4, 8 * (0.5 - 0.5**1.5)])
 
 

@@ -13,13 +13,13 @@ import tyro
 
 from lengthwise.core.errors import Collector
 from lengthwise.core.sizes import read_whole
-from lengthwise.report.figures import count, seconds
-from lengthwise.report.progress import LiveLine, step_line
+from lengthwise.report.figures import count, percent, seconds
+from lengthwise.report.progress import LiveLine
 
 if TYPE_CHECKING:
     from lengthwise.config import RunConfig
     from lengthwise.training.job import Job
-    from lengthwise.training.metrics import EvalMetrics, FinishedStep, TrainResult
+    from lengthwise.training.metrics import EvalMetrics, FinishedStep, StepMetrics, TrainResult
 
 Overrides = Annotated[
     tuple[tuple[str, ...], ...],
@@ -104,20 +104,8 @@ class PrintedProgress:
 
     def on_step(self, step: FinishedStep) -> None:
         """Show a finished step."""
-        metrics = step.metrics
-        self._line.update(
-            step_line(
-                step=metrics.step,
-                num_steps=step.num_steps,
-                loss=metrics.loss,
-                tokens_per_second=metrics.tokens_per_second,
-                imbalance_ratio=metrics.imbalance_ratio,
-                idle_ratio=metrics.idle_ratio,
-                ring_token_ratio=metrics.ring_token_ratio,
-                step_seconds=metrics.step_seconds,
-            )
-        )
-        if metrics.step == step.num_steps:
+        self._line.update(step_line(step.metrics, step.num_steps))
+        if step.metrics.step == step.num_steps:
             self._line.close()
 
     def on_eval(self, metrics: EvalMetrics) -> None:
@@ -128,6 +116,15 @@ class PrintedProgress:
     def on_end(self, result: TrainResult) -> None:
         """Show how the run ended and where its files are."""
         print_summary(result, lora=self._lora)
+
+
+def step_line(done: StepMetrics, num_steps: int) -> str:
+    """Say how a step went, the most wanted first."""
+    return (
+        f"step {done.step:>{len(str(num_steps))}}/{num_steps}  loss {done.loss:.4f}  "
+        f"{count(done.tokens_per_second)} tokens/s  imbalance {done.imbalance_ratio:.2f}  "
+        f"idle {percent(done.idle_ratio)}  in rings {percent(done.ring_token_ratio)}  {seconds(done.step_seconds)}"
+    )
 
 
 def describe_job(job: Job) -> str:

@@ -1,6 +1,8 @@
-"""AdamW on this rank's shards of the master weights, with the gradient clipped by its norm over all ranks."""
+"""AdamW on this rank's shards of the master weights, with the gradient clipped by its norm; its learning rate."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -50,3 +52,17 @@ class ShardedAdamW:
                 group["lr"] = lr
             self._adamw.step()
         self._parameters.publish()
+
+
+def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """Return the learning rate of `step`, counted from 1.
+
+    Warm-up multiplies by min(1, step / warmup_steps). After it, linear and cosine fall from the peak towards 0, which
+    they would reach one step after the last: no step of a run has learning rate 0.
+    """
+    warmup = min(1.0, step / config.warmup_steps) if config.warmup_steps else 1.0
+    if config.schedule == "constant":
+        return config.lr * warmup
+    progress = max(0, step - 1 - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    remaining = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * warmup * remaining

@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 from typing import TextIO
 
-from lengthwise.report.figures import count, percent, seconds
-
 
 class LiveLine:
     """Writes lines to `stream`. On a terminal a live line is replaced by the next one and never wraps."""
@@ -37,22 +35,3 @@ class LiveLine:
         if self._open:
             self._stream.write("\n")
             self._open = False
-
-
-def step_line(
-    *,
-    step: int,
-    num_steps: int,
-    loss: float,
-    tokens_per_second: float,
-    imbalance_ratio: float,
-    idle_ratio: float,
-    ring_token_ratio: float,
-    step_seconds: float,
-) -> str:
-    """Say how a step went, the most wanted first."""
-    return (
-        f"step {step:>{len(str(num_steps))}}/{num_steps}  loss {loss:.4f}  {count(tokens_per_second)} tokens/s  "
-        f"imbalance {imbalance_ratio:.2f}  idle {percent(idle_ratio)}  in rings {percent(ring_token_ratio)}  "
-        f"{seconds(step_seconds)}"
-    )

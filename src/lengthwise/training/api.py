@@ -20,7 +20,7 @@ from lengthwise.training.job import Job
 from lengthwise.training.metrics import TrainResult
 from lengthwise.training.start import Run, Start, prepare, run_ranks
 from lengthwise.training.trainer import train_rank
-from lengthwise.training.verify import VerifyReport, first_batch, verify_rank
+from lengthwise.training.verify import VerifyReport, verify_rank
 
 
 def train(
@@ -78,7 +78,7 @@ def verify(
     """
     start = prepare(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds)
     job = start.job
-    lengths = first_batch(job).lengths
+    lengths = next(job.batches()).lengths
     chosen = job.make_plan(lengths) if plan is None else read_plan(plan, job, lengths)
     if start.is_first and on_start is not None:
         on_start(start, chosen)

@@ -77,23 +77,14 @@ class RunFolder(Callback):
         """
         there = [name for name in (*_FILES, *_FOLDERS) if (self.path / name).exists()]
         if self.path.exists() and not self.path.is_dir():
-            raise OutputError(str(self.path), expected="a folder", got="a file", remedy="Choose another output.")
+            raise self._refusal("a folder", "a file", "Choose another output.")
         if there and not overwrite:
-            raise OutputError(
-                str(self.path),
-                expected="no run in the output folder",
-                got=", ".join(there),
-                remedy="Choose another output, or give {overwrite} to delete that run.",
-            )
+            remedy = "Choose another output, or give {overwrite} to delete that run."
+            raise self._refusal("no run in the output folder", ", ".join(there), remedy)
         for path in inputs:
-            inside = [name for name in there if path.resolve().is_relative_to((self.path / name).resolve())]
-            if inside:
-                raise OutputError(
-                    str(self.path),
-                    expected="no input of this run among what {overwrite} deletes",
-                    got=str(path),
-                    remedy="Choose another output.",
-                )
+            if any(path.resolve().is_relative_to((self.path / name).resolve()) for name in there):
+                expected = "no input of this run among what {overwrite} deletes"
+                raise self._refusal(expected, str(path), "Choose another output.")
 
     def start(self, config: RunConfig) -> None:
         """Delete an earlier run's files, and nothing else, and write the resolved config."""
@@ -116,12 +107,8 @@ class RunFolder(Callback):
         try:
             yield
         except (OSError, SafetensorError) as error:
-            raise OutputError(
-                str(self.path),
-                expected="a folder that can be written",
-                got=str(error),
-                remedy="Free or repair the disk, or choose another output.",
-            ) from None
+            remedy = "Free or repair the disk, or choose another output."
+            raise self._refusal("a folder that can be written", str(error), remedy) from None
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[Path]:
@@ -169,12 +156,9 @@ class RunFolder(Callback):
                 with file:
                     file.seek(0)
                     owner = file.read().strip() or "another process"
-                raise OutputError(
-                    str(self.path),
-                    expected="a folder that no other run is writing",
-                    got=f"one that {owner} is writing",
-                    remedy="Choose another output, or wait for the end of that run.",
-                ) from None
+                expected, got = "a folder that no other run is writing", f"one that {owner} is writing"
+                remedy = "Choose another output, or wait for the end of that run."
+                raise self._refusal(expected, got, remedy) from None
             with contextlib.suppress(FileNotFoundError):  # its owner removed it between our two calls
                 if os.path.samestat(os.fstat(file.fileno()), (self.path / _LOCK).stat()):
                     break
@@ -183,6 +167,9 @@ class RunFolder(Callback):
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         return file
+
+    def _refusal(self, expected: str, got: str, remedy: str) -> OutputError:
+        return OutputError(str(self.path), expected=expected, got=got, remedy=remedy)
 
     def _model_changed(self) -> int | None:
         """Return when `model` was last made or renamed, in ns; None: there is none."""

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lengthwise.config import RunConfig
+from lengthwise.config import DataSource, RunConfig
 from lengthwise.core.errors import Collector, DataError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, analytic_cost, named_hardware, shape_from_config
+from lengthwise.cost import analytic_cost, named_hardware, shape_from_config
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
 from lengthwise.engine.batch import StepBatch
 from lengthwise.models import (
@@ -60,7 +60,9 @@ class Job:
         return {
             "tokens": tuple(lengths),
             "cluster": Cluster(ranks=self.ranks, capacity_tokens=self.config.capacity_tokens),
-            "cost": self._cost(),
+            "cost": analytic_cost(
+                shape_from_config(self.model.config.to_dict()), named_hardware("h100" if self.gpus else "cpu")
+            ),
             "options": PlanOptions(
                 planner=self.config.planner,
                 layers=self.model.config.num_hidden_layers,
@@ -75,10 +77,6 @@ class Job:
         check_plan(plan)
         refuse_unsupported(plan)
         return plan
-
-    def _cost(self) -> Cost:
-        hardware = named_hardware("h100" if self.gpus else "cpu")
-        return analytic_cost(shape_from_config(self.model.config.to_dict()), hardware)
 
 
 def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: int = 0) -> Job:
@@ -98,13 +96,11 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: 
             loaded.append(load_tokenizer(config.tokenizer_name))
         return loaded[0]
 
-    dataset = attempt(lambda: load_dataset(config.data, tokenizer=tokenizer, vocab_size=vocab_size))
-    eval_data = config.eval.data if config.eval else ()
-    eval_dataset = None
-    if eval_data:
-        eval_dataset = attempt(
-            lambda: load_dataset(eval_data, tokenizer=tokenizer, vocab_size=vocab_size, key="eval.data")
-        )
+    def read(sources: Sequence[DataSource], key: str) -> Dataset | None:
+        return attempt(lambda: load_dataset(sources, tokenizer=tokenizer, vocab_size=vocab_size, key=key))
+
+    dataset = read(config.data, "data")
+    eval_dataset = read(config.eval.data, "eval.data") if config.eval and config.eval.data else None
     for each in filter(None, (dataset, eval_dataset)):
         attempt(lambda each=each: check_fits(each, ranks=ranks, capacity_tokens=config.capacity_tokens))
     positions = position_limit(model.config) if model else None

@@ -149,7 +149,9 @@ class _Children:
             if stop.signal is not None and not passed_on:
                 passed_on = True
                 for process in self._processes:
-                    _signal(process, stop.signal)
+                    if process.pid is not None and process.is_alive():
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(process.pid, stop.signal)
             if stop.times > asks:
                 raise KeyboardInterrupt  # asked twice, or nobody listens: the ranks are ended without another word
             for rank, pipe in list(running.items()):
@@ -163,12 +165,9 @@ class _Children:
         try:
             kind, value = pipe.recv()
         except EOFError:
-            self._errors[rank] = self._death(rank)
-            return
-        if kind == "result":
-            self._results[rank] = value
-        else:
-            self._errors[rank] = value
+            kind, value = "error", self._death(rank)
+        heard = self._results if kind == "result" else self._errors
+        heard[rank] = value
 
     def _death(self, rank: int) -> RankError:
         process = self._processes[rank]
@@ -192,37 +191,25 @@ class _Children:
             pipe.close()
 
 
-def _signal(process: ForkProcess, number: int) -> None:
-    if process.pid is not None and process.is_alive():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, number)
-
-
-def _end_with_parent() -> None:
-    """Ask Linux to kill this rank when the launcher dies, however it dies: no rank trains on as an orphan."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _child(work: RankMain[Any], world: World, pipe: Connection, board: StatusBoard) -> None:
-    _end_with_parent()
+    if sys.platform == "linux":  # when the launcher dies, however it dies, so does this rank: none trains on alone
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # A forked child hangs in its first threaded operation if the parent ever ran one: go through one thread first.
     torch.set_num_threads(1)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.world_size))
     with StopRequest().listening():
         try:
-            message = ("result", work(world, lambda phase: board.note(world.rank, phase)))
-            if world.rank:
-                message = ("result", None)
+            result = work(world, lambda phase: board.note(world.rank, phase))
+            message = ("result", None if world.rank else result)
         except LengthwiseError as error:
             message = ("error", error)
-        except BrokenPipeError as error:  # the reader of our output went away, as `| head` does
-            where, remedy = f"rank {world.rank}, {board.last_seen(world.rank)}", "Keep the reader, or write to a file."
-            message = ("error", RankError(where, expected="a reader of the output", got=str(error), remedy=remedy))
         except BaseException as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
-            traceback.print_exc()
-            where = f"rank {world.rank}, {board.last_seen(world.rank)}"
+            where, expected = f"rank {world.rank}, {board.last_seen(world.rank)}", "the rank to finish"
             got, remedy = f"{type(error).__name__}: {error}", "This is a defect of lengthwise: please report it."
-            message = ("error", RankError(where, expected="the rank to finish", got=got, remedy=remedy))
+            if isinstance(error, BrokenPipeError):  # the reader of our output went away, as `| head` does
+                expected, got, remedy = "a reader of the output", str(error), "Keep the reader, or write to a file."
+            else:
+                traceback.print_exc()
+            message = ("error", RankError(where, expected=expected, got=got, remedy=remedy))
         pipe.send(message)
     os._exit(0 if message[0] == "result" else message[1].exit_status)

@@ -23,18 +23,11 @@ from lengthwise.config import dump_config
 from lengthwise.core.errors import NumericError
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_STATE, reporting_shortage
-from lengthwise.engine.optimizer import ShardedAdamW
+from lengthwise.engine.optimizer import ShardedAdamW, learning_rate
 from lengthwise.engine.parameters import Parameters, largest_magnitude
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
-from lengthwise.models import (
-    DTYPES,
-    build_adapted,
-    has_balance_loss,
-    largest_head_dim,
-    save_adapter,
-    save_model,
-)
+from lengthwise.models import DTYPES, build_adapted, has_balance_loss, largest_head_dim, save_adapter, save_model
 from lengthwise.training.callbacks import Callback
 from lengthwise.training.folder import RunFolder
 from lengthwise.training.job import Job
@@ -42,7 +35,6 @@ from lengthwise.training.launch import StopRequest
 from lengthwise.training.metrics import EvalMetrics, FinishedStep, StepMetrics, TrainResult
 from lengthwise.training.planner_process import PlannerProcess
 from lengthwise.training.planning import PlanAhead, PlannedStep, StepSource
-from lengthwise.training.schedule import learning_rate
 from lengthwise.training.warmup import check_memory
 
 
@@ -102,11 +94,9 @@ class _Trainer:
         self._job, self._transport, self._callbacks, self._stop = job, transport, callbacks, stop
         self._folder = RunFolder(job.config.output)
         dtype = DTYPES[job.config.precision]
+        head_dim = largest_head_dim(job.model.config)
         self._kernel = choose_kernel(
-            world.device,
-            dtype=dtype,
-            head_dim=largest_head_dim(job.model.config),
-            say=lambda line: _note(callbacks, line),
+            world.device, dtype=dtype, head_dim=head_dim, say=lambda line: _note(callbacks, line)
         )
         with reporting_shortage(
             lambda: f"rank {world.rank}, start",
@@ -124,7 +114,9 @@ class _Trainer:
     def run(self) -> TrainResult:
         if self._transport.rank == 0:
             self._folder.start(self._job.config)
-        self._maybe_check_memory()
+        if self._checks_memory:
+            self._transport.phase = "memory check before the first step"
+            _note(self._callbacks, check_memory(self._model, self._parameters, self._job, self._kernel))
         start, tokens, first_loss, metrics = time.perf_counter(), 0, 0.0, None
         number, planned, stopped_by = 0, self._steps.next("step 1"), None
         while planned is not None and stopped_by is None:
@@ -150,7 +142,7 @@ class _Trainer:
 
     def _step(self, number: int, planned: PlannedStep) -> tuple[StepMetrics, PlannedStep | None, int | None]:
         batch, plan = planned.batch, planned.plan
-        start, name, config = time.perf_counter(), f"step {number}", self._job.config.optimizer
+        start, name = time.perf_counter(), f"step {number}"
         work = run_plan(self._model, plan, batch, self._transport, self._kernel, name=name)
         self._transport.phase = f"{name}, step end"
         stop, largest = float(self._stop.signal or 0), self._largest.item()
@@ -159,13 +151,7 @@ class _Trainer:
         loss, router_loss = rows[:, 0].sum().item() / batch.loss_tokens, rows[:, 3].sum().item()
         _refuse_infinite("loss", loss, name, batch)
         _refuse_infinite("router loss", router_loss, name, batch)
-        lr = learning_rate(
-            number,
-            peak=config.lr,
-            schedule=config.schedule,
-            warmup_steps=config.warmup_steps,
-            num_steps=self._num_steps,
-        )
+        lr = learning_rate(self._job.config.optimizer, number, self._num_steps)
         grad_norm = self._optimizer.reduce()
         _refuse_infinite("norm of the gradient", grad_norm, name, batch)
         self._optimizer.update(lr, grad_norm)
@@ -190,10 +176,9 @@ class _Trainer:
 
     def _share(self, numbers: list[float]) -> torch.Tensor:
         """Return the numbers of all ranks, (ranks, numbers), in fp64."""
-        mine = torch.tensor(numbers, dtype=torch.float64)
         rows = torch.empty(self._transport.world_size * len(numbers), dtype=torch.float64)
-        self._transport.all_gather(rows, mine)
-        return rows.view(self._transport.world_size, len(numbers))
+        self._transport.all_gather(rows, torch.tensor(numbers, dtype=torch.float64))
+        return rows.view(-1, len(numbers))
 
     def _refuse_ruined(self, number: int, largest: torch.Tensor) -> None:
         """Stop when step `number` left parameters that are not finite; `largest` of each rank, the same on all.
@@ -208,12 +193,6 @@ class _Trainer:
                 got=str(largest.max().item()),
                 remedy="Lower optimizer.lr or optimizer.weight_decay. The model is not saved.",
             )
-
-    def _maybe_check_memory(self) -> None:
-        if not self._checks_memory:
-            return
-        self._transport.phase = "memory check before the first step"
-        _note(self._callbacks, check_memory(self._model, self._parameters, self._job, self._kernel))
 
     def _maybe_evaluate(self, number: int) -> None:
         every = self._job.config.eval
@@ -264,11 +243,7 @@ def _refuse_infinite(what: str, value: float, step: str, batch: StepBatch) -> No
     Raises:
         NumericError: `value` is not finite; names the step and its sequences.
     """
-    if math.isfinite(value):
-        return
-    raise NumericError(
-        step,
-        expected=f"a finite {what}",
-        got=f"{value} over sequences {', '.join(map(str, batch.ids[:20]))}{' ...' * (len(batch.ids) > 20)}",
-        remedy="Lower optimizer.lr, or look at these sequences. No update was made.",
-    )
+    if not math.isfinite(value):
+        got = f"{value} over sequences {', '.join(map(str, batch.ids[:20]))}{' ...' * (len(batch.ids) > 20)}"
+        remedy = "Lower optimizer.lr, or look at these sequences. No update was made."
+        raise NumericError(step, expected=f"a finite {what}", got=got, remedy=remedy)

@@ -6,23 +6,27 @@ gradient, and once through the plain Hugging Face model (its own attention, none
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport, World
 from lengthwise.core.plan import Plan
 from lengthwise.data import NO_LOSS, Dataset
-from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import reporting_shortage
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import (
     DTYPES,
     build_adapted,
+    coefficient_key,
+    has_balance_loss,
     keep_double,
     largest_head_dim,
     plain_attention,
@@ -30,7 +34,6 @@ from lengthwise.models import (
     token_loss,
 )
 from lengthwise.training.job import Job
-from lengthwise.training.plain_router import plain_balance
 from lengthwise.training.trainer import connect
 
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2e-2}
@@ -82,11 +85,6 @@ def relative_difference(got: float, expected: float) -> float:
     return abs(got - expected) / max(abs(expected), 1e-30)
 
 
-def first_batch(job: Job) -> StepBatch:
-    """Return the global batch of step 1."""
-    return next(job.batches())
-
-
 def verify_rank(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]) -> VerifyReport | None:
     """Compute both and compare; None on ranks other than 0, which are done once gradients are gathered.
 
@@ -103,7 +101,7 @@ def verify_rank(job: Job, plan: Plan, world: World, on_phase: Callable[[str], No
 
 def _compare(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]) -> VerifyReport | None:
     notes: list[str] = []
-    transport, batch = connect(world, job, on_phase, notes.append), first_batch(job)
+    transport, batch = connect(world, job, on_phase, notes.append), next(job.batches())
     dtype = DTYPES[job.config.precision]
     kernel = choose_kernel(world.device, dtype=dtype, head_dim=largest_head_dim(job.model.config), say=notes.append)
     model = _build(job).to(world.device)
@@ -183,3 +181,30 @@ def plain_gradients(model: nn.Module, dataset: Dataset, ids: Sequence[int], dtyp
             loss_sum += loss.item()
     flat.reduce_gradients()
     return Reference(loss=loss_sum / num_loss_tokens, router_loss=router_loss, gradients=flat.gather_gradients())
+
+
+def plain_balance(model: Any, sequences: Sequence[Tensor]) -> tuple[float, list[list[Tensor]]]:
+    """Return (balance loss, gradients of coefficient x loss) of a plain Hugging Face model over all sequences.
+
+    `sequences` are input ids (tokens,). The gradients are those with respect to the router logits, for each sequence
+    one (tokens, experts) a layer. Where the config asks for no balance loss it is (0, no gradients).
+
+    None of the code that is checked is used: the loss is Hugging Face's own function. The graphs of all sequences at
+    once would need the memory of the whole batch, so the chain rule is cut at the router logits: a first pass without
+    gradients collects them, the loss is taken of them alone, and its gradient enters each sequence's backward there.
+    """
+    config = model.config
+    if not has_balance_loss(config):
+        return 0.0, [[] for _ in sequences]
+    with torch.no_grad():
+        outputs = [plain_output(model, ids).router_logits for ids in sequences]
+    logits = [[layer.detach().requires_grad_() for layer in layers] for layers in outputs]
+    family: Any = sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__]
+    together = tuple(torch.cat(layer) for layer in zip(*logits, strict=True))
+    loss = family.load_balancing_loss_func(together, model.num_experts, model.num_experts_per_tok)
+    found = iter(
+        torch.autograd.grad(
+            getattr(config, coefficient_key(config.model_type)) * loss, [each for layers in logits for each in layers]
+        )
+    )
+    return loss.item(), [[next(found) for _ in layers] for layers in logits]
