@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost.links import crosses_node
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import plan_step
 from lengthwise.planner.problem.topology import Topology
@@ -55,5 +56,5 @@ def test_plan_step_keeps_narrow_rings_inside_nodes() -> None:
         tokens = draw_lengths("github", 2**23, seed, longest_tokens=int(0.98 * cluster.longest_tokens))
         plan = plan_step(tokens, cluster, FULL_HEADS)
         rings = [p for m in plan.microbatches for p in m.pieces if 1 < p.degree <= FULL_HEADS.ranks_per_node]
-        assert sum(FULL_HEADS.crosses(ring.ranks) for ring in rings) <= 0.1 * len(rings)
+        assert sum(crosses_node(ring.ranks, FULL_HEADS.ranks_per_node) for ring in rings) <= 0.1 * len(rings)
         assert plan.notes["predicted_seconds"] <= 1.01 * plan.notes["bound_seconds"]

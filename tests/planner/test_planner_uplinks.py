@@ -49,9 +49,9 @@ def test_rings_aligned_to_nodes_score_as_they_simulate(length: int, nodes: int, 
 def test_a_ring_over_a_border_more_than_it_need_be_is_priced_so(degree: int) -> None:
     cost = _cost(1.0)
     lengths, told = [40_000], ring_order(3, degree)  # three nodes: the middle one passes two messages on
-    straddling = cost.piece_seconds(lengths, degree, ranks=told)
-    assert straddling == pytest.approx(replace(cost, straddles=True).piece_seconds(lengths, degree), rel=1e-12)
-    assert straddling > 1.5 * cost.piece_seconds(lengths, degree)
+    crossing = cost.piece_seconds(lengths, degree, ranks=told)
+    assert crossing == pytest.approx(replace(cost, crosses_node=True).piece_seconds(lengths, degree), rel=1e-12)
+    assert crossing > 1.5 * cost.piece_seconds(lengths, degree)
     assert cost.piece_seconds(lengths, degree, ranks=ring_order(4, degree)) == cost.piece_seconds(lengths, degree)
 
 

@@ -7,10 +7,11 @@ machine at hand; `memory` says how many tokens fit.
 
 from lengthwise.cost.all_terms import all_terms_cost
 from lengthwise.cost.analytic import analytic_cost, step_flops
+from lengthwise.cost.choices import Choice, Choices
 from lengthwise.cost.costs import costs
 from lengthwise.cost.given import cost_from_file
 from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, named_hardware
-from lengthwise.cost.links import Choice, Choices, Link, Pass
+from lengthwise.cost.links import Link
 from lengthwise.cost.memory import (
     activation_bytes,
     capacity_tokens,
@@ -19,6 +20,7 @@ from lengthwise.cost.memory import (
     recompute_capacities,
     state_bytes,
 )
+from lengthwise.cost.passes import Pass
 from lengthwise.cost.shapes import SHAPE_NAMES, named_shape, shape_from_config
 from lengthwise.cost.terms import Cost
 

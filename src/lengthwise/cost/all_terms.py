@@ -16,8 +16,9 @@ from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.analytic import GRADIENT_BYTES, analytic_cost
 from lengthwise.cost.hardware import Hardware
-from lengthwise.cost.links import Link, Pass
+from lengthwise.cost.links import Link
 from lengthwise.cost.memory import activation_bytes, host_share_bytes
+from lengthwise.cost.passes import Pass
 from lengthwise.cost.terms import Cost
 
 _ALL_REDUCES = 2  # a layer and pass: after attention and after the MLP

@@ -1,11 +1,16 @@
-"""What `Cost` is made of: links, passes over the layers, how far a piece reaches, what a piece does and may choose."""
+"""Links between ranks, and how far over nodes a piece reaches: all that its place has to do with its seconds."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Whole = NDArray[np.int64]
 Numbers = Any  # a float, or an array of floats: the formulas of `terms` are the same
 
 
@@ -17,18 +22,8 @@ class Link:
     hop_seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """One sweep over all layers, as shares of what forward and backward do together."""
-
-    attention: float
-    linear: float
-    ring: float
-    exchange: float
-
-
 class Reach(NamedTuple):
-    """How far a piece reaches over nodes: all that its place has to do with its seconds.
+    """How far a piece reaches over nodes.
 
     ring_near, groups_near: whether the ring, and each group that splits heads, is inside one node. flows: messages that
     leave the busiest of its nodes at once; counted where nodes share uplinks, else 1.
@@ -39,31 +34,34 @@ class Reach(NamedTuple):
     flows: Numbers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """What a piece does beside being cut; where many pieces are priced at once, an array has one entry a piece.
+def crosses_node(ranks: Sequence[int], ranks_per_node: int) -> bool:
+    """Return whether these ranks are of more than one node."""
+    return min(ranks) // ranks_per_node != max(ranks) // ranks_per_node
 
-    heads: ranks of a group that splits heads; divides the degree and the model's heads.
-    offload: ratio of the microbatch, 0 to 1.
-    recompute: kind of the microbatch, one of `core.plan.RECOMPUTE_KINDS`.
+
+def reach_of(ranks: Sequence[int], heads: int, ranks_per_node: int, *, shares_uplinks: bool) -> Reach:
+    """Return how far a ring over `ranks`, in ring order, reaches; neighbours by `heads` split heads."""
+    ring_near = not crosses_node(ranks, ranks_per_node)
+    groups = (ranks[first : first + heads] for first in range(0, len(ranks), heads))
+    groups_near = heads == 1 or not any(crosses_node(group, ranks_per_node) for group in groups)
+    if ring_near or not shares_uplinks:
+        return Reach(ring_near, groups_near, 1)
+    # What leaves, or comes into, the busiest node at once: all of a group sends where any of it must.
+    nodes = np.array(ranks).reshape(-1, heads) // ranks_per_node
+    into = np.roll(nodes, -1, axis=0)
+    far = np.any(nodes != into, axis=1)
+    flows = max(int(np.unique(each[far], return_counts=True)[1].max(initial=1)) for each in (nodes, into))
+    return Reach(ring_near, groups_near, flows)
+
+
+def least_reach(degree: Numbers, heads: Numbers, ranks_per_node: int, *, crosses: bool, shares_uplinks: bool) -> Reach:
+    """Return how far pieces reach where each is in as few nodes as can be, or, if it `crosses`, in one more.
+
+    A ring passes every border between nodes once in each direction, with as many messages as groups have ranks.
     """
-
-    heads: Numbers = 1
-    offload: Numbers = 0.0
-    recompute: str = "none"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
-    """What a planner may choose for each piece beside its degree.
-
-    recompute: the kind of all microbatches.
-    splits_heads: whether rings may split heads.
-    offloads_above_tokens: the capacity, from which on a rank offloads; inf: it never does.
-    layers: of the whole model, by which the plan file counts what stays on the device.
-    """
-
-    recompute: str = "none"
-    splits_heads: bool = False
-    offloads_above_tokens: float = inf
-    layers: int = 1
+    inside = 1 if crosses else ranks_per_node
+    flows: Numbers = 1
+    if shares_uplinks:
+        borders = np.ceil(degree / ranks_per_node) - 1 + crosses
+        flows = np.maximum(1, np.minimum(ranks_per_node, heads * np.minimum(2, borders)))
+    return Reach(degree <= inside, (degree <= inside) | (heads <= inside), flows)

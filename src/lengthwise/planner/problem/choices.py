@@ -43,7 +43,7 @@ def choice_variants(widest: Cost, longest_tokens: int, cluster: Cluster, *, deci
         yield widest
         return
     offloads = [False] * (longest_tokens <= cluster.longest_tokens)
-    offloads += [True] * (widest.offloads and longest_tokens > cluster.capacity_tokens)
+    offloads += [True] * (widest.choices.offloads and longest_tokens > cluster.capacity_tokens)
     for splits_heads in [False] + [True] * (widest.choices.splits_heads and decides_heads):
         for offload in offloads:
             variant = replace(widest, choices=replace(widest.choices, splits_heads=splits_heads))

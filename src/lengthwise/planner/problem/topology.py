@@ -112,7 +112,7 @@ class Topology:
         self._costs: list[Cost] = [cost]  # and, where nodes matter, the same costs where every ring crosses a border
         shared = cost.shares_uplinks
         if (cost.near != cost.far or shared) and cost.ranks_per_node < ranks:
-            self._costs.append(replace(cost, straddles=True))
+            self._costs.append(replace(cost, crosses_node=True))
             self._ranks_per_node = cost.ranks_per_node
             self._widest = cost.ranks_per_node * (2 if shared else 1)  # over two nodes: one message leaves each
         self._grid = np.ones(1) if self.speeds is None else _some_of(self.speeds)

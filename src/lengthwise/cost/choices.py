@@ -1,0 +1,52 @@
+"""What a piece does beside being cut: heads, offload, recomputation; and what a planner may choose of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from lengthwise.cost.links import Floats, Numbers, Whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What a piece does beside being cut; where many pieces are priced at once, an array has one entry a piece.
+
+    heads: ranks of a group that splits heads; divides the degree and the model's heads.
+    offload: ratio of the microbatch, 0 to 1.
+    recompute: kind of the microbatch, one of `core.plan.RECOMPUTE_KINDS`.
+    """
+
+    heads: Numbers = 1
+    offload: Numbers = 0.0
+    recompute: str = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What a planner may choose for each piece beside its degree.
+
+    recompute: the kind of all microbatches.
+    splits_heads: whether rings may split heads.
+    offloads_above_tokens: the capacity, from which on a rank offloads; inf: it never does.
+    layers: of the whole model, by which the plan file counts what stays on the device.
+    """
+
+    recompute: str = "none"
+    splits_heads: bool = False
+    offloads_above_tokens: float = inf
+    layers: int = 1
+
+    @property
+    def offloads(self) -> bool:
+        """Whether a rank may hold more than its device does."""
+        return self.offloads_above_tokens < inf
+
+    def offload_needed(self, tokens: Floats, degrees: Whole, sequences: int = 1) -> Floats:
+        """Return the least ratio at which each piece of so many tokens is held; a cut sequence is allowed a token."""
+        if not self.offloads or self.layers <= 2:
+            return np.zeros(len(tokens))
+        allowed = self.offloads_above_tokens + np.where(degrees > 1, sequences, 0)
+        return np.maximum(0.0, (1 - allowed * degrees / tokens) * (self.layers / (self.layers - 2)))

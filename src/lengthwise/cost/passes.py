@@ -1,0 +1,105 @@
+"""Sweeps over all layers: forward, forward again where activations are recomputed, backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from lengthwise.core.cut import position_chunks
+from lengthwise.cost.links import Floats, Numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One sweep over all layers, as shares of what forward and backward do together."""
+
+    attention: float
+    linear: float
+    ring: float
+    exchange: float
+
+
+# Two products of attention forward and five backward; keys and values in bf16, once more and fp32 gradients backward.
+FORWARD = Pass(attention=2 / 7, linear=1 / 3, ring=1 / 4, exchange=1 / 2)
+BACKWARD = Pass(attention=5 / 7, linear=2 / 3, ring=3 / 4, exchange=1 / 2)
+
+
+def passes(forward: Pass, backward: Pass, recompute: str) -> tuple[Pass, ...]:
+    """List the sweeps of a microbatch of this kind of recomputation, forward first."""
+    if recompute == "none":
+        return forward, backward
+    again = {"layer": forward, "all_but_attention": Pass(attention=0.0, linear=forward.linear, ring=0.0, exchange=0.0)}
+    return forward, again[recompute], backward
+
+
+class Work(NamedTuple):
+    """What one rank does of a piece in forward and backward together, in seconds.
+
+    transfers: of the ring's keys, values and gradients. exchange: all-to-all of groups that split heads.
+    copy: of offloaded activations, one direction; None: nothing is offloaded.
+    hop: latency of one hop of one pass. positions: groups around the ring, no seconds but a count.
+    """
+
+    attention: Numbers
+    linear: Numbers
+    transfers: Numbers
+    exchange: Numbers
+    copy: Numbers | None
+    hop: Numbers
+    positions: Numbers
+
+
+def passes_seconds(sweeps: Sequence[Pass], work: Work, *, by_hop: bool) -> Numbers:
+    """Sum the passes, forward first and backward last; `by_hop`: transfers hide hop by hop, else in sum."""
+    seconds: Numbers = 0.0
+    computes = []
+    for each in sweeps:
+        hides = each.attention * work.attention
+        computes.append(hides + each.linear * work.linear)
+        seconds = seconds + computes[-1] + each.exchange * work.exchange
+        if each.ring and by_hop:
+            keys = sweeps[0].ring * work.transfers
+            gradients = (each.ring - sweeps[0].ring) * work.transfers if each is sweeps[-1] else None
+            seconds = seconds + _exposed_by_hop(work, hides, keys, gradients)
+        elif each.ring:
+            exposed = np.maximum(0.0, each.ring * work.transfers - hides)
+            seconds = seconds + exposed + work.hop * (work.positions - 1)
+    if work.copy is not None:
+        out, back = np.maximum(0.0, work.copy - computes[0]), np.maximum(0.0, work.copy - sum(computes[1:]))
+        seconds = seconds + out + back
+    return seconds
+
+
+def _exposed_by_hop(work: Work, attention: Numbers, keys: Numbers, gradients: Numbers | None) -> Numbers:
+    """Sum what each hop of a pass takes beyond the block that it runs beside, as the simulator runs them.
+
+    Keys go under all blocks but the last. Gradients, of backward alone, follow two hops behind, the last under nothing.
+    """
+    hop, positions = work.hop, work.positions
+    hops = np.maximum(positions - 1, 1)
+    block, keys = attention / positions, keys / hops + hop
+    if gradients is None:
+        return np.where(positions > 1, hops * np.maximum(0.0, keys - block), 0.0)
+    gradients = gradients / hops
+    exposed = (
+        np.minimum(2, hops) * np.maximum(0.0, keys - block)
+        + np.maximum(0, positions - 3) * np.maximum(0.0, keys + gradients - block)
+        + (positions >= 3) * np.maximum(0.0, gradients + hop - block)
+        + gradients
+        + hop
+    )
+    return np.where(positions > 1, exposed, 0.0)
+
+
+def parts_by_shares(lengths: Sequence[int], degree: int, shares: tuple[float, ...]) -> tuple[Floats, Floats]:
+    """Return, for each rank of unequal shares, its part of the attention and the tokens that it holds."""
+    pairs, held = np.zeros(degree), np.zeros(degree)
+    for length in lengths:
+        for position in range(degree):
+            for start, stop in position_chunks(length, degree, position, shares):
+                pairs[position] += float(stop) ** 2 - float(start) ** 2
+                held[position] += stop - start
+    return pairs / sum(float(length) ** 2 for length in lengths), held
