@@ -57,9 +57,15 @@ def test_rings_of_like_length_follow_on_the_same_ranks() -> None:
     request = PlanRequest(
         tokens=(400,) * 4, cluster=Cluster(ranks=8, capacity_tokens=100), cost=cost, stages=2, virtual=1
     )
-    best = min(_plans(request), key=lambda plan: score(plan, cost).makespan_seconds)
-    assert Counter(min(microbatch.ranks) for microbatch in best.microbatches) == {0: 2, 4: 2}
-    assert score(best, cost).makespan_seconds == pytest.approx(300)
+    search = ColumnSearch(request, counts_filling=True)
+    columns = search.at_level(1.0)
+    assert columns is not None
+    assert Counter(first for _, first, _ in columns.rings) == {0: 2, 4: 2}
+    schedule = pipeline_schedule(2, 1)
+    plan = replace(request.draft(search.written(columns)), schedule=schedule, requires=("pipeline",))
+    assert score(plan, cost).makespan_seconds == pytest.approx(300)
+    best = min(score(plan, cost).makespan_seconds for plan in _plans(request))
+    assert best == pytest.approx(250)  # rings of 8, one after the other: (1 + 4) of 50 seconds
 
 
 @pytest.mark.parametrize(
@@ -78,7 +84,9 @@ def test_columns_tell_when_their_plans_end() -> None:
     """One number a rank, filling counted, against the clocks of every stage."""
     tokens = tuple(draw_lengths("byted", 64 * 40_000, 1, longest_tokens=200_000))
     request = PlanRequest(tokens=tokens, cluster=Cluster(ranks=64, capacity_tokens=8192), cost=TERMS, stages=2)
-    columns = ColumnSearch(request, counts_filling=True).at_level(1.0)
+    search = ColumnSearch(request, counts_filling=True)
+    columns = search.at_level(1.0)
     assert columns is not None
-    (first, *_) = _plans(request)
-    assert score(first, TERMS).makespan_seconds == pytest.approx(columns.end_seconds, rel=0.05)
+    plan = replace(request.draft(search.written(columns)), schedule=pipeline_schedule(2, 1), requires=("pipeline",))
+    assert score(plan, TERMS).makespan_seconds == pytest.approx(columns.end_seconds, rel=0.05)
+    assert min(score(each, TERMS).makespan_seconds for each in _plans(request)) < 0.86 * columns.end_seconds
