@@ -12,7 +12,7 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, PlanOptions, plan_step, score
-from lengthwise.planner.problem.degrees import DegreeTable, least_degrees
+from lengthwise.planner.problem.degrees import DegreeTable
 from lengthwise.program import check_plan, ring_order
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
@@ -43,7 +43,7 @@ def test_every_planner_plans_with_all_terms(planner: str, tokens: list[int], ran
 def test_least_degrees_agree_with_trying_all(lengths: list[int], least: int, most: int, share: float) -> None:
     many, most = np.array(lengths), least + most
     seconds = share * COST.piece_seconds([max(lengths)], 1)
-    found = least_degrees(COST, many, np.full_like(many, least), np.full_like(many, most), seconds)
+    found = DegreeTable(COST, many, np.full_like(many, least), np.full_like(many, most)).within(seconds)
     for length, degree in zip(lengths, found.tolist(), strict=True):
         took = [COST.piece_seconds([length], d) + COST.fixed_seconds for d in range(least, most + 1)]
         within = [least + i for i, each in enumerate(took) if each <= seconds * (1 + 1e-12)]
@@ -60,7 +60,7 @@ def test_degree_search_answers_limits_in_any_order() -> None:
     least, most = np.array([1, 2, 4, 20]), np.array([1, 12, 200, 700])
     search = DegreeTable(COST, lengths, least, most).within
     for seconds in (3.0, 100.0, 0.1, 20.0, 0.1, 1.0):
-        fresh = least_degrees(COST, lengths, least, most, seconds)
+        fresh = DegreeTable(COST, lengths, least, most).within(seconds)
         assert search(seconds).tolist() == fresh.tolist()
 
 

@@ -12,12 +12,11 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Choices, Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner.problem.choices import write_offload
 from lengthwise.planner.problem.degrees import (
+    DegreeTable,
     cheapest_degrees,
     fewest_degrees,
-    grown_degrees,
     hidden_degrees,
-    least_degrees,
-    rounded_down,
+    most_degrees,
     useful_degrees,
 )
 from lengthwise.program import check_plan, ring_order
@@ -77,7 +76,7 @@ def test_degrees_within_a_limit_are_the_cheapest(lengths: list[int], cost: Cost,
     least, most = cheapest_degrees(cost, many, CLUSTER), np.full(len(lengths), CLUSTER.ranks)
     seconds = share * cost.piece_seconds([max(lengths)], int(least[np.argmax(many)])) + cost.fixed_seconds
     for length, first, found in zip(
-        lengths, least.tolist(), least_degrees(cost, many, least, most, seconds).tolist(), strict=True
+        lengths, least.tolist(), DegreeTable(cost, many, least, most).within(seconds).tolist(), strict=True
     ):
         within = [
             degree
@@ -120,10 +119,10 @@ def test_useful_degrees_fill_nodes() -> None:
     only = useful_degrees(COSTS[1], 28)
     assert only is not None
     assert only.tolist() == [1, 2, 4, 8, 16, 24, 28]
-    assert rounded_down(np.array([3, 9, 27, 27]), np.array([1, 1, 1, 26]), only).tolist() == [2, 8, 24, 26]
+    assert most_degrees(np.array([3, 9, 27, 27]), np.array([1, 1, 1, 26]), 28, 1, only=only).tolist() == [2, 8, 24, 26]
     lengths = np.array([30_000, 200_000])
     least = cheapest_degrees(COSTS[1], lengths, Cluster(ranks=28, capacity_tokens=8192), only=only)
-    grown = grown_degrees(COSTS[1], lengths, least, np.array([28, 28]), 0.5, only=only)
+    grown = DegreeTable(COSTS[1], lengths, least, np.array([28, 28]), only=only).grown(0.5)
     assert set(grown.tolist()) | set(least.tolist()) <= set(only.tolist())
 
 

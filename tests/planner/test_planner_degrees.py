@@ -7,12 +7,7 @@ from hypothesis import strategies as st
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner import plan_step
-from lengthwise.planner.problem.degrees import (
-    grown_degrees,
-    least_degrees,
-    most_degrees,
-    quickest_degrees,
-)
+from lengthwise.planner.problem.degrees import DegreeTable, most_degrees, quickest_degrees
 
 COSTS = st.builds(
     Cost,
@@ -31,7 +26,7 @@ def test_least_degrees_agrees_with_trying_all(cost: Cost, length: int, least: in
     most += least
     seconds = share * cost.piece_seconds([length], 1) + cost.fixed_seconds
     tried = [d for d in range(least, most + 1) if cost.piece_seconds([length], d) + cost.fixed_seconds <= seconds]
-    (found,) = least_degrees(cost, np.array([length]), np.array([least]), np.array([most]), seconds).tolist()
+    (found,) = DegreeTable(cost, np.array([length]), np.array([least]), np.array([most])).within(seconds).tolist()
     if found <= most:  # within rounding of the limit the smaller degree may be taken
         assert cost.piece_seconds([length], found) + cost.fixed_seconds <= seconds * (1 + 2e-9)
         assert not tried or found <= tried[0]
@@ -49,7 +44,7 @@ def test_grown_degrees_leave_about_the_floor_on_a_rank() -> None:
     cost = Cost(quadratic_seconds=1.0)
     lengths, least = np.array([100_000]), np.array([2])
     most = most_degrees(lengths, least, 64, 4096)
-    assert grown_degrees(cost, lengths, least, most, 1.0).tolist() == [24]
+    assert DegreeTable(cost, lengths, least, most).grown(1.0).tolist() == [24]
 
 
 def test_most_degrees_never_undo_what_memory_needs() -> None:

@@ -11,7 +11,6 @@ from lengthwise.cost import Cost
 from lengthwise.planner.options import PlanOptions
 from lengthwise.planner.portfolio import choose_plan
 from lengthwise.planner.problem.bounds import has_lone_rings, least_makespan, shares_launches_only
-from lengthwise.planner.problem.degrees import most_held_tokens
 from lengthwise.planner.problem.request import PlanRequest, read_tokens, refuse_unheld
 from lengthwise.planner.problem.speeds import at_mean_speed, speed_runs
 
@@ -39,7 +38,7 @@ def plan_step(tokens: Sequence[int], cluster: Cluster, cost: Cost, options: Plan
     asked = options.checked(cluster.ranks, cost)
     lengths, paces = read_tokens(tokens), asked.speeds
     widest, relative = at_mean_speed(cost.choosing(asked.choices(cluster.capacity_tokens)), paces)
-    refuse_unheld(lengths, replace(cluster, capacity_tokens=most_held_tokens(widest, cluster)))
+    refuse_unheld(lengths, replace(cluster, capacity_tokens=widest.most_held_tokens(cluster.capacity_tokens)))
     request = PlanRequest(
         tokens=lengths,
         cluster=cluster,

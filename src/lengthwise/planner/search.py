@@ -25,14 +25,7 @@ from lengthwise.planner.placement.line import PlacedRings, Ring, place_rings
 from lengthwise.planner.placement.short_sequences import ShortSequences
 from lengthwise.planner.placement.skyline import Moldable, pack_skyline
 from lengthwise.planner.placement.uneven import level_uneven_ends
-from lengthwise.planner.problem.degrees import (
-    GROWTH_FLOOR_TOKENS,
-    Growth,
-    degree_growth,
-    grown_degrees,
-    most_degrees,
-    rounded_down,
-)
+from lengthwise.planner.problem.degrees import DegreeTable, most_degrees
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import interval_microbatch
 
@@ -85,11 +78,11 @@ def _floors_tokens(request: PlanRequest) -> Iterator[int]:
     Where a rank holds less than the usual floor, blocks are small anyway and the floor follows the capacity. A floor at
     which one sequence alone already ends too late is left out.
     """
-    floor = min(GROWTH_FLOOR_TOKENS, max(1, request.cluster.capacity_tokens // 2))
-    lengths, ranks, limit = request.lengths, request.cluster.ranks, request.bound_seconds * _PROMISING
+    floor, limit = request.floor_tokens, request.bound_seconds * _PROMISING
+    lengths, least = request.lengths, request.least_degrees
     while floor > 1:
-        most = most_degrees(lengths, request.least_degrees, ranks, floor)
-        degrees = grown_degrees(request.cost, lengths, request.least_degrees, most, limit, only=request.useful_degrees)
+        most = most_degrees(lengths, least, request.cluster.ranks, floor)
+        degrees = DegreeTable(request.cost, lengths, least, most, only=request.useful_degrees).grown(limit)
         slowest = request.cost.ring_piece_seconds(lengths, degrees).max() + request.cost.fixed_seconds
         if slowest <= limit * (1 + 1e-9):
             yield floor
@@ -119,35 +112,33 @@ class Search:
 
     def try_floor(self, floor_tokens: int) -> bool:
         """Place the levels of one floor, and pack them, what could end soonest first; return whether any was new."""
-        lengths, least, only = self.request.lengths, self.request.least_degrees, self.request.useful_degrees
-        most = most_degrees(lengths, least, self.request.cluster.ranks, floor_tokens)
-        most = most if only is None else rounded_down(most, least, only)
-        grown, tried = degree_growth(self.request.cost, lengths, least, most, only=only), len(self._tried)
-        self._try_level(1.0, grown, most)
+        table = self.request.growth(self.request.lengths, self.request.least_degrees, floor_tokens)
+        tried = len(self._tried)
+        self._try_level(1.0, table)
         low = 1.0
         for _ in range(_HALVINGS):
             if self.over:
                 break
             high = self._reached
             level = (low + high) / 2
-            self._try_level(level, grown, most)
+            self._try_level(level, table)
             low = low if self._reached < high else level
         for level in FRACTIONS if self._reached > _FAR else ():
-            self._try_level(level, grown, most)
+            self._try_level(level, table)
         for placed in sorted(self._waiting, key=lambda placed: placed.least_seconds):
             if not self.over:
                 self._pack(placed)
         self._waiting.clear()
         return len(self._tried) > tried
 
-    def _try_level(self, level: float, grown: Growth, most: NDArray[np.int64]) -> None:
+    def _try_level(self, level: float, table: DegreeTable) -> None:
         """Place rings in each way, pack what promises much, and note what part of the bound is within reach."""
-        request, degrees = self.request, grown(level * self.bound)
+        request, degrees = self.request, table.grown(level * self.bound)
         if degrees.tobytes() in self._tried:
             return
         self._tried.add(degrees.tobytes())
         self._crowded = bool(np.count_nonzero(degrees > 1) >= _CROWDED * request.cluster.ranks)
-        widest = most if request.useful_degrees is None else degrees
+        widest = table.most if request.useful_degrees is None else degrees
         ways: list[Way] = ["widest"] if degrees.max() == 1 else ["widest", "backfilled", "skyline"]
         before: list[Ring] | None = None
         for way in reversed(ways) if self._crowded else ways:

@@ -41,7 +41,7 @@ from lengthwise.core.held import ROUNDING_TOKENS, fullest_tokens
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
-from lengthwise.planner.problem.degrees import DegreeTable, cheapest_degrees, most_held_tokens
+from lengthwise.planner.problem.degrees import DegreeTable, cheapest_degrees
 from lengthwise.planner.problem.launches import whole_launches_bound
 from lengthwise.planner.problem.lengths import read_tokens, refuse_unheld
 from lengthwise.planner.problem.speeds import at_mean_speed, read_speeds
@@ -96,7 +96,9 @@ def launches_makespan(tokens: NDArray[np.int64], cluster: Cluster, cost: Cost, t
     if topology.speeds is not None:
         return 0.0
     lengths, counts = np.unique(tokens, return_counts=True)
-    roomy = Cluster(ranks=cluster.ranks, capacity_tokens=most_held_tokens(cost, cluster) + ROUNDING_TOKENS)
+    roomy = Cluster(
+        ranks=cluster.ranks, capacity_tokens=cost.most_held_tokens(cluster.capacity_tokens) + ROUNDING_TOKENS
+    )
     return whole_launches_bound(lengths, counts, cost.compute_seconds(lengths), roomy, cost.fixed_seconds)
 
 
@@ -118,7 +120,7 @@ def least_makespan(
     lengths, counts = np.unique(tokens, return_counts=True)
     ranks, capacity = cluster.ranks, cluster.capacity_tokens
     launch_tokens = capacity if shared_launches else None
-    held = most_held_tokens(cost, cluster)
+    held = cost.most_held_tokens(cluster.capacity_tokens)
     stretch = (held + (held > capacity)) / capacity  # of the capacity, and of the tokens allowed for rounding
     if lone_rings:
         least = cheapest_degrees(cost, lengths, cluster, launch_tokens=launch_tokens)

@@ -15,7 +15,6 @@ degree have a row, about 64 log2(N) entries on N ranks; each further limit costs
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -30,8 +29,6 @@ _EVERY = 64  # degrees up to here are all in the grid, above it every 64th of th
 _SLACK = 1 + 1e-12  # rounding, always taken in favour of the smaller degree
 
 Whole = NDArray[np.int64]
-Growth = Callable[[float], Whole]
-"""Seconds that no sequence should take longer than -> degrees."""
 
 
 class RingPrices(Protocol):
@@ -40,16 +37,13 @@ class RingPrices(Protocol):
     @property
     def fixed_seconds(self) -> float:
         """Seconds that a microbatch takes on each of its ranks."""
-        ...
 
     @property
     def chooses_by_degree(self) -> bool:
         """Whether what a piece takes of all ranks' time may fall as it is cut."""
-        ...
 
     def ring_piece_seconds(self, lengths: Whole, degrees: Whole) -> NDArray[np.float64]:
         """Price many pieces of one sequence each: entry i is of `lengths[i]` over `degrees[i]` ranks."""
-        ...
 
 
 class DegreeTable:
@@ -69,10 +63,11 @@ class DegreeTable:
         only: Whole | None = None,
         launch_tokens: int | None = None,
     ) -> None:
-        self._cost, self._lengths, self._least, self._most = cost, lengths, least, most
+        self._cost, self._lengths, self._least, self.most = cost, lengths, least, most
         self._only, self._launch_tokens = only, launch_tokens
         self._falls = cost.chooses_by_degree
         self._at_least = self._seconds_at(lengths, least)
+        self._quickest = np.zeros(len(lengths), dtype=np.int64)  # 0: not asked for yet
         self._made = np.inf  # the smallest limit for which rows were made
         self._make_rows(np.zeros(0, dtype=np.int64))
 
@@ -85,7 +80,7 @@ class DegreeTable:
             self._make_rows(np.flatnonzero(slow))
         degrees = self._least.copy()
         degrees[self._rows] = np.where(slow[self._rows], self._refined(limit), self._least[self._rows])
-        return np.where(self._least <= self._most, degrees, self._most + 1)
+        return np.where(self._least <= self.most, degrees, self.most + 1)
 
     def cheapest(self) -> Whole:
         """Find the degree of each sequence at which it takes least of all ranks' time, the launches included."""
@@ -100,6 +95,18 @@ class DegreeTable:
             better = (taken < least) | ((taken == least) & (degrees < best))
             best, least = np.where(better, degrees, best), np.where(better, taken, least)
         return best
+
+    def grown(self, seconds: float) -> Whole:
+        """Find degrees for a schedule in which no sequence should take longer than `seconds`.
+
+        A sequence that cannot be that quick gets its quickest degree.
+        """
+        degrees = self.within(seconds)
+        slow = degrees > self.most
+        if np.any(new := slow & (self._quickest == 0)):
+            part = self._lengths[new], self._least[new], self.most[new]
+            self._quickest[new] = quickest_degrees(self._cost, *part, only=self._only)
+        return np.where(slow, self._quickest, degrees)
 
     def quickest(self) -> Whole:
         """Find the degree of the grid at which each sequence takes the least seconds."""
@@ -120,7 +127,7 @@ class DegreeTable:
 
     def _make_rows(self, rows: Whole) -> None:
         self._rows = rows
-        least, most = self._least[rows], self._most[rows]
+        least, most = self._least[rows], self.most[rows]
         lowest, highest = int(least.min(initial=1)), int(most.max(initial=1))
         grid = _grid(lowest, highest) if self._only is None else self._only
         # Columns outside a row's own range stand for its least or most degree, so these two are always looked at.
@@ -141,7 +148,7 @@ class DegreeTable:
             middle = np.where(open_, (low + high) // 2, high)
             ends = self._seconds_at(lengths, middle) <= limit
             high, low = np.where(open_ & ends, middle, high), np.where(open_ & ~ends, middle, low)
-        return np.where(found, high, self._most[self._rows] + 1)
+        return np.where(found, high, self.most[self._rows] + 1)
 
 
 def _grid(least: int, most: int) -> Whole:
@@ -152,31 +159,13 @@ def _grid(least: int, most: int) -> Whole:
     return np.array(degrees or [least], dtype=np.int64)
 
 
-def least_degrees(cost: Cost, lengths: Whole, least: Whole, most: Whole, seconds: float) -> Whole:
-    """Find the cheapest degree in [least, most] at which each sequence, with its launch, ends within `seconds`.
-
-    Entries for which there is none are most + 1. The cheapest is the least, but where offload or heads are chosen.
-    """
-    return DegreeTable(cost, lengths, least, most).within(seconds)
-
-
-def most_held_tokens(cost: Cost, cluster: Cluster) -> int:
-    """Count the tokens of one piece that a rank holds at most, offloading as far as these costs allow."""
-    return cost.most_held_tokens(cluster.capacity_tokens)
-
-
 def fewest_degrees(cost: Cost, lengths: Whole, cluster: Cluster) -> Whole:
     """Count the fewest ranks that hold each sequence, offloading as far as these costs allow."""
-    return least_degrees_held(lengths, most_held_tokens(cost, cluster))
+    return least_degrees_held(lengths, cost.most_held_tokens(cluster.capacity_tokens))
 
 
 def cheapest_degrees(
-    cost: Cost,
-    lengths: Whole,
-    cluster: Cluster,
-    *,
-    only: Whole | None = None,
-    launch_tokens: int | None = None,
+    cost: Cost, lengths: Whole, cluster: Cluster, *, only: Whole | None = None, launch_tokens: int | None = None
 ) -> Whole:
     """Find the degree that takes least of all ranks' time, launch included: of those that hold a sequence."""
     fewest = fewest_degrees(cost, lengths, cluster)
@@ -184,7 +173,11 @@ def cheapest_degrees(
         return fewest
     held = least_degrees_held(lengths, cluster.capacity_tokens)
     if cost.choices.splits_heads:
-        held = np.where(held > 1, cluster.ranks, 1) if only is None else _rounded_up(held, only)
+        held = (
+            np.where(held > 1, cluster.ranks, 1)
+            if only is None
+            else only[np.minimum(np.searchsorted(only, held), len(only) - 1)]
+        )
     most = np.maximum(fewest, np.minimum(held, cluster.ranks))
     chosen, long = fewest.copy(), np.flatnonzero(most > 1)
     table = DegreeTable(cost, lengths[long], fewest[long], most[long], only=only, launch_tokens=launch_tokens)
@@ -218,22 +211,8 @@ def useful_degrees(cost: Cost, ranks: int) -> Whole | None:
     return np.array(sorted(powers | {*range(node, ranks + 1, node), ranks}), dtype=np.int64)
 
 
-def _rounded_up(degrees: Whole, only: Whole) -> Whole:
-    return only[np.minimum(np.searchsorted(only, degrees), len(only) - 1)]
-
-
-def rounded_down(degrees: Whole, least: Whole, only: Whole) -> Whole:
-    """Round degrees down to those worth trying, not below the least."""
-    return np.maximum(least, only[np.searchsorted(only, degrees, side="right") - 1])
-
-
 def quickest_degrees(
-    cost: Cost,
-    lengths: Whole,
-    least: Whole,
-    most: Whole,
-    *,
-    only: Whole | None = None,
+    cost: RingPrices, lengths: Whole, least: Whole, most: Whole, *, only: Whole | None = None
 ) -> Whole:
     """Find the degree in [least, most] of least t(d), from a grid of steps of an eighth; ties take the fewest ranks."""
     if only is not None:
@@ -249,45 +228,10 @@ def quickest_degrees(
     return best
 
 
-def most_degrees(lengths: Whole, least: Whole, ranks: int, floor_tokens: int) -> Whole:
-    """Return how far growth may go: it leaves about `floor_tokens` on a rank, and never undoes what memory needs."""
-    return np.minimum(np.maximum(least, lengths // floor_tokens), ranks)
+def most_degrees(lengths: Whole, least: Whole, ranks: int, floor_tokens: int, *, only: Whole | None = None) -> Whole:
+    """Return how far growth may go: it leaves about `floor_tokens` on a rank, and never undoes what memory needs.
 
-
-def grown_degrees(
-    cost: Cost,
-    lengths: Whole,
-    least: Whole,
-    most: Whole,
-    seconds: float,
-    *,
-    only: Whole | None = None,
-) -> Whole:
-    """Choose degrees for a schedule in which no sequence should take longer than `seconds`.
-
-    A sequence that cannot be that quick gets its quickest degree. `only`: the degrees to choose from (default: all).
+    Where degrees are chosen from `only`, the next lower of them.
     """
-    return degree_growth(cost, lengths, least, most, only=only)(seconds)
-
-
-def degree_growth(
-    cost: Cost,
-    lengths: Whole,
-    least: Whole,
-    most: Whole,
-    *,
-    only: Whole | None = None,
-) -> Growth:
-    """Return `grown_degrees` of these sequences as a function of `seconds`, for who asks again and again."""
-    table = DegreeTable(cost, lengths, least, most, only=only)
-    quickest = np.zeros(len(lengths), dtype=np.int64)  # 0: not asked for yet
-
-    def grown(seconds: float) -> Whole:
-        degrees = table.within(seconds)
-        slow = degrees > most
-        new = slow & (quickest == 0)
-        if np.any(new):
-            quickest[new] = quickest_degrees(cost, lengths[new], least[new], most[new], only=only)
-        return np.where(slow, quickest, degrees)
-
-    return grown
+    most = np.minimum(np.maximum(least, lengths // floor_tokens), ranks)
+    return most if only is None else np.maximum(least, only[np.searchsorted(only, most, side="right") - 1])

@@ -15,13 +15,11 @@ from lengthwise.cost import Cost
 from lengthwise.planner.problem.bounds import launches_makespan, least_makespan
 from lengthwise.planner.problem.degrees import (
     GROWTH_FLOOR_TOKENS,
+    DegreeTable,
     cheapest_degrees,
-    degree_growth,
     fewest_degrees,
     hidden_degrees,
     most_degrees,
-    most_held_tokens,
-    rounded_down,
     useful_degrees,
 )
 from lengthwise.planner.problem.lengths import read_tokens, refuse_unheld
@@ -93,7 +91,7 @@ class PlanRequest:
     @cached_property
     def most_held_tokens(self) -> int:
         """The tokens of one piece that a rank holds at most: the capacity, or more with offload."""
-        return most_held_tokens(self.cost, self.cluster)
+        return self.cost.most_held_tokens(self.cluster.capacity_tokens)
 
     @cached_property
     def fewest_degrees(self) -> NDArray[np.int64]:
@@ -122,12 +120,18 @@ class PlanRequest:
         """The degrees worth trying; None: all are."""
         return useful_degrees(self.cost, self.cluster.ranks)
 
-    def growth(self, lengths: NDArray[np.int64], least: NDArray[np.int64]) -> Callable[[float], NDArray[np.int64]]:
-        """Return `grown_degrees` of some lengths as a function of seconds, down to the usual floor of tokens a rank."""
-        floor_tokens = min(GROWTH_FLOOR_TOKENS, max(1, self.cluster.capacity_tokens // 2))
-        most, only = most_degrees(lengths, least, self.cluster.ranks, floor_tokens), self.useful_degrees
-        most = most if only is None else rounded_down(most, least, only)
-        return degree_growth(self.cost, lengths, least, most, only=only)
+    def growth(
+        self, lengths: NDArray[np.int64], least: NDArray[np.int64], floor_tokens: int | None = None
+    ) -> DegreeTable:
+        """Return the degrees of some lengths, down to a floor of tokens a rank (default: `floor_tokens`)."""
+        only, floor = self.useful_degrees, floor_tokens or self.floor_tokens
+        most = most_degrees(lengths, least, self.cluster.ranks, floor, only=only)
+        return DegreeTable(self.cost, lengths, least, most, only=only)
+
+    @property
+    def floor_tokens(self) -> int:
+        """The tokens that growth usually leaves on a rank; where one holds less, blocks are small anyway."""
+        return min(GROWTH_FLOOR_TOKENS, max(1, self.cluster.capacity_tokens // 2))
 
     def _of_unique(self, find: Callable[[Cost, NDArray[np.int64], Cluster], NDArray[np.int64]]) -> NDArray[np.int64]:
         if not self.cost.chooses:

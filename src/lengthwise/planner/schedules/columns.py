@@ -75,7 +75,7 @@ class ColumnSearch:
         self._best_seconds = least_seconds
         self._steps = _PLACING_STEPS
         self._tried = set[bytes]()
-        self._grown = request.growth(request.lengths, request.least_degrees)
+        self._grown = request.growth(request.lengths, request.least_degrees).grown
 
     def at_level(self, level: float) -> Columns | None:
         """Place the rings of a level within the least limit; None if it was tried, or cannot end before the best."""

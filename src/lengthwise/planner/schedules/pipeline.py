@@ -90,7 +90,7 @@ class _Slots:
         found = np.unique(request.lengths, return_index=True, return_inverse=True, return_counts=True)
         self._lengths, places, self._inverse, self._counts = found
         self._least = request.least_degrees[places]
-        self._grown = request.growth(self._lengths, self._least)
+        self._grown = request.growth(self._lengths, self._least).grown
         self.fewest = -(-sum(request.tokens) // request.cluster.longest_tokens)
         self._known: dict[float, tuple[NDArray[np.int64], Floats, float]] = {}
 
