@@ -33,6 +33,8 @@ def all_terms_cost(shape: ModelShape, hardware: Hardware, *, tensor: int = 1, st
     """
     _check_mesh(shape, hardware, tensor, stages)
     plain, dtype_bytes, devices = analytic_cost(shape, hardware), hardware.compute_dtype_bytes, tensor * stages
+    node_link, layers = hardware.node_link_bytes_per_second, shape.layers / stages
+    copies = min(hardware.copy_bytes_per_second, hardware.host_copy_bytes_per_second / hardware.ranks_per_node)
     reduced_hidden = 2 * (tensor - 1) / tensor * shape.hidden * dtype_bytes  # an all-reduce, bytes a token
     tensor_bytes = 2 * _ALL_REDUCES * shape.layers * reduced_hidden
     held_kv = max(1, -(-shape.kv_heads // tensor))
@@ -43,7 +45,7 @@ def all_terms_cost(shape: ModelShape, hardware: Hardware, *, tensor: int = 1, st
     return replace(
         plain,
         quadratic_seconds=plain.quadratic_seconds / devices,
-        linear_seconds=plain.linear_seconds / devices + tensor_bytes / stages / hardware.node_link_bytes_per_second,
+        linear_seconds=plain.linear_seconds / devices + tensor_bytes / stages / node_link,
         fixed_seconds=plain.fixed_seconds / stages,
         ring_seconds=0.0,
         hop_seconds=0.0,
@@ -55,14 +57,8 @@ def all_terms_cost(shape: ModelShape, hardware: Hardware, *, tensor: int = 1, st
             ring=1 - ring_forward,
             exchange=0.5,
         ),
-        near=Link(
-            bytes_per_second=hardware.node_link_bytes_per_second,
-            hop_seconds=shape.layers / stages * hardware.node_hop_latency_seconds,
-        ),
-        far=Link(
-            bytes_per_second=hardware.link_bytes_per_second,
-            hop_seconds=shape.layers / stages * hardware.hop_latency_seconds,
-        ),
+        near=Link(bytes_per_second=node_link, hop_seconds=layers * hardware.node_hop_latency_seconds),
+        far=Link(bytes_per_second=hardware.link_bytes_per_second, hop_seconds=layers * hardware.hop_latency_seconds),
         ranks_per_node=max(1, hardware.ranks_per_node // tensor),
         ring_bytes=kv_bytes * (2 * dtype_bytes + GRADIENT_BYTES),
         exchange_bytes=2 * exchanged * dtype_bytes,
@@ -70,9 +66,7 @@ def all_terms_cost(shape: ModelShape, hardware: Hardware, *, tensor: int = 1, st
         kv_heads=held_kv,
         layers=max(1, shape.layers // stages),
         copy_bytes={kind: activation_bytes(shape, kind, dtype_bytes) / devices for kind in RECOMPUTE_KINDS},
-        copy_bytes_per_second=min(
-            hardware.copy_bytes_per_second, hardware.host_copy_bytes_per_second / hardware.ranks_per_node
-        ),
+        copy_bytes_per_second=copies,
         reduced_bytes=shape.total_params / devices * (GRADIENT_BYTES + dtype_bytes),
         host_bytes=host_share_bytes(hardware),
         stages=stages,
@@ -84,16 +78,8 @@ def all_terms_cost(shape: ModelShape, hardware: Hardware, *, tensor: int = 1, st
 
 def _check_mesh(shape: ModelShape, hardware: Hardware, tensor: int, stages: int) -> None:
     if tensor < 1 or shape.heads % tensor or tensor > hardware.ranks_per_node:
-        raise ConfigError(
-            "tensor",
-            expected=f"a divisor of the {shape.heads} heads, at most the {hardware.ranks_per_node} devices of a node",
-            got=str(tensor),
-            remedy="Choose another {tensor}.",
-        )
+        expected = f"a divisor of the {shape.heads} heads, at most the {hardware.ranks_per_node} devices of a node"
+        raise ConfigError("tensor", expected=expected, got=str(tensor), remedy="Choose another {tensor}.")
     if not 1 <= stages <= shape.layers:
-        raise ConfigError(
-            "stages",
-            expected=f"1 to the {shape.layers} layers",
-            got=str(stages),
-            remedy="Choose other {stages}.",
-        )
+        expected = f"1 to the {shape.layers} layers"
+        raise ConfigError("stages", expected=expected, got=str(stages), remedy="Choose other {stages}.")

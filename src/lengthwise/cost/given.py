@@ -1,8 +1,6 @@
-"""Costs that a user gives as a file: four coefficients of `Cost`, nothing else.
+"""Costs that a user gives as a JSON file: four coefficients of the first formula of `terms`, nothing else.
 
-For planning with one's own figures, and for judging plans from outside: the first formula of `terms` is all there is,
-without offload, split heads, shares or recomputation. `{"quadratic_seconds": q, "linear_seconds": l,
-"fixed_seconds": g, "ring_seconds": c}`; what is left out is 0. Any unit of time will do, if it is one throughout.
+What is left out is 0. Any unit of time will do, if it is one throughout.
 """
 
 from __future__ import annotations
@@ -62,4 +60,4 @@ def _is_seconds(value: object) -> bool:
 
 
 def _refuse(where: str, expected: str, got: str) -> ConfigError:
-    return ConfigError(where, expected=expected, got=got, remedy="Mend the file of costs.")
+    return ConfigError(where, expected=expected, got=got, remedy="Fix the file of costs.")

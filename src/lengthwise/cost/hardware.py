@@ -86,7 +86,7 @@ class Hardware:
 
     def _problem(self, name: str, expected: str, got: object) -> ConfigError:
         return ConfigError(
-            f"hardware {self.name}: {name}", expected=expected, got=repr(got), remedy="Mend the hardware description."
+            f"hardware {self.name}: {name}", expected=expected, got=repr(got), remedy="Fix the hardware description."
         )
 
 

@@ -149,8 +149,8 @@ def _size(config: Mapping[str, Any], key: str, label: str) -> int:
             f"model {label}: config key {key}",
             expected="a whole number of at least 1",
             got="nothing" if value is None else repr(value),
-            remedy="Mend the model's config.json: this size cannot be told from the others."
+            remedy="Fix the model's config.json: this size cannot be told from the others."
             if value is None
-            else "Mend the model's config.json.",
+            else "Fix the model's config.json.",
         )
     return value

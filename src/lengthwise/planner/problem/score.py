@@ -61,12 +61,12 @@ def score(plan: Plan, cost: Cost, *, speeds: Sequence[float] | None = None) -> S
             shares, with links only pipelines of their own stages.
         ConfigError: speeds that are none.
     """
-    paces = noted_speeds(plan) if speeds is None else read_speeds(speeds, plan.ranks)
+    speeds = noted_speeds(plan) if speeds is None else read_speeds(speeds, plan.ranks)
     stages = _priced_stages(plan, cost)
     lock_step = plan.schedule["kind"] == "waves"
     free, busy = [0.0] * plan.ranks, [0.0] * plan.ranks  # lists: single entries are read and written faster
     totals: list[dict[int, float]] = []
-    for total in _rank_seconds(plan, cost, paces):
+    for total in _rank_seconds(plan, cost, speeds):
         start = max(free) if lock_step else max(map(free.__getitem__, total))
         for rank, seconds in total.items():
             free[rank] = start + seconds
@@ -82,7 +82,7 @@ def score(plan: Plan, cost: Cost, *, speeds: Sequence[float] | None = None) -> S
 
 
 def _pipelined_seconds(plan: Plan, totals: Sequence[Mapping[int, float]], stages: int, cost: Cost) -> float:
-    """Run microbatches, given as seconds of each of their ranks, through stages; tell when the last one is done."""
+    """Run microbatches, given as seconds of each of their ranks, through stages; return when the last one is done."""
     counts = [len(total) for total in totals]
     forward = np.repeat([cost.forward_share(microbatch.recompute) for microbatch in plan.microbatches], counts)
     seconds = np.array([each for total in totals for each in total.values()])
@@ -100,19 +100,20 @@ def _rank_seconds(plan: Plan, cost: Cost, speeds: Sequence[float] | None) -> Ite
     """Yield how long each microbatch keeps each of its ranks busy, its launch included."""
     costs = {kind: cost.recomputing(kind) for kind in {microbatch.recompute for microbatch in plan.microbatches}}
     pricing = dict.fromkeys(costs, cost) if _reads_choices(cost) else costs  # it is told each microbatch's kind
-    took = _recomputed_seconds(plan, pricing, speeds)
+    placed = [(microbatch, piece) for microbatch in plan.microbatches for piece in microbatch.pieces]
+    priced = {kind: _seconds_at(placed, plan.tokens, each, speeds) for kind, each in pricing.items()}
+    took = (priced[microbatch.recompute][number] for number, (microbatch, _) in enumerate(placed))
     for microbatch in plan.microbatches:
         fixed_seconds = costs[microbatch.recompute].fixed_seconds
         if len(microbatch.pieces) == 1:
             ranks = microbatch.pieces[0].ranks
-            launch = fixed_seconds if speeds is None else fixed_seconds / _slowest(ranks, speeds)
+            launch = fixed_seconds if speeds is None else fixed_seconds / min(map(speeds.__getitem__, ranks))
             yield dict.fromkeys(ranks, launch + next(took))
             continue
         total = dict.fromkeys(microbatch.ranks, fixed_seconds if speeds is None else 0.0)
-        if speeds is not None:
-            for piece in microbatch.pieces:
-                launch = fixed_seconds / _slowest(piece.ranks, speeds)
-                total.update({rank: max(total[rank], launch) for rank in piece.ranks})
+        for piece in microbatch.pieces if speeds is not None else ():
+            launch = fixed_seconds / min(map(speeds.__getitem__, piece.ranks))
+            total.update({rank: max(total[rank], launch) for rank in piece.ranks})
         for piece in microbatch.pieces:
             seconds = next(took)
             for rank in piece.ranks:
@@ -120,24 +121,12 @@ def _rank_seconds(plan: Plan, cost: Cost, speeds: Sequence[float] | None) -> Ite
         yield total
 
 
-def _slowest(ranks: Sequence[int], speeds: Sequence[float]) -> float:
-    return min(map(speeds.__getitem__, ranks))
-
-
-def _recomputed_seconds(plan: Plan, costs: Mapping[str, Cost], speeds: Sequence[float] | None) -> Iterator[float]:
-    """Yield how long each piece keeps its ranks busy, of each microbatch by the costs of its kind of recomputation."""
-    placed = [(microbatch, piece) for microbatch in plan.microbatches for piece in microbatch.pieces]
-    if speeds is None:
-        took = {kind: _pieces_seconds(placed, plan.tokens, cost) for kind, cost in costs.items()}
-    else:
-        took = {kind: _paced_seconds(placed, plan.tokens, cost, speeds) for kind, cost in costs.items()}
-    return (took[microbatch.recompute][number] for number, (microbatch, _) in enumerate(placed))
-
-
-def _paced_seconds(
-    placed: Sequence[tuple[Microbatch, Piece]], tokens: Sequence[int], cost: Cost, speeds: Sequence[float]
+def _seconds_at(
+    placed: Sequence[tuple[Microbatch, Piece]], tokens: Sequence[int], cost: Cost, speeds: Sequence[float] | None
 ) -> list[float]:
-    """Do `_pieces_seconds` on ranks of unequal speed: equal shares wait for the slowest, others are told apart."""
+    """Do `_pieces_seconds` on ranks of these speeds: equal shares wait for the slowest, others are priced apart."""
+    if speeds is None:
+        return _pieces_seconds(placed, tokens, cost)
     took = [0.0] * len(placed)
     alike: dict[float, list[int]] = {}
     for number, (microbatch, piece) in enumerate(placed):
@@ -155,10 +144,9 @@ def _paced_seconds(
 
 
 def _pieces_seconds(placed: Sequence[tuple[Microbatch, Piece]], of_step: Sequence[int], cost: Cost) -> list[float]:
-    """Price how long each piece keeps each of its ranks busy, in the order given; launches are left out.
+    """Price how long each piece keeps each of its ranks busy, launches left out; `of_step`: all lengths.
 
-    Local packs and rings of one sequence, thousands in a plan, are priced in two array operations, where their place
-    and their microbatch make no difference. `of_step`: the lengths of all sequences.
+    Local packs and rings of one sequence are priced in two array operations where place and microbatch do not matter.
     """
     counts = np.array([len(piece.sequences) for _, piece in placed], dtype=np.int64)
     degrees = np.array([len(piece.ranks) for _, piece in placed], dtype=np.int64)
