@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Choice, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, PlanOptions, plan_step, score
 from lengthwise.planner.problem.degrees import DegreeTable
 from lengthwise.program import check_plan, ring_order
@@ -92,7 +92,7 @@ def test_score_prices_what_a_plan_asks_for() -> None:
         took = score(_plan(microbatch, tokens=tokens), COST).makespan_seconds - launches
         assert took != pytest.approx(plain - COST.fixed_seconds), name
         if options is not None:
-            assert took == pytest.approx(COST.piece_seconds([30_000], 16, ranks=ranks, **options)), name
+            assert took == pytest.approx(COST.piece_seconds([30_000], 16, Choice(**options), ranks=ranks)), name
 
 
 def test_score_prices_offload_and_recomputation_of_local_packs() -> None:
