@@ -29,8 +29,7 @@ import torch
 from overhead import interleaved_seconds, plain_one_by_one, plain_packed
 
 from lengthwise.attention import choose_kernel
-from lengthwise.cli.environment import prepare_environment
-from lengthwise.cli.machine import machine_lines
+from lengthwise.cli.machine import machine_lines, prepare_environment
 from lengthwise.comm import World, count_gpus, join
 from lengthwise.config import build_config
 from lengthwise.engine.batch import StepBatch

@@ -13,6 +13,8 @@ Every name of `__all__` is imported when it is first asked for: only `train`, `v
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from lengthwise.core import __version__ as __version__
+
 if TYPE_CHECKING:
     from lengthwise.config import RunConfig, build_config, load_config
     from lengthwise.core.errors import LengthwiseError, Problems
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
 
     options = PlanOptions
 
-__version__ = "0.1.0"
 __all__ = [
     "Callback",
     "Cluster",

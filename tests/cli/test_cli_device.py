@@ -2,7 +2,7 @@
 
 import pytest
 
-from lengthwise.cli.environment import prepare_environment
+from lengthwise.cli.machine import prepare_environment
 from lengthwise.training import start
 from training.small_runs import call, make_rows, write_run
 

@@ -6,48 +6,34 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any, Union
 
 import tyro
 
-from lengthwise import __version__
 from lengthwise.cli.demo import Demo
-from lengthwise.cli.environment import prepare_environment
+from lengthwise.cli.machine import prepare_environment
 from lengthwise.cli.plan import PlanCommand
 from lengthwise.cli.simulate import Simulate
 from lengthwise.cli.train import Train
 from lengthwise.cli.verify import Verify
+from lengthwise.core import __version__
 from lengthwise.core.errors import LengthwiseError
 
 _INTERRUPTED = 130
 
-Command = (
-    Annotated[Train, tyro.conf.subcommand("train", prefix_name=False, description="Train a model from a run file.")]
-    | Annotated[
-        PlanCommand,
-        tyro.conf.subcommand(
-            "plan", prefix_name=False, description="Plan one step and write the plan file; needs no torch."
-        ),
-    ]
-    | Annotated[
-        Simulate,
-        tyro.conf.subcommand(
-            "simulate",
-            prefix_name=False,
-            description="Simulate steps on machines that you do not have; needs no torch.",
-        ),
-    ]
-    | Annotated[
-        Verify,
-        tyro.conf.subcommand("verify", prefix_name=False),
-    ]
-    | Annotated[
-        Demo,
-        tyro.conf.subcommand(
-            "demo", prefix_name=False, description="See all of it in a few minutes, with no GPU and no download."
-        ),
-    ]
-)
+_VERBS: dict[str, tuple[type, str | None]] = {
+    "train": (Train, "Train a model from a run file."),
+    "plan": (PlanCommand, "Plan one step and write the plan file; needs no torch."),
+    "simulate": (Simulate, "Simulate steps on machines that you do not have; needs no torch."),
+    "verify": (Verify, None),
+    "demo": (Demo, "See all of it in a few minutes, with no GPU and no download."),
+}
+Command: Any = Union[  # noqa: UP007 - of a tuple
+    tuple(
+        Annotated[verb, tyro.conf.subcommand(name, prefix_name=False, description=description)]
+        for name, (verb, description) in _VERBS.items()
+    )
+]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -74,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _status(arguments: list[str]) -> int:
     try:
         command = tyro.cli(
-            Command,  # type: ignore[arg-type]
+            Command,
             args=arguments or ["--help"],
             prog="lengthwise",
             description="Train language models on sequences of very different lengths with Hybrid Data Parallelism.",

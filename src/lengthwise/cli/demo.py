@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -42,6 +42,12 @@ device: cpu
 optimizer: {{lr: 1.0e-3}}
 output: run
 """
+_NEXT = """
+[bold]Next[/bold]
+lengthwise verify {run_file} --ranks 3
+lengthwise plan --config {run_file} --ranks 4 --out plan.json
+lengthwise train {run_file} --ranks 2 --set capacity_tokens=4096 planner=static output=static
+lengthwise train --help   (your own JSON lines: data: \\[{{path: train.jsonl}}])"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +74,7 @@ class Demo:
         opened = _open(folder / "run" / "model", result, show)
         show(f"\n[bold]Files[/bold]\n{folder}: demo.yaml, run/metrics.jsonl, run/ledger.jsonl, run/plans/, run/model/")
         show(f"demo took {seconds(time.perf_counter() - begin)}")
-        show("\n".join(_next_lines(run_file)))
+        show(_NEXT.format(run_file=run_file))
         return 0 if passed and opened else 1
 
 
@@ -164,20 +170,17 @@ def _show_plans(dataset: MemoryDataset, show: Show) -> None:
 
 def _train(run_file: Path) -> TrainResult:
     from lengthwise.cli.train import PrintedProgress
+    from lengthwise.core.plan import Plan
+    from lengthwise.report.plans import degrees
     from lengthwise.report.progress import LiveLine
     from lengthwise.training.api import train
 
     print("\nTraining, for real", flush=True)
     result = train(run_file, ranks=_RANKS, timeout_seconds=100, callbacks=[PrintedProgress(LiveLine(sys.stdout))])
-    print(f"degrees that occurred: {', '.join(map(str, _degrees_in(result.folder / 'plans')))}")
+    plans = (Plan.from_json(path.read_text()) for path in (result.folder / "plans").glob("*.json"))
+    occurred = sorted({degree for plan in plans for degree in degrees(plan)})
+    print(f"degrees that occurred: {', '.join(map(str, occurred))}")
     return result
-
-
-def _degrees_in(plans: Path) -> Sequence[int]:
-    from lengthwise.core.plan import Plan
-    from lengthwise.report.plans import degrees
-
-    return sorted({degree for path in plans.glob("*.json") for degree in degrees(Plan.from_json(path.read_text()))})
 
 
 def _check(run_file: Path, show: Show) -> bool:
@@ -207,13 +210,3 @@ def _open(model: Path, result: TrainResult, show: Show) -> bool:
         f"{'PASS' if same else 'FAIL'}"
     )
     return same
-
-
-def _next_lines(run_file: Path) -> list[str]:
-    return [
-        "\n[bold]Next[/bold]",
-        f"lengthwise verify {run_file} --ranks 3",
-        f"lengthwise plan --config {run_file} --ranks 4 --out plan.json",
-        f"lengthwise train {run_file} --ranks 2 --set capacity_tokens=4096 planner=static output=static",
-        "lengthwise train --help   (your own JSON lines: data: \\[{path: train.jsonl}])",
-    ]

@@ -1,13 +1,16 @@
-"""What this machine is: the frame of every number measured on it."""
+"""What this machine is, the frame of every number measured on it; and what its environment must say to torch."""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import MutableMapping
 from pathlib import Path
 
-from lengthwise import __version__
+from lengthwise.core import __version__
 from lengthwise.report.figures import count
+
+_ALLOCATOR_KEYS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def machine_lines() -> list[str]:
@@ -17,9 +20,11 @@ def machine_lines() -> list[str]:
 
     from lengthwise.comm import count_gpus
 
+    total = memory_bytes()
+    memory = "memory unknown" if total is None else f"{count(total)}B memory"
     return [
         "[bold]Machine[/bold]",
-        f"{_cpu_name()}, {os.cpu_count()} cores, {_memory()}, {count_gpus()} GPUs; "
+        f"{_cpu_name()}, {os.cpu_count()} cores, {memory}, {count_gpus()} GPUs; "
         f"{platform.system()} {platform.release()}",
         f"lengthwise {__version__}, Python {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
@@ -43,6 +48,13 @@ def memory_bytes() -> float | None:
         return None
 
 
-def _memory() -> str:
-    total = memory_bytes()
-    return "memory unknown" if total is None else f"{count(total)}B memory"
+def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set what GPUs want before torch is imported; what the user has set stays.
+
+    Expandable segments: the sizes of microbatches change all the time, and fixed segments would fragment. The old name
+    of the key counts as the user's word too: torch reads it first.
+    NVML for torch's own checks: the other way starts the driver in this process, and then it could not fork ranks.
+    """
+    if not any(key in environment for key in _ALLOCATOR_KEYS):
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

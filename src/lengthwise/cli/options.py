@@ -1,17 +1,39 @@
-"""What commands refuse alike: options that exclude each other, or do nothing beside another."""
+"""What `plan` and `simulate` take alike, and what they refuse: options that exclude or do nothing beside another."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
 
 from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.names import unknown_name
 from lengthwise.core.plan import RECOMPUTE_KINDS
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanChoices:
+    """How plans are made."""
+
+    mode: Annotated[str, tyro.conf.arg(metavar="free|waves|pipeline", help_behavior_hint="(default: free)")] = "free"
+    """How ranks run beside each other: free (each goes on when its own partners are ready; what this version trains),
+    waves (all in lock-step, for parameters sharded over all ranks; planner lengthwise only), or pipeline (each rank is
+    a pipeline of stages; other planners plan free and run that through the stages)."""
+    virtual: Annotated[int | None, tyro.conf.arg(metavar="V", help_behavior_hint="")] = None
+    """Chunks of layers of a stage (interleaved 1F1B), for mode pipeline; default: 1."""
+    offload: Annotated[str, tyro.conf.arg(metavar="off|auto", help_behavior_hint="(default: off)")] = "off"
+    """Whether ranks may keep activations on the host to hold longer sequences: auto (as far as it ends the step sooner;
+    this version plans and simulates it, and does not run it) or off."""
+    heads: Annotated[str, tyro.conf.arg(metavar="off|auto", help_behavior_hint="(default: off)")] = "off"
+    """Whether rings may split attention heads over groups of ranks: auto (where that is quicker; planned and simulated,
+    not run by this version) or off."""
+
+
 def named_alike(names: str) -> dict[str, str]:
     """Map names of the library, separated by spaces, to the options that are called the same."""
-    return {name: f"--{name}" for name in names.split()}
+    return {name: f"--{name.replace('_', '-')}" for name in names.split()}
 
 
 def refuse_but_one(where: str, options: Mapping[str, bool]) -> None:

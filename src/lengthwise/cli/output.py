@@ -61,13 +61,10 @@ def write_atomically(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
-    except OSError as error:
+    except BaseException as error:  # the half file goes, after Ctrl-C too
         with contextlib.suppress(OSError):
             unfinished.unlink()
-        raise OutputError(
-            str(path), expected="a file to write", got=error.strerror or str(error), remedy="Choose another --out."
-        ) from None
-    except BaseException:  # Ctrl-C: the half file goes, too
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise
+        if not isinstance(error, OSError):
+            raise
+        got = error.strerror or str(error)
+        raise OutputError(str(path), expected="a file to write", got=got, remedy="Choose another --out.") from None

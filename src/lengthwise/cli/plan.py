@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from lengthwise.cli.options import named_alike, refuse_beside, refuse_but_one, refuse_recompute
+from lengthwise.cli.options import PlanChoices, named_alike, refuse_beside, refuse_but_one, refuse_recompute
 from lengthwise.cli.output import plain_console, refuse_unwritable_file, write_atomically
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.names import counted
@@ -48,7 +48,7 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanCommand:
+class PlanCommand(PlanChoices):
     """Plan one step and write the plan file; prints what the step would take. Needs no torch and no GPU."""
 
     config: Annotated[Path | None, tyro.conf.arg(metavar="CONFIG.yaml", help_behavior_hint="")] = None
@@ -64,20 +64,8 @@ class PlanCommand:
     planner: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     """lengthwise, static, single-degree, bytescale-naive, bytescale, power-of-two, or one that a package registers;
     default: the run file's, else lengthwise."""
-    mode: Annotated[str, tyro.conf.arg(metavar="free|waves|pipeline", help_behavior_hint="(default: free)")] = "free"
-    """How ranks run beside each other: free (each goes on when its own partners are ready; what this version trains),
-    waves (all in lock-step, for parameters sharded over all ranks; planner lengthwise only), or pipeline (each rank is
-    a pipeline of --stages stages; other planners plan free and run that through the stages)."""
     stages: Annotated[int | None, tyro.conf.arg(metavar="P", help_behavior_hint="")] = None
     """Pipeline stages of a rank, for mode pipeline; --cost is then that of one stage."""
-    virtual: Annotated[int | None, tyro.conf.arg(metavar="V", help_behavior_hint="")] = None
-    """Chunks of layers of a stage (interleaved 1F1B), for mode pipeline; default: 1."""
-    offload: Annotated[str, tyro.conf.arg(metavar="off|auto", help_behavior_hint="(default: off)")] = "off"
-    """Whether ranks may keep activations on the host to hold longer sequences: auto (as far as it ends the step sooner;
-    this version plans and simulates it, and does not run it) or off."""
-    heads: Annotated[str, tyro.conf.arg(metavar="off|auto", help_behavior_hint="(default: off)")] = "off"
-    """Whether rings may split attention heads over groups of ranks: auto (where that is quicker; planned and simulated,
-    not run by this version) or off."""
     recompute: Annotated[str | None, tyro.conf.arg(metavar="KIND|auto", help_behavior_hint="")] = None
     """What backward computes again: none, layer, all_but_attention, or auto: the kind that ends the step first, each
     with the capacity that it leaves beside weights and optimizer, by estimate; default: the run file's, else none."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from rich.console import Console
 
-from lengthwise.cli.options import named_alike, refuse_beside, refuse_but_one, refuse_recompute
+from lengthwise.cli.options import PlanChoices, named_alike, refuse_beside, refuse_but_one, refuse_recompute
 from lengthwise.cli.output import plain_console
 from lengthwise.cli.simulate_lengths import KnownLengths, lengths_of_data, listed_lengths, refuse_data
 from lengthwise.core.errors import Collector, ConfigError, raise_problems
@@ -59,7 +59,7 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulate:
+class Simulate(PlanChoices):
     """Simulate steps of several planners on the same batches; writes JSON, traces for Perfetto and a page."""
 
     model: Annotated[str, tyro.conf.arg(metavar="NAME|FOLDER")]
@@ -89,15 +89,6 @@ class Simulate:
     """Devices that split every layer of a rank (tensor parallelism)."""
     pp: Annotated[int, tyro.conf.arg(metavar="P")] = 1
     """Pipeline stages of a rank."""
-    virtual: Annotated[int | None, tyro.conf.arg(metavar="V", help_behavior_hint="")] = None
-    """Chunks of layers of a stage (interleaved 1F1B), for --mode pipeline; default: 1."""
-    mode: Annotated[str, tyro.conf.arg(metavar="free|waves|pipeline", help_behavior_hint="(default: free)")] = "free"
-    """How plans are made: free, waves (lengthwise only), or pipeline (planned for the --pp stages; other planners plan
-    free and run that through the stages)."""
-    offload: Annotated[str, tyro.conf.arg(metavar="off|auto", help_behavior_hint="(default: off)")] = "off"
-    """Whether ranks may keep activations on the host to hold longer sequences, for all planners alike."""
-    heads: Annotated[str, tyro.conf.arg(metavar="off|auto", help_behavior_hint="(default: off)")] = "off"
-    """Whether rings may split attention heads, for all planners alike."""
     recompute: Annotated[str, tyro.conf.arg(metavar="KIND|auto", help_behavior_hint="(default: none)")] = "none"
     """What backward computes again: none, layer, all_but_attention, or auto: for each planner and step the kind that
     ends first, with the capacity that it leaves (no --capacity then)."""
@@ -282,11 +273,6 @@ class Simulate:
             raise ConfigError("--gpus", expected=expected, got=str(self.gpus), remedy=remedy)
         return self.gpus // devices
 
-    def _held(self, setting: Setting) -> str:
-        """Return what a rank holds, by kind of recomputation where there are several."""
-        held = {kind: f"{capacity:,}" for kind, capacity in (setting.capacities or {}).items()}
-        return ", ".join(held.values() if len(held) == 1 else map(" ".join, held.items()))
-
     def _mesh(self, setting: Setting) -> str:
         """Say how many devices there are, and how many make a rank."""
         devices = counted(setting.cluster.ranks * setting.devices, "GPU")
@@ -295,11 +281,13 @@ class Simulate:
     def _about(self, setting: Setting, batches: list[list[int]], known: KnownLengths) -> str:
         """Say in one line what is simulated, and how its lengths were counted."""
         mesh = f" of {self.tp} x {self.pp} devices" if setting.devices > 1 else ""
+        held = {kind: f"{capacity:,}" for kind, capacity in (setting.capacities or {}).items()}
+        capacity = ", ".join(held.values() if len(held) == 1 else map(" ".join, held.items()))
         sums = sorted({sum(batch) for batch in batches})
         size = f"{sums[0]:,}" if len(sums) == 1 else f"{sums[0]:,} to {sums[-1]:,}"
         return (
             f"{setting.shape.name} on {counted(setting.cluster.ranks, 'rank')}{mesh} of {setting.hardware.name}, "
-            f"{self._held(setting)} tokens a rank; {counted(len(batches), 'batch')} of {size} tokens of {known.name}, "
+            f"{capacity} tokens a rank; {counted(len(batches), 'batch')} of {size} tokens of {known.name}, "
             f"longest {max(map(max, batches)):,}; loader: {self.loader}{'; ' if known.note else ''}{known.note}"
         )
 

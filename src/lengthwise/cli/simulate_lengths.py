@@ -60,10 +60,8 @@ class KnownLengths:
             problems.append(ConfigError("--context", expected=expected, got=str(context_tokens), remedy=remedy))
         sequences = round(wanted_tokens * len(self.lengths) / sum(self.lengths))
         if sequences > _MOST_SEQUENCES:
-            expected, got = (
-                f"a batch of at most {_MOST_SEQUENCES:,} sequences",
-                f"{wanted_tokens:,} tokens, about {sequences:,}",
-            )
+            expected = f"a batch of at most {_MOST_SEQUENCES:,} sequences"
+            got = f"{wanted_tokens:,} tokens, about {sequences:,}"
             problems.append(ConfigError("--batch-tokens", expected=expected, got=got, remedy="Lower it."))
         raise_problems(problems)
         return [drawn_batch(self.lengths, wanted_tokens, seed) for seed in range(number)], context_tokens or longest

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from lengthwise.cli.options import named_alike
 from lengthwise.core.errors import Collector
 from lengthwise.core.sizes import read_whole
 from lengthwise.report.figures import count, percent, seconds
@@ -21,37 +22,35 @@ if TYPE_CHECKING:
     from lengthwise.training.job import Job
     from lengthwise.training.metrics import EvalMetrics, FinishedStep, StepMetrics, TrainResult
 
-Overrides = Annotated[
-    tuple[tuple[str, ...], ...],
-    tyro.conf.UseAppendAction,
-    tyro.conf.arg(name="set", metavar="a.b=value [a.b=value ...]"),
-]
-
-RunFile = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG.yaml")]
-NAMES = {"ranks": "--ranks", "overwrite": "--overwrite", "timeout_seconds": "--timeout-seconds"}
-"""What the options of `training.api` are called on the command line."""
-
-Ranks = Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")]
-
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
-    """Train a model. Started alone it spawns one process a rank; under torchrun it takes torchrun's ranks."""
+class RunOptions:
+    """What `train` and `verify` take alike."""
 
-    config: RunFile
+    config: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG.yaml")]
     """The run file (YAML)."""
-    ranks: Ranks = None
+    ranks: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Processes to start on this machine; default: one a GPU, else 1. Not with torchrun."""
-    set: Overrides = ()
-    """Change a key of the run file for this run: --set optimizer.lr=1e-4 steps=20"""
-    overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Delete an earlier run in the output folder first."""
+    set: Annotated[
+        tuple[tuple[str, ...], ...],
+        tyro.conf.UseAppendAction,
+        tyro.conf.arg(name="set", metavar="a.b=value [a.b=value ...]"),
+    ] = ()
+    """Change a key of the run file for this run: --set optimizer.lr=1e-4 global_batch.sequences=8"""
     timeout_seconds: float = 600.0
     """How long a rank waits for another, in seconds, before the run ends with an error that names it."""
 
     def names(self) -> dict[str, str]:
         """Map names of the library to what the user typed for them."""
-        return NAMES
+        return named_alike("ranks overwrite timeout_seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(RunOptions):
+    """Train a model. Started alone it spawns one process a rank; under torchrun it takes torchrun's ranks."""
+
+    overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Delete an earlier run in the output folder first."""
 
     def run(self) -> int:
         """Run the command; return the exit status."""

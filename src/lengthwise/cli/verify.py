@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from lengthwise.cli.train import NAMES, Overrides, Ranks, RunFile, read_settings
+from lengthwise.cli.train import RunOptions, read_settings
 from lengthwise.report.figures import count
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verify:
+class Verify(RunOptions):
     """Compute the first global batch on N processes and in one, and compare loss and every gradient.
 
     Exits with 1 when a difference is above 1e-12 in fp64, 1e-5 in fp32, 2e-2 in bf16 (relative L2 of each tensor,
@@ -26,20 +26,8 @@ class Verify:
     time. Says before it starts how long that will take and how much memory, roughly.
     """
 
-    config: RunFile
-    """The run file (YAML)."""
-    ranks: Ranks = None
-    """Processes to start on this machine; default: one a GPU, else 1. Not with torchrun."""
-    set: Overrides = ()
-    """Change a key of the run file: --set precision=fp64 global_batch.sequences=8"""
     plan: Annotated[Path | None, tyro.conf.arg(metavar="PLAN.json", help_behavior_hint="")] = None
     """Run this plan file of any planner in place of one made here; its lengths must be those of the first batch."""
-    timeout_seconds: float = 600.0
-    """How long a rank waits for another, in seconds."""
-
-    def names(self) -> dict[str, str]:
-        """Map names of the library to what the user typed for them."""
-        return NAMES
 
     def run(self) -> int:
         """Run the command; return the exit status."""
