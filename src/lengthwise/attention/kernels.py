@@ -103,9 +103,7 @@ class FlashCpuKernel:
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         """Compute one block (see `BlockKernel.forward`)."""
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            batched(block.q),
-            batched(block.k),
-            batched(block.v),
+            *map(batched, (block.q, block.k, block.v)),
             0.0,
             block.causal and block.mask is None,
             attn_mask=_added(block),
@@ -116,11 +114,7 @@ class FlashCpuKernel:
     def backward(self, grad_out: Tensor, block: Block, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         """Compute one block's gradients (see `BlockKernel.backward`)."""
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            batched(grad_out),
-            batched(block.q),
-            batched(block.k),
-            batched(block.v),
-            batched(saved.out),
+            *map(batched, (grad_out, block.q, block.k, block.v, saved.out)),
             # The kernel reads lse as laid out (batch, tokens, heads), whatever its strides say.
             saved.lse.t().contiguous().t()[None],
             0.0,

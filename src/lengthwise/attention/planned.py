@@ -151,9 +151,8 @@ class PlannedAttention:
         if window not in self._steps:
             program = self._program.with_window(window)
             rank = self._transport.rank
-            ring_steps = [
-                _rank_steps(program, rank, each) for each in (program.forward_rounds, program.backward_rounds)
-            ]
+            rounds = (program.forward_rounds, program.backward_rounds)
+            ring_steps = [_rank_steps(program, rank, each) for each in rounds]
             if isinstance(self._kernel, PackKernel):
                 pack = pack_of(ring_steps[0][0].tasks, window=program.window, device=device)
                 ring_steps = [_with_pack(each, pack) for each in ring_steps]
@@ -211,15 +210,12 @@ class PlannedAttention:
                 message = self._buffer(*shard, like, wide).zero_()
             assert isinstance(message, Tensor), f"shard {shard} of an uncut piece cannot be sent"
             sends.append((message, each.target))
-        arriving = [
-            (
-                each.content,
-                (each.piece, each.owner),
-                self._buffer(each.piece, each.owner, like, wide if each.content == "dkv" else like.dtype),
-            )
-            for each in ring_step.receives
-        ]
-        receives = [(message, each.source) for (_, _, message), each in zip(arriving, ring_step.receives, strict=True)]
+        arriving, receives = [], []
+        for each in ring_step.receives:
+            shard = (each.piece, each.owner)
+            message = self._buffer(*shard, like, wide if each.content == "dkv" else like.dtype)
+            arriving.append((each.content, shard, message))
+            receives.append((message, each.source))
         return self._transport.exchange(sends, receives), arriving
 
     def _buffer(self, piece: int, owner: int, like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -268,10 +268,7 @@ def _shape_of(config: RunConfig) -> ModelShape:
         return named_shape("tiny")
     path = Path(config.model) / "config.json"
     if not path.is_file():
-        raise ConfigError(
-            "model",
-            expected="tiny, or a local folder with config.json, to know its costs",
-            got=config.model,
-            remedy="Add --model-shape llama-7b --hardware h100, or other named ones.",
-        )
+        expected = "tiny, or a local folder with config.json, to know its costs"
+        remedy = "Add --model-shape llama-7b --hardware h100, or other named ones."
+        raise ConfigError("model", expected=expected, got=config.model, remedy=remedy)
     return shape_from_config(read_json_object(str(path)))

@@ -243,9 +243,8 @@ class Simulate(PlanChoices):
         known = planner_names()
         raise_problems([unknown_name("--planners", name, known) for name in names if name not in known])
         if not names or len(set(names)) < len(names):
-            raise ConfigError(
-                "--planners", expected="each planner once", got=repr(self.planners), remedy="Give at least one, once."
-            )
+            got, remedy = repr(self.planners), "Give at least one, once."
+            raise ConfigError("--planners", expected="each planner once", got=got, remedy=remedy)
         return names
 
     def _capacities(self, shape: ModelShape | None, hardware: Hardware | None, ranks: int | None) -> dict[str, int]:

@@ -114,12 +114,8 @@ class FlatParameters:
 def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
-        raise ModelRefused(
-            f"model {type(model).__name__}",
-            expected="at least one parameter that can be trained",
-            got="none",
-            remedy="Unfreeze the model.",
-        )
+        where, expected = f"model {type(model).__name__}", "at least one parameter that can be trained"
+        raise ModelRefused(where, expected=expected, got="none", remedy="Unfreeze the model.")
     return named
 
 

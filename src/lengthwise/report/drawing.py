@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from lengthwise.core.sizes import written_tokens
+
 WIDTH, HEIGHT = 720, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 36
 _PLOT_WIDTH, _PLOT_HEIGHT = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
@@ -37,9 +39,8 @@ def bar_chart(labels: Sequence[str], values: Sequence[float], *, title: str, tip
         parts.append(
             f'<rect class="bar" x="{x + 1:.1f}" y="{_TOP + _PLOT_HEIGHT - height:.1f}" '
             f'width="{max(1.0, width - 2):.1f}" height="{height:.1f}"><title>{escape(tip)}</title></rect>'
-            f'<text class="small" x="{x + width / 2:.1f}" y="{HEIGHT - _BOTTOM + 14}" text-anchor="middle">'
-            f"{escape(label)}</text>"
         )
+        parts.append(_text(f"{x + width / 2:.1f}", HEIGHT - _BOTTOM + 14, label))
     return _svg(parts, title)
 
 
@@ -50,17 +51,15 @@ def scatter_chart(points: Sequence[tuple[float, float, str]], *, title: str, x_t
     parts = []
     for power in range(x_low, x_high + 1, max(1, (x_high - x_low) // 10)):
         x = _LEFT + _PLOT_WIDTH * (power - x_low) / (x_high - x_low)
-        parts.append(
-            f'<text class="small" x="{x:.1f}" y="{HEIGHT - _BOTTOM + 14}" text-anchor="middle">{_tick(power)}</text>'
-        )
+        parts.append(_text(f"{x:.1f}", HEIGHT - _BOTTOM + 14, written_tokens(2**power)))
     for power in range(y_low, y_high + 1):
         y = _TOP + _PLOT_HEIGHT * (1 - (power - y_low) / (y_high - y_low))
-        parts += _y_tick(y, _tick(power))
+        parts += _y_tick(y, written_tokens(2**power))
     for x_value, y_value, tip in points:
         x = _LEFT + _PLOT_WIDTH * (math.log2(x_value) - x_low) / (x_high - x_low)
         y = _TOP + _PLOT_HEIGHT * (1 - (math.log2(y_value) - y_low) / (y_high - y_low))
         parts.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="2.5"><title>{escape(tip)}</title></circle>')
-    parts.append(f'<text class="small" x="{WIDTH / 2}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x_title)}</text>')
+    parts.append(_text(WIDTH / 2, HEIGHT - 4, x_title))
     parts.append(f'<text class="small" x="4" y="{_TOP}">{escape(y_title)}</text>')
     return _svg(parts, title)
 
@@ -71,9 +70,7 @@ def span_chart(rows: Sequence[tuple[str, Sequence[Span]]], *, title: str, most: 
     parts = []
     for number, (label, spans) in enumerate(rows):
         y = _TOP + number * step
-        parts.append(
-            f'<text class="small" x="{_LEFT - 6}" y="{y + step / 2 + 3:.1f}" text-anchor="end">{escape(label)}</text>'
-        )
+        parts.append(_text(_LEFT - 6, f"{y + step / 2 + 3:.1f}", label, anchor="end"))
         for span in spans:
             x, width = _LEFT + _PLOT_WIDTH * span.start / most, _PLOT_WIDTH * (span.end - span.start) / most
             parts.append(
@@ -81,20 +78,21 @@ def span_chart(rows: Sequence[tuple[str, Sequence[Span]]], *, title: str, most: 
                 f'height="{max(1.0, step - 2):.1f}"><title>{escape(span.tip)}</title></rect>'
             )
     for part in range(5):
-        x, anchor = _LEFT + _PLOT_WIDTH * part / 4, "end" if part == 4 else "middle"
-        parts.append(
-            f'<text class="small" x="{x:.1f}" y="{HEIGHT - _BOTTOM + 14}" text-anchor="{anchor}">'
-            f"{most * part / 4:.3g} s</text>"
-        )
+        x, seconds = f"{_LEFT + _PLOT_WIDTH * part / 4:.1f}", f"{most * part / 4:.3g} s"
+        parts.append(_text(x, HEIGHT - _BOTTOM + 14, seconds, anchor="end" if part == 4 else "middle"))
     return _svg(parts, title)
 
 
 def _y_tick(y: float, label: str) -> list[str]:
     """Draw a line across the plot, its label left of it."""
     return [
-        f'<text class="small" x="{_LEFT - 6}" y="{y + 3:.1f}" text-anchor="end">{label}</text>',
+        _text(_LEFT - 6, f"{y + 3:.1f}", label, anchor="end"),
         f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>',
     ]
+
+
+def _text(x: object, y: object, text: str, *, anchor: str = "middle") -> str:
+    return f'<text class="small" x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _svg(parts: Sequence[str], title: str) -> str:
@@ -104,10 +102,3 @@ def _svg(parts: Sequence[str], title: str) -> str:
 def _powers(values: Sequence[float]) -> tuple[int, int]:
     low, high = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
     return low, max(high, low + 1)
-
-
-def _tick(power: int) -> str:
-    for limit, unit in ((20, "M"), (10, "K")):
-        if power >= limit:
-            return f"{2 ** (power - limit)}{unit}"
-    return str(2**power)

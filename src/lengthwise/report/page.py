@@ -17,6 +17,7 @@ import numpy as np
 
 from lengthwise.core.names import counted
 from lengthwise.core.plan import Plan
+from lengthwise.core.sizes import written_tokens
 from lengthwise.report.drawing import Span, bar_chart, scatter_chart, span_chart
 from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.simulation import COLUMNS, result_rows
@@ -57,15 +58,18 @@ def simulation_page(
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     shown = [results[0], results[-1]] if len(results) > 1 else [results[0]]
     most = max(each.first.step_seconds for each in shown)
+    stages = results[0].first.stages
+    stage = f", stage 0 of {stages}" if stages > 1 else ""
     ranks = [
         f"<h2>Ranks over time: {escape(each.planner)}</h2>{_scrolling(_ranks_chart(each, most))}"
         f"<p class=key>Blue: packs on one rank. Orange: rings. Grey: the step's end. Empty: waiting. "
-        f"{len(_ranks_of(each.first))} of {each.first.ranks} ranks{_only_stage(each.first)}, the first batch: "
+        f"{len(_ranks_of(each.first))} of {each.first.ranks} ranks{stage}, the first batch: "
         f"{escape(seconds(each.first.step_seconds))}, {escape(percent(each.first.idle_ratio))} idle.</p>"
         for each in shown
     ]
     said = "".join(f"<p class=key>{escape(each)}</p>" for each in remarks)
     words = "".join(f"<p class=key>{escape(each)}</p>" for each in _WORDS)
+    costs = str(results[0].first_plan.notes["cost"])
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
         f"<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'sha256-{digest}'\">"
@@ -74,13 +78,9 @@ def simulation_page(
         f"<h1>What these lengths cost</h1><p>{escape(sentence)}</p><p class=key>{escape(about)}</p>"
         f"{_table(results)}{said}{words}<h2>Lengths</h2>{_histogram(batches)}"
         f"<h2>Ranks a sequence: {escape(results[-1].planner)}</h2>{_degrees(results[-1].first_plan)}"
-        f"{''.join(ranks)}<p class=key>Simulated by lengthwise, not measured: costs {escape(_costs(results))}.</p>"
+        f"{''.join(ranks)}<p class=key>Simulated by lengthwise, not measured: costs {escape(costs)}.</p>"
         "</body></html>\n"
     )
-
-
-def _costs(results: Sequence[PlannerResult]) -> str:
-    return str(results[0].first_plan.notes["cost"])
 
 
 def _table(results: Sequence[PlannerResult]) -> str:
@@ -101,10 +101,9 @@ def _histogram(batches: Sequence[Sequence[int]]) -> str:
     for length in lengths:
         sequences[length.bit_length() - 1] += 1
         tokens[length.bit_length() - 1] += length
-    labels = [count(2**power) if power < 10 else _binary(power) for power in powers]
-    tips = [
-        f"from {label}: {_work(sequences[power], tokens[power])}" for label, power in zip(labels, powers, strict=True)
-    ]
+    labels = [written_tokens(2**power) for power in powers]
+    works = [_work(sequences[power], tokens[power]) for power in powers]
+    tips = [f"from {label}: {work}" for label, work in zip(labels, works, strict=True)]
     shares = [tokens[power] / sum(lengths) for power in powers]
     chart = bar_chart(labels, shares, title="tokens by length", tips=tips)
     return f"{_scrolling(chart)}<p class=key>Share of tokens in sequences from this length to the next.</p>"
@@ -114,19 +113,9 @@ def _work(sequences: int, tokens: int) -> str:
     return f"{counted(sequences, 'sequence')}, {count(tokens)} token{'s' * (tokens != 1)}"
 
 
-def _binary(power: int) -> str:
-    return f"{1 << (power - 10)}K" if power < 20 else f"{1 << (power - 20)}M"
-
-
 def _degrees(plan: Plan) -> str:
-    points = sorted(
-        {
-            (plan.tokens[i], piece.degree)
-            for microbatch in plan.microbatches
-            for piece in microbatch.pieces
-            for i in piece.sequences
-        }
-    )
+    pieces = [piece for microbatch in plan.microbatches for piece in microbatch.pieces]
+    points = sorted({(plan.tokens[i], piece.degree) for piece in pieces for i in piece.sequences})
     cut = [point for point in points if point[1] > 1]
     whole = [point for point in points if point[1] == 1]
     shown = _spread(whole, _SHOWN_WHOLE) + _spread(cut, _SHOWN_CUT)
@@ -143,10 +132,6 @@ def _spread(points: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
 
 def _ranks_of(timeline: Timeline) -> list[int]:
     return chosen_ranks(timeline, _SHOWN_RANKS)
-
-
-def _only_stage(timeline: Timeline) -> str:
-    return f", stage 0 of {timeline.stages}" if timeline.stages > 1 else ""
 
 
 def _ranks_chart(result: PlannerResult, most: float) -> str:

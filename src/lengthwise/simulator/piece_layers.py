@@ -57,12 +57,8 @@ def piece_layer(piece: Piece, lengths: Sequence[int], cost: Cost) -> PieceLayer:
     """
     positions = piece.degree // piece.heads
     if piece.shares is not None and piece.heads > 1:
-        raise PlanError(
-            f"piece on ranks {piece.ranks[:4]}...",
-            expected="shares or split heads",
-            got="both",
-            remedy="Plan without one of them.",
-        )
+        where, remedy = f"piece on ranks {piece.ranks[:4]}...", "Plan without one of them."
+        raise PlanError(where, expected="shares or split heads", got="both", remedy=remedy)
     chunks = _chunks(lengths, positions, piece.shares)
     blocks = _blocks(np.array(lengths, dtype=np.float64), chunks, cost)
     return _layer(blocks, _parts(chunks)[2].sum(axis=0), np.array(piece.ranks), piece.heads, cost)

@@ -41,20 +41,13 @@ def simulate_plan(plan: Plan, cost: Cost) -> Timeline:
             speed.
     """
     if not features_of(plan) <= SIMULATOR:
-        raise PlanError(
-            "speeds",
-            expected="ranks of one speed, all that is simulated",
-            got="a plan for unequal ranks",
-            remedy="Score it instead (`lengthwise plan --speeds` prints that), or plan without {speeds}.",
-        )
+        expected, got = "ranks of one speed, all that is simulated", "a plan for unequal ranks"
+        remedy = "Score it instead (`lengthwise plan --speeds` prints that), or plan without {speeds}."
+        raise PlanError("speeds", expected=expected, got=got, remedy=remedy)
     stages = cost.stages
     if plan.schedule["kind"] == "pipeline" and plan.schedule["stages"] != stages:
-        raise PlanError(
-            "schedule: stages",
-            expected=f"{stages}, as in the costs",
-            got=str(plan.schedule["stages"]),
-            remedy="Give costs of that many stages ({stages}).",
-        )
+        got, remedy = str(plan.schedule["stages"]), "Give costs of that many stages ({stages})."
+        raise PlanError("schedule: stages", expected=f"{stages}, as in the costs", got=got, remedy=remedy)
     run = _run_flat if stages == 1 else _run_stages
     clocks = _all_clocks(plan, lambda _: cost)
     timeline = run(plan, cost, clocks)

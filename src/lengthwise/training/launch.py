@@ -174,12 +174,9 @@ class _Children:
         process.join(_GRACE_SECONDS)
         code = process.exitcode
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
-        return RankError(
-            f"rank {rank}, {self._board.last_seen(rank)}",
-            expected="the rank to finish",
-            got=f"its process died ({how})",
-            remedy="SIGKILL is often the system running out of memory: lower capacity_tokens; then start again.",
-        )
+        where, got = f"rank {rank}, {self._board.last_seen(rank)}", f"its process died ({how})"
+        remedy = "SIGKILL is often the system running out of memory: lower capacity_tokens; then start again."
+        return RankError(where, expected="the rank to finish", got=got, remedy=remedy)
 
     def _end_all(self) -> None:
         for process in self._processes:

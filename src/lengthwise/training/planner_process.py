@@ -89,9 +89,5 @@ class PlannerProcess:
             got = f"its end by signal {-status}" if status < 0 else f"its end with status {status}"
         except subprocess.TimeoutExpired:
             got = "a broken pipe"
-        return RankError(
-            "rank 0, planner process",
-            expected="a plan",
-            got=got,
-            remedy="See what it printed, and whether the machine ran out of memory; then start again.",
-        )
+        remedy = "See what it printed, and whether the machine ran out of memory; then start again."
+        return RankError("rank 0, planner process", expected="a plan", got=got, remedy=remedy)

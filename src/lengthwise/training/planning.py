@@ -69,9 +69,7 @@ class PlanAhead:
             return None
         batch, future = self._next
         self._transport.phase = f"{name}, agreeing on the plan"
-        message = None
-        if future is not None:
-            message = json.dumps(self._wait_for(future, name)).encode()
+        message = None if future is None else json.dumps(self._wait_for(future, name)).encode()
         text, seconds = json.loads(broadcast_bytes(self._transport, message))
         agree(self._transport, json.dumps([text, batch.ids]).encode(), "plan and sequences of the step")
         self._next = self._begin()
@@ -93,9 +91,9 @@ class PlanAhead:
         try:
             return future.result(timeout=self._timeout_seconds)
         except TimeoutError:
-            raise RankError(
+            where, expected = (
                 f"rank {self._transport.rank}, {name}, planning",
-                expected=f"a plan within {self._timeout_seconds:g} s",
-                got="none",
-                remedy="Use a simpler planner, or raise {timeout_seconds}.",
-            ) from None
+                f"a plan within {self._timeout_seconds:g} s",
+            )
+            remedy = "Use a simpler planner, or raise {timeout_seconds}."
+            raise RankError(where, expected=expected, got="none", remedy=remedy) from None

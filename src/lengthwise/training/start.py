@@ -78,12 +78,8 @@ def _settings(run: Run, overrides: Sequence[str]) -> RunConfig:
 def _torchrun(ranks: int | None) -> World | None:
     world = world_from_environment()
     if world is not None and ranks is not None and ranks != world.world_size:
-        raise ConfigError(
-            "ranks",
-            expected=f"nothing, or torchrun's {world.world_size}",
-            got=str(ranks),
-            remedy="Leave {ranks} out under torchrun.",
-        )
+        expected, remedy = f"nothing, or torchrun's {world.world_size}", "Leave {ranks} out under torchrun."
+        raise ConfigError("ranks", expected=expected, got=str(ranks), remedy=remedy)
     return world
 
 
@@ -114,13 +110,9 @@ def _gpus(device: str) -> int:
     if device == "cuda" and not gpus:
         import torch
 
-        built = f"torch {torch.__version__} was built {'with' if torch.version.cuda else 'without'} CUDA"
-        raise ConfigError(
-            "device",
-            expected="a GPU, for device: cuda",
-            got=f"none ({built})",
-            remedy="Set device: auto or cpu, or install a CUDA build of torch and a driver.",
-        )
+        got = f"none (torch {torch.__version__} was built {'with' if torch.version.cuda else 'without'} CUDA)"
+        remedy = "Set device: auto or cpu, or install a CUDA build of torch and a driver."
+        raise ConfigError("device", expected="a GPU, for device: cuda", got=got, remedy=remedy)
     return gpus
 
 

@@ -181,18 +181,11 @@ class _Trainer:
         return rows.view(-1, len(numbers))
 
     def _refuse_ruined(self, number: int, largest: torch.Tensor) -> None:
-        """Stop when step `number` left parameters that are not finite; `largest` of each rank, the same on all.
-
-        Raises:
-            NumericError: naming the step.
-        """
+        """Stop when step `number` left parameters that are not finite; `largest` of each rank, the same on all."""
         if not (largest <= self._largest_allowed).all():  # neither is NaN
-            raise NumericError(
-                f"step {number}",
-                expected="finite parameters after its update",
-                got=str(largest.max().item()),
-                remedy="Lower optimizer.lr or optimizer.weight_decay. The model is not saved.",
-            )
+            expected, got = "finite parameters after its update", str(largest.max().item())
+            remedy = "Lower optimizer.lr or optimizer.weight_decay. The model is not saved."
+            raise NumericError(f"step {number}", expected=expected, got=got, remedy=remedy)
 
     def _maybe_evaluate(self, number: int) -> None:
         every = self._job.config.eval
@@ -238,11 +231,7 @@ def _note(callbacks: Sequence[Callback], line: str) -> None:
 
 
 def _refuse_infinite(what: str, value: float, step: str, batch: StepBatch) -> None:
-    """Stop before an update that would spoil the model.
-
-    Raises:
-        NumericError: `value` is not finite; names the step and its sequences.
-    """
+    """Stop before an update that would spoil the model: one of a `value` that is not finite."""
     if not math.isfinite(value):
         got = f"{value} over sequences {', '.join(map(str, batch.ids[:20]))}{' ...' * (len(batch.ids) > 20)}"
         remedy = "Lower optimizer.lr, or look at these sequences. No update was made."
