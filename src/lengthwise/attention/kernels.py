@@ -1,4 +1,6 @@
-"""One block of attention with its log-sum-exp, forward and backward, on the CPU; kernels of GPUs: `cuda_kernels`.
+"""One block of attention with its log-sum-exp, forward and backward, on the CPU, and the merge of partial results.
+
+Kernels of GPUs: `cuda_kernels`.
 
 A row that sees no key is never asked for: the CPU kernel gives it lse 0, which a merge would take for a weight.
 """
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -173,6 +176,19 @@ class ReferenceKernel:
         for rows in (slice(start, start + step) for start in range(0, len(q), step)):
             scores = torch.einsum("qhd,khd->hqk", q[rows].to(wide), keys) * block.scale
             yield rows, scores if seen is None else scores.masked_fill(~seen[rows], float("-inf"))
+
+
+def merge_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Fold one block of other keys into the running result, in place: exact, and without exp of a large number.
+
+    For one query, out = sum_b exp(lse_b - lse) out_b with lse = log sum_b exp(lse_b). Of two, the new block's weight is
+    w = sigmoid(lse_b - lse_a), so that out = out_a + w (out_b - out_a) and lse = lse_a - logsigmoid(lse_a - lse_b).
+    `out` (tokens, heads, head_dim) and `lse` (heads, tokens) are in the accumulation dtype.
+    """
+    block_lse = block_lse.to(lse.dtype)
+    weight = (block_lse - lse).sigmoid().t()[..., None]
+    out.lerp_(block_out.to(out.dtype), weight.to(out.dtype))
+    lse.sub_(F.logsigmoid(lse - block_lse))
 
 
 def batched(x: Tensor) -> Tensor:

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lengthwise.attention.kernels import Block, BlockKernel, BlockMask, Saved
-from lengthwise.attention.merge import merge_block
+from lengthwise.attention.kernels import Block, BlockKernel, BlockMask, Saved, merge_block
 from lengthwise.attention.packs import Pack, PackKernel, pack_of
 from lengthwise.attention.recompute import Recomputation
 from lengthwise.comm import Pending, Transport

@@ -126,11 +126,7 @@ class PlanCommand(PlanChoices):
         return {**names, "model": "--model-shape"} if self.model_shape else names
 
     def _read(self) -> Asked:
-        """Read all of the command line but the lengths of a run file's data.
-
-        Raises:
-            LengthwiseError: all that is wrong with it.
-        """
+        """Read all of the command line but the lengths of a run file's data; raise all that is wrong with it."""
         from lengthwise.data.recipes import lengths_from_file
         from lengthwise.planner import PlanOptions, parse_speeds
 
@@ -141,7 +137,9 @@ class PlanCommand(PlanChoices):
         ranks = problems.attempt(partial(read_whole, "ranks", self.ranks, most=MOST_RANKS))
         config = problems.attempt(self._read_config)
         if self.cost:
-            problems.attempt(self._refuse_beside_cost)
+            unused = self._of_hardware() | {"--hardware": self.hardware}
+            expected = "nothing beside --cost, which is all that a plan then costs"
+            problems.attempt(partial(refuse_beside, unused, expected, "Leave out {option} or --cost."))
         hardware = None if self.cost else problems.attempt(self._hardware)
         shape = problems.attempt(partial(self._shape, config)) if config or not self.config else None
         cost = problems.attempt(partial(self._cost, shape, hardware))
@@ -190,12 +188,6 @@ class PlanCommand(PlanChoices):
         from lengthwise.config import load_config
 
         return load_config(self.config)
-
-    def _refuse_beside_cost(self) -> None:
-        """Refuse options that would do nothing beside --cost."""
-        unused = self._of_hardware() | {"--hardware": self.hardware}
-        expected = "nothing beside --cost, which is all that a plan then costs"
-        refuse_beside(unused, expected, "Leave out {option} or --cost.")
 
     def _of_hardware(self) -> dict[str, object]:
         """Return the options that say nothing without a hardware to price them."""

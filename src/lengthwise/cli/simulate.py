@@ -117,7 +117,9 @@ class Simulate(PlanChoices):
         results = self._simulated(asked, setting, batches)
         chosen = self._simulated_again(asked, setting, batches)
         facts = self._facts(setting, batches, known)
-        sentence = closing_sentence(results, self._mesh(setting), chosen=chosen, unit=known.unit)
+        devices = counted(setting.cluster.ranks * setting.devices, "GPU")
+        mesh = f"{devices}, {f'--tp {self.tp} x --pp {self.pp}' if setting.devices > 1 else 'one'} a rank,"
+        sentence = closing_sentence(results, mesh, chosen=chosen, unit=known.unit)
         beside = remarks(results, device_bytes=setting.hardware.device_bytes, chose_recompute=self.recompute == "auto")
         shown = {"ranks_per_node": setting.cost.ranks_per_node, "most_ranks": self.trace_ranks}
         traces = {each.planner: chrome_trace(each.first_plan, each.first, **shown) for each in results}
@@ -178,11 +180,7 @@ class Simulate(PlanChoices):
         )
 
     def _read(self) -> Asked:
-        """Read all of the command line but the data.
-
-        Raises:
-            LengthwiseError: all that is wrong with it.
-        """
+        """Read all of the command line but the data; raise all that is wrong with it."""
         from lengthwise.cli.simulate_files import refuse_others_files
         from lengthwise.cost import all_terms_cost, named_hardware, named_shape
         from lengthwise.simulator import LOADERS, Setting
@@ -209,13 +207,8 @@ class Simulate(PlanChoices):
         ranks = attempt(partial(self._ranks, self.tp * self.pp)) if is_mesh else None
         capacities = attempt(partial(self._capacities, shape, hardware, ranks))
         problems.raise_all()
-        assert shape, "what is None or empty was reported"
-        assert hardware, "the same"
-        assert cost, "the same"
-        assert ranks, "the same"
-        assert capacities, "the same"
-        assert planners, "the same"
-        assert wanted, "the same"
+        if not (shape and hardware and cost and ranks and capacities and planners and wanted):
+            raise AssertionError("what is None or empty was reported")
         setting = Setting(
             shape=shape, hardware=hardware, cost=cost, devices=self.tp * self.pp, context_tokens=context or 1,
             cluster=Cluster(ranks=ranks, capacity_tokens=max(capacities.values())), loader=self.loader,
@@ -271,11 +264,6 @@ class Simulate(PlanChoices):
             expected, remedy = f"a multiple of --tp x --pp = {devices}", "Give all devices of whole ranks."
             raise ConfigError("--gpus", expected=expected, got=str(self.gpus), remedy=remedy)
         return self.gpus // devices
-
-    def _mesh(self, setting: Setting) -> str:
-        """Say how many devices there are, and how many make a rank."""
-        devices = counted(setting.cluster.ranks * setting.devices, "GPU")
-        return f"{devices}, {f'--tp {self.tp} x --pp {self.pp}' if setting.devices > 1 else 'one'} a rank,"
 
     def _about(self, setting: Setting, batches: list[list[int]], known: KnownLengths) -> str:
         """Say in one line what is simulated, and how its lengths were counted."""

@@ -88,23 +88,19 @@ def verification_lines(found: VerifyReport) -> list[str]:
     rings = sum(1 for m in found.plan.microbatches for p in m.pieces if p.degree > 1)
     worst = sorted(found.gradients.items(), key=lambda item: -item[1])[:5]
     width = max(len(name) for name, _ in worst)
+    router = []  # where the model has a balance loss
+    if found.reference_router_loss:
+        router.append(
+            f"router loss: {found.router_loss:.9f}, one process {found.reference_router_loss:.9f}, "
+            f"difference {found.router_loss_difference:.2e}"
+        )
     return [
         *found.notes,
         f"plan: {len(found.plan.microbatches)} microbatches, {rings} rings, "
         f"{count(found.plan.ring_tokens)} tokens in rings",
         f"loss: {found.loss:.9f}, one process {found.reference_loss:.9f}, difference {found.loss_difference:.2e}",
-        *router_lines(found),
+        *router,
         f"gradients: {len(found.gradients)} tensors; the largest differences:",
         *(f"  {name:<{width}}  {difference:.2e}" for name, difference in worst),
         f"tolerance {found.tolerance:g}: {'PASS' if found.passed else 'FAIL'}",
-    ]
-
-
-def router_lines(found: VerifyReport) -> list[str]:
-    """Say how far apart the routers' balance losses are, where the model has one."""
-    if not found.reference_router_loss:
-        return []
-    return [
-        f"router loss: {found.router_loss:.9f}, one process {found.reference_router_loss:.9f}, "
-        f"difference {found.router_loss_difference:.2e}"
     ]

@@ -18,10 +18,11 @@ import numpy as np
 from lengthwise.core.names import counted
 from lengthwise.core.plan import Plan
 from lengthwise.core.sizes import written_tokens
+from lengthwise.core.timeline import Timeline
 from lengthwise.report.drawing import Span, bar_chart, scatter_chart, span_chart
 from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.simulation import COLUMNS, result_rows
-from lengthwise.simulator import PlannerResult, Timeline, chosen_ranks
+from lengthwise.simulator import PlannerResult, chosen_ranks
 
 _SHOWN_RANKS, _SHOWN_WHOLE, _SHOWN_CUT = 16, 200, 600
 _GAP = 1e-4  # of the step: shorter gaps cannot be seen

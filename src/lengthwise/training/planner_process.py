@@ -42,11 +42,6 @@ class PlannerProcess:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
-
     def __enter__(self) -> PlannerProcess:
         return self
 
