@@ -36,16 +36,11 @@ def loading_seconds(
     stages: int = 1,
     fixed_mesh: bool = False,
 ) -> float:
-    """Return how long the busiest node reads for one step.
+    """Return how long the busiest node reads the sequences of `plan` for one step; `loader` is one of `LOADERS`.
 
-    Args:
-        plan: whose sequences are read.
-        loader: one of `LOADERS`.
-        tokens_per_second: of one node, all its loaders together.
-        ranks_per_node: neighbours on the rank line whose devices of one stage share a node.
-        devices: of one rank, each with a process that reads.
-        stages: of one rank, each on a node of its own.
-        fixed_mesh: which rank takes which sequence is known before the plan.
+    `tokens_per_second` is of one node, all its loaders together; `ranks_per_node` neighbours on the rank line share one
+    with their devices of one stage. A rank has `devices`, each with a process that reads, in `stages`, each on a node
+    of its own. `fixed_mesh`: which rank takes which sequence is known before the plan.
 
     Raises:
         ConfigError: an unknown loader.

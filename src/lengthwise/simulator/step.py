@@ -30,11 +30,7 @@ from lengthwise.simulator.rounds import MicrobatchClocks, microbatch_clocks, rin
 
 
 def simulate_plan(plan: Plan, cost: Cost) -> Timeline:
-    """Simulate one step of `plan`.
-
-    Args:
-        plan: of any planner; `waves` are run in lock-step.
-        cost: of the model and hardware, and how many stages a rank has.
+    """Simulate one step of a plan of any planner; `waves` run in lock-step, and `cost` says how many stages a rank has.
 
     Raises:
         PlanError: a pipeline of other stages than the costs', shares together with split heads, or ranks of unequal

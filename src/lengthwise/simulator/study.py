@@ -121,14 +121,9 @@ def compare_planners(
     progress: Callable[[str, int], None],
     options: PlanOptions = _DEFAULT,
 ) -> list[PlannerResult]:
-    """Plan and simulate every batch with every planner.
+    """Plan and simulate every batch, the lengths of a step, with every planner; before each, call `progress`.
 
-    Args:
-        planners: names of `planner.PLANNERS`.
-        batches: lengths of each step.
-        setting: the model, the hardware and the cluster.
-        progress: called before each planner and batch, for progress.
-        options: the same for all planners; planner, layers and context are those of this comparison.
+    `options` are the same for all planners; planner, layers and context are those of this comparison.
 
     Raises:
         LengthwiseError: of `plan_step`; sequences longer than the context or than the cluster holds are named.
