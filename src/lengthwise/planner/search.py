@@ -37,6 +37,7 @@ _PROMISING = 1.001  # of the bound; what could end within it is packed at once
 _FAR = 1.01  # of the bound; above it shorter levels and smaller shards are tried
 _CROWDED = 4  # rings a rank; where so many follow each other, only the skyline keeps the line full
 _PLACING_STEPS = 100_000  # rings x thousands of ranks, placed in all
+_UNEVEN = 4  # times that a ring counts where ranks are of unequal speed, and each place is looked at
 _PACKING_STEPS = 4_000  # sequences packed in all, and at least two tries
 
 
@@ -66,7 +67,8 @@ def plan_lengthwise(request: PlanRequest) -> list[Microbatch]:
     """Plan one step for the least makespan."""
     search = Search(request)
     for floor_tokens in _floors_tokens(request):
-        if not search.try_floor(floor_tokens) or search.over or search.best_seconds <= request.bound_seconds * _FAR:
+        search.try_floor(floor_tokens)
+        if search.over or search.best_seconds <= request.bound_seconds * _FAR:
             break
     assert search.best is not None, "no level was tried"
     return write_schedule(search.best, request)
@@ -101,20 +103,32 @@ class Search:
         self._crowded = False
         self._tried = set[bytes]()  # degrees
         self._waiting: list[Placed] = []
-        self._placing = _PLACING_STEPS
+        self._placing = _PLACING_STEPS // (1 if request.speeds is None else _UNEVEN)
         self._packing = max(_PACKING_STEPS, 2 * len(request.tokens))
+        self._overdraft = 2 * self._packing  # as many more while the best is far from the bound
 
     @property
     def over(self) -> bool:
         """Whether no further try is worth it."""
         enough = self.bound * (_FAR if self._crowded else _GOOD_ENOUGH)
-        return self.best_seconds <= enough or (self.best is not None and min(self._placing, self._packing) <= 0)
+        packing = self._packing + (self._overdraft if self.best_seconds > self.bound * _FAR else 0)
+        return self.best_seconds <= enough or (self.best is not None and min(self._placing, packing) <= 0)
 
-    def try_floor(self, floor_tokens: int) -> bool:
-        """Place the levels of one floor, and pack them, what could end soonest first; return whether any was new."""
+    def try_floor(self, floor_tokens: int) -> None:
+        """Place the levels of one floor, and pack them, what could end soonest first."""
         table = self.request.growth(self.request.lengths, self.request.least_degrees, floor_tokens)
-        tried = len(self._tried)
         self._try_level(1.0, table)
+        self._halve(table)
+        self._pack_waiting()
+        if self.best_seconds > self.bound * _FAR > 0:  # packs did not reach what was in reach
+            self._reached = self.best_seconds / self.bound
+            self._halve(table)
+            for level in FRACTIONS:
+                self._try_level(level, table)
+            self._pack_waiting()
+
+    def _halve(self, table: DegreeTable) -> None:
+        """Place levels between the bound and what is within reach."""
         low = 1.0
         for _ in range(_HALVINGS):
             if self.over:
@@ -123,13 +137,12 @@ class Search:
             level = (low + high) / 2
             self._try_level(level, table)
             low = low if self._reached < high else level
-        for level in FRACTIONS if self._reached > _FAR else ():
-            self._try_level(level, table)
+
+    def _pack_waiting(self) -> None:
         for placed in sorted(self._waiting, key=lambda placed: placed.least_seconds):
             if not self.over:
                 self._pack(placed)
         self._waiting.clear()
-        return len(self._tried) > tried
 
     def _try_level(self, level: float, table: DegreeTable) -> None:
         """Place rings in each way, pack what promises much, and note what part of the bound is within reach."""
