@@ -74,13 +74,11 @@ def capacity_tokens(
     a_token = kept * activation_bytes(shape, recompute, hardware.compute_dtype_bytes)
     tokens = int(room * devices / a_token) // 128 * 128
     if tokens < 128:
-        raise ConfigError(
-            f"model_shape {shape.name}",
-            expected=f"weights, gradients and optimizer that leave room for 128 tokens on a device of {hardware.name}, "
-            f"{hardware.device_bytes / 1e9:.0f} GB less {RESERVED:.0%} kept free",
-            got=f"{states / 1e9:.0f} GB of them on each, {counted(ranks, 'rank')} of {counted(devices, 'device')}",
-            remedy="{make_room|Use more devices a rank, recompute, or give the capacity}.",
-        )
+        expected = f"weights, gradients and optimizer that leave room for 128 tokens on a device of {hardware.name}, "
+        expected += f"{hardware.device_bytes / 1e9:.0f} GB less {RESERVED:.0%} kept free"
+        got = f"{states / 1e9:.0f} GB of them on each, {counted(ranks, 'rank')} of {counted(devices, 'device')}"
+        remedy = "{make_room|Use more devices a rank, recompute, or give the capacity}."
+        raise ConfigError(f"model_shape {shape.name}", expected=expected, got=got, remedy=remedy)
     return tokens
 
 

@@ -1,9 +1,8 @@
 """What a planner may choose beside degrees, offload and the split of heads, and how a finished plan gets it.
 
-A planner prices pieces with the best of their choices (`Cost.choosing`) and decides degrees alone. Whatever may be
-chosen, it is also asked to plan without, and what ends sooner is kept: no rule of any planner is so good that more
-choice could not mislead it. Two passes then write the choices into the plan, whoever made it, so that all are compared
-alike; pieces, ranks and order stay.
+A planner prices pieces with the best of their choices (`Cost.choosing`) and decides degrees alone; it is also asked to
+plan without them, as more choice may mislead it. Two passes then write the choices into the plan, whoever made it;
+pieces, ranks and order stay.
 
 `write_offload`: all ranks of a microbatch share one ratio, the least at which the fullest holds its tokens.
 `split_heads`: each ring takes the quickest of the groups that divide its ranks and the model's heads, where it lies; a
@@ -120,9 +119,8 @@ def _quickest(plan: Plan, microbatch: Microbatch, piece: Piece, cost: Cost) -> P
     for heads in range(1, min(cost.heads, piece.degree) + 1):
         if cost.heads % heads or piece.degree % heads:
             continue
-        split = replace(
-            piece, heads=heads, ranks=ring_order(first, piece.degree, heads) if is_interval else piece.ranks
-        )
+        ranks = ring_order(first, piece.degree, heads) if is_interval else piece.ranks
+        split = replace(piece, heads=heads, ranks=ranks)
         choice = Choice(heads=heads, offload=microbatch.offload, recompute=microbatch.recompute)
         seconds = cost.piece_seconds(lengths, split.degree, choice, ranks=split.ranks)
         if seconds < least:

@@ -37,13 +37,16 @@ class RingPrices(Protocol):
     @property
     def fixed_seconds(self) -> float:
         """Seconds that a microbatch takes on each of its ranks."""
+        ...
 
     @property
     def chooses_by_degree(self) -> bool:
         """Whether what a piece takes of all ranks' time may fall as it is cut."""
+        ...
 
     def ring_piece_seconds(self, lengths: Whole, degrees: Whole) -> NDArray[np.float64]:
         """Price many pieces of one sequence each: entry i is of `lengths[i]` over `degrees[i]` ranks."""
+        ...
 
 
 class DegreeTable:
@@ -188,8 +191,7 @@ def cheapest_degrees(
 def hidden_degrees(cost: Cost, lengths: Whole, cluster: Cluster) -> Whole:
     """Count the fewest ranks that hold each sequence with the offload that compute hides: Eq. 3 of ByteScale.
 
-    The ratio that is free and the degree that then holds a sequence depend on each other; halved to the first degree at
-    which the ratio that is needed is free.
+    Ratio and degree depend on each other: halved to the first degree at which the ratio that is needed is free.
     """
     low, high = fewest_degrees(cost, lengths, cluster), least_degrees_held(lengths, cluster.capacity_tokens)
     if not cost.chooses:

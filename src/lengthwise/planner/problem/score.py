@@ -111,9 +111,10 @@ def _rank_seconds(plan: Plan, cost: Cost, speeds: Sequence[float] | None) -> Ite
             yield dict.fromkeys(ranks, launch + next(took))
             continue
         total = dict.fromkeys(microbatch.ranks, fixed_seconds if speeds is None else 0.0)
-        for piece in microbatch.pieces if speeds is not None else ():
-            launch = fixed_seconds / min(map(speeds.__getitem__, piece.ranks))
-            total.update({rank: max(total[rank], launch) for rank in piece.ranks})
+        if speeds is not None:
+            for piece in microbatch.pieces:
+                launch = fixed_seconds / min(map(speeds.__getitem__, piece.ranks))
+                total.update({rank: max(total[rank], launch) for rank in piece.ranks})
         for piece in microbatch.pieces:
             seconds = next(took)
             for rank in piece.ranks:
