@@ -229,7 +229,11 @@ def _sweep(
         starts, least = starts + extra.judged, float(extra.judged.min())
     taken = bytearray(len(line.free))
     number, soonest_end = 0, float("inf")
-    order = np.lexsort((idle, starts))
+    enough = len(rings) * (2 * degree - 1)  # a ring takes so many places from the others
+    some = np.arange(len(starts))
+    if enough < len(starts):
+        some = np.flatnonzero(starts <= np.partition(starts, enough)[enough])
+    order = some[np.lexsort((idle[some], starts[some]))]
     for first, start in zip(order.tolist(), starts[order].tolist(), strict=True):
         if number == len(rings) or start >= soonest_end + least:
             break
