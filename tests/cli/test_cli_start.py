@@ -216,7 +216,7 @@ def test_train_under_torchrun_is_the_same_run(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     done = subprocess.run(
         [*torchrun, "lengthwise", "train", str(path), "--set", "output=torchrun"],
-        capture_output=True, text=True, timeout=60, env={**clean_environment(), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300, env={**clean_environment(), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert steps_of(tmp_path / "torchrun") == steps_of(alone)

@@ -216,7 +216,7 @@ class Command:
             self._status = os.waitstatus_to_exitcode(status) if pid else None
         return self._status is not None
 
-    def wait_for(self, condition, seconds=30):
+    def wait_for(self, condition, seconds=120):
         deadline = time.monotonic() + seconds
         while not condition():
             if self.ended() or time.monotonic() > deadline:
@@ -231,7 +231,7 @@ class Command:
         for file in self._files:
             os.close(file)
 
-    def finish(self, seconds=30):
+    def finish(self, seconds=120):
         """Wait for its end; return (exit status, output, errors). Nothing of it may be left a second later.
 
         The planner of a rank that was killed ends as soon as it has read the end of its input.

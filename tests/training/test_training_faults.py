@@ -27,6 +27,7 @@ from training.small_runs import (
 )
 
 ENDLESS = 1_000_000
+HANGS = 6  # seconds that a rank is waited for: ranks that share a busy core may be silent for two
 
 
 def start(folder, *arguments, ranks=3, **environment):
@@ -135,11 +136,11 @@ def test_train_leaves_no_rank_behind_when_the_launcher_is_killed(tmp_path):
 
 
 def test_train_names_a_hanging_rank_with_step_and_phase(tmp_path):
-    command = start(tmp_path, "--timeout-seconds", 2)
+    command = start(tmp_path, "--timeout-seconds", HANGS)
     os.kill(command.ranks()[1], signal.SIGSTOP)
     begin = time.monotonic()
-    status, _, err = command.finish(20)
-    assert time.monotonic() - begin < 2 + 5
+    status, _, err = command.finish(60)
+    assert time.monotonic() - begin < HANGS + 5
     assert status == 1
     assert "not a word from rank 1, last seen in step " in err, err
     assert err.count("\n") == 1, err
@@ -149,15 +150,15 @@ def test_train_names_a_hanging_rank_with_step_and_phase(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_train_names_a_planner_process_that_ends_or_hangs(tmp_path, ranks, number):
     """Training waits for a plan, at most as long as for anything else, and leaves neither ranks nor planner behind."""
-    command = start(tmp_path, "--timeout-seconds", 2, ranks=ranks)
+    command = start(tmp_path, "--timeout-seconds", HANGS, ranks=ranks)
     (planner,) = children(command.pid if ranks == 1 else command.ranks()[0])
     os.kill(planner, number)
-    status, _, err = command.finish(20)
+    status, _, err = command.finish(60)
     assert status == 1
     if number == signal.SIGKILL:
         assert "error[rank] rank 0, planner process: expected a plan; got its end by signal 9" in err, err
     else:
-        assert "planning: expected a plan within 2 s; got none" in err or "not a word from rank 0" in err, err
+        assert f"planning: expected a plan within {HANGS} s; got none" in err or "not a word from rank 0" in err, err
     assert err.count("\n") == 1, err
 
 
