@@ -47,7 +47,12 @@ def test_every_published_planner_is_asked_at_2m_and_the_ablation_once() -> None:
     assert len(keys) == len(set(keys))
     assert sum(key.context == "2M" and key.choice == "ring" for key in keys) == 12
     assert {key.recipe for key in keys if key.choice == "offload"} == {"byted"}
-    assert {key.planner for key in keys if key.context == "256K"} == {"static", "bytescale", "lengthwise"}
+    assert {key.planner for key in keys if key.context == "256K"} == {
+        "static",
+        "bytescale",
+        "lengthwise",
+        "power-of-two",
+    }
 
 
 def test_batches_are_dealt_from_one_draw() -> None:
