@@ -41,7 +41,7 @@ _UNEVEN = 4  # times that a ring counts where ranks are of unequal speed, and ea
 _PACKING_STEPS = 4_000  # sequences packed in all, and at least two tries
 
 
-Way = Literal["widest", "backfilled", "skyline"]
+Way = Literal["widest", "backfilled", "skyline", "longest"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +153,7 @@ class Search:
         self._crowded = bool(np.count_nonzero(degrees > 1) >= _CROWDED * request.cluster.ranks)
         widest = table.most if request.useful_degrees is None else degrees
         ways: list[Way] = ["widest"] if degrees.max() == 1 else ["widest", "backfilled", "skyline"]
+        ways += ["longest"] if request.speeds is not None and len(ways) > 1 else []
         before: list[Ring] | None = None
         for way in reversed(ways) if self._crowded else ways:
             if self.over or (self._placing <= 0 and self._waiting):
@@ -180,12 +181,16 @@ class Search:
 
 
 def place(request: PlanRequest, degrees: NDArray[np.int64], way: Way, widest: NDArray[np.int64]) -> Placed:
-    """Put rings on the line by degree and then time; `skyline` may widen each up to its degree in `widest`."""
+    """Put rings on the line by degree and then time, `longest` by time and then degree.
+
+    `skyline` may widen each up to its degree in `widest`.
+    """
     lengths, cost, ranks = request.lengths, request.cost, request.cluster.ranks
     seconds = cost.ring_piece_seconds(lengths, degrees)
     is_placed = (degrees > 1) | (lengths > request.cluster.capacity_tokens)  # what is offloaded on one rank is alone
     cut = np.flatnonzero(is_placed)
-    order = cut[np.lexsort((cut, -seconds[cut], -degrees[cut]))]
+    keys = (degrees[cut], seconds[cut]) if way == "longest" else (seconds[cut], degrees[cut])
+    order = cut[np.lexsort((cut, -keys[0], -keys[1]))]
     rows = order.tolist(), degrees[order].tolist()
     if way != "skyline":
         timed = list(zip(*rows, (seconds[order] + cost.fixed_seconds).tolist(), strict=True))
