@@ -10,8 +10,9 @@ from pathlib import Path
 from lengthwise.config.document import parse_values
 from lengthwise.config.overrides import apply_overrides
 from lengthwise.config.problems import find_problems, sections_at, shown
-from lengthwise.config.schema import BYTES_TOKENIZER, TINY_MODEL, RunConfig
+from lengthwise.config.schema import TINY_MODEL, RunConfig
 from lengthwise.core.errors import ConfigError, raise_problems
+from lengthwise.core.names import BYTES_TOKENIZER
 
 _PATH_STARTS = ("./", "../", "/", "~")
 

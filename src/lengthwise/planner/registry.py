@@ -115,7 +115,7 @@ def _asked(name: str, request: PlanRequest) -> list[Microbatch]:
 
 def _loaded(point: EntryPoint) -> Planner:
     try:
-        function = point.load()
+        function: Planner = point.load()
     except Exception as error:
         got = f"{type(error).__name__}: {error}"
         raise _broken(point.name, f"what entry point {point.value} names", got) from error

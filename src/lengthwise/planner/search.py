@@ -153,7 +153,8 @@ class Search:
         self._crowded = bool(np.count_nonzero(degrees > 1) >= _CROWDED * request.cluster.ranks)
         widest = table.most if request.useful_degrees is None else degrees
         ways: list[Way] = ["widest"] if degrees.max() == 1 else ["widest", "backfilled", "skyline"]
-        ways += ["longest"] if request.speeds is not None and len(ways) > 1 else []
+        if request.speeds is not None and len(ways) > 1:
+            ways.append("longest")
         before: list[Ring] | None = None
         for way in reversed(ways) if self._crowded else ways:
             if self.over or (self._placing <= 0 and self._waiting):

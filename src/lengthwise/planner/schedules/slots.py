@@ -125,7 +125,8 @@ class Grid:
             done += len(ranks)
         for sequence, cell in zip(local, cells.tolist(), strict=True):
             self.cells.setdefault(divmod(cell, num_slots), []).append(sequence)
-        self._sort_cells(np.bincount(cells, took, self.ranks * num_slots).reshape(self.ranks, num_slots).tolist())
+        in_cells = np.bincount(cells, took, self.ranks * num_slots).astype(np.float64)
+        self._sort_cells(in_cells.reshape(self.ranks, num_slots).tolist())
         return True
 
     def _sort_cells(self, seconds: list[list[float]]) -> None:
