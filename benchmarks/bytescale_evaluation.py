@@ -27,15 +27,15 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-from bytescale_report import PLANNERS, Key, Row, report
-from pages import Findings, add_out
 
+from bytescale_report import PLANNERS, Key, Row, report
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.sizes import parse_tokens
 from lengthwise.cost import Cost, Hardware, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.simulator import loading_seconds, simulate_plan
+from pages import Findings, add_out
 
 MESHES = {  # model: ranks, tensor parallel devices, pipeline stages; GPUs as published, the split of them ours
     "llama-7b": (1024, 1, 1),

@@ -34,8 +34,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from namespaces import shaped_nodes
-from pages import Findings, add_out
 
 from lengthwise.cli.machine import machine_lines
 from lengthwise.core.plan import Plan
@@ -45,9 +43,11 @@ from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions
 from lengthwise.program import MicrobatchProgram, Transfer, lower_plan
 from lengthwise.simulator import simulate_plan
-from lengthwise.testing import run_ranks
 from lengthwise.training.planner_process import PlannerProcess
 from lengthwise.training.planning import PlanAhead
+from namespaces import shaped_nodes
+from pages import Findings, add_out
+from support import run_ranks
 
 LAYERS, RANKS_PER_NODE, CAPACITY = 4, 4, 8192
 _TIMEOUT_SECONDS = 600.0

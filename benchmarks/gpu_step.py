@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from overhead import interleaved_seconds, plain_one_by_one, plain_packed
 
 from lengthwise.attention import choose_kernel
 from lengthwise.cli.machine import machine_lines, prepare_environment
@@ -40,6 +39,7 @@ from lengthwise.models.load import tiny_config
 from lengthwise.report.figures import count
 from lengthwise.training.job import Job, prepare_job
 from lengthwise.training.launch import launch
+from overhead import interleaved_seconds, plain_one_by_one, plain_packed
 
 CAPACITY, BATCH_TOKENS = 32_768, 131_072
 MARK = "<!-- what follows is written by benchmarks/gpu_step.py -->\n"

@@ -16,15 +16,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from batches import tokens_batch
-from pages import Findings, add_out
 
+from batches import tokens_batch
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.sizes import parse_tokens
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, recompute_capacities
 from lengthwise.planner import PLANNERS, PlanOptions, plan_recomputed, plan_step
 from lengthwise.program import check_plan
+from pages import Findings, add_out
 
 BATCH_TOKENS = 32 * 2**20
 CHOICES = {

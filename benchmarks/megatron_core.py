@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pages import Findings, add_out
 
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
@@ -31,6 +30,7 @@ from lengthwise.planner import PlanOptions, bound_seconds, plan_step, score
 from lengthwise.planner.baselines.power_of_two import Gang, pack_gangs, write_sub_batch
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
+from pages import Findings, add_out
 
 COST = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
 CAPACITY = 16_384

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from pages import Findings, add_out
 
 from lengthwise.attention import choose_kernel
 from lengthwise.cli.machine import machine_lines
@@ -32,6 +31,7 @@ from lengthwise.engine.step import run_plan
 from lengthwise.models import ModelSource, build_model, plain_attention
 from lengthwise.models.load import tiny_config
 from lengthwise.training.job import Job, prepare_job
+from pages import Findings, add_out
 
 CAPACITY = 8192
 LOOPS = ("packed", "one by one", "lengthwise")

@@ -17,12 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from batches import tokens_batch
-from pages import Findings, add_out
-from planners import TERMS
-
 from lengthwise.core.shape import Cluster
 from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.program import check_plan
+from pages import Findings, add_out
+from planners import TERMS
 
 SOURCES = ("github", "prolong", "wikipedia")
 TOKENS = 262_144  # a rank and step

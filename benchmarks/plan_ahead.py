@@ -17,12 +17,12 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-import planners
 import torch
-from pages import Findings, add_out
 
+import planners
 from lengthwise.planner import plan_step
 from lengthwise.training.planner_process import PlannerProcess
+from pages import Findings, add_out
 
 _ROWS = ("long-1024-terms", "huge-12288")
 _LONGER = 2.0  # times that the additions take, of the time of a plan

@@ -22,16 +22,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+
 from batches import STDLIB, sequences_batch, tiny_batch, tokens_batch, ugly_batch
 from judge import Coefficients, judge
-from pages import Findings, add_out
-
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
+from pages import Findings, add_out
 
 OURS = "lengthwise"
 COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")

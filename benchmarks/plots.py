@@ -24,9 +24,9 @@ from html import escape
 from pathlib import Path
 
 import numpy as np
-from pages import FOLDER, table_rows
 
 from lengthwise.data.recipes import draw_lengths
+from pages import FOLDER, table_rows
 
 PICTURES = FOLDER.parent / "pictures"
 DARK, MIDDLE, LIGHT, FAINT, INK = "#1f3b57", "#5f8fb8", "#b9d3e8", "#e9eef2", "#24292f"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 
 import torch
-from pages import Findings, add_out
 
 from lengthwise.attention import ActivationPolicy, PlannedAttention, choose_kernel
 from lengthwise.comm import SoloTransport
@@ -22,7 +21,8 @@ from lengthwise.models import ModelSource, apply_policy, build_model, model_loss
 from lengthwise.models.load import tiny_config
 from lengthwise.program import lower_plan
 from lengthwise.report.figures import count
-from lengthwise.testing import LiveBytes, make_batch, make_plan
+from pages import Findings, add_out
+from support import LiveBytes, make_batch, make_plan
 
 
 def measure(kind: str, *, layers: int, hidden: int, tokens: int) -> tuple[int, int]:

@@ -15,7 +15,6 @@ import statistics
 import time
 
 import torch
-from pages import Findings, add_out
 from transformers import Qwen3MoeConfig
 
 from lengthwise.attention import choose_kernel
@@ -25,7 +24,8 @@ from lengthwise.core.plan import Piece
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import ModelSource, build_model
-from lengthwise.testing import make_batch, make_plan
+from pages import Findings, add_out
+from support import make_batch, make_plan
 
 SEQUENCES, TOKENS, VOCAB = 16, 256, 512
 LAYERS = 4

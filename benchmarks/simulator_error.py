@@ -33,7 +33,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pages import Findings, add_out
 
 from lengthwise.attention import choose_kernel
 from lengthwise.cli import main as lengthwise
@@ -46,7 +45,8 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import build_model, find_model
 from lengthwise.simulator import simulate_plan
-from lengthwise.testing import make_batch, run_ranks
+from pages import Findings, add_out
+from support import make_batch, run_ranks
 
 SHAPE, REPEATS = named_shape("tiny"), 4
 LOCAL = ((128,), (512,), (1024,), (2048,), (4096,), (256,) * 8, (700,) * 5, (3000, 500, 500))

@@ -18,13 +18,12 @@ import time
 from collections.abc import Iterator
 
 from batches import tokens_batch
-from pages import Findings, add_out
-from planners import TERMS
-
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.program import check_plan
+from pages import Findings, add_out
+from planners import TERMS
 
 TOKENS_A_RANK, CAPACITY_TOKENS, RANKS_A_NODE = 131_072, 8192, 8
 SOURCES = ("github", "prolong", "wikipedia")

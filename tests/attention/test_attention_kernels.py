@@ -7,8 +7,8 @@ import torch
 
 from lengthwise.attention import Block, FlashCpuKernel, ReferenceKernel, Saved, merge_block
 from lengthwise.attention.varlen import VarlenKernel
-from lengthwise.testing import dense_attention, relative_error, rounding_floor
-from lengthwise.testing.varlen import ReferenceVarlenOps
+from support import dense_attention, relative_error, rounding_floor
+from support.varlen import ReferenceVarlenOps
 
 KERNELS = (FlashCpuKernel(), ReferenceKernel(), VarlenKernel(ReferenceVarlenOps()))
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 2e-2}

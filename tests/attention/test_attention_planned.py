@@ -11,7 +11,7 @@ from lengthwise.comm import StrictWorld
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.plan import Piece
 from lengthwise.program import lower_plan
-from lengthwise.testing import (
+from support import (
     RecordingTransport,
     dense_attention,
     draw_lengths,
@@ -21,7 +21,7 @@ from lengthwise.testing import (
     rounding_floor,
     run_ranks,
 )
-from lengthwise.testing.varlen import ReferenceVarlenOps
+from support.varlen import ReferenceVarlenOps
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 4, 0.4
 KERNELS = (FlashCpuKernel(), ReferenceKernel(), VarlenKernel(ReferenceVarlenOps()))

@@ -16,8 +16,8 @@ from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.comm import StrictWorld
 from lengthwise.core.plan import Piece
 from lengthwise.program import lower_microbatch, lower_plan
-from lengthwise.testing import make_plan, relative_error
-from lengthwise.testing.varlen import ReferenceVarlenOps
+from support import make_plan, relative_error
+from support.varlen import ReferenceVarlenOps
 
 CPU = torch.device("cpu")
 

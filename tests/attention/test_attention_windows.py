@@ -10,8 +10,8 @@ from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.comm import StrictWorld
 from lengthwise.core.plan import Piece
 from lengthwise.program import lower_plan
-from lengthwise.testing import dense_attention, draw_lengths, make_plan, random_plan, relative_error, rounding_floor
-from lengthwise.testing.varlen import ReferenceVarlenOps
+from support import dense_attention, draw_lengths, make_plan, random_plan, relative_error, rounding_floor
+from support.varlen import ReferenceVarlenOps
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 4, 0.4
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from lengthwise.comm import TorchTransport, World, agree, broadcast_bytes, join, torch_transport
 from lengthwise.core.errors import DataError, RankError, TransferError
-from lengthwise.testing import run_ranks
 from lengthwise.training.launch import launch
+from support import run_ranks
 
 
 @pytest.fixture(autouse=True)

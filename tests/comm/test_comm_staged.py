@@ -9,8 +9,8 @@ from lengthwise.attention import FlashCpuKernel, PlannedAttention, planned_atten
 from lengthwise.comm import StagedTransport, StrictWorld, agree, broadcast_bytes, join
 from lengthwise.comm.watch import Watch
 from lengthwise.program import lower_plan
-from lengthwise.testing import draw_lengths, random_plan, run_ranks
 from lengthwise.training.launch import launch
+from support import draw_lengths, random_plan, run_ranks
 
 
 class Device(torch.Tensor):

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-import plots
 import pytest
 import tyro
 
+import plots
 from lengthwise.cli import Command
 from lengthwise.config import load_config
 from lengthwise.core.plan import Plan

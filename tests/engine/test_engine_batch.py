@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.engine.batch import StepBatch
 from lengthwise.program import Segment
-from lengthwise.testing import make_batch
+from support import make_batch
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=4), st.data())

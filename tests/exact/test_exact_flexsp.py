@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from exact.flexsp import equal_runs, plan_flexsp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exact.flexsp import equal_runs, plan_flexsp
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import pytest
-from exact.oracle import Best, plan_oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exact.oracle import Best, plan_oracle
 from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.held import held_tokens
 from lengthwise.core.plan import Microbatch, Piece, Plan

@@ -10,7 +10,7 @@ from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.comm import StagedTransport, StrictWorld
 from lengthwise.core.plan import Piece
 from lengthwise.program import lower_plan
-from lengthwise.testing import dense_attention, make_plan, relative_error
+from support import dense_attention, make_plan, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU (make gpu-check)")]
 

@@ -17,7 +17,8 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import FAMILIES, apply_policy, check_recompute, model_loss
 from lengthwise.program import check_order, lower_plan
-from lengthwise.testing import (
+from models.test_models_parity import CONFIGS, LENGTHS, built, check_parity, planned, run_plain, run_planned, run_rank
+from support import (
     MODEL_TYPES,
     LiveBytes,
     RecordingTransport,
@@ -30,7 +31,6 @@ from lengthwise.testing import (
     run_ranks,
     tiny_family_config,
 )
-from models.test_models_parity import CONFIGS, LENGTHS, built, check_parity, planned, run_plain, run_planned, run_rank
 
 AGAIN = ("layer", "all_but_attention")
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import analytic_cost, named_hardware, shape_from_config
 from lengthwise.models import FAMILIES, check_model_config
 from lengthwise.planner import PlanOptions, plan_step
-from lengthwise.testing import MODEL_TYPES, build_pair, family_difference, tiny_family_config
+from support import MODEL_TYPES, build_pair, family_difference, tiny_family_config
 
 LENGTHS = (1, 57, 2, 40, 5, 31, 11, 8)
 

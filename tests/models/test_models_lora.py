@@ -29,9 +29,9 @@ from lengthwise.models import (
     save_model,
     token_loss,
 )
-from lengthwise.testing import make_batch, run_ranks
 from models.test_models_checkpointing import recomputing
 from models.test_models_parity import LENGTHS, built, check_parity, planned
+from support import make_batch, run_ranks
 
 peft = pytest.importorskip("peft", minversion="0.21")
 

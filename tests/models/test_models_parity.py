@@ -36,7 +36,7 @@ from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, ModelSource, build_model, check_model_config, keep_double, plain_attention
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.program import Segment, check_order, lower_plan
-from lengthwise.testing import RecordingTransport, make_batch, make_plan, random_plan, run_ranks
+from support import RecordingTransport, make_batch, make_plan, random_plan, run_ranks
 
 LENGTHS = (1, 57, 2, 3, 40, 1, 5, 7, 31, 11, 13, 8)
 SIZES = {

@@ -19,7 +19,7 @@ from lengthwise.core.plan import Piece
 from lengthwise.models import ModelSource, build_model, check_model_config, families, find_model, model_loss
 from lengthwise.models.adapter import AskedMask
 from lengthwise.program import lower_plan
-from lengthwise.testing import make_batch, make_plan
+from support import make_batch, make_plan
 
 SIZES = {
     "vocab_size": 32,

@@ -13,7 +13,7 @@ from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.models import adapter, check_model_config, plain_output
 from lengthwise.models.rope import sequence_lengths
-from lengthwise.testing import VARIANTS, build_pair, family_difference, make_plan, tiny_family_config
+from support import VARIANTS, build_pair, family_difference, make_plan, tiny_family_config
 
 KINDS = ("llama, rope dynamic", "llama, rope longrope", "phi3, rope longrope")
 LENGTHS = (57, 2, 16, 17, 1, 31)  # 16 is the border

@@ -23,7 +23,7 @@ from lengthwise.models import (
     has_balance_loss,
     keep_double,
 )
-from lengthwise.testing import MODEL_TYPES, tiny_family_config
+from support import MODEL_TYPES, tiny_family_config
 
 SIZES = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judge import Coefficients, judge
 
+from judge import Coefficients, judge
 from lengthwise.core.errors import ConfigError, PlanError, Problems
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster

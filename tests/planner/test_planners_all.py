@@ -5,8 +5,8 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judge import Coefficients, judge
 
+from judge import Coefficients, judge
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape

@@ -8,7 +8,7 @@ from lengthwise.core.errors import PlanError, Problems
 from lengthwise.core.plan import KNOWN_FEATURES, Piece
 from lengthwise.program import Feature, features_of, refuse_unsupported
 from lengthwise.program.features import ENGINE, FIVE_COEFFICIENTS, SIMULATOR, feature_uses, uses_beyond
-from lengthwise.testing.plans import make_plan
+from support.plans import make_plan
 
 RING = Piece(ranks=(0, 2, 1), sequences=(0,))
 PAIR = Piece(ranks=(1, 2), sequences=(1,))

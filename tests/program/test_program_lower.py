@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.plan import Piece, Plan
 from lengthwise.program import check_order, lower_microbatch, lower_plan
-from lengthwise.testing import draw_lengths, make_plan, random_plan, visible_pairs
+from support import draw_lengths, make_plan, random_plan, visible_pairs
 
 
 def covered_pairs(plan: Plan) -> Counter[tuple[int, int, int]]:

@@ -15,7 +15,7 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
 from lengthwise.program import StrictMatcher, check_order, last_on_all_ranks, lower_microbatch, refuse_unsupported
 from lengthwise.program.order import Operation, rank_groups
-from lengthwise.testing import draw_lengths, make_plan, random_plan
+from support import draw_lengths, make_plan, random_plan
 
 SOURCE = Path(lengthwise.__file__).parent
 RING = Piece(ranks=(0, 2, 1), sequences=(0,))

@@ -8,7 +8,7 @@ from lengthwise.core.measurements import Measurements
 from lengthwise.core.plan import Piece
 from lengthwise.core.shape import ModelShape
 from lengthwise.report.forecast import forecast_lines, forecast_verification
-from lengthwise.testing import make_plan
+from support import make_plan
 
 SHAPE = ModelShape(
     name="t", layers=2, hidden=16, heads=4, kv_heads=2, head_dim=4, intermediate=32, vocab=64

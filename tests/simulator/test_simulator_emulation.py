@@ -5,13 +5,13 @@ import shutil
 import socket
 import subprocess
 
-import emulate
-import namespaces
 import pytest
 
+import emulate
+import namespaces
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.shape import Cluster
-from lengthwise.testing import run_ranks
+from support import run_ranks
 
 
 def _can_make_namespaces() -> bool:

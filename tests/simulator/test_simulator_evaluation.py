@@ -4,8 +4,9 @@ import argparse
 import json
 from dataclasses import asdict, replace
 
-import bytescale_evaluation as evaluation
 import pytest
+
+import bytescale_evaluation as evaluation
 from bytescale_report import ABLATION, SHOWN, Key, Row, report
 
 ROW = Row(

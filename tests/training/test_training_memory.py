@@ -13,10 +13,10 @@ from lengthwise.core.plan import Piece
 from lengthwise.engine import step as work
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import DTYPES, build_model
-from lengthwise.testing import make_batch, make_plan
 from lengthwise.training import trainer, warmup
 from lengthwise.training.job import prepare_job
 from lengthwise.training.warmup import check_memory, largest_pack
+from support import make_batch, make_plan
 from training.small_runs import VOCAB, call, losses, make_rows, train, write_run
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.engine.optimizer import learning_rate
-from lengthwise.testing import make_plan
 from lengthwise.training.launch import StatusBoard, StopRequest
 from lengthwise.training.metrics import StepMetrics
 from lengthwise.training.verify import VerifyReport
+from support import make_plan
 
 SCHEDULES = ("constant", "linear", "cosine")
 

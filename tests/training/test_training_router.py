@@ -30,7 +30,8 @@ from lengthwise.models import (
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.program import check_order, last_on_all_ranks, lower_plan
 from lengthwise.program.order import rank_groups
-from lengthwise.testing import (
+from lengthwise.training import verify
+from support import (
     RecordingTransport,
     build_pair,
     make_batch,
@@ -39,7 +40,6 @@ from lengthwise.testing import (
     run_ranks,
     tiny_family_config,
 )
-from lengthwise.training import verify
 from training.small_runs import VOCAB, call, make_rows, read_lines, relative, row_losses, steps_of, train, write_run
 
 LENGTHS = (1, 57, 2, 3, 40, 1, 5, 7, 31, 11, 13, 8)

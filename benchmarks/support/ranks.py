@@ -44,4 +44,4 @@ def run_ranks(
 
         launch(rank_work, ranks)
         # Written a moment ago by our own children.
-        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(ranks)]  # noqa: S301
+        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(ranks)]

@@ -15,9 +15,9 @@ from lengthwise.core.plan import Plan
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, ModelSource, build_model, keep_double, plain_attention
-from lengthwise.testing.sequences import make_batch
-from lengthwise.testing.tiny import VOCAB
 from lengthwise.training.verify import gradient_differences, plain_gradients, relative_difference
+from support.sequences import make_batch
+from support.tiny import VOCAB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

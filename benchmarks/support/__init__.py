@@ -1,0 +1,31 @@
+"""What the tests and the benchmarks stand on: builders, oracles, recorders, and real processes; not installed."""
+
+from support.families import Difference, build_pair, family_difference
+from support.live import LiveBytes
+from support.oracles import dense_attention, relative_error, rounding_floor
+from support.plans import draw_lengths, make_plan, random_plan, visible_pairs
+from support.ranks import run_ranks
+from support.recording import Call, RecordingTransport
+from support.sequences import make_batch
+from support.tiny import MODEL_TYPES, VARIANTS, tiny_family_config
+
+__all__ = [
+    "MODEL_TYPES",
+    "VARIANTS",
+    "Call",
+    "Difference",
+    "LiveBytes",
+    "RecordingTransport",
+    "build_pair",
+    "dense_attention",
+    "draw_lengths",
+    "family_difference",
+    "make_batch",
+    "make_plan",
+    "random_plan",
+    "relative_error",
+    "rounding_floor",
+    "run_ranks",
+    "tiny_family_config",
+    "visible_pairs",
+]
