@@ -15,10 +15,14 @@ def _short(lengths: list[int]) -> ShortSequences:
     return ShortSequences(list(range(len(ordered))), ordered, [float(length) for length in ordered])
 
 
-def test_take_gives_the_longest_that_fits_both_limits() -> None:
+def test_fill_takes_the_longest_that_fits_both_limits() -> None:
     short = _short([1, 5, 5, 9])
-    assert [short.take(8, 100.0), short.take(100, 5.5), short.take(100, 0.5), short.take(100, 100.0)] == [2, 1, None, 3]
-    assert short.left() == [0]
+    assert short.fill(8, 100.0) == ([2, 0], 2, 94.0)
+    assert short.fill(100, 5.5) == ([1], 95, 0.5)
+    assert short.fill(100, 0.5) == ([], 100, 0.5)
+    assert short.left() == [3]
+    assert short.fill(100, 100.0) == ([3], 91, 91.0)
+    assert short.fill(100, 100.0) == ([], 100, 100.0)
 
 
 def _gaps(*rows: tuple[int, int, int, float]) -> Gaps:

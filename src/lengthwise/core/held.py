@@ -54,7 +54,11 @@ def held_by_rank(plan: Plan, microbatch: Microbatch) -> tuple[Counter[int], Coun
     """Count, for each rank of a microbatch, the tokens that it holds and those above the capacity that it may hold."""
     held, rounding = Counter[int](), Counter[int]()
     for piece in microbatch.pieces:
-        held_here = held_tokens([plan.tokens[i] for i in piece.sequences], piece.degree, piece.shares)
+        lengths = [plan.tokens[i] for i in piece.sequences]
+        if piece.degree == 1:
+            held[piece.ranks[0]] += sum(lengths)
+            continue
+        held_here = held_tokens(lengths, piece.degree, piece.shares)
         more = rounding_tokens(len(piece.sequences), piece.degree)
         for rank, tokens in zip(piece.ranks, held_here.tolist(), strict=True):
             held[rank] += tokens

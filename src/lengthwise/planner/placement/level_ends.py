@@ -73,25 +73,15 @@ def fill_gaps(
     packs: list[LocalPack] = []
     least = launch_seconds + min(short.seconds, default=0.0)
     for rank, after, before, gap_seconds in gaps.longest_first(0.0 if rooms.any else least):
-        beside, time_left = _fill(short, rooms.take(rank, after), gap_seconds)
+        beside, _, time_left = short.fill(rooms.take(rank, after), gap_seconds)
         if beside:
-            packs.append(LocalPack(rank, beside, beside=after))
+            packs.append(LocalPack(rank, short.numbers(beside), beside=after))
         while time_left >= least:
-            pack, time_left = _fill(short, capacity_tokens, time_left - launch_seconds)
+            pack, _, time_left = short.fill(capacity_tokens, time_left - launch_seconds)
             if not pack:
                 break
-            packs.append(LocalPack(rank, pack, before=before))
+            packs.append(LocalPack(rank, short.numbers(pack), before=before))
     return packs
-
-
-def _fill(short: ShortSequences, room_tokens: int, seconds: float) -> tuple[list[int], float]:
-    """Take the longest within room and time again and again; return the sequences and the time left."""
-    pack: list[int] = []
-    while room_tokens > 0 and (taken := short.take(room_tokens, seconds)) is not None:
-        room_tokens -= short.lengths[taken]
-        seconds -= short.seconds[taken]
-        pack.append(short.sequences[taken])
-    return pack, seconds
 
 
 def level_ends(
@@ -127,7 +117,7 @@ def level_ends(
 def local_packs(bins: Sequence[Sequence[Bin]], short: ShortSequences) -> list[LocalPack]:
     """Write the bins of each rank, all that hold anything, as packs at its end or beside its last ring."""
     return [
-        LocalPack(rank, [short.sequences[index] for index in each.indices], beside=each.beside)
+        LocalPack(rank, short.numbers(each.indices), beside=each.beside)
         for rank, of_rank in enumerate(bins)
         for each in of_rank
         if each.indices

@@ -12,6 +12,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
+import numpy as np
+
 
 class ShortSequences:
     """Sequences in ascending order of length, from which the longest that still fits is taken again and again."""
@@ -27,21 +29,25 @@ class ShortSequences:
         # Entry i + 1 leads to the last one left at or before i.
         self._alive = list(range(len(sequences) + 1)) if alive is None else alive
 
-    def _last_left(self, place: int) -> int:
-        root = place
-        while self._alive[root] != root:
-            root = self._alive[root]
-        while self._alive[place] != root:
-            self._alive[place], place = root, self._alive[place]
-        return root
+    def fill(self, tokens: int, seconds: float) -> tuple[list[int], int, float]:
+        """Take the longest within both limits again and again; return the indices, and what is left of the limits."""
+        lengths, times, alive = self.lengths, self.seconds, self._alive
+        taken: list[int] = []
+        place = len(lengths)
+        while place:
+            place = bisect_right(times, seconds, 0, bisect_right(lengths, tokens, 0, place))
+            while alive[place] != place:
+                alive[place] = place = alive[alive[place]]
+            if place:
+                alive[place] = place = place - 1
+                tokens -= lengths[place]
+                seconds -= times[place]
+                taken.append(place)
+        return taken, tokens, seconds
 
-    def take(self, tokens: int, seconds: float) -> int | None:
-        """Take the longest sequence within both limits, as an index into the arrays; None if there is none."""
-        place = self._last_left(min(bisect_right(self.lengths, tokens), bisect_right(self.seconds, seconds)))
-        if place == 0:
-            return None
-        self._alive[place] = place - 1
-        return place - 1
+    def numbers(self, indices: Sequence[int]) -> list[int]:
+        """Return which sequences stand at these indices."""
+        return [self.sequences[index] for index in indices]
 
     def drop(self, index: int) -> None:
         """Take the sequence at an index of the arrays."""
@@ -53,7 +59,8 @@ class ShortSequences:
 
     def left(self) -> list[int]:
         """List the indices of those not yet taken, longest first."""
-        return [i for i in range(len(self.sequences) - 1, -1, -1) if self._alive[i + 1] == i + 1]
+        places = np.array(self._alive[1:], dtype=np.int64)
+        return np.flatnonzero(places == np.arange(1, len(places) + 1))[::-1].tolist()
 
 
 def full_packs(sequences: Sequence[int], lengths: Sequence[int], capacity_tokens: int) -> list[list[int]]:
@@ -66,10 +73,6 @@ def full_packs(sequences: Sequence[int], lengths: Sequence[int], capacity_tokens
     """
     short = ShortSequences(sequences, lengths, [0.0] * len(sequences))
     packs: list[list[int]] = []
-    while (longest := short.take(capacity_tokens, 0.0)) is not None:
-        room, pack = capacity_tokens - lengths[longest], [sequences[longest]]
-        while (taken := short.take(room, 0.0)) is not None:
-            room -= lengths[taken]
-            pack.append(sequences[taken])
-        packs.append(pack)
+    while taken := short.fill(capacity_tokens, 0.0)[0]:
+        packs.append(short.numbers(taken))
     return packs

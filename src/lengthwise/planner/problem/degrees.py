@@ -15,6 +15,7 @@ degree have a row, about 64 log2(N) entries on N ranks; each further limit costs
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -154,12 +155,13 @@ class DegreeTable:
         return np.where(found, high, self.most[self._rows] + 1)
 
 
+@lru_cache(maxsize=256)
 def _grid(least: int, most: int) -> Whole:
     degrees = list(range(least, min(most, max(_EVERY, least)) + 1))
     while degrees and degrees[-1] < most:
         step = 1 << max(0, (degrees[-1] // _EVERY).bit_length() - 1)
         degrees.append(min(most, (degrees[-1] // step + 1) * step))
-    return np.array(degrees or [least], dtype=np.int64)
+    return np.array(degrees or [least], dtype=np.int64)  # shared by all who ask
 
 
 def fewest_degrees(cost: Cost, lengths: Whole, cluster: Cluster) -> Whole:

@@ -41,12 +41,13 @@ _LEVEL = 0.995  # of the ranks' time in a wave, launches left out, that is enoug
 _NEAR = 1.01  # of the bound; below it no other way is tried
 _SLACKS = (1.003, 1.02, 1.06)  # over an even share, that a wave may take
 _SHORTEST = 0.2  # of an even wave, that a wave is tried to take
+_AT_ONCE = 64  # sequences, at least, whose degrees are looked up together
 _BEGINNINGS = 2  # degrees of a sequence that sets a wave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wave:
-    """One wave: pieces as (first rank, degree, sequences), what it leaves, and shares of the ranks' time.
+    """One wave: pieces as (first rank, degree, indices), what it leaves, and shares of the ranks' time.
 
     useful: spent on work, counting launches of waves that it makes needed besides. level: without any launch, 0 where
     it makes more waves needed.
@@ -57,6 +58,11 @@ class Wave:
     seconds: float
     useful: float
     level: float
+
+    def written(self) -> Iterator[Piece]:
+        """Yield the pieces as a plan has them."""
+        for first, degree, indices in self.pieces:
+            yield Piece(ranks=ring_order(first, degree), sequences=tuple(self.left.numbers(indices)))
 
 
 def plan_waves(request: PlanRequest) -> list[Microbatch]:
@@ -69,7 +75,7 @@ def plan_waves(request: PlanRequest) -> list[Microbatch]:
             best = waves
         if _total(best) <= request.shared_bound_seconds * _NEAR:
             break
-    return [Microbatch(pieces=tuple(map(_piece, wave.pieces))) for wave in best]
+    return [Microbatch(pieces=tuple(wave.written())) for wave in best]
 
 
 def _total(waves: list[Wave]) -> float:
@@ -91,26 +97,18 @@ def _waves(builder: _Builder, patience: float, beginning: float | None) -> list[
     while len(builder.order):
         begun = builder.build(beginning) if beginning is not None and not waves else None
         if begun is None or not begun.pieces:  # an even share may be less than any one sequence takes
-            begun = _best_wave(builder, builder.times(), patience)
+            begun = _best_wave(builder.tries(), patience)
         waves.append(begun)
         assert waves[-1].pieces, f"a wave without work, {len(builder.order)} sequences left"
         builder = builder.rest(waves[-1].left.left()[::-1])
     return waves
 
 
-def _best_wave(builder: _Builder, times: list[float], patience: float) -> Wave:
-    tried = list[Wave]()
-    for seconds in times:
-        tried.append(builder.build(seconds))
-        if tried[-1].level >= _LEVEL:
-            return tried[-1]
+def _best_wave(tried: list[Wave], patience: float) -> Wave:
+    if tried[-1].level >= _LEVEL:
+        return tried[-1]
     most = max(wave.useful for wave in tried)
     return max((each for each in tried if each.useful >= most - patience), key=lambda wave: wave.seconds)
-
-
-def _piece(placed: tuple[int, int, list[int]]) -> Piece:
-    first, degree, sequences = placed
-    return Piece(ranks=ring_order(first, degree), sequences=tuple(sequences))
 
 
 class _Builder:
@@ -123,7 +121,9 @@ class _Builder:
         order: NDArray[np.int64],
         lengths: NDArray[np.int64],
         least: NDArray[np.int64],
+        known: dict[bytes, list[Wave]],
     ) -> None:
+        self._known = known  # tries by what was left: other ways often begin alike
         self.cost, self.cluster, self.order, self.lengths, self.least = cost, cluster, order, lengths, least
         self.ranks, self.capacity = cluster.ranks, cluster.capacity_tokens
         self.alone = cost.compute_seconds(lengths)
@@ -136,12 +136,24 @@ class _Builder:
     def of(cls, request: PlanRequest) -> _Builder:
         """Take all sequences of a step."""
         order = np.lexsort((-np.arange(len(request.tokens)), request.lengths))
-        return cls(request.cost, request.cluster, order, request.lengths[order], request.least_degrees[order])
+        return cls(request.cost, request.cluster, order, request.lengths[order], request.least_degrees[order], {})
 
     def rest(self, left: list[int]) -> _Builder:
         """Take the sequences at these indices alone."""
         some = np.array(left, dtype=np.int64)
-        return _Builder(self.cost, self.cluster, self.order[some], self.lengths[some], self.least[some])
+        parts = self.order[some], self.lengths[some], self.least[some]
+        return _Builder(self.cost, self.cluster, *parts, self._known)
+
+    def tries(self) -> list[Wave]:
+        """Build waves of several durations, longest first, up to one that is level."""
+        key = self.order.tobytes()
+        if key not in self._known:
+            tried = self._known[key] = list[Wave]()
+            for seconds in self.times():
+                tried.append(self.build(seconds))
+                if tried[-1].level >= _LEVEL:
+                    break
+        return self._known[key]
 
     def times(self) -> list[float]:
         """List the durations to try for the next wave, longest first; tiny waves would be many."""
@@ -185,17 +197,18 @@ class _Builder:
         pool = self._pool.copy()
         pieces, free, rooms, done, held = self._put_rings(pool, seconds)
         held -= sum(rooms)
-        for rank in sorted(range(self.ranks), key=lambda rank: (-free[rank], rank)):
-            own: list[int] = []
-            room, time_left = rooms[rank], free[rank]
-            while room > 0 and (taken := pool.take(room, time_left * (1 + 1e-12))) is not None:
-                room -= pool.lengths[taken]
-                time_left -= pool.seconds[taken]
-                done += pool.seconds[taken]
-                own.append(pool.sequences[taken])
-            free[rank], rooms[rank] = time_left, room
+        fits_nothing = -1  # room that was of no use, with at least this much time
+        for rank in np.argsort(-np.array(free), kind="stable").tolist():
+            if rooms[rank] <= fits_nothing:
+                continue
+            own, rooms[rank], time_left = pool.fill(rooms[rank], free[rank] * (1 + 1e-12))
             if own:
+                time_left = max(0.0, time_left - 1e-12 * free[rank])
+                done += free[rank] - time_left
+                free[rank] = time_left
                 pieces.append((rank, 1, own))
+            else:
+                fits_nothing = rooms[rank]
         took = seconds - min(free)
         held += sum(rooms)
         more = max(0, 1 + -(-held // (self.ranks * self.capacity)) - self.fewest)  # waves beyond the fewest
@@ -217,31 +230,37 @@ class _Builder:
         free, rooms = [_without_launch(seconds, self.launch)] * self.ranks, [self.capacity] * self.ranks
         slow = (self.least > 1) | (self.lengths > self.capacity)  # what is offloaded on one rank is alone there, too
         slow |= self.alone + self.launch > seconds * (1 + 1e-12)
-        cut = np.flatnonzero(slow)[::-1]
         pieces: list[tuple[int, int, list[int]]] = []
         first, done, left = 0, 0.0, self.tokens
-        for index, degree, ring_seconds in self._cut_within(cut, seconds):
-            if degree > self.ranks - first:
-                continue
+        for index, degree, ring_seconds in self._cut_within(np.flatnonzero(slow)[::-1], seconds):
             left -= pool.lengths[index]
             pool.drop(index)
-            pieces.append((first, degree, [pool.sequences[index]]))
+            pieces.append((first, degree, [index]))
             room = max(0, self.capacity - held_at_most(pool.lengths[index], degree)) if degree > 1 else 0
             for rank in range(first, first + degree):
                 free[rank], rooms[rank] = max(0.0, free[rank] - ring_seconds), room
             first, done = first + degree, done + pool.seconds[index]
-            if first == self.ranks:
-                break
         return pieces, free, rooms, done, left
 
     def _cut_within(self, cut: NDArray[np.int64], seconds: float) -> Iterator[tuple[int, int, float]]:
-        """Yield sequences with the degrees at which they take no longer, and how long: those asked for, no more."""
-        for start in range(0, len(cut), self.ranks):
-            some = cut[start : start + self.ranks]
-            most = np.full_like(some, self.ranks)
-            degrees = DegreeTable(self.cost, self.lengths[some], self.least[some], most).within(seconds)
-            took = self.cost.ring_piece_seconds(self.lengths[some], np.minimum(degrees, self.ranks))
-            yield from zip(some.tolist(), degrees.tolist(), took.tolist(), strict=True)
+        """Yield sequences with the degrees at which they take no longer, and how long, until the line is full."""
+        least, room = self.least[cut], self.ranks
+        if not self.cost.chooses_by_degree:  # no cut makes the arithmetic less
+            work = self.alone[cut] / max(_without_launch(seconds, self.launch), 1e-300) * (1 - 1e-9)
+            least = np.maximum(least, np.ceil(np.minimum(work, self.ranks + 1)).astype(np.int64))
+        while room and len(cut):
+            fitting = least <= room
+            cut, least = cut[fitting], least[fitting]
+            count = max(_AT_ONCE, int(np.searchsorted(np.cumsum(least), room, side="right")))
+            some, lengths = cut[:count], self.lengths[cut[:count]]
+            table = DegreeTable(self.cost, lengths, least[:count], np.full_like(some, room))
+            degrees = table.within(seconds)
+            took = self.cost.ring_piece_seconds(lengths, np.minimum(degrees, room))
+            for index, degree, ring_seconds in zip(some.tolist(), degrees.tolist(), took.tolist(), strict=True):
+                if degree <= room:
+                    room -= degree
+                    yield index, degree, ring_seconds
+            cut, least = cut[count:], least[count:]
 
 
 def _without_launch(seconds: float, launch_seconds: float) -> float:
