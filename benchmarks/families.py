@@ -4,7 +4,7 @@
 
 Each tiny model runs in a process of its own (some allocate gigabytes whatever their config says): loss and every
 gradient of eight documents, packed and cut over rings of 1, 2, 3 and 5 ranks, in fp64, without and with activation
-checkpointing, against the plain model one document at a time. A family that is not in `lengthwise.models.FAMILIES` is
+checkpointing, against the plain model one document at a time. A family that is not in `models/families.json` is
 only refused, and its row says by which layer and what would be needed; named on the command line it is tried past the
 refusal, which is how a proof begins.
 """

@@ -106,7 +106,7 @@ def refuse_verb(words: list[str], *, whole: bool) -> None:
     assert words, "lengthwise without a verb"
     assert words[0] in VERB_TYPES, f"lengthwise has no verb {words[0]}"
     if whole:
-        tyro.cli(Command, args=words)  # type: ignore[arg-type]
+        tyro.cli(Command, args=words)
         return
     options = {field.name for field in fields(VERB_TYPES[words[0]])}
     for word in words[1:]:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3Mo
 from transformers.integrations import hub_kernels
 
 from lengthwise.comm import SoloTransport
-from lengthwise.core.errors import ConfigError, OutputError
+from lengthwise.core.errors import ConfigError, OutputError, Problems
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import (
     DTYPES,
@@ -227,6 +227,20 @@ def test_config_does_not_choose_how_to_compute(tmp_path, monkeypatch, keys, weig
         layers = {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
         assert layers == {attention}
         assert model.config._experts_implementation == "eager"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3_moe"])
+def test_config_of_endless_layers_and_experts_is_refused_before_anything_is_built(tmp_path, model_type):
+    """Qwen's configs list a type for each layer as they are read, and every model makes its layers one by one."""
+    endless = {"num_hidden_layers": 10**12, "num_experts": 10**6}
+    values = {**SIZES, **endless, "nested": [{"n_layer": 10_001}], "model_type": model_type, "hidden_size": 65_536}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(Problems) as caught:
+        find_model(str(tmp_path))
+    lines = str(caught.value).splitlines()
+    keys = ("num_hidden_layers", "num_experts", "n_layer")
+    assert [line.split(": expected")[0].rpartition(" ")[2] for line in lines] == list(keys)
+    assert all("expected at most 10,000; got" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
 """The raw attention calls for GPUs: flash attention in torch, in the flash-attn package, and torch's efficient one.
 
-Called as raw operators, because the public functions give either no log-sum-exp or no backward that takes one from
-outside. `aten._flash_attention_forward` and its backward are what `torch.nn.attention.varlen.varlen_attn` calls; the
-operators of its own have other arguments in every release, of these only ones older than torch 2.11 are used. Dropout
-is zero everywhere, so the seeds are never read. flash-attn from 2.7.1: older ones have the window as a pair.
+Raw operators, because the public functions give either no log-sum-exp or no backward that takes one from outside.
+`aten._flash_attention_forward` and its backward are what `torch.nn.attention.varlen.varlen_attn` calls; that function's
+own operators have other arguments in every release. Dropout is zero everywhere, so the seeds are never read.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 from lengthwise.attention.kernels import Block, ReferenceKernel, Saved, batched, grouped, unbatched
 from lengthwise.attention.varlen import TOKEN_MULTIPLE, Documents
 
-LEAST_FLASH_ATTN = (2, 7, 1)
+LEAST_FLASH_ATTN = (2, 7, 1)  # older ones have the window as a pair
 _LSE_MULTIPLE = 32
 
 

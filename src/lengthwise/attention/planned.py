@@ -1,15 +1,9 @@
 """Attention as a lowered microbatch prescribes it: packed documents apart, cut ones over their rings.
 
-One autograd function does a layer of a microbatch on one rank. A pass is a list of ring steps, each one grouped call
-and the blocks that it hides behind; all come from `program`, so no rank decides anything here. Keys and values
-travel as one contiguous tensor (2, tokens, kv_heads, head_dim). Partial results merge in fp32 (fp64 under fp64) and
-are cast once. With a kernel that takes packs, all diagonal blocks of a rank are one call. In the backward pass keys
-travel again, and their gradients, in the accumulation dtype, return to their owners.
-Method: ring attention (Liu et al. 2023) with the symmetric cut of both ends.
-
-Attention sinks (one learned logit a head that takes weight and gives no value) are exact after the fact: with
-lse' = log(exp(lse) + exp(sink)) the output is out x exp(lse - lse'), and the blocks' backward is right when it is given
-that output and lse'; the sink's own gradient is -exp(sink - lse') (grad_out . out), summed over tokens.
+One autograd function does a layer of a microbatch on one rank. A pass is a list of ring steps from `program`, each one
+grouped call and the blocks that it hides behind. Partial results merge in fp32 (fp64 under fp64) and are cast once.
+Backward sends the keys again, and their gradients to their owners. A kernel that takes packs gets all diagonal blocks
+of a rank in one call. Ring attention (arXiv 2310.01889) with the zigzag cut.
 """
 
 from __future__ import annotations
@@ -95,7 +89,7 @@ class PlannedAttention:
                     merge_block(out[rows], lse[:, rows], block_out, block_lse)
             pending.wait()
             _take_over(held, arriving, ring_step)
-        if sinks is not None:
+        if sinks is not None:  # exact after the fact, and for backward, too: docs/decisions/attention-sinks.md
             with_sink = torch.logaddexp(lse, sinks.to(wide)[:, None])
             out, lse = out * torch.exp(lse - with_sink).t()[..., None], with_sink
         return out.to(q.dtype), lse
@@ -159,7 +153,7 @@ class PlannedAttention:
         return self._steps[window]
 
     def _own_keys(self, k: Tensor, v: Tensor) -> dict[Shard, Tensor | tuple[Tensor, Tensor]]:
-        """Copy keys and values of each ring shard into the tensor that will travel; what stays is not copied."""
+        """Copy each ring shard into what will travel, (2, tokens, kv_heads, head_dim); local keys are not copied."""
         return {
             shard: torch.stack((k[start:stop], v[start:stop])) if degree > 1 else (k[start:stop], v[start:stop])
             for shard, (start, stop, degree) in self._own.items()
@@ -302,6 +296,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _sink_gradient(sinks: Tensor | None, grad_out: Tensor, saved: Saved) -> Tensor | None:
+    """Return -exp(sink - lse) x (grad_out . out) of each head, summed over tokens; `saved` is that with the sinks."""
     if sinks is None:
         return None
     weight = torch.exp(sinks.to(saved.lse.dtype)[:, None] - saved.lse)

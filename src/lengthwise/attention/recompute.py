@@ -1,8 +1,7 @@
 """What becomes of a microbatch's activations until its backward; attention in a layer that backward runs again.
 
-A checkpointed layer runs in forward, saves nothing but its input, and runs once more in backward, when the first of
-its gradients is asked for. Its attention then either attends again, ring and all (`layer`), or takes (out, lse) as the
-first run left them (`all_but_attention`): queries, keys and values are computed anew, and no message is sent.
+A checkpointed layer saves nothing but its input, and runs once more in backward. Its attention then either attends
+again, ring and all (`layer`), or takes (out, lse) as the first run left them and sends nothing (`all_but_attention`).
 Kept: heads x head_dim values in the model's dtype and heads in the accumulation dtype, a token and layer.
 """
 

@@ -1,9 +1,9 @@
 """Blocks and packs through a varlen flash kernel: one way in for torch's own and for the flash-attn package.
 
-Both have the same form: tokens of all documents in a row, borders as int32 `cu_seqlens`, masks that count from the
-last query and key, heads of at most 256 in multiples of 8, and a raw backward that takes out and lse as they are: those
-of ALL keys, so that a ring's blocks need nothing special. What a kernel wants of its operands is met here; which kernel
-it is, is behind `VarlenOps`. In tests that is a reference on CPU which refuses what the kernels would misread.
+Tokens of all documents lie in a row, borders are int32 `cu_seqlens`, masks count from the last query and key, and the
+raw backward takes out and lse of ALL keys, so that a ring's blocks need nothing special. What a kernel wants of its
+operands is met here; which kernel it is, is behind `VarlenOps`, in tests a reference on the CPU that refuses what the
+kernels would misread.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class VarlenKernel:
     def _backward(
         self, grad_out: Tensor, block: Block, saved: Saved, documents: Documents
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # lse is read as a bare pointer to (heads, tokens): some columns of a larger one would be other memory.
+        # lse is read as a bare pointer to (heads, tokens): a slice of a larger one would be other memory.
         saved = Saved(out=_aligned(saved.out), lse=saved.lse.contiguous())
         dq, dk, dv = self._ops.backward(_aligned(grad_out), _readable(block), saved, documents)
         head_dim = block.q.shape[-1]

@@ -1,9 +1,8 @@
 """A transport inside one process, one thread a rank, as strict as NCCL and stricter than gloo.
 
-Groups of a rank run one after the other and complete as a whole; messages between two ranks match in the order posted,
-untagged, and must agree in shape and dtype; a collective needs all ranks, and the same call on each. When every rank
-waits and nothing can move, all of them raise at once and name what they wait in: a hang becomes a failed test. The
-rules are those of `program.order.StrictMatcher`; here real tensors move.
+Real tensors move by the rules of `program.order.StrictMatcher`: groups of a rank run one after the other, messages
+match in the order posted, in shape and dtype, and a collective needs the same call on all ranks. When every rank waits
+and nothing can move, all of them raise at once and name what they wait in: a hang becomes a failed test.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """The transport of a run: torch.distributed, with gloo for host memory and NCCL beside it for GPUs.
 
-Transfers are grouped `batch_isend_irecv` calls only (a bare isend makes a communicator for each pair on NCCL) and have
-a group of their own, also over all ranks, so that they never share a communicator with collectives. All edges that a
-ring can use (neighbours at distance 1 and 2 on the rank line) are connected at the start.
-
-Host tensors (plans, digests, the step's numbers) go over the gloo world also on GPUs: small, exact time-outs, no copy.
-The two NCCL groups are bound to the rank's device and so connected when they are made. Their own time-out is a minute
-longer than ours: it kills the process without a word, and `Watch` speaks first.
+Transfers are grouped `batch_isend_irecv` calls only (on NCCL a bare isend makes a communicator for each pair), in a
+group of their own over all ranks. All edges that a ring can use, at distance 1 and 2 on the rank line, are connected at
+the start. Host tensors (plans, digests, the step's numbers) go over the gloo world on GPUs, too: small, no copy.
+Why two groups: docs/decisions/two-groups-on-gpus.md.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from lengthwise.core.errors import TransferError
 
 Result = TypeVar("Result")
 
-_NCCL_GRACE_SECONDS = 60.0
+_NCCL_GRACE_SECONDS = 60.0  # NCCL's own time-out kills the process without a word: `Watch` speaks first
 
 
 def join(

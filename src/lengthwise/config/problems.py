@@ -107,10 +107,10 @@ def _unknown_remedy(key: str, section: type[Settings], listed: set[type[Settings
     """Say what an unknown key is called here: a known name of elsewhere, a key of a section, or one that is near."""
     if key in _FOREIGN:
         return f"{_FOREIGN[key]}."
-    homes = [path for path, other in SECTIONS.items() if section is RunConfig and key in other.model_fields]
-    if homes:
-        entry = ["0"] * (homes[0][-1] == "data")  # a list: of its first entry
-        return f"It belongs to a section: `{'.'.join((*homes[0], *entry, key))}`."
+    sections = [path for path, other in SECTIONS.items() if section is RunConfig and key in other.model_fields]
+    if sections:
+        entry = ["0"] * (sections[0][-1] == "data")  # a list: of its first entry
+        return f"It belongs to a section: `{'.'.join((*sections[0], *entry, key))}`."
     near = did_you_mean(key, section.model_fields)
     if near is None and section not in listed:
         listed.add(section)

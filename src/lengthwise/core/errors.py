@@ -1,10 +1,8 @@
-"""The error tree. Every error a user can cause or meet says where, what was expected, what was got, and what to change.
+"""The error tree: every error a user can meet says where, what was expected, what was got, and what to change.
 
-`exit_status` is the status of the command line: 2 for what a user can correct in their own input, 1 for what went wrong
-while running. `code` is a short stable name that can be searched for.
-
-Errors are written in the names of the library: options of functions, keys of a run file. A command that calls them
-otherwise prints them with `render` and its table of names: {"capacity_tokens": "--capacity"}.
+`exit_status` is that of the command line: 2 for what users can correct in their own input, 1 for what went wrong while
+running. `code` is a short stable name to search for. Errors are written in the names of the library, options of
+functions and keys of a run file; a command prints its own with `render` and a table: {"capacity_tokens": "--capacity"}.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Costs with all terms from a model's shape and a hardware description: what a plan is made with before measuring.
 
-Tensor parallelism over t devices divides arithmetic, heads and their bytes by t and adds an all-reduce of the hidden
-states, two a layer and pass, over the near link and hidden by nothing. A pipeline of p stages gives a device 1 / p of
-the layers; neighbouring ranks share nodes stage by stage, so hidden states pass from stage to stage between nodes. The
-time to fill it is the schedule's, see `program.stage_clocks`. Both are plain factors, good for comparing plans of
-one mesh, not for choosing t and p.
+Tensor parallelism over t devices divides arithmetic, heads and their bytes by t and adds two all-reduces of the hidden
+states a layer and pass, over the near link and hidden by nothing. A pipeline of p stages gives a device 1 / p of the
+layers; filling it is the schedule's matter (`program.stage_clocks`). Plain factors, good for comparing plans of one
+mesh, not for choosing t and p.
 """
 
 from __future__ import annotations
@@ -70,6 +69,7 @@ def all_terms_cost(shape: ModelShape, hardware: Hardware, *, tensor: int = 1, st
         reduced_bytes=shape.total_params / devices * (GRADIENT_BYTES + dtype_bytes),
         host_bytes=host_share_bytes(hardware),
         stages=stages,
+        # Neighbouring ranks share nodes stage by stage, so what goes from stage to stage goes between nodes.
         stage_bytes=shape.hidden / tensor * dtype_bytes if stages > 1 else 0.0,
         uplink_bytes_per_second=hardware.node_uplink_bytes_per_second / tensor,
         version=f"all-terms/1 {shape.name} {hardware.name}" + (f" tp{tensor} pp{stages}" if devices > 1 else ""),

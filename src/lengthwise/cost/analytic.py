@@ -1,14 +1,10 @@
 """Costs from FLOPs and bytes: what a plan is made with before anything was measured.
 
-Per token, forward and backward together, over all layers:
+Forward and backward together, of a sequence of s tokens over all layers:
 
-    linear     6 FLOPs an active matrix parameter (2 forward, 4 backward)
-    attention  2 s^2 x heads x head_dim forward, once the causal half is taken off (two products, 2 FLOPs each, half
-               the square), and 2.5 x that backward (five products instead of two): 7 s^2 x heads x head_dim a layer
-    ring       K and V of a token, once forward in the compute type; backward once more, and dK and dV in fp32
-
-For a 7B model with 8 KV heads on `h100` at 50 GB/s one token in a ring costs 0.125 of a token's linear work, with full
-heads 0.44; attention equals the linear work at 33K tokens.
+    linear     6 FLOPs a token and active matrix parameter (2 forward, 4 backward)
+    attention  7 s^2 x heads x head_dim FLOPs a layer: two products forward and five backward, of half the square each
+    ring       K and V of a token once forward, in the compute type; backward once more, and dK and dV in fp32
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Hardware:
     source: where the numbers come from.
 
     Raises:
-        Problems, ConfigError: numbers out of range, or a block curve that makes no sense; all of them are told.
+        Problems, ConfigError: numbers out of range, or a block curve that makes no sense; all are reported.
     """
 
     name: str

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
-Numbers = Any  # a float, or an array of floats: the formulas of `terms` are the same
+Numbers = Any  # a float, or an array of floats: the formulas are the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One kind of link: one rank's bytes a second in one direction, and the latency of a hop over all layers."""
+    """One kind of link: one rank's bytes a second in one direction, and a ring step's latency over all layers."""
 
     bytes_per_second: float
     hop_seconds: float = 0.0

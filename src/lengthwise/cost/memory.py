@@ -1,17 +1,8 @@
 """Bytes: activations of a token, what training keeps of a parameter, and the tokens that fit beside it.
 
-Activations of a piece over d ranks are (alpha S + beta) / d (ByteScale, arXiv 2502.21231, section 5.2); alpha is
-counted here from the tensors that a decoder layer keeps for its backward, beta, a few numbers a sequence, is left out:
-
-    none               norm input and output twice, q, k, v, attention output, gate, up, their product and silu
-    all_but_attention  layer input, q, k, v and the attention output: everything else is computed again
-    layer              the layer's input alone, and one whole layer at a time while it is computed again
-
-Estimates, to be replaced by a profile. Logits are left out, though this version's losses hold those of all tokens of a
-microbatch, and three fp32 arrays as large: 14 bytes a token and word of the vocabulary in bf16, 1.8 MB a token at 128K
-words, which `RESERVED` covers for short pieces only.
-
-Flat ZeRO-1 over W ranks keeps 6 + 16 / W bytes a parameter in bf16; while it is made, 14 + 8 / W.
+Activations of S tokens over d ranks are (alpha S + beta) / d (ByteScale, arXiv 2502.21231, section 5.2); alpha counts
+the tensors that a decoder layer keeps for its backward, beta, a few numbers a sequence, is left out. Parameters are
+those of flat ZeRO-1 (`engine.replicated`). Estimates, to be replaced by a profile.
 """
 
 from __future__ import annotations
@@ -24,16 +15,22 @@ from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.hardware import Hardware
 
-RESERVED = 0.1  # of device memory: transfers, workspace, fragments
+# Of device memory: transfers, workspace, fragments; of logits, 14 bytes a token and word of the vocabulary in bf16
+# (1.8 MB a token at 128K words: the loss holds those of a whole microbatch), only those of short pieces.
+RESERVED = 0.1
 _KEPT_BYTES = 2 + 4  # a parameter: bf16 weights and fp32 gradients
 _SHARDED_BYTES = 4 + 4 + 8  # master weights, the reduced gradient, AdamW's moments, all fp32
 
 
 def activation_bytes(shape: ModelShape, recompute: str, dtype_bytes: int) -> float:
-    """Count the bytes one token keeps on a device from forward to backward, all layers, one of `RECOMPUTE_KINDS`."""
+    """Count the bytes one token keeps on a device from forward to backward, all layers, one of `RECOMPUTE_KINDS`.
+
+    Where layers are recomputed that is what each of them keeps, and all of one layer while it is computed again.
+    """
     keys = 2 * shape.kv_heads * shape.head_dim
     queries = shape.heads * shape.head_dim
     active = shape.intermediate * shape.experts_per_token
+    # Norm input and output twice, q, attention output, k, v, and of the MLP gate, up, their product and silu.
     everything = 4 * shape.hidden + 2 * queries + keys + 4 * active
     kept = {
         "none": shape.layers * everything,

@@ -1,4 +1,13 @@
-"""Sweeps over all layers: forward, forward again where activations are recomputed, backward."""
+"""Passes over all layers: forward, forward again where activations are recomputed, backward.
+
+Over d ranks in r = d / u positions of u ranks that split the heads, a pass takes a rank
+
+    A + L + max(0, R - A) + h (r - 1) + X        seconds:
+
+A attention, L what grows with tokens, R keys and values that pass through and hide behind A, h the latency of a ring
+step, X the all-to-all of split heads (Ulysses, arXiv 2309.14509), hidden by nothing. In pipelines, and where uplinks
+are shared, R hides ring step by ring step (docs/decisions/transfers-by-ring-step.md).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +23,7 @@ from lengthwise.cost.links import Floats, Numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One sweep over all layers, as shares of what forward and backward do together."""
+    """One pass over all layers, as shares of what forward and backward do together."""
 
     attention: float
     linear: float
@@ -28,7 +37,7 @@ BACKWARD = Pass(attention=5 / 7, linear=2 / 3, ring=3 / 4, exchange=1 / 2)
 
 
 def passes(forward: Pass, backward: Pass, recompute: str) -> tuple[Pass, ...]:
-    """List the sweeps of a microbatch of this kind of recomputation, forward first."""
+    """List the passes of a microbatch of this kind of recomputation, forward first."""
     if recompute == "none":
         return forward, backward
     again = {"layer": forward, "all_but_attention": Pass(attention=0.0, linear=forward.linear, ring=0.0, exchange=0.0)}
@@ -40,7 +49,7 @@ class Work(NamedTuple):
 
     transfers: of the ring's keys, values and gradients. exchange: all-to-all of groups that split heads.
     copy: of offloaded activations, one direction; None: nothing is offloaded.
-    hop: latency of one hop of one pass. positions: groups around the ring, no seconds but a count.
+    latency: of one ring step of one pass. positions: groups around the ring, no seconds but a count.
     """
 
     attention: Numbers
@@ -48,48 +57,48 @@ class Work(NamedTuple):
     transfers: Numbers
     exchange: Numbers
     copy: Numbers | None
-    hop: Numbers
+    latency: Numbers
     positions: Numbers
 
 
-def passes_seconds(sweeps: Sequence[Pass], work: Work, *, by_hop: bool) -> Numbers:
-    """Sum the passes, forward first and backward last; `by_hop`: transfers hide hop by hop, else in sum."""
+def passes_seconds(sweeps: Sequence[Pass], work: Work, *, by_ring_step: bool) -> Numbers:
+    """Sum the passes, forward first and backward last; `by_ring_step`: transfers hide so, else in sum."""
     seconds: Numbers = 0.0
     computes = []
     for each in sweeps:
         hides = each.attention * work.attention
         computes.append(hides + each.linear * work.linear)
         seconds = seconds + computes[-1] + each.exchange * work.exchange
-        if each.ring and by_hop:
+        if each.ring and by_ring_step:
             keys = sweeps[0].ring * work.transfers
             gradients = (each.ring - sweeps[0].ring) * work.transfers if each is sweeps[-1] else None
-            seconds = seconds + _exposed_by_hop(work, hides, keys, gradients)
+            seconds = seconds + _exposed_by_ring_step(work, hides, keys, gradients)
         elif each.ring:
             exposed = np.maximum(0.0, each.ring * work.transfers - hides)
-            seconds = seconds + exposed + work.hop * (work.positions - 1)
+            seconds = seconds + exposed + work.latency * (work.positions - 1)
     if work.copy is not None:
         out, back = np.maximum(0.0, work.copy - computes[0]), np.maximum(0.0, work.copy - sum(computes[1:]))
         seconds = seconds + out + back
     return seconds
 
 
-def _exposed_by_hop(work: Work, attention: Numbers, keys: Numbers, gradients: Numbers | None) -> Numbers:
-    """Sum what each hop of a pass takes beyond the block that it runs beside, as the simulator runs them.
+def _exposed_by_ring_step(work: Work, attention: Numbers, keys: Numbers, gradients: Numbers | None) -> Numbers:
+    """Sum what each ring step of a pass takes beyond the block that it runs beside, as the simulator runs them.
 
-    Keys go under all blocks but the last. Gradients, of backward alone, follow two hops behind, the last under nothing.
+    Keys go under all blocks but the last. Gradients, of backward alone, go two ring steps later, then under nothing.
     """
-    hop, positions = work.hop, work.positions
-    hops = np.maximum(positions - 1, 1)
-    block, keys = attention / positions, keys / hops + hop
+    latency, positions = work.latency, work.positions
+    sends = np.maximum(positions - 1, 1)
+    block, keys = attention / positions, keys / sends + latency
     if gradients is None:
-        return np.where(positions > 1, hops * np.maximum(0.0, keys - block), 0.0)
-    gradients = gradients / hops
+        return np.where(positions > 1, sends * np.maximum(0.0, keys - block), 0.0)
+    gradients = gradients / sends
     exposed = (
-        np.minimum(2, hops) * np.maximum(0.0, keys - block)
+        np.minimum(2, sends) * np.maximum(0.0, keys - block)
         + np.maximum(0, positions - 3) * np.maximum(0.0, keys + gradients - block)
-        + (positions >= 3) * np.maximum(0.0, gradients + hop - block)
+        + (positions >= 3) * np.maximum(0.0, gradients + latency - block)
         + gradients
-        + hop
+        + latency
     )
     return np.where(positions > 1, exposed, 0.0)
 

@@ -97,13 +97,13 @@ def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> 
 
 
 def _usual_head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int | None:
-    """Return the size of a head where configs leave it out; None: it cannot be told."""
+    """Return the size of a head where configs leave it out; None: it does not follow from the others."""
     has_own = config.get("model_type") in _OWN_HEAD_DIM and "head_dim" not in config
     return None if has_own else max(1, hidden // heads)
 
 
 def _usual_width(config: Mapping[str, Any], hidden: int) -> int | None:
-    """Return the width of the MLP where configs leave it out, as those of GPT-2's time do; None: it cannot be told."""
+    """Return the width of the MLP where configs leave it out, as those of GPT-2's time do; None: it does not follow."""
     is_old = "n_embd" in config or "d_model" in config or config.get("model_type") in ("bloom", "falcon")
     return 4 * hidden if is_old or any(key in config for key in _WIDTH) else None
 
@@ -149,7 +149,7 @@ def _size(config: Mapping[str, Any], key: str, label: str) -> int:
             f"model {label}: config key {key}",
             expected="a whole number of at least 1",
             got="nothing" if value is None else repr(value),
-            remedy="Fix the model's config.json: this size cannot be told from the others."
+            remedy="Fix the model's config.json: this size does not follow from the others."
             if value is None
             else "Fix the model's config.json.",
         )

@@ -1,30 +1,12 @@
 """How long a piece takes: one record, used alike by planners, score and simulator.
 
-A piece of d ranks that holds sequences of lengths s_i, with S their sum, keeps each of its ranks busy for
+A piece of d ranks with sequences of s_i tokens, S in all, keeps each of its ranks busy for
 
     (q sum s_i^2 + l S) / d  +  max(0, c S (d - 1) / d  -  q sum s_i^2 / d)  +  h (d - 1)
 
-seconds, the last two terms only for d > 1; every microbatch adds g on each of its ranks. The middle term is the part
-of the ring's transfers that attention does not hide. q is `quadratic_seconds`, l `linear_seconds`, g `fixed_seconds`,
-c `ring_seconds`, h `hop_seconds`: forward and backward of all layers together. Under a sliding window of w tokens a
-longer sequence counts 2 s w - w^2 in place of s^2; that such layers also send less is not counted.
-
-Where links are given, `near` and `far`, a ring is r = d / u positions of u ranks that split the heads (u = 1: a plain
-ring), and every pass (forward, forward again where activations are recomputed, backward) takes a rank
-
-    A + L + max(0, R - A) + h (r - 1) + X        seconds:
-
-A  attention: q x (pairs seen) / d, divided by the share of its speed that blocks of s / r tokens reach;
-L  what grows with tokens: l x tokens / d;
-R  keys and values that pass through: bytes x S (r - 1) / d over the slowest link of the ring, hidden behind A;
-h  latency of a hop;
-X  all-to-all of queries, keys, values and outputs in groups of u ranks, (u - 1) / u of their bytes, hidden by nothing.
-
-Where ranks are pipelines, or share uplinks, R and h are looked at hop by hop (`passes`); for others the sums are up to
-11 % off the simulator for one ring, either way. Copies of offload count where they are longer than compute. With
-`choices` a piece takes the offload that it needs and the quickest split of heads.
-
-Sources: ByteScale (arXiv 2502.21231) for offload, Ulysses (arXiv 2309.14509) for the all-to-all.
+seconds, the last two terms only for d > 1: transfers that attention does not hide, and their latency. q, l, c and h are
+the quadratic, linear, ring and hop seconds of `Cost`; a microbatch adds its fixed seconds on each of its ranks. Where
+links are given, every pass is priced instead (`passes`). Offload: ByteScale (arXiv 2502.21231).
 """
 
 from __future__ import annotations
@@ -58,13 +40,13 @@ class _Part(NamedTuple):
 class Cost:
     """Seconds of forward and backward through the layers that one device of a rank holds.
 
-    The five coefficients alone are what an outside judge computes by hand; all fields from `near` on need links.
+    The five coefficients alone are what `benchmarks/judge.py` computes by hand; all fields from `near` on need links.
 
     quadratic_seconds: seconds a squared token of attention (a sequence of s tokens counts s x s).
     linear_seconds: seconds a token of everything that grows with tokens: projections, MLP, output head.
     fixed_seconds: seconds a microbatch, on each of its ranks, whatever it holds.
     ring_seconds: seconds to move the keys, values and their gradients of one token over one link; 0 with links.
-    hop_seconds: seconds of latency a hop of a ring, transfers of all layers and both passes together; 0 with links.
+    hop_seconds: seconds of latency a ring step, transfers of all layers and both passes together; 0 with links.
     windows: (window in tokens, share of the attention layers that have it); the other layers see everything.
     couples_layers: whether ranks of a ring wait for the slowest of them in every layer, as in engines; a local pack
         beside a ring then holds up all of it. False: each rank is busy for its own pieces.
@@ -164,7 +146,7 @@ class Cost:
         return self.uplink_bytes_per_second < self.far.bytes_per_second * self.ranks_per_node
 
     def at_speed(self, speed: float) -> Cost:
-        """Return the costs of ranks that compute and launch `speed` times as fast; links, hops and copies stay."""
+        """Return the costs of ranks that compute and launch `speed` times as fast; links and copies stay."""
         names = ("quadratic_seconds", "linear_seconds", "fixed_seconds")
         return replace(self, **{name: getattr(self, name) / speed for name in names})
 
@@ -271,7 +253,10 @@ class Cost:
         return sum(each.attention for each in passes) * attention + sum(each.linear for each in passes) * linear
 
     def attention_seconds(self, tokens: Floats, positions: Numbers) -> Floats:
-        """Count the attention of each sequence in seconds, all its ranks together, cut over ring `positions`."""
+        """Count the attention of each sequence in seconds, all its ranks together, cut over ring `positions`.
+
+        Entry i of both is sequence i; blocks of fewer tokens run slower, as `block_efficiency` says.
+        """
         seconds = self.quadratic_seconds * self.seen_pairs(tokens)
         if not self.block_efficiency:
             return seconds
@@ -280,18 +265,21 @@ class Cost:
         return seconds / (np.interp(blocks, points, shares) * np.minimum(1.0, blocks / points[0]))
 
     def seen_pairs(self, tokens: Floats) -> Floats:
-        """Count what attention sees in each sequence, twice, over all layers: s^2 where no window is shorter."""
+        """Count what attention sees in each sequence, twice, over all layers: s^2 where no window is shorter.
+
+        That layers with a window also send less is not counted.
+        """
         seen = tokens * tokens
         for window, share in self.windows:
             seen = seen - share * np.maximum(0.0, tokens - window) ** 2  # s^2 - (2 s w - w^2)
         return seen
 
     def hops_seconds(self, degree: int) -> float:
-        """Return the part of a plain ring's seconds that depends on its degree alone: the latency of its hops."""
+        """Return the part of a plain ring's seconds that depends on its degree alone: the latency of its ring steps."""
         if not self.prices_choices:
             return self.hop_seconds * (degree - 1)
         link = self.near if self.reach(degree).ring_near else self.far
-        if self.stages > 1 or self.shares_uplinks:  # hops hide, but for the last of backward
+        if self.stages > 1 or self.shares_uplinks:  # latency hides, but for the last one of backward
             return link.hop_seconds if degree > 1 else 0.0
         return sum(link.hop_seconds for each in self.passes(self.choices.recompute) if each.ring) * (degree - 1)
 
@@ -339,7 +327,7 @@ class Cost:
         return needed <= self.free_offload(lengths, degrees) * (1 + 1e-12)
 
     def passes(self, recompute: str) -> tuple[Pass, ...]:
-        """List the sweeps over the layers, forward first."""
+        """List the passes over the layers, forward first."""
         return passes(self.forward, self.backward, recompute)
 
     def forward_share(self, recompute: str) -> float:
@@ -384,10 +372,10 @@ class Cost:
             transfers=ring * repeated * (total * positions - total) / degree,
             exchange=self.exchange_bytes * part.held * (heads - 1) / heads / links,
             copy=self.copy_seconds(part.held, choice.offload, choice.recompute) if np.any(choice.offload) else None,
-            hop=np.where(reach.ring_near, near.hop_seconds, far.hop_seconds),
+            latency=np.where(reach.ring_near, near.hop_seconds, far.hop_seconds),
             positions=positions,
         )
-        return passes_seconds(self.passes(choice.recompute), work, by_hop=self.stages > 1 or self.shares_uplinks)
+        return passes_seconds(self.passes(choice.recompute), work, by_ring_step=self.stages > 1 or self.shares_uplinks)
 
     def _groups(self, degree: int) -> list[int]:
         """List the sizes of groups that may split heads, 1 first."""

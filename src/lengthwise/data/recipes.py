@@ -1,15 +1,9 @@
 """Lengths of published data sets, drawn again: for planning and simulating without any data.
 
-`recipes.json` names the sets and their sources. Two kinds: token shares of power-of-two bins, log-uniform inside a
-bin, and lognormals with a cap. Draws are made from NumPy's PCG64 with whole numbers and IEEE sums and products only
-(no library exp or log, whose last digit differs between machines), so (recipe, tokens, seed) names the same lengths
-everywhere:
-
-- bins are filled from the longest to the shortest, each up to its share of the tokens; what a bin is over or under
-  goes to the next. A length is x = lower x 2^k x m with k a whole number and m in [1, 2), m accepted with
-  probability 1 / m: that is log-uniform;
-- lognormals draw until the tokens are reached;
-- the last length is cut so that the sum is `tokens` exactly, then all are put in random order.
+`recipes.json` names the sets and their sources: token shares of power-of-two bins, or lognormals with a cap. Bins are
+filled from the longest down, each passing what it is over or under to the next; the last length is cut so that the sum
+is `tokens`, and all are shuffled. PCG64 with IEEE sums and products only (a library's exp differs between machines), so
+that (recipe, tokens, seed) names the same lengths everywhere.
 """
 
 from __future__ import annotations
@@ -95,7 +89,10 @@ def _draw_until(draw: Any, wanted: float) -> NDArray[np.int64]:
 
 
 def _log_uniform(lower: int, upper: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Draw a block of log-uniform lengths in [lower, upper); all `lower` where the two are equal."""
+    """Draw a block of log-uniform lengths in [lower, upper); all `lower` where the two are equal.
+
+    A length is lower x 2^k x m, k a whole number, m in [1, 2) accepted with probability 1 / m.
+    """
     if lower == upper:
         return np.full(_BLOCK, lower, dtype=np.int64)
     octaves = max(1, math.ceil(math.log2(upper / lower)))

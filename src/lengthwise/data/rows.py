@@ -55,7 +55,7 @@ class RowParser:
             return Row(where=where, empty="a blank line")
         values = self._decode(decode_utf8(line, where=where, offset=offset), where, last)
         if not isinstance(values, dict):
-            raise _refuse(where, f"an object, {_ROWS}", f"{_told(values)}")
+            raise _refuse(where, f"an object, {_ROWS}", f"{_shown(values)}")
         _check_columns(values, where)
         row = self._text_row(values, where) if "text" in values else self._ids_row(values, where)
         if self._constants:  # after the columns we read, whose message names the position
@@ -83,7 +83,7 @@ class RowParser:
     def _text_row(self, values: dict[str, Any], where: str) -> Row:
         text = values["text"]
         if not isinstance(text, str):
-            raise _refuse(where, '"text" to be a string', _told(text))
+            raise _refuse(where, '"text" to be a string', _shown(text))
         return Row(where=where, text=text, empty="" if text else 'empty "text"')
 
     def _ids_row(self, values: dict[str, Any], where: str) -> Row:
@@ -95,7 +95,7 @@ class RowParser:
 
     def _to_ids(self, values: object, column: str, where: str) -> np.ndarray:
         if not isinstance(values, list):
-            raise _refuse(where, f'"{column}" to be a list of whole numbers', _told(values))
+            raise _refuse(where, f'"{column}" to be a list of whole numbers', _shown(values))
         if set(map(type, values)) <= {int}:  # a bool is no int here, and no float is cast
             with contextlib.suppress(OverflowError):
                 ids = np.array(values, dtype=np.int64)
@@ -112,7 +112,7 @@ class RowParser:
             extra = f", or {NO_LOSS} for no loss" if column == "labels" else ""
             expected = f"whole numbers from 0 to {self._limit - 1}{extra}" if whole else f"whole numbers{extra}"
             remedy = "Use the tokenizer of this model, or correct the row." if whole else "Correct the row."
-            return _refuse(where, expected, f"{column}[{position}] = {_told(value)}", remedy)
+            return _refuse(where, expected, f"{column}[{position}] = {_shown(value)}", remedy)
         raise AssertionError(f"no bad id in {column} of {where}")
 
 
@@ -150,7 +150,7 @@ def _says_nothing(name: str, value: object, values: dict[str, Any]) -> bool:
     return value is None or ("text" in values and isinstance(value, int | float))
 
 
-def _told(value: object) -> str:
+def _shown(value: object) -> str:
     """Show a value as JSON would write it, shortened; a container only by its kind, it may be large."""
     if isinstance(value, list | dict):
         return "an object" if isinstance(value, dict) else f"a list of {len(value)}"

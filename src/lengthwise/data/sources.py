@@ -1,7 +1,7 @@
 """Data sources to rows: a file of JSON lines, a folder of text files, the Python standard library.
 
 Files are read once, in a fixed order, one row in memory at a time. Bad rows are reported and reading goes on, so that a
-user mends them all at once.
+user corrects them all at once.
 """
 
 from __future__ import annotations

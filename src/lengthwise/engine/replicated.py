@@ -4,11 +4,9 @@
     grads           (fp32, or fp64)   gradients of however many microbatches a rank has add up in it
     master_weights  (fp32, or fp64)   this rank's slice of the exact parameters, with its optimizer state
 
-Once a step: one reduce-scatter of `grads`, AdamW on the slice, one all-gather into `values`. A rank without a
-microbatch, or a parameter that no token reached, contributes zeros, so unequal microbatch counts need nothing special.
-Memory of W ranks: 6 + 16/W bytes a parameter in bf16 (14 + 8/W while it is made), 8 + 16/W in fp32 (12 + 8/W).
-Method: ZeRO stage 1 (arXiv 1910.02054). No reduction inside the backward: a ring member would wait in one for a rank
-that waits for that member's next ring message.
+Once a step: one reduce-scatter of `grads`, AdamW on the slice, one all-gather into `values`. Memory of W ranks: 6 +
+16/W bytes a parameter in bf16 (14 + 8/W while it is made), 8 + 16/W in fp32 (12 + 8/W).
+ZeRO stage 1 (arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class FlatParameters:
         for parameter, view in zip(parameters, self.views(exact), strict=True):
             view.copy_(parameter.detach())
         transport.broadcast(exact, 0)  # whatever each rank loaded, all train the same model
-        self.grads = torch.zeros_like(exact)
+        self.grads = torch.zeros_like(exact)  # what no microbatch or token of this rank reaches stays zero in the sum
         self.grad_shard = torch.zeros(self.shard_size, dtype=wide, device=device)
         self.master_weights = exact[self._shard].clone()
         self.values = exact if dtype == wide else exact.to(dtype)

@@ -1,9 +1,8 @@
 """A rank's part of a step before its end: forward and backward of its microbatches, in plan order.
 
-A model whose config asks for the routers' balance loss first counts what every token of the global batch chooses (see
-`models.router`): its microbatches run forward without gradients, then the counts are summed over all ranks. A
-microbatch that is the last of all its ranks keeps its graph instead, and is the first to go backward after the sum. So
-a rank of n microbatches pays for at most n and often for n - 1 more forward passes, and never holds two graphs.
+Where the config asks for the routers' balance loss, all microbatches first run forward without gradients, and what all
+tokens choose is summed over the ranks (`models.router`). A microbatch that is the last of all its ranks keeps its graph
+instead and goes backward first: a rank of n pays for at most n more forward passes and never holds two graphs.
 """
 
 from __future__ import annotations

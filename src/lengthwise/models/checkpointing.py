@@ -1,13 +1,9 @@
 """Activation checkpointing: backward computes layers again, for the microbatches whose plan says so.
 
-Hugging Face wraps every decoder layer for this; the wrap is switched on for the forward of one microbatch, with torch's
-non-reentrant checkpoint. A layer's second run makes its ring's forward rounds again right before its backward rounds;
-`recompute` is in the plan, so all ranks of the ring do. torch ends a second run once all that was saved is there again:
-an attention saves after its ring is done, so a ring is never left halfway.
-
-Costs one more forward of all layers (without the output head; without attention under `all_but_attention`). Saved from
-each layer: its input, and under `all_but_attention` what `attention.recompute` keeps. Chen et al. 2016
-(arXiv 1604.06174); keeping attention out of it: DistFlashAttn (arXiv 2310.03294), section 3.3.
+Hugging Face's wrap of decoder layers is switched on for the forward of one microbatch, with torch's non-reentrant
+checkpoint. A layer's second run makes its ring's forward rounds again right before its backward rounds, on all ranks of
+the ring alike. Costs one more forward of all layers, without the output head; saved are their inputs, and what
+`attention.recompute` keeps. Chen et al. 2016 (arXiv 1604.06174); DistFlashAttn (arXiv 2310.03294), section 3.3.
 """
 
 from __future__ import annotations
@@ -60,6 +56,8 @@ def apply_policy(model: nn.Module, planned: PlannedAttention, policy: Activation
     def run(forward: Callable[..., Any], *arguments: Any) -> Any:
         layer = Recomputation(keeps_attention=policy.recompute == "all_but_attention")
         runs.append(layer)
+        # torch ends a second run once all that was saved is there again. An attention saves after its ring is done,
+        # so a ring is never left halfway.
         return checkpoint(
             forward,
             *arguments,

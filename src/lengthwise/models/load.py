@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from lengthwise.config.schema import TINY_MODEL
-from lengthwise.core.errors import ConfigError, OutputError
+from lengthwise.core.errors import ConfigError, LengthwiseError, OutputError, raise_problems
 from lengthwise.cost import named_shape
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 from lengthwise.models.weights import first_names, holds_weights
@@ -32,6 +33,9 @@ _ENGINE_KEYS = re.compile(
     r"_?(attn|experts|cache)_implementation(_internal|_autoset)?"
     r"|fusion_config|kernel_config|use_kernels|distributed_config|transformers_weights"
 )
+
+_PARTS = re.compile(r"\w*(layers?|blocks?|experts)")  # keys that say how many of them a model has
+_MOST_PARTS = 10_000  # some ten times the deepest model, and the most experts, known today
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -67,13 +71,36 @@ def find_model(name: str, *, weights: Literal["load", "fresh"] | None = None) ->
 
 def _read_config(name: str) -> Any:
     try:
-        found = AutoConfig.from_pretrained(name, trust_remote_code=False)
         values: dict[str, Any] = _without_engine(PreTrainedConfig.get_config_dict(name)[0])
+        _refuse_endless(values, name)
+        found = AutoConfig.from_pretrained(name, trust_remote_code=False)
         return type(found).from_dict({**values, "model_type": found.model_type}, name_or_path=name)
+    except LengthwiseError:
+        raise
     except Exception as error:  # a file from outside: transformers raises what its reading of a value happens to raise
         if (Path(name) / "config.json").is_file():
             raise _refuse_config(f"{name}/config.json", error) from error
         raise _unreadable(name, error) from error
+
+
+def _refuse_endless(values: Any, name: str) -> None:
+    """Refuse numbers of parts, at any depth, that transformers would build or list one by one for hours."""
+    counts = {key: value for key, value in _entries(values) if isinstance(value, int) and _PARTS.fullmatch(key)}
+    raise_problems(
+        [
+            _refuse_config(f"{name}/config.json: {key}", str(value), f"at most {_MOST_PARTS:,}")
+            for key, value in counts.items()
+            if value > _MOST_PARTS
+        ]
+    )
+
+
+def _entries(values: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the keys and values of a config.json, at any depth."""
+    if isinstance(values, dict):
+        yield from values.items()
+    for each in values.values() if isinstance(values, dict) else values if isinstance(values, list) else ():
+        yield from _entries(each)
 
 
 def _without_engine(values: Any) -> Any:
@@ -228,7 +255,8 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _refuse_config(where: str, error: Exception | str) -> ConfigError:
+def _refuse_config(
+    where: str, error: Exception | str, expected: str = "a config that transformers can build a model of"
+) -> ConfigError:
     got = error if isinstance(error, str) else f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    expected = "a config that transformers can build a model of"
     return ConfigError(where, expected=expected, got=got.rstrip("."), remedy="Correct this entry.")

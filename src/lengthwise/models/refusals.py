@@ -28,7 +28,7 @@ _SPARSE = "those scores of all keys, wherever they are, before attention, and bl
 _BIAS = "a block kernel that adds the bias, by the tokens' places in their sequence"
 _PROOF = (
     "a proof: `python benchmarks/families.py {model_type}` compares it with plain Hugging Face; "
-    "where that holds, add the name to lengthwise.models.FAMILIES"
+    "where that holds, add the name to lengthwise/models/families.json"
 )
 
 NEEDED_BY_SOFTCAP = "a block kernel with the cap and its gradient"

@@ -1,10 +1,9 @@
 """RoPE whose frequencies depend on a sequence's length (dynamic, longrope), made from each sequence's own.
 
-Hugging Face's rotary modules take the largest position in a row for the length. A row of ours is a pack of sequences,
+Hugging Face's rotary modules take the largest position in a row for the length; a row of ours is a pack of sequences,
 or a shard without its sequence's end. So inside `sequence_lengths` such a module runs once for each sequence in the
-row, with one position more, the sequence's last, whose result is cut off again. Before that it runs on position 0
-alone: a dynamic one remembers the longest row since it last saw a short one, and the result for a sequence would hang
-on what came before it. Cost: two small calls a sequence and microbatch, only for models with such frequencies.
+row, with the sequence's last position appended, whose result is cut off again. Cost: two small calls a sequence and
+microbatch, only for models with such frequencies.
 """
 
 from __future__ import annotations
@@ -80,6 +79,7 @@ def _by_sequence(forward: Callable[..., Any], spans: Sequence[tuple[int, int]]) 
         for positions, length in [*zip(parts, (length for _, length in spans), strict=True), (padding, 1)]:
             if not positions.shape[-1]:
                 continue
+            # A dynamic one remembers the longest row since it last saw a short one: show it position 0 alone.
             forward(x, torch.zeros_like(positions[:, :1]), **options)
             last = torch.full_like(positions[:, :1], length - 1)
             made.append(forward(x, torch.cat((positions, last), dim=-1), **options))

@@ -1,12 +1,11 @@
 """The balance loss of a model's routers, over all tokens of a global batch, whatever the plan.
 
-Hugging Face's `load_balancing_loss_func` says for the router logits of all layers as one list of rows, with E experts:
+Hugging Face's `load_balancing_loss_func`, the logits of all layers as one list of rows, with E experts:
 
-    balance = E x sum over e of f_e x P_e      f_e = choices of expert e / rows      P_e = mean probability of e
+    E x sum over e of f_e x P_e      f_e = choices of expert e / rows      P_e = mean probability of e
 
-f is a count without gradient and P a sum over rows: once f is known of the whole batch, each row adds its own
-E x sum of f_e x p_e / rows, on whatever rank it is. Hence a pass that only counts before the first backward, and one
-sum of E + 1 whole numbers over all ranks. Cost: that pass, see `engine.step`.
+f is a count without gradient. Once it is known of the whole batch, by a counting pass and one sum of E + 1 whole
+numbers over all ranks (`engine.step`), each row adds its own E x sum of f_e x p_e / rows, on whatever rank it is.
 Switch Transformer (arXiv 2101.03961), equations 4 to 6.
 """
 

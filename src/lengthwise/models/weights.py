@@ -1,9 +1,8 @@
 """Which weights a model folder holds: whole ones in safetensors, none, or something that cannot be loaded whole.
 
-In steps: the file that transformers would open is found (`model.safetensors`, else its index); the index is read; the
-header of every file is, which a file cut short does not pass. A folder without that file starts fresh unasked only if
-it has a config and a tokenizer and nothing else: a download cut short, a half-saved model or weights of another format
-would else train from random numbers. Cost: one header a file; no tensor is read.
+The file that transformers would open is found, its index read, and the header of every file, which one cut short does
+not pass. A folder without that file starts fresh unasked only if it has a config and a tokenizer and nothing else: a
+download cut short would else train from random numbers. Cost: one header a file; no tensor is read.
 """
 
 from __future__ import annotations

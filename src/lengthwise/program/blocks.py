@@ -1,12 +1,9 @@
 """Which blocks of attention a position computes against the keys of another one.
 
-Chunks of all positions have common borders, so without a window no mask is ever needed:
-    own keys             one causal block over both chunks (the high chunk sees the whole low one);
-    keys of a lower one  both query chunks see all of its low chunk and nothing of its high chunk;
-    keys of a higher one only the high query chunk sees anything, and sees both chunks in full.
-A sliding window of w lets a query see itself and the w - 1 tokens before it. Blocks outside it vanish, blocks inside
-it stay whole, and what its edge crosses is trimmed to queries and keys that meet, so that no row is ever without a
-visible key; on the diagonal it is cut into tiles as long as the window, so that work follows the window.
+Chunks have common borders, so without a window no mask is needed: own keys are one causal block; of a lower position
+both query chunks see the low chunk; of a higher one the high query chunk sees both. A sliding window drops the blocks
+outside it and trims those that its edge crosses to queries and keys that meet, so that no row is without a key; the
+diagonal is cut into tiles as long as the window, so that work follows it.
 """
 
 from __future__ import annotations
@@ -54,7 +51,7 @@ def block_tasks(
     """Yield the blocks of one position's queries against the shard of position `owner`, diagonal ones first.
 
     `own` and `held` list the shards (low and high chunk of each sequence). Offsets of queries and keys are counted
-    from the start of either shard.
+    from the start of either shard. `window`: a query sees itself and the window - 1 tokens before it.
     """
     q_offset = kv_offset = 0
     for low, high, held_low, held_high in zip(own[::2], own[1::2], held[::2], held[1::2], strict=True):

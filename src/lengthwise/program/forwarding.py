@@ -1,11 +1,9 @@
 """Which keys travel where along a ring: whose keys a position holds at which ring step, and how gradients return.
 
-Without a window each position meets the keys of all, which go once round: at ring step t position j holds those of
-owner j - t. Gradients follow one ring step behind and are back at their owner after ring step d.
-
-With a window few positions meet, but position j holds chunks j and 2d-1-j, so the high chunk of j - 1 needs the keys of
-j, which a full turn brings last. Keys then travel both ways, `ahead` and `behind`, as far as anyone needs them, and
-gradients return the way the keys came. What no position further on needs is left out, for both sides.
+Without a window keys go once round: at ring step t position j holds those of owner j - t, and gradients, one ring step
+behind, are back after ring step d. With a window few positions meet, but the high chunk of j - 1 needs the keys of j,
+which a full turn brings last: keys travel both ways, `ahead` and `behind`, as far as anyone needs them, and gradients
+return the way the keys came.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ class Forwarding:
 
     @property
     def ring_steps(self) -> int:
-        """Hops at which there are blocks to compute: 1 for own keys alone."""
+        """Ring steps at which there are blocks to compute: 1 for own keys alone."""
         return 1 + max(self.reach)
 
     def owners(self, position: int, ring_step: int) -> list[int]:
@@ -72,7 +70,7 @@ class Forwarding:
 
     @property
     def gradient_steps(self) -> range:
-        """Hops of the backward pass at which gradients of keys are sent."""
+        """Ring steps of the backward pass at which gradients of keys are sent."""
         if not any(self.needed):
             return range(0)
         return range(2, self.degree + 1) if self.goes_round else range(self.ring_steps, 2 * self.ring_steps - 1)
@@ -86,9 +84,7 @@ class Forwarding:
                 if self.needed[owner]:
                     yield self._move(owner, ring_step - 1, ring_step, "dkv")
             return
-        left = (
-            2 * self.ring_steps - 1 - ring_step
-        )  # how many ring steps from their owner the gradients are that move now
+        left = 2 * self.ring_steps - 1 - ring_step  # ring steps from their owner of the gradients that move now
         for owner in range(self.degree):
             for way in (1, -1):
                 if self._last(owner, way) >= left:

@@ -1,9 +1,8 @@
 """Lower a plan: from pieces on ranks to rounds of transfers and block tasks.
 
-Everything is derived from one record that is the same on all ranks, so that leaving out an empty transfer is decided
-for both sides at once and never by a rank on its own. Layers with the same sliding window (or none) repeat the same
-rounds, so a round is named by (microbatch, layer, pass, ring step) and lowered once for all of them. How shards travel
-is said in `forwarding`, which blocks there are in `blocks`.
+Everything follows from one record that is the same on all ranks, so that an empty transfer is left out for both sides
+at once, never by a rank on its own. Layers with the same sliding window (or none) repeat the same rounds, which are
+lowered once for all of them. How shards travel is said in `forwarding`, which blocks there are in `blocks`.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class MicrobatchProgram:
 
     @cached_property
     def ring_steps(self) -> int:
-        """Hops at which any rank has blocks to compute: 1 where nothing has to travel."""
+        """Ring steps at which any rank has blocks to compute: 1 where nothing has to travel."""
         return max(forwarding.ring_steps for forwarding in self._forwardings)
 
     @cached_property

@@ -1,13 +1,9 @@
 """In which order a ring visits its ranks, so that no rank ever meets more than four others.
 
 A ring is an interval of the line of ranks, visited evens upward and odds downward, by the parity of the rank itself:
-the interval 0..5 is visited 0, 2, 4, 5, 3, 1 and 1..4 is visited 2, 4, 3, 1. Inside an interval every message goes from
-r to r + 2 or r - 2, at its two ends to a neighbour. So over all plans ever made rank r exchanges with r - 2, r - 1,
-r + 1 and r + 2 only, and the few connections can be made once, at the start.
-
-Where groups of u ranks split heads, a group is u neighbours, so that it stays inside its node where the interval starts
-at a multiple of u, and it is the groups that are visited evens upward, odds downward: ranks 0 to 11 in groups of two
-are visited 0, 1 | 4, 5 | 8, 9 | 10, 11 | 6, 7 | 2, 3.
+1..4 as 2, 4, 3, 1. Messages go two ranks up or down the line, at its two ends one. So over all plans ever made a rank
+exchanges with four others only, and the few connections can be made once, at the start. Ranks that split heads are
+neighbours, and it is their groups that are visited so.
 """
 
 from __future__ import annotations
@@ -18,7 +14,11 @@ from lengthwise.core.plan import Microbatch, Piece
 
 
 def ring_order(first: int, degree: int, heads: int = 1) -> tuple[int, ...]:
-    """List the ranks of [first, first + degree) in the order of the ring, whose groups have `heads` ranks."""
+    """List the ranks of [first, first + degree) in the order of the ring, whose groups have `heads` ranks.
+
+    In groups of two, ranks 0 to 11 are visited 0, 1 | 4, 5 | 8, 9 | 10, 11 | 6, 7 | 2, 3. Where `first` is
+    a multiple of `heads`, groups stay inside nodes.
+    """
     if degree == 1:
         return (first,)
     if heads > 1:

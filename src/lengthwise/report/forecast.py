@@ -1,15 +1,9 @@
 """How long `verify` will take and how much memory, said before it starts: from shapes, lengths and a quick calibration.
 
-    planned    the work of the busiest rank under costs of this machine, all local ranks sharing its cores
-    plain      the same sequences one by one on rank 0, with the threads that one rank has
-    build      drawing or reading the parameters, copying and reducing them: twice on rank 0
-
-    bytes of a rank    parameters x (values, gradients, 2 / ranks of them) + tokens of its largest microbatch x a token
-    bytes of rank 0    what it had, the gathered gradients, a whole plain model with flat buffers of its own
-                       + the longest sequence x a token, + its scores where plain attention keeps them whole
-
-A token keeps the tensors of every layer (`cost.memory`) and its logits three times over. An estimate: what it leaves
-out (Python, the allocator's rest, other programs) is why no decision hangs on it; it only warns.
+Seconds: the busiest rank under costs of this machine, all local ranks sharing its cores; the same sequences one by one
+on rank 0; and drawing, copying and reducing the parameters. Bytes: values, gradients and slices of a rank and its
+largest microbatch; then, on rank 0, a whole plain model and the longest sequence besides. An estimate without what
+Python and the allocator take, so it only warns.
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ def _degrees(plan: Plan) -> str:
     shown = _spread(whole, _SHOWN_WHOLE) + _spread(cut, _SHOWN_CUT)
     labelled = [(float(x), float(y), f"{counted(x, 'token')} over {counted(y, 'rank')}") for x, y in shown]
     chart = scatter_chart(labelled, title="ranks a sequence", x_title="tokens of the sequence", y_title="ranks")
-    told = f"{len(shown)} of {len(points)} different pairs of length and degree are drawn."
-    return f"{_scrolling(chart)}<p class=key>{told}</p>"
+    caption = f"{len(shown)} of {len(points)} different pairs of length and degree are drawn."
+    return f"{_scrolling(chart)}<p class=key>{caption}</p>"
 
 
 def _spread(points: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:

@@ -20,7 +20,7 @@ def plan_table(
     duration: Callable[[float], str] = seconds,
     chosen: Collection[str] = (),
 ) -> ColumnTable:
-    """Compare plans of the same step, one column a planner; all times are the cost model's, told by `duration`.
+    """Compare plans of the same step, one column a planner; all times are the cost model's, written by `duration`.
 
     `chosen`: of recompute, offload and heads what the planner was free to choose; the table says what it took.
     """
@@ -33,7 +33,7 @@ def plan_table(
         ("tokens in rings", *(percent(each.ring_token_ratio) for each in scores.values())),
         ("above the bound", *(_above(each.makespan_seconds, bounds[name]) for name, each in scores.items())),
         ("microbatches", *(str(len(plan.microbatches)) for plan in plans.values())),
-        *((label, *map(tell, plans.values())) for name, (label, tell) in _CHOICES.items() if name in chosen),
+        *((label, *map(describe, plans.values())) for name, (label, describe) in _CHOICES.items() if name in chosen),
     )
     return ColumnTable(rows=rows, title=title)
 

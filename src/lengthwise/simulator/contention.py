@@ -1,13 +1,9 @@
 """Microbatches that run at one time and share the uplink of a node: how much slower each one's far links become.
 
-Within a microbatch links are shared stage by stage (`rounds`). Between microbatches, which nobody keeps in step, shares
-are those of a fluid: over its time a microbatch asks a node's uplink for the mean rate of its bytes, as if it were
-alone; while all that run ask for more than the uplink gives, everybody's far links slow down by that ratio. A
-microbatch gets the mean ratio over its time at its worst node. Its clocks are then run anew with links so much slower,
-which moves all that follows: three turns, in which no ratio falls, so contention never makes a step faster.
-
-Disjoint intervals of the rank line meet at few nodes, each with at most two links out, so this matters where a node has
-few NICs for its ranks. Cost: the far edges of every ring once, then a sort a node and turn.
+Shares are those of a fluid (docs/decisions/uplinks-as-a-fluid.md): a microbatch asks a node's uplink for the mean rate
+of its bytes over its time alone; while all that run ask for too much, their far links slow down by that ratio. Each
+gets the mean ratio over its time at its worst node, and clocks are run anew: three turns, in which no ratio falls.
+Cost: the far edges of every ring once, then a sort a node and turn.
 """
 
 from __future__ import annotations

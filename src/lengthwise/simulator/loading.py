@@ -1,15 +1,11 @@
 """Loading: how long the processors of a node read and tokenize for one step, and how long ranks wait for it.
 
     none     data is there: nothing is read
-    local    every device's process reads for itself. On a fixed mesh it knows its group and reads the whole sequences
-             of that group's packs; where plans differ from step to step any sequence may become its own, so it reads
-             the whole batch. Processes of a node share its processors: what ByteScale (arXiv 2502.21231, section 7)
-             found to be read redundantly and to contend
-    remote   servers beside the ranks read every sequence once, a node's share each, and send clients what is theirs
+    local    every device's process reads for itself: on a fixed mesh the whole sequences of its group, else the batch.
+             Processes of a node share its processors (the contention of ByteScale, arXiv 2502.21231, section 7)
+    remote   servers beside the ranks read every sequence once, a node's share each
 
-One step is loaded ahead: the next batch is read while the present step computes, so a rank waits for what is longer
-than that. Steps are taken as a circle: the first follows the last, as in the midst of a run. Bytes that servers send
-are not counted: 4 a token, where a ring's are tens of thousands.
+The next batch is read while the present step computes, so a rank waits for what is longer than that.
 """
 
 from __future__ import annotations
@@ -54,14 +50,19 @@ def loading_seconds(
         raise ConfigError("loader: tokens_per_second", expected="above 0", got=got, remedy="Give a loader's speed.")
     nodes = -(-plan.ranks // ranks_per_node)  # for each stage
     if loader == "remote":
+        # What servers send on is not counted: 4 bytes a token, where a ring's are tens of thousands.
         return sum(plan.tokens) / (nodes * stages) / tokens_per_second
+    # Where plans differ from step to step any sequence may become a process's own.
     read = _group_tokens(plan) if fixed_mesh else np.full(plan.ranks, float(sum(plan.tokens)))
     of_nodes = np.bincount(np.arange(plan.ranks) // ranks_per_node, weights=read, minlength=nodes)
     return float(of_nodes.max()) * (devices // stages) / tokens_per_second
 
 
 def waits_seconds(loads: Sequence[float], works: Sequence[float]) -> list[float]:
-    """Return how long each step waits for its data: what its loading takes beyond the work of the step before it."""
+    """Return how long each step waits for its data: what its loading takes beyond the work of the step before it.
+
+    Entry i of both is of step i, in seconds. The first follows the last, as in the midst of a run.
+    """
     return [max(0.0, load - works[number - 1]) for number, load in enumerate(loads)]
 
 

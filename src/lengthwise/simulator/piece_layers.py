@@ -1,10 +1,9 @@
 """What each position of a piece does in one layer, as arrays: blocks of attention, and shards that travel.
 
-The same blocks and messages as `program.lower_microbatch` writes one by one, summed over the sequences of a piece: the
-work of all (queries of j, keys of i) is one product of matrices, so a pack of a thousand sequences over 256 ranks takes
-milliseconds where its 65 million block tasks would take minutes. Tests hold the two against each other. Two things
-differ: sliding windows make the work smaller but do not shorten a ring's way, and groups that split heads, which the
-lowering does not know yet, are one position each.
+The blocks and messages of `program.lower_microbatch`, summed over the sequences of a piece by one product of matrices:
+milliseconds for a thousand sequences over 256 ranks, where their 65 million block tasks would take minutes. Tests hold
+the two against each other. Two things differ: sliding windows make the work smaller but do not shorten a ring's way,
+and groups that split heads, which the lowering does not know yet, are one position each.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Clocks of the ranks of a microbatch through its passes: blocks, grouped transfers, copies.
 
-Each layer and pass goes as `attention.planned` runs it. At each ring step a rank posts its grouped call, computes the
-blocks of that step and waits for the call. A transfer starts when both sides have posted it and takes the latency of
-its link and its bytes. Ranks in several pieces share their link between them, and what the ranks of a node send to
-other nodes shares the node's uplink. In the backward pass gradients follow the keys two ring steps behind. The first
-layer, in which late ranks hold up the others, and the second are run; the others take as long as the second.
-
-Rings of one shape that are alone in their microbatches run side by side, as rows of the same arrays. Cost: a few array
-operations a ring step and pass, for one microbatch or for thousands of such rings.
+As in `attention.planned`, a rank posts the grouped call of a ring step, computes its blocks and waits. A transfer
+starts when both sides have posted it and takes the latency of its link and its bytes; pieces of a rank share its link,
+ranks of a node its uplink. Two layers are run, the others take as long as the second. Cost: a few array operations a
+ring step and pass, for one microbatch or for thousands of rings of one shape.
 """
 
 from __future__ import annotations
@@ -83,17 +79,17 @@ def ring_clocks(microbatches: Sequence[Microbatch], tokens: Sequence[int], cost:
 
 
 def _run_rings(microbatches: Sequence[Microbatch], tokens: Sequence[int], cost: Cost) -> list[MicrobatchClocks]:
-    """Run rings as rows of the same arrays, one column a position: members of a group do the same at the same time."""
+    """Run rings as rows of the same arrays, entry j of position j: members of a group do the same at the same time."""
     pieces = [microbatch.pieces[0] for microbatch in microbatches]
     layer = stack_layers(pieces, [[tokens[i] for i in piece.sequences] for piece in pieces], cost)
     ran = _run([_Placed(layer=layer, places=(..., None), nodes=_NO_NODES)], layer.tokens.shape, microbatches[0], cost)
     by_rank = np.argsort([piece.ranks for piece in pieces], axis=1)
-    columns = [
+    arrays = [
         np.take_along_axis(np.repeat(values, pieces[0].heads, axis=1), by_rank, axis=1) for values in ran.values()
     ]
     return [
         MicrobatchClocks(ranks=microbatch.ranks, **dict(zip(ran, row, strict=True)))
-        for microbatch, *row in zip(microbatches, *columns, strict=True)
+        for microbatch, *row in zip(microbatches, *arrays, strict=True)
     ]
 
 
@@ -130,7 +126,7 @@ def _run_pass(pieces: Sequence[_Placed], clock: Floats, held: Floats, each: Pass
     if not each.ring or not rings:
         return clock + worked + cost.layers * exchange, worked
     lone = [(piece, each.attention * piece.layer.blocks[0]) for piece in pieces if piece.layer.positions == 1]
-    first = _run_layer(rings, lone, clock + own + exchange, cost)
+    first = _run_layer(rings, lone, clock + own + exchange, cost)  # late ranks hold up the others
     if cost.layers == 1:
         return first, worked
     second = _run_layer(rings, lone, first + own + exchange, cost)
@@ -196,7 +192,7 @@ class _Ring:
         return self._attention * self._blocks[step] if step < self._positions else np.zeros(self._blocks.shape[1:])
 
     def payload(self, step: int) -> Floats:
-        """Return the bytes that each position sends to the next one."""
+        """Return the bytes that each position sends to the next one; gradients go two ring steps after the keys."""
         payload = np.zeros(self._blocks.shape[1:])
         if step < self._positions - 1:
             payload = self._keys * self._arrived(step)

@@ -1,13 +1,9 @@
 """A plan and its costs -> the timeline of one step.
 
 The plan's global order is walked with a clock a rank, as `planner.score` does; how long a ring keeps each of its ranks
-comes from its ring steps (`rounds`), not from a formula. A microbatch starts when all its ranks are free. After its
-last one every rank enters the step's end, which all leave together. Where a rank is a pipeline, its stages run
-interleaved 1F1B (`program.stage_order`) and send activations over the link between nodes, one message after the other.
-Where ranks share the uplink of their node, microbatches that run at one time slow each other down (`contention`).
-
-Not simulated: variance of kernels, congestion beyond the uplinks, activations and rings sharing a link, and the order
-of copies on the host beyond its share for each rank.
+comes from its ring steps (`rounds`), not from a formula. Pipelines run interleaved 1F1B (`program.stage_order`);
+microbatches that share an uplink slow each other down (`contention`). Not simulated: variance of kernels, congestion
+beyond the uplinks, activations and rings sharing a link, the order of copies on the host beyond a rank's share.
 """
 
 from __future__ import annotations

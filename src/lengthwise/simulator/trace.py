@@ -16,7 +16,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.timeline import Timeline
 
 _MICROSECONDS = 1e6
-_NAMED = 8  # sequences whose lengths a slice tells
+_NAMED = 8  # sequences whose lengths a slice names
 
 
 def chosen_ranks(timeline: Timeline, most: int) -> list[int]:

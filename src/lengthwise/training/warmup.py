@@ -1,8 +1,8 @@
 """The largest microbatch, run once before the first step, so that too little memory shows at once and not hours in.
 
-Each rank runs it alone, as a pack that needs no transfers: no two ranks can miss each other, and all find out at the
-same time. A ring's shard of as many tokens holds a little more, the keys, values and gradients of one layer that are
-under way, and fragmentation comes with time: so this finds what cannot work, and does not prove that all will.
+Each rank runs it alone, as a pack that needs no transfers: no two ranks can miss each other. A ring's shard of as many
+tokens holds a little more, keys, values and gradients of the layer under way, and fragmentation comes with time: this
+finds what cannot work, and does not prove that all will.
 """
 
 from __future__ import annotations
