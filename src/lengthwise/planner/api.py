@@ -57,7 +57,8 @@ def plan_step(tokens: Sequence[int], cluster: Cluster, cost: Cost, options: Plan
 
 def _bound_of(plan: Plan, request: PlanRequest) -> float:
     """Find the highest bound that holds for plans of this kind."""
-    lone_rings, shared_launches = has_lone_rings(plan), shares_launches_only(plan)
+    lone_rings = has_lone_rings(plan)
+    shared_launches = lone_rings or shares_launches_only(plan)
     if lone_rings:
         bound = request.bound_seconds
     elif shared_launches:
@@ -73,7 +74,7 @@ def _bound_of(plan: Plan, request: PlanRequest) -> float:
         request.cluster,
         request.cost,
         topology=request.topology,
-        lone_rings=lone_rings or shared_launches,
+        lone_rings=shared_launches,
         shared_launches=not lone_rings,
         stages=request.priced_stages,
         virtual=request.virtual,

@@ -24,7 +24,6 @@ from lengthwise.planner.placement.level_ends import LocalPack, Rooms, fill_gaps,
 from lengthwise.planner.placement.line import PlacedRings, Ring, place_rings
 from lengthwise.planner.placement.short_sequences import ShortSequences
 from lengthwise.planner.placement.skyline import Moldable, pack_skyline
-from lengthwise.planner.placement.uneven import level_uneven_ends
 from lengthwise.planner.problem.degrees import DegreeTable, most_degrees
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import interval_microbatch
@@ -239,7 +238,7 @@ def pack(request: PlanRequest, placed: Placed) -> Schedule:
     if speeds is not None:
         gaps = replace(line.gaps, seconds=line.gaps.seconds * np.array(speeds)[line.gaps.ranks])  # in work, as packs
         in_gaps = fill_gaps(gaps, short, **limits)
-        at_ends, makespan = level_uneven_ends(line.free.tolist(), speeds, short, **limits)
+        at_ends, makespan = level_ends(line.free.tolist(), short, **limits, speeds=speeds)
         return Schedule(line=line, packs=in_gaps + at_ends, makespan_seconds=makespan)
     in_gaps = fill_gaps(line.gaps, short, **limits)
     goal_seconds = request.bound_seconds * _LEVEL

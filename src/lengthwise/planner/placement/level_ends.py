@@ -2,7 +2,7 @@
 
 1. The largest gap is filled first, with the longest that fits its time, in packs of at most `capacity` tokens.
 2. What is left goes to the rank that is done first, into the first of its packs with room.
-3. Where ends are then nearly level, sequences are exchanged between the last and the first to finish (`swaps`).
+3. Then sequences are exchanged between the last and the first to finish (`swaps`).
 
 Costs n log N for n sequences on N ranks. Source: longest-processing-time list scheduling (Graham, 1969).
 """
@@ -20,10 +20,10 @@ from lengthwise.planner.placement.short_sequences import ShortSequences
 from lengthwise.planner.placement.swaps import Bin, level_by_swaps
 
 _OPEN_PACKS = 64  # packs of one rank in which room is looked for; older ones are taken as full
-_NEARLY = 1.01  # times the goal; ends later than that are not worth mending
-_SWAPS = 64  # exchanges between ranks, and two a rank
-_UNLIMITED = 2**62  # room of a bin that is packed later
-_RANKS_COMPARED = 4  # least loaded ranks among which one with room is looked for, to save a launch
+_SWAPS = 2  # exchanges a rank
+_HEAPS = 16  # of ranks of about one speed
+
+Load = tuple[float, int]  # when a rank is done, and which
 
 
 class LocalPack(NamedTuple):
@@ -92,26 +92,84 @@ def level_ends(
     launch_seconds: float,
     rooms: Rooms = NO_ROOMS,
     goal_seconds: float = float("inf"),
+    speeds: Sequence[float] | None = None,
 ) -> tuple[list[LocalPack], float]:
-    """Give what is left to the least loaded ranks, longest first; return the packs and when the last rank is done.
+    """Give what is left, longest first, to the rank that ends it first; return the packs and when the last is done.
 
-    Where that ends after `goal_seconds`, but not by much, sequences are exchanged between ranks (`swaps`).
+    Where that ends after `goal_seconds`, sequences are exchanged between ranks (`swaps`).
+
+    Args:
+        free: when each rank is done with its rings.
+        short: the sequences, in seconds of a rank of speed 1.
+        capacity_tokens: what one pack holds.
+        launch_seconds: of each pack that has no place beside a ring, on a rank of speed 1.
+        rooms: such places.
+        goal_seconds: when it is early enough.
+        speeds: of each rank; None: all 1.
     """
     left = short.left()
-    loads = [(seconds, rank) for rank, seconds in enumerate(free)]
-    heapq.heapify(loads)
-    if launch_seconds == 0:
-        bins = _owned(loads, left, short)
-    else:
-        bins = _packed(loads, left, short, capacity_tokens, launch_seconds, rooms)
-    makespan = max(loads)[0]
-    if goal_seconds < makespan <= goal_seconds * _NEARLY:
-        ends = [load for load, _ in sorted(loads, key=lambda entry: entry[1])]
+    ranks = [RankPacks(capacity_tokens, short.lengths[left[-1]] if left else 0) for _ in free]
+    for rank, after in enumerate(rooms.last):
+        ranks[rank].open(rooms.take(rank, after), beside=after)
+    paces = [1.0] * len(free) if speeds is None else speeds
+    heaps = _by_speed(free, paces)
+    for index in left:
+        length, seconds = short.lengths[index], short.seconds[index]
+        ranks[_give(heaps, ranks, length, seconds, launch_seconds, paces)].put(length, index)
+    loads = [entry for heap in heaps for entry in heap]
+    bins, makespan = [each.packs for each in ranks], max(loads)[0]
+    if speeds is None and makespan > goal_seconds:
+        if launch_seconds == 0:
+            for each in ranks:
+                each.open(capacity_tokens)  # one more costs nothing
+        ends_of = [load for load, _ in sorted(loads, key=lambda entry: entry[1])]
         columns = np.array(short.lengths), np.array(short.seconds)
-        makespan = level_by_swaps(ends, bins, *columns, goal_seconds=goal_seconds, most_swaps=_SWAPS + 2 * len(free))
-    if launch_seconds == 0:
-        return _packs_of_owned(bins, short, capacity_tokens), makespan
+        makespan = level_by_swaps(ends_of, bins, *columns, goal_seconds=goal_seconds, most_swaps=_SWAPS * len(free))
     return local_packs(bins, short), makespan
+
+
+def _give(
+    heaps: Sequence[list[Load]],
+    ranks: Sequence[RankPacks],
+    length: int,
+    seconds: float,
+    launch_seconds: float,
+    speeds: Sequence[float],
+) -> int:
+    """Add a sequence to the load of the rank that ends it first; return which."""
+    end, chosen, rank = float("inf"), heaps[0], 0
+    for heap in heaps:
+        load, first = heap[0]
+        launch = 0.0 if length <= ranks[first].widest_tokens else launch_seconds
+        if launch:
+            busier, second = min(heap[1:3], default=heap[0])
+            if busier < load + launch / speeds[first] and length <= ranks[second].widest_tokens:
+                load, first, launch = busier, second, 0.0
+        if (ends := load + (launch + seconds) / speeds[first]) < end:
+            end, chosen, rank = ends, heap, first
+    _replace(chosen, rank, end)
+    return rank
+
+
+def _replace(heap: list[Load], rank: int, load: float) -> None:
+    """Give the first or second entry of a heap, that of `rank`, another load."""
+    first = heap[0]
+    if first[1] != rank:
+        heapq.heappop(heap)
+    heapq.heapreplace(heap, (load, rank))
+    if first[1] != rank:
+        heapq.heappush(heap, first)
+
+
+def _by_speed(free: Sequence[float], speeds: Sequence[float]) -> list[list[Load]]:
+    """Put ranks of about one speed into one heap by when they are free, so that only its first need be asked."""
+    distinct, numbers = np.unique(speeds, return_inverse=True)
+    heaps: list[list[Load]] = [[] for _ in range(min(len(distinct), _HEAPS))]
+    for rank, number in enumerate(numbers.tolist()):
+        heaps[number * len(heaps) // len(distinct)].append((free[rank], rank))
+    for heap in heaps:
+        heapq.heapify(heap)
+    return heaps
 
 
 def local_packs(bins: Sequence[Sequence[Bin]], short: ShortSequences) -> list[LocalPack]:
@@ -122,66 +180,6 @@ def local_packs(bins: Sequence[Sequence[Bin]], short: ShortSequences) -> list[Lo
         for each in of_rank
         if each.indices
     ]
-
-
-def _packed(
-    loads: list[tuple[float, int]],
-    left: Sequence[int],
-    short: ShortSequences,
-    capacity_tokens: int,
-    launch_seconds: float,
-    rooms: Rooms,
-) -> list[list[Bin]]:
-    """Deal to the least loaded ranks, each launch counted; return the packs of each rank."""
-    ranks = [RankPacks(capacity_tokens, short.lengths[left[-1]] if left else 0) for _ in loads]
-    for rank, after in enumerate(rooms.last):
-        ranks[rank].open(rooms.take(rank, after), beside=after)
-    for index in left:
-        length, seconds = short.lengths[index], short.seconds[index]
-        load, rank = loads[0]
-        if length <= ranks[rank].widest_tokens:
-            heapq.heapreplace(loads, (load + seconds, rank))
-        else:
-            launch, load, rank = _least_with_launch(loads, ranks, length, launch_seconds)
-            heapq.heappush(loads, (load + launch + seconds, rank))
-        ranks[rank].put(length, index)
-    return [each.packs for each in ranks]
-
-
-def _owned(loads: list[tuple[float, int]], left: Sequence[int], short: ShortSequences) -> list[list[Bin]]:
-    """Deal where packs cost nothing: each rank has one bin without limits, and packs it afterwards."""
-    owned: list[list[int]] = [[] for _ in loads]
-    for index in left:
-        load, rank = loads[0]
-        heapq.heapreplace(loads, (load + short.seconds[index], rank))
-        owned[rank].append(index)
-    return [[Bin(indices, _UNLIMITED)] for indices in owned]
-
-
-def _packs_of_owned(bins: Sequence[list[Bin]], short: ShortSequences, capacity_tokens: int) -> list[LocalPack]:
-    """Let each rank put its own sequences into the first of its packs with room, longest first."""
-    packs: list[LocalPack] = []
-    lengths, sequences = short.lengths, short.sequences
-    for rank, (owned,) in enumerate(bins):
-        descending = sorted(owned.indices, reverse=True)
-        shortest = lengths[descending[-1]] if descending else 0
-        rooms: list[int] = []  # of packs with room for the shortest, and beside it what they hold
-        open_: list[list[int]] = []
-        for index in descending:
-            length, place = lengths[index], 0
-            for room in rooms:
-                if room >= length:
-                    break
-                place += 1
-            else:
-                rooms.append(capacity_tokens)
-                open_.append([])
-                packs.append(LocalPack(rank, open_[-1]))
-            rooms[place] -= length
-            open_[place].append(sequences[index])
-            if rooms[place] < shortest:
-                del rooms[place], open_[place]
-    return packs
 
 
 class RankPacks:
@@ -219,28 +217,3 @@ class RankPacks:
             full = place if room < self._shortest else 0
             del self._open[full], rooms[full]
         self.widest_tokens = max(rooms, default=0)
-
-
-def _least_with_launch(
-    loads: list[tuple[float, int]], ranks: Sequence[RankPacks], length: int, launch_seconds: float
-) -> tuple[float, float, int]:
-    """Take, of the least loaded ranks, the one that is least loaded with a launch where it needs one.
-
-    The least loaded of all needs one, or it would not be asked. Returns the launch, the load and the rank, which is no
-    longer in `loads`.
-    """
-    first = best = heapq.heappop(loads)
-    launch = launch_seconds
-    others: list[tuple[float, int]] = []
-    for _ in range(min(_RANKS_COMPARED, len(ranks)) - 1):
-        if loads[0][0] >= first[0] + launch_seconds:
-            break  # a busier rank cannot end earlier
-        entry = heapq.heappop(loads)
-        if length <= ranks[entry[1]].widest_tokens:
-            others.append(first)
-            best, launch = entry, 0.0
-            break
-        others.append(entry)
-    for entry in others:
-        heapq.heappush(loads, entry)
-    return launch, *best
