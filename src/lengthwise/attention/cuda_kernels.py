@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lengthwise.attention.kernels import Block, ReferenceKernel, Saved, batched, grouped, unbatched
+from lengthwise.attention.kernels import Block, Gradients, ReferenceKernel, Saved, batched, grouped, unbatched
 from lengthwise.attention.varlen import TOKEN_MULTIPLE, Documents
 
 LEAST_FLASH_ATTN = (2, 7, 1)  # older ones have the window as a pair
@@ -36,9 +36,7 @@ class TorchVarlenOps:
         )
         return out, lse
 
-    def backward(
-        self, grad_out: Tensor, block: Block, saved: Saved, documents: Documents
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_out: Tensor, block: Block, saved: Saved, documents: Documents) -> Gradients:
         """Compute gradients (see `VarlenOps.backward`)."""
         device = block.q.device
         return torch.ops.aten._flash_attention_backward(
@@ -65,9 +63,7 @@ class FlashAttnOps:
         out, lse, *_ = self._forward(block.q, block.k, block.v, **_flash_attn_arguments(block, documents))
         return out, lse
 
-    def backward(
-        self, grad_out: Tensor, block: Block, saved: Saved, documents: Documents
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_out: Tensor, block: Block, saved: Saved, documents: Documents) -> Gradients:
         """Compute gradients (see `VarlenOps.backward`)."""
         operands = (block.q, block.k, block.v)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands)
@@ -100,7 +96,7 @@ class EfficientKernel:
         )
         return unbatched(out), lse[0, :, : len(block.q)]
 
-    def backward(self, grad_out: Tensor, block: Block, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_out: Tensor, block: Block, saved: Saved) -> Gradients:
         """Compute one block's gradients (see `BlockKernel.backward`)."""
         if block.mask is not None:
             return self._masked.backward(grad_out, block, saved)

@@ -66,6 +66,10 @@ class Block:
     mask: BlockMask | None = None
 
 
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""(dq, dk, dv), shaped as q, k and v."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
     """What backward needs of forward: out (q tokens, heads, head_dim) and lse (heads, q tokens).
@@ -90,7 +94,7 @@ class BlockKernel(Protocol):
         """Return (out in q's dtype, lse in at least fp32)."""
         ...
 
-    def backward(self, grad_out: Tensor, block: Block, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_out: Tensor, block: Block, saved: Saved) -> Gradients:
         """Return the block's share of (dq, dk, dv); `grad_out` is shaped as `saved.out`."""
         ...
 
@@ -114,7 +118,7 @@ class FlashCpuKernel:
         )
         return unbatched(out), lse[0]
 
-    def backward(self, grad_out: Tensor, block: Block, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_out: Tensor, block: Block, saved: Saved) -> Gradients:
         """Compute one block's gradients (see `BlockKernel.backward`)."""
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *map(batched, (grad_out, block.q, block.k, block.v, saved.out)),
@@ -150,7 +154,7 @@ class ReferenceKernel:
             lses.append(lse)
         return torch.cat(outs), torch.cat(lses, dim=1)
 
-    def backward(self, grad_out: Tensor, block: Block, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_out: Tensor, block: Block, saved: Saved) -> Gradients:
         """Compute one block's gradients (see `BlockKernel.backward`)."""
         q, k, v = block.q, block.k, block.v
         heads, kv_heads = q.shape[1], k.shape[1]

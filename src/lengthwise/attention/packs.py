@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lengthwise.attention.kernels import Block, BlockKernel, Saved
+from lengthwise.attention.kernels import Block, BlockKernel, Gradients, Saved
 from lengthwise.program import BlockTask
 
 
@@ -41,7 +41,7 @@ class PackKernel(BlockKernel, Protocol):
         """Return (out in q's dtype, lse in at least fp32)."""
         ...
 
-    def backward_pack(self, grad_out: Tensor, block: Block, saved: Saved, pack: Pack) -> tuple[Tensor, Tensor, Tensor]:
+    def backward_pack(self, grad_out: Tensor, block: Block, saved: Saved, pack: Pack) -> Gradients:
         """Return the documents' share of (dq, dk, dv)."""
         ...
 

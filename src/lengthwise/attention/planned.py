@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lengthwise.attention.kernels import Block, BlockKernel, BlockMask, Saved, merge_block
+from lengthwise.attention.kernels import Block, BlockKernel, BlockMask, Gradients, Saved, merge_block
 from lengthwise.attention.packs import Pack, PackKernel, pack_of
 from lengthwise.attention.recompute import Recomputation
-from lengthwise.comm import Pending, Transport
+from lengthwise.comm import Done, Pending, Transport
 from lengthwise.program import BlockTask, MicrobatchProgram, Round, Transfer
 
 Shard = tuple[int, int]
@@ -94,9 +94,7 @@ class PlannedAttention:
             out, lse = out * torch.exp(lse - with_sink).t()[..., None], with_sink
         return out.to(q.dtype), lse
 
-    def backward(
-        self, grad_out: Tensor, layer: Block, saved: Saved, window: int | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_out: Tensor, layer: Block, saved: Saved, window: int | None = None) -> Gradients:
         """Return (dq, dk, dv) of this rank's tokens, in the dtype of q, k and v."""
         q, k = layer.q, layer.k
         wide = _wide(q.dtype)
@@ -175,12 +173,9 @@ class PlannedAttention:
         if task.window is None and (task.distance == 0 or not task.causal):
             return None
         queries, keys = task.q_stop - task.q_start, task.kv_stop - task.kv_start
-        key = (queries, keys, task.distance, task.causal, task.window)
-        if key not in self._masks:
-            self._masks[key] = BlockMask(
-                queries=queries, keys=keys, distance=task.distance, causal=task.causal, window=task.window
-            )
-        return self._masks[key]
+        distance, causal, window = task.distance, task.causal, task.window
+        mask = BlockMask(queries=queries, keys=keys, distance=distance, causal=causal, window=window)
+        return self._masks.setdefault((queries, keys, distance, causal, window), mask)
 
     def _post(
         self,
@@ -194,7 +189,7 @@ class PlannedAttention:
         `like` has the dtype and the trailing sizes of keys.
         """
         if not ring_step.sends and not ring_step.receives:
-            return _Nothing(), []
+            return Done(), []
         wide, sends = _wide(like.dtype), []
         for each in ring_step.sends:
             shard = (each.piece, each.owner)
@@ -250,13 +245,6 @@ def _take_over(
     held.update({shard: message for content, shard, message in arriving if content == "kv"})
     for shard in ring_step.last_used:
         del held[shard]
-
-
-class _Nothing:
-    """What a rank waits for when nothing was posted."""
-
-    def wait(self) -> None:
-        pass
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

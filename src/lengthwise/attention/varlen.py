@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lengthwise.attention.kernels import Block, Saved
+from lengthwise.attention.kernels import Block, Gradients, Saved
 from lengthwise.attention.packs import Pack
 
 TOKEN_MULTIPLE = 128
@@ -53,9 +53,7 @@ class VarlenOps(Protocol):
         """Return (out (q tokens, heads, head_dim), lse (heads, q tokens) in fp32 or wider)."""
         ...
 
-    def backward(
-        self, grad_out: Tensor, block: Block, saved: Saved, documents: Documents
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_out: Tensor, block: Block, saved: Saved, documents: Documents) -> Gradients:
         """Return (dq, dk, dv)."""
         ...
 
@@ -70,7 +68,7 @@ class VarlenKernel:
         """Compute one block (see `BlockKernel.forward`)."""
         return self._forward(block, _one(block))
 
-    def backward(self, grad_out: Tensor, block: Block, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_out: Tensor, block: Block, saved: Saved) -> Gradients:
         """Compute one block's gradients (see `BlockKernel.backward`)."""
         return self._backward(grad_out, block, saved, _one(block))
 
@@ -78,7 +76,7 @@ class VarlenKernel:
         """Compute all documents (see `PackKernel.forward_pack`)."""
         return self._forward(block, _all(pack))
 
-    def backward_pack(self, grad_out: Tensor, block: Block, saved: Saved, pack: Pack) -> tuple[Tensor, Tensor, Tensor]:
+    def backward_pack(self, grad_out: Tensor, block: Block, saved: Saved, pack: Pack) -> Gradients:
         """Compute all documents' gradients (see `PackKernel.backward_pack`)."""
         return self._backward(grad_out, block, saved, _all(pack))
 
@@ -86,9 +84,7 @@ class VarlenKernel:
         out, lse = self._ops.forward(_readable(block), documents)
         return out[..., : block.q.shape[-1]], lse
 
-    def _backward(
-        self, grad_out: Tensor, block: Block, saved: Saved, documents: Documents
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _backward(self, grad_out: Tensor, block: Block, saved: Saved, documents: Documents) -> Gradients:
         # lse is read as a bare pointer to (heads, tokens): a slice of a larger one would be other memory.
         saved = Saved(out=_aligned(saved.out), lse=saved.lse.contiguous())
         dq, dk, dv = self._ops.backward(_aligned(grad_out), _readable(block), saved, documents)

@@ -46,7 +46,7 @@ class KnownLengths:
 
         Raises:
             ConfigError: a context below the longest of one's own lengths, or batches of too many of them.
-        Problems: both.
+            Problems: both.
         """
         from lengthwise.data.recipes import draw_lengths
 

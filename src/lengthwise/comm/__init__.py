@@ -9,10 +9,11 @@ from lengthwise.comm.solo import SoloTransport
 from lengthwise.comm.staged import StagedTransport
 from lengthwise.comm.strict import StrictWorld
 from lengthwise.comm.torch_transport import TorchTransport, join
-from lengthwise.comm.transport import Pending, Transport
+from lengthwise.comm.transport import Done, Pending, Transport
 from lengthwise.comm.world import World, count_gpus, world_from_environment
 
 __all__ = [
+    "Done",
     "Pending",
     "SoloTransport",
     "StagedTransport",

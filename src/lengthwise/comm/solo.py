@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lengthwise.comm.transport import Clock, Message, Pending
+from lengthwise.comm.transport import Clock, Done, Message, Pending
 
 
 class SoloTransport:
@@ -21,7 +21,7 @@ class SoloTransport:
         """Do nothing: a world of one has no one to talk to."""
         messages = [*sends, *receives]
         assert not messages, f"a world of one cannot exchange {len(messages)} messages"
-        return _Done()
+        return Done()
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Leave the only summand as it is."""
@@ -39,8 +39,3 @@ class SoloTransport:
 
     def close(self) -> None:
         """Nothing to leave."""
-
-
-class _Done:
-    def wait(self) -> None:
-        pass

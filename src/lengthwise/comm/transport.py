@@ -30,6 +30,13 @@ class Pending(Protocol):
         """
 
 
+class Done:
+    """A grouped call without a message: nothing to wait for."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
 class Clock:
     """Seconds that a rank spent waiting for others; the rest of a step it was busy."""
 

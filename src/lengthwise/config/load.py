@@ -71,10 +71,10 @@ def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]
     for section in (("data",), ("eval", "data")):
         for where, source in sections_at(values, section):
             if isinstance(source.get("path"), str | Path):
-                source["path"] = _resolve_data(f"{where}.path", str(source["path"]), folder, problems)
+                source["path"] = _resolve(f"{where}.path", str(source["path"]), folder, problems, takes_files=True)
     for where, lora in sections_at(values, ("lora",)):
         if isinstance(lora.get("adapter"), str | Path):
-            lora["adapter"] = _resolve_folder(f"{where}.adapter", str(lora["adapter"]), folder, problems)
+            lora["adapter"] = _resolve(f"{where}.adapter", str(lora["adapter"]), folder, problems)
     output = values.get("output")
     if output == "":
         problems.append(ConfigError("output", expected="a folder", got="''", remedy="Write for example runs/first."))
@@ -95,20 +95,13 @@ def _resolve_name(key: str, name: str, folder: Path, problems: list[ConfigError]
     return name
 
 
-def _resolve_folder(where: str, name: str, folder: Path, problems: list[ConfigError]) -> str:
-    local = _absolute(name, folder)
-    if not name or not os.path.isdir(local):
-        remedy = "Correct the path; relative paths start from the run file's folder."
-        problems.append(ConfigError(where, expected="an existing folder", got=local, remedy=remedy))
-    return local
-
-
-def _resolve_data(where: str, name: str, folder: Path, problems: list[ConfigError]) -> str:
+def _resolve(where: str, name: str, folder: Path, problems: list[ConfigError], *, takes_files: bool = False) -> str:
     local = _absolute(name, folder) if name else ""
-    if not (os.path.isfile(local) or os.path.isdir(local)):
-        got = f"{local}: {'not a regular file' if os.path.exists(local) else 'nothing there'}" if name else "''"
+    if not (os.path.isdir(local) or (takes_files and os.path.isfile(local))):
+        there = f"not a {'regular file' if takes_files else 'folder'}" if os.path.exists(local) else "nothing there"
+        expected, got = f"an existing {'file or ' * takes_files}folder", f"{local}: {there}" if name else "''"
         remedy = "Correct the path; relative paths start from the run file's folder."
-        problems.append(ConfigError(where, expected="an existing file or folder", got=got, remedy=remedy))
+        problems.append(ConfigError(where, expected=expected, got=got, remedy=remedy))
     return local
 
 

@@ -2,7 +2,7 @@
 
 A plan is one global order of microbatches. Each rank runs those that name it, in that order; a microbatch starts when
 all its ranks are free. `docs/plan-file.md` is the full description. This module only reads, writes and types it;
-`lengthwise.planner.check_plan` holds the rules between the numbers.
+`program.check_plan` holds the rules between the numbers.
 """
 
 from __future__ import annotations

@@ -57,6 +57,11 @@ class ModelShape:
                 )
 
     @property
+    def window_shares(self) -> tuple[tuple[int, float], ...]:
+        """(sliding window in tokens, share of the layers that have it), as costs count them."""
+        return tuple((window, layers / self.layers) for window, layers in self.windows)
+
+    @property
     def linear_params(self) -> int:
         """Active parameters in matrix products for one token, output head included, input embedding left out."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)

@@ -33,23 +33,17 @@ class Timeline:
     copied: NDArray[np.float64]
     held_tokens: NDArray[np.float64]
     step_end_seconds: float
-    loader_seconds: float
+    loader_seconds: float = 0.0
 
     def delayed(self, loader_seconds: float) -> Timeline:
         """Return the same step, all ranks waiting so much longer for their data before it begins."""
         if loader_seconds == 0:
             return self
-        return replace(
-            self,
-            start=self.start + loader_seconds,
-            forward=self.forward + loader_seconds,
-            backward=self.backward + loader_seconds,
-            end=self.end + loader_seconds,
-            loader_seconds=self.loader_seconds + loader_seconds,
-        )
+        clocks = ("start", "forward", "backward", "end", "loader_seconds")
+        return replace(self, **{name: getattr(self, name) + loader_seconds for name in clocks})
 
     def microbatch_spans(self, microbatches: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return when each of the plan's microbatches begins on its first rank, and ends on its last."""
+        """Return when microbatch i begins on its first rank, and ends on its last: entry i of each, in seconds."""
         starts, ends = np.full(microbatches, np.inf), np.zeros(microbatches)
         np.minimum.at(starts, self.microbatch, self.start)
         np.maximum.at(ends, self.microbatch, self.end)
@@ -57,14 +51,14 @@ class Timeline:
 
     @property
     def work_end_seconds(self) -> NDArray[np.float64]:
-        """When each rank is done with its last microbatch, on its last stage to be done."""
+        """When rank r is done with its last microbatch, on its last stage to be done: entry r, in seconds."""
         ends = np.full(self.ranks, self.loader_seconds)
         np.maximum.at(ends, self.rank, self.end)
         return ends
 
     @property
     def busy_seconds(self) -> NDArray[np.float64]:
-        """The time of each entry inside its two passes."""
+        """Seconds of each entry inside its two passes."""
         return self.forward - self.start + self.end - self.backward
 
     @property

@@ -23,7 +23,7 @@ _PASSES = 2  # forward and backward each send the ring round once
 
 def analytic_cost(shape: ModelShape, hardware: Hardware) -> Cost:
     """Make the costs of a model on a kind of device, for ranks of one device each."""
-    linear_flops, attention_flops = _flops(shape)
+    linear_flops, attention_flops = flops_coefficients(shape)
     kv_values = 2 * shape.layers * shape.kv_heads * shape.head_dim
     ring_bytes = kv_values * (_PASSES * hardware.compute_dtype_bytes + GRADIENT_BYTES)
     peak = hardware.peak_flops_per_second
@@ -33,7 +33,7 @@ def analytic_cost(shape: ModelShape, hardware: Hardware) -> Cost:
         fixed_seconds=shape.layers * hardware.layer_launch_seconds,
         ring_seconds=ring_bytes / hardware.link_bytes_per_second,
         hop_seconds=_PASSES * shape.layers * hardware.hop_latency_seconds,
-        windows=_window_shares(shape),
+        windows=shape.window_shares,
         couples_layers=True,
         version=f"analytic/1 {shape.name} {hardware.name}",
     )
@@ -45,15 +45,11 @@ def step_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     What attention does not see and what is recomputed is left out. Over the peak of all devices and the step's seconds
     that is its MFU.
     """
-    linear_flops, attention_flops = _flops(shape)
-    counting = Cost(quadratic_seconds=attention_flops, linear_seconds=linear_flops, windows=_window_shares(shape))
+    linear_flops, attention_flops = flops_coefficients(shape)
+    counting = Cost(quadratic_seconds=attention_flops, linear_seconds=linear_flops, windows=shape.window_shares)
     return float(counting.compute_seconds(np.array(lengths, dtype=np.int64)).sum())
 
 
-def _flops(shape: ModelShape) -> tuple[float, float]:
+def flops_coefficients(shape: ModelShape) -> tuple[float, float]:
     """Return FLOPs a token of everything but attention, and FLOPs a squared token of attention."""
     return 6.0 * shape.linear_params, (1 + 2.5) * 2.0 * shape.layers * shape.heads * shape.head_dim
-
-
-def _window_shares(shape: ModelShape) -> tuple[tuple[int, float], ...]:
-    return tuple((window, layers / shape.layers) for window, layers in shape.windows)

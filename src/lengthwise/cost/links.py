@@ -57,7 +57,8 @@ def reach_of(ranks: Sequence[int], heads: int, ranks_per_node: int, *, shares_up
 def least_reach(degree: Numbers, heads: Numbers, ranks_per_node: int, *, crosses: bool, shares_uplinks: bool) -> Reach:
     """Return how far pieces reach where each is in as few nodes as can be, or, if it `crosses`, in one more.
 
-    A ring passes every border between nodes once in each direction, with as many messages as groups have ranks.
+    `degree` and `heads` are numbers, or arrays of one entry a piece. A ring passes every border between nodes once in
+    each direction, with as many messages as groups have ranks.
     """
     inside = 1 if crosses else ranks_per_node
     flows: Numbers = 1

@@ -45,7 +45,7 @@ def passes(forward: Pass, backward: Pass, recompute: str) -> tuple[Pass, ...]:
 
 
 class Work(NamedTuple):
-    """What one rank does of a piece in forward and backward together, in seconds.
+    """What one rank does of a piece in forward and backward together, in seconds; arrays have an entry a piece or rank.
 
     transfers: of the ring's keys, values and gradients. exchange: all-to-all of groups that split heads.
     copy: of offloaded activations, one direction; None: nothing is offloaded.
@@ -62,7 +62,10 @@ class Work(NamedTuple):
 
 
 def passes_seconds(sweeps: Sequence[Pass], work: Work, *, by_ring_step: bool) -> Numbers:
-    """Sum the passes, forward first and backward last; `by_ring_step`: transfers hide so, else in sum."""
+    """Return the seconds of all passes, forward first and backward last, with an entry for each one of `work`.
+
+    `by_ring_step`: transfers hide ring step by ring step, else in sum.
+    """
     seconds: Numbers = 0.0
     computes = []
     for each in sweeps:
@@ -104,7 +107,7 @@ def _exposed_by_ring_step(work: Work, attention: Numbers, keys: Numbers, gradien
 
 
 def parts_by_shares(lengths: Sequence[int], degree: int, shares: tuple[float, ...]) -> tuple[Floats, Floats]:
-    """Return, for each rank of unequal shares, its part of the attention and the tokens that it holds."""
+    """Return, entry j of position j, its part of the piece's attention (0 to 1) and the tokens that it holds."""
     pairs, held = np.zeros(degree), np.zeros(degree)
     for length in lengths:
         for position in range(degree):

@@ -174,9 +174,7 @@ class Cost:
 
     def without_copies(self) -> Cost:
         """Return the same costs as if nothing had to be offloaded: less, for any plan."""
-        return (
-            replace(self, choices=replace(self.choices, offloads_above_tokens=inf)) if self.choices.offloads else self
-        )
+        return replace(self, choices=replace(self.choices, offloads_above_tokens=inf))
 
     def piece_seconds(
         self,
@@ -242,7 +240,7 @@ class Cost:
         return seconds
 
     def compute_seconds(self, lengths: Whole) -> Floats:
-        """Count the arithmetic of each sequence alone on one rank, in seconds; no cut makes it less in sum."""
+        """Count the arithmetic in seconds, entry i of `lengths[i]` alone on one rank; no cut makes it less in sum."""
         tokens = lengths.astype(np.float64)
         if not self.prices_choices and not self.windows:
             return (self.quadratic_seconds * tokens + self.linear_seconds) * tokens
@@ -265,7 +263,7 @@ class Cost:
         return seconds / (np.interp(blocks, points, shares) * np.minimum(1.0, blocks / points[0]))
 
     def seen_pairs(self, tokens: Floats) -> Floats:
-        """Count what attention sees in each sequence, twice, over all layers: s^2 where no window is shorter.
+        """Count the squared tokens of attention over all layers, entry i of sequence i: s^2 where no window is shorter.
 
         That layers with a window also send less is not counted.
         """
@@ -284,7 +282,10 @@ class Cost:
         return sum(link.hop_seconds for each in self.passes(self.choices.recompute) if each.ring) * (degree - 1)
 
     def copy_seconds(self, held: Numbers, offload: Numbers, recompute: str) -> Numbers:
-        """Return how long one direction of copies takes, of `held` tokens of a rank; two layers stay on the device."""
+        """Return the seconds of one direction of copies; two layers stay on the device.
+
+        `held` tokens of a rank at ratio `offload`: numbers, or arrays of one entry a rank or piece.
+        """
         layers = max(self.layers, 2)
         return offload * (layers - 2) / layers * self.copy_bytes[recompute] * held / self.copy_bytes_per_second
 
@@ -299,7 +300,7 @@ class Cost:
         return self.reduced_bytes * (ranks - 1) / ranks / rate
 
     def stage_send_seconds(self, held: Floats) -> Floats:
-        """Return how long the activations of so many tokens of a rank take from one stage to the next."""
+        """Return the seconds from one stage to the next of the activations of `held` tokens, an entry a rank."""
         return self.far.hop_seconds / self.layers + self.stage_bytes * held / self.far.bytes_per_second
 
     def most_held_tokens(self, capacity_tokens: int) -> int:
@@ -314,7 +315,7 @@ class Cost:
         return max(capacity_tokens, int(min(capacity_tokens * layers / 2, capacity_tokens + hosted)) - 1)
 
     def free_offload(self, lengths: Whole, degrees: Whole) -> Floats:
-        """Return the largest ratio at which copies hide behind compute, for each sequence over its degree: Eq. 3."""
+        """Return the largest ratio whose copies hide behind compute, entry i of sequence i over its degree: Eq. 3."""
         tokens, recompute = lengths.astype(np.float64), self.choices.recompute
         attention, linear = self.attention_seconds(tokens, degrees) / degrees, self.linear_seconds * tokens / degrees
         first, *others = (each.attention * attention + each.linear * linear for each in self.passes(recompute))
@@ -322,7 +323,7 @@ class Cost:
         return np.minimum(1.0, np.minimum(first, sum(others)) / whole)
 
     def hides_copies(self, lengths: Whole, degrees: Whole) -> NDArray[np.bool_]:
-        """Return for which sequences over their degree the copies that they need hide behind compute: Eq. 3."""
+        """Return where needed copies hide behind compute, entry i of `lengths[i]` over `degrees[i]` ranks: Eq. 3."""
         needed = self.choices.offload_needed(lengths.astype(np.float64), degrees)
         return needed <= self.free_offload(lengths, degrees) * (1 + 1e-12)
 
@@ -335,7 +336,10 @@ class Cost:
         return self.forward.linear / sum(each.linear for each in self.passes(recompute))
 
     def reach(self, degree: Numbers, heads: Numbers = 1, ranks: Sequence[int] | None = None) -> Reach:
-        """Return how far a piece reaches over nodes; `ranks`: in ring order (default: in as few nodes as can be)."""
+        """Return how far a piece reaches over nodes; `ranks`: in ring order (default: in as few nodes as can be).
+
+        Without `ranks`, degree and heads may be arrays of one entry a piece, and so is what comes back.
+        """
         node, shared = self.ranks_per_node, self.shares_uplinks
         if ranks is not None:
             return reach_of(ranks, heads, node, shares_uplinks=shared)

@@ -31,12 +31,12 @@ class StepBatch:
         return _tensor(ids), _tensor(positions), _tensor(labels)
 
     def shift_labels(self, index: int, start: int, stop: int) -> np.ndarray:
-        """Return what follows each token [start, stop) of sequence `index`; `NO_LOSS` follows its last."""
+        """Return what follows token start + i of sequence `index`, int32 [stop - start]; `NO_LOSS` after its last."""
         following = self.dataset.read(self.ids[index], start + 1, min(stop + 1, self.lengths[index]))[1]
         return np.pad(following, (0, stop - start - len(following)), constant_values=NO_LOSS)
 
     def whole(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return (input_ids, shift_labels) of one whole sequence."""
+        """Return (input_ids, shift_labels), (tokens,) each, of one whole sequence."""
         ids, _, labels = self.tensors([Segment(sequence=index, start=0, stop=self.lengths[index])])
         return ids, labels
 

@@ -1,9 +1,7 @@
 """Keep fp64 where Hugging Face models step down to fp32.
 
-Their norms, routers and eager softmaxes compute in fp32 whatever the model's dtype. In an fp64 model such a step
-rounds: two runs that differ by 1e-16, as any two orders of summation do, may fall on two sides of a border and then
-differ by 6e-8, which happens on 16K tokens. `verify` therefore leaves that step out on both sides; training gives what
-plain Hugging Face gives.
+Their norms, routers and eager softmaxes compute in fp32 whatever the model's dtype; why `verify` leaves that step out
+on both sides: docs/decisions/verify-in-fp64.md. Training gives what plain Hugging Face gives.
 """
 
 from __future__ import annotations

@@ -135,10 +135,8 @@ class StrictMatcher:
 
 
 def _next_receive(group: Group, source: int) -> int | None:
-    waiting = (i for i in sorted(group.unmatched))
-    return next(
-        (i for i in waiting if group.operations[i].kind == "receive" and group.operations[i].peer == source), None
-    )
+    waiting = ((i, group.operations[i]) for i in sorted(group.unmatched))
+    return next((i for i, each in waiting if each.kind == "receive" and each.peer == source), None)
 
 
 def check_order(

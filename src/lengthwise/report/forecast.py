@@ -15,6 +15,7 @@ from lengthwise.core.measurements import Measurements
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost import Cost, activation_bytes
+from lengthwise.cost.analytic import flops_coefficients
 from lengthwise.planner import score
 from lengthwise.report.figures import count, seconds
 
@@ -107,13 +108,13 @@ def forecast_lines(forecast: Forecast, memory_bytes: float | None) -> list[str]:
 
 def _cost(shape: ModelShape, speed: Measurements, threads: int, parameters: int) -> Cost:
     """Make the costs of a rank with so many threads; linear work follows the model's true parameters."""
-    pairs = 7.0 * shape.layers * shape.heads * shape.head_dim
-    linear = 6.0 * shape.linear_params * parameters / shape.total_params
+    linear, attention = flops_coefficients(shape)
+    linear *= parameters / shape.total_params
     return Cost(
-        quadratic_seconds=pairs / (speed.attention_flops_per_second * threads),
+        quadratic_seconds=attention / (speed.attention_flops_per_second * threads),
         linear_seconds=linear / (speed.linear_flops_per_second * threads),
         fixed_seconds=shape.layers * speed.layer_seconds,
-        windows=tuple((window, layers / shape.layers) for window, layers in shape.windows),
+        windows=shape.window_shares,
         version="calibrated",
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lengthwise.core.sizes import written_tokens
 from lengthwise.report.figures import count
 
 
@@ -49,12 +50,8 @@ def length_histogram(lengths: Sequence[int], *, width: int = 40) -> list[str]:
         members = bins.get(power, [])
         dots = "." * -(-half * len(members) // most_sequences)
         marks = "#" * -(-half * tokens.get(power, 0) // most_tokens)
-        edges = f"{_edge(power)} to {_edge(power + 1)}"
+        edges = f"{written_tokens(2**power)} to {written_tokens(2 ** (power + 1))}"
         lines.append(
             f"{edges:>15}  {len(members):>5} {dots:<{half + 1}}{count(tokens.get(power, 0)):>6} {marks}".rstrip()
         )
     return lines
-
-
-def _edge(power: int) -> str:
-    return f"{1 << power}" if power < 10 else f"{1 << (power - 10)}K" if power < 20 else f"{1 << (power - 20)}M"

@@ -16,7 +16,7 @@ import numpy as np
 
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.cost import Cost
-from lengthwise.simulator.piece_layers import Floats
+from lengthwise.cost.links import Floats
 
 TURNS = 3
 
@@ -39,7 +39,7 @@ def node_bytes(microbatch: Microbatch, tokens: Sequence[int], cost: Cost) -> dic
 
 
 class Uplinks:
-    """What every microbatch of a plan asks of the uplinks, and the slowdowns found so far."""
+    """What every microbatch of a plan asks of the uplinks; entry i of `slowdowns` is how much its far links lost."""
 
     def __init__(self, plan: Plan, alone_seconds: Sequence[float], cost: Cost) -> None:
         self._cost = cost
@@ -50,7 +50,7 @@ class Uplinks:
                 self._rates[node].append((index, size / seconds))
 
     def slow_down(self, starts: Floats, ends: Floats) -> bool:
-        """Raise the slowdowns to those of microbatches that run from `starts` to `ends`; return whether any rose."""
+        """Raise the slowdowns to those of microbatches i from `starts[i]` to `ends[i]`; return whether any rose."""
         before = self.slowdowns.copy()
         for asked in self._rates.values():
             which = np.array([index for index, _ in asked])

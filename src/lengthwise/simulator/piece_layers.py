@@ -18,8 +18,8 @@ from lengthwise.core.cut import chunk_bounds
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Piece
 from lengthwise.cost import Cost
+from lengthwise.cost.links import Floats
 
-Floats = NDArray[np.float64]
 _EXACT = 2**62  # products below fit NumPy's whole numbers
 
 

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch
 from lengthwise.cost import Cost, Pass
-from lengthwise.simulator.piece_layers import Floats, PieceLayer, piece_layer, stack_layers
+from lengthwise.cost.links import Floats
+from lengthwise.simulator.piece_layers import PieceLayer, piece_layer, stack_layers
 
 _AT_ONCE = 2**21  # blocks of rings that are run side by side, 8 bytes each
 _NO_NODES = np.zeros((1, 1), dtype=np.int64)  # of rings that share no uplinks: never asked for

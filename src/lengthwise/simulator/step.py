@@ -18,10 +18,10 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.timeline import Timeline
 from lengthwise.cost import Cost
+from lengthwise.cost.links import Floats
 from lengthwise.program.features import SIMULATOR, features_of
 from lengthwise.program.stage_clocks import stage_clocks
 from lengthwise.simulator.contention import TURNS, Uplinks
-from lengthwise.simulator.piece_layers import Floats
 from lengthwise.simulator.rounds import MicrobatchClocks, microbatch_clocks, ring_clocks
 
 
@@ -73,7 +73,6 @@ def _run_flat(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timelin
         backward=forward,
         end=start + np.concatenate([each.total for each in clocks]),
         step_end_seconds=cost.step_end_seconds(plan.ranks),
-        loader_seconds=0.0,
     )
 
 
@@ -93,7 +92,7 @@ def _run_stages(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timel
         send_seconds=cost.stage_send_seconds(rows["held_tokens"]),
     )
     chunks = cost.stages * virtual
-    repeated = {name: np.tile(values, chunks) for name, values in rows.items()}
+    repeated: dict[str, Any] = {name: np.tile(values, chunks) for name, values in rows.items()}
     for name in ("compute", "copied"):
         repeated[name] /= virtual
     return Timeline(
@@ -106,7 +105,6 @@ def _run_stages(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timel
         backward=ran.begin[: chunks - 1 : -1].ravel(),
         end=ran.end[: chunks - 1 : -1].ravel(),
         step_end_seconds=cost.step_end_seconds(plan.ranks),
-        loader_seconds=0.0,
     )
 
 

@@ -91,9 +91,7 @@ class PlanAhead:
         try:
             return future.result(timeout=self._timeout_seconds)
         except TimeoutError:
-            where, expected = (
-                f"rank {self._transport.rank}, {name}, planning",
-                f"a plan within {self._timeout_seconds:g} s",
-            )
+            where = f"rank {self._transport.rank}, {name}, planning"
+            expected = f"a plan within {self._timeout_seconds:g} s"
             remedy = "Use a simpler planner, or raise {timeout_seconds}."
             raise RankError(where, expected=expected, got="none", remedy=remedy) from None
