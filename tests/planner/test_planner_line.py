@@ -60,7 +60,7 @@ def test_place_rings_on_nodes_ends_each_as_early_as_any_interval_allows(
             return None
         firsts = np.arange(ranks - degree + 1)
         more = penalty * (firsts % node + degree > node).astype(np.float64)
-        return Extras(more, more)
+        return Extras(lambda some: (more[some], more[some]))
 
     timed = [(i, degree, float(time)) for i, (degree, time) in enumerate(rows)]
     line = place_rings(timed, ranks, extra_seconds=extra)
@@ -80,8 +80,8 @@ def test_place_rings_backfills_at_the_end_of_a_hole_where_it_is_quicker() -> Non
     rows = [(0, 3, 5.0), (1, 8, 2.0), (2, 2, 4.0)]
 
     def extra(_sequence: int, degree: int) -> Extras | None:
-        more = 2.0 * (np.arange(8 - degree + 1) % 4 + degree > 4)
-        return Extras(more, more) if degree <= 4 else None
+        more = np.where(np.arange(8 - degree + 1) % 4 + degree > 4, 2.0, 0.0)
+        return Extras(lambda some: (more[some], more[some])) if degree <= 4 else None
 
     line = place_rings(rows, 8, backfilled=True, extra_seconds=extra)
     assert [(ring.sequence, ring.first, ring.seconds) for ring in line.rings] == [(0, 0, 5), (2, 6, 4), (1, 0, 2)]

@@ -37,7 +37,7 @@ def test_ground_adds_what_a_ring_costs_across_the_border_of_a_node(
     promised = cost.piece_seconds([length], degree)
     for first in range(ranks - degree + 1):
         took = cost.piece_seconds([length], degree, ranks=ring_order(first, degree))
-        assert took == pytest.approx(promised + (0 if extra is None else extra.seconds[first]), rel=1e-12)
+        assert took == pytest.approx(promised + (0 if extra is None else extra.at(first)), rel=1e-12)
 
 
 def test_ground_is_level_where_no_place_differs() -> None:

@@ -173,7 +173,7 @@ def _nowhere_longer(_sequence: int, _degree: int) -> Extras | None:
 
 def at_place(extra: Extras | None, first: int) -> float:
     """Return the seconds that a place adds."""
-    return 0.0 if extra is None else float(extra.seconds[first])
+    return 0.0 if extra is None else extra.at(first)
 
 
 def place_rings(

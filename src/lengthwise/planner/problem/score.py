@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
@@ -126,8 +127,9 @@ def _seconds_at(
     placed: Sequence[tuple[Microbatch, Piece]], tokens: Sequence[int], cost: Cost, speeds: Sequence[float] | None
 ) -> list[float]:
     """Do `_pieces_seconds` on ranks of these speeds: equal shares wait for the slowest, others are priced apart."""
+    lengths_of = np.array(tokens, dtype=np.int64)
     if speeds is None:
-        return _pieces_seconds(placed, tokens, cost)
+        return _pieces_seconds(placed, lengths_of, cost)
     took = [0.0] * len(placed)
     alike: dict[float, list[int]] = {}
     for number, (microbatch, piece) in enumerate(placed):
@@ -138,20 +140,19 @@ def _seconds_at(
         else:
             alike.setdefault(min(own), []).append(number)
     for speed, numbers in alike.items():
-        some = _pieces_seconds([placed[number] for number in numbers], tokens, cost.at_speed(speed))
+        some = _pieces_seconds([placed[number] for number in numbers], lengths_of, cost.at_speed(speed))
         for number, seconds in zip(numbers, some, strict=True):
             took[number] = seconds
     return took
 
 
-def _pieces_seconds(placed: Sequence[tuple[Microbatch, Piece]], of_step: Sequence[int], cost: Cost) -> list[float]:
-    """Price how long each piece keeps each of its ranks busy, launches left out; `of_step`: all lengths.
+def _pieces_seconds(placed: Sequence[tuple[Microbatch, Piece]], tokens: NDArray[np.int64], cost: Cost) -> list[float]:
+    """Price how long each piece keeps each of its ranks busy, launches left out; `tokens`: all lengths of the step.
 
     Local packs and rings of one sequence are priced in two array operations where place and microbatch do not matter.
     """
     counts = np.array([len(piece.sequences) for _, piece in placed], dtype=np.int64)
     degrees = np.array([len(piece.ranks) for _, piece in placed], dtype=np.int64)
-    tokens = np.array(of_step, dtype=np.int64)
     inside = tokens[[i for _, piece in placed for i in piece.sequences]]
     starts = np.cumsum(counts) - counts
     took = np.zeros(len(placed))
@@ -168,7 +169,7 @@ def _pieces_seconds(placed: Sequence[tuple[Microbatch, Piece]], of_step: Sequenc
     known: dict[object, float] = {}  # batches of one length have thousands of rings that are alike
     for number in np.flatnonzero(~packed & ~lone & (counts > 0)).tolist():
         microbatch, piece = placed[number]
-        lengths = [of_step[i] for i in piece.sequences]
+        lengths = tokens[list(piece.sequences)].tolist()
         if not as_written:
             took[number] = cost.piece_seconds(lengths, piece.degree)
             continue

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,6 @@ _ALLOWED = 6  # tokens that bounds allow a rank above its capacity: the plan fil
 _STEPS = 128  # of a rank's capacity, by which bounds tell rings apart
 _LOOKED_AT = 2048  # ranks up to which bounds look at every place of every ring
 _WHOLE = 1 - 1e-9  # the mean speed of all ranks, whatever was rounded
-_REMEMBERED = 2**22  # entries of `Extras`, 16 bytes each
 _AT_ONCE = 2**20  # speeds looked at together
 
 Floats = NDArray[np.float64]
@@ -36,23 +35,57 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """All places of rings of one degree, one entry a first rank.
+    """Places of rings of one degree, one entry a first rank.
 
+    first: this rank.
     crosses: whether such a ring crosses a border of nodes though it need not.
     slowest, mean, fastest: relative speed of its ranks.
     """
 
+    first: NDArray[np.int64]
     crosses: NDArray[np.bool_]
     slowest: Floats
     mean: Floats
     fastest: Floats
 
+    def at(self, some: slice) -> Places:
+        """Return a part of them."""
+        return Places(
+            first=self.first[some],
+            crosses=self.crosses[some],
+            slowest=self.slowest[some],
+            mean=self.mean[some],
+            fastest=self.fastest[some],
+        )
 
-class Extras(NamedTuple):
-    """What each first rank adds to a ring: to its seconds, and, what places are judged by, time that ranks lose too."""
 
-    seconds: Floats
-    judged: Floats
+class Extras:
+    """What each first rank adds to a ring, found when it is asked for.
+
+    find: for a part of the first ranks, what they add to its seconds, and, what places are judged by, time that ranks
+        lose, too.
+    """
+
+    def __init__(self, find: Callable[[slice], tuple[Floats, Floats]]) -> None:
+        self._find = find
+
+    @cached_property
+    def _all(self) -> tuple[Floats, Floats]:
+        return self._find(slice(None))
+
+    @property
+    def seconds(self) -> Floats:
+        """The seconds that each first rank adds."""
+        return self._all[0]
+
+    @property
+    def judged(self) -> Floats:
+        """What each first rank adds, time lost by its ranks included."""
+        return self._all[1]
+
+    def at(self, first: int) -> float:
+        """Return the seconds that one place adds."""
+        return float(self._find(slice(first, first + 1))[0][0])
 
 
 class CostAtSpeed:
@@ -116,11 +149,11 @@ class Topology:
             self._ranks_per_node = cost.ranks_per_node
             self._widest = cost.ranks_per_node * (2 if shared else 1)  # over two nodes: one message leaves each
         self._grid = np.ones(1) if self.speeds is None else _some_of(self.speeds)
+        self._grid_slownesses = 1 / self._grid
         self._grid_costs = [
             [each.at_speed(speed) if speed != 1 else each for speed in self._grid] for each in self._costs
         ]
         self._known: dict[tuple[int, int], tuple[float, Floats]] = {}  # of a ring: promised, and at each cost and speed
-        self._uneven: dict[tuple[int, int], Extras] = {}
         self._places: dict[int, Places] = {}
         self._lost: Floats | None = None  # without shares: by rings of each degree or more, see `_least_lost`
 
@@ -148,24 +181,26 @@ class Topology:
         key = length, degree
         if key not in self._known:
             self.prepare(np.array([length]), np.array([degree]))
-        (promised, seconds), places = self._known[key], self.places(degree)
+        promised, seconds = self._known[key]
         if self.speeds is None:
             penalty = float(seconds[1, 0]) - promised
-            if penalty <= 0:
-                return None
-            extra = np.where(places.crosses, penalty, 0.0)
-            return Extras(extra, extra)
-        if key in self._uneven:
-            return self._uneven[key]
-        slownesses = 1 / self._ring_speeds(length, degree, self._capacity - _ROUNDED)
-        rings = [np.interp(slownesses, 1 / self._grid, row) for row in seconds]
+            return Extras(partial(self._added_by_border, degree, penalty)) if penalty > 0 else None
+        return Extras(partial(self._added_by_speeds, length, degree))
+
+    def _added_by_border(self, degree: int, penalty: float, some: slice) -> tuple[Floats, Floats]:
+        """Return what places add where they cross a border of nodes, twice."""
+        extra = np.where(self.places(degree).crosses[some], penalty, 0.0)
+        return extra, extra
+
+    def _added_by_speeds(self, length: int, degree: int, some: slice) -> tuple[Floats, Floats]:
+        """Return what places add to a ring, and with the time that their fast ranks lose."""
+        (promised, seconds), places = self._known[length, degree], self.places(degree).at(some)
+        slownesses = 1 / self._ring_speeds(length, degree, self._capacity - _ROUNDED, places)
+        rings = [np.interp(slownesses, self._grid_slownesses, row) for row in seconds]
         launches = self._costs[0].fixed_seconds * (1 / places.slowest - 1)
-        took = np.where(places.crosses, rings[-1], rings[0])
+        took = rings[0] if len(rings) == 1 else np.where(places.crosses, rings[1], rings[0])
         extra = took - promised + launches
-        found = Extras(extra, extra + _LOST * took * (places.mean * slownesses - 1))
-        if len(self._uneven) * self.ranks < _REMEMBERED:
-            self._uneven[key] = found
-        return found
+        return extra, extra + _LOST * took * (places.mean * slownesses - 1)
 
     def places(self, degree: int) -> Places:
         """Look at every interval of `degree` ranks."""
@@ -176,6 +211,7 @@ class Topology:
             speeds = np.ones(self.ranks) if self.speeds is None else self.speeds
             sums = np.concatenate(([0.0], np.cumsum(speeds)))
             self._places[degree] = Places(
+                first=firsts,
                 crosses=crosses,
                 slowest=-window_max(-speeds, degree),
                 mean=(sums[degree:] - sums[:-degree]) / degree,
@@ -207,7 +243,7 @@ class Topology:
         """Return costs of rings where they are quickest, for bounds: no place and no shares make them quicker."""
 
         def speed_and_weight(filled: float, degree: int) -> tuple[float, float]:
-            return float(self._speeds_at_most(filled, degree).max()), 1.0
+            return float(self._all_speeds(filled * degree * self._capacity, degree).max()), 1.0
 
         return CostAtSpeed(self._costs[0], speed_and_weight, self._capacity)
 
@@ -228,8 +264,7 @@ class Topology:
 
     def _least_lost(self, length: float, degree: int) -> float:
         """Return how many times its work a ring of this degree or more keeps its ranks; 1 where none waits."""
-        at_most = self._capacity + _ALLOWED
-        if self.ranks > _LOOKED_AT or (self.has_shares and self._ring_speeds(length, self.ranks, at_most)[0] > _WHOLE):
+        if self.ranks > _LOOKED_AT or (self.has_shares and self._all_speeds(length, self.ranks)[0] > _WHOLE):
             return 1.0
         if not self.has_shares:
             if self._lost is None:
@@ -237,16 +272,15 @@ class Topology:
                 lost = np.array([float((places.mean / places.slowest).min()) for places in each])
                 self._lost = np.minimum.accumulate(lost[::-1])[::-1]
             return float(self._lost[degree - 1])
-        some = range(max(degree, math.ceil(length / at_most)), self.ranks + 1)
-        return min(float((self.places(each).mean / self._ring_speeds(length, each, at_most)).min()) for each in some)
+        some = range(max(degree, math.ceil(length / (self._capacity + _ALLOWED))), self.ranks + 1)
+        return min(float((self.places(each).mean / self._all_speeds(length, each)).min()) for each in some)
 
-    def _speeds_at_most(self, filled: float, degree: int) -> Floats:
-        """Return the speed in each place of sequences that fill at least this share of the ranks' capacity."""
-        return self._ring_speeds(filled * degree * self._capacity, degree, self._capacity + _ALLOWED)
+    def _all_speeds(self, length: float, degree: int) -> Floats:
+        """Return the speed of a ring in each place, with what bounds allow a rank."""
+        return self._ring_speeds(length, degree, self._capacity + _ALLOWED, self.places(degree))
 
-    def _ring_speeds(self, length: float, degree: int, capacity_tokens: float) -> Floats:
+    def _ring_speeds(self, length: float, degree: int, capacity_tokens: float, places: Places) -> Floats:
         """Return the speed of a ring in each place, of which each rank holds up to `capacity_tokens`."""
-        places = self.places(degree)
         if not self.has_shares:
             return places.slowest
         tight = np.flatnonzero(length * places.fastest > capacity_tokens * degree * places.mean)
@@ -255,7 +289,7 @@ class Topology:
         assert self.speeds is not None, "ranks that are alike have no speeds"
         ring_speeds = places.mean.copy()
         for some in np.array_split(tight, 1 + len(tight) * degree // _AT_ONCE):
-            speeds = self.speeds[some[:, None] + np.arange(degree)]
+            speeds = self.speeds[places.first[some, None] + np.arange(degree)]
             ring_speeds[some] = 1 / (degree * levelled(speeds, capacity_tokens / length)[1])
         return ring_speeds
 
