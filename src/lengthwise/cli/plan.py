@@ -79,7 +79,7 @@ class PlanCommand(PlanChoices):
     """Neighbouring ranks that share a node and its faster link; default: the hardware's."""
     speeds: Annotated[str | None, tyro.conf.arg(metavar="LIST|FILE.json", help_behavior_hint="")] = None
     """How fast each rank computes, 1 as the costs say: 1,1,0.5,0.5, or runs of neighbours, 8x1.0,8x0.6, or a JSON list.
-    Arithmetic and launches take seconds / speed, transfers what they take; default: all 1. Mode free only; planners
+    Arithmetic and overhead take seconds / speed, transfers what they take; default: all 1. Mode free only; planners
     other than lengthwise plan as if all ranks were alike, and are only priced with it."""
     cost: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json", help_behavior_hint="")] = None
     """Plan with these costs in place of a model's and a hardware's: {"quadratic_seconds": q, "linear_seconds": l,

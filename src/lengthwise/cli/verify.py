@@ -49,27 +49,22 @@ class Verify(RunOptions):
 
 
 def print_expectations(start: Start, plan: Plan) -> None:
-    """Say what will be compared, and what that will take."""
-    print(
-        f"verify: {len(plan.tokens)} sequences, {count(sum(plan.tokens))} tokens, {start.job.config.precision}, "
-        f"{start.job.ranks} ranks against one process",
-        *expectations(start, plan),
-        sep="\n",
-        flush=True,
-    )
-
-
-def expectations(start: Start, plan: Plan) -> list[str]:
-    """Say how long it will take and how much memory, from the model's shape, the plan and a second's calibration."""
+    """Say what will be compared, how long that will take and how much memory, after a second's calibration."""
     from lengthwise.cli.calibrate import calibrate
     from lengthwise.cost import shape_from_config
     from lengthwise.models import count_parameters, plain_attention
     from lengthwise.report.forecast import forecast_lines, forecast_verification
 
-    job = start.job
+    job, precision = start.job, start.job.config.precision
+    print(
+        f"verify: {len(plan.tokens)} sequences, {count(sum(plan.tokens))} tokens, {precision}, "
+        f"{job.ranks} ranks against one process",
+        flush=True,
+    )
     if job.gpus:
-        return ["expected: not known on GPUs yet (the calibration is of CPUs)"]
-    shape, precision = shape_from_config(job.model.config.to_dict()), job.config.precision
+        print("expected: not known on GPUs yet (the calibration is of CPUs)", flush=True)
+        return
+    shape = shape_from_config(job.model.config.to_dict())
     speed = calibrate(shape, precision)
     forecast = forecast_verification(
         shape,
@@ -80,7 +75,7 @@ def expectations(start: Start, plan: Plan) -> list[str]:
         local_ranks=job.ranks if start.world is None else start.world.local_size,
         eager=plain_attention(job.model) == "eager",
     )
-    return forecast_lines(forecast, speed.memory_bytes)
+    print(*forecast_lines(forecast, speed.memory_bytes), sep="\n", flush=True)
 
 
 def verification_lines(found: VerifyReport) -> list[str]:

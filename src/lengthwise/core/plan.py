@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lengthwise.core.errors import PlanError
-from lengthwise.core.sizes import MOST
+from lengthwise.core.sizes import MOST, is_number
 from lengthwise.core.strict_json import unique_keys
 
 SCHEMA = "lengthwise.plan/1"
@@ -183,7 +183,7 @@ def _read_microbatch(row: object, where: str) -> Microbatch:
     if not isinstance(pieces, list) or not pieces:
         raise _refuse(where, "a non-empty list of pieces", pieces)
     offload, recompute = row.get("offload", 0.0), row.get("recompute", "none")
-    if not _is_number(offload) or not 0 <= offload <= 1:
+    if not is_number(offload) or not 0 <= offload <= 1:
         raise _refuse(f"{where}: offload", "a ratio from 0 to 1", offload)
     if recompute not in RECOMPUTE_KINDS:
         raise _refuse(f"{where}: recompute", f"one of {', '.join(RECOMPUTE_KINDS)}", recompute)
@@ -195,7 +195,7 @@ def _read_piece(row: object, where: str) -> Piece:
     if not isinstance(row, dict):
         raise _refuse(where, "an object with ranks and sequences", row)
     shares = row.get("shares")
-    if shares is not None and not (isinstance(shares, list) and all(_is_number(s) and s >= 0 for s in shares)):
+    if shares is not None and not (isinstance(shares, list) and all(is_number(s) and s >= 0 for s in shares)):
         raise _refuse(f"{where}: shares", "a list of non-negative numbers", shares)
     return Piece(
         ranks=_wholes(row.get("ranks"), f"{where}: ranks", least=0),
@@ -203,10 +203,6 @@ def _read_piece(row: object, where: str) -> Piece:
         heads=_whole(row.get("heads", 1), f"{where}: heads", least=1),
         shares=None if shares is None else tuple(shares),
     )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _whole(value: object, where: str, *, least: int) -> int:

@@ -49,6 +49,11 @@ def whole_number(value: object) -> int | None:
         return None
 
 
+def is_number(value: object) -> bool:
+    """Return whether a value of a JSON file is a number; NaN and infinity are, true is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def read_whole(name: str, value: object, *, least: int = 1, most: int = MOST) -> int:
     """Check a whole number that a user gave.
 

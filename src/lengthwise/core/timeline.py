@@ -14,7 +14,7 @@ class Timeline:
 
     A rank of `stages` pipeline stages is that many devices of equally many chunks; without stages one chunk is all.
     rank, stage, microbatch: which. start, forward: when its forward pass began (all ranks of the microbatch were free)
-    and ended; backward, end: when its backward pass did. compute: its arithmetic and launches. copied: time that copies
+    and ended; backward, end: when its backward pass did. compute: its arithmetic and overhead. copied: time that copies
     to and from the host held it up. held_tokens: what it held.
     step_end_seconds: the reduction that all ranks enter together. loader_seconds: waiting for data before the first
     microbatch.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.core.names import unknown_name
+from lengthwise.core.sizes import is_number
 from lengthwise.core.strict_json import read_json
 from lengthwise.cost.terms import Cost
 
@@ -36,7 +37,7 @@ def cost_from_file(path: str | Path) -> Cost:
     problems += [
         _refuse(f"{where}: {key}", f"a number of seconds from 0 to {MOST_SECONDS:g}", json.dumps(given[key])[:80])
         for key in KEYS
-        if key in given and not _is_seconds(given[key])
+        if key in given and not (is_number(given[key]) and 0 <= given[key] <= MOST_SECONDS)
     ]
     if not problems and not any(given.values()):
         problems.append(_refuse(where, f"at least one of {', '.join(KEYS)} above 0", json.dumps(given)))
@@ -51,12 +52,6 @@ def cost_from_file(path: str | Path) -> Cost:
         ring_seconds=ring,
         version=f"given/1 {named}",
     )
-
-
-def _is_seconds(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return 0 <= value <= MOST_SECONDS
 
 
 def _refuse(where: str, expected: str, got: str) -> ConfigError:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.errors import ConfigError, PlanError
+from lengthwise.core.sizes import is_number
 from lengthwise.cost.choices import Choice, Choices
 from lengthwise.cost.links import Floats, Link, Numbers, Reach, Whole, least_reach, reach_of
 from lengthwise.cost.passes import BACKWARD, FORWARD, Pass, Work, parts_by_shares, passes, passes_seconds
@@ -103,7 +104,7 @@ class Cost:
     def __post_init__(self) -> None:
         coefficients = {each.name: getattr(self, each.name) for each in fields(self) if each.name.endswith("_seconds")}
         for name, value in coefficients.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
+            if not is_number(value) or not 0 <= value < inf:
                 raise _refused(name, "a finite number of seconds, 0 or more", value, f"Give {name} in seconds.")
         if not any(coefficients.values()):
             remedy = "Give linear_seconds and quadratic_seconds, at least."
@@ -146,7 +147,7 @@ class Cost:
         return self.uplink_bytes_per_second < self.far.bytes_per_second * self.ranks_per_node
 
     def at_speed(self, speed: float) -> Cost:
-        """Return the costs of ranks that compute and launch `speed` times as fast; links and copies stay."""
+        """Return the costs of ranks whose arithmetic and overhead are `speed` times as fast; links and copies stay."""
         names = ("quadratic_seconds", "linear_seconds", "fixed_seconds")
         return replace(self, **{name: getattr(self, name) / speed for name in names})
 
@@ -157,11 +158,11 @@ class Cost:
         assert self.choices.recompute == "none", (self.choices.recompute, kind)
         passes, choices = self.passes(kind), replace(self.choices, recompute=kind)
         linear = sum(each.linear for each in passes)
-        launched = replace(self, fixed_seconds=self.fixed_seconds * linear, choices=choices)
+        priced = replace(self, fixed_seconds=self.fixed_seconds * linear, choices=choices)
         if self.prices_choices:
-            return launched
+            return priced
         return replace(
-            launched,
+            priced,
             linear_seconds=self.linear_seconds * linear,
             quadratic_seconds=self.quadratic_seconds * sum(each.attention for each in passes),
             ring_seconds=self.ring_seconds * sum(each.ring for each in passes),
@@ -214,8 +215,8 @@ class Cost:
         tokens = np.array(lengths, dtype=np.float64)
         attention, total = float(self.attention_seconds(tokens, degree / choice.heads).sum()), float(tokens.sum())
         parts, held = (1.0 / degree, total / degree) if shares is None else parts_by_shares(lengths, degree, shares)
-        pace: Numbers = 1.0 if speeds is None else np.array(speeds)
-        part = _Part(held, attention * parts / pace, self.linear_seconds * held / pace)
+        speed: Numbers = 1.0 if speeds is None else np.array(speeds)
+        part = _Part(held, attention * parts / speed, self.linear_seconds * held / speed)
         return float(np.max(self._seconds(part, total, degree, choice, self.reach(degree, choice.heads, ranks))))
 
     def ring_piece_seconds(self, lengths: Whole, degrees: Whole, choice: Choice | None = None) -> Floats:

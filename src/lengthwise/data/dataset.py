@@ -111,22 +111,10 @@ class MemoryDataset:
         """All rows, with those left out."""
         return len(self.lengths)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all sequences."""
-        return len(self.flat_tokens)
-
-    def tokens(self, row: int) -> np.ndarray:
-        """Return the token ids of one sequence, int32 [length]; empty for a row left out."""
-        return self.flat_tokens[self._span(row)]
-
-    def labels(self, row: int) -> np.ndarray:
-        """Return the labels of one sequence, not yet shifted, int32 [length]: its own, else its tokens."""
-        return (self.flat_tokens if self.flat_labels is None else self.flat_labels)[self._span(row)]
-
     def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return views of ids and labels of tokens [start, stop) of a row, int32 [stop - start] each."""
-        return self.tokens(row)[start:stop], self.labels(row)[start:stop]
+        span, labels = self._span(row), self.flat_tokens if self.flat_labels is None else self.flat_labels
+        return self.flat_tokens[span][start:stop], labels[span][start:stop]
 
     def digest(self) -> bytes:
         """Return the SHA-256 of all arrays."""

@@ -28,8 +28,8 @@ _NO_NODES = np.zeros((1, 1), dtype=np.int64)  # of rings that share no uplinks: 
 class MicrobatchClocks:
     """Seconds of each rank of a microbatch, in the order of `ranks`, counted from its common start.
 
-    forward: when the forward pass is done. total: when the backward pass is. compute: of these, arithmetic and
-    launches. copied: time by which copies to and from the host hold a rank up.
+    forward: when the forward pass is done. total: when the backward pass is. compute: of these, arithmetic
+    and overhead. copied: time by which copies to and from the host hold a rank up.
     """
 
     ranks: tuple[int, ...]

@@ -1,8 +1,8 @@
 """Planners compared on the same batches, simulated: step times, their spread, and how near the ideal they come.
 
 The ideal of a batch is its arithmetic at the efficiencies of the hardware, spread evenly over all devices: blocks as
-large as can be, nothing launched, sent, reduced or waited for. Ideal seconds over step seconds is 1 where a step loses
-nothing, whatever its lengths, mesh and planner.
+large as can be, no overhead, nothing sent, reduced or waited for. Ideal seconds over step seconds is 1 where a step
+loses nothing, whatever its lengths, mesh and planner.
 """
 
 from __future__ import annotations

@@ -101,11 +101,10 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: 
 
     dataset = read(config.data, "data")
     eval_dataset = read(config.eval.data, "eval.data") if config.eval and config.eval.data else None
+    positions = position_limit(model.config) if model else None
     for each in filter(None, (dataset, eval_dataset)):
         attempt(lambda each=each: check_fits(each, ranks=ranks, capacity_tokens=config.capacity_tokens))
-    positions = position_limit(model.config) if model else None
-    if positions is not None:
-        for each in filter(None, (dataset, eval_dataset)):
+        if positions is not None:
             attempt(lambda each=each: check_positions(each, positions=positions))
     if model:
         refused = len(collector.problems)
