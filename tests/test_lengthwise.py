@@ -1,5 +1,6 @@
 """What `import lengthwise` gives: names that are documented and light."""
 
+import ast
 import inspect
 import json
 import subprocess
@@ -40,6 +41,18 @@ def test_all_is_what_is_imported_for_types() -> None:
     names = set(vars(lengthwise)["_HOMES"])
     assert names == set(lengthwise.__all__)
     assert list(lengthwise.__all__) == sorted(names)
+
+
+def test_types_are_those_of_the_homes_that_names_are_loaded_from() -> None:
+    """What a type checker sees is what Python gives: each name has one home."""
+    (block,) = (node for node in ast.parse(inspect.getsource(lengthwise)).body if isinstance(node, ast.If))
+    seen = {
+        alias.asname or alias.name: (str(node.module).removeprefix("lengthwise."), alias.name)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen | {"options": ("planner", "PlanOptions")} == vars(lengthwise)["_HOMES"]
 
 
 def test_an_unknown_name_is_told_with_the_known_ones() -> None:

@@ -119,7 +119,7 @@ def test_train_tells_all_problems_of_model_and_data_in_one_message(tmp_path, cap
     [
         (["--set", "optimizer.lrr=1"], "optimizer.lr"),
         (["--set", "steps=-1"], "steps"),
-        (["--set", "steps"], "steps"),
+        (["--set", "steps"], "--set steps"),
         (["--set", "epochs=1"], "steps"),
         (["--ranks", "0"], "--ranks"),
         (["--ranks", "-2"], "--ranks"),

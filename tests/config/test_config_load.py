@@ -224,8 +224,8 @@ global_batch: {sequences: 1, tokens: 1}
     assert set(found) == {
         f"{path}:5",
         f"{path}:7",
-        "--set x",
-        "--set data.9",
+        "overrides x",
+        "overrides data.9",
         "modle",
         "model",
         "output",

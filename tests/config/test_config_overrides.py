@@ -49,4 +49,4 @@ def test_override_replaces_a_section_as_a_whole():
 def test_override_malformed_is_a_problem(override, expected):
     _, problems = applied(override)
     assert [expected in problem.expected for problem in problems] == [True]
-    assert problems[0].where.startswith("--set")
+    assert problems[0].where.startswith("overrides ")

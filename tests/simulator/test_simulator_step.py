@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import all_terms_cost, analytic_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PLANNERS, PlanOptions, plan_step, score
 from lengthwise.simulator import microbatch_clocks, simulate_plan
@@ -129,6 +129,15 @@ def test_stages_of_waves_go_through_them_together() -> None:
             mine = (timeline.microbatch == index) & (timeline.stage == stage)
             assert len(set(timeline.start[mine])) == len(set(timeline.backward[mine])) == 1
     assert timeline.work_end_seconds.max() == pytest.approx(score(waves, cost).makespan_seconds, rel=0.05)
+
+
+def test_costs_of_five_coefficients_simulate_what_they_can_price() -> None:
+    cost = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
+    plan = plan_step([20000, 512, 700, 8000], Cluster(ranks=4, capacity_tokens=8192), cost, PlanOptions(layers=32))
+    assert simulate_plan(plan, cost).step_seconds == pytest.approx(score(plan, cost).makespan_seconds, rel=0.01)
+    offloaded = replace(plan, microbatches=tuple(replace(each, offload=0.5) for each in plan.microbatches))
+    with pytest.raises(PlanError, match="whose time these costs can tell; got a plan with offload"):
+        simulate_plan(offloaded, cost)
 
 
 def test_loaders_delay_all_and_other_stages_are_refused() -> None:

@@ -1,12 +1,13 @@
 """`train` and `verify` as functions: what they take, what they return, who hears of a run."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import pytest
 
 from lengthwise.config import load_config
-from lengthwise.core.errors import ConfigError
+from lengthwise.core.errors import CallbackError, ConfigError, LengthwiseError
 from lengthwise.training.api import train, verify
 from lengthwise.training.callbacks import Callback
 from training.small_runs import make_rows, read_lines, write_run
@@ -64,6 +65,46 @@ def test_verify_returns_how_far_apart_ranks_and_one_process_are(tmp_path):
     assert report.passed
     assert (report.tolerance, report.plan.ranks, report.plan) == (1e-12, 2, begun[0])
     assert not (tmp_path / "out").exists()
+
+
+class Broken(Callback):
+    def on_step(self, step):
+        raise ValueError(f"at step {step.metrics.step}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_train_names_a_callback_that_raises(tmp_path, capfd, ranks):
+    path = write_run(tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40)
+    with pytest.raises(CallbackError, match=r"callback Broken\.on_step: expected a return; got ValueError: at step 1"):
+        train(path, ranks=ranks, callbacks=[Broken()])
+    if ranks > 1:  # the traceback stays in the rank, so it is printed there
+        assert 'raise ValueError(f"at step' in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_train_runs_in_a_thread_that_is_not_the_main_one(tmp_path, ranks):
+    path = write_run(tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40)
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(train, path, ranks=ranks).result(timeout=120).steps == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"overrides": "steps=1"}, "overrides: expected a list of texts key=value; got 'steps=1'"),
+        ({"overrides": ["steps"]}, "overrides steps: expected key=value; got 'steps'"),
+        ({"ranks": "2"}, "ranks: expected at least 1; got 2"),
+        (
+            {"ranks": 0, "timeout_seconds": -1},
+            "ranks: expected at least 1; got 0(.|\n)*timeout_seconds: expected a pos",
+        ),
+        ({"run": 3}, r"run: expected the path of a run file, its values or a RunConfig; got 3 \(int\)"),
+        ({"run": {}, "overrides": ["steps=1"]}, "overrides: expected none beside settings that are no file"),
+    ],
+)
+def test_train_refuses_wrong_arguments_by_name(tmp_path, arguments, message):
+    with pytest.raises(LengthwiseError, match=message):
+        train(**{"run": write_run(tmp_path, make_rows([5, 6])), **arguments})
 
 
 def test_train_raises_what_the_command_prints(tmp_path):

@@ -229,11 +229,13 @@ def test_train_stops_at_a_gradient_that_is_not_finite_without_an_update(tmp_path
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_train_does_not_save_parameters_that_an_update_ruined(tmp_path, capfd, ranks, precision, steps):
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_train_does_not_save_parameters_that_an_update_ruined(tmp_path, capfd, ranks, precision, steps, evaluates):
     """Loss and gradient are finite; the last update, or one before it, leaves parameters that are not."""
+    evaluation = {"eval": {"data": [{"path": "train.jsonl"}], "every_steps": 2}} if evaluates else {}
     path = write_run(
         tmp_path, make_rows([30, 12, 5, 60]), steps=steps, precision=precision, capacity_tokens=60,
-        optimizer={"weight_decay": 1e308}, eval={"data": [{"path": "train.jsonl"}], "every_steps": 2},
+        optimizer={"weight_decay": 1e308}, **evaluation,
     )  # fmt: skip
     assert call("train", path, "--ranks", ranks) == 1
     err = capfd.readouterr().err

@@ -42,7 +42,7 @@ class RunOptions:
 
     def names(self) -> dict[str, str]:
         """Map names of the library to what the user typed for them."""
-        return named_alike("ranks overwrite timeout_seconds")
+        return named_alike("ranks overwrite timeout_seconds") | {"overrides": "--set"}
 
 
 @dataclass(frozen=True, kw_only=True)

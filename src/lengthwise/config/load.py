@@ -17,7 +17,7 @@ from lengthwise.core.names import BYTES_TOKENIZER
 _PATH_STARTS = ("./", "../", "/", "~")
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read the run file at `path`.
 
     `overrides` are `key=value` texts, such as `optimizer.lr=1e-3`, `data.0.path=other.jsonl` or

@@ -17,14 +17,15 @@ def apply_overrides(values: dict[str, object], overrides: Sequence[str]) -> list
     """
     problems: list[ConfigError] = []
     for override in overrides:
+        where = f"overrides {override}"
         key, equals, text = override.partition("=")
         path = [part.strip() for part in key.split(".")]
         if not equals or not all(path):
             remedy = "Write for example optimizer.lr=3e-4."
-            problems.append(ConfigError(f"--set {override}", expected="key=value", got=repr(override), remedy=remedy))
+            problems.append(ConfigError(where, expected="key=value", got=repr(override), remedy=remedy))
             continue
         try:
-            value, found = parse_values(text, f"--set {override}")
+            value, found = parse_values(text, where)
             problems += found
             _write(values, path, value)
         except ConfigError as error:
@@ -46,7 +47,7 @@ def _write(values: dict[str, object], path: Sequence[str], value: object) -> Non
         if not isinstance(below, dict | list):
             prefix = ".".join(path[: depth + 1])
             raise ConfigError(
-                f"--set {'.'.join(path)}",
+                f"overrides {'.'.join(path)}",
                 expected=f"`{prefix}` to have keys",
                 got=f"the value {below!r}",
                 remedy=f"Set `{prefix}` itself.",
@@ -60,7 +61,7 @@ def _step(target: dict | list, part: str, path: Sequence[str]) -> Any:
     if part.isascii() and part.isdecimal() and int(part) < len(target):
         return int(part)
     raise ConfigError(
-        f"--set {'.'.join(path)}",
+        f"overrides {'.'.join(path)}",
         expected=f"an index from 0 to {len(target) - 1}" if target else "a list with entries",
         got=repr(part),
         remedy=f"Name an entry that the run file has, or set `{'.'.join(path[:-1])}` as a whole.",

@@ -112,6 +112,12 @@ class NumericError(LengthwiseError):
     code = "numeric"
 
 
+class CallbackError(LengthwiseError):
+    """A callback of the user's that raised."""
+
+    code = "callback"
+
+
 class Problems(LengthwiseError):  # noqa: N818 - a list of errors
     """Several problems at once, one line each; a user corrects them all before the next try."""
 

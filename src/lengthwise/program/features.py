@@ -9,7 +9,7 @@ A reader that learns a feature adds it to its set here. Cost: one pass over the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -79,6 +79,27 @@ def feature_uses(plan: Plan) -> Iterator[Use]:
             yield Use(feature=Feature.HEADS, microbatch=number, value="more")
         if any(piece.shares is not None for piece in microbatch.pieces):
             yield Use(feature=Feature.SHARES, microbatch=number)
+
+
+def refuse_unpriced(plan: Plan) -> None:
+    """Refuse a plan that costs of five coefficients can give no time.
+
+    Raises:
+        PlanError: it names the first microbatch and its features.
+    """
+    if unpriced := uses_beyond(plan, FIVE_COEFFICIENTS):
+        first = unpriced[0].microbatch
+        raise unpriced_error(f"microbatch {first}", [use.feature for use in unpriced if use.microbatch == first])
+
+
+def unpriced_error(where: str, features: Sequence[str]) -> PlanError:
+    """Return what is raised for features that costs do not hold."""
+    return PlanError(
+        where,
+        expected="a plan whose time these costs can tell",
+        got=f"a plan with {', '.join(sorted(features))}",
+        remedy="Take plans without these features, or costs that hold them.",
+    )
 
 
 def refuse_unsupported(plan: Plan) -> None:

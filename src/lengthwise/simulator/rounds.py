@@ -103,7 +103,7 @@ def _run(pieces: Sequence[_Placed], shape: tuple[int, ...], microbatch: Microbat
         clock, worked = _run_pass(pieces, clock, held, each, cost)
         compute = compute + worked
         ends.append(clock)
-    copy = cost.copy_seconds(held, microbatch.offload, microbatch.recompute)
+    copy = cost.copy_seconds(held, microbatch.offload, microbatch.recompute) if microbatch.offload else 0.0 * held
     out = np.maximum(0.0, copy - ends[0])
     into = np.maximum(0.0, copy - (ends[-1] - ends[0]))
     return {

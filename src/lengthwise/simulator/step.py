@@ -19,7 +19,7 @@ from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.timeline import Timeline
 from lengthwise.cost import Cost
 from lengthwise.cost.links import Floats
-from lengthwise.program.features import SIMULATOR, features_of
+from lengthwise.program.features import SIMULATOR, features_of, refuse_unpriced
 from lengthwise.program.stage_clocks import stage_clocks
 from lengthwise.simulator.contention import TURNS, Uplinks
 from lengthwise.simulator.rounds import MicrobatchClocks, microbatch_clocks, ring_clocks
@@ -29,13 +29,15 @@ def simulate_plan(plan: Plan, cost: Cost) -> Timeline:
     """Simulate one step of a plan of any planner; `waves` run in lock-step, and `cost` says how many stages a rank has.
 
     Raises:
-        PlanError: a pipeline of other stages than the costs', shares together with split heads, or ranks of unequal
-            speed.
+        PlanError: a pipeline of other stages than the costs', shares together with split heads, ranks of unequal
+            speed, or features that `cost` does not hold.
     """
     if not features_of(plan) <= SIMULATOR:
         expected, got = "ranks of one speed, all that is simulated", "a plan for unequal ranks"
         remedy = "Score it instead (`lengthwise plan --speeds` prints that), or plan without {speeds}."
         raise PlanError("speeds", expected=expected, got=got, remedy=remedy)
+    if not cost.prices_choices:
+        refuse_unpriced(plan)
     stages = cost.stages
     if plan.schedule["kind"] == "pipeline" and plan.schedule["stages"] != stages:
         got, remedy = str(plan.schedule["stages"]), "Give costs of that many stages ({stages})."

@@ -14,7 +14,7 @@ from lengthwise.config import RunConfig
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.program import check_plan, refuse_unsupported
-from lengthwise.training.callbacks import Callback
+from lengthwise.training.callbacks import Callback, call_back
 from lengthwise.training.folder import RunFolder
 from lengthwise.training.job import Job
 from lengthwise.training.metrics import TrainResult
@@ -49,13 +49,11 @@ def train(
 
         start = prepare(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds, check=check)
         hearing = callbacks if start.is_first else ()
-        for each in hearing:
-            each.on_start(start.job)
+        call_back(hearing, "on_start", start.job)
         result = run_ranks(
             start, lambda world, on_phase: train_rank(start.job, world, callbacks, on_phase), asks_to_stop=True
         )
-        for each in hearing:
-            each.on_end(result)
+        call_back(hearing, "on_end", result)
         return result
 
 
@@ -64,7 +62,7 @@ def verify(
     *,
     ranks: int | None = 2,
     overrides: Sequence[str] = (),
-    plan: Path | None = None,
+    plan: str | Path | None = None,
     timeout_seconds: float = 600.0,
     on_start: Callable[[Start, Plan], None] | None = None,
 ) -> VerifyReport | None:
@@ -79,7 +77,7 @@ def verify(
     start = prepare(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds)
     job = start.job
     lengths = next(job.batches()).lengths
-    chosen = job.make_plan(lengths) if plan is None else read_plan(plan, job, lengths)
+    chosen = job.make_plan(lengths) if plan is None else read_plan(Path(plan), job, lengths)
     if start.is_first and on_start is not None:
         on_start(start, chosen)
     return run_ranks(start, lambda world, on_phase: verify_rank(job, chosen, world, on_phase))

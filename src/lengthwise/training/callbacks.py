@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from lengthwise.core.errors import CallbackError, LengthwiseError
 from lengthwise.training.metrics import EvalMetrics, FinishedStep, TrainResult
 
 if TYPE_CHECKING:
@@ -31,3 +33,21 @@ class Callback(Protocol):
 
     def on_end(self, result: TrainResult) -> None:
         """Hear of the end of a run whose model is saved."""
+
+
+def call_back(callbacks: Sequence[Callback], method: str, what: object) -> None:
+    """Call one method of each.
+
+    Raises:
+        CallbackError: one raised; it is named.
+    """
+    for each in callbacks:
+        try:
+            getattr(each, method)(what)
+        except (LengthwiseError, BrokenPipeError):  # what `| head` does to the progress line has words of its own
+            raise
+        except Exception as error:
+            name = f"callback {type(each).__name__}.{method}"
+            got = f"{type(error).__name__}: {error}"
+            remedy = "Correct the callback, or leave it out; the traceback says where."
+            raise CallbackError(name, expected="a return", got=got, remedy=remedy) from error

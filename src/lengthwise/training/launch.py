@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 
 from lengthwise.comm import World
-from lengthwise.core.errors import LengthwiseError, RankError, TransferError
+from lengthwise.core.errors import CallbackError, LengthwiseError, RankError, TransferError
 
 Result = TypeVar("Result")
 RankMain = Callable[[World, Callable[[str], None]], Result]
@@ -68,7 +69,13 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Note signals inside the block instead of being interrupted by them."""
+        """Note signals inside the block instead of being interrupted by them.
+
+        In a thread that is not the main one nothing is noted: Python lets signals be handled in the main one alone.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
         before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         for handler in before.values():
             earlier = getattr(handler, "__self__", None)
@@ -199,6 +206,8 @@ def _child(work: RankMain[Any], world: World, pipe: Connection, board: StatusBoa
             result = work(world, lambda phase: board.note(world.rank, phase))
             message = ("result", None if world.rank else result)
         except LengthwiseError as error:
+            if isinstance(error, CallbackError) and error.__cause__ is not None:  # the pipe does not carry it
+                traceback.print_exception(error.__cause__)
             message = ("error", error)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
             where, expected = f"rank {world.rank}, {board.last_seen(world.rank)}", "the rank to finish"

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from lengthwise.comm import World, count_gpus, world_from_environment
 from lengthwise.config import RunConfig, build_config, load_config
-from lengthwise.core.errors import Collector, ConfigError
+from lengthwise.core.errors import Collector, ConfigError, raise_problems
 from lengthwise.training.job import Job, prepare_job
 from lengthwise.training.launch import launch
 
@@ -69,10 +69,20 @@ def prepare(
 
 
 def _settings(run: Run, overrides: Sequence[str]) -> RunConfig:
+    if isinstance(overrides, str):
+        got, remedy = repr(overrides), "Put the text into a list."
+        raise ConfigError("overrides", expected="a list of texts key=value", got=got, remedy=remedy)
     if isinstance(run, str | Path):
         return load_config(Path(run), overrides)
-    assert not overrides, f"overrides are for a run file, got {overrides}"
-    return run if isinstance(run, RunConfig) else build_config(run, Path.cwd())
+    if overrides:
+        expected, got = "none beside settings that are no file", ", ".join(map(repr, overrides))
+        raise ConfigError("overrides", expected=expected, got=got, remedy="Change the settings themselves.")
+    if isinstance(run, RunConfig):
+        return run
+    if not isinstance(run, Mapping):
+        expected, got = "the path of a run file, its values or a RunConfig", f"{run!r} ({type(run).__name__})"
+        raise ConfigError("run", expected=expected, got=got, remedy="Give one of these.")
+    return build_config(run, Path.cwd())
 
 
 def _torchrun(ranks: int | None) -> World | None:
@@ -84,11 +94,14 @@ def _torchrun(ranks: int | None) -> World | None:
 
 
 def _check_numbers(ranks: int | None, timeout_seconds: float) -> None:
-    if ranks is not None and ranks < 1:
-        raise ConfigError("ranks", expected="at least 1", got=str(ranks), remedy="Give the number of processes.")
-    if not 0 < timeout_seconds < float("inf"):
+    problems: list[ConfigError] = []
+    if ranks is not None and not (isinstance(ranks, int) and ranks >= 1):
+        remedy = "Give the number of processes."
+        problems.append(ConfigError("ranks", expected="at least 1", got=str(ranks), remedy=remedy))
+    if not (isinstance(timeout_seconds, int | float) and 0 < timeout_seconds < float("inf")):
         got = str(timeout_seconds)
-        raise ConfigError("timeout_seconds", expected="a positive number", got=got, remedy="Give seconds.")
+        problems.append(ConfigError("timeout_seconds", expected="a positive number", got=got, remedy="Give seconds."))
+    raise_problems(problems)
 
 
 def run_ranks(

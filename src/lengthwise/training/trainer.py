@@ -28,7 +28,7 @@ from lengthwise.engine.parameters import Parameters, largest_magnitude
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, build_adapted, has_balance_loss, largest_head_dim, save_adapter, save_model
-from lengthwise.training.callbacks import Callback
+from lengthwise.training.callbacks import Callback, call_back
 from lengthwise.training.folder import RunFolder
 from lengthwise.training.job import Job
 from lengthwise.training.launch import StopRequest
@@ -66,7 +66,9 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
     """
     with nullcontext() if world.rank else PlannerProcess(job.plan_options) as planner:
         hearing = () if world.rank else (RunFolder(job.config.output), *callbacks)
-        transport = connect(world, job, on_phase, None if world.rank else lambda line: _note(hearing, line))
+        transport = connect(
+            world, job, on_phase, None if world.rank else lambda line: call_back(hearing, "on_note", line)
+        )
 
         def steps(batches: Iterator[StepBatch]) -> StepSource:
             return PlanAhead(batches, planner, transport, timeout_seconds=job.timeout_seconds)
@@ -96,7 +98,7 @@ class _Trainer:
         dtype = DTYPES[job.config.precision]
         head_dim = largest_head_dim(job.model.config)
         self._kernel = choose_kernel(
-            world.device, dtype=dtype, head_dim=head_dim, say=lambda line: _note(callbacks, line)
+            world.device, dtype=dtype, head_dim=head_dim, say=lambda line: call_back(callbacks, "on_note", line)
         )
         with reporting_shortage(
             lambda: f"rank {world.rank}, start",
@@ -116,7 +118,7 @@ class _Trainer:
             self._folder.start(self._job.config)
         if self._checks_memory:
             self._transport.phase = "memory check before the first step"
-            _note(self._callbacks, check_memory(self._model, self._parameters, self._job, self._kernel))
+            call_back(self._callbacks, "on_note", check_memory(self._model, self._parameters, self._job, self._kernel))
         start, tokens, first_loss, metrics = time.perf_counter(), 0, 0.0, None
         number, planned, stopped_by = 0, self._steps.next("step 1"), None
         while planned is not None and stopped_by is None:
@@ -170,8 +172,7 @@ class _Trainer:
             plan_seconds=planned.plan_seconds,
         )
         finished = FinishedStep(metrics=metrics, num_steps=self._num_steps, sequences=batch.ids, plan=plan)
-        for each in self._callbacks:
-            each.on_step(finished)
+        call_back(self._callbacks, "on_step", finished)
         return metrics, following, int(rows[:, 2].max()) or None
 
     def _share(self, numbers: list[float]) -> torch.Tensor:
@@ -211,8 +212,7 @@ class _Trainer:
             num_tokens=tokens,
             num_loss_tokens=loss_tokens,
         )
-        for each in self._callbacks:
-            each.on_eval(metrics)
+        call_back(self._callbacks, "on_eval", metrics)
 
     def _save(self, number: int) -> None:
         self._transport.phase = "saving the model"
@@ -223,11 +223,6 @@ class _Trainer:
                 save(self._model, folder)
                 if self._job.tokenizer is not None:
                     self._job.tokenizer.save(folder)
-
-
-def _note(callbacks: Sequence[Callback], line: str) -> None:
-    for each in callbacks:
-        each.on_note(line)
 
 
 def _refuse_infinite(what: str, value: float, step: str, batch: StepBatch) -> None:

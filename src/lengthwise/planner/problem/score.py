@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.cost import Choice, Cost
 from lengthwise.planner.problem.speeds import noted_speeds, read_speeds
-from lengthwise.program.features import FIVE_COEFFICIENTS, uses_beyond
+from lengthwise.program.features import refuse_unpriced, unpriced_error
 from lengthwise.program.stage_clocks import stage_clocks
 
 
@@ -199,18 +198,7 @@ def _priced_stages(plan: Plan, cost: Cost) -> int:
     asked = int(plan.schedule["stages"]) if plan.schedule["kind"] == "pipeline" else None
     if _reads_choices(cost):
         if asked not in (None, cost.stages):
-            raise _unpriced("plan", [f"a pipeline of {asked} stages (the costs are those of {cost.stages})"])
+            raise unpriced_error("plan", [f"a pipeline of {asked} stages (the costs are those of {cost.stages})"])
         return cost.stages
-    if unpriced := uses_beyond(plan, FIVE_COEFFICIENTS):
-        first = unpriced[0].microbatch
-        raise _unpriced(f"microbatch {first}", sorted(use.feature for use in unpriced if use.microbatch == first))
+    refuse_unpriced(plan)
     return asked or 1
-
-
-def _unpriced(where: str, features: list[str]) -> PlanError:
-    return PlanError(
-        where,
-        expected="a plan whose time these costs can tell",
-        got=f"a plan with {', '.join(features)}",
-        remedy="Score plans without these features, or with costs that hold them.",
-    )
