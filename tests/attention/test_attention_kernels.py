@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from lengthwise.attention import Block, FlashCpuKernel, ReferenceKernel, Saved, merge_block
+from lengthwise.attention import Block, FlashCpuKernel, ReferenceKernel, Saved
+from lengthwise.attention.kernels import merge_block
 from lengthwise.attention.varlen import VarlenKernel
 from support import dense_attention, relative_error, rounding_floor
 from support.varlen import ReferenceVarlenOps

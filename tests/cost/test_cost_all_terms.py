@@ -15,12 +15,12 @@ from lengthwise.cost import (
     all_terms_cost,
     analytic_cost,
     capacity_tokens,
-    host_share_bytes,
     microbatches_kept,
     named_hardware,
     named_shape,
     state_bytes,
 )
+from lengthwise.cost.memory import host_share_bytes
 
 LLAMA_7B, H100 = named_shape("llama-7b"), named_hardware("h100")
 PUBLISHED_MS = {4: (0.8, 0.9), 8: (1.8, 1.8), 16: (4.8, 3.6), 32: (14.1, 7.5), 64: (48.2, 15.1), 128: (175.5, 28.2)}

@@ -3,7 +3,8 @@
 import pytest
 
 from lengthwise.core.errors import ConfigError, Problems
-from lengthwise.cost import Cost, cost_from_file
+from lengthwise.cost import Cost
+from lengthwise.cost.given import cost_from_file
 
 
 def test_cost_from_file_takes_what_is_left_out_as_zero(tmp_path):

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from lengthwise.config import GlobalBatch
 from lengthwise.core.errors import DataError, LengthwiseError
-from lengthwise.data import Batches, check_fits, check_positions, epoch_order
+from lengthwise.data import Batches, check_fits, check_positions
 from lengthwise.data.dataset import DatasetBuilder
+from lengthwise.data.sampler import epoch_order
 
 GOLDEN = {
     (0, 0): [4, 8, 0, 1, 7, 6, 2, 5, 3, 9],

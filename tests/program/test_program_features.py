@@ -6,8 +6,8 @@ import pytest
 
 from lengthwise.core.errors import PlanError, Problems
 from lengthwise.core.plan import KNOWN_FEATURES, Piece
-from lengthwise.program import Feature, features_of, refuse_unsupported
-from lengthwise.program.features import ENGINE, FIVE_COEFFICIENTS, SIMULATOR, feature_uses, uses_beyond
+from lengthwise.program import Feature, refuse_unsupported
+from lengthwise.program.features import ENGINE, FIVE_COEFFICIENTS, SIMULATOR, feature_uses, features_of, uses_beyond
 from support.plans import make_plan
 
 RING = Piece(ranks=(0, 2, 1), sequences=(0,))

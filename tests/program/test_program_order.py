@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import lengthwise
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
-from lengthwise.program import StrictMatcher, check_order, last_on_all_ranks, lower_microbatch, refuse_unsupported
-from lengthwise.program.order import Operation, rank_groups
+from lengthwise.program import check_order, last_on_all_ranks, lower_microbatch, refuse_unsupported
+from lengthwise.program.order import Operation, StrictMatcher, rank_groups
 from support import draw_lengths, make_plan, random_plan
 
 SOURCE = Path(lengthwise.__file__).parent

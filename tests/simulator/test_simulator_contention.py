@@ -13,8 +13,9 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, PlanOptions, plan_step
 from lengthwise.program import ring_order
-from lengthwise.simulator import microbatch_clocks, node_bytes, piece_layer, simulate_plan
-from lengthwise.simulator.contention import Uplinks
+from lengthwise.simulator import microbatch_clocks, simulate_plan
+from lengthwise.simulator.contention import Uplinks, node_bytes
+from lengthwise.simulator.piece_layers import piece_layer
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 NODES_OF_4 = replace(HARDWARE, ranks_per_node=4, node_uplink_bytes_per_second=4 * HARDWARE.link_bytes_per_second)

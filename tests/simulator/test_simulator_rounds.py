@@ -12,7 +12,8 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.cost import Choice, Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.program import lower_microbatch, ring_order
-from lengthwise.simulator import microbatch_clocks, piece_layer
+from lengthwise.simulator import microbatch_clocks
+from lengthwise.simulator.piece_layers import piece_layer
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 COST = all_terms_cost(SHAPE, HARDWARE)

@@ -1,7 +1,7 @@
 """Blockwise attention: kernels that also give the log-sum-exp, the merge of partial results, and the planned ring."""
 
 from lengthwise.attention.choose import choose_kernel
-from lengthwise.attention.kernels import Block, BlockKernel, FlashCpuKernel, ReferenceKernel, Saved, merge_block
+from lengthwise.attention.kernels import Block, BlockKernel, FlashCpuKernel, ReferenceKernel, Saved
 from lengthwise.attention.planned import PlannedAttention, planned_attention
 from lengthwise.attention.recompute import ActivationPolicy, Recomputation
 
@@ -15,6 +15,5 @@ __all__ = [
     "ReferenceKernel",
     "Saved",
     "choose_kernel",
-    "merge_block",
     "planned_attention",
 ]

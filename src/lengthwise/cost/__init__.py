@@ -9,13 +9,11 @@ from lengthwise.cost.all_terms import all_terms_cost
 from lengthwise.cost.analytic import analytic_cost, step_flops
 from lengthwise.cost.choices import Choice, Choices
 from lengthwise.cost.costs import costs
-from lengthwise.cost.given import cost_from_file
 from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, named_hardware
 from lengthwise.cost.links import Link
 from lengthwise.cost.memory import (
     activation_bytes,
     capacity_tokens,
-    host_share_bytes,
     microbatches_kept,
     recompute_capacities,
     state_bytes,
@@ -37,9 +35,7 @@ __all__ = [
     "all_terms_cost",
     "analytic_cost",
     "capacity_tokens",
-    "cost_from_file",
     "costs",
-    "host_share_bytes",
     "microbatches_kept",
     "named_hardware",
     "named_shape",

@@ -6,7 +6,7 @@ its tokenizer, torch never.
 
 from lengthwise.data.dataset import NO_LOSS, Dataset, MemoryDataset, check_fits, check_positions
 from lengthwise.data.load import load_dataset
-from lengthwise.data.sampler import Batches, epoch_order
+from lengthwise.data.sampler import Batches
 from lengthwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "Tokenizer",
     "check_fits",
     "check_positions",
-    "epoch_order",
     "load_dataset",
     "load_tokenizer",
 ]

@@ -1,8 +1,6 @@
 """Plans x costs -> a timeline: what a step would take on machines that nobody here has. Pure: no torch, no clock."""
 
-from lengthwise.simulator.contention import node_bytes
 from lengthwise.simulator.loading import LOADERS, loading_seconds, waits_seconds
-from lengthwise.simulator.piece_layers import piece_layer
 from lengthwise.simulator.rounds import microbatch_clocks
 from lengthwise.simulator.step import simulate_plan
 from lengthwise.simulator.study import PlannerResult, Setting, compare_planners
@@ -17,8 +15,6 @@ __all__ = [
     "compare_planners",
     "loading_seconds",
     "microbatch_clocks",
-    "node_bytes",
-    "piece_layer",
     "simulate_plan",
     "waits_seconds",
 ]
