@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PlanOptions, bound_seconds, plan_step, score
 from lengthwise.planner.placement.annealing import MOST_WORK, Annealing, anneal
 from lengthwise.planner.problem.request import PlanRequest
@@ -32,6 +32,26 @@ def test_tiny_steps_cut_packs_over_rings_where_that_wins(ranks: int, tokens: tup
     packs = [piece for each in plan.microbatches for piece in each.pieces if piece.degree > 1]
     assert any(len(piece.sequences) > 1 for piece in packs)
     assert plan.notes["predicted_seconds"] <= least * 1.01
+
+
+@pytest.mark.parametrize(
+    ("tokens", "speeds", "unchanged_seconds"),
+    [
+        ((9237, 6948, 3089, 786, 15768, 17066, 3674, 3536), (1.0, 1.0, 1.0, 1.0, 0.5), 1.6427),
+        ((2681, 21812, 687, 16719, 3036, 6228, 673, 2609, 535), (0.75, 0.75, 1.0, 0.75, 0.5, 0.5), 1.7052),
+        ((1026, 673, 8628, 1486, 2852, 5935, 1453), (0.75, 1.0, 0.75, 0.5, 1.0, 0.75), 0.5274),
+    ],
+)
+def test_tiny_steps_on_ranks_of_unequal_speed_are_annealed_too(
+    tokens: tuple[int, ...], speeds: tuple[float, ...], unchanged_seconds: float
+) -> None:
+    """Without it they end at `unchanged_seconds`."""
+    cost = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
+    plan = plan_step(tokens, Cluster(ranks=len(speeds), capacity_tokens=8192), cost, PlanOptions(speeds=speeds))
+    check_plan(plan)
+    check_order(plan)
+    assert plan.notes["predicted_seconds"] <= unchanged_seconds * 0.965
+    assert plan.notes["predicted_seconds"] >= plan.notes["bound_seconds"]
 
 
 @settings(max_examples=40, deadline=None)

@@ -103,8 +103,9 @@ def _offer_all(request: PlanRequest, selection: Selection) -> None:
         for planner in (*BASELINES, plan_waves):  # in lock-step, which ends no later without the lock
             made.append(planner(others))
             selection.offer(made[-1])
-    if len(request.tokens) * request.cluster.ranks <= MOST_WORK and request.speeds is None:
-        ends = [score(request.draft(each), request.cost).makespan_seconds for each in made]
+    if len(request.tokens) * request.cluster.ranks <= MOST_WORK:
+        drafts = [request.draft(each) for each in made]
+        ends = [score(draft, request.cost, speeds=request.speeds).makespan_seconds for draft in drafts]
         first = ends.index(min(ends))
         for start in sorted({first} if request.priced_stages == 1 else {0, first}):  # stages may turn the order
             if ends[start] > request.bound_seconds * _WORTH_ANNEALING:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from lengthwise.core.held import held_tokens, rounding_tokens
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.planner.problem.request import PlanRequest
-from lengthwise.program.ring_order import ring_order
+from lengthwise.program.ring_order import interval_microbatch
 
 MOST_WORK = 300  # sequences x ranks; above it rules level better than tries
 _ROUNDS = 3  # each from the best so far, and from rings over all ranks
@@ -52,7 +52,7 @@ def anneal(request: PlanRequest, microbatches: Sequence[Microbatch], makespan_se
         layouts += [search.run(state), search.run(search.all_in_rings())]
         state = search.state_of(min(layouts, key=_makespan))
     best = min(layouts, key=_makespan)
-    return _write(best) if best.makespan_seconds < makespan_seconds * (1 - 1e-9) else list(microbatches)
+    return _write(best, request) if best.makespan_seconds < makespan_seconds * (1 - 1e-9) else list(microbatches)
 
 
 class Annealing:
@@ -60,9 +60,10 @@ class Annealing:
 
     def __init__(self, request: PlanRequest) -> None:
         self.request, self.ranks, self.capacity = request, request.cluster.ranks, request.cluster.capacity_tokens
-        self.launch = request.cost.fixed_seconds
+        self.speeds = request.speeds or (1.0,) * self.ranks
+        self.launch = [request.cost.fixed_seconds / speed for speed in self.speeds]
         self.choose = random.Random(0)  # noqa: S311 - nothing secret, and the same everywhere
-        self._seconds: dict[tuple[int, tuple[int, ...]], float] = {}
+        self._seconds: dict[tuple[int, tuple[int, ...]], list[float]] = {}
         self._held: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def run(self, state: State) -> Layout:
@@ -143,23 +144,25 @@ class Annealing:
         beside = [(0, -1)] * self.ranks  # tokens that fit beside the ring that a rank ran last, and its number
         pieces: list[tuple[int, int, tuple[int, ...], int]] = []
         for number, (degree, sequences) in enumerate(state):
-            seconds = self._piece_seconds(degree, sequences)
+            took = self._piece_seconds(degree, sequences)
             if degree == 1:
                 tokens = sum(self.request.tokens[i] for i in sequences)
                 joins = [tokens <= beside[rank][0] for rank in range(self.ranks)]
-                ends = [free[rank] - (self.launch if joins[rank] else 0.0) for rank in range(self.ranks)]
-                first = ends.index(min(ends))
+                ends = [
+                    free[rank] + took[rank] - (self.launch[rank] if joins[rank] else 0.0) for rank in range(self.ranks)
+                ]
+                end = min(ends)
+                first = ends.index(end)
                 if joins[first]:
                     pieces.append((first, 1, sequences, beside[first][1]))
                     beside[first] = (beside[first][0] - tokens, beside[first][1])
-                    free[first] += seconds - self.launch
+                    free[first] = end
                     continue
-                start = free[first]
             else:
-                starts = [max(free[first : first + degree]) for first in range(self.ranks - degree + 1)]
-                start = min(starts)
+                ends = [max(free[first : first + degree]) + seconds for first, seconds in enumerate(took)]
+                end = min(ends)
                 first = max(
-                    (place for place, at in enumerate(starts) if at == start),
+                    (place for place, at in enumerate(ends) if at == end),
                     key=lambda place: (sum(free[place : place + degree]), -place),
                 )
             room = (
@@ -168,7 +171,7 @@ class Annealing:
                 else 0
             )
             for rank in range(first, first + degree):
-                free[rank], beside[rank] = start + seconds, (room, number)
+                free[rank], beside[rank] = end, (room, number)
             pieces.append((first, degree, sequences, number))
         makespan = max(free)
         return Layout(pieces=pieces, makespan_seconds=makespan, judged_seconds=makespan + sum(free) / self.ranks)
@@ -189,11 +192,28 @@ class Annealing:
         """Return the pieces of a layout in the order in which they were placed."""
         return [(degree, sequences) for _, degree, sequences, _ in layout.pieces]
 
-    def _piece_seconds(self, degree: int, sequences: tuple[int, ...]) -> float:
+    def _piece_seconds(self, degree: int, sequences: tuple[int, ...]) -> list[float]:
+        """Return how long a piece takes, launch included, from each first rank."""
         key = degree, sequences
         if key not in self._seconds:
-            lengths = [self.request.tokens[i] for i in sequences]
-            self._seconds[key] = self.launch + self.request.cost.piece_seconds(lengths, degree)
+            lengths, cost, topology = (
+                [self.request.tokens[i] for i in sequences],
+                self.request.cost,
+                self.request.topology,
+            )
+            alone = cost.fixed_seconds + cost.piece_seconds(lengths, degree)
+            extra = topology.extra_seconds(lengths[0], degree) if self.request.speeds and len(lengths) == 1 else None
+            if self.request.speeds is None:
+                self._seconds[key] = [alone] * (self.ranks - degree + 1)
+            elif extra is not None:
+                self._seconds[key] = (alone + extra.seconds).tolist()
+            else:
+                slowest = topology.places(degree).slowest.tolist()
+                paced = {speed: cost.at_speed(speed) for speed in set(slowest)}
+                took = {
+                    speed: each.fixed_seconds + each.piece_seconds(lengths, degree) for speed, each in paced.items()
+                }
+                self._seconds[key] = [took[speed] for speed in slowest]
         return self._seconds[key]
 
     def _most_held(self, degree: int, sequences: tuple[int, ...]) -> int:
@@ -213,9 +233,10 @@ def _makespan(layout: Layout) -> float:
     return layout.makespan_seconds
 
 
-def _write(layout: Layout) -> list[Microbatch]:
+def _write(layout: Layout, request: PlanRequest) -> list[Microbatch]:
     """Write microbatches in the order in which their first pieces were placed."""
     together: dict[int, list[Piece]] = {}
     for first, degree, sequences, number in layout.pieces:
-        together.setdefault(number, []).append(Piece(ranks=ring_order(first, degree), sequences=sequences))
+        shares = request.topology.shares(request.tokens[sequences[0]], first, degree) if len(sequences) == 1 else None
+        together.setdefault(number, []).extend(interval_microbatch(first, degree, sequences, shares).pieces)
     return [Microbatch(pieces=tuple(pieces)) for pieces in together.values()]
