@@ -193,15 +193,17 @@ def test_rings_keep_to_ranks_of_one_speed_where_costs_know_no_shares(recipe: str
     assert plan.notes["predicted_seconds"] <= 1.02 * plan.notes["bound_seconds"]
 
 
-@pytest.mark.parametrize(("tokens", "most_ratio"), [([758, 2416], 1.153), ([1885, 11358, 4009, 754, 557], 1.03)])
+@pytest.mark.parametrize(("tokens", "most_ratio"), [([758, 2416], 1.153), ([1885, 11358, 4009, 754, 557], 1.02)])
 def test_few_sequences_on_unequal_ranks_are_cut_further_where_packs_end_late(
     tokens: list[int], most_ratio: float
 ) -> None:
     shape = replace(named_shape("llama-7b"), kv_heads=32)
     cost = all_terms_cost(shape, named_hardware("h100"))
     cluster = Cluster(ranks=5, capacity_tokens=8192)
-    plan = plan_step(tokens, cluster, cost, PlanOptions(speeds=(1, 1, 1, 1, 0.5)))
-    assert score(plan, cost).makespan_seconds <= most_ratio * plan.notes["bound_seconds"]
+    speeds = (1, 1, 1, 1, 0.5)
+    plan = plan_step(tokens, cluster, cost, PlanOptions(speeds=speeds))
+    of_lone_rings = bound_seconds(tokens, cluster, cost, speeds=speeds)  # the plan may also cut packs over rings
+    assert score(plan, cost).makespan_seconds <= most_ratio * of_lone_rings
 
 
 @pytest.mark.parametrize(
