@@ -5,11 +5,12 @@ then `lengthwise plan --planner NAME`, `simulate` and `train` know it, too.
 """
 
 import lengthwise
+from lengthwise.program import ring_order
 
 
 def one_by_one(request: lengthwise.PlanRequest) -> list[lengthwise.Microbatch]:
     """Put every sequence over all ranks, one after the other."""
-    ranks = tuple(range(request.cluster.ranks))
+    ranks = ring_order(0, request.cluster.ranks)  # in this order every transfer is between neighbours on the line
     pieces = [lengthwise.Piece(ranks=ranks, sequences=(number,)) for number in range(len(request.tokens))]
     return [lengthwise.Microbatch(pieces=(piece,)) for piece in pieces]
 

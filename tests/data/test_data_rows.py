@@ -146,6 +146,8 @@ IDS_ROW = {"input_ids": [1, 2, 3]}
         {"attention_mask": [1, 1, 0]},
         {"attention_mask": "111"},
         {"loss_mask": [1, 1, 1]},
+        {"lossMask": [1, 1, 1]},
+        {"loss-mask": [1, 1, 1]},
         {"mask": [0, 1, 1]},
         {"assistant_masks": [0, 1, 1]},
         {"completion_mask": [0, 1, 1]},

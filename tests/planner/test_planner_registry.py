@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, PlanOptions, PlanRequest, plan_step, planner_names, register_planner, registry
 
 COST = Cost(linear_seconds=1.0)
@@ -88,6 +89,33 @@ def test_what_a_planner_gets_wrong_names_it(ranks: tuple[int, ...], sequences: t
     with pytest.raises((PlanError, Exception), match=told) as caught:
         _plan("wrong")
     assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize(
+    ("microbatch", "told"),
+    [
+        (Microbatch(pieces=(Piece(ranks=(0,), sequences=(0,)),), recompute="foo"), "recompute"),
+        (Microbatch(pieces=(Piece(ranks=(0,), sequences=(0,)),), offload=2.0), "offload"),
+        (Microbatch(pieces=(Piece(ranks=(0, 1), sequences=(0, 1, 2), heads=3),)), "heads that divide the 2 ranks"),
+        (Microbatch(pieces=(Piece(ranks=(np.int64(0),), sequences=(0,)),)), "plain numbers"),
+    ],
+)
+def test_what_a_planner_gets_wrong_is_found_before_it_is_scored(microbatch: Microbatch, told: str) -> None:
+    register_planner("wrong", lambda request: [microbatch])
+    with pytest.raises(PlanError, match=f"planner wrong.*{told}"):
+        _plan("wrong")
+
+
+def test_a_planner_may_split_heads() -> None:
+    microbatch = Microbatch(pieces=(Piece(ranks=(0, 1), sequences=(0, 1, 2), heads=2),))
+    register_planner("heads", lambda request: [microbatch])
+    cost = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
+    assert plan_step([5, 6, 7], CLUSTER, cost, PlanOptions(planner="heads")).requires == ("heads",)
+
+
+def test_only_a_function_is_registered() -> None:
+    with pytest.raises(ConfigError, match="planner five: expected a function from a PlanRequest to microbatches; got"):
+        register_planner("five", 5)  # type: ignore[arg-type]
 
 
 def test_an_exception_of_a_planner_names_it() -> None:

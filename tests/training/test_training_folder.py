@@ -6,9 +6,11 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from lengthwise.config import load_config
 from lengthwise.core.errors import OutputError
 from lengthwise.training import trainer
 from lengthwise.training.folder import RunFolder
@@ -75,7 +77,7 @@ def test_the_folder_of_a_killed_run_is_free(tmp_path, ranks):
 
 def test_of_many_that_claim_a_folder_at_once_one_gets_it(tmp_path):
     """Again and again: claims end, and remove their lock, while others are being made."""
-    together, got = threading.Barrier(4), []
+    together, got = threading.Barrier(4, timeout=20), []  # where two get it, others wait in vain
     (tmp_path / "out").mkdir()
 
     def claim(_):
@@ -139,3 +141,26 @@ def test_an_interrupt_says_whether_the_model_was_saved(tmp_path, monkeypatch, ca
     assert call("train", path, "--overwrite") == 130
     assert capfd.readouterr().err == f"interrupted: the model is saved in {tmp_path / 'out/model'}\n"
     assert (tmp_path / "out/model/model.safetensors").exists()
+
+
+def test_a_saved_model_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """A machine that loses power finds the whole model under `model`, or none."""
+    config = load_config(write_run(tmp_path, make_rows([5, 6])))
+    done = []
+    sync, rename = os.fsync, Path.rename
+
+    def synced(descriptor):
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        sync(descriptor)
+
+    def renamed(self, target):
+        done.append(f"rename to {target.name}")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    with RunFolder(config.output).claimed(overwrite=False), RunFolder(config.output).saving() as unfinished:
+        (unfinished / "a").write_text("x")
+        (unfinished / "b").write_text("y")
+    assert sorted(done[:2]) == ["a", "b"]
+    assert done[2:] == ["model.unfinished", "rename to model", config.output.name]

@@ -23,6 +23,7 @@ _CHAT_REMEDY = (
     f"{NO_LOSS} where nothing is to be learned."
 )
 # What other trainers read as labels, or as what has a loss or is seen; ignored, a run would learn something else.
+_WORD_BREAK = re.compile(r"(?<=[a-z])(?=[A-Z])|-")  # lossMask and loss-mask are loss_mask
 _LIKE_LABELS = re.compile(r"(\w+_)?(labels?|masks?|targets?|weights?)|(label|target|position|token_type|segment)_ids")
 
 
@@ -135,7 +136,11 @@ def _check_columns(values: dict[str, Any], where: str) -> None:
         remedy = _CHAT_REMEDY if any(name in values for name in _CHATS) else 'Name the column "text" or "input_ids".'
         raise _refuse(where, f"a column of {_ROWS}", names, remedy)
     for name, value in values.items():
-        if name != "labels" and _LIKE_LABELS.fullmatch(name.lower()) and not _says_nothing(name, value, values):
+        if (
+            name != "labels"
+            and _LIKE_LABELS.fullmatch(_WORD_BREAK.sub("_", name).lower())
+            and not _says_nothing(name, value, values)
+        ):
             expected = f'"labels" with {NO_LOSS} where there is no loss, in place of other labels, masks and positions'
             got = f'"{name}", which would be ignored'
             raise _refuse(where, expected, got, "Write it into `labels`, or take it out.")

@@ -12,7 +12,9 @@ Any other planner makes one candidate a part of the choices. Tries are counted, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 
 from lengthwise.core.plan import Microbatch, Plan
@@ -26,6 +28,7 @@ from lengthwise.planner.registry import BASELINES, PLANNERS, check_registered, f
 from lengthwise.planner.schedules.columns import plan_columns
 from lengthwise.planner.schedules.pipeline import pipeline_schedule, plan_slots
 from lengthwise.planner.schedules.waves import plan_waves
+from lengthwise.program.features import REQUIRED, features_of
 
 _ALWAYS = 10_000  # sequences x ranks, up to which the others are made whatever the search found: 0.1 s
 _WORTH_OTHERS = ((50_000, 1.0006), (1_000_000, 1.01))  # (sequences x ranks, of the bound): up to the first, above this
@@ -42,9 +45,11 @@ class Selection:
     options: PlanOptions
     seconds: float = inf
 
-    def offer(self, microbatches: list[Microbatch]) -> None:
-        """Finish and score a candidate; keep it if it ends before all others."""
+    def offer(self, microbatches: list[Microbatch], *, check: Callable[[Plan], None] | None = None) -> None:
+        """Finish, check and score a candidate; keep it if it ends before all others."""
         plan = self._finished(microbatches)
+        if check is not None:
+            check(plan)
         seconds = score(plan, self.cost, speeds=self.options.speeds).makespan_seconds
         if seconds < self.seconds * _EARLIER:
             self.plan, self.seconds = plan, seconds
@@ -54,17 +59,12 @@ class Selection:
         recompute = self.options.recompute
         if recompute != "none":
             microbatches = [replace(each, recompute=recompute) for each in microbatches]
-        plan = replace(self.plan, microbatches=tuple(microbatches), requires=self._requires(microbatches))
+        plan = replace(self.plan, microbatches=tuple(microbatches))
         if self.options.offload == "auto":
             plan = write_offload(plan)
         if self.options.heads == "auto":
             plan = split_heads(plan, self.cost)
-        return plan
-
-    def _requires(self, microbatches: list[Microbatch]) -> tuple[str, ...]:
-        mode = () if self.options.mode == "free" else (self.options.mode,)
-        shares = any(piece.shares is not None for microbatch in microbatches for piece in microbatch.pieces)
-        return (*mode, "shares") if shares else mode
+        return replace(plan, requires=tuple(sorted(features_of(plan) & REQUIRED, reverse=True)))  # the mode first
 
 
 def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selection:
@@ -86,9 +86,8 @@ def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selec
         if options.mode == "waves":
             selection.offer(plan_waves(asked))
         elif options.planner != "lengthwise":
-            selection.offer(find_planner(options.planner)(asked))
-            if options.planner not in PLANNERS:
-                check_registered(options.planner, selection.plan)
+            check = None if options.planner in PLANNERS else partial(check_registered, options.planner)
+            selection.offer(find_planner(options.planner)(asked), check=check)
         else:
             _offer_all(asked, selection)
     return selection

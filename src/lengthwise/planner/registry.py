@@ -26,6 +26,7 @@ from lengthwise.program.check import check_plan
 Planner: TypeAlias = Callable[[PlanRequest], list[Microbatch]]
 
 GROUP = "lengthwise.planners"
+_REMEDY = "Correct the planner, or take another."
 _BUILT_IN: Mapping[str, Planner] = {
     "lengthwise": plan_lengthwise,
     "static": plan_static,
@@ -43,8 +44,11 @@ def register_planner(name: str, function: Planner) -> None:
     """Make a planner known in this process, in place of an earlier one of this name.
 
     Raises:
-        ConfigError: the name of one of `PLANNERS`, or no name.
+        ConfigError: the name of one of `PLANNERS`, no name, or no function.
     """
+    if not callable(function):
+        expected, got = "a function from a PlanRequest to microbatches", f"a {type(function).__name__}"
+        raise ConfigError(f"planner {name}", expected=expected, got=got, remedy="Register a function.")
     if not name or name in _BUILT_IN:
         raise ConfigError(
             "planner",
@@ -75,18 +79,19 @@ def check_registered(name: str, plan: Plan) -> None:
     """Refuse a plan of a planner that is not ours and that cannot be run.
 
     Raises:
-        PlanError, Problems: of `check_plan`, each naming the planner.
+        PlanError, Problems: of `Plan.from_json` or `check_plan`, each naming the planner.
     """
     try:
-        check_plan(plan)
+        check_plan(Plan.from_json(plan.to_json(), "plan"))
+    except TypeError as error:
+        raise _broken(name, "plain numbers, as JSON has them", str(error)) from None
     except LengthwiseError as error:
         problems = error.problems if isinstance(error, Problems) else (error,)
         raise_problems([_named(name, each) for each in problems])
 
 
 def _named(name: str, error: LengthwiseError) -> PlanError:
-    remedy = "Mend the planner, or take another."
-    return PlanError(f"planner {name}, {error.where}", expected=error.expected, got=error.got, remedy=remedy)
+    return PlanError(f"planner {name}, {error.where}", expected=error.expected, got=error.got, remedy=_REMEDY)
 
 
 def _asked(name: str, request: PlanRequest) -> list[Microbatch]:
@@ -125,7 +130,7 @@ def _loaded(point: EntryPoint) -> Planner:
 
 
 def _broken(name: str, expected: str, got: str) -> PlanError:
-    return PlanError(f"planner {name}", expected=expected, got=got, remedy="Mend the planner, or take another.")
+    return PlanError(f"planner {name}", expected=expected, got=got, remedy=_REMEDY)
 
 
 def _installed() -> dict[str, EntryPoint]:
