@@ -1,13 +1,11 @@
 """Which plans of a step are made, and which of them is taken: all are finished and scored here, and nowhere else.
 
-1. For each part of the choices that there are (offload, heads), candidates are made with the costs of that part.
-2. `lengthwise` makes the plan of its search. Where that ends above the bound and the step is small enough, the plans of
-   all other planners come beside it: a handful of sequences or dear launches can ask for packs cut over rings, or for
-   the fewest ranks. Of 250 random steps with wild costs each of them ended earlier on some, by up to 1.2x. Tiny steps
-   are then annealed. Where ranks are pipelines, shelves and slots follow.
-3. Each candidate is finished (recomputation, offload, heads) and scored as it would run; the first to end is taken.
+1. For each part of the choices (offload, heads) candidates are made with its costs: that of the planner asked for.
+2. For `lengthwise` also those of all other planners where the step is small and ends above the bound; tiny steps are
+   annealed; where ranks are pipelines, shelves and slots follow.
+3. Each is finished (recomputation, offload, heads) and scored as it would run; the first to end is taken.
 
-Any other planner makes one candidate a part of the choices. Tries are counted, never timed.
+Tries are counted, never timed. Why others: docs/decisions/other-planners-as-candidates.md.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from lengthwise.cost import Cost
 from lengthwise.planner.options import PlanOptions
 from lengthwise.planner.placement.annealing import MOST_WORK, anneal
 from lengthwise.planner.problem.choices import choice_variants, split_heads, write_offload
+from lengthwise.planner.problem.lengths import NEARLY
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import score
 from lengthwise.planner.registry import BASELINES, PLANNERS, check_registered, find_planner
@@ -33,7 +32,6 @@ from lengthwise.program.features import REQUIRED, features_of
 _ALWAYS = 10_000  # sequences x ranks, up to which the others are made whatever the search found: 0.1 s
 _WORTH_OTHERS = ((50_000, 1.0006), (1_000_000, 1.01))  # (sequences x ranks, of the bound): up to the first, above this
 _WORTH_ANNEALING = 1.005  # of the bound
-_EARLIER = 1 - 1e-9  # of the best so far; below it a candidate counts as earlier
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,7 +49,7 @@ class Selection:
         if check is not None:
             check(plan)
         seconds = score(plan, self.cost, speeds=self.options.speeds).makespan_seconds
-        if seconds < self.seconds * _EARLIER:
+        if seconds < self.seconds * (1 - NEARLY):
             self.plan, self.seconds = plan, seconds
 
     def _finished(self, microbatches: list[Microbatch]) -> Plan:

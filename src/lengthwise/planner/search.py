@@ -25,6 +25,7 @@ from lengthwise.planner.placement.line import PlacedRings, Ring, place_rings
 from lengthwise.planner.placement.short_sequences import ShortSequences
 from lengthwise.planner.placement.skyline import Moldable, pack_skyline
 from lengthwise.planner.problem.degrees import DegreeTable, most_degrees
+from lengthwise.planner.problem.lengths import NEARLY, ROUNDING
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import interval_microbatch
 
@@ -85,7 +86,7 @@ def _floors_tokens(request: PlanRequest) -> Iterator[int]:
         most = most_degrees(lengths, least, request.cluster.ranks, floor)
         degrees = DegreeTable(request.cost, lengths, least, most, only=request.useful_degrees).grown(limit)
         slowest = request.cost.ring_piece_seconds(lengths, degrees).max() + request.cost.fixed_seconds
-        if slowest <= limit * (1 + 1e-9):
+        if slowest <= limit * (1 + NEARLY):
             yield floor
         floor //= 2
     yield 1
@@ -207,7 +208,7 @@ def place(request: PlanRequest, degrees: NDArray[np.int64], way: Way, widest: ND
     if cost.fixed_seconds:
         rooms = sum(room * ring.degree for room, ring in zip(_room_tokens(request, line), line.rings, strict=False))
         rest += cost.fixed_seconds * max(0.0, rest_tokens - rooms) / capacity
-    kept = (line.kept_seconds(request.speeds) + rest) / ranks * (1 - 1e-12)
+    kept = (line.kept_seconds(request.speeds) + rest) / ranks * (1 - ROUNDING)
     return Placed(degrees=degrees, seconds=seconds, line=line, least_seconds=max(float(line.free.max()), kept))
 
 

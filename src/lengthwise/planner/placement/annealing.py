@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from lengthwise.core.held import held_tokens, rounding_tokens
 from lengthwise.core.plan import Microbatch, Piece
+from lengthwise.planner.problem.lengths import NEARLY
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import interval_microbatch
 
@@ -52,7 +53,7 @@ def anneal(request: PlanRequest, microbatches: Sequence[Microbatch], makespan_se
         layouts += [search.run(state), search.run(search.all_in_rings())]
         state = search.state_of(min(layouts, key=_makespan))
     best = min(layouts, key=_makespan)
-    return _write(best, request) if best.makespan_seconds < makespan_seconds * (1 - 1e-9) else list(microbatches)
+    return _write(best, request) if best.makespan_seconds < makespan_seconds * (1 - NEARLY) else list(microbatches)
 
 
 class Annealing:

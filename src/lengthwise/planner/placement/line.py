@@ -18,11 +18,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lengthwise.planner.problem.lengths import ROUNDING
 from lengthwise.planner.problem.topology import Extras, window_max
 
 _SWEPT = 3  # rings of one degree from which a sweep is worth its sorting
-_ROUNDING = 1e-12  # waits shorter than this share of the time are sums in another order
-_NARROW = 16  # ranks of a ring whose times are looked at one by one
 _HOLES = 64  # holes remembered, the largest
 
 
@@ -106,12 +105,8 @@ class Line:
     def put(self, sequence: int, first: int, degree: int, seconds: float) -> float:
         """Let a ring run on [first, first + degree) as soon as all are free; return when it ends."""
         part = self.free[first : first + degree]
-        if degree <= _NARROW:
-            values = part.tolist()  # of two ranks, four times as fast as by arrays
-            start, earliest = max(values), min(values)
-        else:
-            start, earliest = float(part.max()), part.min()
-        if earliest < start:
+        start = float(part.max())
+        if part.min() < start:
             self._remember_holes(first, part, start)
         end = start + seconds
         part[:] = end
@@ -154,7 +149,7 @@ class Line:
         waits = starts - np.where(first_of_rank, 0.0, np.roll(ends, 1))
         last = np.full(len(self.free), -1, dtype=np.int64)
         last[ranks] = numbers  # of one rank the last is written last
-        some = waits > _ROUNDING * ends
+        some = waits > ROUNDING * ends
         gaps = Gaps(ranks=ranks[some], after=after[some], before=numbers[some], seconds=waits[some])
         return PlacedRings(rings=rings, free=self.free, last=last, gaps=gaps)
 

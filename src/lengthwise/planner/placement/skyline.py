@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 from lengthwise.cost import Cost
 from lengthwise.planner.placement.line import Line, PlacedRings, at_place
+from lengthwise.planner.problem.lengths import NEARLY
 from lengthwise.planner.problem.topology import Topology
-
-_ROUNDING = 1e-9  # stretches whose times differ by this share are free together: sums in another order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +66,9 @@ class Skyline:
             self._add(end, stop, old)
         left, right = self.neighbours(first, end)
         joined = height
-        if abs(left - height) <= _ROUNDING * height:
+        if abs(left - height) <= NEARLY * height:
             first, joined = self._remove(self.first[first])[0], max(joined, left)
-        if abs(right - height) <= _ROUNDING * height:
+        if abs(right - height) <= NEARLY * height:
             end, joined = self._remove(end)[1], max(joined, right)
         self._add(first, end, joined)
 

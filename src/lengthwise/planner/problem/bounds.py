@@ -1,33 +1,11 @@
 """The time that no plan can beat: the yardstick of every comparison.
 
-The bound is the least T for which every sequence has a degree d >= s / capacity with t(d) <= T, and for which the work
-of all, each at its cheapest such degree, is at most ranks x T. Launches count: a sequence packed on one rank owes its
-share of a launch, g s / capacity, since no launch carries more than `capacity` tokens; a ring owes g on each rank.
+1. Every sequence has a degree d >= s / capacity with t(d) <= T; the work of all, each at its cheapest such degree, is
+   at most ranks x T. Halving finds the least T.
+2. Launches count by parts here and whole in `launches`.
+3. What a plan may do lowers it: share a ring's launch, cut packs. Stages of pipelines raise it by their fill.
 
-That is true where a ring holds one sequence, has its microbatch for itself, and is of no fewer than s / capacity ranks.
-Where a ring shares its microbatch with local packs, and no rank of it holds more than the capacity, a launch still
-carries at most `capacity` tokens of a rank, the ring's included: `shared_launches=True` lets a ring, too, owe only
-g s / capacity. It is the bound of this package's own plans where launches cost anything.
-
-Both count parts of launches. Where plans are of these kinds, `launches` counts whole ones, and the higher bound holds.
-
-A plan that cuts whole packs, or holds more than the capacity beside a ring, can share launches, hide transfers of one
-sequence behind another, and use the rounding rule of the plan file: a rank may hold one token more for each *cut*
-sequence of the microbatch, also where it holds none of that sequence. Then another piece there may hold the token: with
-a capacity of 29, two cut sequences of a few tokens let 30 or 31 tokens of a third stay on one rank.
-`lone_rings=False` gives the weaker bound that holds for those plans too:
-
-- A rank holds nothing of a cut sequence only if that is shorter than twice the ranks: at 2d tokens or more each of d
-  positions gets at least two. So a sequence is held by d ranks only if s <= d (capacity + its own token if it is cut +
-  the number of *other* sequences that short), and the least degree is the least such d.
-- A sequence over d ranks brings s tokens and at most d allowances. So the tokens of all, less `ranks` for each
-  sequence, take no more than capacity a launch. (Less per sequence, not only down to 0: the allowances that a short
-  sequence has left serve others.)
-
-Where ranks are pipelines of p stages with v virtual ones, t is what a sequence takes on one stage. It passes through
-all of them, forward and backward: p t(d) <= T. And the last stage of a rank begins after p - 1 forward passes of its
-first microbatch and ends p - 1 backward passes of its last one before the rank does, chunks of 1 / v of a stage, each
-of which has its launch: the work of all is at most ranks x (T - g (p - 1) / v).
+Costs some tables of degrees over the distinct lengths. Why each holds: docs/decisions/bound-by-kind.md.
 """
 
 from __future__ import annotations
@@ -43,12 +21,11 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner.problem.degrees import DegreeTable, cheapest_degrees
 from lengthwise.planner.problem.launches import whole_launches_bound
-from lengthwise.planner.problem.lengths import read_tokens, refuse_unheld
+from lengthwise.planner.problem.lengths import ROUNDING, read_tokens, refuse_unheld
 from lengthwise.planner.problem.speeds import at_mean_speed, read_speeds
 from lengthwise.planner.problem.topology import Topology
 
-_BISECTIONS = 40
-_PRECISE = 1e-10  # of the bound, by which it may be too low
+_PRECISE = 1e-10  # of the bound, by which it may be too low: far below what plans differ by
 
 
 def bound_seconds(
@@ -154,7 +131,7 @@ def least_makespan(
 
     def feasible(seconds: float) -> bool:
         degrees = table.within(seconds / stages)
-        room = ranks * (seconds - fill) * (1 + 1e-12)
+        room = ranks * (seconds - fill) * (1 + ROUNDING)
         return bool(np.all(degrees <= ranks)) and base + owed(degrees, ~settled) <= room
 
     if feasible(low):
@@ -210,9 +187,7 @@ def _least_degrees_allowed(
 
 def _least_feasible(feasible: Callable[[float], bool], low: float, high: float) -> float:
     """Close in on the least feasible value between an infeasible and a feasible one; return the infeasible end."""
-    for _ in range(_BISECTIONS):
-        if high - low <= _PRECISE * low:
-            break
+    while high - low > _PRECISE * low:
         middle = (low + high) / 2
         if feasible(middle):
             high = middle

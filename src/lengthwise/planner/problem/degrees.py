@@ -1,16 +1,11 @@
 """Over how many ranks a sequence is cut: what memory needs, grown until the sequence no longer sets the makespan.
 
-t(d), the seconds of one sequence alone over d ranks, falls with d until transfers and hops outweigh the gain, apart
-from one step up where a ring first leaves its node, and d t(d), what a sequence takes of all ranks' time, grows: then
-the cheapest degree within a limit is the least. Where copies of offload or the split of heads depend on the degree
-(`cost.Choices`) d t(d) falls and rises again: the degree of least d t(d) is taken, the first of equal ones, between the
-fewest ranks that hold a sequence with everything offloaded and those that need not offload. Where heads are split, only
-degrees that nodes and groups of heads divide are worth trying.
+1. A table holds t(d), the seconds over d ranks, of each sequence that is too slow at its least degree: every degree up
+   to 64, then steps of a 64th.
+2. Within a limit the degree of least d t(d) is taken, the first of equal ones; where d t(d) only grows, the least.
+3. Where a limit falls between two columns, halving finds the degree.
 
-All degrees come from one table of seconds: every degree up to 64, and above in steps of a 64th, multiples of ever
-higher powers of two, which are the degrees that heads split. Between two neighbours t(d) is as good as straight; where
-a limit falls between them, the least whole degree is found by halving. Only sequences that are too slow at their least
-degree have a row, about 64 log2(N) entries on N ranks; each further limit costs one comparison an entry.
+64 log2(N) entries a row on N ranks; each further limit costs a comparison an entry.
 """
 
 from __future__ import annotations
@@ -23,11 +18,10 @@ from numpy.typing import NDArray
 
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
-from lengthwise.planner.problem.lengths import least_degrees_held
+from lengthwise.planner.problem.lengths import ROUNDING, least_degrees_held
 
 GROWTH_FLOOR_TOKENS = 4096  # growth stops here: attention blocks under 2K tokens run slower than the formula says
 _EVERY = 64  # degrees up to here are all in the grid, above it every 64th of the degree
-_SLACK = 1 + 1e-12  # rounding, always taken in favour of the smaller degree
 
 Whole = NDArray[np.int64]
 
@@ -77,7 +71,7 @@ class DegreeTable:
 
     def within(self, seconds: float) -> Whole:
         """Find the cheapest degree of each sequence that ends within `seconds`; most + 1 where there is none."""
-        limit = seconds * _SLACK
+        limit = seconds * (1 + ROUNDING)  # in favour of the smaller degree
         slow = self._at_least > limit
         if limit < self._made:
             self._made = limit

@@ -12,7 +12,9 @@ from lengthwise.core.names import counted
 from lengthwise.core.shape import Cluster
 from lengthwise.core.sizes import MOST, whole_number
 
-_NAMED = 5  # sequences named in one message; the others are counted
+NAMED = 5  # sequences or ranks named in one message: what fits a screen; the others are counted
+ROUNDING = 1e-12  # of a time: what sums in another order may differ by
+NEARLY = 1e-9  # of a time: what many such sums may differ by; nobody waits for less
 
 
 def read_tokens(tokens: Sequence[int]) -> tuple[int, ...]:
@@ -54,9 +56,9 @@ def refuse_unheld(tokens: Sequence[int], cluster: Cluster) -> None:
     told = [
         f"sequence {i} of {tokens[i]} tokens (needs {-(-tokens[i] // cluster.capacity_tokens)} ranks at this capacity"
         f" or a capacity of {-(-tokens[i] // cluster.ranks)} at these ranks)"
-        for i in unheld[:_NAMED]
+        for i in unheld[:NAMED]
     ]
-    more = f" and {len(unheld) - _NAMED} more" if len(unheld) > _NAMED else ""
+    more = f" and {len(unheld) - NAMED} more" if len(unheld) > NAMED else ""
     longest = max(tokens[i] for i in unheld)
     held = f"{counted(cluster.ranks, 'rank')} x {cluster.capacity_tokens} tokens"
     raise PlanError(

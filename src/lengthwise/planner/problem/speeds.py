@@ -18,10 +18,10 @@ from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError, rais
 from lengthwise.core.plan import Plan
 from lengthwise.core.strict_json import read_json
 from lengthwise.cost import Cost
+from lengthwise.planner.problem.lengths import NAMED
 
 _MOST = 2**20  # ranks in a run
 _MOST_SPEED = 1e6  # and its inverse the least: beyond, times of a step would mean nothing
-_NAMED = 5  # wrong entries named in one message; the others are counted
 
 
 def read_speeds(speeds: Sequence[float] | None, ranks: int, where: str = "speeds") -> tuple[float, ...] | None:
@@ -37,10 +37,10 @@ def read_speeds(speeds: Sequence[float] | None, ranks: int, where: str = "speeds
     wrong = [rank for rank, value in enumerate(listed) if not _is_speed(value)]
     problems: list[LengthwiseError] = [
         _refuse(f"{where}: rank {rank}", f"a number from {1 / _MOST_SPEED:g} to {_MOST_SPEED:g}", repr(listed[rank]))
-        for rank in wrong[:_NAMED]
+        for rank in wrong[:NAMED]
     ]
-    if len(wrong) > _NAMED:
-        problems.append(_refuse(where, "such numbers", f"{len(wrong) - _NAMED} more that are not"))
+    if len(wrong) > NAMED:
+        problems.append(_refuse(where, "such numbers", f"{len(wrong) - NAMED} more that are not"))
     if len(listed) != ranks:
         problems.append(_refuse(where, f"{ranks}, one a rank", str(len(listed))))
     raise_problems(problems)
@@ -92,7 +92,7 @@ def noted_speeds(plan: Plan) -> tuple[float, ...] | None:
         return None
     if not isinstance(runs, list) or not all(_is_run(run) for run in runs) or sum(run[0] for run in runs) != plan.ranks:
         expected = f"a list of [count, speed] for {plan.ranks} ranks in all"
-        raise PlanError("speeds", expected=expected, got=repr(runs)[:80], remedy="Mend or leave out this note.")
+        raise PlanError("speeds", expected=expected, got=repr(runs)[:80], remedy="Fix or leave out this note.")
     return read_speeds([speed for count, speed in runs for _ in range(count)], plan.ranks)
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from lengthwise.core.held import held_at_most
 from lengthwise.cost import Cost
+from lengthwise.planner.problem.lengths import NEARLY, ROUNDING
 
 _GRID = 9  # relative speeds at which rings are priced; the others lie between them
 _LOST = 4  # times that time lost by fast ranks counts against a place; uncounted, `halves` end 1.9 % further behind
@@ -27,7 +28,6 @@ _ROUNDED = 2  # tokens by which a rank's two chunks may exceed its share
 _ALLOWED = 6  # tokens that bounds allow a rank above its capacity: the plan file's one, and rounding of its work
 _STEPS = 128  # of a rank's capacity, by which bounds tell rings apart
 _LOOKED_AT = 2048  # ranks up to which bounds look at every place of every ring
-_WHOLE = 1 - 1e-9  # the mean speed of all ranks, whatever was rounded
 _AT_ONCE = 2**20  # speeds looked at together
 
 Floats = NDArray[np.float64]
@@ -264,7 +264,7 @@ class Topology:
 
     def _least_lost(self, length: float, degree: int) -> float:
         """Return how many times its work a ring of this degree or more keeps its ranks; 1 where none waits."""
-        if self.ranks > _LOOKED_AT or (self.has_shares and self._all_speeds(length, self.ranks)[0] > _WHOLE):
+        if self.ranks > _LOOKED_AT or (self.has_shares and self._all_speeds(length, self.ranks)[0] > 1 - NEARLY):
             return 1.0
         if not self.has_shares:
             if self._lost is None:
@@ -307,7 +307,7 @@ def levelled(speeds: Floats, most: float) -> tuple[Floats, Floats]:
     fast = np.take_along_axis(speeds, order, axis=1)
     slower = np.cumsum(fast[:, ::-1], axis=1)[:, ::-1]  # the sum of this speed and all below
     times = (1 - most * np.arange(degree)) / slower  # of the others, where so many are full
-    full = np.argmax(fast * times <= most * (1 + 1e-12), axis=1)
+    full = np.argmax(fast * times <= most * (1 + ROUNDING), axis=1)
     time = np.take_along_axis(times, full[:, None], axis=1)
     return np.minimum(most, speeds * time), time[:, 0]
 
