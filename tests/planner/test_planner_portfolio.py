@@ -127,8 +127,8 @@ def test_other_planners_are_left_out_near_the_bound_and_for_large_steps() -> Non
     assert is_worth_others(medium, medium.bound_seconds * 1.011)
     assert not is_worth_others(PlanRequest(tokens=(1,) * 10_001, cluster=cluster, cost=cost), float("inf"))
     staged = replace(small, stages=2)
-    assert not is_worth_others(staged, float("inf"))
-    assert is_worth_others(replace(staged, tokens=(1,) * 100), staged.bound_seconds)
+    assert not is_worth_others(replace(staged, tokens=(1,) * 501), float("inf"))
+    assert is_worth_others(replace(staged, tokens=(1,) * 500), staged.bound_seconds)
 
 
 def test_free_ends_no_later_than_waves_where_one_ring_takes_nearly_all_the_time() -> None:

@@ -121,9 +121,11 @@ def is_worth_others(request: PlanRequest, makespan_seconds: float) -> bool:
     Where choices, stages or links couple what pieces take, no bound tells it: the step's size decides alone.
     """
     size, is_piped = len(request.tokens) * request.cluster.ranks, request.priced_stages > 1
-    if size <= _ALWAYS and (is_piped or request.cost.prices_choices):
+    if is_piped:
+        return size <= _WORTH_OTHERS[0][0]
+    if size <= _ALWAYS and request.cost.prices_choices:
         return True
-    if is_piped or request.cost.chooses:
+    if request.cost.chooses:
         return False
     above = next((above for most, above in _WORTH_OTHERS if size <= most), inf)
     packed = request.packed_bound_seconds if size <= _WORTH_OTHERS[0][0] else inf
