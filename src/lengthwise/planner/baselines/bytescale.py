@@ -1,36 +1,12 @@
-"""A baseline: ByteScale's balance scheduler, Algorithm 2 in both strategies (arXiv 2502.21231, section 6).
+"""A baseline: ByteScale's balance scheduler, the best published one of hybrid data parallelism.
 
-It stands for the best published scheduler of hybrid data parallelism: as few ranks for each sequence as memory allows
-(Algorithm 1), then data assigned so that ranks end together.
+1. Each sequence takes the fewest ranks that hold it, offload that compute hides counted.
+2. Sequences go by length, longest first, into buckets of about equal FLOPs.
+3. Ranks that lag behind the busiest by more than delta are the targets; sequences of one bucket go to them, then all
+   are level again. DP-Balance takes the first bucket that is not empty, PP-Balance all buckets in turn.
 
-1. Sequences go by length, longest first, into buckets of about equal FLOPs: few long ones in the first, many short
-   ones in the last.
-2. Ranks that lag behind the busiest by more than delta are the targets.
-3. While there are some, sequences of one bucket go to them; then all ranks are level, and the next time step begins.
-   DP-Balance takes the first bucket that is not empty, so that at any time all ranks compute sequences of one length
-   level. PP-Balance, meant for pipelines, takes from all buckets in turn, so that long and short work alternates.
-
-What the paper leaves open, read in favour of the baseline:
-- Of a bucket the longest piece whose ring fits on neighbouring targets is next, where the targets are free earliest
-  (then least waiting, then lowest rank). If none fits, the longest of the bucket opens a new time step there.
-- Execution times are clocks of the same costs that all planners are judged with, exposed transfers and the waiting of
-  a ring for its last rank included, not FLOPs alone.
-- The paper's "micro-batches of the same size" are packs of one bucket, each filled to the capacity with the longest
-  that still fits.
-- Bucket count and delta have no published values, and which strategy suits ranks without pipelines is open. Each of a
-  few counts is tried for every step in both strategies, and the least predicted makespan kept. Over 36 batches of four
-  recipes on 24 to 256 ranks one count alone ends 0.6 to 1.5 % later in the mean, 3 to 15 % on its worst batch; of the
-  strategies neither wins always (github on 256 ranks: 1.052 against 1.028 of the bound, prolong 1.010 against 1.031).
-  Delta, 5 % of the ideal step, is within 0.1 % of the best of 0 to 20 %.
-
-Where it differs from the paper, and why that is fair:
-- Equation 3's offload ratio is taken where costs offer offload (`--offload auto`): the fewest ranks D(s) whose device
-  holds s with a ratio that compute hides; ratio and degree follow from each other (`degrees.hidden_degrees`). Without,
-  D(s) = ceil(s / C), that equation at ratio 0. `plan_step` plans both ways and keeps the one that ends sooner: at scale
-  fewer ranks for the longest sequence make the step longer.
-- Rings are intervals of the line of ranks, as for every planner here.
-
-N ranks cost O(N log d) for each ring or pack and bucket count, where a bucket is runs of pieces of one degree.
+N ranks cost O(N log d) a ring or pack and bucket count, in runs of pieces of one degree. Source: arXiv 2502.21231,
+section 6, Algorithm 2; what it leaves open is in docs/decisions/baselines-in-their-favour.md.
 """
 
 from __future__ import annotations

@@ -1,21 +1,12 @@
-"""A baseline: ByteScale's Algorithm 1, hybrid data parallelism without a balance scheduler (arXiv 2502.21231, 5.3).
+"""A baseline: ByteScale's hybrid data parallelism without a balance scheduler: what dynamic groups gain by themselves.
 
-It stands for what dynamic groups gain by themselves: no communication that memory does not ask for, and no look at
-what anything costs.
+1. A sequence longer than the capacity is cut over the fewest ranks that hold it, offload that compute hides counted.
+2. Shorter ones are packed: one pack after the other takes the longest that still fits.
+3. Pieces are dealt in order, long sequences as they come in the data, then packs. Every rank has one place in every
+   round; a piece of d ranks takes the next d places of the first round that has them.
 
-1. A sequence longer than the capacity C is cut over the fewest ranks that hold it, D(s).
-2. Shorter ones are packed to fill C: one pack after the other takes the longest that still fits.
-3. Pieces are dealt in order, long sequences as they come in the data, then packs. Every rank has one slot in every
-   round; a piece of d ranks takes the next d slots of the first round that has them. So ranks hold about equal tokens,
-   which is all that Algorithm 1 asks, and unequal work.
-
-Where it differs from the paper, and why that is fair:
-- D(s) is Equation 3 where costs offer offload (`--offload auto`): the fewest ranks whose device holds s with a ratio
-  that compute hides. Without, it is ceil(s / C), that equation at ratio 0. `plan_step` keeps the better of both.
-- Line 10 ("assign sequences to ranks") leaves the order open. Filling earlier rounds, instead of going on from the last
-  rank, leaves no holes where rings do not fit side by side: a kind reading.
-- Rings are intervals of the line of ranks, as for every planner here; dealt in order, they are so by themselves.
-- Rounds set the order only: a rank goes on as soon as its partners are free, and nobody waits for a round to end.
+Costs pieces x rounds. Source: arXiv 2502.21231, section 5.3, Algorithm 1; how it was read is in
+docs/decisions/baselines-in-their-favour.md.
 """
 
 from __future__ import annotations

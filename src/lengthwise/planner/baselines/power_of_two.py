@@ -1,30 +1,16 @@
 """A baseline: power-of-two degrees in balanced sub-batches, the rule of Megatron-Core's hybrid context parallel.
 
-It stands for the dynamic context parallelism that a widely used framework ships (`BalancedCPScheduler`, Megatron-Core
-0.16; read for its rule, none of its code is here). `benchmarks/megatron_core.py` runs the real one beside it.
-
 1. A sequence of s tokens takes the next power of two of s / C ranks; its work is s^2 / degree: attention alone.
 2. Sequences, longest first, form buckets of about equal work, as many as there are degrees among them.
 3. A sub-batch grows one sequence at a time: the head of the first bucket that has a place. A place is a new gang on
    ranks that have nothing yet, else the least loaded gang of that degree. Once a smaller degree was placed, the
-   sub-batch ends as soon as all ranks are within 5 % of the busiest; else when no bucket's head has a place.
+   sub-batch ends as soon as all ranks are level; else when no bucket's head has a place.
 4. Last sequences of the busiest gang go back while that levels the ranks; then, while ranks have nothing, the first of
    the narrowest gangs is doubled.
-5. Ranks meet at a barrier between sub-batches, since their groups change.
+5. Ranks meet between sub-batches: one microbatch holds the first pack of every gang.
 
-The barrier is written as one microbatch that holds the first pack of every gang: it starts when all its ranks are free.
-
-Where it differs, and why that is fair:
-- A gang's sequences of one sub-batch are packed up to the capacity, where version 0.16 launches each for itself. That
-  saves launches and hides transfers, and is what its authors announce next.
-- Any number of ranks works: a degree above all ranks becomes all ranks, and a gang is doubled only where enough ranks
-  have nothing. There, Megatron-Core asserts.
-- What goes back in step 4 is put in its place by length again, not at the end.
-- Where costs offer offload, what memory needs is counted with the offload that compute hides, as for `bytescale`.
-  Pieces that meet in one microbatch share its ratio, the largest that any of them needs: so the plan file has it.
-- Rings are intervals of the line of ranks, as for every planner here.
-
-A batch of n sequences costs O(n log n) for each sub-batch.
+Costs O(n log n) a sub-batch. Source: `BalancedCPScheduler` of Megatron-Core 0.16, read for its rule; where this
+differs is in docs/decisions/baselines-in-their-favour.md.
 """
 
 from __future__ import annotations

@@ -1,25 +1,13 @@
-"""A baseline: the best one degree for each step.
+"""A baseline: the best one degree for each step, as careful users do without a planner.
 
-It stands for what careful users do without a planner: batches bucketed by length, and for each of them the mesh that
-suits it, data parallel x context parallel. All sequences of a step are cut by the same degree d; the line of ranks is
-N // d groups; packs hold up to d x capacity tokens. Every d that holds the longest sequence is considered, and for each
-the better of two ways: sequences to the least loaded group, longest first, like lengths together; or packs filled in
-data order, first fit, where attention of the long hides transfers of the short, to the least loaded group. The least
-predicted makespan is kept; of equal ones the smallest d.
+1. The line of ranks is N // d groups, and all sequences are cut by the same degree d; every d that holds the longest is
+   considered.
+2. For each the better of two ways: sequences to the least loaded group, longest first; or packs filled in data order,
+   where attention of the long hides transfers of the short, to the least loaded group.
+3. The least predicted makespan is kept; of equal ones the smallest d.
 
-It has no paper. Read in its favour:
-- any d is allowed, not only divisors of N; the N mod d ranks left over stay idle;
-- groups are balanced by the costs of this package, not by tokens, and run free of each other;
-- the degree changes from step to step at no price;
-- where costs offer offload, degrees that hold the longest sequences only with it are tried, too; such a sequence is
-then
-  a pack of its own.
-Either way alone ends up to 4 % later on the recipes of this package. What this baseline cannot do is mix degrees: one
-long sequence makes every short one travel.
-
-A degree is scheduled only if a lower bound of its makespan, a few sums, is below the best so far, and the sums are
-only made if a rougher bound is: exact, and a few dozen schedules where there are thousands of degrees. Each costs
-O(n log p) for n sequences in p packs.
+A degree is scheduled only if a lower bound of its makespan is below the best so far: a few dozen schedules of
+O(n log p) for n sequences in p packs. No paper; docs/decisions/baselines-in-their-favour.md.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""The baseline: one fixed mesh of data-parallel groups x context-parallel ranks for every step.
+"""The baseline: one fixed mesh of data-parallel groups x context-parallel ranks, as long-context training is run today.
 
-It stands for how long-context training is run today: the mesh is sized once, for the longest sequence (the context);
-samples are packed in data order up to that context; each pack is cut over all ranks of a group, short samples
-included; packs are dealt to the groups in turn. Attention stays inside each sample, as variable-length kernels do.
+1. The mesh is sized for the longest sequence (the context): exactly the ranks that hold it, the smallest divisor of the
+   rank count, or the smallest power of two. The one that ends this step first is taken.
+2. Samples are packed in data order up to the context, or to what a group holds, whichever ends first.
+3. Each pack is cut over all ranks of a group; packs are dealt to the groups in turn. Attention stays inside a sample.
 
-Three ways of sizing a group are in use: exactly the ranks that hold the context, what is left over idle; the smallest
-divisor of the rank count; the smallest power of two. Read in its favour, the one that ends this step first is taken (of
-equal ones the first named), though a run could not change its mesh from step to step. Where a group holds much more
-than the context, packs go up to either, whichever ends first. Where costs offer offload, groups
-are also sized for 2, 4, 8, ... times the capacity a rank; what is longer than a group's capacity is a pack of its own,
-offloaded as far as it must be, and all other packs stay on the device.
+Costs sequences x packs. How it was read is in docs/decisions/baselines-in-their-favour.md.
 """
 
 from __future__ import annotations
