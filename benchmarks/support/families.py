@@ -12,6 +12,7 @@ import torch
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import StrictWorld, Transport
 from lengthwise.core.plan import Plan
+from lengthwise.cost import LOGITS_AT_ONCE
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, ModelSource, build_model, keep_double, plain_attention
@@ -51,7 +52,12 @@ def build_pair(model_type: str, config: Any) -> dict[str, torch.nn.Module]:
 
 
 def family_difference(
-    pair: dict[str, torch.nn.Module], plan: Plan, lengths: Sequence[int], *, precision: str
+    pair: dict[str, torch.nn.Module],
+    plan: Plan,
+    lengths: Sequence[int],
+    *,
+    precision: str,
+    logits_at_once: int | None = LOGITS_AT_ONCE,
 ) -> Difference:
     """Run a plan on strict in-process ranks and the plain model in one; return how far apart they are."""
     batch = make_batch(lengths, vocab=VOCAB, seed=1, masked=0.2)
@@ -62,7 +68,8 @@ def family_difference(
         model = copy.deepcopy(pair["planned"])
         flat = FlatParameters(model, transport, dtype=dtype)
         with keep_double(dtype):
-            done = run_plan(model, plan, batch, transport, choose_kernel(torch.device("cpu")), name="family")
+            kernel = choose_kernel(torch.device("cpu"))
+            done = run_plan(model, plan, batch, transport, kernel, name="family", logits_at_once=logits_at_once)
         flat.reduce_gradients()
         return done.loss_sum, done.router_loss, flat.gather_gradients()
 

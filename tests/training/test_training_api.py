@@ -8,6 +8,7 @@ import pytest
 
 from lengthwise.config import load_config
 from lengthwise.core.errors import CallbackError, ConfigError, LengthwiseError
+from lengthwise.training import job
 from lengthwise.training.api import train, verify
 from lengthwise.training.callbacks import Callback
 from training.small_runs import make_rows, read_lines, write_run
@@ -110,3 +111,14 @@ def test_train_refuses_wrong_arguments_by_name(tmp_path, arguments, message):
 def test_train_raises_what_the_command_prints(tmp_path):
     with pytest.raises(ConfigError, match="ranks: expected at least 1; got 0"):
         train(write_run(tmp_path, make_rows([5, 6])), ranks=0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_train_has_the_same_losses_chunked_and_whole(tmp_path, monkeypatch, ranks):
+    monkeypatch.setattr(job, "LOGITS_AT_ONCE", 7 * 256)  # 7 tokens a chunk
+    path, losses = write_run(tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40, precision="fp64"), {}
+    for loss in ("chunked", "whole"):
+        train(path, ranks=ranks, overrides=[f"loss={loss}"], overwrite=True)
+        losses[loss] = [row["loss"] for row in read_lines(tmp_path / "out/metrics.jsonl")]
+    assert losses["chunked"] == pytest.approx(losses["whole"], rel=1e-12)
+    assert losses["chunked"] != losses["whole"], "sums in another order"

@@ -211,8 +211,8 @@ def test_train_stops_at_a_gradient_that_is_not_finite_without_an_update(tmp_path
     """The loss is finite; one rank's gradient is not. Step and sequences are named."""
     run_plan = trainer.run_plan
 
-    def poisoned(model, plan, batch, transport, kernel, *, name, train=True):
-        work = run_plan(model, plan, batch, transport, kernel, name=name, train=train)
+    def poisoned(model, plan, batch, transport, kernel, *, name, **options):
+        work = run_plan(model, plan, batch, transport, kernel, name=name, **options)
         if transport.rank == 1 and name == "step 2":
             next(model.parameters()).grad.view(-1)[5] = float("inf")
         return work

@@ -74,6 +74,7 @@ def print_expectations(start: Start, plan: Plan) -> None:
         precision=precision,
         local_ranks=job.ranks if start.world is None else start.world.local_size,
         eager=plain_attention(job.model) == "eager",
+        logits_at_once=job.logits_at_once,
     )
     print(*forecast_lines(forecast, speed.memory_bytes), sep="\n", flush=True)
 

@@ -280,6 +280,11 @@ class RunConfig(Settings):
         description="what backward computes again in place of keeping it: none, layer (every decoder layer) or "
         "all_but_attention (the same, but attention and its ring run once); default none",
     )
+    loss: Literal["chunked", "whole"] = Field(
+        default="chunked",
+        description="chunked (logits are made for a few tokens at a time, the same result) or whole (for all tokens of "
+        "a microbatch at once: 14 bytes a token and word of the vocabulary in bf16); default chunked",
+    )
     precision: Literal["fp32", "bf16", "fp64"] = Field(
         default="fp32", description="fp32, bf16 (with fp32 master weights) or fp64; default fp32"
     )

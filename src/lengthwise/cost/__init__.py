@@ -12,8 +12,10 @@ from lengthwise.cost.costs import costs
 from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, named_hardware
 from lengthwise.cost.links import Link
 from lengthwise.cost.memory import (
+    LOGITS_AT_ONCE,
     activation_bytes,
     capacity_tokens,
+    loss_bytes,
     microbatches_kept,
     recompute_capacities,
     state_bytes,
@@ -24,6 +26,7 @@ from lengthwise.cost.terms import Cost
 
 __all__ = [
     "HARDWARE_NAMES",
+    "LOGITS_AT_ONCE",
     "SHAPE_NAMES",
     "Choice",
     "Choices",
@@ -36,6 +39,7 @@ __all__ = [
     "analytic_cost",
     "capacity_tokens",
     "costs",
+    "loss_bytes",
     "microbatches_kept",
     "named_hardware",
     "named_shape",

@@ -2,7 +2,8 @@
 
 Activations of S tokens over d ranks are (alpha S + beta) / d (ByteScale, arXiv 2502.21231, section 5.2); alpha counts
 the tensors that a decoder layer keeps for its backward, beta, a few numbers a sequence, is left out. Parameters are
-those of flat ZeRO-1 (`engine.replicated`). Estimates, to be replaced by a profile.
+those of flat ZeRO-1 (`engine.replicated`). What the loss holds (`loss_bytes`) is no part of the capacity:
+chunked, it hardly grows with the tokens. Estimates, to be replaced by a profile.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.hardware import Hardware
 
-# Of device memory: transfers, workspace, fragments; of logits, 14 bytes a token and word of the vocabulary in bf16
-# (1.8 MB a token at 128K words: the loss holds those of a whole microbatch), only those of short pieces.
-RESERVED = 0.1
+LOGITS_AT_ONCE = 1 << 25  # that the chunked loss makes, tokens x words: 128 MB in fp32; GEMMs of 256 rows at 128K words
+_LOGIT_COPIES = 3  # the logits in fp32 or wider, their log-softmax and its gradient
+RESERVED = 0.1  # of device memory: transfers, workspace, fragments, the loss
 _KEPT_BYTES = 2 + 4  # a parameter: bf16 weights and fp32 gradients
 _SHARDED_BYTES = 4 + 4 + 8  # master weights, the reduced gradient, AdamW's moments, all fp32
 
@@ -38,6 +39,19 @@ def activation_bytes(shape: ModelShape, recompute: str, dtype_bytes: int) -> flo
         "layer": shape.layers * shape.hidden + everything,
     }
     return float(kept[recompute] * dtype_bytes)
+
+
+def loss_bytes(shape: ModelShape, tokens: int, *, narrow: int, wide: int, logits_at_once: int | None) -> float:
+    """Count the bytes that the loss of a microbatch of `tokens` holds at its peak.
+
+    A logit is kept once in `narrow` bytes, those of the model's numbers, and three times in `wide` ones. A chunked loss
+    holds `logits_at_once` of them (None: all) and the gradients of the head and of the hidden states.
+    """
+    logits = tokens * shape.vocab
+    if logits_at_once is None or logits <= logits_at_once:
+        return float(logits * (narrow + _LOGIT_COPIES * wide))
+    gradients = shape.hidden * (shape.vocab * (wide + narrow) + tokens * narrow)
+    return float(logits_at_once * (narrow + _LOGIT_COPIES * wide) + gradients)
 
 
 def state_bytes(shape: ModelShape, ranks: int, *, devices: int = 1) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lengthwise.attention import ActivationPolicy, BlockKernel, PlannedAttention
 from lengthwise.comm import Transport
 from lengthwise.core.plan import Plan
+from lengthwise.cost import LOGITS_AT_ONCE
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_MICROBATCHES, reporting_shortage
 from lengthwise.models import (
@@ -51,10 +52,12 @@ def run_plan(
     *,
     name: str,
     train: bool = True,
+    logits_at_once: int | None = LOGITS_AT_ONCE,
 ) -> RankResult:
     """Run the microbatches of this rank and let gradients add up in the model's parameters.
 
-    The loss is divided once, by the loss tokens of the global batch. Between the first forward and the last backward
+    The loss is divided once, by the loss tokens of the global batch, and made from `logits_at_once` logits at a time
+    (None: from all of a microbatch). Between the first forward and the last backward
     no collective is issued, so that a rank can never wait in one for another that waits for its next ring message.
 
     Raises:
@@ -62,7 +65,7 @@ def run_plan(
     """
 
     start, waited = time.perf_counter(), transport.clock.waited_seconds
-    rank = _RankStep(model, batch, transport, kernel, lower_plan(plan, transport.rank), name)
+    rank = _RankStep(model, batch, transport, kernel, lower_plan(plan, transport.rank), name, logits_at_once)
     with reporting_shortage(
         lambda: f"rank {transport.rank}, {transport.phase}",
         needs=lambda: f"microbatches of up to {rank.most_tokens()} tokens",
@@ -90,6 +93,7 @@ class _RankStep:
     kernel: BlockKernel
     programs: Sequence[MicrobatchProgram]
     name: str
+    logits_at_once: int | None
 
     def run(self, plan: Plan, *, train: bool) -> Tensor:
         """Run all microbatches; return (summed loss, part of the router loss), (2,), in fp64."""
@@ -133,7 +137,7 @@ class _RankStep:
         if train:
             policy = ActivationPolicy(recompute=program.microbatch.recompute, offload=program.microbatch.offload)
         with torch.set_grad_enabled(train), apply_policy(self.model, planned, policy):
-            loss = model_loss(self.model, planned, *tensors, hear_router=hear)
+            loss = model_loss(self.model, planned, *tensors, hear_router=hear, logits_at_once=self.logits_at_once)
         return _Forward(loss=loss, router_logits=router_logits)
 
     def _tensors(self, program: MicrobatchProgram) -> list[Tensor]:

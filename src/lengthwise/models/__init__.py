@@ -1,6 +1,6 @@
 """Make a Hugging Face causal language model obey a plan, and refuse by name what a plan would compute wrongly."""
 
-from lengthwise.models.adapter import model_loss, model_router_logits, plain_output, token_loss
+from lengthwise.models.adapter import model_loss, model_router_logits, plain_output
 from lengthwise.models.checkpointing import apply_policy, check_recompute
 from lengthwise.models.double import keep_double
 from lengthwise.models.families import FAMILIES, check_model_config, largest_head_dim, position_limit
@@ -15,6 +15,7 @@ from lengthwise.models.load import (
     save_model,
 )
 from lengthwise.models.lora import build_adapted, check_lora, save_adapter
+from lengthwise.models.loss import token_loss
 from lengthwise.models.router import ROUTER_FAMILIES, RouterBalance, coefficient_key, count_choices, has_balance_loss
 
 __all__ = [

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lengthwise.attention import PlannedAttention, planned_attention
 from lengthwise.core.errors import ModelRefused
+from lengthwise.cost import LOGITS_AT_ONCE
+from lengthwise.models.loss import DecoderOutput, token_loss
 from lengthwise.models.rope import forget_lengths, sequence_lengths
 
 ATTENTION_NAME = "lengthwise"
@@ -42,17 +43,27 @@ def model_loss(
     shift_labels: Tensor,
     *,
     hear_router: Callable[[list[Tensor]], None] | None = None,
+    logits_at_once: int | None = LOGITS_AT_ONCE,
 ) -> Tensor:
     """Return the summed loss of this rank's tokens in one microbatch, in fp32 or wider.
 
     All three tensors are (tokens,), in the order of `MicrobatchProgram.segments`; `shift_labels[t]` is what the model
     should say after token t, -100 where it has no loss. `hear_router` is given the router logits of the same tokens,
     (tokens, experts) of each layer that has a router; only for models whose config says `output_router_logits`.
+    Logits of all words are made for so many tokens that they are `logits_at_once` (None: for all tokens at once).
     """
-    output = _run(model, planned, input_ids, position_ids)
+    vocabulary: int = model.config.vocab_size  # type: ignore[union-attr, assignment]
+    if logits_at_once is None or len(shift_labels) * vocabulary <= logits_at_once:
+        output = _run(model, planned, input_ids, position_ids)
+        loss = token_loss(output.logits[0, : planned.num_tokens], shift_labels)
+    else:
+        decoded = DecoderOutput(model)
+        with decoded.caught():
+            output = _run(model, planned, input_ids, position_ids)
+        loss = decoded.loss(shift_labels, max(1, logits_at_once // vocabulary))
     if hear_router is not None:
         hear_router(_own_router_logits(output, planned))
-    return token_loss(output.logits[0, : planned.num_tokens], shift_labels)
+    return loss
 
 
 def model_router_logits(
@@ -93,12 +104,6 @@ def plain_output(model: nn.Module, input_ids: Tensor) -> Any:
     forget_lengths(model)
     # use_cache=False: with a cache, packed rows silently see each other; one row is safe, the habit is safer.
     return model(input_ids=input_ids[None], use_cache=False)
-
-
-def token_loss(logits: Tensor, shift_labels: Tensor) -> Tensor:
-    """Sum the cross entropy of logits (tokens, vocab) in fp32, or fp64 under fp64 (Hugging Face's own stays fp32)."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.to(wide), shift_labels, ignore_index=-100, reduction="sum")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,18 +9,18 @@ Python and the allocator take, so it only warns.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from lengthwise.core.held import fullest_tokens
 from lengthwise.core.measurements import Measurements
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import ModelShape
-from lengthwise.cost import Cost, activation_bytes
+from lengthwise.cost import LOGITS_AT_ONCE, Cost, activation_bytes, loss_bytes
 from lengthwise.cost.analytic import flops_coefficients
 from lengthwise.planner import score
 from lengthwise.report.figures import count, seconds
 
 _BUILD_PASSES = 30  # reads and writes of each parameter's bytes from an empty process to a reduced gradient
-_LOGIT_COPIES = 3  # the logits, their log-softmax and its gradient
 _RANK_BYTES = 60e6  # what a forked rank has of its own before any model: its threads, gloo, Python's objects
 
 
@@ -55,6 +55,7 @@ def forecast_verification(
     precision: str,
     local_ranks: int,
     eager: bool = False,
+    logits_at_once: int | None = LOGITS_AT_ONCE,
 ) -> Forecast:
     """Estimate `verify` of a plan on `local_ranks` processes of this machine.
 
@@ -65,16 +66,18 @@ def forecast_verification(
     threads = max(1, speed.cores // local_ranks)
     waits = max(1.0, local_ranks / speed.cores)
     cost = _cost(shape, speed, threads, parameters)
-    logits = shape.vocab * (narrow + _LOGIT_COPIES * wide)
+    bytes_of_loss = partial(loss_bytes, shape, narrow=narrow, wide=wide)
     master_bytes = parameters * wide / plan.ranks
     model = parameters * (narrow + wide) + 2 * master_bytes  # values, gradients; the exact slice and its gradients
     tokens = max(lengths := plan.tokens)
     scores = 2 * shape.layers * shape.heads * tokens**2 * wide * eager
-    plain = parameters * (narrow + 3 * wide) + tokens * (activation_bytes(shape, "none", narrow) + logits) + scores
+    plain = parameters * (narrow + 3 * wide) + tokens * activation_bytes(shape, "none", narrow) + scores
+    plain += bytes_of_loss(tokens, logits_at_once=None)
     passes = _BUILD_PASSES * wide * parameters / (speed.copy_bytes_per_second * threads)
     held = max(
-        fullest_tokens(plan, each) * (activation_bytes(shape, each.recompute, narrow) + logits)
+        tokens * activation_bytes(shape, each.recompute, narrow) + bytes_of_loss(tokens, logits_at_once=logits_at_once)
         for each in plan.microbatches
+        for tokens in [fullest_tokens(plan, each)]
     )
     return Forecast(
         build_seconds=(passes + parameters / speed.draw_per_second) * (waits + 1),

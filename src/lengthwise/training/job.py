@@ -10,7 +10,7 @@ from lengthwise.config import DataSource, RunConfig
 from lengthwise.core.errors import Collector, DataError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import analytic_cost, named_hardware, shape_from_config
+from lengthwise.cost import LOGITS_AT_ONCE, analytic_cost, named_hardware, shape_from_config
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
 from lengthwise.engine.batch import StepBatch
 from lengthwise.models import (
@@ -54,6 +54,11 @@ class Job:
             return iter(())
         once = self.config.model_copy(update={"steps": None, "epochs": 1})
         return (StepBatch(self.eval_dataset, batch.ids) for batch in Batches(self.eval_dataset, once))
+
+    @property
+    def logits_at_once(self) -> int | None:
+        """How many logits the loss makes at once; None: all of a microbatch."""
+        return LOGITS_AT_ONCE if self.config.loss == "chunked" else None
 
     def plan_options(self, lengths: Sequence[int]) -> dict[str, Any]:
         """Return the keywords of `plan_step` for one step; what a process that only plans needs to know of the run."""

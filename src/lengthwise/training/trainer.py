@@ -21,12 +21,13 @@ from lengthwise.attention import choose_kernel
 from lengthwise.comm import Transport, World, agree, join
 from lengthwise.config import dump_config
 from lengthwise.core.errors import NumericError
+from lengthwise.core.plan import Plan
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_STATE, reporting_shortage
 from lengthwise.engine.optimizer import ShardedAdamW, learning_rate
 from lengthwise.engine.parameters import Parameters, largest_magnitude
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.step import run_plan
+from lengthwise.engine.step import RankResult, run_plan
 from lengthwise.models import DTYPES, build_adapted, has_balance_loss, largest_head_dim, save_adapter, save_model
 from lengthwise.training.callbacks import Callback, call_back
 from lengthwise.training.folder import RunFolder
@@ -142,10 +143,16 @@ class _Trainer:
     def close(self) -> None:
         self._steps.close()
 
+    def _run(self, plan: Plan, batch: StepBatch, name: str, *, train: bool = True) -> RankResult:
+        at_once = self._job.logits_at_once
+        return run_plan(
+            self._model, plan, batch, self._transport, self._kernel, name=name, train=train, logits_at_once=at_once
+        )
+
     def _step(self, number: int, planned: PlannedStep) -> tuple[StepMetrics, PlannedStep | None, int | None]:
         batch, plan = planned.batch, planned.plan
         start, name = time.perf_counter(), f"step {number}"
-        work = run_plan(self._model, plan, batch, self._transport, self._kernel, name=name)
+        work = self._run(plan, batch, name)
         self._transport.phase = f"{name}, step end"
         stop, largest = float(self._stop.signal or 0), self._largest.item()
         rows = self._share([work.loss_sum, work.busy_seconds, stop, work.router_loss, largest])
@@ -199,7 +206,7 @@ class _Trainer:
         steps = self._new_steps(self._job.eval_batches())
         while (planned := steps.next(name)) is not None:
             batch = planned.batch
-            work = run_plan(self._model, planned.plan, batch, self._transport, self._kernel, name=name, train=False)
+            work = self._run(planned.plan, batch, name, train=False)
             self._transport.phase = f"{name}, sum"
             loss += self._share([work.loss_sum]).sum().item()
             loss_tokens += batch.loss_tokens

@@ -107,7 +107,7 @@ def _compare(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]
     model = _build(job).to(world.device)
     flat = FlatParameters(model, transport, dtype=dtype)
     with keep_double(dtype):
-        work = run_plan(model, plan, batch, transport, kernel, name="verify")
+        work = run_plan(model, plan, batch, transport, kernel, name="verify", logits_at_once=job.logits_at_once)
     transport.phase = "verify, gathering gradients"
     losses = torch.tensor([work.loss_sum, work.router_loss], dtype=torch.float64)
     transport.all_reduce(losses)

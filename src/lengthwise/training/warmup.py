@@ -38,7 +38,8 @@ def check_memory(model: nn.Module, parameters: Parameters, job: Job, kernel: Blo
         microbatches=(Microbatch(pieces=(piece,), recompute=job.config.recompute),),
     )
     batch = StepBatch(_random_sequences(lengths, vocab=job.model.config.vocab_size), range(len(lengths)))
-    run_plan(model, plan, batch, SoloTransport(), kernel, name="memory check before the first step")
+    name, at_once = "memory check before the first step", job.logits_at_once
+    run_plan(model, plan, batch, SoloTransport(), kernel, name=name, logits_at_once=at_once)
     parameters.clear_gradients()
     return f"memory check: the largest microbatch, {sum(lengths)} tokens, ran{memory_in_use()}"
 

@@ -1,0 +1,137 @@
+"""The summed loss of a microbatch without its logits: they are made for a few tokens at a time, and dropped.
+
+1. The model runs once, and what its decoder returns is kept; the rest of its `forward` (head, scale, cap, whatever the
+   family does) then sees one token only.
+2. That rest runs again on chunks of the hidden states, in the model's own code: `forward` with a decoder that returns
+   the chunk. Its loss is summed and its gradients are made at once, so a chunk's logits never meet another's.
+3. Backward hands on what was made, times the gradient of the loss.
+
+Costs no arithmetic more, and memory for one chunk of logits and for gradients of the head in fp32 or wider; with whole
+logits each token costs about 14 bytes a word of the vocabulary in bf16. The method is that of Liger Kernel's fused
+linear cross entropy (arXiv 2410.10989), for heads of any kind.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lengthwise.core.errors import ModelRefused
+
+
+def token_loss(logits: Tensor, shift_labels: Tensor) -> Tensor:
+    """Sum the cross entropy of logits (tokens, vocab) in fp32, or fp64 under fp64 (Hugging Face's own stays fp32)."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.to(wide), shift_labels, ignore_index=-100, reduction="sum")
+
+
+class DecoderOutput:
+    """Catches what the decoder of a model returns, and hands on one token of its hidden states.
+
+    Raises:
+        ModelRefused: the decoder of this family is not run once by its `forward`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._decoder = model, model.get_decoder()  # type: ignore[operator]
+        self._outputs: list[Any] = []
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Catch the output of the one call inside."""
+
+        def keep(_module: nn.Module, _asked: Any, output: Any) -> Any:
+            self._outputs.append(output)
+            return _with_hidden(output, output.last_hidden_state[:, :1])
+
+        handle = self._decoder.register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            handle.remove()
+        if len(self._outputs) != 1:
+            raise ModelRefused(
+                f"model {type(self._model).__name__}",
+                expected="a forward that runs its decoder once, for the chunked loss",
+                got=f"{len(self._outputs)} runs",
+                remedy="Set loss: whole.",
+            )
+
+    def loss(self, shift_labels: Tensor, chunk_tokens: int) -> Tensor:
+        """Sum the loss of the first tokens, as many as `shift_labels` (tokens,) has, in fp32 or wider."""
+        hidden = self._outputs[0].last_hidden_state[0, : len(shift_labels)]
+        outside = _outside(self._model, self._decoder) if torch.is_grad_enabled() else []
+        return _ChunkedLoss.apply(hidden, shift_labels, self._logits, chunk_tokens, *outside)  # type: ignore[no-any-return]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Run what the model does after its decoder, on hidden states (tokens, hidden)."""
+        output = _with_hidden(self._outputs[0], hidden[None])
+        forward = self._decoder.forward
+        self._decoder.forward = lambda *_, **__: output
+        try:
+            ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+            return self._model(input_ids=ids, position_ids=ids, use_cache=False).logits[0]
+        finally:
+            self._decoder.forward = forward
+
+
+def _with_hidden(output: Any, hidden: Tensor) -> Any:
+    """Copy a decoder's output with other hidden states, and without router logits, which were counted already."""
+    copied = copy.copy(output)
+    copied.last_hidden_state = hidden
+    return copied
+
+
+def _outside(model: nn.Module, decoder: nn.Module) -> list[nn.Parameter]:
+    """List the parameters with gradients that stand outside the decoder; a tied head's is the embedding's, inside."""
+    inside = set(decoder.modules())
+    found = (each for module in model.modules() if module not in inside for each in module.parameters(recurse=False))
+    return list({id(each): each for each in found if each.requires_grad}.values())
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Sum of the loss; gradients of hidden states and of what stands after the decoder are made in the forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        labels: Tensor,
+        logits: Callable[[Tensor], Tensor],
+        chunk_tokens: int,
+        *parameters: Tensor,
+    ) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        wanted = any(ctx.needs_input_grad)
+        by_hidden = torch.zeros_like(hidden) if wanted else None
+        by_parameter = [torch.zeros_like(each, dtype=wide) for each in parameters] if wanted else []
+        for start in range(0, len(hidden), chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            with torch.set_grad_enabled(wanted):
+                chunk = hidden[part].detach().requires_grad_(wanted)
+                loss = token_loss(logits(chunk), labels[part])
+            total += loss.detach()
+            if by_hidden is not None:
+                found = torch.autograd.grad(loss, (chunk, *parameters), allow_unused=True)
+                by_hidden[part] = found[0]
+                for gradient, more in zip(by_parameter, found[1:], strict=True):
+                    if more is not None:
+                        gradient += more
+        if by_hidden is not None:
+            narrow = [each.to(own.dtype) for each, own in zip(by_parameter, parameters, strict=True)]
+            ctx.made = [by_hidden, *narrow]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        made: list[Tensor] = ctx.made
+        del ctx.made  # handed on as they are, no copy of the head's
+        by_hidden, *by_parameter = (each.mul_(gradients[0]) for each in made)
+        return by_hidden, None, None, None, *by_parameter

@@ -1,0 +1,126 @@
+"""The chunked loss: equal to the loss over whole logits, without ever making them."""
+
+import pytest
+import torch
+
+from lengthwise.attention import PlannedAttention, choose_kernel
+from lengthwise.comm import SoloTransport
+from lengthwise.core.errors import ModelRefused
+from lengthwise.core.plan import Piece
+from lengthwise.cost import loss_bytes, shape_from_config
+from lengthwise.models import ModelSource, build_adapted, build_model, keep_double, loss, model_loss
+from lengthwise.models.lora import LoraConfig
+from lengthwise.program import lower_plan
+from support import LiveBytes, make_batch, make_plan, relative_error, tiny_family_config
+from support.tiny import VOCAB
+
+CPU = torch.device("cpu")
+LENGTHS = (23, 1, 40, 7)
+ROUNDS = make_plan(1, LENGTHS, [Piece(ranks=(0,), sequences=(0, 1, 2, 3))], layers=2)
+TOLERANCES = {torch.float64: 1e-13, torch.float32: 3e-6}
+# Untied, tied, capped logits, scaled logits, no bias before the head, a decoder inside the base model.
+FAMILIES = ("llama", "gemma", "gemma3_text", "cohere", "granite", "opt", "qwen3_moe")
+
+
+def loss_and_gradients(model, *, tokens_at_once, dtype=torch.float64, grad=True):
+    """Run one microbatch; None: whole logits."""
+    model = model.to(dtype)
+    model.zero_grad(set_to_none=True)
+    batch = make_batch(LENGTHS, vocab=VOCAB, seed=1, masked=0.2)
+    (program,) = lower_plan(ROUNDS, 0)
+    planned = PlannedAttention(program, SoloTransport(), choose_kernel(CPU))
+    at_once = None if tokens_at_once is None else tokens_at_once * model.config.vocab_size
+    with torch.set_grad_enabled(grad), keep_double(dtype):
+        found = model_loss(model, planned, *batch.tensors(program.segments(0)), logits_at_once=at_once)
+        if grad:
+            (found / 3).backward()
+    return found.detach(), {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
+
+
+def tiny(family, **changes):
+    config = tiny_family_config(family, changes)
+    return build_model(ModelSource(name=family, config=config, weights=False), seed=3)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunked_loss_equals_whole(family, dtype):
+    model = tiny(family)
+    wanted, gradients = loss_and_gradients(model, tokens_at_once=None, dtype=dtype)
+    for tokens_at_once in (1, 7, 70):  # of 71
+        found, chunked = loss_and_gradients(model, tokens_at_once=tokens_at_once, dtype=dtype)
+        assert relative_error(found, wanted) < TOLERANCES[dtype]
+        assert chunked.keys() == gradients.keys()
+        floor = 1e-3 * max(each.norm().item() for each in gradients.values() if each is not None)
+        for name, gradient in gradients.items():
+            assert (gradient is None) == (chunked[name] is None), name
+            if gradient is not None:
+                assert relative_error(chunked[name], gradient, floor=floor) < TOLERANCES[dtype], name
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "opt"])
+def test_chunked_loss_in_bf16_is_as_near_to_fp64_as_whole(family):
+    model = tiny(family).to(torch.bfloat16)
+    runs = {tokens: loss_and_gradients(model, tokens_at_once=tokens, dtype=torch.bfloat16) for tokens in (None, 7)}
+    wanted, gradients = loss_and_gradients(model, tokens_at_once=None)
+    errors = {
+        tokens: sum(relative_error(found[name], each) ** 2 for name, each in gradients.items()) ** 0.5
+        for tokens, (_, found) in runs.items()
+    }
+    assert errors[7] < 1.2 * errors[None]
+    assert relative_error(runs[7][0], wanted) < 1.2 * relative_error(runs[None][0], wanted) + 1e-4
+
+
+def test_chunked_loss_never_makes_more_logits_than_asked(monkeypatch):
+    rows = []
+    token_loss = loss.token_loss
+
+    def counting(logits, labels):
+        rows.append(len(logits))
+        return token_loss(logits, labels)
+
+    monkeypatch.setattr(loss, "token_loss", counting)
+    loss_and_gradients(tiny("llama"), tokens_at_once=7)
+    assert rows == [*[7] * 10, 1]
+
+
+def test_chunked_loss_without_gradients():
+    model = tiny("llama")
+    wanted, _ = loss_and_gradients(model, tokens_at_once=None, grad=False)
+    found, gradients = loss_and_gradients(model, tokens_at_once=7, grad=False)
+    assert relative_error(found, wanted) < 1e-13
+    assert set(gradients.values()) == {None}
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("lm_head", "q_proj")], ids=str)
+def test_chunked_loss_trains_adapters_alone(targets):
+    source = ModelSource(name="llama", config=tiny_family_config("llama"), weights=False)
+    model = build_adapted(source, LoraConfig(r=2, target_modules=targets), seed=3, draws_both=True)
+    wanted, gradients = loss_and_gradients(model, tokens_at_once=None)
+    found, chunked = loss_and_gradients(model, tokens_at_once=7)
+    assert relative_error(found, wanted) < 1e-13
+    assert chunked.keys() == gradients.keys()
+    assert all("lora" in name for name in gradients)
+    for name, gradient in gradients.items():
+        assert relative_error(chunked[name], gradient) < 1e-12, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_chunked_loss_holds_what_the_memory_model_says(dtype):
+    model = tiny("llama", vocab_size=32768).to(dtype)
+    shape, peaks = shape_from_config(model.config.to_dict()), {}
+    for tokens_at_once in (None, 8):
+        model.zero_grad(set_to_none=True)
+        with LiveBytes(*model.parameters()) as live:
+            loss_and_gradients(model, tokens_at_once=tokens_at_once, dtype=dtype)
+        peaks[tokens_at_once] = live.peak_bytes
+    wanted = loss_bytes(shape, sum(LENGTHS), narrow=dtype.itemsize, wide=4, logits_at_once=8 * 32768)
+    assert peaks[8] == pytest.approx(wanted, rel=0.15)  # the layers' activations come on top
+    assert peaks[8] < 0.5 * peaks[None]
+
+
+def test_chunked_loss_refuses_a_model_whose_decoder_does_not_run(monkeypatch):
+    model = tiny("llama")
+    monkeypatch.setattr(type(model), "get_decoder", lambda self: torch.nn.Identity())
+    with pytest.raises(ModelRefused, match="runs its decoder once"):
+        loss_and_gradients(model, tokens_at_once=7)
