@@ -11,7 +11,8 @@ from lengthwise.cost import Cost
 from lengthwise.planner.options import PlanOptions
 from lengthwise.planner.portfolio import choose_plan
 from lengthwise.planner.problem.bounds import has_lone_rings, least_makespan, shares_launches_only
-from lengthwise.planner.problem.request import PlanRequest, read_tokens, refuse_unheld
+from lengthwise.planner.problem.lengths import read_tokens, refuse_unheld
+from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.speeds import at_mean_speed, speed_runs
 
 _DEFAULT = PlanOptions()

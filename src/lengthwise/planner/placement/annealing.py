@@ -51,7 +51,7 @@ def anneal(request: PlanRequest, microbatches: Sequence[Microbatch], makespan_se
     layouts = []
     for _ in range(_ROUNDS):
         layouts += [search.run(state), search.run(search.all_in_rings())]
-        state = search.state_of(min(layouts, key=_makespan))
+        state = [(degree, sequences) for _, degree, sequences, _ in min(layouts, key=_makespan).pieces]
     best = min(layouts, key=_makespan)
     return _write(best, request) if best.makespan_seconds < makespan_seconds * (1 - NEARLY) else list(microbatches)
 
@@ -188,10 +188,6 @@ class Annealing:
             else:
                 state.append((self.ranks, (i,)))
         return state
-
-    def state_of(self, layout: Layout) -> State:
-        """Return the pieces of a layout in the order in which they were placed."""
-        return [(degree, sequences) for _, degree, sequences, _ in layout.pieces]
 
     def _piece_seconds(self, degree: int, sequences: tuple[int, ...]) -> list[float]:
         """Return how long a piece takes, launch included, from each first rank."""

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.planner.problem.lengths import ROUNDING
-from lengthwise.planner.problem.topology import Extras, window_max
+from lengthwise.planner.problem.topology import Extras, window_max, window_sum
 
 _SWEPT = 3  # rings of one degree from which a sweep is worth its sorting
 _HOLES = 64  # holes remembered, the largest
@@ -42,11 +42,6 @@ class Hole(NamedTuple):
     end: int
     start_seconds: float
     end_seconds: float
-
-    @property
-    def rank_seconds(self) -> float:
-        """The time lost in it."""
-        return (self.end - self.first) * (self.end_seconds - self.start_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,11 +154,8 @@ class Line:
             if part[begin] < start and end - begin > 1:
                 self._holes.append(Hole(first + begin, first + end, float(part[begin]), start))
         if len(self._holes) > _HOLES:
-            self._holes = sorted(self._holes, key=lambda hole: -hole.rank_seconds)[:_HOLES]
-
-
-def _nowhere_longer(_sequence: int, _degree: int) -> Extras | None:
-    return None
+            self._holes.sort(key=lambda hole: -(hole.end - hole.first) * (hole.end_seconds - hole.start_seconds))
+            del self._holes[_HOLES:]
 
 
 def at_place(extra: Extras | None, first: int) -> float:
@@ -176,7 +168,7 @@ def place_rings(
     ranks: int,
     *,
     backfilled: bool = False,
-    extra_seconds: Callable[[int, int], Extras | None] = _nowhere_longer,
+    extra_seconds: Callable[[int, int], Extras | None] = lambda _sequence, _degree: None,
 ) -> PlacedRings:
     """Place rings given as (sequence, degree, seconds with launch), in this order.
 
@@ -247,13 +239,10 @@ def earliest_interval(free: NDArray[np.float64], degree: int, extra: Extras | No
 
     Returns its first rank and when it starts. Where `extra` is None it ends earliest where it starts earliest.
     """
-    starts = window_max(free, degree)
+    starts, idle = _starts_and_idle(free, degree)
     ends = starts if extra is None else starts + extra.judged
     soonest = np.flatnonzero(ends == ends.min())
-    first = int(soonest[0])
-    if len(soonest) > 1:
-        total = _summed(free)
-        first = int(soonest[np.argmin(degree * starts[soonest] - (total[soonest + degree] - total[soonest]))])
+    first = int(soonest[np.argmin(idle[soonest])])
     return first, float(starts[first])
 
 
@@ -265,10 +254,4 @@ def _quicker_end(extra: Extras | None, hole: Hole, degree: int) -> tuple[float, 
 def _starts_and_idle(free: NDArray[np.float64], degree: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return when each interval of `degree` ranks is free, and how long its ranks then have waited together."""
     starts = window_max(free, degree)
-    total = _summed(free)
-    return starts, degree * starts - (total[degree:] - total[:-degree])
-
-
-def _summed(free: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sum up the line: entry i is of the ranks below i."""
-    return np.concatenate(([0.0], np.cumsum(free)))
+    return starts, degree * starts - window_sum(free, degree)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.held import ROUNDING_TOKENS, fullest_tokens
-from lengthwise.core.plan import Microbatch, Plan
+from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner.problem.degrees import DegreeTable, cheapest_degrees
@@ -158,7 +158,7 @@ def _are_held(plan: Plan) -> bool:
     """Return whether each ring holds one sequence that its ranks hold, and what is offloaded is alone."""
     for microbatch in plan.microbatches:
         if microbatch.offload:
-            if not _is_alone(microbatch):
+            if sum(len(piece.sequences) for piece in microbatch.pieces) > 1:
                 return False
             continue
         for piece in microbatch.pieces:
@@ -166,10 +166,6 @@ def _are_held(plan: Plan) -> bool:
             if len(piece.ranks) > 1 and not (len(piece.sequences) == 1 and plan.tokens[piece.sequences[0]] <= held):
                 return False
     return True
-
-
-def _is_alone(microbatch: Microbatch) -> bool:
-    return len(microbatch.pieces) == 1 and len(microbatch.pieces[0].sequences) == 1
 
 
 def _least_degrees_allowed(

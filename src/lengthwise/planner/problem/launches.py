@@ -17,7 +17,6 @@ from lengthwise.core.shape import Cluster
 from lengthwise.planner.problem.lengths import ROUNDING
 
 _HALVINGS = 30  # to 1e-9 of a launch: far below what plans differ by
-_WORTH = 1e-4  # of the time of a rank; cheaper launches are not worth the search
 
 
 def whole_launches_bound(
@@ -40,7 +39,7 @@ def whole_launches_bound(
     tokens, work = (lengths * counts).astype(np.float64), work_seconds * counts
     needed, total = float(tokens.sum()) / (ranks * capacity), float(work.sum())
     few, low = int(needed), total / ranks + needed * launch_seconds
-    if launch_seconds <= _WORTH * low:
+    if launch_seconds == 0:
         return low
     densest = np.argsort(-work_seconds / lengths, kind="stable")
     held = np.concatenate(([0.0], np.cumsum(tokens[densest])))

@@ -22,10 +22,7 @@ from lengthwise.planner.problem.degrees import (
     most_degrees,
     useful_degrees,
 )
-from lengthwise.planner.problem.lengths import read_tokens, refuse_unheld
 from lengthwise.planner.problem.topology import Extras, Topology
-
-__all__ = ["PlanRequest", "read_tokens", "refuse_unheld"]
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, for what is computed once

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +34,7 @@ _AT_ONCE = 2**20  # speeds looked at together
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class Places(NamedTuple):
     """Places of rings of one degree, one entry a first rank.
 
     first: this rank.
@@ -50,13 +50,7 @@ class Places:
 
     def at(self, some: slice) -> Places:
         """Return a part of them."""
-        return Places(
-            first=self.first[some],
-            crosses=self.crosses[some],
-            slowest=self.slowest[some],
-            mean=self.mean[some],
-            fastest=self.fastest[some],
-        )
+        return Places._make(each[some] for each in self)
 
 
 class Extras:
@@ -209,12 +203,11 @@ class Topology:
             fewest = -(-degree // self._ranks_per_node) * self._ranks_per_node  # ranks of the nodes that it needs
             crosses = (firsts % self._ranks_per_node + degree > fewest) & (degree <= self._widest)
             speeds = np.ones(self.ranks) if self.speeds is None else self.speeds
-            sums = np.concatenate(([0.0], np.cumsum(speeds)))
             self._places[degree] = Places(
                 first=firsts,
                 crosses=crosses,
                 slowest=-window_max(-speeds, degree),
-                mean=(sums[degree:] - sums[:-degree]) / degree,
+                mean=window_sum(speeds, degree) / degree,
                 fastest=window_max(speeds, degree),
             )
         return self._places[degree]
@@ -320,6 +313,12 @@ def window_max(values: Floats, width: int) -> Floats:
         span *= 2
     rest = width - span
     return np.maximum(largest[:-rest], largest[rest:]) if rest else largest
+
+
+def window_sum(values: Floats, width: int) -> Floats:
+    """Return the sum of every `width` neighbours."""
+    sums = np.concatenate(([0.0], np.cumsum(values)))
+    return sums[width:] - sums[:-width]
 
 
 def _some_of(speeds: Floats) -> Floats:
