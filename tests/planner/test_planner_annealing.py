@@ -54,7 +54,7 @@ def test_tiny_steps_on_ranks_of_unequal_speed_are_annealed_too(
     assert plan.notes["predicted_seconds"] >= plan.notes["bound_seconds"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     ranks=st.integers(1, 6),
     tokens=st.lists(st.sampled_from([1, 2, 5, 40, 41, 79]) | st.integers(1, 200), min_size=1, max_size=9),

@@ -28,7 +28,7 @@ COSTS = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     ranks=st.sampled_from([1, 2, 3, 5, 7, 12, 24]),
     capacity=st.sampled_from([1, 7, 64, 1000]),
@@ -51,7 +51,7 @@ def test_no_planner_ends_sooner(ranks: int, capacity: int, shares: list[float], 
     assert seconds["lengthwise"] <= min(seconds.values()) * 1.0006
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     ranks=st.sampled_from([1, 2, 3, 5, 7]),
     capacity=st.sampled_from([1, 7, 64, 1000]),
