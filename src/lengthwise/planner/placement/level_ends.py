@@ -116,7 +116,12 @@ def level_ends(
     heaps = _by_speed(free, paces)
     for index in left:
         length, seconds = short.lengths[index], short.seconds[index]
-        ranks[_give(heaps, ranks, length, seconds, launch_seconds, paces)].put(length, index)
+        load, rank = heaps[0][0]
+        if len(heaps) == 1 and (not launch_seconds or length <= ranks[rank].widest_tokens):  # the usual case, quickly
+            heapq.heapreplace(heaps[0], (load + seconds / paces[rank], rank))
+        else:
+            rank = _give(heaps, ranks, length, seconds, launch_seconds, paces)
+        ranks[rank].put(length, index)
     loads = [entry for heap in heaps for entry in heap]
     bins, makespan = [each.packs for each in ranks], max(loads)[0]
     if speeds is None and makespan > goal_seconds:
@@ -215,10 +220,12 @@ class RankPacks:
         place = 0
         while rooms[place] < length:
             place += 1
-        pack = self._open[place]
+        pack, before = self._open[place], rooms[place]
         pack.indices.append(index)
-        pack.room_tokens = rooms[place] = room = rooms[place] - length
+        pack.room_tokens = rooms[place] = room = before - length
         if room < self._shortest or len(rooms) > _OPEN_PACKS:
             full = place if room < self._shortest else 0
+            before = max(before, rooms[full])
             del self._open[full], rooms[full]
-        self.widest_tokens = max(rooms, default=0)
+        if before == self.widest_tokens:
+            self.widest_tokens = max(rooms, default=0)
