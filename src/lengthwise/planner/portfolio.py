@@ -24,8 +24,7 @@ from lengthwise.planner.problem.lengths import NEARLY
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import score
 from lengthwise.planner.registry import BASELINES, PLANNERS, check_registered, find_planner
-from lengthwise.planner.schedules.columns import plan_columns
-from lengthwise.planner.schedules.pipeline import pipeline_schedule, plan_slots
+from lengthwise.planner.schedules.pipeline import is_worth_search, pipeline_schedule, plan_pipeline
 from lengthwise.planner.schedules.waves import plan_waves
 from lengthwise.program.features import REQUIRED, features_of
 
@@ -93,6 +92,18 @@ def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selec
 
 def _offer_all(request: PlanRequest, selection: Selection) -> None:
     """Offer every candidate of `lengthwise` for one part of the choices."""
+    if is_worth_search(request):
+        _offer_searched(request, selection)
+    if request.priced_stages > 1 and request.speeds is None:
+        staged = replace(request, stages=request.priced_stages)
+        for microbatches in plan_pipeline(staged, selection.seconds):
+            selection.offer(microbatches)
+        if selection.seconds == inf:  # no slots held all
+            _offer_searched(request, selection)
+
+
+def _offer_searched(request: PlanRequest, selection: Selection) -> None:
+    """Offer the plan of the search and, of small steps, those of all other planners, and anneal the best."""
     made = [find_planner("lengthwise")(request)]
     selection.offer(made[0])
     if is_worth_others(request, selection.seconds):
@@ -107,12 +118,6 @@ def _offer_all(request: PlanRequest, selection: Selection) -> None:
         for start in sorted({first} if request.priced_stages == 1 else {0, first}):  # stages may turn the order
             if ends[start] > request.bound_seconds * _WORTH_ANNEALING:
                 selection.offer(anneal(request, made[start], ends[start]))
-    if request.priced_stages > 1 and request.speeds is None:
-        staged = replace(request, stages=request.priced_stages)
-        for slotted in plan_slots(staged, selection.seconds):
-            selection.offer(slotted)
-        for shelved in plan_columns(staged, selection.seconds):
-            selection.offer(shelved)
 
 
 def is_worth_others(request: PlanRequest, makespan_seconds: float) -> bool:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from lengthwise.program.stage_order import stage_order
 
 Floats = NDArray[np.float64]
+Whole = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,3 +76,54 @@ def stage_clocks(
         link_free[where] = np.where(onward, sent, link_free[where])
         ready[rows] = np.where(onward, sent, done)
     return StageClocks(stage=stage, begin=begin, end=end)
+
+
+def slot_clocks(
+    forward_seconds: Floats, backward_seconds: Floats, is_first: NDArray[np.bool_], *, stages: int, virtual: int
+) -> Floats:
+    """Run a grid of microbatches through the stages of its ranks; return when each rank is done.
+
+    As `stage_clocks` with free messages, many times faster, for microbatches that stand in slots. What a rank has after
+    slots without a microbatch moves up, as its place in the order does (`stage_order`).
+
+    Args:
+        forward_seconds, backward_seconds: at [slot, rank], all chunks of a stage together; 0 where a rank has none.
+        is_first: at [slot, rank], False where a rank shares the microbatch of the rank before it.
+        stages, virtual: of the pipeline that each rank is.
+    """
+    forward_seconds, backward_seconds, is_first = _closed_up(forward_seconds, backward_seconds, is_first)
+    num_slots, ranks = forward_seconds.shape
+    order = stage_order([(0,)] * num_slots, stages, virtual)
+    took = np.stack((forward_seconds, backward_seconds)) / virtual
+    absent = np.where(took.sum(axis=0) > 0, 0.0, -np.inf)
+    is_shared = np.flatnonzero(~is_first).size > 0
+    free, ready = np.zeros((stages, ranks)), absent.copy()
+    for slots, steps in order.together():
+        stage = order.action_stages[steps]
+        start = np.maximum(ready[slots], free[stage])
+        if is_shared:
+            firsts = np.flatnonzero(is_first[slots])
+            together = np.maximum.reduceat(start.ravel(), firsts)
+            start = np.repeat(together, np.diff(firsts, append=start.size)).reshape(start.shape)
+        free[stage] = done = start + took[np.where(steps < order.chunks, 0, 1), slots]
+        ready[slots] = done + absent[slots]
+    return free.max(axis=0)
+
+
+def _closed_up(
+    forward_seconds: Floats, backward_seconds: Floats, is_first: NDArray[np.bool_]
+) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+    """Move microbatches up to the slot after the latest of their ranks."""
+    has = forward_seconds + backward_seconds > 0
+    if has.all():
+        return forward_seconds, backward_seconds, is_first
+    forward, backward, firsts = np.zeros_like(forward_seconds), np.zeros_like(backward_seconds), np.ones_like(is_first)
+    upper = np.zeros(has.shape[1], dtype=np.int64)  # the first slot that each rank has left
+    for slot, present in enumerate(has):
+        starts = np.flatnonzero(is_first[slot])
+        place = np.repeat(np.maximum.reduceat(upper, starts), np.diff(starts, append=len(upper)))[present]
+        ranks = np.flatnonzero(present)
+        forward[place, ranks], backward[place, ranks] = forward_seconds[slot, ranks], backward_seconds[slot, ranks]
+        firsts[place, ranks] = is_first[slot, ranks]
+        upper[ranks] = place + 1
+    return forward, backward, firsts

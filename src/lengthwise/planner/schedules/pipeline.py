@@ -1,23 +1,17 @@
 """Plans for ranks that are pipelines of p stages with v virtual ones: PP-Balance of ByteScale, levelled in time.
 
-On equal microbatches of t seconds a pipeline takes t m + t (p - 1) / v: W (m V + p - 1) of arXiv 2502.21231. Unequal
-ones cost more the more neighbours differ: stages wait for the longest at every change. The paper gives each pipeline
-sequences of like lengths, falling. Here microbatches are made alike in time, whatever is in them: sequences that take
-longer than a slot are cut, short and long ones share cells (`slots`), and all ranks have as many slots. What is then
-left is filling and draining, which lasts (p - 1) / v times the first forward and the last backward pass. So small slots
-stand at the ends and grow towards the middle, by a factor each, where launches allow it: 32 full packs of 8K in 8
-stages lose 9 % to bubbles and not 22 %.
+1. Profiles are drawn: numbers of full slots, and ramps of smaller ones at the ends, which shorten filling and draining.
+   For each, sequences are cut to its slot's time, and an ideal pipeline is run on clocks, all profiles at once.
+2. In the most promising, rings are placed, then real sequences filled in (`microbatch_slots`), each run on clocks.
+3. Where long sequences set the time, shelves of rings may end sooner (`shelves`).
 
-1. Profiles are drawn: numbers of full slots, lengths of the ramps and their factors. For each, all sequences are
-   cut to its slot's time, and one ideal pipeline is run on clocks (`stage_clocks`), all profiles at once.
-2. The most promising are filled with the real sequences.
-
-Slots suit steps of many short sequences. Where long ones set the time, columns of rings end sooner (`columns`).
+Costs profiles x slots x ranks. Source: W (m V + p - 1), arXiv 2502.21231; docs/decisions/pipeline-slots.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -25,35 +19,66 @@ from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch
 from lengthwise.planner.problem.request import PlanRequest
-from lengthwise.planner.schedules.slots import Grid, bundle_rings
-from lengthwise.program.stage_clocks import stage_clocks
+from lengthwise.planner.schedules.microbatch_slots import COARSE, MicrobatchSlots, bundle_rings
+from lengthwise.planner.schedules.shelves import plan_shelves, write_shelves
+from lengthwise.program.stage_clocks import slot_clocks
 
-FULL_SLOTS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0, 4.0)  # of the fewest that could hold all tokens
+FULL_SLOTS = (1.0, 1.1, 1.5, 3.0)  # of the fewest that could hold all tokens
 RAMPS = (0.5, 1.0, 2.0, 3.0)  # slots of one, in stages
 GROWTHS = (1.1, 1.2, 1.35)  # of a slot over the one before, in a ramp
-_MOST_SLOTS = 256
-_COARSE = 1.02  # between sums of slots for which all profiles are compared with the same degrees
-_TRIED, _FILLED = 9, 4  # profiles that are tried, and those that all sequences have room in
-_SMALL = 50_000  # sequences x ranks, up to which they are filled whenever they should end
+_MOST_SLOTS = 256  # of a profile, or the fewest that hold all: clocks cost slots x ranks
+_TRIED = 12  # profiles whose rings are placed, the first to end without them
+_FILLED = 200_000  # sequences filled in, over all profiles: time of one filling for the choice between several
+_SMALL = 50_000  # sequences x ranks, up to which slots are left empty and all that is filled is scored
+_SEARCHED = 1_000_000  # sequences x ranks, up to which the search for ranks without stages costs little beside slots
+
 _REFINED = 3  # times that a slot's time and the degrees that it asks for are found from each other
 
 Floats = NDArray[np.float64]
+Whole = NDArray[np.int64]
 
 
-def plan_slots(request: PlanRequest, least_seconds: float) -> Iterator[list[Microbatch]]:
-    """Yield plans of the profiles that should end first; of large steps, only if before `least_seconds`.
+def plan_pipeline(request: PlanRequest, least_seconds: float) -> Iterator[list[Microbatch]]:
+    """Yield the plan that should end first; of small steps, whose slots are left empty, several.
 
-    An ideal pipeline is no bound: its long sequences stand in the middle, where a small step may end with them.
+    Of large steps only if before `least_seconds`. An ideal pipeline is no bound: its long sequences stand in the
+    middle, where a small step may end with them.
     """
     slots = _Slots(request)
-    is_small = len(request.tokens) * request.cluster.ranks <= _SMALL
+    num_sequences = len(request.tokens)
+    is_small = num_sequences * request.cluster.ranks <= _SMALL
     profiles = list(_profiles(slots.fewest, request.stages, request.virtual))
     ideal = slots.ideal_seconds(profiles)
     promising = [
         number for number in np.argsort(ideal, kind="stable").tolist() if is_small or ideal[number] < least_seconds
     ]
-    filled = (slots.filled(profiles[number]) for number in promising[:_TRIED])
-    yield from islice((each for each in filled if each is not None), _FILLED)
+    tried = [slots.placed(profiles[number]) for number in promising[:_TRIED]]
+    tried.sort(key=lambda each: each.end_seconds)
+    fitting = (each for each in map(slots.filled, tried) if each is not None)
+    filled = list(islice(fitting, max(2, _FILLED // num_sequences)))
+    end_seconds = min([least_seconds, *(each.end_seconds for each in filled)])
+    # Interleaved stages take microbatches in groups, which rings of several lengths hold up.
+    shelves = plan_shelves(request, end_seconds) if is_small or request.virtual == 1 else []
+    is_shelved = bool(shelves) and shelves[0].end_seconds < end_seconds
+    if is_small:
+        yield from map(slots.written, filled)
+    elif end_seconds < least_seconds and not is_shelved:
+        yield slots.written(min(filled, key=lambda each: each.end_seconds))
+    if is_small or is_shelved:
+        yield from (write_shelves(request, each) for each in shelves[:1])
+
+
+def is_worth_search(request: PlanRequest) -> bool:
+    """Return whether a plan for ranks without stages could end first.
+
+    On large steps of pipelines only if one sequence takes longer through all stages than the even share of all work.
+    """
+    if request.stages == 1 or len(request.tokens) * request.cluster.ranks <= _SEARCHED:
+        return True
+    longest = [int(np.argmax(request.lengths))]
+    table = request.growth(request.lengths[longest], request.least_degrees[longest])
+    alone = request.cost.ring_piece_seconds(request.lengths[longest], table.quickest())
+    return request.stages * float(alone[0]) > request.bound_seconds
 
 
 def pipeline_schedule(stages: int, virtual: int) -> dict[str, object]:
@@ -82,51 +107,79 @@ def _profiles(fewest: int, stages: int, virtual: int) -> Iterator[Floats]:
                     yield profile
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    """A profile with its rings placed, and when it ends: with local sequences as asked for, or as they are."""
+
+    slots: MicrobatchSlots
+    targets: Floats  # seconds of local sequences at [rank, slot]
+    local: Whole  # sequences, longest first
+    seconds: Floats  # of each of them
+    end_seconds: float
+
+
 class _Slots:
     """The sequences of a step, cut for slots of some time."""
 
     def __init__(self, request: PlanRequest) -> None:
-        self._request = request
-        found = np.unique(request.lengths, return_index=True, return_inverse=True, return_counts=True)
+        self._request, self._ranks = request, request.cluster.ranks
+        self._forward = request.cost.forward_share("none")
+        found = np.unique(request.lengths, return_inverse=True, return_index=True, return_counts=True)
         self._lengths, places, self._inverse, self._counts = found
         self._least = request.least_degrees[places]
         self._grown = request.growth(self._lengths, self._least).grown
+        self._descending = np.lexsort((np.arange(len(request.tokens)), -request.lengths))
         self.fewest = -(-sum(request.tokens) // request.cluster.longest_tokens)
-        self._known: dict[float, tuple[NDArray[np.int64], Floats, float]] = {}
+        self._known: dict[float, tuple[Whole, Floats, float]] = {}
 
     def ideal_seconds(self, profiles: Sequence[Floats]) -> Floats:
-        """Tell when each profile would end if every rank had its even share of every slot.
+        """Return when each profile would end if every rank had its even share of every slot.
 
         Sequences that take longer than a slot at any degree take slots of their own, in the middle.
         """
-        rows = [self._ideal_slots(profile) + self._request.cost.fixed_seconds for profile in profiles]
-        owner = np.repeat(np.arange(len(profiles)), [len(row) for row in rows])
-        seconds = np.concatenate(rows)
-        share = self._request.cost.forward_share("none")
-        clocks = stage_clocks(
-            [(number,) for number in owner.tolist()],
-            share * seconds,
-            (1 - share) * seconds,
-            stages=self._request.stages,
-            virtual=self._request.virtual,
-        )
-        ends = np.zeros(len(profiles))
-        np.maximum.at(ends, owner, clocks.end.max(axis=0))
-        return ends
+        rows = [self._ideal_slots(profile) for profile in profiles]
+        seconds = np.zeros((max(map(len, rows)), len(rows)))
+        for number, row in enumerate(rows):
+            seconds[: len(row), number] = row + self._request.cost.fixed_seconds
+        return self._clocks(seconds, np.ones(seconds.shape, dtype=np.bool_))
 
-    def filled(self, profile: Floats) -> list[Microbatch] | None:
-        """Fill a profile with the sequences; None if they do not fit its slots."""
-        tokens, ranks = self._request.tokens, self._request.cluster.ranks
-        capacity = self._request.cluster.capacity_tokens
-        degrees, seconds, work = self._cut(float(profile.sum()))
-        slot_seconds = work / (ranks * float(profile.sum()))
-        degree, took = degrees[self._inverse], seconds[self._inverse]
-        order = np.lexsort((np.arange(len(tokens)), -self._request.lengths, -degree))
-        rings = [(i, tokens[i], int(degree[i]), float(took[i])) for i in order.tolist() if degree[i] > 1]
-        bundles = bundle_rings(rings, capacity_tokens=capacity, most_seconds=slot_seconds)
-        grid = Grid(ranks, profile, bundles, capacity)
-        local = [i for i in order.tolist() if degree[i] == 1]
-        return grid.microbatches() if grid.fill(local, tokens, took.tolist(), work / ranks) else None
+    def placed(self, profile: Floats) -> _Placed:
+        """Place the rings of a profile; its end is that with local sequences as they are asked for."""
+        request, capacity = self._request, self._request.cluster.capacity_tokens
+        full_slots = float(profile.sum())
+        of_length, seconds, work = self._cut(full_slots)
+        degrees, took = of_length[self._inverse], seconds[self._inverse]
+        is_local = degrees[self._descending] == 1
+        cut, local = self._descending[~is_local], self._descending[is_local]
+        cut = cut[np.argsort(-degrees[cut], kind="stable")]
+        rows = cut.tolist(), request.lengths[cut].tolist(), degrees[cut].tolist(), took[cut].tolist()
+        slot_seconds = work / (self._ranks * full_slots)
+        bundles = bundle_rings(list(zip(*rows, strict=True)), capacity_tokens=capacity, most_seconds=slot_seconds)
+        slots = MicrobatchSlots(self._ranks, profile, bundles, capacity)
+        targets = slots.targets(work / self._ranks)
+        ends = self._ends(slots, targets)
+        return _Placed(slots=slots, targets=targets, local=local, seconds=took[local], end_seconds=ends)
+
+    def filled(self, placed: _Placed) -> _Placed | None:
+        """Fill in the local sequences; None if they do not fit the slots."""
+        lengths = self._request.lengths[placed.local]
+        if not placed.slots.fill(lengths, placed.seconds, placed.targets):
+            return None
+        return replace(placed, end_seconds=self._ends(placed.slots, placed.slots.local))
+
+    def written(self, filled: _Placed) -> list[Microbatch]:
+        """Write a profile that was filled."""
+        return filled.slots.microbatches(filled.local)
+
+    def _ends(self, slots: MicrobatchSlots, local: Floats) -> float:
+        seconds = slots.taken + local
+        launches = np.where(seconds > 0, self._request.cost.fixed_seconds, 0.0)
+        return float(self._clocks((seconds + launches).T, slots.is_first).max())
+
+    def _clocks(self, seconds: Floats, is_first: NDArray[np.bool_]) -> Floats:
+        stages, virtual = self._request.stages, self._request.virtual
+        forward = self._forward * seconds
+        return slot_clocks(forward, seconds - forward, is_first, stages=stages, virtual=virtual)
 
     def _cut(self, full_slots: float) -> tuple[NDArray[np.int64], Floats, float]:
         """Find degrees and seconds of each length so that none takes longer than a full slot, and the work of all."""
@@ -143,7 +196,7 @@ class _Slots:
         return self._known[full_slots]
 
     def _ideal_slots(self, profile: Floats) -> Floats:
-        degrees, seconds, work = self._cut(_COARSE ** round(np.log(profile.sum()) / np.log(_COARSE)))
+        degrees, seconds, work = self._cut(COARSE ** round(np.log(profile.sum()) / np.log(COARSE)))
         ranks = self._request.cluster.ranks
         slow = np.flatnonzero(seconds > work / (ranks * float(profile.sum())) * (1 + 1e-9))
         if len(slow) == 0:

@@ -1,11 +1,11 @@
-"""The grid of ranks x slots: every sequence once, no cell above its room, ranks level, sizes in the asked order."""
+"""The slots of ranks x slots: every sequence once, no slot above its room, ranks level, sizes in the asked order."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lengthwise.planner.schedules.slots import Bundle, Grid, bundle_rings
+from lengthwise.planner.schedules.microbatch_slots import Bundle, MicrobatchSlots, bundle_rings
 
 
 @settings(max_examples=100, deadline=None)
@@ -31,20 +31,21 @@ def test_bundles_hold_each_ring_once_within_room_and_time(rows: list[tuple[int, 
     lengths=st.lists(st.integers(1, 50), max_size=60),
     ramp=st.integers(0, 3),
 )
-def test_grids_place_everything_once_and_within_room(
+def test_slots_place_everything_once_and_within_room(
     ranks: int, degrees: list[int], lengths: list[int], ramp: int
 ) -> None:
     bundles = [
         Bundle((len(lengths) + i,), min(degree, ranks), 30, 30.0) for i, degree in enumerate(degrees) if ranks > 1
     ]
-    weights = np.concatenate((0.5 ** np.arange(ramp, 0, -1), np.ones(30)))
-    grid = Grid(ranks, weights, bundles, 50)
+    weights = np.array([0.5**step for step in range(ramp, 0, -1)] + [1.0] * 30)
+    slots = MicrobatchSlots(ranks, weights, bundles, 50)
     local = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    ordered = np.array(sorted(lengths, reverse=True), dtype=np.int64)
     total = sum(lengths) + sum(bundle.degree * 30 for bundle in bundles)
-    assert grid.fill(local, lengths, [float(length) for length in lengths], total / ranks)
+    assert slots.fill(ordered, ordered.astype(float), slots.targets(total / ranks))
     tokens = dict(enumerate(lengths))
     seen, line = [], []
-    for microbatch in grid.microbatches():
+    for microbatch in slots.microbatches(np.array(local, dtype=np.int64)):
         held = dict.fromkeys(microbatch.ranks, 0)
         for piece in microbatch.pieces:
             seen += piece.sequences
@@ -56,39 +57,35 @@ def test_grids_place_everything_once_and_within_room(
     assert set(line) <= set(range(ranks))
 
 
-def test_grids_level_ranks_beside_rings_and_keep_the_order_of_sizes() -> None:
+def test_slots_level_ranks_beside_rings_and_keep_the_order_of_sizes() -> None:
     weights = np.array([0.25, 0.5, 1.0, 1.0, 1.0, 0.5, 0.25])
-    grid = Grid(3, weights, [Bundle((0,), 2, 40, 40.0)], 1000)
-    tokens = [0, *[1] * 500]
-    local = list(range(1, 501))
-    assert grid.fill(local, tokens, [float(n) for n in tokens], 580 / 3)
-    loads = np.zeros((3, 7))
-    for (rank, slot), cell in grid.cells.items():
-        loads[rank, slot] = len(cell)
-    loads += grid.taken
+    slots = MicrobatchSlots(3, weights, [Bundle((0,), 2, 40, 40.0)], 1000)
+    assert slots.fill(np.ones(500, dtype=np.int64), np.ones(500), slots.targets(580 / 3))
+    loads = slots.local + slots.taken
     assert np.ptp(loads.sum(axis=1)) <= 1
     assert np.all(np.abs(loads - weights * loads[2, 3]) <= 3)
-    assert (grid.taken[:, 3] > 0).sum() == 2  # the ring is in the middle
+    assert (slots.taken[:, 3] > 0).sum() == 2  # the ring is in the middle
 
 
-def test_grids_say_when_sequences_have_no_room() -> None:
-    assert not Grid(2, np.ones(1), [], 10).fill([0, 1, 2], [6, 6, 6], [1.0] * 3, 1.5)
-    beside = Grid(2, np.ones(1), [Bundle((9,), 2, 30, 30.0)], 50)
-    assert not beside.fill([0], [21], [1.0], 31.0)
-    assert beside.fill([0], [20], [1.0], 31.0)
+def test_slots_say_when_sequences_have_no_room() -> None:
+    full = MicrobatchSlots(2, np.ones(1), [], 10)
+    assert not full.fill(np.array([6, 6, 6]), np.ones(3), full.targets(1.5))
+    beside = MicrobatchSlots(2, np.ones(1), [Bundle((9,), 2, 30, 30.0)], 50)
+    assert not beside.fill(np.array([21]), np.ones(1), beside.targets(31.0))
+    assert beside.fill(np.array([20]), np.ones(1), beside.targets(31.0))
 
 
-def test_shelves_beyond_the_full_slots_make_more_of_them() -> None:
-    grid = Grid(2, np.array([0.5, 1.0]), [Bundle((i,), 2, 5, 5.0) for i in range(3)], 10)
-    assert grid.weights.tolist() == [0.5, 1.0, 1.0, 1.0]
-    assert [len(microbatch.ranks) for microbatch in grid.microbatches()] == [2, 2, 2]
+def test_rows_beyond_the_full_slots_make_more_of_them() -> None:
+    slots = MicrobatchSlots(2, np.array([0.5, 1.0]), [Bundle((i,), 2, 5, 5.0) for i in range(3)], 10)
+    assert slots.weights.tolist() == [0.5, 1.0, 1.0, 1.0]
+    assert [len(microbatch.ranks) for microbatch in slots.microbatches(np.zeros(0, dtype=np.int64))] == [2, 2, 2]
 
 
 @pytest.mark.parametrize("rank_seconds", [0.0, 7.0, 1e12])
 def test_targets_come_to_what_each_rank_is_to_have(rank_seconds: float) -> None:
-    grid = Grid(2, np.array([0.5, 1.0, 0.5]), [Bundle((0,), 1, 1, 3.0)], 10)
-    targets = grid.targets(rank_seconds)
+    slots = MicrobatchSlots(2, np.array([0.5, 1.0, 0.5]), [Bundle((0,), 1, 1, 3.0)], 10)
+    targets = slots.targets(rank_seconds)
     assert targets.min() >= 0
-    assert targets.sum(axis=1) + grid.taken.sum(axis=1) == pytest.approx(
-        np.maximum(rank_seconds, grid.taken.sum(axis=1))
+    assert targets.sum(axis=1) + slots.taken.sum(axis=1) == pytest.approx(
+        np.maximum(rank_seconds, slots.taken.sum(axis=1))
     )

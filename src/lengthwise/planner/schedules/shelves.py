@@ -1,0 +1,232 @@
+"""Shelves of rings, for ranks that are pipelines: rings of like length follow on the same ranks, each no wider.
+
+A stage waits for the longest of its neighbours: a ring of t seconds costs its ranks t and, where nothing as long runs
+before it, (p - 1) / v of t more, to fill and drain p stages of v chunks.
+
+1. Degrees are grown for a few levels of the bound: what takes longest decides how long filling takes.
+2. Rings go, widest first, to the interval that loses least, waiting and filling counted, of those on which they end
+   within a limit, which is halved down to the least that holds all. The best level is tried with more limits and with
+   waiting alone counted, too, which opens new shelves sooner; all stages on clocks tell which ends first.
+3. Slots of local sequences level the ends, the longest first on each rank.
+
+Costs rings x ranks a try. Source: shelf packing; which tries pay is in docs/decisions/pipeline-slots.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lengthwise.core.plan import Microbatch
+from lengthwise.planner.placement.line import at_place
+from lengthwise.planner.problem.request import PlanRequest
+from lengthwise.planner.problem.topology import window_max
+from lengthwise.planner.schedules.microbatch_slots import COARSE, MicrobatchSlots
+from lengthwise.program.ring_order import interval_microbatch
+from lengthwise.program.stage_clocks import slot_clocks
+
+LEVELS = (0.06, 0.25, 0.5, 1.0)  # of the bound, that a sequence may take
+_PRECISE = 0.004  # of the least limit, to which the limit is halved: plans end 0.5 to 5 % after it
+_WIDENED = 1.03  # times the least limit, then the square of that and so on, until all rings fit
+_MORE = 8  # limits near the best that are tried, too: ends of one level differ by 1 %
+_RINGS = 1_000  # placed for these in all, and each at least once
+_ROUNDING = 1e-9
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shelves:
+    """Rings as (sequence, first rank, degree, seconds) in the order of the plan, and when each rank's last one is done.
+
+    limit_seconds: on the clocks that rings were placed by, which are rather early. end_seconds: with all stages on
+    clocks, and what is local in even parts.
+    """
+
+    degrees: NDArray[np.int64]
+    rings: list[tuple[int, int, int, float]]
+    free: Floats
+    limit_seconds: float
+    end_seconds: float = inf
+
+
+def plan_shelves(request: PlanRequest, most_seconds: float = inf) -> list[Shelves]:
+    """List shelves for `request.stages` stages of each rank that should end before `most_seconds`, the first first."""
+    grown = request.growth(request.lengths, request.least_degrees).grown
+    found: list[Shelves] = []
+    tried, limit = set[bytes](), most_seconds
+    for level in LEVELS:
+        degrees = grown(level * request.bound_seconds)
+        if degrees.tobytes() not in tried:
+            tried.add(degrees.tobytes())
+            found += Shelving(request, degrees, counts_filling=True).found(limit)
+            limit = min([limit, *(each.limit_seconds * COARSE for each in found)])
+    if found:
+        best = min(found, key=lambda each: each.end_seconds)
+        more = max(1, min(_MORE, _RINGS // max(1, len(best.rings))))
+        for counts_filling in (False, True):
+            shelving = Shelving(request, best.degrees, counts_filling=counts_filling)
+            for step in range(more):
+                others = shelving.at_limit(best.limit_seconds * (1 + (step + counts_filling) * _PRECISE))
+                found += [other for other in others if all(other.rings != each.rings for each in found)]
+    return sorted(found, key=lambda each: each.end_seconds)
+
+
+def write_shelves(request: PlanRequest, shelves: Shelves) -> list[Microbatch]:
+    """Level the ends with what is local, the longest slots first; write rings, then slots."""
+    rest = _Local(request, shelves.degrees)
+    rings = [interval_microbatch(first, degree, [i]) for i, first, degree, _ in shelves.rings]
+    needed = rest.slots(_left_seconds(shelves.free, rest.all_seconds))
+    while True:
+        counts = np.ceil(needed)[:, None]
+        number = np.arange(int(counts.max()) + 1)
+        weights = np.asarray(1 - _ROUNDING * number, dtype=np.float64)  # falling
+        slots = MicrobatchSlots(request.cluster.ranks, weights, [], request.cluster.capacity_tokens)
+        slots.rooms[number >= counts] = 0
+        launched = shelves.free + counts[:, 0] * request.cost.fixed_seconds
+        left = _left_seconds(launched, float(rest.seconds.sum()))[:, None]
+        targets = np.where(number < counts, weights * left / np.maximum(counts, 1.0), 0.0)
+        if slots.fill(request.lengths[rest.sequences], rest.seconds, targets):
+            return rings + slots.microbatches(rest.sequences)
+        needed = needed * COARSE
+
+
+def _left_seconds(free: Floats, seconds: float) -> Floats:
+    """Part seconds among ranks so that all that are free before that end together."""
+    rising = np.sort(free)
+    ends = (np.cumsum(rising) + seconds) / np.arange(1, len(rising) + 1)
+    return np.maximum(ends.min() - free, 0.0)
+
+
+class _Local:
+    """The sequences of one rank each, longest first, and what they take of the ranks after their rings."""
+
+    def __init__(self, request: PlanRequest, degrees: NDArray[np.int64]) -> None:
+        cost, lengths, capacity = request.cost, request.lengths, request.cluster.capacity_tokens
+        self.is_local = (degrees == 1) & (lengths <= capacity)  # what is offloaded on one rank is alone
+        local = np.flatnonzero(self.is_local)
+        self.sequences = local[np.lexsort((local, -lengths[local]))]
+        self.seconds = cost.compute_seconds(lengths[self.sequences])
+        self._slots = float(lengths[local].sum()) / capacity
+        self.all_seconds = float(self.seconds.sum()) + self._slots * cost.fixed_seconds
+
+    def slots(self, seconds: Floats) -> Floats:
+        """Return how many full slots have so many seconds; where nothing costs any, an even share of all."""
+        return seconds * (self._slots / self.all_seconds) if self.all_seconds else seconds + self._slots / len(seconds)
+
+    @property
+    def slot_seconds(self) -> float:
+        """The seconds of a full slot."""
+        return self.all_seconds / max(self._slots, 1.0)
+
+
+class Shelving:
+    """Sequences at chosen degrees, to be placed; `counts_filling`: whether filling new ranks counts as lost."""
+
+    def __init__(self, request: PlanRequest, degrees: NDArray[np.int64], *, counts_filling: bool) -> None:
+        self._request, self._degrees = request, degrees
+        self._fill = (request.stages - 1) / request.virtual  # of a first microbatch, that its ranks wait for stages
+        self._lost_fill = self._fill if counts_filling else 0.0
+        self._local = local = _Local(request, degrees)
+        seconds = request.cost.ring_piece_seconds(request.lengths, degrees) + request.cost.fixed_seconds
+        cut = np.flatnonzero(~local.is_local)
+        order = cut[np.lexsort((cut, -seconds[cut], -degrees[cut]))]
+        self._order = list(zip(order.tolist(), degrees[order].tolist(), seconds[order].tolist(), strict=True))
+        request.topology.prepare(request.lengths[cut], degrees[cut])
+        self._pack_fill_seconds = self._fill * local.slot_seconds
+        work = float(degrees[cut] @ seconds[cut]) + local.all_seconds
+        longest = (1 + self._fill) * float(seconds[cut].max(initial=0.0))
+        self._least_seconds = max(work / request.cluster.ranks, longest, self._pack_fill_seconds)
+
+    def found(self, most_seconds: float) -> list[Shelves]:
+        """Place the rings within ever closer limits below `most_seconds`, down to about the least that holds all."""
+        least = low = self._least_seconds
+        limits = (least * _WIDENED ** (2**step - 1) for step in count()) if most_seconds == inf else [most_seconds]
+        first = next((placed for limit in limits if (placed := self.placed(limit)) is not None), None)
+        found = [] if first is None else [first]
+        while found and found[-1].limit_seconds > low + _PRECISE * least:
+            limit = (low + found[-1].limit_seconds) / 2
+            if (placed := self.placed(limit)) is None:
+                low = limit
+            else:
+                found.append(placed)
+        return self._timed(found[-2:])
+
+    def at_limit(self, limit_seconds: float) -> list[Shelves]:
+        """Place the rings within a limit; nothing if they do not fit."""
+        placed = self.placed(limit_seconds)
+        return [] if placed is None else self._timed([placed])
+
+    def _timed(self, found: Sequence[Shelves]) -> list[Shelves]:
+        return [self.timed(each) for each in found]
+
+    def placed(self, limit_seconds: float) -> Shelves | None:
+        """Place rings so that each ends within a limit; None if one cannot, or if packs then end later.
+
+        A ring is of at most the length of those before it. It goes where it loses least, and of equal places to the one
+        that is free last.
+        """
+        ranks, most = self._request.cluster.ranks, limit_seconds * (1 + _ROUNDING)
+        free, is_empty, has_empty = np.zeros(ranks), np.ones(ranks, dtype=np.bool_), True
+        total = np.zeros(ranks + 1)
+        up_to, rings = total[1:], list[tuple[int, int, int, float]]()
+        for sequence, degree, seconds in self._order:
+            extra = self._request.ring_extra_seconds(sequence, degree)
+            when = spent = free
+            if has_empty:  # these are filled first
+                when = np.where(is_empty, self._fill * seconds, free)
+                spent = np.where(is_empty, (self._fill - self._lost_fill) * seconds, free)
+            starts = window_max(when, degree)
+            np.cumsum(spent, out=up_to)
+            lost = (degree - _ROUNDING) * starts - (total[degree:] - total[:-degree])
+            if extra is None:
+                lost[starts > most - seconds] = inf
+            else:
+                lost += degree * extra.seconds
+                lost[starts + extra.seconds > most - seconds] = inf
+            first = int(lost.argmin())
+            if lost[first] == inf:
+                return None
+            took = seconds + at_place(extra, first)
+            free[first : first + degree] = starts[first] + took
+            rings.append((sequence, first, degree, took))
+            if has_empty:
+                is_empty[first : first + degree] = False
+                has_empty = bool(is_empty.any())
+        free[is_empty] = self._pack_fill_seconds
+        if max(float(free.max()), (float(free.sum()) + self._local.all_seconds) / ranks) > most:
+            return None
+        return Shelves(degrees=self._degrees, rings=rings, free=free, limit_seconds=limit_seconds)
+
+    def timed(self, shelves: Shelves) -> Shelves:
+        """Run rings, and what is local in even slots after them, through all stages; level what is late once more."""
+        best, free = shelves, shelves.free
+        for _ in range(2):
+            left = _left_seconds(free, self._local.all_seconds)
+            ends = self._ends(shelves, left)
+            if ends.max() < best.end_seconds:
+                best = replace(shelves, free=free, end_seconds=float(ends.max()))
+            free = np.where(left > 0, ends - left, free)
+        return best
+
+    def _ends(self, shelves: Shelves, left: Floats) -> Floats:
+        request, slots = self._request, np.ceil(self._local.slots(left)).astype(np.int64)
+        last = np.full(request.cluster.ranks, -1, dtype=np.int64)
+        placed: list[tuple[int, slice, float]] = []
+        for _, first, degree, seconds in shelves.rings:
+            interval = slice(first, first + degree)
+            last[interval] = slot = int(last[interval].max()) + 1
+            placed.append((slot, interval, seconds))
+        number = np.arange(int((last + slots).max()) + 1)[:, None]
+        is_own = (number > last) & (number <= last + slots)
+        grid, is_first = np.where(is_own, left / np.maximum(slots, 1), 0.0), np.ones(is_own.shape, dtype=np.bool_)
+        for slot, interval, seconds in placed:
+            grid[slot, interval] = seconds
+            is_first[slot, interval.start + 1 : interval.stop] = False
+        forward = request.cost.forward_share("none") * grid
+        return slot_clocks(forward, grid - forward, is_first, stages=request.stages, virtual=request.virtual)
