@@ -30,7 +30,7 @@ from lengthwise.planner.schedules.microbatch_slots import COARSE, MicrobatchSlot
 from lengthwise.program.ring_order import interval_microbatch
 from lengthwise.program.stage_clocks import slot_clocks
 
-LEVELS = (0.06, 0.25, 0.5, 1.0)  # of the bound, that a sequence may take
+LEVELS = (0.06, 0.25, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the bound, that a sequence may take
 _PRECISE = 0.004  # of the least limit, to which the limit is halved: plans end 0.5 to 5 % after it
 _WIDENED = 1.03  # times the least limit, then the square of that and so on, until all rings fit
 _MORE = 8  # limits near the best that are tried, too: ends of one level differ by 1 %
