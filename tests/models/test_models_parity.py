@@ -125,8 +125,8 @@ def run_plain(family, batch, precision, weights="fp32"):
     total = 0.0
     with keep_double(DTYPES[precision]):
         for i in range(len(batch.ids)):
-            ids = torch.from_numpy(batch.dataset.tokens(i).astype(np.int64))
-            labels = torch.from_numpy(batch.dataset.labels(i).astype(np.int64))
+            row = batch.dataset.read(i, 0, batch.lengths[i])
+            ids, labels = (torch.from_numpy(each.astype(np.int64)) for each in row)
             logits = model(input_ids=ids[None], use_cache=False).logits[0]
             wide = logits.double() if precision == "fp64" else logits.float()
             loss = F.cross_entropy(wide[:-1], labels[1:], ignore_index=-100, reduction="sum")
@@ -298,7 +298,7 @@ def test_positions_start_anew_in_each_document():
 def test_labels_are_shifted_before_the_cut():
     """Section 7: the last token of a shard needs the first label of the next; the last of a sequence needs none."""
     batch = make_batch((7, 5), vocab=48)
-    tokens = batch.dataset.tokens(0).tolist()
+    tokens = batch.dataset.read(0, 0, batch.lengths[0])[0].tolist()
     ids, _, labels = batch.tensors([Segment(sequence=0, start=2, stop=4), Segment(sequence=0, start=6, stop=7)])
     assert ids.tolist() == [tokens[2], tokens[3], tokens[6]]
     assert labels.tolist() == [tokens[3], tokens[4], -100]
