@@ -265,8 +265,11 @@ class Command:
 
 
 def children(pid):
-    """Pids of the children that the main thread of a process started, ascending: in the order of their starts."""
-    return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    """Pids of the children that the main thread of a process started, in the order of their starts.
+
+    The kernel lists them so; pids themselves start again from below after the largest one.
+    """
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def count_lines(path):
