@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -244,6 +245,13 @@ def test_plan_prints_names_of_files_as_they_are_and_one_thing_as_one(tmp_path, c
     said = capsys.readouterr().out
     assert f"written to {out}" in said
     assert "1 sequence, 5 tokens, longest 5; 1 rank of 64 tokens" in said
+
+
+def test_plan_help_names_first_what_every_plan_needs(capsys):
+    call("plan", "--help")
+    options = re.findall(r"^\W? (--[a-z]+)", capsys.readouterr().out, re.MULTILINE)
+    assert options[:5] == ["--config", "--lengths", "--ranks", "--capacity", "--out"]
+    assert options[-4:] == ["--mode", "--virtual", "--offload", "--heads"]
 
 
 def test_plan_cuts_nothing_on_narrow_terminals(tmp_path, lengths):

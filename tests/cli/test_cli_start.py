@@ -64,7 +64,8 @@ def test_train_tells_what_command_line_run_file_and_output_have_wrong_in_one_mes
     (tmp_path / "out/metrics.jsonl").write_text("")
     path = write_run(tmp_path, make_rows([3]))
     err = refused(capfd, "train", path, "--ranks", 0, "--timeout-seconds", -1)
-    assert "--ranks" in err
+    assert "--ranks: expected a whole number of at least 1; got 0" in err
+    assert "--timeout-seconds" in err
     assert "metrics.jsonl" in err
     err = refused(capfd, "train", path, "--ranks", 0, "--set", "optimizer.lrr=1")
     assert "--ranks" in err

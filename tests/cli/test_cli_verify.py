@@ -32,11 +32,14 @@ def test_verify_passes(run_file, capsys, precision, ranks):
     assert "PASS" in out
     assert "FAIL" not in out
     assert {"fp64": "tolerance 1e-12", "fp32": "tolerance 1e-05", "bf16": "tolerance 0.02"}[precision] in out
+    assert "exercised: rings of " in out
 
 
 def test_verify_passes_alone_and_leaves_no_output(run_file, capsys):
     assert call("verify", run_file, "--ranks", 1, "--set", "capacity_tokens=64") == 0
-    assert "PASS" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "PASS" in out
+    assert "exercised: packs on one rank, no ring (for one: more --ranks, or a lower capacity_tokens)" in out
     assert not (run_file.parent / "out").exists()
 
 
@@ -86,6 +89,7 @@ def test_verify_runs_a_plan_of_several_pieces_written_by_hand(run_file, capsys, 
     assert call("verify", run_file, "--ranks", 3, "--plan", path, "--set", f"precision={precision}") == 0
     out = capsys.readouterr().out
     assert "plan: 3 microbatches, 2 rings" in out
+    assert "exercised: rings of 2, 3 ranks, packs on one rank" in out
     assert "PASS" in out
 
 

@@ -135,7 +135,7 @@ def test_choices_are_refused_where_costs_do_not_price_them(option: str) -> None:
 
 
 def test_offload_asks_for_the_layers_that_it_is_counted_by() -> None:
-    with pytest.raises(ConfigError, match="layers: expected those of the model, at least 32"):
+    with pytest.raises(ConfigError, match=r"layers: expected those of the model, at least 32.* Set layers\."):
         plan_step([9000], Cluster(ranks=2, capacity_tokens=8192), COST, PlanOptions(offload="auto"))
 
 

@@ -4,13 +4,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lengthwise.core.errors import ConfigError, PlanError, Problems
+from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError, Problems
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, analytic_cost, named_hardware, named_shape
@@ -31,6 +32,7 @@ COSTS = (
     Cost(ring_seconds=1.0),
     analytic_cost(named_shape("llama-7b"), named_hardware("h100")),
 )
+CLUSTER = Cluster(ranks=3, capacity_tokens=20)
 CAPACITY = 97  # prime, so that nothing divides
 RANKS = (1, 2, 3, 5, 6, 7, 12, 13, 97)
 UGLY = st.sampled_from([1, 2, 3, 89, CAPACITY - 1, CAPACITY, CAPACITY + 1, 2 * CAPACITY, 2 * CAPACITY + 1, 1009])
@@ -234,6 +236,30 @@ def test_plan_step_tells_all_wrong_options_at_once() -> None:
     wheres = ("planner", "mode", "recompute", "layers", "context_tokens", "offload", "heads", "speeds", "stages")
     told = str(caught.value).splitlines()
     assert all(any(line.startswith(f"error[config] {where}:") for line in told) for where in wheres)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"tokens": None}, ["tokens: expected lengths of sequences; got None"]),
+        ({"tokens": (length for length in [5])}, ["tokens: expected lengths of sequences; got <generator"]),
+        ({"options": {"layers": 2}}, ["options: expected PlanOptions; got {'layers': 2}"]),
+        (
+            {"cluster": COMPUTE, "cost": CLUSTER},
+            ["cluster: expected a Cluster; got Cost", "cost: expected a Cost; got Cl"],
+        ),
+        (
+            {"tokens": CLUSTER, "cluster": [5, 9]},
+            ["tokens: expected lengths", "cluster: expected a Cluster; got [5, 9]"],
+        ),
+    ],
+)
+def test_plan_step_names_arguments_of_another_kind_all_at_once(given: dict[str, Any], told: list[str]) -> None:
+    with pytest.raises(LengthwiseError) as caught:
+        plan_step(**{"tokens": [5, 9], "cluster": CLUSTER, "cost": COMPUTE, **given})
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(told)
+    assert all(expected in line for expected, line in zip(told, lines, strict=True))
 
 
 def test_plan_step_refuses_no_layers() -> None:

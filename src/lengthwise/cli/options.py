@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -12,10 +12,13 @@ from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.names import unknown_name
 from lengthwise.core.plan import RECOMPUTE_KINDS
 
+if TYPE_CHECKING:
+    from lengthwise.planner import PlanOptions
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanChoices:
-    """How plans are made."""
+    """How ranks run beside each other, and what may be chosen for each microbatch."""
 
     mode: Annotated[str, tyro.conf.arg(metavar="free|waves|pipeline", help_behavior_hint="(default: free)")] = "free"
     """How ranks run beside each other: free (each goes on when its own partners are ready; what this version trains),
@@ -29,6 +32,12 @@ class PlanChoices:
     heads: Annotated[str, tyro.conf.arg(metavar="off|auto", help_behavior_hint="(default: off)")] = "off"
     """Whether rings may split attention heads over groups of ranks: auto (where that is quicker; planned and simulated,
     not run by this version) or off."""
+
+    def options(self, **others: Any) -> PlanOptions:
+        """Return the options of the planner that these are, with all others by name."""
+        from lengthwise.planner import PlanOptions
+
+        return PlanOptions(mode=self.mode, virtual=self.virtual, offload=self.offload, heads=self.heads, **others)
 
 
 def named_alike(names: str) -> dict[str, str]:
@@ -72,8 +81,5 @@ def refuse_recompute(recompute: str | None, capacity: object) -> None:
     if recompute is not None and recompute not in kinds:
         raise unknown_name("--recompute", recompute, kinds)
     if recompute == "auto":
-        refuse_beside(
-            {"--capacity": capacity},
-            "nothing beside --recompute auto: every kind has its own",
-            "Leave out one of them.",
-        )
+        expected = "nothing beside --recompute auto: every kind has its own"
+        refuse_beside({"--capacity": capacity}, expected, "Leave out one of them.")

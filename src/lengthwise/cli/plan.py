@@ -27,7 +27,6 @@ _NAMES = named_alike("planner ranks mode stages virtual offload heads recompute 
     "tokens": "--lengths",
     "capacity_tokens": "--capacity",
     "context_tokens": "the longest sequence",
-    "model_shape": "--model-shape",
     "make_room": "Give --capacity in place of --recompute auto",
 }
 
@@ -48,7 +47,7 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanCommand(PlanChoices):
+class PlanCommand:
     """Plan one step and write the plan file; prints what the step would take. Needs no torch and no GPU."""
 
     config: Annotated[Path | None, tyro.conf.arg(metavar="CONFIG.yaml", help_behavior_hint="")] = None
@@ -61,6 +60,8 @@ class PlanCommand(PlanChoices):
     capacity: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
     """Tokens that one rank can hold in one microbatch, 8192 or 8K (K = 1024); default: the run file's
     capacity_tokens."""
+    out: Annotated[Path, tyro.conf.arg(metavar="PLAN.json")]
+    """Where the plan file goes (JSON)."""
     planner: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     """lengthwise, static, single-degree, bytescale-naive, bytescale, power-of-two, or one that a package registers;
     default: the run file's, else lengthwise."""
@@ -85,8 +86,7 @@ class PlanCommand(PlanChoices):
     """Plan with these costs in place of a model's and a hardware's: {"quadratic_seconds": q, "linear_seconds": l,
     "fixed_seconds": g, "ring_seconds": c}, left out: 0. A piece of d ranks with S tokens takes (q sum s^2 + l S) / d,
     and if d > 1 also max(0, c S (d - 1) / d - q sum s^2 / d); a microbatch adds g on each of its ranks."""
-    out: Annotated[Path, tyro.conf.arg(metavar="PLAN.json")]
-    """Where the plan file goes (JSON)."""
+    planning: tyro.conf.OmitArgPrefixes[PlanChoices]
 
     def run(self) -> int:
         """Run the command; return the exit status."""
@@ -111,7 +111,8 @@ class PlanCommand(PlanChoices):
         duration = unitless if self.cost else seconds
         source = "times in the unit of --cost" if self.cost else "model, not measured"
         plans = {asked.options.planner: plan}
-        chosen = [name for name in ("recompute", "offload", "heads") if getattr(self, name) == "auto"]
+        choices = {"recompute": self.recompute, "offload": options.offload, "heads": options.heads}
+        chosen = [name for name, value in choices.items() if value == "auto"]
         console.print(plan_table(plans, cost, title=f"one step ({source})", duration=duration, chosen=chosen))
         console.print(degree_table(plan))
         bound = duration(float(plan.notes["bound_seconds"]))
@@ -128,7 +129,7 @@ class PlanCommand(PlanChoices):
     def _read(self) -> Asked:
         """Read all of the command line but the lengths of a run file's data; raise all that is wrong with it."""
         from lengthwise.data.recipes import lengths_from_file
-        from lengthwise.planner import PlanOptions, parse_speeds
+        from lengthwise.planner import parse_speeds
 
         problems = Collector()
         sources = {"--config": self.config is not None, "--lengths": self.lengths is not None}
@@ -144,16 +145,8 @@ class PlanCommand(PlanChoices):
         shape = problems.attempt(partial(self._shape, config)) if config or not self.config else None
         cost = problems.attempt(partial(self._cost, shape, hardware))
         speeds = problems.attempt(partial(parse_speeds, self.speeds)) if self.speeds is not None else None
-        options = PlanOptions(
-            planner=self.planner or (config.planner if config else "lengthwise"),
-            layers=shape.layers if shape else 1,
-            offload=self.offload,
-            heads=self.heads,
-            mode=self.mode,
-            speeds=speeds,
-            stages=self.stages,
-            virtual=self.virtual,
-        )
+        planner, layers = self.planner or (config.planner if config else "lengthwise"), shape.layers if shape else 1
+        options = self.planning.options(planner=planner, layers=layers, speeds=speeds, stages=self.stages)
         problems.attempt(partial(options.checked, ranks or len(speeds or [1]), cost))
         lengths = problems.attempt(partial(lengths_from_file, self.lengths)) if self.lengths else None
         capacities = problems.attempt(partial(self._capacities, config, shape, ranks))
@@ -172,7 +165,7 @@ class PlanCommand(PlanChoices):
             from lengthwise.cost import microbatches_kept, named_hardware, recompute_capacities
 
             hardware, devices = named_hardware(self.hardware or "h100"), max(1, self.stages or 1)
-            kept = microbatches_kept(devices, max(1, self.virtual or 1))
+            kept = microbatches_kept(devices, max(1, self.planning.virtual or 1))
             return recompute_capacities(shape, hardware, ranks, devices=devices, kept=kept) if shape and ranks else {}
         kind = config.recompute if config and not self.cost else self.recompute or "none"
         if self.capacity is not None:

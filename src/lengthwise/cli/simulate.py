@@ -32,7 +32,6 @@ _NAMES = named_alike("mode virtual offload heads recompute hardware model tokeni
     "planner": "--planners",
     "stages": "--pp",
     "tensor": "--tp",
-    "model_shape": "--model",
     "tokens": "--batch-tokens",
     "longest_tokens": "--context",
     "capacity_tokens": "--capacity",
@@ -59,7 +58,7 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulate(PlanChoices):
+class Simulate:
     """Simulate steps of several planners on the same batches; writes JSON, traces for Perfetto and a page."""
 
     model: Annotated[str, tyro.conf.arg(metavar="NAME|FOLDER")]
@@ -102,6 +101,7 @@ class Simulate(PlanChoices):
     """Ranks that a trace shows."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """Folder for simulation.json, trace-PLANNER.json (opens in ui.perfetto.dev) and report.html."""
+    planning: tyro.conf.OmitArgPrefixes[PlanChoices]
 
     def run(self) -> int:
         """Run the command; return the exit status."""
@@ -163,10 +163,7 @@ class Simulate(PlanChoices):
 
     def _options(self) -> PlanOptions:
         """Return mode and choices, for every planner alike."""
-        from lengthwise.planner import PlanOptions
-
-        stages = self.pp if self.mode == "pipeline" else None
-        return PlanOptions(mode=self.mode, stages=stages, virtual=self.virtual, offload=self.offload, heads=self.heads)
+        return self.planning.options(stages=self.pp if self.planning.mode == "pipeline" else None)
 
     def names(self) -> dict[str, str]:
         """Map names of the library to what the user typed for them."""
@@ -251,7 +248,7 @@ class Simulate(PlanChoices):
         if shape is None or hardware is None or ranks is None:
             return {}
         kinds = RECOMPUTE_KINDS if self.recompute == "auto" else (self.recompute,)
-        kept = microbatches_kept(self.pp, self.virtual or 1)
+        kept = microbatches_kept(self.pp, self.planning.virtual or 1)
         return recompute_capacities(shape, hardware, ranks, kinds=kinds, devices=self.tp * self.pp, kept=kept)
 
     def _ranks(self, devices: int) -> int:
@@ -285,13 +282,13 @@ class Simulate(PlanChoices):
             "model": setting.shape.name,
             "hardware": setting.hardware.name,
             "cost": setting.cost.version,
-            "mode": self.mode,
-            "offload": self.offload,
-            "heads": self.heads,
+            "mode": self.planning.mode,
+            "offload": self.planning.offload,
+            "heads": self.planning.heads,
             "recompute": self.recompute,
             "capacities_tokens": dict(setting.capacities or {}),
             "stages": self.pp,
-            "virtual": self.virtual or 1,
+            "virtual": self.planning.virtual or 1,
             "ranks": cluster.ranks,
             "devices_per_rank": setting.devices,
             "capacity_tokens": cluster.capacity_tokens,

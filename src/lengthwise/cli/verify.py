@@ -10,6 +10,7 @@ import tyro
 
 from lengthwise.cli.train import RunOptions, read_settings
 from lengthwise.report.figures import count
+from lengthwise.report.plans import degrees
 
 if TYPE_CHECKING:
     from lengthwise.core.plan import Plan
@@ -36,11 +37,7 @@ class Verify(RunOptions):
         from lengthwise.training.api import verify
 
         found = verify(
-            config,
-            ranks=self.ranks,
-            plan=self.plan,
-            timeout_seconds=self.timeout_seconds,
-            on_start=print_expectations,
+            config, ranks=self.ranks, plan=self.plan, timeout_seconds=self.timeout_seconds, on_start=print_expectations
         )
         if found is None:  # a torchrun rank other than 0
             return 0
@@ -94,9 +91,18 @@ def verification_lines(found: VerifyReport) -> list[str]:
         *found.notes,
         f"plan: {len(found.plan.microbatches)} microbatches, {rings} rings, "
         f"{count(found.plan.ring_tokens)} tokens in rings",
+        _exercised(found.plan),
         f"loss: {found.loss:.9f}, one process {found.reference_loss:.9f}, difference {found.loss_difference:.2e}",
         *router,
         f"gradients: {len(found.gradients)} tensors; the largest differences:",
         *(f"  {name:<{width}}  {difference:.2e}" for name, difference in worst),
         f"tolerance {found.tolerance:g}: {'PASS' if found.passed else 'FAIL'}",
     ]
+
+
+def _exercised(plan: Plan) -> str:
+    """Say which parts of the planned attention ran: of the others the comparison says nothing."""
+    rings = ", ".join(str(degree) for degree in degrees(plan) if degree > 1)
+    if not rings:
+        return "exercised: packs on one rank, no ring (for one: more --ranks, or a lower capacity_tokens)"
+    return f"exercised: rings of {rings} ranks{', packs on one rank' * (1 in degrees(plan))}"

@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from lengthwise.core.errors import ConfigError
-from lengthwise.core.names import BYTES_TOKENIZER
+from lengthwise.core.names import BYTES_TOKENIZER, PLANNER_GROUP
 from lengthwise.core.sizes import parse_tokens
 
 DEFAULT_STEPS = 100
@@ -50,7 +50,7 @@ def _take_planner(value: object, of_ours: Callable[[object], str]) -> str:
     try:
         return of_ours(value)
     except ValidationError:
-        if isinstance(value, str) and value in entry_points(group="lengthwise.planners").names:
+        if isinstance(value, str) and value in entry_points(group=PLANNER_GROUP).names:
             return value
         raise
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from lengthwise.core.errors import ConfigError
 
 BYTES_TOKENIZER = "bytes"  # one token a byte
+PLANNER_GROUP = "lengthwise.planners"  # of entry points, in which packages name planners of theirs
 _CLOSE = 0.5  # of difflib's similarity, 0 to 1; `trian` and `train` have 0.8
 _SHORT = 4  # letters, of which another first one makes another name: `a100` is no `h100`
 

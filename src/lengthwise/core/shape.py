@@ -49,12 +49,8 @@ class ModelShape:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(
-                    f"model shape {self.name}: {name}",
-                    expected="a whole number of at least 1",
-                    got=repr(value),
-                    remedy="Correct the model's config.json.",
-                )
+                where, remedy = f"model {self.name}: {name}", "Correct the model's config.json."
+                raise ConfigError(where, expected="a whole number of at least 1", got=repr(value), remedy=remedy)
 
     @property
     def window_shares(self) -> tuple[tuple[int, float], ...]:

@@ -89,7 +89,7 @@ def capacity_tokens(
         expected += f"{hardware.device_bytes / 1e9:.0f} GB less {RESERVED:.0%} kept free"
         got = f"{states / 1e9:.0f} GB of them on each, {counted(ranks, 'rank')} of {counted(devices, 'device')}"
         remedy = "{make_room|Use more devices a rank, recompute, or give the capacity}."
-        raise ConfigError(f"model_shape {shape.name}", expected=expected, got=got, remedy=remedy)
+        raise ConfigError(f"model {shape.name}", expected=expected, got=got, remedy=remedy)
     return tokens
 
 

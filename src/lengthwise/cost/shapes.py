@@ -32,14 +32,14 @@ def named_shape(name: str) -> ModelShape:
     if path.is_dir():
         path = path / "config.json"
     elif not is_path(name):
-        raise unknown_name("model_shape", name, SHAPE_NAMES, others=_OWN_SHAPE)
+        raise unknown_name("model", name, SHAPE_NAMES, others=_OWN_SHAPE)
     elif not path.exists() and not name.endswith(".json"):
-        raise ConfigError(
-            "model_shape",
-            expected=f"one of {', '.join(SHAPE_NAMES)}, {_OWN_SHAPE}",
-            got=f"{name!r}, which is not there (names on the hub are not looked up)",
-            remedy="Download the model's config.json and give its path.",
+        expected, remedy = (
+            f"one of {', '.join(SHAPE_NAMES)}, {_OWN_SHAPE}",
+            "Download its config.json and give its path.",
         )
+        got = f"{name!r}, which is not there (names on the hub are not looked up)"
+        raise ConfigError("model", expected=expected, got=got, remedy=remedy)
     label = path.resolve().parent.name if path.name == "config.json" else path.stem
     return shape_from_config(read_json_object(str(path)), name=label)
 
@@ -145,12 +145,7 @@ def _size(config: Mapping[str, Any], key: str, label: str) -> int:
     if isinstance(value, list | tuple) and value and all(isinstance(each, int) for each in value):  # one a layer
         value = max(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(
-            f"model {label}: config key {key}",
-            expected="a whole number of at least 1",
-            got="nothing" if value is None else repr(value),
-            remedy="Fix the model's config.json: this size does not follow from the others."
-            if value is None
-            else "Fix the model's config.json.",
-        )
+        where, expected = f"model {label}: config key {key}", "a whole number of at least 1"
+        got, why = ("nothing", ": this size does not follow from the others") if value is None else (repr(value), "")
+        raise ConfigError(where, expected=expected, got=got, remedy=f"Fix the model's config.json{why}.")
     return value

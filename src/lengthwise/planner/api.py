@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
@@ -32,10 +34,12 @@ def plan_step(tokens: Sequence[int], cluster: Cluster, cost: Cost, options: Plan
         and speeds where they are not all 1.
 
     Raises:
-        ConfigError: what `PlanOptions.checked` refuses.
+        ConfigError: an argument of another kind, two that are swapped for example; or what `PlanOptions.checked`
+            refuses.
         PlanError: no sequences, a length below 1, or sequences that the cluster cannot hold (all of them named).
         Problems: several of these.
     """
+    _refuse_mistaken(tokens=tokens, cluster=cluster, cost=cost, options=options)
     asked = options.checked(cluster.ranks, cost)
     lengths, paces = read_tokens(tokens), asked.speeds
     widest, relative = at_mean_speed(cost.choosing(asked.choices(cluster.capacity_tokens)), paces)
@@ -54,6 +58,20 @@ def plan_step(tokens: Sequence[int], cluster: Cluster, cost: Cost, options: Plan
     notes = {"planner": asked.planner, "predicted_seconds": least, "bound_seconds": _bound_of(best, request)}
     runs = None if paces is None else speed_runs(paces)
     return replace(best, notes={**notes, "cost": cost.version, **({"speeds": runs} if runs else {})})
+
+
+def _refuse_mistaken(**arguments: object) -> None:
+    """Refuse arguments of `plan_step` that are not what their names say, all of them at once."""
+    kinds = {"tokens": Collection, "cluster": Cluster, "cost": Cost, "options": PlanOptions}
+    expected = {"tokens": "lengths of sequences", "cluster": "a Cluster", "cost": "a Cost", "options": "PlanOptions"}
+    remedy = "Give lengths, cluster, cost and options, in this order."
+    mistaken = {name: value for name, value in arguments.items() if not isinstance(value, kinds[name])}
+    raise_problems(
+        [
+            ConfigError(name, expected=expected[name], got=reprlib.repr(value), remedy=remedy)
+            for name, value in mistaken.items()
+        ]
+    )
 
 
 def _bound_of(plan: Plan, request: PlanRequest) -> float:

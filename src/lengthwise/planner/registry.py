@@ -13,6 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TypeAlias
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError, Problems, raise_problems
+from lengthwise.core.names import PLANNER_GROUP
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.planner.baselines.bytescale import plan_bytescale
 from lengthwise.planner.baselines.bytescale_naive import plan_bytescale_naive
@@ -25,7 +26,6 @@ from lengthwise.program.check import check_plan
 
 Planner: TypeAlias = Callable[[PlanRequest], list[Microbatch]]
 
-GROUP = "lengthwise.planners"
 _REMEDY = "Correct the planner, or take another."
 _BUILT_IN: Mapping[str, Planner] = {
     "lengthwise": plan_lengthwise,
@@ -134,4 +134,4 @@ def _broken(name: str, expected: str, got: str) -> PlanError:
 
 
 def _installed() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=GROUP) if point.name not in _BUILT_IN}
+    return {point.name: point for point in entry_points(group=PLANNER_GROUP) if point.name not in _BUILT_IN}

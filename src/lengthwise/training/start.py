@@ -13,7 +13,8 @@ from typing import TypeVar
 
 from lengthwise.comm import World, count_gpus, world_from_environment
 from lengthwise.config import RunConfig, build_config, load_config
-from lengthwise.core.errors import Collector, ConfigError, raise_problems
+from lengthwise.core.errors import Collector, ConfigError
+from lengthwise.core.sizes import read_whole
 from lengthwise.training.job import Job, prepare_job
 from lengthwise.training.launch import launch
 
@@ -55,7 +56,8 @@ def prepare(
     _quiet_libraries()
     collector = Collector()
     world = collector.attempt(lambda: _torchrun(ranks))
-    collector.attempt(lambda: _check_numbers(ranks, timeout_seconds))
+    collector.attempt(lambda: ranks is None or read_whole("ranks", ranks))
+    collector.attempt(lambda: _check_timeout(timeout_seconds))
     config = collector.attempt(lambda: _settings(run, overrides))
     if config is not None and check is not None and (world is None or world.rank == 0):
         collector.attempt(lambda: check(config))
@@ -93,15 +95,10 @@ def _torchrun(ranks: int | None) -> World | None:
     return world
 
 
-def _check_numbers(ranks: int | None, timeout_seconds: float) -> None:
-    problems: list[ConfigError] = []
-    if ranks is not None and not (isinstance(ranks, int) and ranks >= 1):
-        remedy = "Give the number of processes."
-        problems.append(ConfigError("ranks", expected="at least 1", got=str(ranks), remedy=remedy))
+def _check_timeout(timeout_seconds: float) -> None:
     if not (isinstance(timeout_seconds, int | float) and 0 < timeout_seconds < float("inf")):
         got = str(timeout_seconds)
-        problems.append(ConfigError("timeout_seconds", expected="a positive number", got=got, remedy="Give seconds."))
-    raise_problems(problems)
+        raise ConfigError("timeout_seconds", expected="a positive number", got=got, remedy="Give seconds.")
 
 
 def run_ranks(

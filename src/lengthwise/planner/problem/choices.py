@@ -68,7 +68,7 @@ def refuse_choices(asked: Mapping[str, str], cost: Cost | None, layers: int, spe
             problems.append(ConfigError(name, expected="off, with these costs", got=f"auto; {got}", remedy=remedy))
     if asked["offload"] == "auto" and cost is not None and cost.prices_choices and layers < cost.layers:
         expected = f"those of the model, at least {cost.layers}: they tell what offload leaves on the device"
-        problems.append(ConfigError("layers", expected=expected, got=str(layers), remedy="Give {layers} to plan_step."))
+        problems.append(ConfigError("layers", expected=expected, got=str(layers), remedy="Set {layers}."))
     if "auto" in asked.values() and speeds is not None:
         expected = "all 1 beside offload or heads, which are not planned together yet"
         remedy = "Plan with {speeds}, or with these choices."
