@@ -34,12 +34,9 @@ def refuse_others_files(folder: Path) -> None:
     ours = {FIGURES, PAGE, *map(trace_name, planner_names())}
     there = sorted(name for name in ours if (folder / name).exists())
     if there and _earlier_planners(folder) is None:
-        raise OutputError(
-            str(folder),
-            expected="an empty folder, or that of an earlier simulation, which is then replaced",
-            got=f"{', '.join(there)}, not written by a simulation",
-            remedy="Choose another --out, or take them out of it.",
-        )
+        where, expected = str(folder), "an empty folder, or that of an earlier simulation, which is then replaced"
+        got = f"{', '.join(there)}, not written by a simulation"
+        raise OutputError(where, expected=expected, got=got, remedy="Choose another --out, or take them out of it.")
 
 
 def write_simulation(folder: Path, figures: str, page: str, traces: Mapping[str, str]) -> None:
@@ -53,12 +50,9 @@ def write_simulation(folder: Path, figures: str, page: str, traces: Mapping[str,
             try:
                 (folder / trace_name(planner)).unlink(missing_ok=True)
             except OSError as error:
-                raise OutputError(
-                    str(folder / trace_name(planner)),
-                    expected="leave to remove what an earlier simulation wrote",
-                    got=error.strerror or str(error),
-                    remedy="Choose another --out.",
-                ) from None
+                where = str(folder / trace_name(planner))
+                expected, got = "leave to remove what an earlier simulation wrote", error.strerror or str(error)
+                raise OutputError(where, expected=expected, got=got, remedy="Choose another --out.") from None
     for planner, trace in traces.items():
         write_atomically(folder / trace_name(planner), trace)
     write_atomically(folder / PAGE, page)

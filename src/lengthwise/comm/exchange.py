@@ -43,9 +43,7 @@ def agree(transport: Transport, data: bytes, what: str) -> None:
     rows = everyone.view(transport.world_size, -1)
     different = [rank for rank in range(transport.world_size) if not torch.equal(rows[rank], rows[0])]
     if different:
-        raise RankError(
-            f"rank {transport.rank}, {transport.phase}",
-            expected=f"the same {what} on all ranks",
-            got=f"another digest on {'rank' if len(different) == 1 else 'ranks'} {', '.join(map(str, different[:10]))}",
-            remedy="All ranks must run the same version of lengthwise with the same run file and data.",
-        )
+        where = f"rank {transport.rank}, {transport.phase}"
+        got = f"another digest on {'rank' if len(different) == 1 else 'ranks'} {', '.join(map(str, different[:10]))}"
+        remedy = "All ranks must run the same version of lengthwise with the same run file and data."
+        raise RankError(where, expected=f"the same {what} on all ranks", got=got, remedy=remedy)

@@ -76,12 +76,9 @@ class StrictWorld:
                 self._moved.wait()
             del self._waiting[rank]
             if not group.done:
-                raise TransferError(
-                    f"rank {rank}, {group.label}",
-                    expected="the group to complete",
-                    got=self._failure or "a failure",
-                    remedy="The order of grouped calls is wrong.",
-                )
+                where = f"rank {rank}, {group.label}"
+                expected, got = "the group to complete", self._failure or "a failure"
+                raise TransferError(where, expected=expected, got=got, remedy="The order of grouped calls is wrong.")
 
     def _leave(self, rank: int) -> None:
         with self._moved:

@@ -159,12 +159,9 @@ class TorchTransport:
                 raise self._transfer_error(self.phase, _named(peers), _without_place(str(error))) from error
 
     def _transfer_error(self, phase: str, others: str, got: str) -> TransferError:
-        return TransferError(
-            f"rank {self.rank}, {phase}",
-            expected=f"{others} to answer within {self._timeout_seconds:g} s",
-            got=got,
-            remedy="Look at the first rank that reported another error, or died; then start again.",
-        )
+        expected = f"{others} to answer within {self._timeout_seconds:g} s"
+        remedy = "Look at the first rank that reported another error, or died; then start again."
+        return TransferError(f"rank {self.rank}, {phase}", expected=expected, got=got, remedy=remedy)
 
     def _give_up(self, posted: Posted) -> None:
         """End this process: the main thread waits for a GPU that waits for a peer, and cannot be called back."""

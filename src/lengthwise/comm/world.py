@@ -58,12 +58,10 @@ class World:
         store.set_timeout(timeout)
         on_gpu, sharing = self._count(PrefixStore("lengthwise", store), timeout)
         if on_gpu not in (0, self.world_size):
-            raise RankError(
-                f"rank {self.rank}, start",
-                expected="all ranks on GPUs, or all on the CPU",
-                got=f"{on_gpu} of {self.world_size} on a GPU; this one {'is' if self.gpus else 'is not'}",
-                remedy="Set device: cpu in the run file, or start on machines that all have GPUs.",
-            )
+            where = f"rank {self.rank}, start"
+            got = f"{on_gpu} of {self.world_size} on a GPU; this one {'is' if self.gpus else 'is not'}"
+            remedy = "Set device: cpu in the run file, or start on machines that all have GPUs."
+            raise RankError(where, expected="all ranks on GPUs, or all on the CPU", got=got, remedy=remedy)
         store = PrefixStore("default_pg", store)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
         return sharing > 0
@@ -116,12 +114,9 @@ def world_from_environment() -> World | None:
     numbers = [values[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
     complete = all(values.values()) and all(number and number.isdigit() for number in numbers)
     if not complete or int(numbers[0] or 0) >= int(numbers[1] or 0):
-        raise ConfigError(
-            "environment",
-            expected=f"all of {', '.join(names)}, as torchrun sets them",
-            got=", ".join(f"{name}={value}" for name, value in values.items()),
-            remedy="Start with torchrun, or unset these variables and use --ranks.",
-        )
+        where, got = "environment", ", ".join(f"{name}={value}" for name, value in values.items())
+        remedy = "Start with torchrun, or unset these variables and use --ranks."
+        raise ConfigError(where, expected=f"all of {', '.join(names)}, as torchrun sets them", got=got, remedy=remedy)
     rank, world_size, local_rank = (int(number or 0) for number in numbers)
     local_size = os.environ.get("LOCAL_WORLD_SIZE", "")  # launchers other than torchrun may leave it out
     return World(

@@ -46,12 +46,8 @@ def _write(values: dict[str, object], path: Sequence[str], value: object) -> Non
             target[step] = below
         if not isinstance(below, dict | list):
             prefix = ".".join(path[: depth + 1])
-            raise ConfigError(
-                f"overrides {'.'.join(path)}",
-                expected=f"`{prefix}` to have keys",
-                got=f"the value {below!r}",
-                remedy=f"Set `{prefix}` itself.",
-            )
+            where, expected = f"overrides {'.'.join(path)}", f"`{prefix}` to have keys"
+            raise ConfigError(where, expected=expected, got=f"the value {below!r}", remedy=f"Set `{prefix}` itself.")
         target = below
 
 
@@ -60,9 +56,6 @@ def _step(target: dict | list, part: str, path: Sequence[str]) -> Any:
         return part
     if part.isascii() and part.isdecimal() and int(part) < len(target):
         return int(part)
-    raise ConfigError(
-        f"overrides {'.'.join(path)}",
-        expected=f"an index from 0 to {len(target) - 1}" if target else "a list with entries",
-        got=repr(part),
-        remedy=f"Name an entry that the run file has, or set `{'.'.join(path[:-1])}` as a whole.",
-    )
+    expected = f"an index from 0 to {len(target) - 1}" if target else "a list with entries"
+    remedy = f"Name an entry that the run file has, or set `{'.'.join(path[:-1])}` as a whole."
+    raise ConfigError(f"overrides {'.'.join(path)}", expected=expected, got=repr(part), remedy=remedy)

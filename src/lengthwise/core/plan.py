@@ -149,12 +149,9 @@ def _read_plan(text: str, where: str) -> Plan:
         raise _refuse(f"{where}: requires", "a list of feature names", requires)
     unknown = sorted(set(requires) - KNOWN_FEATURES)
     if unknown:
-        raise PlanError(
-            f"{where}: requires",
-            expected=f"features this version knows ({', '.join(sorted(KNOWN_FEATURES))})",
-            got=", ".join(unknown),
-            remedy="Update lengthwise, or plan again without these features.",
-        )
+        expected = f"features this version knows ({', '.join(sorted(KNOWN_FEATURES))})"
+        remedy = "Update lengthwise, or plan again without these features."
+        raise PlanError(f"{where}: requires", expected=expected, got=", ".join(unknown), remedy=remedy)
     schedule = raw.get("schedule", {"kind": "free"})
     if not isinstance(schedule, dict) or schedule.get("kind") not in SCHEDULE_KINDS:
         raise _refuse(f"{where}: schedule", f"an object whose kind is one of {', '.join(SCHEDULE_KINDS)}", schedule)

@@ -212,9 +212,7 @@ def _refuse_longer(dataset: Dataset, limit: int, why: str, instead: str) -> None
     longest_first = too_long[np.argsort(-dataset.lengths[too_long], kind="stable")]
     shown = [f"{row} ({dataset.name(row)}, {dataset.lengths[row]} tokens)" for row in map(int, longest_first[:_SHOWN])]
     more = f" and {len(too_long) - _SHOWN} more" if len(too_long) > _SHOWN else ""
-    raise DataError(
-        ", ".join(sorted({dataset.source_key(int(row)) for row in too_long})),
-        expected=f"sequences of at most {limit} tokens, {why}",
-        got=f"{len(too_long)} longer: sequence {', '.join(shown)}{more}",
-        remedy=f"{instead} leave them out with max_tokens: {limit} and too_long: skip.",
-    )
+    where = ", ".join(sorted({dataset.source_key(int(row)) for row in too_long}))
+    got = f"{len(too_long)} longer: sequence {', '.join(shown)}{more}"
+    remedy = f"{instead} leave them out with max_tokens: {limit} and too_long: skip."
+    raise DataError(where, expected=f"sequences of at most {limit} tokens, {why}", got=got, remedy=remedy)

@@ -86,12 +86,9 @@ def _run(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, positio
         )
     layers: int = model.config.num_hidden_layers  # type: ignore[union-attr]
     if planned.layers_run != layers:
-        raise ModelRefused(
-            f"model {type(model).__name__}",
-            expected=f"all {layers} layers to attend through the plan",
-            got=f"{planned.layers_run} that did",
-            remedy="A layer of another kind would be wrong without a word; use another model.",
-        )
+        where, expected = f"model {type(model).__name__}", f"all {layers} layers to attend through the plan"
+        remedy = "A layer of another kind would be wrong without a word; use another model."
+        raise ModelRefused(where, expected=expected, got=f"{planned.layers_run} that did", remedy=remedy)
     return output
 
 
@@ -158,12 +155,10 @@ def _attend(
     if sliding_window is not None and sliding_window < 1:
         refused["sliding_window"] = sliding_window
     if refused or lengthwise is None:
-        raise ModelRefused(
-            f"attention of {type(module).__name__}",
-            expected="only arguments that the planned attention handles",
-            got=", ".join(f"{name}={value}" for name, value in refused.items()),
-            remedy="This model needs what lengthwise does not do yet; use another model.",
-        )
+        where = f"attention of {type(module).__name__}"
+        got = ", ".join(f"{name}={value}" for name, value in refused.items())
+        remedy = "This model needs what lengthwise does not do yet; use another model."
+        raise ModelRefused(where, expected="only arguments that the planned attention handles", got=got, remedy=remedy)
     assert query.shape[2] == lengthwise.num_rows, f"{query.shape[2]} queries in {lengthwise.num_rows} rows"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     head_dim = max(query.shape[-1], value.shape[-1])

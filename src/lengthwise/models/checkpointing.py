@@ -32,12 +32,8 @@ def check_recompute(config: Any, kind: str) -> None:
         ModelRefused: before any process starts.
     """
     if kind != "none" and not _wrapped_layers(build_skeleton(config)):
-        raise ModelRefused(
-            "recompute",
-            expected="none, or a model with Hugging Face's gradient checkpointing",
-            got=f"{kind} with {config.model_type}",
-            remedy=_REMEDY,
-        )
+        expected = "none, or a model with Hugging Face's gradient checkpointing"
+        raise ModelRefused("recompute", expected=expected, got=f"{kind} with {config.model_type}", remedy=_REMEDY)
 
 
 @contextlib.contextmanager
@@ -75,12 +71,9 @@ def apply_policy(model: nn.Module, planned: PlannedAttention, policy: Activation
             module.gradient_checkpointing = False
     attended = sum(layer.num_attended for layer in runs)
     if attended != planned.layers_run:
-        raise ModelRefused(
-            f"model {type(model).__name__}",
-            expected=f"all {planned.layers_run} attention layers to run through Hugging Face's gradient checkpointing",
-            got=f"{attended} that did",
-            remedy=_REMEDY,
-        )
+        where = f"model {type(model).__name__}"
+        expected = f"all {planned.layers_run} attention layers to run through Hugging Face's gradient checkpointing"
+        raise ModelRefused(where, expected=expected, got=f"{attended} that did", remedy=_REMEDY)
 
 
 def _wrapped_layers(model: nn.Module) -> list[Any]:

@@ -199,12 +199,9 @@ def _refuse_other_weights(name: str, loading: dict[str, Any]) -> None:
     found = {kind: sorted(map(str, loading.get(key) or ())) for kind, key in kinds.items()}
     wrong = [f"{len(keys)} {kind} ({first_names(keys)})" for kind, keys in found.items() if keys]
     if wrong:
-        raise ConfigError(
-            f"model {name}",
-            expected="weights that are exactly those of config.json",
-            got="; ".join(wrong),
-            remedy="Give the config and the weights of one model; set `weights: fresh` to draw them from the seed.",
-        )
+        expected = "weights that are exactly those of config.json"
+        remedy = "Give the config and the weights of one model; set `weights: fresh` to draw them from the seed."
+        raise ConfigError(f"model {name}", expected=expected, got="; ".join(wrong), remedy=remedy)
 
 
 def plain_attention(source: ModelSource) -> str:
@@ -242,12 +239,9 @@ def unwritable(folder: Path, what: str, error: Exception) -> OutputError:
 
 
 def _unreadable(name: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        "model",
-        expected="tiny, a Hugging Face folder with config.json (and safetensors), or a hub name that can be reached",
-        got=f"{name}: {first_line(error)}",
-        remedy="Correct the name, or download the model and give its folder.",
-    )
+    expected = "tiny, a Hugging Face folder with config.json (and safetensors), or a hub name that can be reached"
+    remedy = "Correct the name, or download the model and give its folder."
+    return ConfigError("model", expected=expected, got=f"{name}: {first_line(error)}", remedy=remedy)
 
 
 def first_line(error: BaseException) -> str:

@@ -56,12 +56,9 @@ class DecoderOutput:
         finally:
             handle.remove()
         if len(self._outputs) != 1:
-            raise ModelRefused(
-                f"model {type(self._model).__name__}",
-                expected="a forward that runs its decoder once, for the chunked loss",
-                got=f"{len(self._outputs)} runs",
-                remedy="Set loss: whole.",
-            )
+            where = f"model {type(self._model).__name__}"
+            expected = "a forward that runs its decoder once, for the chunked loss"
+            raise ModelRefused(where, expected=expected, got=f"{len(self._outputs)} runs", remedy="Set loss: whole.")
 
     def loss(self, shift_labels: Tensor, chunk_tokens: int) -> Tensor:
         """Sum the loss of the first tokens, as many as `shift_labels` (tokens,) has, in fp32 or wider."""

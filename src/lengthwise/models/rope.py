@@ -60,12 +60,9 @@ def _length_rope(model: nn.Module) -> list[Any]:
             continue
         parents = [model.get_submodule(name[:end]) for end, sign in enumerate(name) if sign == "."]
         if any(isinstance(parent, GradientCheckpointingLayer) for parent in parents):
-            raise ModelRefused(
-                f"{name} ({type(module).__name__})",
-                expected=f"rope of kind {' or '.join(LENGTH_ROPE)} made once for all layers",
-                got="a module of one layer",
-                remedy="Use another rope_type. Needed: lengths of sequences where a layer is run again.",
-            )
+            expected, got = f"rope of kind {' or '.join(LENGTH_ROPE)} made once for all layers", "a module of one layer"
+            remedy = "Use another rope_type. Needed: lengths of sequences where a layer is run again."
+            raise ModelRefused(f"{name} ({type(module).__name__})", expected=expected, got=got, remedy=remedy)
         found.append(module)
     return found
 

@@ -94,12 +94,9 @@ def refuse_unpriced(plan: Plan) -> None:
 
 def unpriced_error(where: str, features: Sequence[str]) -> PlanError:
     """Return what is raised for features that costs do not hold."""
-    return PlanError(
-        where,
-        expected="a plan whose time these costs can tell",
-        got=f"a plan with {', '.join(sorted(features))}",
-        remedy="Take plans without these features, or costs that hold them.",
-    )
+    expected = "a plan whose time these costs can tell"
+    remedy = "Take plans without these features, or costs that hold them."
+    return PlanError(where, expected=expected, got=f"a plan with {', '.join(sorted(features))}", remedy=remedy)
 
 
 def refuse_unsupported(plan: Plan) -> None:

@@ -103,12 +103,9 @@ class StrictMatcher:
                 continue
             receive = receiving.operations[j]
             if send.size != receive.size:
-                raise PlanError(
-                    f"rank {source} to rank {send.peer}",
-                    expected=f"{receive.size} in {receiving.label}",
-                    got=f"{send.size} in {sending.label}",
-                    remedy="The two sides pair different messages: the program is wrong.",
-                )
+                where, expected = f"rank {source} to rank {send.peer}", f"{receive.size} in {receiving.label}"
+                remedy = "The two sides pair different messages: the program is wrong."
+                raise PlanError(where, expected=expected, got=f"{send.size} in {sending.label}", remedy=remedy)
             sending.unmatched.discard(i)
             receiving.unmatched.discard(j)
             yield [send], [receive]
@@ -122,12 +119,9 @@ class StrictMatcher:
             operations.append(head.operations[0])
         for rank, operation in enumerate(operations):
             if operation.size != operations[0].size:
-                raise PlanError(
-                    f"rank {rank}, collective",
-                    expected=f"{operations[0].size}, as on rank 0",
-                    got=str(operation.size),
-                    remedy="All ranks must make the same collective calls in the same order.",
-                )
+                expected = f"{operations[0].size}, as on rank 0"
+                remedy = "All ranks must make the same collective calls in the same order."
+                raise PlanError(f"rank {rank}, collective", expected=expected, got=str(operation.size), remedy=remedy)
         for head in heads:
             assert head is not None
             head.unmatched.clear()
@@ -162,12 +156,8 @@ def check_order(
     stuck = matcher.stuck()
     if stuck:
         waits = "; ".join(f"rank {rank} in {label}" for rank, label in list(stuck.items())[:5])
-        raise PlanError(
-            "plan: order",
-            expected="every grouped call to complete",
-            got=f"a deadlock: {waits}",
-            remedy="All ranks must run their microbatches in one global order.",
-        )
+        where, remedy = "plan: order", "All ranks must run their microbatches in one global order."
+        raise PlanError(where, expected="every grouped call to complete", got=f"a deadlock: {waits}", remedy=remedy)
     return matched
 
 

@@ -97,12 +97,10 @@ def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
     check_plan(plan)
     refuse_unsupported(plan)
     if plan.ranks != job.ranks or plan.tokens != lengths:
-        raise PlanError(
-            str(path),
-            expected=f"a plan for {job.ranks} ranks and the first batch's lengths {list(lengths[:8])}...",
-            got=f"{plan.ranks} ranks and {list(plan.tokens[:8])}...",
-            remedy="Make it from the lengths of the first global batch.",
-        )
+        where = str(path)
+        expected = f"a plan for {job.ranks} ranks and the first batch's lengths {list(lengths[:8])}..."
+        got = f"{plan.ranks} ranks and {list(plan.tokens[:8])}..."
+        raise PlanError(where, expected=expected, got=got, remedy="Make it from the lengths of the first global batch.")
     return plan
 
 

@@ -142,12 +142,10 @@ def _check_losses(job: Job) -> None:
         without = [(step, batch) for step, batch in enumerate(job.batches(), start=1) if not batch.loss_tokens]
         if without:
             step, batch = without[0]
-            raise DataError(
-                f"step {step}" + (f" and {len(without) - 1} more" if len(without) > 1 else ""),
-                expected="at least one token with a label in a global batch",
-                got=f"none in sequences {', '.join(map(str, batch.ids[:10]))}{' ...' if len(batch.ids) > 10 else ''}",
-                remedy="Enlarge global_batch, or leave out sequences of one token and fully masked ones.",
-            )
+            where = f"step {step}" + (f" and {len(without) - 1} more" if len(without) > 1 else "")
+            got = f"none in sequences {', '.join(map(str, batch.ids[:10]))}{' ...' if len(batch.ids) > 10 else ''}"
+            remedy = "Enlarge global_batch, or leave out sequences of one token and fully masked ones."
+            raise DataError(where, expected="at least one token with a label in a global batch", got=got, remedy=remedy)
     if job.eval_dataset is not None and not job.eval_dataset.loss_tokens.any():
         remedy = "Give eval data with labels, or leave eval out."
         raise DataError("eval.data", expected="at least one token with a label", got="none", remedy=remedy)
