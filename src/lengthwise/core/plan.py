@@ -135,15 +135,11 @@ def _refuse(where: str, expected: str, got: object) -> PlanError:
 def _read_plan(text: str, where: str) -> Plan:
     try:
         raw = json.loads(text, parse_constant=str, object_pairs_hook=unique_keys)  # NaN becomes "NaN", refused as such
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # the former also: a key twice, thousands of digits
+    except (ValueError, RecursionError) as error:  # the former also: a key twice, thousands of digits
         raise _refuse(where, "a JSON object", str(error)) from None
     if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
-        raise _refuse(
-            where, f'an object with "schema": "{SCHEMA}"', raw.get("schema") if isinstance(raw, dict) else raw
-        )
+        got = raw.get("schema") if isinstance(raw, dict) else raw
+        raise _refuse(where, f'an object with "schema": "{SCHEMA}"', got)
     requires = raw.get("requires", [])
     if not isinstance(requires, list) or not all(isinstance(feature, str) for feature in requires):
         raise _refuse(f"{where}: requires", "a list of feature names", requires)

@@ -65,13 +65,7 @@ def microbatches_kept(stages: int, virtual: int = 1) -> float:
 
 
 def capacity_tokens(
-    shape: ModelShape,
-    hardware: Hardware,
-    ranks: int,
-    *,
-    recompute: str = "none",
-    devices: int = 1,
-    kept: float = 1.0,
+    shape: ModelShape, hardware: Hardware, ranks: int, *, recompute: str = "none", devices: int = 1, kept: float = 1.0
 ) -> int:
     """Count the tokens that one rank of `devices` devices holds in a microbatch, rounded down to 128.
 

@@ -2,12 +2,7 @@
 
 from lengthwise.program.check import check_plan
 from lengthwise.program.features import Feature, refuse_unsupported
-from lengthwise.program.lower import (
-    MicrobatchProgram,
-    last_on_all_ranks,
-    lower_microbatch,
-    lower_plan,
-)
+from lengthwise.program.lower import MicrobatchProgram, last_on_all_ranks, lower_microbatch, lower_plan
 from lengthwise.program.order import check_order
 from lengthwise.program.records import BlockTask, Round, Segment, Transfer
 from lengthwise.program.ring_order import ring_order

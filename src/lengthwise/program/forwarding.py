@@ -100,9 +100,5 @@ class Forwarding:
         return max((self.degree - offset for offset in self.needed[owner] if offset > ahead), default=0)
 
     def _move(self, owner: int, source: int, target: int, content: str) -> Move:
-        return Move(
-            source=(owner + source) % self.degree,
-            target=(owner + target) % self.degree,
-            content=content,
-            owner=owner,
-        )
+        source, target = (owner + source) % self.degree, (owner + target) % self.degree
+        return Move(source=source, target=target, content=content, owner=owner)

@@ -1,20 +1,9 @@
 """Interleaved 1F1B as data: which stage of which pipeline runs what, in one order that holds for all of them.
 
-A rank is a pipeline of p stages; with v virtual ones stage s holds the chunks of layers s, s + p, .., s + (v - 1) p.
-A microbatch goes forward through the p v chunks and backward again: 2 p v actions, each after the one before. The
-ranks of a ring are at the same action at the same time, so pipelines that share rings must agree on one order, however
-many microbatches each has of its own; orders made rank by rank would let them wait for each other for ever.
-
-Every microbatch has a slot k, one after the latest slot of its ranks, and every action a tick:
-
-    forward, stage s, its chunk c     2 n(c) + h s                                n(c) = (k // p) v p + c p + k % p
-    backward                          2 n(v - 1 - c) + 2 (v - 1) p + 2 h (p - 1) + 1 - h s
-
-with h = 1 for v = 1 (1F1B) and h = 2 otherwise (Megatron-LM's interleaving, arXiv 2104.04473, section 2.2). Each stage
-of each rank runs its actions in the order of their ticks. An action's tick is above that of the one before it, and no
-rank has two microbatches in one slot, so an action only ever waits for earlier ticks: nothing can deadlock. A rank with
-slots left empty does not wait for them, since ticks are an order and no times. With v = 1 a stage holds at most p - s
-microbatches between their forward and backward. Costs O(microbatches x p v).
+A rank is a pipeline of p stages; with v virtual ones stage s holds the chunks of layers s, s + p, .. s + (v - 1) p. A
+microbatch goes forward through the p v chunks and backward again: 2 p v actions. Each action has a tick, and each stage
+of each rank runs its actions by tick: one order for pipelines that share rings, in which nothing can deadlock
+(docs/decisions/stage-order.md). Costs O(microbatches x p v). Megatron-LM's interleaving (arXiv 2104.04473, 2.2).
 """
 
 from __future__ import annotations
@@ -67,7 +56,13 @@ def _action_stages(stages: int, virtual: int) -> Whole:
 
 
 def stage_order(ranks_of: Sequence[Sequence[int]], stages: int, virtual: int) -> StageOrder:
-    """Order the actions of microbatches, given as the ranks of each in the plan's order."""
+    """Order the actions of microbatches, given as the ranks of each in the plan's order.
+
+    Slot k of a microbatch is one after the latest slot of its ranks; h = 1 for v = 1, else 2. Ticks:
+
+        forward, stage s, its chunk c    2 n(c) + h s                                n(c) = (k // p) v p + c p + k % p
+        backward                         2 n(v - 1 - c) + 2 (v - 1) p + 2 h (p - 1) + 1 - h s
+    """
     slots = _slots(ranks_of)
     stride, apart = stages * virtual, 1 if virtual == 1 else 2
     chunk, stage = np.divmod(np.arange(stride), stages)
