@@ -1,8 +1,7 @@
 """One block of attention with its log-sum-exp, forward and backward, on the CPU, and the merge of partial results.
 
-Kernels of GPUs: `cuda_kernels`.
-
-A row that sees no key is never asked for: the CPU kernel gives it lse 0, which a merge would take for a weight.
+Kernels of GPUs: `cuda_kernels`. A row that sees no key is never asked for: the CPU kernel gives it lse 0, which a merge
+would take for a weight.
 """
 
 from __future__ import annotations
@@ -185,9 +184,8 @@ class ReferenceKernel:
 def merge_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Fold one block of other keys into the running result, in place: exact, and without exp of a large number.
 
-    For one query, out = sum_b exp(lse_b - lse) out_b with lse = log sum_b exp(lse_b). Of two, the new block's weight is
-    w = sigmoid(lse_b - lse_a), so that out = out_a + w (out_b - out_a) and lse = lse_a - logsigmoid(lse_a - lse_b).
-    `out` (tokens, heads, head_dim) and `lse` (heads, tokens) are in the accumulation dtype.
+    The new block's weight is w = sigmoid(lse_b - lse_a): out = out_a + w (out_b - out_a), and
+    lse = lse_a - logsigmoid(lse_a - lse_b). `out` (tokens, heads, head_dim) and `lse` (heads, tokens) are wide.
     """
     block_lse = block_lse.to(lse.dtype)
     weight = (block_lse - lse).sigmoid().t()[..., None]

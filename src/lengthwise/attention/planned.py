@@ -2,8 +2,7 @@
 
 One autograd function does a layer of a microbatch on one rank. A pass is a list of ring steps from `program`, each one
 grouped call and the blocks that it hides behind. Partial results merge in fp32 (fp64 under fp64) and are cast once.
-Backward sends the keys again, and their gradients to their owners. A kernel that takes packs gets all diagonal blocks
-of a rank in one call. Ring attention (arXiv 2310.01889) with the zigzag cut.
+Backward sends the keys again, and their gradients to their owners. Ring attention (arXiv 2310.01889), zigzag cut.
 """
 
 from __future__ import annotations

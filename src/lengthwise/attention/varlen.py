@@ -2,8 +2,7 @@
 
 Tokens of all documents lie in a row, borders are int32 `cu_seqlens`, masks count from the last query and key, and the
 raw backward takes out and lse of ALL keys, so that a ring's blocks need nothing special. What a kernel wants of its
-operands is met here; which kernel it is, is behind `VarlenOps`, in tests a reference on the CPU that refuses what the
-kernels would misread.
+operands is met here; which one it is, is behind `VarlenOps`, in tests a reference that refuses what kernels misread.
 """
 
 from __future__ import annotations

@@ -31,11 +31,9 @@ def refuse_unwritable(folder: Path) -> None:
 def refuse_unwritable_file(path: Path) -> None:
     """Refuse a file that could not be written, before what takes long.
 
-    A device or a pipe is refused, too: a file that is written whole or not at all takes the place of what was there,
-    and to root that is /dev/null itself.
-
     Raises:
-        OutputError: a folder, a device or a pipe, or a file in what `refuse_unwritable` refuses.
+        OutputError: a folder, a device or a pipe (what is written whole would replace /dev/null itself), or a file in
+            what `refuse_unwritable` refuses.
     """
     got = "a folder" if path.is_dir() else "a device or a pipe" if _is_special(path) else ""
     if got:

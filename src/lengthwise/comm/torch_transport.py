@@ -1,9 +1,8 @@
 """The transport of a run: torch.distributed, with gloo for host memory and NCCL beside it for GPUs.
 
 Transfers are grouped `batch_isend_irecv` calls only (on NCCL a bare isend makes a communicator for each pair), in a
-group of their own over all ranks. All edges that a ring can use, at distance 1 and 2 on the rank line, are connected at
-the start. Host tensors (plans, digests, the step's numbers) go over the gloo world on GPUs, too: small, no copy.
-Why two groups: docs/decisions/two-groups-on-gpus.md.
+group of their own over all ranks; the edges of rings, at distance 1 and 2 on the rank line, are connected at the start.
+Host tensors go over the gloo world on GPUs, too (docs/decisions/two-groups-on-gpus.md).
 """
 
 from __future__ import annotations

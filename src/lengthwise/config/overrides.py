@@ -13,7 +13,7 @@ def apply_overrides(values: dict[str, object], overrides: Sequence[str]) -> list
     """Write each override into `values`, in order, the last one winning; return what could not be written.
 
     The value is YAML. Keys are joined by dots; a number is the index of a list entry that exists. A section that is
-    missing is made. An unknown key is written too: the check of the whole then reports it with the nearest name.
+    missing is made, an unknown key written: the check of the whole reports it.
     """
     problems: list[ConfigError] = []
     for override in overrides:

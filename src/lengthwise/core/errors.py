@@ -1,8 +1,8 @@
 """The error tree: every error a user can meet says where, what was expected, what was got, and what to change.
 
 `exit_status` is that of the command line: 2 for what users can correct in their own input, 1 for what went wrong while
-running. `code` is a short stable name to search for. Errors are written in the names of the library, options of
-functions and keys of a run file; a command prints its own with `render` and a table: {"capacity_tokens": "--capacity"}.
+running. Errors are written in the names of the library, options of functions and keys of a run file; a command prints
+its own with `render` and a table: {"capacity_tokens": "--capacity"}.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LengthwiseError(Exception):
     an option for it: "{clip|leave it out}". `got` is quoted as it is.
     """
 
-    code = "error"
+    code = "error"  # short and stable, to search for
     exit_status = 1
 
     def __init__(self, where: str, *, expected: str, got: str, remedy: str) -> None:

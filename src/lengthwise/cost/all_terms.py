@@ -2,8 +2,7 @@
 
 Tensor parallelism over t devices divides arithmetic, heads and their bytes by t and adds two all-reduces of the hidden
 states a layer and pass, over the near link and hidden by nothing. A pipeline of p stages gives a device 1 / p of the
-layers; filling it is the schedule's matter (`program.stage_clocks`). Plain factors, good for comparing plans of one
-mesh, not for choosing t and p.
+layers (filling it: `program.stage_clocks`). Good for comparing plans of one mesh, not for choosing t and p.
 """
 
 from __future__ import annotations

@@ -100,10 +100,7 @@ def _is_block_curve(points: object) -> bool:
 
 
 def named_hardware(name: str) -> Hardware:
-    """Look up a description that ships with the package, or read a user's own from a JSON file.
-
-    Args:
-        name: one of `HARDWARE_NAMES`, or a path (with a slash, or ending in .json).
+    """Return the description of a name of `HARDWARE_NAMES`, or of a JSON file by its path (with a slash or .json).
 
     Raises:
         ConfigError: unknown name (the nearest one is given), or a file that is no description.

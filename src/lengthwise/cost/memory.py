@@ -2,8 +2,7 @@
 
 Activations of S tokens over d ranks are (alpha S + beta) / d (ByteScale, arXiv 2502.21231, section 5.2); alpha counts
 the tensors that a decoder layer keeps for its backward, beta, a few numbers a sequence, is left out. Parameters are
-those of flat ZeRO-1 (`engine.replicated`). What the loss holds (`loss_bytes`) is no part of the capacity:
-chunked, it hardly grows with the tokens. Estimates, to be replaced by a profile.
+those of flat ZeRO-1 (`engine.replicated`). Of the capacity, `loss_bytes` is no part. Estimates, not a profile.
 """
 
 from __future__ import annotations

@@ -17,10 +17,7 @@ _OWN_SHAPE = "or a model's folder or its config.json, by its path"
 
 
 def named_shape(name: str) -> ModelShape:
-    """Look up a shape that ships with the package, or read a Hugging Face `config.json`.
-
-    Args:
-        name: one of `SHAPE_NAMES`, a folder of a model, or the path of its config.json.
+    """Return the shape of a name of `SHAPE_NAMES`, or of a model by its folder or the path of its config.json.
 
     Raises:
         ConfigError: unknown name (the nearest one is given), or a folder or file that is no model's.
@@ -60,8 +57,8 @@ def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> 
     """Read the sizes from a Hugging Face config (llama, mistral, qwen3, gemma, mixtral and their like).
 
     `name` is what reports call the model (default: the config's `model_type`). Of a model with pictures or sound the
-    `text_config` counts. With multi-head latent attention, every head has keys and values of the size of keys (the
-    smaller values are filled up). Where each layer has sizes of its own the widest counts.
+    `text_config` counts, of layers with sizes of their own the widest. With multi-head latent attention values are as
+    large as keys (they are filled up).
 
     Raises:
         ConfigError: a size that is missing or not a positive whole number.

@@ -1,12 +1,11 @@
 """Flat ZeRO-1: parameters and gradients in one buffer each, optimizer state split evenly over all ranks.
 
     values          (compute dtype)   every parameter of the model is a view of it
-    grads           (fp32, or fp64)   gradients of however many microbatches a rank has add up in it
-    master_weights  (fp32, or fp64)   this rank's slice of the exact parameters, with its optimizer state
+    grads           (fp32, or fp64)   gradients of all microbatches add up in it
+    master_weights  (fp32, or fp64)   this rank's slice of the exact parameters
 
-Once a step: one reduce-scatter of `grads`, AdamW on the slice, one all-gather into `values`. Memory of W ranks: 6 +
-16/W bytes a parameter in bf16 (14 + 8/W while it is made), 8 + 16/W in fp32 (12 + 8/W).
-ZeRO stage 1 (arXiv 1910.02054).
+Once a step: one reduce-scatter of `grads`, AdamW on the slice, one all-gather into `values`. Of W ranks each has 6 +
+16/W bytes a parameter in bf16, 8 + 16/W in fp32 (14 and 12 + 8/W while it is made). ZeRO stage 1 (arXiv 1910.02054).
 """
 
 from __future__ import annotations

@@ -57,13 +57,12 @@ def run_plan(
     """Run the microbatches of this rank and let gradients add up in the model's parameters.
 
     The loss is divided once, by the loss tokens of the global batch, and made from `logits_at_once` logits at a time
-    (None: from all of a microbatch). Between the first forward and the last backward
-    no collective is issued, so that a rank can never wait in one for another that waits for its next ring message.
+    (None: all of a microbatch). No collective is issued on the way: a rank can never wait in one for another that waits
+    for its next ring message.
 
     Raises:
         MemoryShortage: a microbatch does not fit on the device.
     """
-
     start, waited = time.perf_counter(), transport.clock.waited_seconds
     rank = _RankStep(model, batch, transport, kernel, lower_plan(plan, transport.rank), name, logits_at_once)
     with reporting_shortage(

@@ -172,7 +172,6 @@ def _attend(
 def _widened(x: Tensor, head_dim: int) -> Tensor:
     """Append zeros to each head: to queries and keys they add nothing to any score, to values a part that is cut off.
 
-    Multi-head latent attention has smaller values than keys (128 beside 192 in DeepSeek-V3), and kernels and the ring
-    want one size. There the zeros cost a sixth of the ring's bytes and as much of the attention's arithmetic.
+    Kernels and the ring want one size, and multi-head latent attention has smaller values than keys (128 beside 192).
     """
     return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))

@@ -2,8 +2,8 @@
 
 Hugging Face's wrap of decoder layers is switched on for the forward of one microbatch, with torch's non-reentrant
 checkpoint. A layer's second run makes its ring's forward rounds again right before its backward rounds, on all ranks of
-the ring alike. Costs one more forward of all layers, without the output head; saved are their inputs, and what
-`attention.recompute` keeps. Chen et al. 2016 (arXiv 1604.06174); DistFlashAttn (arXiv 2310.03294), section 3.3.
+the ring alike. Costs one more forward of all layers; saved are their inputs, and what `attention.recompute` keeps.
+Chen et al. 2016 (arXiv 1604.06174); DistFlashAttn (arXiv 2310.03294), section 3.3.
 """
 
 from __future__ import annotations

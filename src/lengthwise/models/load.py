@@ -52,8 +52,7 @@ class ModelSource:
 def find_model(name: str, *, weights: Literal["load", "fresh"] | None = None) -> ModelSource:
     """Read the config of `tiny`, of a folder, or of a hub name, and look whether its weights are there.
 
-    `weights` is the key of the run file; None loads them, but draws those of `tiny` and of a folder with no more than a
-    config and a tokenizer.
+    `weights` is the key of the run file; None loads those that there are.
 
     Raises:
         ConfigError: there is no such model, its config cannot be read, or its weights cannot be loaded whole.
@@ -128,10 +127,9 @@ def tiny_config() -> LlamaConfig:
 
 
 def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NAME) -> nn.Module:
-    """Build the model in fp32, or fp64 where its weights are, so that master weights are exact.
+    """Build the model in fp32, or fp64 where its weights are: master weights are exact, flat buffers make it narrower.
 
-    Flat buffers make it narrower. Without weights the parameters are drawn from `seed`, the same on every rank and for
-    every precision.
+    Without weights the parameters are drawn from `seed`, the same on every rank and for every precision.
 
     Raises:
         ConfigError: weights that cannot be read, or are not exactly those that the config asks for.
@@ -213,8 +211,7 @@ def plain_attention(source: ModelSource) -> str:
 def save_model(model: Any, folder: Path) -> None:
     """Write config and safetensors that `from_pretrained` opens.
 
-    Parameters are views of one flat buffer; each is copied once, tied ones staying one tensor, so that Hugging Face
-    sees exactly the sharing that the model means.
+    Parameters are views of one flat buffer; each is copied once, so that only tied ones share memory.
 
     Raises:
         OutputError: the folder cannot be written.

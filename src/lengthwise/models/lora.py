@@ -1,9 +1,9 @@
 """LoRA through peft: low-rank adapters on a frozen base model, which a plan runs like any other model.
 
-peft puts its layers into the Hugging Face model in place, so that attention, checkpointing and flat buffers see the
-same model as ever; saved is peft's own format, which `PeftModel.from_pretrained` opens on the base model. Costs
-r (inputs + outputs) parameters a matrix, in the flat buffers, and the base once a rank, in the compute dtype. peft
-takes 3 seconds to import: only where a run file asks for it. Hu et al. 2021 (arXiv 2106.09685).
+peft puts its layers into the Hugging Face model in place, so attention, checkpointing and flat buffers see the same
+model as ever; saved is peft's own format. Costs r (inputs + outputs) parameters a matrix, in the flat buffers, and the
+base once a rank, in the compute dtype. peft takes 3 seconds to import: only where a run file asks for it. Hu et al.
+2021 (arXiv 2106.09685).
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """The summed loss of a microbatch without its logits: they are made for a few tokens at a time, and dropped.
 
-1. The model runs once, and what its decoder returns is kept; the rest of its `forward` (head, scale, cap, whatever the
-   family does) then sees one token only.
-2. That rest runs again on chunks of the hidden states, in the model's own code: `forward` with a decoder that returns
-   the chunk. Its loss is summed and its gradients are made at once, so a chunk's logits never meet another's.
-3. Backward hands on what was made, times the gradient of the loss.
+1. The model runs once; its decoder's output is kept, and the rest of its `forward` sees one token only.
+2. That rest (head, scale, cap) runs again on chunks of the hidden states, in the model's own code.
+3. A chunk's loss is summed and its gradients are made at once; backward multiplies them by that of the loss.
 
-Costs no arithmetic more, and memory for one chunk of logits and for gradients of the head in fp32 or wider; with whole
-logits each token costs about 14 bytes a word of the vocabulary in bf16. The method is that of Liger Kernel's fused
+Costs no arithmetic more, and memory for one chunk of logits and for gradients of the head. After Liger Kernel's fused
 linear cross entropy (arXiv 2410.10989), for heads of any kind.
 """
 

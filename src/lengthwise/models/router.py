@@ -4,9 +4,8 @@ Hugging Face's `load_balancing_loss_func`, the logits of all layers as one list 
 
     E x sum over e of f_e x P_e      f_e = choices of expert e / rows      P_e = mean probability of e
 
-f is a count without gradient. Once it is known of the whole batch, by a counting pass and one sum of E + 1 whole
-numbers over all ranks (`engine.step`), each row adds its own E x sum of f_e x p_e / rows, on whatever rank it is.
-Switch Transformer (arXiv 2101.03961), equations 4 to 6.
+f, without gradient, is counted over the whole batch first (`engine.step`); then each row adds its own
+E x sum of f_e x p_e / rows, on whatever rank it is. Switch Transformer (arXiv 2101.03961), equations 4 to 6.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which weights a model folder holds: whole ones in safetensors, none, or something that cannot be loaded whole.
 
 The file that transformers would open is found, its index read, and the header of every file, which one cut short does
-not pass. A folder without that file starts fresh unasked only if it has a config and a tokenizer and nothing else: a
-download cut short would else train from random numbers. Cost: one header a file; no tensor is read.
+not pass. A folder without that file starts fresh unasked only if it has a config and a tokenizer and no more: a
+download cut short would else train from random numbers. No tensor is read.
 """
 
 from __future__ import annotations

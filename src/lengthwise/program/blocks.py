@@ -2,8 +2,7 @@
 
 Chunks have common borders, so without a window no mask is needed: own keys are one causal block; of a lower position
 both query chunks see the low chunk; of a higher one the high query chunk sees both. A sliding window drops the blocks
-outside it and trims those that its edge crosses to queries and keys that meet, so that no row is without a key; the
-diagonal is cut into tiles as long as the window, so that work follows it.
+outside it, trims those that its edge crosses so that no row is without a key, and cuts the diagonal into tiles.
 """
 
 from __future__ import annotations

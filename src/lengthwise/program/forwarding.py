@@ -1,9 +1,8 @@
 """Which keys travel where along a ring: whose keys a position holds at which ring step, and how gradients return.
 
 Without a window keys go once round: at ring step t position j holds those of owner j - t, and gradients, one ring step
-behind, are back after ring step d. With a window few positions meet, but the high chunk of j - 1 needs the keys of j,
-which a full turn brings last: keys travel both ways, `ahead` and `behind`, as far as anyone needs them, and gradients
-return the way the keys came.
+behind, are back after ring step d. With a window keys travel both ways, `ahead` and `behind`, as far as anyone needs
+them (the high chunk of j - 1 needs those of j), and gradients return the way the keys came.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Strict means what NCCL means and gloo hides: a rank's groups run one after the other, a group completes only as a
 whole, messages between two ranks match in the order in which they were posted, without tags, and a collective needs
-all ranks at once. A plan that completes here completes on every backend. `comm.strict` moves real tensors by the same
-rules.
+all ranks at once. A plan that completes here completes on every backend. `comm.strict` moves tensors by these rules.
 """
 
 from __future__ import annotations
@@ -138,11 +137,10 @@ def check_order(
 ) -> int:
     """Run the grouped calls of one step of `plan` under strict matching; return how many messages were matched.
 
-    Each rank posts, for its microbatches in order, the forward rounds of every layer and the backward rounds of every
-    layer, with `recompute: layer` its forward rounds once more before them, and then the step-end collective. `windows`
-    gives the sliding window of each layer (default: `layers` layers without one). `counts_routers`: before that, the
-    counting pass of a model with a router balance loss: the forward rounds of all microbatches, then a collective.
-    Those that are the last of all their ranks have run forward in it, and go backward before the others start again.
+    Each rank posts, for its microbatches in order, the forward and the backward rounds of every layer, with `recompute:
+    layer` its forward rounds once more between them, and then the step-end collective. `windows` gives the sliding
+    window of each layer (default: `layers` layers without one). `counts_routers`: the counting pass of a model with a
+    router balance loss comes first (`engine.step`).
 
     Raises:
         PlanError: the ranks would wait for each other for ever; it names the ranks and what they wait in.

@@ -45,10 +45,9 @@ class Round:
 class BlockTask:
     """One block of attention: local queries against the keys of position `owner` of the piece.
 
-    `q_start..q_stop` counts the rank's own tokens in the microbatch; `kv_start..kv_stop` counts the tokens of the shard
-    of `owner`. `causal` blocks are on the diagonal: every query is in exactly one of them, and it comes first. All
-    others see only earlier tokens. `distance` is the first query's token less the first key's; where `window` is set
-    its edge crosses the block, and a query sees a key only if it is fewer than `window` tokens ahead of it.
+    `q_start..q_stop` counts the rank's own tokens in the microbatch, `kv_start..kv_stop` those of the shard of `owner`.
+    `causal` blocks are on the diagonal: every query is in exactly one, its first. All others see only earlier tokens.
+    `distance` is the first query's token less the first key's; where `window` is set its edge crosses the block.
     """
 
     piece: int

@@ -1,9 +1,8 @@
 """In which order a ring visits its ranks, so that no rank ever meets more than four others.
 
 A ring is an interval of the line of ranks, visited evens upward and odds downward, by the parity of the rank itself:
-1..4 as 2, 4, 3, 1. Messages go two ranks up or down the line, at its two ends one. So over all plans ever made a rank
-exchanges with four others only, and the few connections can be made once, at the start. Ranks that split heads are
-neighbours, and it is their groups that are visited so.
+1..4 as 2, 4, 3, 1. Messages go two ranks up or down the line, at its two ends one: the few connections can be made
+once, at the start. Ranks that split heads are neighbours, and it is their groups that are visited so.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The clocks of every stage of every rank: a `StageOrder` executed, tick by tick.
 
 An action starts when the stage is free on all ranks of its microbatch and what the stage before sends has come to each
-of them. Activations travel while the sender computes on; what one stage sends goes one after the other. Microbatches
-of one tick share nothing, so a tick is a few array operations over their ranks: 1,024 ranks with 40 microbatches each
-in 8 stages take 0.2 s. `planner.score` runs it with the costs' own times and free messages, the simulator with those of
-its rounds and links.
+of them. Activations travel while the sender computes on, one after the other. Microbatches of one tick share nothing,
+so a tick is a few array operations: 1,024 ranks with 40 microbatches each in 8 stages take 0.2 s. `planner.score` runs
+it with free messages, the simulator with those of its links.
 """
 
 from __future__ import annotations

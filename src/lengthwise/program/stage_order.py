@@ -1,9 +1,9 @@
 """Interleaved 1F1B as data: which stage of which pipeline runs what, in one order that holds for all of them.
 
 A rank is a pipeline of p stages; with v virtual ones stage s holds the chunks of layers s, s + p, .. s + (v - 1) p. A
-microbatch goes forward through the p v chunks and backward again: 2 p v actions. Each action has a tick, and each stage
-of each rank runs its actions by tick: one order for pipelines that share rings, in which nothing can deadlock
-(docs/decisions/stage-order.md). Costs O(microbatches x p v). Megatron-LM's interleaving (arXiv 2104.04473, 2.2).
+microbatch goes forward through the p v chunks and backward again: 2 p v actions. Each stage of each rank runs its
+actions by their ticks: so nothing can deadlock (docs/decisions/stage-order.md). Costs O(microbatches x p v).
+Megatron-LM's interleaving (arXiv 2104.04473, section 2.2).
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Seconds: the busiest rank under costs of this machine, all local ranks sharing its cores; the same sequences one by one
 on rank 0; and drawing, copying and reducing the parameters. Bytes: values, gradients and slices of a rank and its
-largest microbatch; then, on rank 0, a whole plain model and the longest sequence besides. An estimate without what
-Python and the allocator take, so it only warns.
+largest microbatch; then, on rank 0, a whole plain model and the longest sequence besides. An estimate: it only warns.
 """
 
 from __future__ import annotations

@@ -113,9 +113,9 @@ def closing_sentence(
 ) -> str:
     """Say in one sentence or two what a step takes with the first planner, and what the last one saves at least.
 
-    `results` are of the same batches. `mesh`: all devices, and how many of them make a rank: no other was compared.
-    `chosen`: the first and the last planner again, on the first batch, heads and recomputation chosen for both; the
-    smaller saving is claimed. `unit`: what lengths were counted in; where that is no token, the sentence says so, too.
+    `mesh`: all devices, and how many of them make a rank: no other was compared. `chosen`: the first and the last
+    planner again, on the first batch, heads and recomputation chosen for both; the smaller saving is claimed. `unit`:
+    what lengths were counted in.
     """
     first, last = results[0], results[-1]
     step = f"{seconds(first.mean_seconds)} with {first.planner}, {percent(first.ideal_ratio)} of the ideal"

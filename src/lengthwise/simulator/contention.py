@@ -1,9 +1,8 @@
 """Microbatches that run at one time and share the uplink of a node: how much slower each one's far links become.
 
 Shares are those of a fluid (docs/decisions/uplinks-as-a-fluid.md): a microbatch asks a node's uplink for the mean rate
-of its bytes over its time alone; while all that run ask for too much, their far links slow down by that ratio. Each
-gets the mean ratio over its time at its worst node, and clocks are run anew: three turns, in which no ratio falls.
-Cost: the far edges of every ring once, then a sort a node and turn.
+of its bytes; while all that run ask for too much, their far links slow down by that ratio. Each gets the mean ratio
+over its time at its worst node, and clocks are run anew, three turns. Cost: a sort a node and turn.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     none     data is there: nothing is read
     local    every device's process reads for itself: on a fixed mesh the whole sequences of its group, else the batch.
-             Processes of a node share its processors (the contention of ByteScale, arXiv 2502.21231, section 7)
+             Processes of a node share its processors (ByteScale, arXiv 2502.21231, section 7)
     remote   servers beside the ranks read every sequence once, a node's share each
 
 The next batch is read while the present step computes, so a rank waits for what is longer than that.
@@ -34,9 +34,9 @@ def loading_seconds(
 ) -> float:
     """Return how long the busiest node reads the sequences of `plan` for one step; `loader` is one of `LOADERS`.
 
-    `tokens_per_second` is of one node, all its loaders together; `ranks_per_node` neighbours on the rank line share one
-    with their devices of one stage. A rank has `devices`, each with a process that reads, in `stages`, each on a node
-    of its own. `fixed_mesh`: which rank takes which sequence is known before the plan.
+    `tokens_per_second` is of one node, which `ranks_per_node` neighbours share with their devices of one stage. A rank
+    has `devices`, each with a process that reads, in `stages`, each on a node of its own. `fixed_mesh`: which rank
+    takes which sequence is known before the plan.
 
     Raises:
         ConfigError: an unknown loader.

@@ -1,9 +1,8 @@
 """What each position of a piece does in one layer, as arrays: blocks of attention, and shards that travel.
 
 The blocks and messages of `program.lower_microbatch`, summed over the sequences of a piece by one product of matrices:
-milliseconds for a thousand sequences over 256 ranks, where their 65 million block tasks would take minutes. Tests hold
-the two against each other. Two things differ: sliding windows make the work smaller but do not shorten a ring's way,
-and groups that split heads, which the lowering does not know yet, are one position each.
+milliseconds where 65 million block tasks would take minutes. Tests hold the two against each other. Two things differ:
+sliding windows do not shorten a ring's way, and groups that split heads are one position each.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 As in `attention.planned`, a rank posts the grouped call of a ring step, computes its blocks and waits. A transfer
 starts when both sides have posted it and takes the latency of its link and its bytes; pieces of a rank share its link,
 ranks of a node its uplink. Two layers are run, the others take as long as the second. Cost: a few array operations a
-ring step and pass, for one microbatch or for thousands of rings of one shape.
+ring step and pass.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A plan and its costs -> the timeline of one step.
 
 The plan's global order is walked with a clock a rank, as `planner.score` does; how long a ring keeps each of its ranks
-comes from its ring steps (`rounds`), not from a formula. Pipelines run interleaved 1F1B (`program.stage_order`);
-microbatches that share an uplink slow each other down (`contention`). Not simulated: variance of kernels, congestion
-beyond the uplinks, activations and rings sharing a link, the order of copies on the host beyond a rank's share.
+comes from its ring steps (`rounds`). Pipelines run interleaved 1F1B (`program.stage_order`); microbatches that share an
+uplink slow each other down (`contention`). Not simulated: variance of kernels, congestion beyond the uplinks,
+activations and rings sharing a link, the order of copies on the host.
 """
 
 from __future__ import annotations

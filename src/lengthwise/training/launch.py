@@ -1,8 +1,8 @@
 """Starts one process a rank on this machine, watches over them, and brings back what rank 0 returned.
 
 Children are forked after the imports: 16 ranks start in under half a second, and data read by the parent is shared.
-Whatever ends a rank ends the run: the first error of its own (not one that only says a peer is gone) is raised in the
-parent, and a rank that was killed is named with the step and phase it was last seen in.
+Whatever ends a rank ends the run: the first error of its own (not that a peer is gone) is raised in the parent, and a
+rank that was killed is named with the step and phase it was last seen in.
 """
 
 from __future__ import annotations
@@ -97,9 +97,8 @@ class StopRequest:
 def launch(work: RankMain[Result], ranks: int, *, asks_to_stop: bool = False, gpus: int = 0) -> Result:
     """Run `work` on `ranks` local ranks, in this process when it is one, and return the result of rank 0.
 
-    Ctrl-C and SIGTERM end the ranks, unless `asks_to_stop`: `work` then listens itself and ends when it can, and only
-    a second signal ends the ranks. `gpus`: how many GPUs of this machine they use (see `World`); this process must not
-    have started CUDA, which does not survive a fork.
+    Ctrl-C and SIGTERM end the ranks; with `asks_to_stop`, where `work` listens itself, only the second one does.
+    `gpus`: how many of this machine they use; this process must not have started CUDA, which does not survive a fork.
 
     Raises:
         LengthwiseError: what a rank raised, or RankError for one that died.

@@ -11,12 +11,11 @@ from lengthwise.core.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One line of metrics.jsonl. `loss` is the mean over the loss tokens of the global batch, before the update.
+    """One line of metrics.jsonl, from the step's plan and `busy_seconds`, one entry a rank.
 
-    Made from the step's plan and `busy_seconds`, one entry a rank.
-    `router_loss` is the routers' balance loss over the same batch, before its coefficient; None where there is none.
-    `imbalance_ratio` is the largest over the mean busy time of the ranks, `idle_ratio` 1 - mean busy / step time,
-    `ring_token_ratio` the share of tokens in sequences cut over more than one rank.
+    `loss` is the mean over the loss tokens of the global batch, before the update, `router_loss` the balance loss over
+    it, before its coefficient (None: there is none). `imbalance_ratio` is the largest over the mean busy time of ranks,
+    `idle_ratio` 1 - mean busy / step time, `ring_token_ratio` the share of tokens in cut sequences.
     """
 
     plan: InitVar[Plan]

@@ -46,9 +46,8 @@ def prepare(
 ) -> Start:
     """Read the run file, find the ranks, check the job.
 
-    `overrides` are `key=value` texts for a run file. `check` is what the verb itself asks of the settings, in the
-    first process. What arguments and settings have wrong is reported in one message; then, as it takes longer to find,
-    what the model and the data have.
+    `check` is what the verb itself asks of the settings, in the first process. What arguments and settings have wrong
+    is reported in one message; then, as it takes longer to find, what the model and the data have.
 
     Raises:
         LengthwiseError: with every problem that was found.

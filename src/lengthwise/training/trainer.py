@@ -2,8 +2,8 @@
 
 A step: run this rank's microbatches (rings), then the step's end, which every rank enters after its last ring transfer
 and which alone has collectives: share the numbers, reduce, clip, update, publish, agree on the next plan. Loss and
-gradient are refused before an update when they are not finite, the parameters that it left with the next step's numbers
-and before an evaluation and the end: no model is saved that is not finite.
+gradient are refused before an update when they are not finite, the parameters that it left with the next step's
+numbers, before an evaluation and at the end: no model is saved that is not finite.
 """
 
 from __future__ import annotations

@@ -186,12 +186,10 @@ def plain_gradients(model: nn.Module, dataset: Dataset, ids: Sequence[int], dtyp
 def plain_balance(model: Any, sequences: Sequence[Tensor]) -> tuple[float, list[list[Tensor]]]:
     """Return (balance loss, gradients of coefficient x loss) of a plain Hugging Face model over all sequences.
 
-    `sequences` are input ids (tokens,). The gradients are those with respect to the router logits, for each sequence
-    one (tokens, experts) a layer. Where the config asks for no balance loss it is (0, no gradients).
-
-    None of the code that is checked is used: the loss is Hugging Face's own function. The graphs of all sequences at
-    once would need the memory of the whole batch, so the chain rule is cut at the router logits: a first pass without
-    gradients collects them, the loss is taken of them alone, and its gradient enters each sequence's backward there.
+    `sequences` are input ids (tokens,). The gradients are with respect to the router logits, for each sequence one
+    (tokens, experts) a layer; (0, no gradients) where the config asks for no balance loss. The loss is Hugging Face's
+    own function. All graphs at once would need the memory of the whole batch, so the chain rule is cut at the router
+    logits: a pass without gradients collects them, and the gradient of their loss enters each sequence's backward.
     """
     config = model.config
     if not has_balance_loss(config):
