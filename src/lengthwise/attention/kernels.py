@@ -185,7 +185,8 @@ def merge_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) 
     """Fold one block of other keys into the running result, in place: exact, and without exp of a large number.
 
     The new block's weight is w = sigmoid(lse_b - lse_a): out = out_a + w (out_b - out_a), and
-    lse = lse_a - logsigmoid(lse_a - lse_b). `out` (tokens, heads, head_dim) and `lse` (heads, tokens) are wide.
+    lse = lse_a - logsigmoid(lse_a - lse_b). In the accumulation dtype: `out` (tokens, heads, head_dim), `lse` (heads,
+    tokens).
     """
     block_lse = block_lse.to(lse.dtype)
     weight = (block_lse - lse).sigmoid().t()[..., None]

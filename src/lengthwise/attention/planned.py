@@ -22,6 +22,10 @@ from lengthwise.program import BlockTask, MicrobatchProgram, Round, Transfer
 
 Shard = tuple[int, int]
 """(piece, owner): the tokens of one position of one piece."""
+Held = dict[Shard, Tensor | tuple[Tensor, Tensor]]
+"""Keys and values of shards: one tensor (2, tokens, kv_heads, head_dim) where they travel, else the two themselves."""
+Arriving = list[tuple[str, Shard, Tensor]]
+"""Messages on their way: content ("kv", "dkv"), of which shard, and where they will be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,14 +153,14 @@ class PlannedAttention:
             self._steps[window] = (ring_steps[0], ring_steps[1])
         return self._steps[window]
 
-    def _own_keys(self, k: Tensor, v: Tensor) -> dict[Shard, Tensor | tuple[Tensor, Tensor]]:
-        """Copy each ring shard into what will travel, (2, tokens, kv_heads, head_dim); local keys are not copied."""
+    def _own_keys(self, k: Tensor, v: Tensor) -> Held:
+        """Copy each ring shard into what will travel; local keys are not copied."""
         return {
             shard: torch.stack((k[start:stop], v[start:stop])) if degree > 1 else (k[start:stop], v[start:stop])
             for shard, (start, stop, degree) in self._own.items()
         }
 
-    def _block(self, layer: Block, task: BlockTask, held: dict[Shard, Tensor | tuple[Tensor, Tensor]]) -> Block:
+    def _block(self, layer: Block, task: BlockTask, held: Held) -> Block:
         keys, values = held[task.piece, task.owner]
         return Block(
             q=layer.q[task.q_start : task.q_stop],
@@ -177,12 +181,8 @@ class PlannedAttention:
         return self._masks.setdefault((queries, keys, distance, causal, window), mask)
 
     def _post(
-        self,
-        ring_step: RingStep,
-        held: dict[Shard, Tensor | tuple[Tensor, Tensor]],
-        gradients: dict[Shard, Tensor],
-        like: Tensor,
-    ) -> tuple[Pending, list[tuple[str, Shard, Tensor]]]:
+        self, ring_step: RingStep, held: Held, gradients: dict[Shard, Tensor], like: Tensor
+    ) -> tuple[Pending, Arriving]:
         """Post the ring step's grouped call; return what to wait for, and the messages that will then have arrived.
 
         `like` has the dtype and the trailing sizes of keys.
@@ -237,9 +237,7 @@ def _with_pack(ring_steps: list[RingStep], pack: Pack | None) -> list[RingStep]:
     return [replace(first, tasks=tuple(task for task in first.tasks if not task.causal), pack=pack), *others]
 
 
-def _take_over(
-    held: dict[Shard, Tensor | tuple[Tensor, Tensor]], arriving: list[tuple[str, Shard, Tensor]], ring_step: RingStep
-) -> None:
+def _take_over(held: Held, arriving: Arriving, ring_step: RingStep) -> None:
     """Take in the keys that arrived and let go of those that no later ring step wants."""
     held.update({shard: message for content, shard, message in arriving if content == "kv"})
     for shard in ring_step.last_used:

@@ -46,22 +46,14 @@ def named_alike(names: str) -> dict[str, str]:
 
 
 def refuse_but_one(where: str, options: Mapping[str, bool]) -> None:
-    """Refuse two options, by name whether they are given, of which not exactly one is.
-
-    Raises:
-        ConfigError: neither, or both.
-    """
+    """Raise ConfigError unless exactly one of two options is given; `options`: by name whether they are."""
     if sum(options.values()) != 1:
         got = "both" if any(options.values()) else "neither"
         raise ConfigError(where, expected=f"one of {' and '.join(options)}", got=got, remedy="Give exactly one.")
 
 
 def refuse_beside(options: Mapping[str, object], expected: str, remedy: str, *, got: str | None = None) -> None:
-    """Refuse every option that has a value; the remedy may name it as {option}.
-
-    Raises:
-        ConfigError, Problems: one or several of them.
-    """
+    """Raise ConfigError, or Problems, for every option that has a value; the remedy may name it as {option}."""
     raise_problems(
         [
             ConfigError(option, expected=expected, got=got or repr(value), remedy=remedy.replace("{option}", option))
@@ -72,11 +64,7 @@ def refuse_beside(options: Mapping[str, object], expected: str, remedy: str, *, 
 
 
 def refuse_recompute(recompute: str | None, capacity: object) -> None:
-    """Refuse a kind of recomputation that there is not, and a capacity beside `auto`.
-
-    Raises:
-        ConfigError: one of these.
-    """
+    """Raise ConfigError for a kind of recomputation that there is not, and for a capacity beside `auto`."""
     kinds = (*RECOMPUTE_KINDS, "auto")
     if recompute is not None and recompute not in kinds:
         raise unknown_name("--recompute", recompute, kinds)

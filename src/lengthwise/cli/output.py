@@ -17,11 +17,7 @@ def plain_console() -> Console:
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """Refuse a folder that results could not be written into, before what takes long; nothing is made.
-
-    Raises:
-        OutputError: it, or what it would be made in, is no folder or may not be written.
-    """
+    """Raise OutputError for a folder that could not be made or written into, before what takes long; make nothing."""
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         got = f"{there}, which is no folder" if not there.is_dir() else f"no leave to write into {there}"
@@ -29,11 +25,9 @@ def refuse_unwritable(folder: Path) -> None:
 
 
 def refuse_unwritable_file(path: Path) -> None:
-    """Refuse a file that could not be written, before what takes long.
+    """Raise OutputError for a file that could not be written, before what takes long.
 
-    Raises:
-        OutputError: a folder, a device or a pipe (what is written whole would replace /dev/null itself), or a file in
-            what `refuse_unwritable` refuses.
+    A device or a pipe, too: a file written whole takes the place of what was there, for root of /dev/null itself.
     """
     got = "a folder" if path.is_dir() else "a device or a pipe" if _is_special(path) else ""
     if got:

@@ -25,11 +25,7 @@ def trace_name(planner: str) -> str:
 
 
 def refuse_others_files(folder: Path) -> None:
-    """Refuse a folder that cannot be written, or in which files of our names are not those of a simulation.
-
-    Raises:
-        OutputError: either of these.
-    """
+    """Raise OutputError for a folder that cannot be written, or where files of our names are not of a simulation."""
     refuse_unwritable(folder)
     ours = {FIGURES, PAGE, *map(trace_name, planner_names())}
     there = sorted(name for name in ours if (folder / name).exists())

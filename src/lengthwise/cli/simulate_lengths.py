@@ -84,12 +84,7 @@ def listed_lengths(name: str) -> KnownLengths:
 
 
 def refuse_data(paths: Sequence[Path], empty: str) -> None:
-    """Refuse data that are not there, before anything is read.
-
-    Raises:
-        ConfigError: nothing at a path, or no such way to treat empty rows.
-        Problems: several of these.
-    """
+    """Raise ConfigError, or Problems, for nothing at a path and for no such way to treat empty rows."""
     problems = [] if empty in _EMPTY else [unknown_name("--empty", empty, _EMPTY)]
     for path in paths:
         if not path.is_file() and not path.is_dir():

@@ -20,21 +20,16 @@ def broadcast_bytes(transport: Transport, data: bytes | None, source: int = 0) -
     assert mine is not None, f"rank {source} must hold the data that it sends"
     size = torch.tensor([len(mine)], dtype=torch.int64)
     transport.broadcast(size, source)
+    buffer = torch.zeros(int(size), dtype=torch.uint8)
     if transport.rank == source:
-        buffer = torch.from_numpy(np.frombuffer(mine, dtype=np.uint8).copy())
-    else:
-        buffer = torch.empty(int(size), dtype=torch.uint8)
+        buffer.numpy()[:] = np.frombuffer(mine, dtype=np.uint8)
     if buffer.numel():
         transport.broadcast(buffer, source)
     return buffer.numpy().tobytes()
 
 
 def agree(transport: Transport, data: bytes, what: str) -> None:
-    """Check that all ranks hold the same `data`.
-
-    Raises:
-        RankError: on every rank, naming those that differ from rank 0.
-    """
+    """Raise RankError, on every rank, where some hold other `data` than rank 0; they are named."""
     if transport.world_size == 1:
         return
     mine = torch.frombuffer(bytearray(hashlib.sha256(data).digest()), dtype=torch.uint8)

@@ -52,12 +52,9 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         got = f"byte {error.object[error.start]:#04x} at offset {error.start}"
         raise ConfigError(str(path), expected="UTF-8 text", got=got, remedy="Save it as UTF-8.") from None
-    except FileNotFoundError:
-        raise ConfigError(str(path), expected="a run file", got="no such file", remedy=remedy) from None
-    except IsADirectoryError:
-        raise ConfigError(str(path), expected="a run file", got="a folder", remedy=remedy) from None
     except OSError as error:
-        got = error.strerror or str(error)
+        known = {FileNotFoundError: "no such file", IsADirectoryError: "a folder"}
+        got = known.get(type(error), error.strerror or str(error))
         raise ConfigError(str(path), expected="a run file that can be read", got=got, remedy=remedy) from None
 
 

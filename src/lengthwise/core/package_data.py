@@ -21,11 +21,7 @@ def is_path(name: str) -> bool:
 
 
 def read_json_object(path: str) -> dict[str, Any]:
-    """Read a user's own JSON object.
-
-    Raises:
-        ConfigError: no file, no JSON, a key twice, or another kind of JSON.
-    """
+    """Read a user's own JSON object; raise ConfigError for no file, no JSON, a key twice, or another kind of JSON."""
     try:
         content = read_json(path)
     except ValueError as error:

@@ -51,11 +51,7 @@ def is_number(value: object) -> bool:
 
 
 def read_whole(name: str, value: object, *, least: int = 1, most: int = MOST) -> int:
-    """Check a whole number that a user gave.
-
-    Raises:
-        ConfigError: no such number, or one out of range; `name` says which.
-    """
+    """Return a whole number that a user gave, as an int; raise ConfigError for none, or one out of range."""
     number = whole_number(value)
     if number is None or not least <= number <= most:
         upper = "2^53" if most == MOST else str(most)

@@ -18,11 +18,7 @@ SMALLER_STATE = "Use bf16, a smaller model, or more ranks: optimizer state and m
 
 @contextlib.contextmanager
 def reporting_shortage(where: Callable[[], str], *, needs: Callable[[], str], remedy: str) -> Iterator[None]:
-    """Turn running out of device memory into an error of ours; `where` and `needs` are asked when it happens.
-
-    Raises:
-        MemoryShortage: the block did not fit.
-    """
+    """Raise MemoryShortage where the block runs out of device memory; `where` and `needs` are asked when it does."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -26,11 +26,7 @@ _REMEDY = "This model can only be trained with `recompute: none`."
 
 
 def check_recompute(config: Any, kind: str) -> None:
-    """Refuse recomputation for a Hugging Face config whose layers have no wrap for it.
-
-    Raises:
-        ModelRefused: before any process starts.
-    """
+    """Raise ModelRefused where the layers of a Hugging Face config have no wrap for recomputation."""
     if kind != "none" and not _wrapped_layers(build_skeleton(config)):
         expected = "none, or a model with Hugging Face's gradient checkpointing"
         raise ModelRefused("recompute", expected=expected, got=f"{kind} with {config.model_type}", remedy=_REMEDY)

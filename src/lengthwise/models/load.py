@@ -167,11 +167,7 @@ def build_skeleton(config: Any) -> Any:
 
 
 def check_buildable(config: Any) -> None:
-    """Build the model of a config without storage, before any process starts.
-
-    Raises:
-        ConfigError: it cannot be built, or its heads do not fit each other.
-    """
+    """Raise ConfigError for a config whose model cannot be built, or whose heads do not fit each other."""
     where = f"{config.name_or_path or config.model_type}: config.json"
     heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
     if heads and kv_heads and heads % kv_heads:

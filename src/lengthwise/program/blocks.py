@@ -77,14 +77,10 @@ def block_tasks(
 
 
 def _spans(low: Segment, high: Segment, offset: int) -> list[Span]:
+    middle = offset + low.num_tokens
+    spans = [Span(offset=offset, start=low.start, stop=low.stop), Span(offset=middle, start=high.start, stop=high.stop)]
     if low.stop == high.start:  # the innermost position holds two chunks side by side
-        spans = [Span(offset=offset, start=low.start, stop=high.stop)]
-    else:
-        middle = offset + low.num_tokens
-        spans = [
-            Span(offset=offset, start=low.start, stop=low.stop),
-            Span(offset=middle, start=high.start, stop=high.stop),
-        ]
+        spans = [_joined(spans)]
     return [span for span in spans if span.stop > span.start]
 
 

@@ -82,11 +82,7 @@ def feature_uses(plan: Plan) -> Iterator[Use]:
 
 
 def refuse_unpriced(plan: Plan) -> None:
-    """Refuse a plan that costs of five coefficients can give no time.
-
-    Raises:
-        PlanError: it names the first microbatch and its features.
-    """
+    """Raise PlanError, with the first microbatch and its features, where costs of five coefficients tell no time."""
     if unpriced := uses_beyond(plan, FIVE_COEFFICIENTS):
         first = unpriced[0].microbatch
         raise unpriced_error(f"microbatch {first}", [use.feature for use in unpriced if use.microbatch == first])
@@ -100,12 +96,7 @@ def unpriced_error(where: str, features: Sequence[str]) -> PlanError:
 
 
 def refuse_unsupported(plan: Plan) -> None:
-    """Refuse what the plan file can say but the engine cannot run.
-
-    Raises:
-        PlanError: a schedule other than free, or a microbatch with offload or split heads.
-        Problems: several of these.
-    """
+    """Raise PlanError, or Problems, for what the plan file can say but the engine cannot run."""
     problems: list[LengthwiseError] = []
     for use in uses_beyond(plan, ENGINE)[:_REPORTED]:
         where = "plan: schedule" if use.microbatch is None else f"plan: microbatch {use.microbatch}: {use.feature}"

@@ -70,11 +70,7 @@ class RunFolder(Callback):
                     each.rmdir()
 
     def check_free(self, *, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
-        """Refuse a folder that holds a run, unless it is to be overwritten and nothing of it is an input of this run.
-
-        Raises:
-            OutputError: naming what is there.
-        """
+        """Raise OutputError for a folder that holds a run, unless it may be overwritten and holds no input of this."""
         there = [name for name in (*_FILES, *_FOLDERS) if (self.path / name).exists()]
         if self.path.exists() and not self.path.is_dir():
             raise self._refusal("a folder", "a file", "Choose another output.")
@@ -99,11 +95,7 @@ class RunFolder(Callback):
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Report what goes wrong while files of the run are written, a full disk for example.
-
-        Raises:
-            OutputError: the files cannot be written.
-        """
+        """Raise OutputError for what goes wrong in the block while files are written, a full disk for example."""
         try:
             yield
         except (OSError, SafetensorError) as error:
