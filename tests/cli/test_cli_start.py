@@ -64,7 +64,7 @@ def test_train_tells_what_command_line_run_file_and_output_have_wrong_in_one_mes
     (tmp_path / "out/metrics.jsonl").write_text("")
     path = write_run(tmp_path, make_rows([3]))
     err = refused(capfd, "train", path, "--ranks", 0, "--timeout-seconds", -1)
-    assert "--ranks: expected a whole number of at least 1; got 0" in err
+    assert "--ranks: expected a whole number from 1 to 262144; got 0" in err
     assert "--timeout-seconds" in err
     assert "metrics.jsonl" in err
     err = refused(capfd, "train", path, "--ranks", 0, "--set", "optimizer.lrr=1")
@@ -83,7 +83,7 @@ def test_a_typing_error_in_the_run_file_is_told_without_torch(tmp_path, verb):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert "Did you mean `steps`?" in done.stderr
-    assert "--ranks: expected a whole number of at least 1" in done.stderr
+    assert "--ranks: expected a whole number from 1 to 262144; got 0" in done.stderr
 
 
 def test_train_tells_all_problems_of_model_and_data_in_one_message(tmp_path, capfd, monkeypatch):

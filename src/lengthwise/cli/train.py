@@ -13,7 +13,7 @@ import tyro
 
 from lengthwise.cli.options import named_alike
 from lengthwise.core.errors import Collector
-from lengthwise.core.sizes import read_whole
+from lengthwise.core.sizes import MOST_RANKS, read_whole
 from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.progress import LiveLine
 
@@ -80,7 +80,7 @@ def read_settings(path: Path, overrides: Sequence[Sequence[str]], ranks: int | N
     config = problems.attempt(lambda: load_config(path, [each for group in overrides for each in group]))
     if config is not None:
         return config
-    problems.attempt(lambda: ranks is None or read_whole("ranks", ranks))
+    problems.attempt(lambda: ranks is None or read_whole("ranks", ranks, most=MOST_RANKS))
     problems.raise_all()
     raise AssertionError("a run file that was not read has a problem")
 

@@ -20,13 +20,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lengthwise.config import LoraConfig
+from lengthwise.config.schema import ALL_LINEAR
 from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.names import did_you_mean
 from lengthwise.models.adapter import ATTENTION_NAME
 from lengthwise.models.load import ModelSource, build_model, build_skeleton, first_line, unwritable
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
-ALL_LINEAR = "all-linear"
 _PREFIX, _ADAPTER, _BASE_COPY = "base_model.model.", "default", ".base_layer.weight"
 
 # Keys of a saved adapter's config that say what we can run, or say nothing about the arithmetic.

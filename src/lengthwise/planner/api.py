@@ -65,13 +65,12 @@ def _refuse_mistaken(**arguments: object) -> None:
     kinds = {"tokens": Collection, "cluster": Cluster, "cost": Cost, "options": PlanOptions}
     expected = {"tokens": "lengths of sequences", "cluster": "a Cluster", "cost": "a Cost", "options": "PlanOptions"}
     remedy = "Give lengths, cluster, cost and options, in this order."
-    mistaken = {name: value for name, value in arguments.items() if not isinstance(value, kinds[name])}
-    raise_problems(
-        [
-            ConfigError(name, expected=expected[name], got=reprlib.repr(value), remedy=remedy)
-            for name, value in mistaken.items()
-        ]
-    )
+    problems = [
+        ConfigError(name, expected=expected[name], got=reprlib.repr(arguments[name]), remedy=remedy)
+        for name, kind in kinds.items()
+        if not isinstance(arguments[name], kind)
+    ]
+    raise_problems(problems)
 
 
 def _bound_of(plan: Plan, request: PlanRequest) -> float:

@@ -14,7 +14,7 @@ from typing import TypeVar
 from lengthwise.comm import World, count_gpus, world_from_environment
 from lengthwise.config import RunConfig, build_config, load_config
 from lengthwise.core.errors import Collector, ConfigError
-from lengthwise.core.sizes import read_whole
+from lengthwise.core.sizes import MOST_RANKS, read_whole
 from lengthwise.training.job import Job, prepare_job
 from lengthwise.training.launch import launch
 
@@ -55,7 +55,7 @@ def prepare(
     _quiet_libraries()
     collector = Collector()
     world = collector.attempt(lambda: _torchrun(ranks))
-    collector.attempt(lambda: ranks is None or read_whole("ranks", ranks))
+    collector.attempt(lambda: ranks is None or read_whole("ranks", ranks, most=MOST_RANKS))
     collector.attempt(lambda: _check_timeout(timeout_seconds))
     config = collector.attempt(lambda: _settings(run, overrides))
     if config is not None and check is not None and (world is None or world.rank == 0):
