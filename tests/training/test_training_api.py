@@ -94,10 +94,10 @@ def test_train_runs_in_a_thread_that_is_not_the_main_one(tmp_path, ranks):
     [
         ({"overrides": "steps=1"}, "overrides: expected a list of texts key=value; got 'steps=1'"),
         ({"overrides": ["steps"]}, "overrides steps: expected key=value; got 'steps'"),
-        ({"ranks": "2"}, "ranks: expected at least 1; got 2"),
+        ({"ranks": "2"}, "ranks: expected a whole number from 1 to 262144; got '2'"),
         (
             {"ranks": 0, "timeout_seconds": -1},
-            "ranks: expected at least 1; got 0(.|\n)*timeout_seconds: expected a pos",
+            "ranks: expected a whole number from 1 to 262144; got 0(.|\n)*timeout_seconds: expected a pos",
         ),
         ({"run": 3}, r"run: expected the path of a run file, its values or a RunConfig; got 3 \(int\)"),
         ({"run": {}, "overrides": ["steps=1"]}, "overrides: expected none beside settings that are no file"),
@@ -109,7 +109,7 @@ def test_train_refuses_wrong_arguments_by_name(tmp_path, arguments, message):
 
 
 def test_train_raises_what_the_command_prints(tmp_path):
-    with pytest.raises(ConfigError, match="ranks: expected at least 1; got 0"):
+    with pytest.raises(ConfigError, match="ranks: expected a whole number from 1 to 262144; got 0"):
         train(write_run(tmp_path, make_rows([5, 6])), ranks=0)
 
 
