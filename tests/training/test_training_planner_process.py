@@ -25,9 +25,9 @@ def test_modules_of_the_working_folder_are_not_imported(tmp_path, monkeypatch):
 
 def test_a_mistake_in_the_planner_is_told_as_python_tells_it(capfd):
     """Its end waited for the thread that reads, and was an abort by signal 6."""
-    with PlannerProcess(lambda lengths: {"tokens": lengths, "cluster": None, "cost": None}) as planner:
+    with PlannerProcess(lambda lengths: {"tokens": lengths}) as planner:
         with pytest.raises(RankError, match="got its end with status 1"):
             planner.plan([3])
         err = capfd.readouterr().err
-    assert "AttributeError: 'NoneType' object has no attribute 'ranks'" in err
+    assert "TypeError: plan_step() missing 2 required positional arguments" in err
     assert "Fatal Python error" not in err
