@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from lengthwise.attention import choose_kernel
 from lengthwise.comm import StrictWorld, Transport
 from lengthwise.core.plan import Plan
 from lengthwise.cost import LOGITS_AT_ONCE
+from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, ModelSource, build_model, keep_double, plain_attention
-from lengthwise.training.verify import gradient_differences, plain_gradients, relative_difference
+from lengthwise.training.verify import Reference, gradient_differences, plain_gradients, relative_difference
 from support.sequences import make_batch
 from support.tiny import VOCAB
 
@@ -60,9 +62,8 @@ def family_difference(
     logits_at_once: int | None = LOGITS_AT_ONCE,
 ) -> Difference:
     """Run a plan on strict in-process ranks and the plain model in one; return how far apart they are."""
-    batch = make_batch(lengths, vocab=VOCAB, seed=1, masked=0.2)
+    batch, expected = _reference(pair["plain"], tuple(lengths), precision)
     dtype = DTYPES[precision]
-    expected = plain_gradients(copy.deepcopy(pair["plain"]), batch.dataset, batch.ids, dtype)
 
     def work(transport: Transport) -> tuple[float, float, dict[str, torch.Tensor]]:
         model = copy.deepcopy(pair["planned"])
@@ -82,3 +83,9 @@ def family_difference(
         router_loss=relative_difference(router_loss, expected.router_loss),
         gradient=max(float("inf") if each != each else each for each in differences.values()),
     )
+
+
+@lru_cache(maxsize=1)  # a pair is asked with one plan after another
+def _reference(plain: torch.nn.Module, lengths: tuple[int, ...], precision: str) -> tuple[StepBatch, Reference]:
+    batch = make_batch(lengths, vocab=VOCAB, seed=1, masked=0.2)
+    return batch, plain_gradients(copy.deepcopy(plain), batch.dataset, batch.ids, DTYPES[precision])

@@ -77,16 +77,19 @@ _OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 
-_YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "rope_theta": 10000.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
+# Ropes whose frequencies are the same at every length.
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "rope_theta": 10000.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
 }
-_LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 # Half of the lengths that tests draw are above what these two were made for, half below.
 _DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
 _LONGROPE = {
@@ -100,9 +103,7 @@ _LONGROPE = {
 
 # What a family can be besides its own default, by what people call it: (family, changes to its tiny config).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama, rope linear": ("llama", {"rope_parameters": _LINEAR}),
-    "llama, rope yarn": ("llama", {"rope_parameters": _YARN}),
-    "llama, rope llama3": ("llama", {"rope_parameters": _LLAMA3}),
+    **{f"llama, rope {kind}": ("llama", {"rope_parameters": rope}) for kind, rope in ROPES.items()},
     "llama, rope dynamic": ("llama", {"rope_parameters": _DYNAMIC, "max_position_embeddings": 16}),
     "llama, rope longrope": ("llama", {"rope_parameters": _LONGROPE}),
     "phi3, rope longrope": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 16}),
@@ -116,7 +117,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text, logits capped by tanh": ("gemma3_text", {"final_logit_softcapping": 3.0}),
     "deepseek_v3, no latent queries": ("deepseek_v3", {"q_lora_rank": None}),
     "deepseek_v3, values larger than keys": ("deepseek_v3", {"v_head_dim": 20}),
-    "deepseek_v3, rope yarn": ("deepseek_v3", {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "deepseek_v3, rope yarn": (
+        "deepseek_v3",
+        {"rope_parameters": {**ROPES["yarn"], "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
     **{
         f"{family}, router loss": (family, {"output_router_logits": True, coefficient_key(family): 0.5})
         for family in ROUTER_FAMILIES

@@ -141,14 +141,14 @@ def test_lora_equals_plain_peft_on_plain_hugging_face(folders, family, precision
     want, model = plain_loss_and_gradients(reference, batch, dtype), planned_model(folders(family), lora, start)
     assert all(gradient.any() for gradient in want[1].values()), "a gradient of zero proves nothing"
     for ranks, kinds in ((1, ("none",)), (2, ("layer", "none")), (3, ("none",)), (5, ("all_but_attention", "layer"))):
-        plan = recomputing(planned(family, ranks), *kinds)
+        plan = recomputing(planned(ranks), *kinds)
         arguments = (model, plan, batch, precision)
         results = StrictWorld(ranks).run(lambda t, arguments=arguments: planned_loss_and_gradients(t, *arguments))
         check_parity(results[0], want, precision)
 
 
 def test_lora_runs_on_processes(folders):
-    batch, plan = make_batch(LENGTHS, vocab=48, seed=1), recomputing(planned("llama", 3), "layer", "none")
+    batch, plan = make_batch(LENGTHS, vocab=48, seed=1), recomputing(planned(3), "layer", "none")
     torch.manual_seed(0)
     reference = plain_peft(folders("llama"), FEW, torch.float64)
     start = {n.removeprefix("base_model.model."): p.detach().clone() for n, p in reference.named_parameters()}

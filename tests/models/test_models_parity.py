@@ -37,6 +37,7 @@ from lengthwise.models import DTYPES, ModelSource, build_model, check_model_conf
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.program import Segment, check_order, lower_plan
 from support import RecordingTransport, make_batch, make_plan, random_plan, run_ranks
+from support.tiny import ROPES
 
 LENGTHS = (1, 57, 2, 3, 40, 1, 5, 7, 31, 11, 13, 8)
 SIZES = {
@@ -50,18 +51,6 @@ SIZES = {
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
-}
-ROPE = {
-    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "rope_theta": 10000.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32},
 }
 LOCAL_AND_GLOBAL = ["sliding_attention", "full_attention"]
 EXPERTS = {"num_experts_per_tok": 2}
@@ -91,8 +80,9 @@ CONFIGS = {
     "padded vocabulary": LlamaConfig(**{**SIZES, "vocab_size": 64}, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),
     "qwen3 tied": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
-    **{f"llama {kind}": LlamaConfig(**SIZES, rope_parameters=rope) for kind, rope in ROPE.items()},
+    **{f"llama {kind}": LlamaConfig(**SIZES, rope_parameters=rope) for kind, rope in ROPES.items()},
 }
+BATCH = make_batch(LENGTHS, vocab=48, seed=1, masked=0.2)
 BARS = {"fp64": (1e-13, 1e-12), "fp32": (2e-6, 1e-5)}
 
 
@@ -110,12 +100,15 @@ def built(family, attention="lengthwise"):
     return model
 
 
-def planned(family, ranks, lengths=LENGTHS, *, capacity=None):
-    cost = analytic_cost(shape_from_config(CONFIGS[family].to_dict()), named_hardware("cpu"))
+@cache
+def planned(ranks, lengths=LENGTHS, *, capacity=None):
+    """One plan for all families: their sizes are the same, and parity is asked of any plan."""
+    cost = analytic_cost(shape_from_config(CONFIGS["llama"].to_dict()), named_hardware("cpu"))
     cluster = Cluster(ranks=ranks, capacity_tokens=capacity or -(-max(lengths) // ranks) + 1)
     return plan_step(lengths, cluster, cost, PlanOptions(layers=2))
 
 
+@cache
 def run_plain(family, batch, precision, weights="fp32"):
     """Return (loss, gradients) of plain Hugging Face with sdpa, one document at a time, with an own loss."""
     model = copy.deepcopy(built(family, "plain"))
@@ -173,15 +166,14 @@ def check_parity(got, want, precision):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_family_equals_plain_hugging_face(family, precision):
     check_model_config(CONFIGS[family])
-    batch = make_batch(LENGTHS, vocab=48, seed=1, masked=0.2)
-    want = run_plain(family, batch, precision)
+    want = run_plain(family, BATCH, precision)
     for ranks in (1, 2, 3, 5):
-        plan = planned(family, ranks)
+        plan = planned(ranks)
         # Documents must meet in one forward, or nothing would show that they are kept apart.
         assert any(sum(len(piece.sequences) for piece in m.pieces) > 1 for m in plan.microbatches)
         assert (plan.ring_tokens > 0) == (ranks > 1)
         assert check_order(plan, layers=2) == 0 or ranks > 1
-        check_parity(run_planned(family, plan, batch, precision), want, precision)
+        check_parity(run_planned(family, plan, BATCH, precision), want, precision)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -191,7 +183,7 @@ def test_fp32_error_is_near_that_of_one_process(family):
     exact = run_plain(family, batch, "fp64")[1]
     alone = gradient_errors(run_plain(family, batch, "fp32")[1], exact)
     for ranks in (2, 5):
-        got = gradient_errors(run_planned(family, planned(family, ranks), batch, "fp32")[1], exact)
+        got = gradient_errors(run_planned(family, planned(ranks), batch, "fp32")[1], exact)
         assert all(got[name] <= 3 * alone[name] + 1e-6 for name in exact)
 
 
@@ -213,7 +205,7 @@ def test_bf16_error_is_near_that_of_one_device(family):
 
     ones = gradient_errors(alone[1], exact[1])
     for ranks in (1, 3, 5):
-        got = run_planned(family, planned(family, ranks), batch, "bf16", weights="bf16")
+        got = run_planned(family, planned(ranks), batch, "bf16", weights="bf16")
         assert abs(got[0] - exact[0]) <= 1.5 * abs(alone[0] - exact[0]) + 1e-4 * abs(exact[0])
         assert total_error(got[1], exact[1]) <= 1.5 * total_error(alone[1], exact[1])
         for name, error in gradient_errors(got[1], exact[1]).items():
@@ -237,14 +229,14 @@ def test_bf16_error_of_mixtures_is_near_that_of_one_device(family):
         batch = make_batch(LENGTHS, vocab=48, seed=seed)
         exact = run_plain(family, batch, "fp64", weights="bf16")[1]
         alone = run_plain(family, batch, "bf16", weights="bf16")[1]
-        got = run_planned(family, planned(family, 3), batch, "bf16", weights="bf16")[1]
+        got = run_planned(family, planned(3), batch, "bf16", weights="bf16")[1]
         ratios.append(total_error(got, exact) / total_error(alone, exact))
     assert sorted(ratios)[2] <= 1.5
 
 
 def test_real_processes_equal_plain_hugging_face():
     batch = make_batch(LENGTHS, vocab=48, seed=1)
-    plan = planned("llama", 3)
+    plan = planned(3)
     built("llama")
     got = run_ranks(lambda t: run_rank(t, "llama", plan, batch, "fp64"), 3)[0]
     check_parity(got, run_plain("llama", batch, "fp64"), "fp64")
@@ -310,7 +302,7 @@ def test_labels_are_shifted_before_the_cut():
 def test_order_d_training_steps_make_no_collective_before_the_last_ring_transfer():
     """Rule (d), on the real calls of three training steps: a step is ring rounds, then collectives, on every rank."""
     lengths = ((57, 2, 9, 30), (3, 44, 1, 1), (5,))
-    plans = [planned("llama", 3, row, capacity=30) for row in lengths]
+    plans = [planned(3, row, capacity=30) for row in lengths]
     assert [plan.ring_tokens > 0 for plan in plans] == [True, True, False]
     batches = [make_batch(row, vocab=48, seed=i) for i, row in enumerate(lengths)]
     built("llama")
@@ -345,7 +337,7 @@ def test_order_d_training_steps_make_no_collective_before_the_last_ring_transfer
 
 def test_the_same_plan_twice_is_the_same_bits():
     batch = make_batch(LENGTHS, vocab=48)
-    plan = planned("llama", 3)
+    plan = planned(3)
     first, second = (run_planned("llama", plan, batch, "fp32") for _ in range(2))
     assert first[0] == second[0]
     assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
@@ -362,7 +354,7 @@ def test_fully_masked_batch_rows_have_loss_zero_and_no_gradient():
 
 
 def test_evaluation_moves_keys_and_leaves_no_gradient():
-    batch, plan = make_batch(LENGTHS, vocab=48), planned("llama", 3)
+    batch, plan = make_batch(LENGTHS, vocab=48), planned(3)
     want = run_plain("llama", batch, "fp64")[0]
     built("llama")
 
@@ -385,12 +377,12 @@ def test_parity_would_notice_one_missing_label():
     batch.dataset.flat_tokens.flags.writeable = True
     batch.dataset.flat_tokens[20] = (batch.dataset.flat_tokens[20] + 1) % 48
     with pytest.raises(AssertionError):
-        check_parity(run_planned("llama", planned("llama", 2), batch, "fp64"), want, "fp64")
+        check_parity(run_planned("llama", planned(2), batch, "fp64"), want, "fp64")
 
 
 def test_replaced_capacity_changes_no_result():
     """Two plans of one batch, another mix of rings and packs: the same loss and gradients."""
     batch = make_batch(LENGTHS, vocab=48)
-    a, b = planned("llama", 3, capacity=20), planned("llama", 3, capacity=60)
+    a, b = planned(3, capacity=20), planned(3, capacity=60)
     assert a.microbatches != b.microbatches
     check_parity(*(run_planned("llama", replace(plan, notes={}), batch, "fp64") for plan in (a, b)), "fp64")

@@ -15,17 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+_CASTS = frozenset((Tensor.float, Tensor.to, Tensor.type))
+_SOFTMAXES = frozenset((F.softmax, torch.softmax))
+
 
 class _KeepDouble(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            down = torch.float32 in (*args[1:], kwargs.get("dtype"))
-            if func is Tensor.float or (down and func in (Tensor.to, Tensor.type)):
+        # The function first: every operation of a step comes by, and to compare a tensor with a dtype takes long.
+        if (func in _CASTS or func in _SOFTMAXES) and args and args[0].dtype == torch.float64:
+            down = func is Tensor.float or torch.float32 in (*args[1:], kwargs.get("dtype"))
+            if down and func in _CASTS:
                 return args[0]
-            if down and func in (F.softmax, torch.softmax):
+            if down:
                 return func(*args, **{**kwargs, "dtype": None})
         return func(*args, **kwargs)
 
