@@ -58,9 +58,10 @@ def same_bits(got, want):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_recomputed_family_equals_plain_hugging_face(family):
     want = run_plain(family, BATCH, "fp64")
-    for ranks, kinds in ((1, AGAIN), (2, AGAIN[::-1]), (3, AGAIN), (5, AGAIN[::-1])):  # rings come first in a plan
+    for ranks, kinds in ((2, AGAIN), (3, AGAIN[::-1])):  # each kind over rings and over packs
         plan = recomputing(planned(ranks), *kinds)
-        assert len(plan.microbatches) > 1
+        found = {(m.recompute, piece.degree > 1) for m in plan.microbatches for piece in m.pieces}
+        assert len(found) == 2 * (ranks - 1)
         check_parity(run_planned(family, plan, BATCH, "fp64"), want, "fp64")
 
 
