@@ -28,9 +28,7 @@ from lengthwise.planner.schedules.pipeline import is_worth_search, pipeline_sche
 from lengthwise.planner.schedules.waves import plan_waves
 from lengthwise.program.features import REQUIRED, features_of
 
-_ALWAYS = 10_000  # sequences x ranks, up to which the others are made whatever the search found: 0.1 s
 _WORTH_OTHERS = ((50_000, 1.0006), (1_000_000, 1.01))  # (sequences x ranks, of the bound): up to the first, above this
-_WORTH_ANNEALING = 1.005  # of the bound
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,7 +114,7 @@ def _offer_searched(request: PlanRequest, selection: Selection) -> None:
         ends = [score(draft, request.cost, speeds=request.speeds).makespan_seconds for draft in drafts]
         first = ends.index(min(ends))
         for start in sorted({first} if request.priced_stages == 1 else {0, first}):  # stages may turn the order
-            if ends[start] > request.bound_seconds * _WORTH_ANNEALING:
+            if ends[start] > request.bound_seconds * _WORTH_OTHERS[0][1]:
                 selection.offer(anneal(request, made[start], ends[start]))
 
 
@@ -128,7 +126,7 @@ def is_worth_others(request: PlanRequest, makespan_seconds: float) -> bool:
     size, is_piped = len(request.tokens) * request.cluster.ranks, request.priced_stages > 1
     if is_piped:
         return size <= _WORTH_OTHERS[0][0]
-    if size <= _ALWAYS and request.cost.prices_choices:
+    if size <= _WORTH_OTHERS[0][0] and request.cost.prices_choices:
         return True
     if request.cost.chooses:
         return False

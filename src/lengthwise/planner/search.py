@@ -30,15 +30,10 @@ from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import interval_microbatch
 
 FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of the bound, that a sequence may take
-_HALVINGS = 6  # levels tried between the bound and the best so far
-_GOOD_ENOUGH = 1.0006  # of the bound; further tries could gain no more than this
-_LEVEL = 1.0004  # of the bound; ends are levelled down to it
-_PROMISING = 1.001  # of the bound; what could end within it is packed at once
+_GOOD_ENOUGH = 1.0005  # of the bound; further tries could gain no more than this
 _FAR = 1.01  # of the bound; above it shorter levels and smaller shards are tried
 _CROWDED = 4  # rings a rank; where so many follow each other, only the skyline keeps the line full
-_PLACING_STEPS = 100_000  # rings x thousands of ranks, placed in all
-_UNEVEN = 4  # times that a ring counts where ranks are of unequal speed, and each place is looked at
-_PACKING_STEPS = 4_000  # sequences packed in all, and at least two tries
+_STEPS = 20_000  # sequences packed, and rings x thousands of ranks placed, in all
 
 
 Way = Literal["widest", "backfilled", "skyline", "longest"]
@@ -80,7 +75,7 @@ def _floors_tokens(request: PlanRequest) -> Iterator[int]:
     Where a rank holds less than the usual floor, blocks are small anyway and the floor follows the capacity. A floor at
     which one sequence alone already ends too late is left out.
     """
-    floor, limit = request.floor_tokens, request.bound_seconds * _PROMISING
+    floor, limit = request.floor_tokens, request.bound_seconds * _GOOD_ENOUGH
     lengths, least = request.lengths, request.least_degrees
     while floor > 1:
         most = most_degrees(lengths, least, request.cluster.ranks, floor)
@@ -103,8 +98,8 @@ class Search:
         self._crowded = False
         self._tried = set[bytes]()  # degrees
         self._waiting: list[Placed] = []
-        self._placing = _PLACING_STEPS // (1 if request.speeds is None else _UNEVEN)
-        self._packing = max(_PACKING_STEPS, 2 * len(request.tokens))
+        self._placing = _STEPS
+        self._packing = max(_STEPS, 2 * len(request.tokens))
         self._overdraft = 2 * self._packing  # as many more while the best is far from the bound
 
     @property
@@ -130,10 +125,7 @@ class Search:
     def _halve(self, table: DegreeTable) -> None:
         """Place levels between the bound and what is within reach."""
         low = 1.0
-        for _ in range(_HALVINGS):
-            if self.over:
-                break
-            high = self._reached
+        while (high := self._reached) - low > _GOOD_ENOUGH - 1 and not self.over:
             level = (low + high) / 2
             self._try_level(level, table)
             low = low if self._reached < high else level
@@ -165,7 +157,7 @@ class Search:
                 continue  # there was nothing to backfill
             before = placed.line.rings
             reached = placed.least_seconds
-            if reached <= self.bound * (_FAR if self._crowded else _PROMISING):
+            if reached <= self.bound * (_FAR if self._crowded else _GOOD_ENOUGH):
                 self._pack(placed)
                 reached = self.best_seconds
             else:
@@ -242,7 +234,7 @@ def pack(request: PlanRequest, placed: Placed) -> Schedule:
         at_ends, makespan = level_ends(line.free.tolist(), short, **limits, speeds=speeds)
         return Schedule(line=line, packs=in_gaps + at_ends, makespan_seconds=makespan)
     in_gaps = fill_gaps(line.gaps, short, **limits)
-    goal_seconds = request.bound_seconds * _LEVEL
+    goal_seconds = request.bound_seconds * _GOOD_ENOUGH
     at_ends, makespan = level_ends(line.free.tolist(), short, **limits, goal_seconds=goal_seconds)
     return Schedule(line=line, packs=in_gaps + at_ends, makespan_seconds=makespan)
 

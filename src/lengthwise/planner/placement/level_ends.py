@@ -17,11 +17,9 @@ import numpy as np
 
 from lengthwise.planner.placement.line import Gaps
 from lengthwise.planner.placement.short_sequences import ShortSequences
-from lengthwise.planner.placement.swaps import Bin, level_by_swaps
+from lengthwise.planner.placement.swaps import PARTNERS, Bin, level_by_swaps
 
 _OPEN_PACKS = 64  # packs of one rank in which room is looked for; older ones are taken as full
-_SWAPS = 2  # exchanges a rank
-_COMPARED = 4  # least loaded ranks among which one with room is looked for: saves launches, 0.0003 of github's time
 _HEAPS = 16  # of ranks of about one speed
 
 Load = tuple[float, int]  # when a rank is done, and which
@@ -130,7 +128,7 @@ def level_ends(
                 each.open(capacity_tokens)  # one more costs nothing
         ends_of = [load for load, _ in sorted(loads, key=lambda entry: entry[1])]
         columns = np.array(short.lengths), np.array(short.seconds)
-        makespan = level_by_swaps(ends_of, bins, *columns, goal_seconds=goal_seconds, most_swaps=_SWAPS * len(free))
+        makespan = level_by_swaps(ends_of, bins, *columns, goal_seconds=goal_seconds, most_swaps=len(free))
     return local_packs(bins, short), makespan
 
 
@@ -149,9 +147,7 @@ def _give(
         launch = 0.0 if length <= ranks[first].widest_tokens else launch_seconds
         if launch:
             with_launch = load + launch / speeds[first]
-            for busier, other in sorted(heap[: 2**_COMPARED - 1])[
-                1:_COMPARED
-            ]:  # a heap's least are in its first levels
+            for busier, other in sorted(heap[: 2**PARTNERS])[1:PARTNERS]:  # a heap's least are in its first levels
                 if busier < with_launch and length <= ranks[other].widest_tokens:
                     load, first, launch = busier, other, 0.0
                     break

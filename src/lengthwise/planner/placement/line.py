@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from lengthwise.planner.problem.lengths import ROUNDING
 from lengthwise.planner.problem.topology import Extras, window_max, window_sum
 
-_SWEPT = 3  # rings of one degree from which a sweep is worth its sorting
 _HOLES = 64  # holes remembered, the largest
 
 
@@ -190,10 +189,6 @@ def place_rings(
             extra = extra_seconds(sequence, degree)
             if backfilled and line.backfill(sequence, degree, seconds, extra):
                 place += 1
-            elif end - place < _SWEPT:
-                first = earliest_interval(line.free, degree, extra)[0]
-                line.put(sequence, first, degree, seconds + at_place(extra, first))
-                place += 1
             else:
                 place += _sweep(line, rings[place:end], extra, extra_seconds)
     return line.placed()
@@ -234,14 +229,13 @@ def _sweep(
     return number
 
 
-def earliest_interval(free: NDArray[np.float64], degree: int, extra: Extras | None = None) -> tuple[int, float]:
-    """Find where a ring ends earliest; of equal ones, where the least time is lost waiting, then the lowest.
+def earliest_interval(free: NDArray[np.float64], degree: int) -> tuple[int, float]:
+    """Find where a ring starts earliest; of equal ones, where the least time is lost waiting, then the lowest.
 
-    Returns its first rank and when it starts. Where `extra` is None it ends earliest where it starts earliest.
+    Returns its first rank and when it starts.
     """
     starts, idle = _starts_and_idle(free, degree)
-    ends = starts if extra is None else starts + extra.judged
-    soonest = np.flatnonzero(ends == ends.min())
+    soonest = np.flatnonzero(starts == starts.min())
     first = int(soonest[np.argmin(idle[soonest])])
     return first, float(starts[first])
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-_PARTNERS = 4  # least busy ranks asked, before the busiest is taken as it is
-_LEAST_GAIN = 1e-6  # of the makespan, that an exchange must be worth
+from lengthwise.planner.problem.lengths import NEARLY
+
+PARTNERS = 4  # least busy ranks looked at for one with room, before the busiest is taken as it is
 
 
 @dataclass(slots=True)
@@ -81,7 +82,7 @@ def _relieve(
     giving = _side(bins[busiest])
     if not len(giving.indices):
         return False
-    count = min(_PARTNERS, len(ends))
+    count = min(PARTNERS, len(ends))
     for partner in np.argpartition(ends, count - 1)[:count].tolist():
         gap = ends[busiest] - ends[partner]
         taking = _side(bins[partner])
@@ -91,7 +92,7 @@ def _relieve(
         moved = seconds[giving.indices][:, None] - gained[None, :]
         later = np.where(longer <= rooms[None, :], np.abs(moved - gap / 2), np.inf)
         place = int(later.argmin())
-        if later.flat[place] >= gap / 2 - _LEAST_GAIN * ends[busiest]:
+        if later.flat[place] >= gap / 2 - NEARLY * ends[busiest]:
             continue
         give, take = divmod(place, len(gained))
         _exchange(bins[busiest], giving, give, bins[partner], taking, take, lengths)

@@ -21,11 +21,9 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner.problem.degrees import DegreeTable, cheapest_degrees
 from lengthwise.planner.problem.launches import whole_launches_bound
-from lengthwise.planner.problem.lengths import ROUNDING, read_tokens, refuse_unheld
+from lengthwise.planner.problem.lengths import NEARLY, ROUNDING, read_tokens, refuse_unheld
 from lengthwise.planner.problem.speeds import at_mean_speed, read_speeds
 from lengthwise.planner.problem.topology import Topology
-
-_PRECISE = 1e-10  # of the bound, by which it may be too low: far below what plans differ by
 
 
 def bound_seconds(
@@ -183,7 +181,7 @@ def _least_degrees_allowed(
 
 def _least_feasible(feasible: Callable[[float], bool], low: float, high: float) -> float:
     """Close in on the least feasible value between an infeasible and a feasible one; return the infeasible end."""
-    while high - low > _PRECISE * low:
+    while high - low > NEARLY * low:
         middle = (low + high) / 2
         if feasible(middle):
             high = middle

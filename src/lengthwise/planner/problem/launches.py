@@ -14,9 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.shape import Cluster
-from lengthwise.planner.problem.lengths import ROUNDING
-
-_HALVINGS = 30  # to 1e-9 of a launch: far below what plans differ by
+from lengthwise.planner.problem.lengths import NEARLY, ROUNDING
 
 
 def whole_launches_bound(
@@ -53,7 +51,7 @@ def whole_launches_bound(
         return bool(np.max(of_few + of_others) >= total * (1 - ROUNDING))
 
     high = total / ranks + (few + 1) * launch_seconds  # all of them run one launch more
-    for _ in range(_HALVINGS):
+    while high - low > NEARLY * low:
         middle = (low + high) / 2
         low, high = (low, middle) if feasible(middle) else (middle, high)
     return low

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch
 from lengthwise.planner.placement.line import at_place
+from lengthwise.planner.problem.lengths import NEARLY
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.topology import window_max
 from lengthwise.planner.schedules.microbatch_slots import COARSE, MicrobatchSlots
@@ -35,7 +36,6 @@ _PRECISE = 0.004  # of the least limit, to which the limit is halved: plans end 
 _WIDENED = 1.03  # times the least limit, then the square of that and so on, until all rings fit
 _MORE = 8  # limits near the best that are tried, too: ends of one level differ by 1 %
 _RINGS = 1_000  # placed for these in all, and each at least once
-_ROUNDING = 1e-9
 
 Floats = NDArray[np.float64]
 
@@ -85,7 +85,7 @@ def write_shelves(request: PlanRequest, shelves: Shelves) -> list[Microbatch]:
     while True:
         counts = np.ceil(needed)[:, None]
         number = np.arange(int(counts.max()) + 1)
-        weights = np.asarray(1 - _ROUNDING * number, dtype=np.float64)  # falling
+        weights = np.asarray(1 - NEARLY * number, dtype=np.float64)  # falling
         slots = MicrobatchSlots(request.cluster.ranks, weights, [], request.cluster.capacity_tokens)
         slots.rooms[number >= counts] = 0
         launched = shelves.free + counts[:, 0] * request.cost.fixed_seconds
@@ -171,7 +171,7 @@ class Shelving:
         A ring is of at most the length of those before it. It goes where it loses least, and of equal places to the one
         that is free last.
         """
-        ranks, most = self._request.cluster.ranks, limit_seconds * (1 + _ROUNDING)
+        ranks, most = self._request.cluster.ranks, limit_seconds * (1 + NEARLY)
         free, is_empty, has_empty = np.zeros(ranks), np.ones(ranks, dtype=np.bool_), True
         total = np.zeros(ranks + 1)
         up_to, rings = total[1:], list[tuple[int, int, int, float]]()
@@ -183,7 +183,7 @@ class Shelving:
                 spent = np.where(is_empty, (self._fill - self._lost_fill) * seconds, free)
             starts = window_max(when, degree)
             np.cumsum(spent, out=up_to)
-            lost = (degree - _ROUNDING) * starts - (total[degree:] - total[:-degree])
+            lost = (degree - NEARLY) * starts - (total[degree:] - total[:-degree])
             if extra is None:
                 lost[starts > most - seconds] = inf
             else:
