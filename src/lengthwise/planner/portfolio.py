@@ -20,6 +20,7 @@ from lengthwise.cost import Cost
 from lengthwise.planner.options import PlanOptions
 from lengthwise.planner.placement.annealing import MOST_WORK, anneal
 from lengthwise.planner.problem.choices import choice_variants, split_heads, write_offload
+from lengthwise.planner.problem.effort import FAR, GOOD_ENOUGH, LARGE_STEP, SMALL_STEP
 from lengthwise.planner.problem.lengths import NEARLY
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import score
@@ -27,8 +28,6 @@ from lengthwise.planner.registry import BASELINES, PLANNERS, check_registered, f
 from lengthwise.planner.schedules.pipeline import is_worth_search, pipeline_schedule, plan_pipeline
 from lengthwise.planner.schedules.waves import plan_waves
 from lengthwise.program.features import REQUIRED, features_of
-
-_WORTH_OTHERS = ((50_000, 1.0006), (1_000_000, 1.01))  # (sequences x ranks, of the bound): up to the first, above this
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,7 +113,7 @@ def _offer_searched(request: PlanRequest, selection: Selection) -> None:
         ends = [score(draft, request.cost, speeds=request.speeds).makespan_seconds for draft in drafts]
         first = ends.index(min(ends))
         for start in sorted({first} if request.priced_stages == 1 else {0, first}):  # stages may turn the order
-            if ends[start] > request.bound_seconds * _WORTH_OTHERS[0][1]:
+            if ends[start] > request.bound_seconds * GOOD_ENOUGH:
                 selection.offer(anneal(request, made[start], ends[start]))
 
 
@@ -125,11 +124,11 @@ def is_worth_others(request: PlanRequest, makespan_seconds: float) -> bool:
     """
     size, is_piped = len(request.tokens) * request.cluster.ranks, request.priced_stages > 1
     if is_piped:
-        return size <= _WORTH_OTHERS[0][0]
-    if size <= _WORTH_OTHERS[0][0] and request.cost.prices_choices:
+        return size <= SMALL_STEP
+    if size <= SMALL_STEP and request.cost.prices_choices:
         return True
     if request.cost.chooses:
         return False
-    above = next((above for most, above in _WORTH_OTHERS if size <= most), inf)
-    packed = request.packed_bound_seconds if size <= _WORTH_OTHERS[0][0] else inf
-    return makespan_seconds > min(request.bound_seconds, packed) * above
+    if size <= SMALL_STEP:
+        return makespan_seconds > min(request.bound_seconds, request.packed_bound_seconds) * GOOD_ENOUGH
+    return size <= LARGE_STEP and makespan_seconds > request.bound_seconds * FAR

@@ -25,13 +25,12 @@ from lengthwise.planner.placement.line import PlacedRings, Ring, place_rings
 from lengthwise.planner.placement.short_sequences import ShortSequences
 from lengthwise.planner.placement.skyline import Moldable, pack_skyline
 from lengthwise.planner.problem.degrees import DegreeTable, most_degrees
+from lengthwise.planner.problem.effort import FAR, GOOD_ENOUGH
 from lengthwise.planner.problem.lengths import NEARLY, ROUNDING
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import interval_microbatch
 
 FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of the bound, that a sequence may take
-_GOOD_ENOUGH = 1.0005  # of the bound; further tries could gain no more than this
-_FAR = 1.01  # of the bound; above it shorter levels and smaller shards are tried
 _CROWDED = 4  # rings a rank; where so many follow each other, only the skyline keeps the line full
 _STEPS = 20_000  # sequences packed, and rings x thousands of ranks placed, in all
 
@@ -63,7 +62,7 @@ def plan_lengthwise(request: PlanRequest) -> list[Microbatch]:
     search = Search(request)
     for floor_tokens in _floors_tokens(request):
         search.try_floor(floor_tokens)
-        if search.over or search.best_seconds <= request.bound_seconds * _FAR:
+        if search.over or search.best_seconds <= request.bound_seconds * FAR:
             break
     assert search.best is not None, "no level was tried"
     return write_schedule(search.best, request)
@@ -75,7 +74,7 @@ def _floors_tokens(request: PlanRequest) -> Iterator[int]:
     Where a rank holds less than the usual floor, blocks are small anyway and the floor follows the capacity. A floor at
     which one sequence alone already ends too late is left out.
     """
-    floor, limit = request.floor_tokens, request.bound_seconds * _GOOD_ENOUGH
+    floor, limit = request.floor_tokens, request.bound_seconds * GOOD_ENOUGH
     lengths, least = request.lengths, request.least_degrees
     while floor > 1:
         most = most_degrees(lengths, least, request.cluster.ranks, floor)
@@ -105,8 +104,8 @@ class Search:
     @property
     def over(self) -> bool:
         """Whether no further try is worth it."""
-        enough = self.bound * (_FAR if self._crowded else _GOOD_ENOUGH)
-        packing = self._packing + (self._overdraft if self.best_seconds > self.bound * _FAR else 0)
+        enough = self.bound * (FAR if self._crowded else GOOD_ENOUGH)
+        packing = self._packing + (self._overdraft if self.best_seconds > self.bound * FAR else 0)
         return self.best_seconds <= enough or (self.best is not None and min(self._placing, packing) <= 0)
 
     def try_floor(self, floor_tokens: int) -> None:
@@ -115,7 +114,7 @@ class Search:
         self._try_level(1.0, table)
         self._halve(table)
         self._pack_waiting()
-        if self.best_seconds > self.bound * _FAR > 0:  # packs did not reach what was in reach
+        if self.best_seconds > self.bound * FAR > 0:  # packs did not reach what was in reach
             self._reached = self.best_seconds / self.bound
             self._halve(table)
             for level in FRACTIONS:
@@ -125,7 +124,7 @@ class Search:
     def _halve(self, table: DegreeTable) -> None:
         """Place levels between the bound and what is within reach."""
         low = 1.0
-        while (high := self._reached) - low > _GOOD_ENOUGH - 1 and not self.over:
+        while (high := self._reached) - low > GOOD_ENOUGH - 1 and not self.over:
             level = (low + high) / 2
             self._try_level(level, table)
             low = low if self._reached < high else level
@@ -157,7 +156,7 @@ class Search:
                 continue  # there was nothing to backfill
             before = placed.line.rings
             reached = placed.least_seconds
-            if reached <= self.bound * (_FAR if self._crowded else _GOOD_ENOUGH):
+            if reached <= self.bound * (FAR if self._crowded else GOOD_ENOUGH):
                 self._pack(placed)
                 reached = self.best_seconds
             else:
@@ -234,7 +233,7 @@ def pack(request: PlanRequest, placed: Placed) -> Schedule:
         at_ends, makespan = level_ends(line.free.tolist(), short, **limits, speeds=speeds)
         return Schedule(line=line, packs=in_gaps + at_ends, makespan_seconds=makespan)
     in_gaps = fill_gaps(line.gaps, short, **limits)
-    goal_seconds = request.bound_seconds * _GOOD_ENOUGH
+    goal_seconds = request.bound_seconds * GOOD_ENOUGH
     at_ends, makespan = level_ends(line.free.tolist(), short, **limits, goal_seconds=goal_seconds)
     return Schedule(line=line, packs=in_gaps + at_ends, makespan_seconds=makespan)
 

@@ -23,8 +23,6 @@ from lengthwise.core.shape import Cluster
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import ring_order
 
-_FULL = 0.8  # of what a group holds, from which on packs up to the context are as good as full
-
 
 def plan_static(request: PlanRequest) -> list[Microbatch]:
     """Plan one step on the fixed mesh that `context_tokens` asks for.
@@ -64,12 +62,12 @@ def context_parallel_degrees(cluster: Cluster, context_tokens: int) -> tuple[int
 
 
 def _pack_rooms(request: PlanRequest, cp: int, context_tokens: int) -> list[int]:
-    """List up to how many tokens packs go: what a group holds, and the context, where that is much less.
+    """List up to how many tokens packs go: what a group holds, and the context, where that is less.
 
     The former has fewer launches, the latter more packs to deal evenly.
     """
     held = cp * request.cluster.capacity_tokens
-    return [held] if context_tokens > _FULL * held else [held, context_tokens]
+    return [held] if context_tokens >= held else [held, context_tokens]
 
 
 def _plan_on(request: PlanRequest, cp: int, room_tokens: int) -> tuple[float, list[Microbatch]]:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch
+from lengthwise.planner.problem.effort import LARGE_STEP, SMALL_STEP
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.schedules.microbatch_slots import COARSE, MicrobatchSlots, bundle_rings
 from lengthwise.planner.schedules.shelves import plan_shelves, write_shelves
@@ -29,11 +30,6 @@ GROWTHS = (1.1, 1.2, 1.35)  # of a slot over the one before, in a ramp
 _MOST_SLOTS = 256  # of a profile, or the fewest that hold all: clocks cost slots x ranks
 _TRIED = 12  # profiles whose rings are placed, the first to end without them
 _FILLED = 200_000  # sequences filled in, over all profiles: time of one filling for the choice between several
-_SMALL = 50_000  # sequences x ranks, up to which slots are left empty and all that is filled is scored
-_SEARCHED = 1_000_000  # sequences x ranks, up to which the search for ranks without stages costs little beside slots
-
-_REFINED = 3  # times that a slot's time and the degrees that it asks for are found from each other
-
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
 
@@ -46,7 +42,7 @@ def plan_pipeline(request: PlanRequest, least_seconds: float) -> Iterator[list[M
     """
     slots = _Slots(request)
     num_sequences = len(request.tokens)
-    is_small = num_sequences * request.cluster.ranks <= _SMALL
+    is_small = num_sequences * request.cluster.ranks <= SMALL_STEP
     profiles = list(_profiles(slots.fewest, request.stages, request.virtual))
     ideal = slots.ideal_seconds(profiles)
     promising = [
@@ -73,7 +69,7 @@ def is_worth_search(request: PlanRequest) -> bool:
 
     On large steps of pipelines only if one sequence takes longer through all stages than the even share of all work.
     """
-    if request.stages == 1 or len(request.tokens) * request.cluster.ranks <= _SEARCHED:
+    if request.stages == 1 or len(request.tokens) * request.cluster.ranks <= LARGE_STEP:
         return True
     longest = [int(np.argmax(request.lengths))]
     table = request.growth(request.lengths[longest], request.least_degrees[longest])
@@ -185,12 +181,8 @@ class _Slots:
         """Find degrees and seconds of each length so that none takes longer than a full slot, and the work of all."""
         if full_slots not in self._known:
             cost = self._request.cost
-            degrees = self._least
-            for _ in range(_REFINED):
-                seconds = cost.ring_piece_seconds(self._lengths, degrees)
-                work = float(self._counts @ (degrees * seconds))
-                limit = work / (self._request.cluster.ranks * full_slots) + cost.fixed_seconds
-                degrees = self._grown(limit)
+            work = float(self._counts @ (self._least * cost.ring_piece_seconds(self._lengths, self._least)))
+            degrees = self._grown(work / (self._request.cluster.ranks * full_slots) + cost.fixed_seconds)
             seconds = cost.ring_piece_seconds(self._lengths, degrees)
             self._known[full_slots] = degrees, seconds, float(self._counts @ (degrees * seconds))
         return self._known[full_slots]

@@ -14,7 +14,6 @@ Costs rings x ranks a try. Source: shelf packing; which tries pay is in docs/dec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from math import inf
@@ -33,9 +32,6 @@ from lengthwise.program.stage_clocks import slot_clocks
 
 LEVELS = (0.06, 0.25, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the bound, that a sequence may take
 _PRECISE = 0.004  # of the least limit, to which the limit is halved: plans end 0.5 to 5 % after it
-_WIDENED = 1.03  # times the least limit, then the square of that and so on, until all rings fit
-_MORE = 8  # limits near the best that are tried, too: ends of one level differ by 1 %
-_RINGS = 1_000  # placed for these in all, and each at least once
 
 Floats = NDArray[np.float64]
 
@@ -68,12 +64,9 @@ def plan_shelves(request: PlanRequest, most_seconds: float = inf) -> list[Shelve
             limit = min([limit, *(each.limit_seconds * COARSE for each in found)])
     if found:
         best = min(found, key=lambda each: each.end_seconds)
-        more = max(1, min(_MORE, _RINGS // max(1, len(best.rings))))
-        for counts_filling in (False, True):
-            shelving = Shelving(request, best.degrees, counts_filling=counts_filling)
-            for step in range(more):
-                others = shelving.at_limit(best.limit_seconds * (1 + (step + counts_filling) * _PRECISE))
-                found += [other for other in others if all(other.rings != each.rings for each in found)]
+        sooner = Shelving(request, best.degrees, counts_filling=False)
+        placed = sooner.placed(best.limit_seconds)
+        found += [] if placed is None else [sooner.timed(placed)]
     return sorted(found, key=lambda each: each.end_seconds)
 
 
@@ -146,7 +139,7 @@ class Shelving:
     def found(self, most_seconds: float) -> list[Shelves]:
         """Place the rings within ever closer limits below `most_seconds`, down to about the least that holds all."""
         least = low = self._least_seconds
-        limits = (least * _WIDENED ** (2**step - 1) for step in count()) if most_seconds == inf else [most_seconds]
+        limits = (least * COARSE ** (2**step - 1) for step in count()) if most_seconds == inf else [most_seconds]
         first = next((placed for limit in limits if (placed := self.placed(limit)) is not None), None)
         found = [] if first is None else [first]
         while found and found[-1].limit_seconds > low + _PRECISE * least:
@@ -155,15 +148,7 @@ class Shelving:
                 low = limit
             else:
                 found.append(placed)
-        return self._timed(found[-2:])
-
-    def at_limit(self, limit_seconds: float) -> list[Shelves]:
-        """Place the rings within a limit; nothing if they do not fit."""
-        placed = self.placed(limit_seconds)
-        return [] if placed is None else self._timed([placed])
-
-    def _timed(self, found: Sequence[Shelves]) -> list[Shelves]:
-        return [self.timed(each) for each in found]
+        return [self.timed(each) for each in found[-2:]]
 
     def placed(self, limit_seconds: float) -> Shelves | None:
         """Place rings so that each ends within a limit; None if one cannot, or if packs then end later.

@@ -11,7 +11,7 @@ what counts is that all ranks of a wave need the same time, and that waves are f
    hold it. The first wave that is level and makes none more needed is kept; without one, of those that lose about
    least, the longest. What "about" means is tried in three ways where the result is far from the bound.
 3. Where one sequence takes longer at any degree than an even wave, it sets a wave anyhow. Then waves that begin with
-   it, at a few of its degrees, are tried, too: they take as much with it as memory holds, and the others are short.
+   it, at its two quickest degrees, are tried, too: they take as much with it as memory holds, and the others are short.
 
 Long sequences come first and together, short ones are left to level the last waves. Costs waves x tries x (N + n).
 """
@@ -30,6 +30,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner.placement.short_sequences import ShortSequences
 from lengthwise.planner.problem.degrees import DegreeTable
+from lengthwise.planner.problem.effort import FAR
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import ring_order
 
@@ -38,11 +39,8 @@ PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # the longest sequence is tr
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the tokens left, shortest sequences first
 _PATIENCE = (0.01, 0.003, 0.03)  # of the ranks' time; a longer wave may lose so much more than the best
 _LEVEL = 0.995  # of the ranks' time in a wave, launches left out, that is enough
-_NEAR = 1.01  # of the bound; below it no other way is tried
 _SLACKS = (1.003, 1.02, 1.06)  # over an even share, that a wave may take
 _SHORTEST = 0.2  # of an even wave, that a wave is tried to take
-_AT_ONCE = 64  # sequences, at least, whose degrees are looked up together
-_BEGINNINGS = 2  # degrees of a sequence that sets a wave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +71,7 @@ def plan_waves(request: PlanRequest) -> list[Microbatch]:
         waves = _waves(builder, patience, beginning)
         if not best or _total(waves) < _total(best):
             best = waves
-        if _total(best) <= request.shared_bound_seconds * _NEAR:
+        if _total(best) <= request.shared_bound_seconds * FAR:
             break
     return [Microbatch(pieces=tuple(wave.written())) for wave in best]
 
@@ -165,14 +163,14 @@ class _Builder:
         return self.launch + float(self.alone.sum()) / (self.ranks * self.fewest)
 
     def beginnings(self) -> list[float]:
-        """List how long the first wave could be: where the longest sequence sets a wave at any degree, a few of these.
+        """List how long the first wave could be: where the longest sequence sets a wave, at its two quickest degrees.
 
         Where launches cost, also an even share of one wave more than the fewest.
         """
         longest = len(self.order) - 1
         degrees = {max(int(self.least[longest]), self.ranks // part) for part in PARTS if part <= self.ranks}
         seconds = sorted({self._ring_seconds(longest, degree) for degree in degrees})
-        setting = seconds[:_BEGINNINGS] if seconds[0] > self.even_seconds else []
+        setting = seconds[:2] if seconds[0] > self.even_seconds else []
         evenly = self.launch + _SLACKS[0] * float(self.alone.sum()) / (self.ranks * (self.fewest + 1))
         return [*setting, evenly] if self.launch else setting
 
@@ -248,19 +246,13 @@ class _Builder:
         if not self.cost.chooses_by_degree:  # no cut makes the arithmetic less
             work = self.alone[cut] / max(_without_launch(seconds, self.launch), 1e-300) * (1 - 1e-9)
             least = np.maximum(least, np.ceil(np.minimum(work, self.ranks + 1)).astype(np.int64))
-        while room and len(cut):
-            fitting = least <= room
-            cut, least = cut[fitting], least[fitting]
-            count = max(_AT_ONCE, int(np.searchsorted(np.cumsum(least), room, side="right")))
-            some, lengths = cut[:count], self.lengths[cut[:count]]
-            table = DegreeTable(self.cost, lengths, least[:count], np.full_like(some, room))
-            degrees = table.within(seconds)
-            took = self.cost.ring_piece_seconds(lengths, np.minimum(degrees, room))
-            for index, degree, ring_seconds in zip(some.tolist(), degrees.tolist(), took.tolist(), strict=True):
-                if degree <= room:
-                    room -= degree
-                    yield index, degree, ring_seconds
-            cut, least = cut[count:], least[count:]
+        cut, least = cut[least <= room], least[least <= room]
+        degrees = DegreeTable(self.cost, self.lengths[cut], least, np.full_like(cut, room)).within(seconds)
+        took = self.cost.ring_piece_seconds(self.lengths[cut], np.minimum(degrees, room))
+        for index, degree, ring_seconds in zip(cut.tolist(), degrees.tolist(), took.tolist(), strict=True):
+            if degree <= room:
+                room -= degree
+                yield index, degree, ring_seconds
 
 
 def _without_launch(seconds: float, launch_seconds: float) -> float:
