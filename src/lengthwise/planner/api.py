@@ -12,7 +12,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner.options import PlanOptions
 from lengthwise.planner.portfolio import choose_plan
-from lengthwise.planner.problem.bounds import has_lone_rings, least_makespan, shares_launches_only
+from lengthwise.planner.problem.bounds import has_lone_rings, shares_launches_only
 from lengthwise.planner.problem.lengths import read_tokens, refuse_unheld
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.speeds import at_mean_speed, speed_runs
@@ -75,26 +75,12 @@ def _refuse_mistaken(**arguments: object) -> None:
 
 def _bound_of(plan: Plan, request: PlanRequest) -> float:
     """Find the highest bound that holds for plans of this kind."""
-    lone_rings = has_lone_rings(plan)
-    shared_launches = lone_rings or shares_launches_only(plan)
-    if lone_rings:
-        bound = request.bound_seconds
-    elif shared_launches:
-        bound = request.shared_bound_seconds
+    if has_lone_rings(plan):
+        kind, bound = {}, request.bound_seconds
+    elif shares_launches_only(plan):
+        kind, bound = {"shared_launches": True}, request.shared_bound_seconds
     else:
-        bound = least_makespan(
-            request.lengths, request.cluster, request.cost, topology=request.topology, lone_rings=False
-        )
+        kind, bound = {"lone_rings": False}, request.least_seconds(lone_rings=False)
     if request.priced_stages == 1:
         return bound
-    staged = least_makespan(
-        request.lengths,
-        request.cluster,
-        request.cost,
-        topology=request.topology,
-        lone_rings=shared_launches,
-        shared_launches=not lone_rings,
-        stages=request.priced_stages,
-        virtual=request.virtual,
-    )
-    return max(bound, staged)
+    return max(bound, request.least_seconds(**kind, stages=request.priced_stages))

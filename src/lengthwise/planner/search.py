@@ -32,7 +32,7 @@ from lengthwise.program.ring_order import interval_microbatch
 
 FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of the bound, that a sequence may take
 _CROWDED = 4  # rings a rank; where so many follow each other, only the skyline keeps the line full
-_STEPS = 20_000  # sequences packed, and rings x thousands of ranks placed, in all
+_STEPS = 20_000  # sequences packed and rings x thousands of ranks placed, in all, beside two packings
 
 
 Way = Literal["widest", "backfilled", "skyline", "longest"]
@@ -97,16 +97,13 @@ class Search:
         self._crowded = False
         self._tried = set[bytes]()  # degrees
         self._waiting: list[Placed] = []
-        self._placing = _STEPS
-        self._packing = max(_STEPS, 2 * len(request.tokens))
-        self._overdraft = 2 * self._packing  # as many more while the best is far from the bound
+        self._left = _STEPS + 2 * len(request.tokens)
 
     @property
     def over(self) -> bool:
         """Whether no further try is worth it."""
         enough = self.bound * (FAR if self._crowded else GOOD_ENOUGH)
-        packing = self._packing + (self._overdraft if self.best_seconds > self.bound * FAR else 0)
-        return self.best_seconds <= enough or (self.best is not None and min(self._placing, packing) <= 0)
+        return self.best_seconds <= enough or (self.best is not None and self._left <= 0)
 
     def try_floor(self, floor_tokens: int) -> None:
         """Place the levels of one floor, and pack them, what could end soonest first."""
@@ -148,10 +145,10 @@ class Search:
             ways.append("longest")
         before: list[Ring] | None = None
         for way in reversed(ways) if self._crowded else ways:
-            if self.over or (self._placing <= 0 and self._waiting):
+            if self.over or (self._left <= 0 and self._waiting):
                 break
             placed = place(request, degrees, way, widest)
-            self._placing -= len(placed.line.rings) * (1 + request.cluster.ranks // 1000)
+            self._left -= len(placed.line.rings) * (1 + request.cluster.ranks // 1000)
             if placed.line.rings == before:
                 continue  # there was nothing to backfill
             before = placed.line.rings
@@ -166,7 +163,7 @@ class Search:
     def _pack(self, placed: Placed) -> None:
         if placed.least_seconds >= self.best_seconds:
             return
-        self._packing -= len(self.request.tokens)
+        self._left -= len(self.request.tokens)
         schedule = pack(self.request, placed)
         if schedule.makespan_seconds < self.best_seconds:
             self.best, self.best_seconds = schedule, schedule.makespan_seconds

@@ -1,16 +1,13 @@
 """A baseline: power-of-two degrees in balanced sub-batches, the rule of Megatron-Core's hybrid context parallel.
 
-1. A sequence of s tokens takes the next power of two of s / C ranks; its work is s^2 / degree: attention alone.
-2. Sequences, longest first, form buckets of about equal work, as many as there are degrees among them.
-3. A sub-batch grows one sequence at a time: the head of the first bucket that has a place. A place is a new gang on
-   ranks that have nothing yet, else the least loaded gang of that degree. Once a smaller degree was placed, the
-   sub-batch ends as soon as all ranks are level; else when no bucket's head has a place.
-4. Last sequences of the busiest gang go back while that levels the ranks; then, while ranks have nothing, the first of
-   the narrowest gangs is doubled.
-5. Ranks meet between sub-batches: one microbatch holds the first pack of every gang.
+1. A sequence of s tokens takes the next power of two of s / C ranks; its work is s^2 / degree. Longest first, they form
+   buckets of about equal work, one a degree.
+2. A sub-batch takes the head of the first bucket that has a place, on ranks that have nothing or in the least loaded
+   gang of its degree, until ranks are level or no head has a place.
+3. Last sequences of the busiest gang go back where that levels; ranks that have nothing double the narrowest gangs.
 
-Costs O(n log n) a sub-batch. Source: `BalancedCPScheduler` of Megatron-Core 0.16, read for its rule; where this
-differs is in docs/decisions/baselines-in-their-favour.md.
+Costs O(n log n) a sub-batch. Source: `BalancedCPScheduler` of Megatron-Core 0.16; differences:
+docs/decisions/baselines-in-their-favour.md.
 """
 
 from __future__ import annotations

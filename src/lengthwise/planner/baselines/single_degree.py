@@ -122,9 +122,7 @@ def first_fit_packs(room: NDArray[np.int64], capacity_tokens: int) -> list[list[
 
     A tree tells of every pair of packs, pair of pairs, ... the most room in any.
     """
-    most_packs = (
-        2 * (int(room.sum()) // capacity_tokens) + 2
-    )  # of two neighbours one is half full, or else both are one
+    most_packs = 2 * (int(room.sum()) // capacity_tokens) + 2  # of two neighbours one is half full, or both are one
     leaves = 1 << (most_packs - 1).bit_length()
     most = [capacity_tokens] * (2 * leaves)  # entry k: in either of 2k and 2k + 1; entries from `leaves` on: of a pack
     packs: list[list[int]] = []

@@ -36,8 +36,9 @@ def plan_static(request: PlanRequest) -> list[Microbatch]:
         clusters.append(replace(clusters[-1], capacity_tokens=min(2 * held, request.most_held_tokens)))
     holding = [cluster for cluster in clusters[:-1] if cluster.longest_tokens >= context]
     sizes = (cp for cluster in (*holding, clusters[-1]) for cp in context_parallel_degrees(cluster, context))
-    plans = [_plan_on(request, cp, room) for cp in dict.fromkeys(sizes) for room in _pack_rooms(request, cp, context)]
-    return min(plans, key=lambda plan: plan[0])[1]
+    held = request.cluster.capacity_tokens  # a pack up to the context costs more launches, but more packs deal evenly
+    rooms = {(cp, room): None for cp in sizes for room in (cp * held, min(cp * held, context))}
+    return min((_plan_on(request, cp, room) for cp, room in rooms), key=lambda plan: plan[0])[1]
 
 
 def context_parallel_degrees(cluster: Cluster, context_tokens: int) -> tuple[int, ...]:
@@ -59,15 +60,6 @@ def context_parallel_degrees(cluster: Cluster, context_tokens: int) -> tuple[int
     divisor = next(degree for degree in range(exact, cluster.ranks + 1) if cluster.ranks % degree == 0)
     power = 1 << (exact - 1).bit_length()
     return tuple(dict.fromkeys(degree for degree in (exact, divisor, power) if degree <= cluster.ranks))
-
-
-def _pack_rooms(request: PlanRequest, cp: int, context_tokens: int) -> list[int]:
-    """List up to how many tokens packs go: what a group holds, and the context, where that is less.
-
-    The former has fewer launches, the latter more packs to deal evenly.
-    """
-    held = cp * request.cluster.capacity_tokens
-    return [held] if context_tokens >= held else [held, context_tokens]
 
 
 def _plan_on(request: PlanRequest, cp: int, room_tokens: int) -> tuple[float, list[Microbatch]]:

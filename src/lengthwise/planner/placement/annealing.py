@@ -149,9 +149,8 @@ class Annealing:
             if degree == 1:
                 tokens = sum(self.request.tokens[i] for i in sequences)
                 joins = [tokens <= beside[rank][0] for rank in range(self.ranks)]
-                ends = [
-                    free[rank] + took[rank] - (self.launch[rank] if joins[rank] else 0.0) for rank in range(self.ranks)
-                ]
+                rows = zip(free, took, self.launch, joins, strict=True)
+                ends = [at + seconds - launch * joined for at, seconds, launch, joined in rows]
                 end = min(ends)
                 first = ends.index(end)
                 if joins[first]:
@@ -166,11 +165,8 @@ class Annealing:
                     (place for place, at in enumerate(ends) if at == end),
                     key=lambda place: (sum(free[place : place + degree]), -place),
                 )
-            room = (
-                self.capacity - self._most_held(degree, sequences)
-                if degree > 1 and self.request.packs_beside_rings
-                else 0
-            )
+            is_shared = degree > 1 and self.request.packs_beside_rings
+            room = self.capacity - self._most_held(degree, sequences) if is_shared else 0
             for rank in range(first, first + degree):
                 free[rank], beside[rank] = end, (room, number)
             pieces.append((first, degree, sequences, number))
@@ -193,11 +189,8 @@ class Annealing:
         """Return how long a piece takes, launch included, from each first rank."""
         key = degree, sequences
         if key not in self._seconds:
-            lengths, cost, topology = (
-                [self.request.tokens[i] for i in sequences],
-                self.request.cost,
-                self.request.topology,
-            )
+            lengths = [self.request.tokens[i] for i in sequences]
+            cost, topology = self.request.cost, self.request.topology
             alone = cost.fixed_seconds + cost.piece_seconds(lengths, degree)
             extra = topology.extra_seconds(lengths[0], degree) if self.request.speeds and len(lengths) == 1 else None
             if self.request.speeds is None:
@@ -207,9 +200,7 @@ class Annealing:
             else:
                 slowest = topology.places(degree).slowest.tolist()
                 paced = {speed: cost.at_speed(speed) for speed in set(slowest)}
-                took = {
-                    speed: each.fixed_seconds + each.piece_seconds(lengths, degree) for speed, each in paced.items()
-                }
+                took = {at: each.fixed_seconds + each.piece_seconds(lengths, degree) for at, each in paced.items()}
                 self._seconds[key] = [took[speed] for speed in slowest]
         return self._seconds[key]
 

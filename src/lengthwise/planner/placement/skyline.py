@@ -102,9 +102,7 @@ def pack_skyline(rings: Sequence[Moldable], topology: Topology, cost: Cost) -> P
         extra = topology.extra_seconds(ring.length, width)
         at_left, at_right = at_place(extra, first), at_place(extra, end - width)
         top = height + seconds
-        nearest = abs(right - top) < abs(
-            left - top
-        )  # beside the neighbour that ends nearest to it, where it is as quick
+        nearest = abs(right - top) < abs(left - top)  # beside the neighbour that ends nearest, where it is as quick
         if at_right < at_left or (at_right == at_left and nearest):
             first, at_left = end - width, at_right
         skyline.put(first, first + width, line.put(ring.sequence, first, width, seconds + at_left))

@@ -1,13 +1,11 @@
 """What a planner may choose beside degrees, offload and the split of heads, and how a finished plan gets it.
 
-A planner prices pieces with the best of their choices (`Cost.choosing`) and decides degrees alone; it is also asked to
-plan without them, as more choice may mislead it. Two passes then write the choices into the plan, whoever made it;
-pieces, ranks and order stay.
+Planners price pieces with the best of their choices (`Cost.choosing`) and decide degrees alone. Two passes then write
+the choices into the plan, whoever made it; pieces, ranks and order stay.
 
-`write_offload`: all ranks of a microbatch share one ratio, the least at which the fullest holds its tokens.
-`split_heads`: each ring takes the quickest of the groups that divide its ranks and the model's heads, where it lies; a
-ring over an interval then visits it group by group. Groups of u divide what goes round the ring by u and pay an
-all-to-all. The engine refuses such plans by name.
+1. `write_offload`: ranks of a microbatch share one ratio, the least at which the fullest holds its tokens.
+2. `split_heads`: each ring takes the quickest of the groups that divide its ranks and the model's heads; groups of u
+   divide what goes round the ring by u and pay an all-to-all.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class DegreeTable:
         slow = degrees > self.most
         if np.any(new := slow & (self._quickest == 0)):
             part = self._lengths[new], self._least[new], self.most[new]
-            self._quickest[new] = quickest_degrees(self._cost, *part, only=self._only)
+            self._quickest[new] = DegreeTable(self._cost, *part, only=self._only).quickest()
         return np.where(slow, self._quickest, degrees)
 
     def quickest(self) -> Whole:
@@ -207,23 +207,6 @@ def useful_degrees(cost: Cost, ranks: int) -> Whole | None:
     node = cost.ranks_per_node
     powers = {1 << power for power in range(node.bit_length()) if 1 << power <= min(node, ranks)}
     return np.array(sorted(powers | {*range(node, ranks + 1, node), ranks}), dtype=np.int64)
-
-
-def quickest_degrees(
-    cost: RingPrices, lengths: Whole, least: Whole, most: Whole, *, only: Whole | None = None
-) -> Whole:
-    """Find the degree in [least, most] of least t(d), from a grid of steps of an eighth; ties take the fewest ranks."""
-    if only is not None:
-        return DegreeTable(cost, lengths, least, most, only=only).quickest()
-    best, best_seconds = least, cost.ring_piece_seconds(lengths, least)
-    factor = 1.0
-    while np.any(factor * least < most):
-        factor *= 1.125
-        degrees = np.minimum(np.ceil(least * factor).astype(np.int64), most)
-        seconds = cost.ring_piece_seconds(lengths, degrees)
-        better = seconds < best_seconds
-        best, best_seconds = np.where(better, degrees, best), np.where(better, seconds, best_seconds)
-    return best
 
 
 def most_degrees(lengths: Whole, least: Whole, ranks: int, floor_tokens: int, *, only: Whole | None = None) -> Whole:

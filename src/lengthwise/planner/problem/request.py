@@ -136,28 +136,37 @@ class PlanRequest:
         lengths, places = np.unique(self.lengths, return_inverse=True)
         return find(self.cost, lengths, self.cluster)[places]
 
+    def least_seconds(self, *, lone_rings: bool = True, shared_launches: bool = False, stages: int = 1) -> float:
+        """Return `least_makespan` of this step; launches may count in parts."""
+        return least_makespan(
+            self.lengths,
+            self.cluster,
+            self.cost,
+            topology=self.topology,
+            lone_rings=lone_rings,
+            shared_launches=shared_launches,
+            stages=stages,
+            virtual=self.virtual,
+        )
+
     @cached_property
     def bound_seconds(self) -> float:
         """The bound for plans in which every ring holds one sequence."""
-        return max(
-            least_makespan(self.lengths, self.cluster, self.cost, topology=self.topology), self._launches_seconds
-        )
+        return max(self.least_seconds(), self._launches_seconds)
 
     @cached_property
     def shared_bound_seconds(self) -> float:
         """The bound where rings may share their launches with local packs."""
         if self.cost.fixed_seconds == 0:
             return self.bound_seconds
-        shared = least_makespan(self.lengths, self.cluster, self.cost, topology=self.topology, shared_launches=True)
-        return max(shared, self._launches_seconds)
+        return max(self.least_seconds(shared_launches=True), self._launches_seconds)
 
     @cached_property
     def packed_bound_seconds(self) -> float:
         """What ends plans that cut whole packs hardly sooner than; for these the other bounds do not hold."""
         if self.cost.fixed_seconds == 0:
             return self.bound_seconds
-        packed = least_makespan(self.lengths, self.cluster, self.cost, topology=self.topology, lone_rings=False)
-        return max(packed, self._launches_seconds)
+        return max(self.least_seconds(lone_rings=False), self._launches_seconds)
 
     @cached_property
     def _launches_seconds(self) -> float:

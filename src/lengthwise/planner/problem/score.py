@@ -157,9 +157,7 @@ def _pieces_seconds(placed: Sequence[tuple[Microbatch, Piece]], tokens: NDArray[
     took = np.zeros(len(placed))
     as_written = _reads_choices(cost)
     plain = np.array([microbatch.offload == 0 and microbatch.recompute == "none" for microbatch, _ in placed])
-    is_ring = (degrees > 1) | (
-        cost.choices.offloads & (counts == 1)
-    )  # even one sequence on one rank may pay for copies
+    is_ring = (degrees > 1) | (cost.choices.offloads & (counts == 1))  # one sequence on one rank may pay for copies
     packed = ~is_ring & (counts > 0) & plain
     if np.any(packed):
         took[packed] = np.add.reduceat(cost.compute_seconds(inside), starts[counts > 0])[packed[counts > 0]]

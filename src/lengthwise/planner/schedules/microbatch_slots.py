@@ -2,10 +2,8 @@
 
 A slot is one microbatch of each rank that has work in it; all ranks go through the slots in one order (`stage_order`).
 
-1. Small rings of one degree share a microbatch; rings lie side by side in rows, one a slot, widest first, the longest
-   row in the middle of the full slots.
-2. Local sequences, longest first, go to the rank with the most left to take, there into the slot with the most left
-   and room. What a rank then has is put in the order of the asked sizes.
+1. Small rings of one degree share a microbatch; rings lie side by side in rows, one a slot, the longest in the middle.
+2. Local sequences, longest first, go to the rank with the most left to take, into the slot with the most left.
 
 Costs n / N array operations for n sequences on N ranks. Source: shelf packing, first-fit decreasing.
 """

@@ -1,15 +1,13 @@
 """Shelves of rings, for ranks that are pipelines: rings of like length follow on the same ranks, each no wider.
 
-A stage waits for the longest of its neighbours: a ring of t seconds costs its ranks t and, where nothing as long runs
-before it, (p - 1) / v of t more, to fill and drain p stages of v chunks.
+A ring of t seconds costs its ranks t and, where nothing as long runs before it, (p - 1) / v of t to fill p stages.
 
-1. Degrees are grown for a few levels of the bound: what takes longest decides how long filling takes.
-2. Rings go, widest first, to the interval that loses least, waiting and filling counted, of those on which they end
-   within a limit, which is halved down to the least that holds all. The best level is tried with more limits and with
-   waiting alone counted, too, which opens new shelves sooner; all stages on clocks tell which ends first.
-3. Slots of local sequences level the ends, the longest first on each rank.
+1. Degrees are grown for a few levels of the bound.
+2. Rings go, widest first, where they lose least, waiting and filling counted, within a limit that is halved down to the
+   least that holds all. All stages on clocks tell which level ends first.
+3. Slots of local sequences level the ends.
 
-Costs rings x ranks a try. Source: shelf packing; which tries pay is in docs/decisions/pipeline-slots.md.
+Costs rings x ranks a try. Source: shelf packing; docs/decisions/pipeline-slots.md.
 """
 
 from __future__ import annotations

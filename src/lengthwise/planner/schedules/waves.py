@@ -1,19 +1,14 @@
 """Plans in lock-step: every rank in every microbatch, for parameters that all ranks gather at once (FSDP, ZeRO-3).
 
-A wave is one microbatch of many pieces; it lasts as long as its slowest rank, and the step is the sum of its waves. So
-what counts is that all ranks of a wave need the same time, and that waves are few where launches cost.
+A wave is one microbatch of many pieces and lasts as long as its slowest rank; the step is the sum of its waves.
 
-1. For a time t, the longest sequences that are left are cut just so far that each takes no longer, and put side by side
-   until the line of ranks is full; then every rank is filled up with the longest local sequences that fit both its
-   capacity and its time. That is one wave.
-2. Several t are tried, longest first: those that cut the longest sequence over N ranks, N / 2, N / 3 and so on, those
-   that fill the capacity with sequences of some quantile, and what levels all that is left over as few waves as can
-   hold it. The first wave that is level and makes none more needed is kept; without one, of those that lose about
-   least, the longest. What "about" means is tried in three ways where the result is far from the bound.
-3. Where one sequence takes longer at any degree than an even wave, it sets a wave anyhow. Then waves that begin with
-   it, at its two quickest degrees, are tried, too: they take as much with it as memory holds, and the others are short.
+1. For a time t the longest sequences are cut so that none takes longer, and put side by side until the line is full;
+   then every rank is filled up with the longest local sequences that fit its capacity and its time.
+2. Several t are tried, longest first. The first wave that is level and makes none more needed is kept; without one, of
+   those that lose about least, the longest.
+3. Where one sequence takes longer at any degree than an even wave, waves that begin with it are tried, too.
 
-Long sequences come first and together, short ones are left to level the last waves. Costs waves x tries x (N + n).
+Costs waves x tries x (N + n). Which t: docs/decisions/waves-one-by-one.md.
 """
 
 from __future__ import annotations
