@@ -17,7 +17,7 @@ import numpy as np
 
 from lengthwise.planner.placement.line import Gaps
 from lengthwise.planner.placement.short_sequences import ShortSequences
-from lengthwise.planner.placement.swaps import Bin, level_by_swaps
+from lengthwise.planner.placement.swaps import PARTNERS, Bin, level_by_swaps
 
 _OPEN_PACKS = 64  # packs of one rank in which room is looked for; older ones are taken as full
 _HEAPS = 16  # of ranks of about one speed
@@ -145,10 +145,26 @@ def _give(
     for heap in heaps:
         load, first = heap[0]
         launch = 0.0 if length <= ranks[first].widest_tokens else launch_seconds
+        if launch:
+            with_launch = load + launch / speeds[first]
+            for busier, other in sorted(heap[: 2**PARTNERS])[1:PARTNERS]:  # a heap's least are in its first levels
+                if busier < with_launch and length <= ranks[other].widest_tokens:
+                    load, first, launch = busier, other, 0.0
+                    break
         if (ends := load + (launch + seconds) / speeds[first]) < end:
             end, chosen, rank = ends, heap, first
-    heapq.heapreplace(chosen, (end, rank))
+    _replace(chosen, rank, end)
     return rank
+
+
+def _replace(heap: list[Load], rank: int, load: float) -> None:
+    """Give `rank`, one of the least loaded of a heap, another load."""
+    passed: list[Load] = []
+    while heap[0][1] != rank:
+        passed.append(heapq.heappop(heap))
+    heapq.heapreplace(heap, (load, rank))
+    for entry in passed:
+        heapq.heappush(heap, entry)
 
 
 def _by_speed(free: Sequence[float], speeds: Sequence[float]) -> list[list[Load]]:

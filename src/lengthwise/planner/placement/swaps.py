@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lengthwise.planner.problem.lengths import NEARLY
 
-_PARTNERS = 4  # least busy ranks asked, before the busiest is taken as it is
+PARTNERS = 4  # least busy ranks looked at for one with room, before the busiest is taken as it is
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ def _relieve(
     giving = _side(bins[busiest])
     if not len(giving.indices):
         return False
-    count = min(_PARTNERS, len(ends))
+    count = min(PARTNERS, len(ends))
     for partner in np.argpartition(ends, count - 1)[:count].tolist():
         gap = ends[busiest] - ends[partner]
         taking = _side(bins[partner])
