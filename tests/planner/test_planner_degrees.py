@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner import plan_step
-from lengthwise.planner.problem.degrees import DegreeTable, most_degrees, quickest_degrees
+from lengthwise.planner.problem.degrees import DegreeTable, most_degrees
 
 COSTS = st.builds(
     Cost,
@@ -34,9 +34,9 @@ def test_least_degrees_agrees_with_trying_all(cost: Cost, length: int, least: in
         assert not tried
 
 
-def test_quickest_degrees_stops_growing_where_hops_outweigh_the_gain() -> None:
+def test_quickest_degree_stops_growing_where_hops_outweigh_the_gain() -> None:
     cost = Cost(linear_seconds=1.0, hop_seconds=1.0)
-    (degree,) = quickest_degrees(cost, np.array([400]), np.array([1]), np.array([400])).tolist()
+    (degree,) = DegreeTable(cost, np.array([400]), np.array([1]), np.array([400])).quickest().tolist()
     assert 17 <= degree <= 23  # 400 / d + d is least at 20
 
 

@@ -10,17 +10,15 @@ from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
-from lengthwise.planner.options import PlanOptions
+from lengthwise.planner.options import DEFAULT, PlanOptions
 from lengthwise.planner.portfolio import choose_plan
 from lengthwise.planner.problem.bounds import has_lone_rings, shares_launches_only
 from lengthwise.planner.problem.lengths import read_tokens, refuse_unheld
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.speeds import at_mean_speed, speed_runs
 
-_DEFAULT = PlanOptions()
 
-
-def plan_step(tokens: Sequence[int], cluster: Cluster, cost: Cost, options: PlanOptions = _DEFAULT) -> Plan:
+def plan_step(tokens: Sequence[int], cluster: Cluster, cost: Cost, options: PlanOptions = DEFAULT) -> Plan:
     """Plan one optimizer step.
 
     Args:
@@ -54,10 +52,10 @@ def plan_step(tokens: Sequence[int], cluster: Cluster, cost: Cost, options: Plan
         virtual=asked.virtual or 1,
     )
     chosen = choose_plan(request, cost, asked)
-    best, least = chosen.plan, chosen.seconds
-    notes = {"planner": asked.planner, "predicted_seconds": least, "bound_seconds": _bound_of(best, request)}
-    runs = None if paces is None else speed_runs(paces)
-    return replace(best, notes={**notes, "cost": cost.version, **({"speeds": runs} if runs else {})})
+    bound = _bound_of(chosen.plan, request)
+    notes = {"planner": asked.planner, "predicted_seconds": chosen.seconds, "bound_seconds": bound}
+    unequal = {} if paces is None else {"speeds": speed_runs(paces)}
+    return replace(chosen.plan, notes={**notes, "cost": cost.version, **unequal})
 
 
 def _refuse_mistaken(**arguments: object) -> None:

@@ -107,6 +107,9 @@ class PlanOptions:
         return speeds
 
 
+DEFAULT = PlanOptions()
+
+
 def _refuse_stages(options: PlanOptions, cost: Cost | None) -> None:
     """Refuse stages and virtual ones that are too many, not those of the costs, or without their mode."""
     mode, stages, virtual = options.mode, options.stages, options.virtual

@@ -15,13 +15,11 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner.api import plan_step
-from lengthwise.planner.options import PlanOptions
-
-_DEFAULT = PlanOptions()
+from lengthwise.planner.options import DEFAULT, PlanOptions
 
 
 def plan_recomputed(
-    tokens: Sequence[int], ranks: int, cost: Cost, capacities: Mapping[str, int], options: PlanOptions = _DEFAULT
+    tokens: Sequence[int], ranks: int, cost: Cost, capacities: Mapping[str, int], options: PlanOptions = DEFAULT
 ) -> Plan:
     """Plan one step with the kind of recomputation that ends first.
 

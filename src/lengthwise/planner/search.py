@@ -11,7 +11,6 @@ n log N. Source: list scheduling of moldable tasks (Turek et al., SPAA 1992).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -24,9 +23,9 @@ from lengthwise.planner.placement.level_ends import LocalPack, Rooms, fill_gaps,
 from lengthwise.planner.placement.line import PlacedRings, Ring, place_rings
 from lengthwise.planner.placement.short_sequences import ShortSequences
 from lengthwise.planner.placement.skyline import Moldable, pack_skyline
-from lengthwise.planner.problem.degrees import DegreeTable, most_degrees
+from lengthwise.planner.problem.degrees import DegreeTable
 from lengthwise.planner.problem.effort import FAR, GOOD_ENOUGH
-from lengthwise.planner.problem.lengths import NEARLY, ROUNDING
+from lengthwise.planner.problem.lengths import ROUNDING
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import interval_microbatch
 
@@ -58,32 +57,14 @@ class Schedule:
 
 
 def plan_lengthwise(request: PlanRequest) -> list[Microbatch]:
-    """Plan one step for the least makespan."""
+    """Plan one step for the least makespan; growth may leave ever fewer tokens on a rank while the plan ends late."""
     search = Search(request)
-    for floor_tokens in _floors_tokens(request):
-        search.try_floor(floor_tokens)
+    for halvings in range(request.floor_tokens.bit_length()):
+        search.try_floor(request.floor_tokens >> halvings)
         if search.over or search.best_seconds <= request.bound_seconds * FAR:
             break
     assert search.best is not None, "no level was tried"
     return write_schedule(search.best, request)
-
-
-def _floors_tokens(request: PlanRequest) -> Iterator[int]:
-    """Yield how few tokens growth may leave on a rank; each is tried only if the one before ends far from the bound.
-
-    Where a rank holds less than the usual floor, blocks are small anyway and the floor follows the capacity. A floor at
-    which one sequence alone already ends too late is left out.
-    """
-    floor, limit = request.floor_tokens, request.bound_seconds * GOOD_ENOUGH
-    lengths, least = request.lengths, request.least_degrees
-    while floor > 1:
-        most = most_degrees(lengths, least, request.cluster.ranks, floor)
-        degrees = DegreeTable(request.cost, lengths, least, most, only=request.useful_degrees).grown(limit)
-        slowest = request.cost.ring_piece_seconds(lengths, degrees).max() + request.cost.fixed_seconds
-        if slowest <= limit * (1 + NEARLY):
-            yield floor
-        floor //= 2
-    yield 1
 
 
 class Search:

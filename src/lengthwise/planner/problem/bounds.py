@@ -10,7 +10,8 @@ Costs some tables of degrees over the distinct lengths. Why each holds: docs/dec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +21,8 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner.problem.degrees import DegreeTable, cheapest_degrees
-from lengthwise.planner.problem.launches import whole_launches_bound
-from lengthwise.planner.problem.lengths import NEARLY, ROUNDING, read_tokens, refuse_unheld
+from lengthwise.planner.problem.launches import least_feasible, whole_launches_bound
+from lengthwise.planner.problem.lengths import ROUNDING, read_tokens, refuse_unheld
 from lengthwise.planner.problem.speeds import at_mean_speed, read_speeds
 from lengthwise.planner.problem.topology import Topology
 
@@ -71,9 +72,7 @@ def launches_makespan(tokens: NDArray[np.int64], cluster: Cluster, cost: Cost, t
     if topology.speeds is not None:
         return 0.0
     lengths, counts = np.unique(tokens, return_counts=True)
-    roomy = Cluster(
-        ranks=cluster.ranks, capacity_tokens=cost.most_held_tokens(cluster.capacity_tokens) + ROUNDING_TOKENS
-    )
+    roomy = replace(cluster, capacity_tokens=cost.most_held_tokens(cluster.capacity_tokens) + ROUNDING_TOKENS)
     return whole_launches_bound(lengths, counts, cost.compute_seconds(lengths), roomy, cost.fixed_seconds)
 
 
@@ -134,7 +133,7 @@ def least_makespan(
 
     if feasible(low):
         return low
-    return _least_feasible(feasible, low, max(low, float(quick.max())))
+    return least_feasible(feasible, low, max(low, float(quick.max())))
 
 
 def has_lone_rings(plan: Plan) -> bool:
@@ -177,14 +176,3 @@ def _least_degrees_allowed(
     most_alone = cluster.capacity_tokens + int(counts[short].sum()) - short
     alone, beside = ((stretch * most).astype(np.int64) for most in (most_alone, most_alone + 1))
     return np.where(lengths <= alone, 1, np.maximum(2, -(-lengths // beside)))
-
-
-def _least_feasible(feasible: Callable[[float], bool], low: float, high: float) -> float:
-    """Close in on the least feasible value between an infeasible and a feasible one; return the infeasible end."""
-    while high - low > NEARLY * low:
-        middle = (low + high) / 2
-        if feasible(middle):
-            high = middle
-        else:
-            low = middle
-    return low

@@ -10,6 +10,8 @@ Costs one sort and some array operations over the ranks. Up to 2.5 % above the b
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -50,7 +52,11 @@ def whole_launches_bound(
         of_others = (ranks - with_few) * max(0.0, seconds - (few + 1) * launch_seconds)
         return bool(np.max(of_few + of_others) >= total * (1 - ROUNDING))
 
-    high = total / ranks + (few + 1) * launch_seconds  # all of them run one launch more
+    return least_feasible(feasible, low, total / ranks + (few + 1) * launch_seconds)  # at most, all run one more
+
+
+def least_feasible(feasible: Callable[[float], bool], low: float, high: float) -> float:
+    """Close in on the least feasible value between an infeasible and a feasible one; return the infeasible end."""
     while high - low > NEARLY * low:
         middle = (low + high) / 2
         low, high = (low, middle) if feasible(middle) else (middle, high)

@@ -20,7 +20,6 @@ from lengthwise.core.held import held_at_most
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.program.ring_order import ring_order
 
-_OPEN_BUNDLES = 8  # of one degree, in which room is looked for
 COARSE = 1.02  # times a slot: what is that near counts as the same, finer steps change no more than packing does
 
 Floats = NDArray[np.float64]
@@ -46,22 +45,15 @@ def bundle_rings(
         capacity_tokens: what a rank holds in a microbatch.
         most_seconds: of a bundle; a ring that takes longer is a bundle of its own.
     """
-    bundles: list[Bundle] = []
-    open_: list[int] = []
+    bundles = [Bundle((), 0, 0, 0.0)]
     for sequence, tokens, degree, seconds in rings:
-        held = held_at_most(tokens, degree)
-        if open_ and bundles[open_[0]].degree != degree:
-            open_ = []
-        for number in open_:
-            each = bundles[number]
-            if each.seconds + seconds <= most_seconds * COARSE and each.held_tokens + held <= capacity_tokens:
-                together = (*each.sequences, sequence)
-                bundles[number] = Bundle(together, degree, each.held_tokens + held, each.seconds + seconds)
-                break
+        own, last = Bundle((sequence,), degree, held_at_most(tokens, degree), seconds), bundles[-1]
+        held, together = last.held_tokens + own.held_tokens, last.seconds + seconds
+        if last.degree == degree and held <= capacity_tokens and together <= most_seconds * COARSE:
+            bundles[-1] = Bundle((*last.sequences, sequence), degree, held, together)
         else:
-            open_ = [len(bundles), *open_][:_OPEN_BUNDLES]
-            bundles.append(Bundle((sequence,), degree, held, seconds))
-    return bundles
+            bundles.append(own)
+    return bundles[1:]
 
 
 class MicrobatchSlots:

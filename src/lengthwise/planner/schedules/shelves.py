@@ -103,17 +103,16 @@ class _Local:
         local = np.flatnonzero(self.is_local)
         self.sequences = local[np.lexsort((local, -lengths[local]))]
         self.seconds = cost.compute_seconds(lengths[self.sequences])
-        self._slots = float(lengths[local].sum()) / capacity
-        self.all_seconds = float(self.seconds.sum()) + self._slots * cost.fixed_seconds
+        self.all_slots = float(lengths[local].sum()) / capacity
+        self.all_seconds = float(self.seconds.sum()) + self.all_slots * cost.fixed_seconds
 
     def slots(self, seconds: Floats) -> Floats:
         """Return how many full slots have so many seconds; where nothing costs any, an even share of all."""
-        return seconds * (self._slots / self.all_seconds) if self.all_seconds else seconds + self._slots / len(seconds)
-
-    @property
-    def slot_seconds(self) -> float:
-        """The seconds of a full slot."""
-        return self.all_seconds / max(self._slots, 1.0)
+        return (
+            seconds * (self.all_slots / self.all_seconds)
+            if self.all_seconds
+            else seconds + self.all_slots / len(seconds)
+        )
 
 
 class Shelving:
@@ -129,7 +128,7 @@ class Shelving:
         order = cut[np.lexsort((cut, -seconds[cut], -degrees[cut]))]
         self._order = list(zip(order.tolist(), degrees[order].tolist(), seconds[order].tolist(), strict=True))
         request.topology.prepare(request.lengths[cut], degrees[cut])
-        self._pack_fill_seconds = self._fill * local.slot_seconds
+        self._pack_fill_seconds = self._fill * local.all_seconds / max(local.all_slots, 1.0)
         work = float(degrees[cut] @ seconds[cut]) + local.all_seconds
         longest = (1 + self._fill) * float(seconds[cut].max(initial=0.0))
         self._least_seconds = max(work / request.cluster.ranks, longest, self._pack_fill_seconds)

@@ -1,0 +1,6 @@
+"""How hard a planner tries: when a plan is good enough, and which steps are small enough for more ways."""
+
+GOOD_ENOUGH = 1.0005  # of the bound; further tries could gain no more than this
+FAR = 1.01  # of the bound; above it other ways are worth several times the time
+SMALL_STEP = 50_000  # sequences x ranks, up to which all ways together cost some 0.1 s
+LARGE_STEP = 1_000_000  # sequences x ranks, above which only what a step asks for is tried
