@@ -33,7 +33,6 @@ FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of the bound, that 
 _CROWDED = 4  # rings a rank; where so many follow each other, only the skyline keeps the line full
 _STEPS = 20_000  # sequences packed and rings x thousands of ranks placed, in all, beside two packings
 
-
 Way = Literal["widest", "backfilled", "skyline", "longest"]
 
 
@@ -182,10 +181,7 @@ def place(request: PlanRequest, degrees: NDArray[np.int64], way: Way, widest: ND
 
 
 def _room_tokens(request: PlanRequest, line: PlacedRings) -> list[int]:
-    """Return the tokens that each ring leaves of the capacity of its ranks.
-
-    Empty where nothing may stand beside rings.
-    """
+    """Return the tokens that each ring leaves of its ranks' capacity, nothing where no pack may stand beside rings."""
     if not request.packs_beside_rings:
         return []
     capacity, tokens = request.cluster.capacity_tokens, request.tokens

@@ -35,8 +35,7 @@ State = list[tuple[int, tuple[int, ...]]]  # pieces as (degree, sequences), in t
 class Layout:
     """A placed state: (first rank, degree, sequences, number of the microbatch) of each piece, and when all is done.
 
-    `judged_seconds` is what tries compare: the makespan and the mean time at which ranks are done, which tells of
-    changes that leave the makespan as it is which make room.
+    `judged_seconds` is what tries compare: the makespan and the mean time at which ranks are done.
     """
 
     pieces: list[tuple[int, int, tuple[int, ...], int]]
