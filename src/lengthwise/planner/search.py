@@ -25,7 +25,7 @@ from lengthwise.planner.placement.short_sequences import ShortSequences
 from lengthwise.planner.placement.skyline import Moldable, pack_skyline
 from lengthwise.planner.problem.degrees import DegreeTable
 from lengthwise.planner.problem.effort import FAR, GOOD_ENOUGH
-from lengthwise.planner.problem.lengths import ROUNDING
+from lengthwise.planner.problem.lengths import NEARLY, ROUNDING
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import interval_microbatch
 
@@ -56,10 +56,18 @@ class Schedule:
 
 
 def plan_lengthwise(request: PlanRequest) -> list[Microbatch]:
-    """Plan one step for the least makespan; growth may leave ever fewer tokens on a rank while the plan ends late."""
-    search = Search(request)
+    """Plan one step for the least makespan; growth may leave ever fewer tokens on a rank while the plan ends late.
+
+    A floor of tokens at which one sequence alone ends too late is left out.
+    """
+    search, lengths, limit = Search(request), request.lengths, request.bound_seconds * GOOD_ENOUGH
     for halvings in range(request.floor_tokens.bit_length()):
-        search.try_floor(request.floor_tokens >> halvings)
+        floor = request.floor_tokens >> halvings
+        table = request.growth(lengths, request.least_degrees, floor)
+        slowest = request.cost.ring_piece_seconds(lengths, table.grown(limit)).max() + request.cost.fixed_seconds
+        if floor > 1 and slowest > limit * (1 + NEARLY):
+            continue
+        search.try_degrees(table)
         if search.over or search.best_seconds <= request.bound_seconds * FAR:
             break
     assert search.best is not None, "no level was tried"
@@ -85,9 +93,8 @@ class Search:
         enough = self.bound * (FAR if self._crowded else GOOD_ENOUGH)
         return self.best_seconds <= enough or (self.best is not None and self._left <= 0)
 
-    def try_floor(self, floor_tokens: int) -> None:
-        """Place the levels of one floor, and pack them, what could end soonest first."""
-        table = self.request.growth(self.request.lengths, self.request.least_degrees, floor_tokens)
+    def try_degrees(self, table: DegreeTable) -> None:
+        """Place levels with degrees of a table, and pack them, what could end soonest first."""
         self._try_level(1.0, table)
         self._halve(table)
         self._pack_waiting()
