@@ -56,18 +56,13 @@ class Schedule:
 
 
 def plan_lengthwise(request: PlanRequest) -> list[Microbatch]:
-    """Plan one step for the least makespan; growth may leave ever fewer tokens on a rank while the plan ends late.
-
-    A floor of tokens at which one sequence alone ends too late is left out.
-    """
+    """Plan one step for the least makespan; growth may leave ever fewer tokens on a rank while the plan ends late."""
     search, lengths, limit = Search(request), request.lengths, request.bound_seconds * GOOD_ENOUGH
     for halvings in range(request.floor_tokens.bit_length()):
-        floor = request.floor_tokens >> halvings
-        table = request.growth(lengths, request.least_degrees, floor)
+        table = request.growth(lengths, request.least_degrees, request.floor_tokens >> halvings)
         slowest = request.cost.ring_piece_seconds(lengths, table.grown(limit)).max() + request.cost.fixed_seconds
-        if floor > 1 and slowest > limit * (1 + NEARLY):
-            continue
-        search.try_degrees(table)
+        if slowest <= limit * (1 + NEARLY) or request.floor_tokens >> halvings == 1:  # else one alone ends too late
+            search.try_degrees(table)
         if search.over or search.best_seconds <= request.bound_seconds * FAR:
             break
     assert search.best is not None, "no level was tried"

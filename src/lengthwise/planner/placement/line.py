@@ -190,7 +190,8 @@ def place_rings(
             if backfilled and line.backfill(sequence, degree, seconds, extra):
                 place += 1
             else:
-                place += _sweep(line, rings[place:end], extra, extra_seconds)
+                most = end if extra is None else place + -(-(end - place) // 2)  # others then find better places
+                place += _sweep(line, rings[place:most], extra, extra_seconds)
     return line.placed()
 
 
