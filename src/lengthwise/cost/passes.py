@@ -4,9 +4,9 @@ Over d ranks in r = d / u positions of u ranks that split the heads, a pass take
 
     A + L + max(0, R - A) + h (r - 1) + X        seconds:
 
-A attention, L what grows with tokens, R keys and values that hide behind A, h the latency of a ring step, X the
-all-to-all of split heads (Ulysses, arXiv 2309.14509). In pipelines, and where uplinks are shared, R hides ring step by
-ring step (docs/decisions/transfers-by-ring-step.md).
+A attention, L what grows with tokens, R keys and values, which hide behind A, h latency of a ring step, X all-to-all of
+split heads (Ulysses, arXiv 2309.14509). In pipelines, and where uplinks are shared, R hides ring step by ring step
+(docs/decisions/transfers-by-ring-step.md).
 """
 
 from __future__ import annotations

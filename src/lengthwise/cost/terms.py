@@ -4,9 +4,9 @@ A piece of d ranks with sequences of s_i tokens, S in all, keeps each of its ran
 
     (q sum s_i^2 + l S) / d  +  max(0, c S (d - 1) / d  -  q sum s_i^2 / d)  +  h (d - 1)
 
-seconds, the last two terms for d > 1: transfers that attention does not hide, and latency. q, l, c, h are the
-quadratic, linear, ring and hop seconds of `Cost`; a microbatch adds its fixed seconds. Where links are given, every
-pass is priced instead (`passes`). Offload: ByteScale (arXiv 2502.21231).
+seconds: arithmetic, transfers that attention does not hide, latency. q, l, c, h are the quadratic, linear, ring and hop
+seconds of `Cost`; a microbatch adds its fixed ones. Where links are given, every pass is priced instead (`passes`).
+Offload: ByteScale (arXiv 2502.21231).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     grads           (fp32, or fp64)   gradients of all microbatches add up in it
     master_weights  (fp32, or fp64)   this rank's slice of the exact parameters
 
-Once a step: one reduce-scatter of `grads`, AdamW on the slice, one all-gather into `values`. Of W ranks each has 6 +
-16/W bytes a parameter in bf16, 8 + 16/W in fp32 (14 and 12 + 8/W while it is made). ZeRO stage 1 (arXiv 1910.02054).
+Once a step: a reduce-scatter of `grads`, AdamW on the slice, an all-gather into `values`. Each of W ranks has 6 + 16/W
+bytes a parameter in bf16, 8 + 16/W in fp32 (14, 12 + 8/W while it is made). ZeRO stage 1 (arXiv 1910.02054).
 """
 
 from __future__ import annotations

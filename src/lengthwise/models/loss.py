@@ -1,11 +1,11 @@
 """The summed loss of a microbatch without its logits: they are made for a few tokens at a time, and dropped.
 
-1. The model runs once; its decoder's output is kept, and the rest of its `forward` sees one token only.
-2. That rest (head, scale, cap) runs again on chunks of the hidden states, in the model's own code.
-3. A chunk's loss is summed and its gradients are made at once; backward multiplies them by that of the loss.
+1. The model runs once; its decoder's output is kept, and what follows in its `forward` sees one token only.
+2. That (head, scale, cap) runs again on chunks of the hidden states, in the model's own code.
+3. A chunk's loss and gradients are made at once; backward multiplies them by that of the loss.
 
-Costs no arithmetic more, and memory for one chunk of logits and for gradients of the head. After Liger Kernel's fused
-linear cross entropy (arXiv 2410.10989), for heads of any kind.
+Costs no arithmetic more; memory for one chunk of logits and gradients of the head. After Liger Kernel (arXiv
+2410.10989), for heads of any kind.
 """
 
 from __future__ import annotations
