@@ -3,8 +3,7 @@
 1. For each part of the choices (offload, heads) candidates are made with its costs: that of the planner asked for.
 2. For `lengthwise` also those of all other planners where the step is small and ends above the bound; tiny steps are
    annealed; where ranks are pipelines, shelves and slots follow.
-3. Each is finished (recomputation, offload, heads) and scored as it would run. The first to end is taken, or, of those
-   that end about as soon, the one that offloads least.
+3. Each is finished (recomputation, offload, heads) and scored as it would run; the first to end is taken.
 
 Tries are counted, never timed. Why others: docs/decisions/other-planners-as-candidates.md.
 """
@@ -12,7 +11,7 @@ Tries are counted, never timed. Why others: docs/decisions/other-planners-as-can
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
@@ -30,27 +29,15 @@ from lengthwise.planner.schedules.pipeline import is_worth_search, pipeline_sche
 from lengthwise.planner.schedules.waves import plan_waves
 from lengthwise.program.features import REQUIRED, features_of
 
-_ALIKE = 1.005  # times the first to end: scores leave out that copies of neighbours meet, which takes up to 5 %
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A finished plan, when it ends, and the tokens that it offloads."""
-
-    plan: Plan
-    seconds: float
-    offloaded_tokens: float
-
 
 @dataclass(slots=True, kw_only=True)
 class Selection:
-    """Candidates that end about as soon as the first to end. `empty`: a plan without microbatches."""
+    """The plan that ends first of those offered so far. `plan` has no microbatches before the first."""
 
-    empty: Plan
+    plan: Plan
     cost: Cost
     options: PlanOptions
-    seconds: float = inf  # of the first to end
-    alike: list[Candidate] = field(default_factory=list)
+    seconds: float = inf
 
     def offer(self, microbatches: list[Microbatch], *, check: Callable[[Plan], None] | None = None) -> None:
         """Finish, check and score a candidate; keep it if it ends before all others."""
@@ -58,24 +45,15 @@ class Selection:
         if check is not None:
             check(plan)
         seconds = score(plan, self.cost, speeds=self.options.speeds).makespan_seconds
-        self.seconds = min(self.seconds, seconds)
-        found = Candidate(plan=plan, seconds=seconds, offloaded_tokens=_offloaded_tokens(plan))
-        self.alike = [each for each in (*self.alike, found) if each.seconds <= self.seconds * _ALIKE]
-
-    @property
-    def chosen(self) -> Candidate:
-        """Of the candidates alike those that copy least, of these the first to end, of these the first offered."""
-        copied = min(each.offloaded_tokens for each in self.alike)
-        least = [each for each in self.alike if each.offloaded_tokens == copied]
-        seconds = min(each.seconds for each in least)
-        return next(each for each in least if each.seconds <= seconds * (1 + NEARLY))
+        if seconds < self.seconds * (1 - NEARLY):
+            self.plan, self.seconds = plan, seconds
 
     def _finished(self, microbatches: list[Microbatch]) -> Plan:
         """Write into a plan what follows from its degrees: recomputation, offload ratios, splits of heads."""
         recompute = self.options.recompute
         if recompute != "none":
             microbatches = [replace(each, recompute=recompute) for each in microbatches]
-        plan = replace(self.empty, microbatches=tuple(microbatches))
+        plan = replace(self.plan, microbatches=tuple(microbatches))
         if self.options.offload == "auto":
             plan = write_offload(plan)
         if self.options.heads == "auto":
@@ -83,16 +61,8 @@ class Selection:
         return replace(plan, requires=tuple(sorted(features_of(plan) & REQUIRED, reverse=True)))  # the mode first
 
 
-def _offloaded_tokens(plan: Plan) -> float:
-    copied = ((each.offload, each.pieces) for each in plan.microbatches if each.offload)
-    return sum(ratio * plan.tokens[i] for ratio, pieces in copied for piece in pieces for i in piece.sequences)
-
-
-def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Candidate:
-    """Return the first to end, or of those alike the one that offloads least.
-
-    `request.cost`: the costs with all choices; `cost`: those of the plan.
-    """
+def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selection:
+    """Return the candidate that ends first. `request.cost`: the costs with all choices; `cost`: those of the plan."""
     stages = options.stages or 1
     piped = options.mode == "pipeline"
     empty = Plan(
@@ -103,7 +73,7 @@ def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Candi
         microbatches=(),
         schedule=pipeline_schedule(stages, request.virtual) if piped else {"kind": options.mode},
     )
-    selection = Selection(empty=empty, cost=cost, options=options)
+    selection = Selection(plan=empty, cost=cost, options=options)
     longest, decides_heads = max(request.tokens), options.planner == "lengthwise"
     for variant in choice_variants(request.cost, longest, request.cluster, decides_heads=decides_heads):
         asked = request if variant == request.cost else replace(request, cost=variant)
@@ -114,7 +84,7 @@ def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Candi
             selection.offer(find_planner(options.planner)(asked), check=check)
         else:
             _offer_all(asked, selection)
-    return selection.chosen
+    return selection
 
 
 def _offer_all(request: PlanRequest, selection: Selection) -> None:
