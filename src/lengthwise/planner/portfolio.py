@@ -1,11 +1,11 @@
 """Which plans of a step are made, and which of them is taken: all are finished and scored here, and nowhere else.
 
-1. For each part of the choices (offload, heads) candidates are made with its costs: that of the planner asked for.
-2. For `lengthwise` also those of all other planners where the step is small and ends above the bound; tiny steps are
+1. For each part of the choices (offload, heads) the planner asked for makes a candidate with its costs.
+2. For `lengthwise` all other planners do, too, where the step is small and ends above the bound; tiny steps are
    annealed; where ranks are pipelines, shelves and slots follow.
-3. Each is finished (recomputation, offload, heads) and scored as it would run; the first to end is taken.
+3. Each is finished (recomputation, offload, heads) and scored; the first to end is taken.
 
-Tries are counted, never timed. Why others: docs/decisions/other-planners-as-candidates.md.
+Tries are counted, never timed. docs/decisions/other-planners-as-candidates.md.
 """
 
 from __future__ import annotations

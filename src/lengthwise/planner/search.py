@@ -1,12 +1,11 @@
 """The search of this package: sequences cut to a level, rings placed on the line of ranks, short sequences packed.
 
-1. The makespan bound T gives levels: T, values between T and the best so far, where that is far fractions of T. At a
-   level each sequence is cut just so far that it takes no longer (`degrees`).
+1. Levels between the makespan bound and the best so far; each sequence is cut just so far that it takes no longer.
 2. Rings are placed widest first, without and with backfilling (`line`), and by skyline packing (`skyline`).
 3. Packs of short sequences fill gaps and level the ends (`level_ends`), the most promising placement first.
 
-The schedule that ends first is kept. Tries are counted, never timed: placing costs rings x ranks / 1000, packing
-n log N. Source: list scheduling of moldable tasks (Turek et al., SPAA 1992).
+The first to end is kept. Tries are counted, never timed: placing costs rings x ranks / 1000, packing n log N. Source:
+list scheduling of moldable tasks (Turek et al., SPAA 1992); docs/decisions/placement-levels.md.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """A baseline: ByteScale's balance scheduler, the best published one of hybrid data parallelism.
 
 1. Each sequence takes the fewest ranks that hold it, offload that compute hides counted.
-2. Sequences go by length, longest first, into buckets of about equal FLOPs.
-3. Ranks that lag behind the busiest by more than delta are the targets; sequences of one bucket go to them, then all
-   are level again. DP-Balance takes the first bucket that is not empty, PP-Balance all buckets in turn.
+2. Longest first, sequences form buckets of about equal FLOPs.
+3. Ranks that lag behind the busiest by more than delta get sequences of one bucket, until all are level again.
+   DP-Balance takes the first bucket that is not empty, PP-Balance all in turn.
 
-N ranks cost O(N log d) a ring or pack and bucket count, in runs of pieces of one degree. Source: arXiv 2502.21231,
-section 6, Algorithm 2; what it leaves open is in docs/decisions/baselines-in-their-favour.md.
+O(N log d) a ring or pack. Source: arXiv 2502.21231, section 6, Algorithm 2;
+docs/decisions/baselines-in-their-favour.md.
 """
 
 from __future__ import annotations

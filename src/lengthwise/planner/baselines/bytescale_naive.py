@@ -1,11 +1,11 @@
 """A baseline: ByteScale's hybrid data parallelism without a balance scheduler: what dynamic groups gain by themselves.
 
-1. A sequence longer than the capacity is cut over the fewest ranks that hold it, offload that compute hides counted.
-2. Shorter ones are packed: one pack after the other takes the longest that still fits.
-3. Pieces are dealt in order, long sequences as they come in the data, then packs. Every rank has one place in every
-   round; a piece of d ranks takes the next d places of the first round that has them.
+1. A sequence longer than the capacity is cut over the fewest ranks that hold it, offload that compute hides counted;
+   shorter ones are packed, each time the longest that still fits.
+2. Long sequences in data order, then packs, are dealt in rounds: a piece of d ranks takes the next d places of the
+   first round that has them.
 
-Costs pieces x rounds. Source: arXiv 2502.21231, section 5.3, Algorithm 1; how it was read is in
+Costs pieces x rounds. Source: arXiv 2502.21231, section 5.3, Algorithm 1;
 docs/decisions/baselines-in-their-favour.md.
 """
 

@@ -1,12 +1,11 @@
 """A baseline: power-of-two degrees in balanced sub-batches, the rule of Megatron-Core's hybrid context parallel.
 
-1. A sequence of s tokens takes the next power of two of s / C ranks; its work is s^2 / degree. Longest first, they form
-   buckets of about equal work, one a degree.
-2. A sub-batch takes the head of the first bucket that has a place, on ranks that have nothing or in the least loaded
-   gang of its degree, until ranks are level or no head has a place.
-3. Last sequences of the busiest gang go back where that levels; ranks that have nothing double the narrowest gangs.
+1. A sequence takes the next power of two of s / C ranks. Longest first, they form buckets of about equal s^2 / degree.
+2. A sub-batch takes the head of the first bucket that has a place, on idle ranks or in the least loaded gang of its
+   degree, until ranks are level or no head has a place.
+3. The busiest gang's last ones go back where that levels; idle ranks double the narrowest gangs.
 
-Costs O(n log n) a sub-batch. Source: `BalancedCPScheduler` of Megatron-Core 0.16; differences:
+O(n log n) a sub-batch. Source: `BalancedCPScheduler` of Megatron-Core 0.16; differences:
 docs/decisions/baselines-in-their-favour.md.
 """
 

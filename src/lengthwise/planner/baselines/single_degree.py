@@ -1,13 +1,12 @@
 """A baseline: the best one degree for each step, as careful users do without a planner.
 
-1. The line of ranks is N // d groups, and all sequences are cut by the same degree d; every d that holds the longest is
-   considered.
-2. For each the better of two ways: sequences to the least loaded group, longest first; or packs filled in data order,
-   where attention of the long hides transfers of the short, to the least loaded group.
-3. The least predicted makespan is kept; of equal ones the smallest d.
+1. The line of ranks is N // d groups; all sequences are cut by the same degree d, each d that holds the longest.
+2. The better of two ways: sequences to the least loaded group, longest first; or packs filled in data order, where
+   attention of the long hides transfers of the short.
+3. The least makespan is kept; of equal ones the smallest d.
 
-A degree is scheduled only if a lower bound of its makespan is below the best so far: a few dozen schedules of
-O(n log p) for n sequences in p packs. No paper; docs/decisions/baselines-in-their-favour.md.
+A degree is scheduled only if a lower bound of it is below the best so far: a few dozen schedules of O(n log p) for n
+sequences in p packs. docs/decisions/baselines-in-their-favour.md.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def _rough_bounds(request: PlanRequest, least: int) -> dict[int, float]:
 
 
 def _seconds_together(request: PlanRequest, degree: int) -> float:
-    """Tell how long one piece of all sequences would take, without copies, launch and hops."""
+    """Return how long one piece of all sequences would take, without copies, launch and hops."""
     cost = request.cost.without_copies()
     return cost.piece_seconds(request.tokens, degree) - cost.hops_seconds(degree)
 
@@ -120,7 +119,7 @@ def schedule_at(request: PlanRequest, degree: int) -> SingleDegree:
 def first_fit_packs(room: NDArray[np.int64], capacity_tokens: int) -> list[list[int]]:
     """Put each sequence into the first pack with room, in data order; none takes more than a pack has.
 
-    A tree tells of every pair of packs, pair of pairs, ... the most room in any.
+    A tree holds the most room of every pair of packs, pair of pairs, and so on.
     """
     most_packs = 2 * (int(room.sum()) // capacity_tokens) + 2  # of two neighbours one is half full, or both are one
     leaves = 1 << (most_packs - 1).bit_length()
@@ -157,7 +156,7 @@ def _deal_packs(request: PlanRequest, degree: int, packs: list[list[int]]) -> li
 
 
 def _loads(request: PlanRequest, degree: int, packs: list[tuple[int, list[int]]]) -> NDArray[np.float64]:
-    """Tell when each group is done."""
+    """Return when each group is done."""
     loads = np.zeros(request.cluster.ranks // degree)
     for group, pack in packs:
         loads[group] += _pack_seconds(request, degree, pack)
@@ -165,7 +164,7 @@ def _loads(request: PlanRequest, degree: int, packs: list[tuple[int, list[int]]]
 
 
 def room_tokens(lengths: NDArray[np.int64], degree: int) -> NDArray[np.int64]:
-    """Tell the room that sequences take in a pack over `degree` ranks, at least their lengths.
+    """Return the room that sequences take in a pack over `degree` ranks, at least their lengths.
 
     That is `held_at_most` on each of d positions, less what is allowed for rounding; so packs of up to d x capacity
     of this room never hold too much on any position.

@@ -1,11 +1,11 @@
 """The baseline: one fixed mesh of data-parallel groups x context-parallel ranks, as long-context training is run today.
 
-1. The mesh is sized for the longest sequence (the context): exactly the ranks that hold it, the smallest divisor of the
-   rank count, or the smallest power of two. The one that ends this step first is taken.
-2. Samples are packed in data order up to the context, or to what a group holds, whichever ends first.
-3. Each pack is cut over all ranks of a group; packs are dealt to the groups in turn. Attention stays inside a sample.
+1. The mesh is sized for the longest sequence (the context): the ranks that hold it, the smallest divisor of the rank
+   count, or the smallest power of two; the first to end this step is taken.
+2. Samples are packed in data order, up to the context or to what a group holds, whichever ends first.
+3. Each pack is cut over all ranks of a group; packs are dealt in turn.
 
-Costs sequences x packs. How it was read is in docs/decisions/baselines-in-their-favour.md.
+Costs sequences x packs. docs/decisions/baselines-in-their-favour.md.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class _Pack:
         self._most = 0  # no position holds more
 
     def has_room(self, length: int) -> bool:
-        """Tell whether no position would hold more than it can."""
+        """Return whether no position would hold more than it can."""
         most = self._capacity_tokens + rounding_tokens(len(self.sequences) + 1, self._cp)
         if self._most + held_at_most(length, self._cp) <= most:
             return True

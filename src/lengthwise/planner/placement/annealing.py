@@ -1,11 +1,11 @@
 """Tiny steps by simulated annealing: pieces are changed one by one, kept if the step ends sooner or not much later.
 
-1. The state is a list of pieces (sequences, degree), placed in its order, each where it starts earliest; a local pack
-   joins the microbatch of the ring before it where it fits.
+1. The state is a list of pieces (sequences, degree), each placed where it starts earliest; a local pack joins the
+   microbatch of the ring before it where it fits.
 2. A change moves a sequence or a piece, gives another degree, or deals two pieces anew.
 3. Ever less of a later end is allowed. Random numbers come from a fixed seed.
 
-A try costs about 10 us a piece. Source: Kirkpatrick et al., Science 1983; measured in docs/benchmarks.
+About 10 us a piece and try. Source: Kirkpatrick et al., Science 1983; docs/decisions/small-steps.md.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """What a planner may choose beside degrees, offload and the split of heads, and how a finished plan gets it.
 
-Planners price pieces with the best of their choices (`Cost.choosing`) and decide degrees alone. Two passes then write
-the choices into the plan, whoever made it; pieces, ranks and order stay.
+Planners price pieces with the best of their choices (`Cost.choosing`) and decide degrees alone; two passes then write
+the choices into the plan, whoever made it.
 
 1. `write_offload`: ranks of a microbatch share one ratio, the least at which the fullest holds its tokens.
-2. `split_heads`: each ring takes the quickest of the groups that divide its ranks and the model's heads; groups of u
-   divide what goes round the ring by u and pay an all-to-all.
+2. `split_heads`: each ring takes the quickest of the groups that divide its ranks and the model's heads.
 """
 
 from __future__ import annotations

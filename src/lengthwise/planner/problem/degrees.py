@@ -2,10 +2,10 @@
 
 1. A table holds t(d), the seconds over d ranks, of each sequence that is too slow at its least degree: every degree up
    to 64, then steps of a 64th.
-2. Within a limit the degree of least d t(d) is taken, the first of equal ones; where d t(d) only grows, the least.
+2. Within a limit the degree of least d t(d) is taken, the first of equal ones.
 3. Where a limit falls between two columns, halving finds the degree.
 
-64 log2(N) entries a row on N ranks; each further limit costs a comparison an entry.
+64 log2(N) entries a row; each further limit costs a comparison an entry.
 """
 
 from __future__ import annotations

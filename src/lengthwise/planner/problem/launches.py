@@ -4,8 +4,8 @@ Where a rank needs j and a part launches, let n ranks run at most j and the othe
 
     work <= min(n (T - g), D(n j capacity)) + (N - n) (T - (j + 1) g)        for some n of 0 .. N
 
-D(S): the most work that S tokens can hold, those of the longest sequences. A T for which no n will do is out of reach.
-Costs one sort and some array operations over the ranks. Up to 2.5 % above the bound of parts.
+D(S): the most work that S tokens can hold. A T for which no n will do is out of reach. Costs one sort and some array
+operations over the ranks.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def refuse_unheld(tokens: Sequence[int], cluster: Cluster) -> None:
     if max(tokens) <= cluster.longest_tokens:
         return
     unheld = [i for i, length in enumerate(tokens) if length > cluster.longest_tokens]
-    told = [
+    named = [
         f"sequence {i} of {tokens[i]} tokens (needs {-(-tokens[i] // cluster.capacity_tokens)} ranks at this capacity"
         f" or a capacity of {-(-tokens[i] // cluster.ranks)} at these ranks)"
         for i in unheld[:NAMED]
@@ -64,7 +64,7 @@ def refuse_unheld(tokens: Sequence[int], cluster: Cluster) -> None:
     raise PlanError(
         f"sequence {unheld[0]}" if len(unheld) == 1 else f"{len(unheld)} sequences",
         expected=f"at most {cluster.longest_tokens} tokens ({held})",
-        got=", ".join(told) + more,
+        got=", ".join(named) + more,
         remedy=f"Use {-(-longest // cluster.capacity_tokens)} ranks, raise {{capacity_tokens}} to "
         f"{-(-longest // cluster.ranks)}, or {{clip|leave such sequences out}}.",
     )

@@ -4,8 +4,7 @@
 2. A ring goes at the speed of its slowest rank, or, where costs price shares, at the mean speed.
 3. Places are asked for the seconds that they add to what the costs promise; None where all are alike.
 
-Seconds at any speed lie straight in 1 / speed between those of a small grid: at most a little too long. One ring costs
-a few array operations over its places.
+Seconds at any speed lie straight in 1 / speed between those of a small grid. One ring costs a few array operations.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 A slot is one microbatch of each rank that has work in it; all ranks go through the slots in one order (`stage_order`).
 
-1. Small rings of one degree share a microbatch; rings lie side by side in rows, one a slot, the longest in the middle.
+1. Small rings of one degree share a microbatch; rings lie side by side, the longest in the middle slots.
 2. Local sequences, longest first, go to the rank with the most left to take, into the slot with the most left.
 
-Costs n / N array operations for n sequences on N ranks. Source: shelf packing, first-fit decreasing.
+Costs n / N array operations. Source: shelf packing, first-fit decreasing.
 """
 
 from __future__ import annotations

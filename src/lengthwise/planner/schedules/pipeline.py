@@ -1,11 +1,11 @@
 """Plans for ranks that are pipelines of p stages with v virtual ones: PP-Balance of ByteScale, levelled in time.
 
-1. Profiles are drawn: numbers of full slots, and ramps of smaller ones at the ends, which shorten filling and draining.
-   For each, sequences are cut to its slot's time, and an ideal pipeline is run on clocks, all profiles at once.
-2. In the most promising, rings are placed, then real sequences filled in (`microbatch_slots`), each run on clocks.
+1. Profiles: numbers of full slots, and ramps of smaller ones at the ends, which shorten filling and draining. An ideal
+   pipeline of each is run on clocks.
+2. In the most promising, rings are placed and sequences filled in (`microbatch_slots`), each run on clocks.
 3. Where long sequences set the time, shelves of rings may end sooner (`shelves`).
 
-Costs profiles x slots x ranks. Source: W (m V + p - 1), arXiv 2502.21231; docs/decisions/pipeline-slots.md.
+Profiles x slots x ranks. Source: W (m V + p - 1), arXiv 2502.21231; docs/decisions/pipeline-slots.md.
 """
 
 from __future__ import annotations
@@ -200,5 +200,5 @@ class _Slots:
         first = (len(profile) - many) // 2
         rest = np.concatenate((profile[:first], profile[first + many :]))
         share = max(0.0, work / ranks - float(longest.sum())) / max(float(rest.sum()), 1.0)
-        hill = np.concatenate((longest[::2][::-1], longest[1::2]))
-        return np.concatenate((profile[:first] * share, hill, profile[first + many :] * share))
+        middle = np.concatenate((longest[::2][::-1], longest[1::2]))  # the longest in the middle
+        return np.concatenate((profile[:first] * share, middle, profile[first + many :] * share))

@@ -3,11 +3,11 @@
 A ring of t seconds costs its ranks t and, where nothing as long runs before it, (p - 1) / v of t to fill p stages.
 
 1. Degrees are grown for a few levels of the bound.
-2. Rings go, widest first, where they lose least, waiting and filling counted, within a limit that is halved down to the
-   least that holds all. All stages on clocks tell which level ends first.
+2. Rings go, widest first, where they lose least, within a limit that is halved down to the least that holds all; all
+   stages on clocks tell which level ends first.
 3. Slots of local sequences level the ends.
 
-Costs rings x ranks a try. Source: shelf packing; docs/decisions/pipeline-slots.md.
+Rings x ranks a try. Source: shelf packing; docs/decisions/pipeline-slots.md.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 A wave is one microbatch of many pieces and lasts as long as its slowest rank; the step is the sum of its waves.
 
-1. For a time t the longest sequences are cut so that none takes longer, and put side by side until the line is full;
-   then every rank is filled up with the longest local sequences that fit its capacity and its time.
-2. Several t are tried, longest first. The first wave that is level and makes none more needed is kept; without one, of
-   those that lose about least, the longest.
-3. Where one sequence takes longer at any degree than an even wave, waves that begin with it are tried, too.
+1. For a time t the longest sequences are cut so that none takes longer, and put side by side; then every rank is filled
+   up with the longest local sequences that fit.
+2. Several t are tried, longest first; kept is the first wave that is level and makes none more needed, or else the
+   longest of those that lose about least.
+3. Where one sequence sets a wave at any degree, waves that begin with it are tried, too.
 
-Costs waves x tries x (N + n). Which t: docs/decisions/waves-one-by-one.md.
+Costs waves x tries x (N + n); docs/decisions/waves-one-by-one.md.
 """
 
 from __future__ import annotations
