@@ -2,6 +2,10 @@
 
 import pytest
 
+from training.forked_planner import planner_of_runs
+
+__all__ = ["planner_of_runs"]
+
 
 @pytest.fixture
 def lengths(tmp_path):
