@@ -1,7 +1,8 @@
 """The search of this package: sequences cut to a level, rings placed on the line of ranks, short sequences packed.
 
 1. Levels between the makespan bound and the best so far; each sequence is cut just so far that it takes no longer.
-2. Rings are placed widest first, without and with backfilling (`line`), and by skyline packing (`skyline`).
+2. Rings are placed widest first, without and with backfilling, longest first (`line`), and by skyline packing
+   (`skyline`).
 3. Packs of short sequences fill gaps and level the ends (`level_ends`), the most promising placement first.
 
 The first to end is kept. Tries are counted, never timed: placing costs rings x ranks / 1000, packing n log N. Source:
@@ -32,7 +33,7 @@ FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of the bound, that 
 _CROWDED = 4  # rings a rank; where so many follow each other, only the skyline keeps the line full
 _STEPS = 20_000  # sequences packed and rings x thousands of ranks placed, in all, beside two packings
 
-Way = Literal["widest", "backfilled", "skyline", "longest"]
+Way = Literal["widest", "backfilled", "longest", "skyline"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +122,7 @@ class Search:
         self._tried.add(degrees.tobytes())
         self._crowded = bool(np.count_nonzero(degrees > 1) >= _CROWDED * request.cluster.ranks)
         widest = table.most if request.useful_degrees is None else degrees
-        ways: list[Way] = ["widest"] if degrees.max() == 1 else ["widest", "backfilled", "skyline"]
-        if request.speeds is not None and len(ways) > 1:
-            ways.append("longest")
+        ways: list[Way] = ["widest"] if degrees.max() == 1 else ["widest", "backfilled", "longest", "skyline"]
         before: list[Ring] | None = None
         for way in reversed(ways) if self._crowded else ways:
             if self.over or (self._left <= 0 and self._waiting):
