@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,9 @@ def test_demo_steps_hold_12k_to_16k_tokens(tmp_path):
     assert dataset.lengths.max() <= 8192
     assert dataset.skipped["too long"] > 0
     assert config.output == tmp_path / "run"
+    ranks = [int(found) for found in re.findall(r"(?:verify|plan) .*--ranks (\d+)", demo._NEXT)]
+    assert len(ranks) == 2
+    assert min(ranks) * config.capacity_tokens >= dataset.lengths.max()  # or what it says comes next is refused
 
 
 def fake_parts(monkeypatch, *, passed, opened, stopped_by=None):

@@ -1,5 +1,7 @@
 """The chunked loss: equal to the loss over whole logits, without ever making them."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -82,6 +84,16 @@ def test_chunked_loss_never_makes_more_logits_than_asked(monkeypatch):
     monkeypatch.setattr(loss, "token_loss", counting)
     loss_and_gradients(tiny("llama"), tokens_at_once=7)
     assert rows == [*[7] * 10, 1]
+
+
+def test_chunked_loss_counts_the_routers_loss_once(monkeypatch):
+    """Router logits are of all tokens, so once a microbatch, not once a chunk."""
+    model = tiny("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+    module, calls = importlib.import_module(type(model).__module__), []
+    counted = module.load_balancing_loss_func
+    monkeypatch.setattr(module, "load_balancing_loss_func", lambda found, *a: calls.append(found) or counted(found, *a))
+    loss_and_gradients(model, tokens_at_once=7)
+    assert len([found for found in calls if found is not None]) == 1
 
 
 def test_chunked_loss_without_gradients():

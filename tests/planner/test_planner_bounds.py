@@ -232,3 +232,9 @@ def test_bound_ends_where_only_rings_cost_anything(lone_rings: bool) -> None:
     cost = Cost(ring_seconds=1.0)
     bound = bound_seconds([100, 5], Cluster(ranks=4, capacity_tokens=50), cost, lone_rings=lone_rings)
     assert 0 <= bound <= 50 * (1 + 1e-9)
+
+
+def test_the_bound_of_denormal_costs_is_found() -> None:
+    """Halving between neighbouring numbers never came closer than they are: once without end."""
+    cost = Cost(linear_seconds=1e-320, fixed_seconds=1e-320)
+    assert bound_seconds([9, 5, 3], Cluster(ranks=2, capacity_tokens=16), cost) >= 0.0

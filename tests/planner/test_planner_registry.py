@@ -98,6 +98,9 @@ def test_what_a_planner_gets_wrong_names_it(ranks: tuple[int, ...], sequences: t
         (Microbatch(pieces=(Piece(ranks=(0,), sequences=(0,)),), offload=2.0), "offload"),
         (Microbatch(pieces=(Piece(ranks=(0, 1), sequences=(0, 1, 2), heads=3),)), "heads that divide the 2 ranks"),
         (Microbatch(pieces=(Piece(ranks=(np.int64(0),), sequences=(0,)),)), "plain numbers"),
+        (Microbatch(pieces=None), "TypeError"),  # type: ignore[arg-type]
+        (Microbatch(pieces=({"ranks": [0]},)), "AttributeError"),  # type: ignore[arg-type]
+        (Microbatch(pieces=(Piece(ranks=0, sequences=(0,)),)), "TypeError"),  # type: ignore[arg-type]
     ],
 )
 def test_what_a_planner_gets_wrong_is_found_before_it_is_scored(microbatch: Microbatch, told: str) -> None:

@@ -243,6 +243,8 @@ def test_plan_step_tells_all_wrong_options_at_once() -> None:
     [
         ({"tokens": None}, ["tokens: expected lengths of sequences; got None"]),
         ({"tokens": (length for length in [5])}, ["tokens: expected lengths of sequences; got <generator"]),
+        ({"tokens": {5: 1, 9: 1}}, ["tokens: expected lengths of sequences; got {5: 1, 9: 1}"]),
+        ({"tokens": {5}}, ["tokens: expected lengths of sequences; got {5}"]),
         ({"options": {"layers": 2}}, ["options: expected PlanOptions; got {'layers': 2}"]),
         (
             {"cluster": COMPUTE, "cost": CLUSTER},

@@ -44,7 +44,7 @@ output: run
 """
 _NEXT = """
 [bold]Next[/bold]
-lengthwise verify {run_file} --ranks 3
+lengthwise verify {run_file} --ranks 4
 lengthwise plan --config {run_file} --ranks 4 --out plan.json
 lengthwise train {run_file} --ranks 2 --set capacity_tokens=4096 planner=static output=static
 lengthwise train --help   (your own JSON lines: data: \\[{{path: train.jsonl}}])"""

@@ -66,6 +66,7 @@ class DecoderOutput:
     def _logits(self, hidden: Tensor) -> Tensor:
         """Run what the model does after its decoder, on hidden states (tokens, hidden)."""
         output = _with_hidden(self._outputs[0], hidden[None])
+        output.router_logits = None  # what they add was counted in the first run
         forward = self._decoder.forward
         self._decoder.forward = lambda *_, **__: output
         try:
@@ -76,7 +77,7 @@ class DecoderOutput:
 
 
 def _with_hidden(output: Any, hidden: Tensor) -> Any:
-    """Copy a decoder's output with other hidden states, and without router logits, which were counted already."""
+    """Copy a decoder's output with other hidden states."""
     copied = copy.copy(output)
     copied.last_hidden_state = hidden
     return copied

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
 
 from lengthwise.core.errors import ConfigError, raise_problems
@@ -66,7 +66,7 @@ def _refuse_mistaken(**arguments: object) -> None:
     problems = [
         ConfigError(name, expected=expected[name], got=reprlib.repr(arguments[name]), remedy=remedy)
         for name, kind in kinds.items()
-        if not isinstance(arguments[name], kind)
+        if not isinstance(arguments[name], kind) or isinstance(arguments[name], Set | Mapping)  # equal lengths are lost
     ]
     raise_problems(problems)
 

@@ -99,10 +99,16 @@ def _asked(name: str, request: PlanRequest) -> list[Microbatch]:
     function = _registered[name] if name in _registered else _loaded(_installed()[name])
     try:
         microbatches = list(function(request))
+        _refuse_outside(name, microbatches, request)
     except LengthwiseError:
         raise
     except Exception as error:
         raise _broken(name, "a list of microbatches", f"{type(error).__name__}: {error}") from error
+    return microbatches
+
+
+def _refuse_outside(name: str, microbatches: list[Microbatch], request: PlanRequest) -> None:
+    """Refuse what is no microbatch, and ranks and sequences that there are none of."""
     for each in microbatches:
         if not isinstance(each, Microbatch):
             raise _broken(name, "a list of microbatches", f"a {type(each).__name__} in it")
@@ -115,7 +121,6 @@ def _asked(name: str, request: PlanRequest) -> list[Microbatch]:
         or not set(piece.sequences) <= set(range(len(request.tokens)))
     ]  # fmt: skip
     raise_problems(problems[:1])
-    return microbatches
 
 
 def _loaded(point: EntryPoint) -> Planner:

@@ -31,7 +31,7 @@ from lengthwise.program.ring_order import interval_microbatch
 
 FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of the bound, that a sequence may take
 _CROWDED = 4  # rings a rank; where so many follow each other, only the skyline keeps the line full
-_STEPS = 20_000  # sequences packed and rings x thousands of ranks placed, in all, beside two packings
+_STEPS = 100_000  # sequences packed and rings x thousands of ranks placed, in all, beside two packings
 
 Way = Literal["widest", "backfilled", "longest", "skyline"]
 

@@ -57,7 +57,6 @@ def whole_launches_bound(
 
 def least_feasible(feasible: Callable[[float], bool], low: float, high: float) -> float:
     """Close in on the least feasible value between an infeasible and a feasible one; return the infeasible end."""
-    while high - low > NEARLY * low:
-        middle = (low + high) / 2
+    while high - low > NEARLY * low and low < (middle := (low + high) / 2) < high:  # denormal numbers end here, too
         low, high = (low, middle) if feasible(middle) else (middle, high)
     return low
