@@ -18,8 +18,8 @@ import numpy as np
 from lengthwise.planner.placement.line import Gaps
 from lengthwise.planner.placement.short_sequences import ShortSequences
 from lengthwise.planner.placement.swaps import PARTNERS, Bin, level_by_swaps
+from lengthwise.planner.problem.effort import OPEN
 
-_OPEN_PACKS = 64  # packs of one rank in which room is looked for; older ones are taken as full
 _HEAPS = 16  # of ranks of about one speed
 
 Load = tuple[float, int]  # when a rank is done, and which
@@ -219,7 +219,7 @@ class RankPacks:
         pack, before = self._open[place], rooms[place]
         pack.indices.append(index)
         pack.room_tokens = rooms[place] = room = before - length
-        if room < self._shortest or len(rooms) > _OPEN_PACKS:
+        if room < self._shortest or len(rooms) > OPEN:
             full = place if room < self._shortest else 0
             before = max(before, rooms[full])
             del self._open[full], rooms[full]

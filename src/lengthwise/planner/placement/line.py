@@ -18,10 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lengthwise.planner.problem.effort import OPEN
 from lengthwise.planner.problem.lengths import ROUNDING
 from lengthwise.planner.problem.topology import Extras, window_max, window_sum
-
-_HOLES = 64  # holes remembered, the largest
 
 
 class Ring(NamedTuple):
@@ -152,9 +151,9 @@ class Line:
         for begin, end in zip(borders, [*borders[1:], len(part)], strict=True):
             if part[begin] < start and end - begin > 1:
                 self._holes.append(Hole(first + begin, first + end, float(part[begin]), start))
-        if len(self._holes) > _HOLES:
+        if len(self._holes) > OPEN:
             self._holes.sort(key=lambda hole: -(hole.end - hole.first) * (hole.end_seconds - hole.start_seconds))
-            del self._holes[_HOLES:]
+            del self._holes[OPEN:]  # the largest are kept
 
 
 def at_place(extra: Extras | None, first: int) -> float:

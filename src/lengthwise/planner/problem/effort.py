@@ -4,3 +4,4 @@ GOOD_ENOUGH = 1.0005  # of the bound; further tries could gain no more than this
 FAR = 1.01  # of the bound; above it other ways are worth several times the time
 SMALL_STEP = 50_000  # sequences x ranks, up to which all ways together cost some 0.1 s
 LARGE_STEP = 1_000_000  # sequences x ranks, above which only what a step asks for is tried
+OPEN = 64  # places of one kind in which room is looked for; others are taken as full
