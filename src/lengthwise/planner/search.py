@@ -31,7 +31,7 @@ from lengthwise.program.ring_order import interval_microbatch
 
 FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)  # of the bound, that a sequence may take
 _CROWDED = 4  # rings a rank; where so many follow each other, only the skyline keeps the line full
-_STEPS = 20_000  # sequences packed and rings x thousands of ranks placed, in all, beside six packings
+_STEPS = 20_000  # sequences packed and rings x thousands of ranks placed, beside two packings, six far from the bound
 _MOST_STACKED = 12  # rings on top of each other, beyond which what is left over is small
 _NEARLY_WHOLE = 0.8  # of its part of the time, from which a ring is not cut further
 
@@ -82,13 +82,17 @@ class Search:
         self._crowded = False
         self._tried = set[bytes]()  # degrees
         self._waiting: list[Placed] = []
-        self._left = _STEPS + 6 * len(request.tokens)
+        self._left = _STEPS + 2 * len(request.tokens)
 
     @property
     def over(self) -> bool:
         """Whether no further try is worth it."""
         enough = self.bound * (FAR if self._crowded else GOOD_ENOUGH)
-        return self.best_seconds <= enough or (self.best is not None and self._left <= 0)
+        return self.best_seconds <= enough or (self.best is not None and self._is_spent)
+
+    @property
+    def _is_spent(self) -> bool:
+        return self._left + (4 * len(self.request.tokens) if self.best_seconds > self.bound * FAR else 0) <= 0
 
     def try_degrees(self, table: DegreeTable) -> None:
         """Place levels with degrees of a table, and pack them, what could end soonest first."""
@@ -124,10 +128,7 @@ class Search:
             self._place(self._stacked(degrees, level * self.bound, table), table)
 
     def _stacked(self, degrees: NDArray[np.int64], seconds: float, table: DegreeTable) -> NDArray[np.int64]:
-        """Widen rings so that two, three ... of them end together with one that takes `seconds`.
-
-        A ring of 0.6 of the time leaves 0.4, into which no second one fits; cut a little further it takes 0.5.
-        """
+        """Widen rings so that two, three ... of them in a row end together with one that takes `seconds`."""
         for parts in range(2, _MOST_STACKED + 1):
             took = self.request.cost.ring_piece_seconds(self.request.lengths, degrees) + self.request.cost.fixed_seconds
             between = (took > seconds / parts) & (took < _NEARLY_WHOLE * seconds / (parts - 1)) & (degrees > 1)
@@ -146,8 +147,10 @@ class Search:
         ways: list[Way] = ["widest"] if degrees.max() == 1 else ["widest", "backfilled", "longest", "skyline"]
         before: list[Ring] | None = None
         for way in reversed(ways) if self._crowded else ways:
-            if self.over or (self._left <= 0 and self._waiting):
+            if self.over or (self._is_spent and self._waiting):
                 break
+            if way == "longest" and self._reached <= GOOD_ENOUGH and request.speeds is None:
+                continue
             placed = place(request, degrees, way, widest)
             self._left -= len(placed.line.rings) * (1 + request.cluster.ranks // 1000)
             if placed.line.rings == before:

@@ -18,9 +18,7 @@ import numpy as np
 from lengthwise.planner.placement.line import Gaps
 from lengthwise.planner.placement.short_sequences import ShortSequences
 from lengthwise.planner.placement.swaps import PARTNERS, Bin, level_by_swaps
-from lengthwise.planner.problem.effort import OPEN
-
-_HEAPS = 16  # of ranks of about one speed
+from lengthwise.planner.problem.effort import OPEN, TOLD_APART
 
 Load = tuple[float, int]  # when a rank is done, and which
 
@@ -170,7 +168,7 @@ def _replace(heap: list[Load], rank: int, load: float) -> None:
 def _by_speed(free: Sequence[float], speeds: Sequence[float]) -> list[list[Load]]:
     """Put ranks of about one speed into one heap by when they are free, so that only its first need be asked."""
     distinct, numbers = np.unique(speeds, return_inverse=True)
-    heaps: list[list[Load]] = [[] for _ in range(min(len(distinct), _HEAPS))]
+    heaps: list[list[Load]] = [[] for _ in range(min(len(distinct), TOLD_APART))]
     for rank, number in enumerate(numbers.tolist()):
         heaps[number * len(heaps) // len(distinct)].append((free[rank], rank))
     for heap in heaps:

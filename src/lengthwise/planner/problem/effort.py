@@ -5,3 +5,4 @@ FAR = 1.01  # of the bound; above it other ways are worth several times the time
 SMALL_STEP = 50_000  # sequences x ranks, up to which all ways together cost some 0.1 s
 LARGE_STEP = 1_000_000  # sequences x ranks, above which only what a step asks for is tried
 OPEN = 64  # places of one kind in which room is looked for; others are taken as full
+TOLD_APART = 9  # relative speeds at which rings are priced and ranks are kept apart; the others lie between them

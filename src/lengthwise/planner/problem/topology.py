@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from lengthwise.core.held import held_at_most
 from lengthwise.cost import Cost
+from lengthwise.planner.problem.effort import TOLD_APART
 from lengthwise.planner.problem.lengths import NEARLY, ROUNDING
 
-_GRID = 9  # relative speeds at which rings are priced; the others lie between them
 _LOST = 4  # times that time lost by fast ranks counts against a place; uncounted, `halves` end 1.9 % further behind
 _ROUNDED = 2  # tokens by which a rank's two chunks may exceed its share
 _ALLOWED = 6  # tokens that bounds allow a rank above its capacity: the plan file's one, and rounding of its work
@@ -323,6 +323,6 @@ def window_sum(values: Floats, width: int) -> Floats:
 def _some_of(speeds: Floats) -> Floats:
     """Choose the speeds at which rings are priced, fastest first."""
     distinct = np.unique(speeds)
-    if len(distinct) > _GRID:
-        distinct = 1 / np.linspace(1 / distinct[0], 1 / distinct[-1], _GRID)
+    if len(distinct) > TOLD_APART:
+        distinct = 1 / np.linspace(1 / distinct[0], 1 / distinct[-1], TOLD_APART)
     return np.sort(distinct)[::-1]

@@ -35,6 +35,7 @@ QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the tokens left, shortest sequence
 _PATIENCE = (0.01, 0.003, 0.03)  # of the ranks' time; a longer wave may lose so much more than the best
 _LEVEL = 0.995  # of the ranks' time in a wave, launches left out, that is enough
 _SLACKS = (1.003, 1.02, 1.06)  # over an even share, that a wave may take
+_AT_ONCE = 64  # sequences, at least, whose degrees are looked up together
 _SHORTEST = 0.2  # of an even wave, that a wave is tried to take
 
 
@@ -241,13 +242,17 @@ class _Builder:
         if not self.cost.chooses_by_degree:  # no cut makes the arithmetic less
             work = self.alone[cut] / max(_without_launch(seconds, self.launch), 1e-300) * (1 - 1e-9)
             least = np.maximum(least, np.ceil(np.minimum(work, self.ranks + 1)).astype(np.int64))
-        cut, least = cut[least <= room], least[least <= room]
-        degrees = DegreeTable(self.cost, self.lengths[cut], least, np.full_like(cut, room)).within(seconds)
-        took = self.cost.ring_piece_seconds(self.lengths[cut], np.minimum(degrees, room))
-        for index, degree, ring_seconds in zip(cut.tolist(), degrees.tolist(), took.tolist(), strict=True):
-            if degree <= room:
-                room -= degree
-                yield index, degree, ring_seconds
+        while room and len(cut):
+            cut, least = cut[least <= room], least[least <= room]
+            count = max(_AT_ONCE, int(np.searchsorted(np.cumsum(least), room, side="right")))
+            some, lengths = cut[:count], self.lengths[cut[:count]]
+            degrees = DegreeTable(self.cost, lengths, least[:count], np.full_like(some, room)).within(seconds)
+            took = self.cost.ring_piece_seconds(lengths, np.minimum(degrees, room))
+            for index, degree, ring_seconds in zip(some.tolist(), degrees.tolist(), took.tolist(), strict=True):
+                if degree <= room:
+                    room -= degree
+                    yield index, degree, ring_seconds
+            cut, least = cut[count:], least[count:]
 
 
 def _without_launch(seconds: float, launch_seconds: float) -> float:
