@@ -17,7 +17,8 @@ from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.planner.problem.bounds import least_makespan
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_order, check_plan, ring_order
-from lengthwise.program.stage_order import check_stage_actions, device_actions, stage_order
+from lengthwise.program.stage_order import stage_order
+from support.stage_actions import check_stage_actions, device_actions
 
 COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
 TERMS = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)

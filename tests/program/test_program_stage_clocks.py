@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.program.stage_clocks import stage_clocks
-from lengthwise.program.stage_order import device_actions, stage_order
+from lengthwise.program.stage_order import stage_order
+from support.stage_actions import device_actions
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, 8])

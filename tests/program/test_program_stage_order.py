@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece
-from lengthwise.program.stage_order import check_stage_actions, device_actions, stage_order
+from lengthwise.program.stage_order import stage_order
+from support.stage_actions import check_stage_actions, device_actions
 
 RANKS = 5
 STAGES = st.sampled_from([1, 2, 3, 5, 8])
