@@ -30,6 +30,15 @@ def test_import_and_planning_load_no_torch() -> None:
     assert 0 < scored <= simulated
 
 
+def test_names_that_need_torch_say_so_where_it_is_missing() -> None:
+    """Once a bare "No module named 'safetensors'"."""
+    code = "import sys; sys.modules['torch'] = None; import lengthwise; lengthwise.train"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    told = done.stderr.splitlines()[-1]
+    assert told.startswith("ImportError: lengthwise.train: expected torch, transformers and safetensors; got no torch.")
+
+
 @pytest.mark.parametrize("name", lengthwise.__all__)
 def test_every_name_is_there_and_documented(name: str) -> None:
     value = getattr(lengthwise, name)

@@ -90,7 +90,11 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'lengthwise' has no attribute {name!r}; it has {', '.join(__all__)}")
     module, attribute = _HOMES[name]
-    globals()[name] = value = getattr(import_module(f"lengthwise.{module}"), attribute)
+    try:
+        globals()[name] = value = getattr(import_module(f"lengthwise.{module}"), attribute)
+    except ModuleNotFoundError as error:
+        expected = f"lengthwise.{name}: expected torch, transformers and safetensors"
+        raise ImportError(f"{expected}; got no {error.name}. Install lengthwise with what it requires.") from error
     return value
 
 
