@@ -1,8 +1,7 @@
 """The search of this package: sequences cut to a level, rings placed on the line of ranks, short sequences packed.
 
 1. Levels between the makespan bound and the best so far; each sequence is cut just so far that it takes no longer.
-2. Rings are placed widest first, without and with backfilling, longest first (`line`), and by skyline packing
-   (`skyline`).
+2. Rings are placed widest first, with backfilling, longest first (`line`), and by skyline packing (`skyline`).
 3. Packs of short sequences fill gaps and level the ends (`level_ends`), the most promising placement first.
 
 The first to end is kept. Tries are counted, never timed: placing costs rings x ranks / 1000, packing n log N. Source:
@@ -92,7 +91,8 @@ class Search:
 
     @property
     def _is_spent(self) -> bool:
-        return self._left + (4 * len(self.request.tokens) if self.best_seconds > self.bound * FAR else 0) <= 0
+        far = self.request.speeds is None and self.best_seconds > self.bound * FAR  # bounds of unequal ranks are low
+        return self._left + (4 * len(self.request.tokens) if far else 0) <= 0
 
     def try_degrees(self, table: DegreeTable) -> None:
         """Place levels with degrees of a table, and pack them, what could end soonest first."""
@@ -145,6 +145,8 @@ class Search:
         self._crowded = bool(np.count_nonzero(degrees > 1) >= _CROWDED * request.cluster.ranks)
         widest = table.most if request.useful_degrees is None else degrees
         ways: list[Way] = ["widest"] if degrees.max() == 1 else ["widest", "backfilled", "longest", "skyline"]
+        if request.speeds is not None:
+            ways.sort(key=lambda way: way != "backfilled")  # many ranks leave time for one or two
         before: list[Ring] | None = None
         for way in reversed(ways) if self._crowded else ways:
             if self.over or (self._is_spent and self._waiting):
