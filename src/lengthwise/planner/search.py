@@ -145,8 +145,8 @@ class Search:
         self._crowded = bool(np.count_nonzero(degrees > 1) >= _CROWDED * request.cluster.ranks)
         widest = table.most if request.useful_degrees is None else degrees
         ways: list[Way] = ["widest"] if degrees.max() == 1 else ["widest", "backfilled", "longest", "skyline"]
-        if request.speeds is not None:
-            ways.sort(key=lambda way: way != "backfilled")  # many ranks leave time for one or two
+        if request.speeds is not None and len(ways) > 1:
+            ways = ["backfilled", "longest", "skyline", "widest"]  # many ranks leave time for two
         before: list[Ring] | None = None
         for way in reversed(ways) if self._crowded else ways:
             if self.over or (self._is_spent and self._waiting):
