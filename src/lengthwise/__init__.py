@@ -93,8 +93,11 @@ def __getattr__(name: str) -> object:
     try:
         globals()[name] = value = getattr(import_module(f"lengthwise.{module}"), attribute)
     except ModuleNotFoundError as error:
-        expected = f"lengthwise.{name}: expected torch, transformers and safetensors"
-        raise ImportError(f"{expected}; got no {error.name}. Install lengthwise with what it requires.") from error
+        from lengthwise.core.names import missing_package
+
+        if (missing := missing_package(error)) is None:
+            raise
+        raise ImportError(f"lengthwise.{name}: {missing}. Install them as the README says.") from error
     return value
 
 

@@ -2,10 +2,6 @@
 
 import pytest
 
-from training.forked_planner import planner_of_runs
-
-__all__ = ["planner_of_runs"]
-
 
 @pytest.fixture
 def lengths(tmp_path):

@@ -21,7 +21,7 @@ FULL_HEADS = all_terms_cost(replace(SHAPE, kv_heads=32), HARDWARE)
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     tokens=st.lists(st.one_of(st.integers(1, 300), st.integers(1, 60_000)), min_size=1, max_size=25),
     ranks=st.sampled_from([8, 9, 12, 24]),

@@ -48,7 +48,7 @@ def _seconds(plan: Plan) -> float:
 
 @pytest.mark.parametrize("mode", ["free", "waves"])
 @pytest.mark.parametrize("recompute", ["none", "layer", "all_but_attention"])
-@settings(deadline=None, max_examples=3)
+@settings(deadline=None, max_examples=5)
 @given(step=steps(), cost=st.sampled_from(COSTS), planner=st.sampled_from(PLANNERS))
 def test_more_choice_gives_valid_plans_that_never_end_later(mode, recompute, step, cost, planner) -> None:
     tokens, cluster = step
@@ -67,7 +67,7 @@ def test_more_choice_gives_valid_plans_that_never_end_later(mode, recompute, ste
         assert took[offload, "auto"] <= took[offload, heads] * SOONER
 
 
-@settings(deadline=None, max_examples=4)
+@settings(deadline=None, max_examples=6)
 @given(step=steps(), cost=st.sampled_from(COSTS), choice=st.sampled_from(CHOICES))
 def test_no_planner_ends_before_lengthwise_on_small_steps(step, cost, choice) -> None:
     tokens, cluster = step

@@ -32,7 +32,7 @@ COSTS = (
 CAPACITY = 97
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     ranks=st.sampled_from((1, 2, 3, 5, 12)),
     tokens=st.lists(st.sampled_from([1, 2, 96, 97, 98, 194, 195, 1009]) | st.integers(1, 900), min_size=1, max_size=25),

@@ -81,7 +81,7 @@ def test_no_planner_ends_sooner_through_stages(
     assert plans["lengthwise"].notes["bound_seconds"] <= seconds["lengthwise"] * (1 + 1e-9)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     ranks=st.sampled_from([1, 2, 3, 5, 7]),
     shares=st.lists(st.floats(0, 1), min_size=1, max_size=12),

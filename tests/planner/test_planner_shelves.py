@@ -30,7 +30,7 @@ def _plans(request: PlanRequest) -> list[Plan]:
     return [replace(request.draft(each), layers=64, schedule=schedule, requires=("pipeline",)) for each in found]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     ranks=st.sampled_from((1, 2, 3, 5, 7, 24)),
     tokens=st.lists(st.sampled_from([1, 2, 96, 97, 98, 194, 195, 1009]) | st.integers(1, 900), min_size=1, max_size=25),

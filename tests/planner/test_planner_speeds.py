@@ -40,7 +40,7 @@ def uneven_steps(draw: st.DrawFn, most_ranks: int = 13) -> tuple[list[int], Clus
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(step=uneven_steps(), cost=st.sampled_from([COST, HOPS, ALL_TERMS]))
 def test_planners_hold_every_rule_on_ranks_of_unequal_speed(
     planner: str, step: tuple[list[int], Cluster, list[float]], cost: Cost
@@ -65,7 +65,7 @@ def test_planners_hold_every_rule_on_ranks_of_unequal_speed(
     assert all(len(met) <= 4 for met in peers.values())
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(step=uneven_steps(7), cost=st.sampled_from([COST, ALL_TERMS]))
 def test_ranks_of_unequal_speed_never_wait_for_each_other_for_ever(
     step: tuple[list[int], Cluster, list[float]], cost: Cost

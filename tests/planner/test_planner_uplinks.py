@@ -65,7 +65,7 @@ def test_enough_uplink_for_all_leaves_costs_as_they_were() -> None:
 LENGTHS = st.lists(st.one_of(st.integers(1, 9_000), st.integers(9_000, 120_000)), min_size=1, max_size=8)
 
 
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=15)
 @given(tokens=LENGTHS, ranks=st.sampled_from([3, 5, 8, 12]), nics=st.sampled_from([0.5, 1.0, 2.0]))
 def test_split_heads_simulate_no_later_than_plain_rings(tokens: list[int], ranks: int, nics: float) -> None:
     cost, cluster = _cost(nics), Cluster(ranks=ranks, capacity_tokens=8192)

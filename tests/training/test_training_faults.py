@@ -30,11 +30,6 @@ ENDLESS = 1_000_000
 HANGS = 6  # seconds that a rank is waited for: ranks that share a busy core may be silent for two
 
 
-@pytest.fixture(autouse=True)
-def planner_of_runs():
-    """The real start of the planner process."""
-
-
 def start(folder, *arguments, ranks=3, **environment):
     """Start a run without end and wait until it is well under way."""
     path = write_run(

@@ -12,11 +12,6 @@ from lengthwise.cost import Cost
 from lengthwise.training.planner_process import PlannerProcess
 
 
-@pytest.fixture(autouse=True)
-def planner_of_runs():
-    """The real start of the planner process."""
-
-
 def test_modules_of_the_working_folder_are_not_imported(tmp_path, monkeypatch):
     """`python -m` looks there first: a user's `queue.py` ended every run."""
     (tmp_path / "queue.py").write_text("raise SystemExit('not this one')\n")

@@ -18,6 +18,7 @@ from lengthwise.cli.train import Train
 from lengthwise.cli.verify import Verify
 from lengthwise.core import __version__
 from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.names import missing_package
 
 _INTERRUPTED = 130
 
@@ -72,13 +73,10 @@ def _status(arguments: list[str]) -> int:
             print(error.render(names), file=sys.stderr)
             return error.exit_status
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "transformers", "safetensors"):
+        if (missing := missing_package(error)) is None:
             raise
-        print(
-            f"error[install] this command: expected torch, transformers and safetensors; got no {error.name}. "
-            "Install them as the README says; only `lengthwise plan` and `simulate` run without.",
-            file=sys.stderr,
-        )
+        remedy = "Install them as the README says; only `lengthwise plan` and `simulate` run without."
+        print(f"error[install] this command: {missing}. {remedy}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
         print(f"interrupted: {interrupt.args[0] if interrupt.args else 'nothing was saved'}", file=sys.stderr)

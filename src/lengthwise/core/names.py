@@ -37,3 +37,10 @@ def counted(number: int, noun: str) -> str:
     """Return a number of things: 1 rank, 2 ranks, 2 batches."""
     plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{plural}"
+
+
+def missing_package(error: ModuleNotFoundError) -> str | None:
+    """Say what training needs where it is not installed; None if something else could not be imported."""
+    if error.name not in ("torch", "transformers", "safetensors"):
+        return None
+    return f"expected torch, transformers and safetensors; got no {error.name}"

@@ -60,12 +60,12 @@ def plan_step(tokens: Sequence[int], cluster: Cluster, cost: Cost, options: Plan
 
 def _refuse_mistaken(**arguments: object) -> None:
     """Refuse arguments of `plan_step` that are not what their names say, all of them at once."""
-    kinds = {"tokens": Collection, "cluster": Cluster, "cost": Cost, "options": PlanOptions}
-    expected = {"tokens": "lengths of sequences", "cluster": "a Cluster", "cost": "a Cost", "options": "PlanOptions"}
+    kinds = {"tokens": (Collection, "lengths of sequences"), "cluster": (Cluster, "a Cluster")}
+    kinds |= {"cost": (Cost, "a Cost"), "options": (PlanOptions, "PlanOptions")}
     remedy = "Give lengths, cluster, cost and options, in this order."
     problems = [
-        ConfigError(name, expected=expected[name], got=reprlib.repr(arguments[name]), remedy=remedy)
-        for name, kind in kinds.items()
+        ConfigError(name, expected=expected, got=reprlib.repr(arguments[name]), remedy=remedy)
+        for name, (kind, expected) in kinds.items()
         if not isinstance(arguments[name], kind) or isinstance(arguments[name], Set | Mapping)  # equal lengths are lost
     ]
     raise_problems(problems)

@@ -108,11 +108,9 @@ class _Local:
 
     def slots(self, seconds: Floats) -> Floats:
         """Return how many full slots have so many seconds; where nothing costs any, an even share of all."""
-        return (
-            seconds * (self.all_slots / self.all_seconds)
-            if self.all_seconds
-            else seconds + self.all_slots / len(seconds)
-        )
+        if self.all_seconds:
+            return seconds * (self.all_slots / self.all_seconds)
+        return seconds + self.all_slots / len(seconds)
 
 
 class Shelving:
