@@ -225,7 +225,7 @@ class PlanCommand:
         if shape is None or hardware is None:
             return None
         stages = 1 if self.stages is None else self.stages
-        return costs(shape, hardware, stages=stages, simple=self._plans_as_training)
+        return costs(shape, hardware, stages=stages)
 
     def _lengths(self, asked: Asked) -> tuple[list[int], int | None]:
         """Return (lengths to plan, the context that a fixed mesh must hold)."""

@@ -30,7 +30,7 @@ def costs(
         hardware: a named one ("h100", "cpu"), the path of a description, or a `Hardware`.
         file: in place of both, a JSON file of coefficients (`lengthwise plan --cost`), in any unit of time.
         tensor, stages: devices that split each layer of a rank, and its pipeline stages.
-        simple: five coefficients alone, as training on CPUs plans; no links, offload, heads or stages.
+        simple: five coefficients alone: no links, offload, heads or stages.
 
     Raises:
         ConfigError: neither or both of model and file, an unknown name, or a mesh that the model does not allow.

@@ -10,7 +10,7 @@ from lengthwise.config import DataSource, RunConfig
 from lengthwise.core.errors import Collector, DataError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import LOGITS_AT_ONCE, analytic_cost, named_hardware, shape_from_config
+from lengthwise.cost import LOGITS_AT_ONCE, all_terms_cost, named_hardware, shape_from_config
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
 from lengthwise.engine.batch import StepBatch
 from lengthwise.models import (
@@ -65,7 +65,7 @@ class Job:
         return {
             "tokens": tuple(lengths),
             "cluster": Cluster(ranks=self.ranks, capacity_tokens=self.config.capacity_tokens),
-            "cost": analytic_cost(
+            "cost": all_terms_cost(
                 shape_from_config(self.model.config.to_dict()), named_hardware("h100" if self.gpus else "cpu")
             ),
             "options": PlanOptions(
