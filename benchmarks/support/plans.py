@@ -21,7 +21,11 @@ def make_plan(
         capacity=sum(tokens) + len(tokens) + 1,
         tokens=tuple(tokens),
         microbatches=tuple(Microbatch(pieces=row) for row in rows),
-        requires=("shares",) if any(piece.shares is not None for row in rows for piece in row) else (),
+        requires=tuple(
+            name
+            for name, uses in (("heads", lambda piece: piece.heads > 1), ("shares", lambda piece: piece.shares))
+            if any(uses(piece) for row in rows for piece in row)
+        ),
     )
 
 
@@ -32,9 +36,18 @@ def draw_lengths(choose: random.Random, ranks: int, count: int) -> list[int]:
 
 
 def random_plan(
-    choose: random.Random, ranks: int, tokens: Sequence[int], *, layers: int = 1, shares: bool = True
+    choose: random.Random,
+    ranks: int,
+    tokens: Sequence[int],
+    *,
+    layers: int = 1,
+    shares: bool = True,
+    num_heads: int = 1,
 ) -> Plan:
-    """Put every sequence somewhere: rings over any ranks in any order, up to three pieces a microbatch, any shares."""
+    """Put every sequence somewhere: rings over any ranks in any order, up to three pieces a microbatch, any shares.
+
+    Of a model with `num_heads` heads rings split any number that divides them.
+    """
     left = list(range(len(tokens)))
     choose.shuffle(left)
     pieces = []
@@ -46,6 +59,9 @@ def random_plan(
                 ranks=tuple(choose.sample(range(ranks), degree)),
                 sequences=tuple(taken),
                 shares=_random_shares(choose, degree) if shares else None,
+                heads=choose.choice([u for u in range(1, degree + 1) if degree % u == num_heads % u == 0])
+                if num_heads > 1
+                else 1,
             )
         )
     microbatches = []

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+from lengthwise.program import HeadRange
+
+Attention = tuple[Tensor, Mapping[HeadRange, Tensor]]
+"""(out, lse of each range of heads) of one layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +46,7 @@ class Recomputation:
     """One checkpointed call of one layer, over its two runs. `num_attended`: attentions in the first."""
 
     def __init__(self, *, keeps_attention: bool) -> None:
-        self._keeps_attention, self._kept = keeps_attention, deque[tuple[Tensor, Tensor, int]]()
+        self._keeps_attention, self._kept = keeps_attention, deque[tuple[Attention, int]]()
         self._is_second_run, self.num_attended = False, 0
 
     @contextlib.contextmanager
@@ -54,15 +59,15 @@ class Recomputation:
         finally:
             planned.recomputation = None
 
-    def attend(self, run: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def attend(self, run: Callable[[], Attention]) -> Attention:
         """Return (out, lse) of `run`, or those that the first run kept."""
         self.num_attended += not self._is_second_run
         if not self._keeps_attention:
             return run()
         if not self._is_second_run:
             out, lse = run()
-            self._kept.append((out.detach(), lse, out._version))
+            self._kept.append(((out.detach(), lse), out._version))
             return out, lse
-        out, lse, version = self._kept.popleft()
+        (out, lse), version = self._kept.popleft()
         assert out._version == version, "the model wrote over the output of its attention"
         return out, lse

@@ -4,13 +4,26 @@ from lengthwise.program.check import check_plan
 from lengthwise.program.features import Feature, refuse_unsupported
 from lengthwise.program.lower import MicrobatchProgram, last_on_all_ranks, lower_microbatch, lower_plan
 from lengthwise.program.order import check_order
-from lengthwise.program.records import BlockTask, Round, Segment, Transfer
+from lengthwise.program.records import (
+    ALL_HEADS,
+    BlockTask,
+    Content,
+    HeadRange,
+    RankRound,
+    Round,
+    Segment,
+    Transfer,
+)
 from lengthwise.program.ring_order import ring_order
 
 __all__ = [
+    "ALL_HEADS",
     "BlockTask",
+    "Content",
     "Feature",
+    "HeadRange",
     "MicrobatchProgram",
+    "RankRound",
     "Round",
     "Segment",
     "Transfer",

@@ -7,10 +7,11 @@ outside it, trims those that its edge crosses so that no row is without a key, a
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lengthwise.program.records import BlockTask, Segment
+from lengthwise.program.records import BlockTask, HeadRange, Segment
 
 # Tiles on the diagonal are at least this long: shorter ones cost more in launches than they save in masked work.
 LEAST_TILE_TOKENS = 128
@@ -44,36 +45,60 @@ class _Meeting:
     window: int | None = None
 
 
-def block_tasks(
-    own: Sequence[Segment], held: Sequence[Segment], *, piece: int, owner: int, position: int, window: int | None
-) -> Iterator[BlockTask]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queries:
+    """The shard of one position of a ring as queries: some heads of `piece`, their first row at `row` of the rank."""
+
+    piece: int
+    position: int
+    shard: Sequence[Segment]
+    row: int
+    heads: HeadRange
+
+
+def block_tasks(queries: Queries, held: Sequence[Segment], *, owner: int, window: int | None) -> Iterator[BlockTask]:
     """Yield the blocks of one position's queries against the shard of position `owner`, diagonal ones first.
 
-    `own` and `held` list the shards (low and high chunk of each sequence). Offsets of queries and keys are counted
-    from the start of either shard. `window`: a query sees itself and the window - 1 tokens before it.
+    Shards list the low and the high chunk of each sequence. Offsets of keys are counted from the start of `held`.
+    `window`: a query sees itself and the window - 1 tokens before it.
     """
-    q_offset = kv_offset = 0
+    own, q_offset, kv_offset = queries.shard, 0, 0
     for low, high, held_low, held_high in zip(own[::2], own[1::2], held[::2], held[1::2], strict=True):
         q_spans, kv_spans = _spans(low, high, q_offset), _spans(held_low, held_high, kv_offset)
         if window is None or high.stop <= window:
-            blocks = _whole_blocks(q_spans, kv_spans, own=owner == position)
+            blocks = _whole_blocks(q_spans, kv_spans, own=owner == queries.position)
         else:
             blocks = _window_blocks(q_spans, kv_spans, window)
         for block in blocks:
             yield BlockTask(
-                piece=piece,
+                piece=queries.piece,
                 sequence=low.sequence,
                 owner=owner,
-                q_start=block.queries.offset,
-                q_stop=block.queries.end,
+                q_start=queries.row + block.queries.offset,
+                q_stop=queries.row + block.queries.end,
                 kv_start=block.keys.offset,
                 kv_stop=block.keys.end,
                 causal=block.causal,
                 window=block.window,
                 distance=block.queries.start - block.keys.start,
+                heads=queries.heads,
             )
         q_offset += low.num_tokens + high.num_tokens
         kv_offset += held_low.num_tokens + held_high.num_tokens
+
+
+def positions_seeing(bounds: Sequence[int], owner: int, window: int) -> Iterator[int]:
+    """Yield the positions, some twice, with queries of a sequence that see keys of position `owner` and of no other.
+
+    `bounds` are the borders of its chunks, 2 x degree + 1. Cost: the chunks that a window spans.
+    """
+    last = len(bounds) - 2
+    for chunk in (owner, last - owner):
+        stop = bounds[chunk + 1]
+        if bounds[chunk] < stop:
+            for later in range(chunk + 1, min(bisect_left(bounds, stop - 1 + window), last + 1)):
+                if bounds[later] < bounds[later + 1]:
+                    yield min(later, last - later)
 
 
 def _spans(low: Segment, high: Segment, offset: int) -> list[Span]:

@@ -7,9 +7,13 @@ them (the high chunk of j - 1 needs those of j), and gradients return the way th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+
+from lengthwise.program.records import Content
+
+_WAYS = (1, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +22,7 @@ class Move:
 
     source: int
     target: int
-    content: str
+    content: Content
     owner: int
 
 
@@ -41,10 +45,7 @@ class Forwarding:
             return self.degree - 1, 0
         offsets = sorted(set().union(*self.needed))
         # Each offset is reached from one side; the split after the i-th one that needs the fewest rounds wins.
-        splits = [
-            (onward[-1] if onward else 0, self.degree - back[0] if back else 0)
-            for onward, back in ((offsets[:i], offsets[i:]) for i in range(len(offsets) + 1))
-        ]
+        splits = list(zip([0, *offsets], [*(self.degree - offset for offset in offsets), 0], strict=True))
         return min(splits, key=lambda split: (max(split), sum(split), -split[0]))
 
     @property
@@ -60,12 +61,14 @@ class Forwarding:
         onward = [(position - ring_step) % self.degree] if ring_step <= ahead else []
         return onward + ([(position + ring_step) % self.degree] if ring_step <= behind else [])
 
-    def key_moves(self, ring_step: int) -> Iterator[Move]:
-        """Yield the keys that are sent while the blocks of `ring_step` are computed."""
-        for owner in range(self.degree):
-            for way in (1, -1):
-                if self._last(owner, way) > ring_step:
-                    yield self._move(owner, way * ring_step, way * (ring_step + 1), "kv")
+    def key_moves(self, ring_step: int, position: int | None = None) -> Iterator[Move]:
+        """Yield the keys that are sent while the blocks of `ring_step` are computed.
+
+        `position`: only what this one sends or receives.
+        """
+        for owner, way in self._travelling(position, ring_step, ring_step + 1):
+            if self._last(owner, way) > ring_step:
+                yield self._move(owner, way * ring_step, way * (ring_step + 1), Content.KV)
 
     @property
     def gradient_steps(self) -> range:
@@ -74,30 +77,47 @@ class Forwarding:
             return range(0)
         return range(2, self.degree + 1) if self.goes_round else range(self.ring_steps, 2 * self.ring_steps - 1)
 
-    def gradient_moves(self, ring_step: int) -> Iterator[Move]:
-        """Yield the gradients that are sent at `ring_step` of the backward pass."""
+    def gradient_moves(self, ring_step: int, position: int | None = None) -> Iterator[Move]:
+        """Yield the gradients that are sent at `ring_step` of the backward pass; `position` as in `key_moves`."""
         if ring_step not in self.gradient_steps:
             return
         if self.goes_round:
-            for owner in range(self.degree):
-                if self.needed[owner]:
-                    yield self._move(owner, ring_step - 1, ring_step, "dkv")
+            for owner, way in self._travelling(position, ring_step - 1, ring_step):
+                if way == 1 and self.needed[owner]:
+                    yield self._move(owner, ring_step - 1, ring_step, Content.DKV)
             return
         left = 2 * self.ring_steps - 1 - ring_step  # ring steps from their owner of the gradients that move now
-        for owner in range(self.degree):
-            for way in (1, -1):
-                if self._last(owner, way) >= left:
-                    yield self._move(owner, way * left, way * (left - 1), "dkv")
+        for owner, way in self._travelling(position, left, left - 1):
+            if self._last(owner, way) >= left:
+                yield self._move(owner, way * left, way * (left - 1), Content.DKV)
+
+    def _travelling(self, position: int | None, source: int, target: int) -> Iterable[tuple[int, int]]:
+        """List (owner, way) of shards that may go from `source` to `target` ring steps off their owner, in order.
+
+        Of one position those that leave it or arrive at it: at most four.
+        """
+        if position is None:
+            return ((owner, way) for owner in range(self.degree) for way in _WAYS)
+        here = {((position - way * distance) % self.degree, way) for way in _WAYS for distance in (source, target)}
+        return sorted(here, key=lambda each: (each[0], -each[1]))
 
     def _last(self, owner: int, way: int) -> int:
-        """How many ring steps the keys of `owner` travel one way: as far as the last position there that needs them."""
+        """Return how many ring steps the keys of `owner` travel one way: to the last position there that needs them."""
+        return self._lasts[owner][way < 0]
+
+    @cached_property
+    def _lasts(self) -> list[tuple[int, int]]:
         ahead, _ = self.reach
         if self.goes_round:
-            return ahead if way == 1 and self.needed[owner] else 0
-        if way == 1:
-            return max((offset for offset in self.needed[owner] if offset <= ahead), default=0)
-        return max((self.degree - offset for offset in self.needed[owner] if offset > ahead), default=0)
+            return [(ahead if needed else 0, 0) for needed in self.needed]
+        return [
+            (
+                max((offset for offset in needed if offset <= ahead), default=0),
+                max((self.degree - offset for offset in needed if offset > ahead), default=0),
+            )
+            for needed in self.needed
+        ]
 
-    def _move(self, owner: int, source: int, target: int, content: str) -> Move:
+    def _move(self, owner: int, source: int, target: int, content: Content) -> Move:
         source, target = (owner + source) % self.degree, (owner + target) % self.degree
         return Move(source=source, target=target, content=content, owner=owner)

@@ -1,26 +1,31 @@
 """Lower a plan: from pieces on ranks to rounds of transfers and block tasks.
 
 Everything follows from one record that is the same on all ranks, so that an empty transfer is left out for both sides
-at once, never by a rank on its own. Layers with the same sliding window (or none) repeat the same rounds, which are
-lowered once for all of them. How shards travel is said in `forwarding`, which blocks there are in `blocks`.
+at once, never by a rank on its own. Rounds come for all ranks, as order checks and the simulator want them, and for one
+rank, in O(degree). Layers with the same sliding window (or none) repeat the same rounds. How shards travel is said in
+`forwarding`, which blocks there are in `blocks`, how groups split heads in `heads`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lengthwise.core.cut import position_chunks
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.program.blocks import block_tasks
+from lengthwise.program.blocks import Queries, block_tasks, positions_seeing
 from lengthwise.program.forwarding import Forwarding, Move
-from lengthwise.program.records import BlockTask, Round, Segment, Transfer
+from lengthwise.program.heads import exchange_transfers, heads_of, ring_bounds
+from lengthwise.program.records import BlockTask, Content, HeadRange, RankRound, Round, Segment, Transfer
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchProgram:
-    """One microbatch, lowered for all of its ranks and for layers with one sliding window (None: no window)."""
+    """One microbatch, lowered for all of its ranks and for layers with one sliding window (None: no window).
+
+    A position is one of a piece's ranks; its ring position is that of its group where the piece splits heads.
+    """
 
     index: int
     microbatch: Microbatch
@@ -38,13 +43,15 @@ class MicrobatchProgram:
 
     def shard_tokens(self, piece: int, position: int) -> int:
         """Count the tokens that `position` of `piece` holds."""
-        return sum(segment.num_tokens for segment in self._shards[piece][position])
+        return self._shard_tokens[piece][position]
 
-    def pieces_of(self, rank: int) -> Iterator[tuple[int, Piece, int]]:
-        """Yield (piece index, piece, position of `rank` in it) for the pieces that name `rank`, in plan order."""
-        for index, piece in enumerate(self.microbatch.pieces):
-            if rank in piece.ranks:
-                yield index, piece, piece.ranks.index(rank)
+    def ring_tokens(self, piece: int, owner: int) -> int:
+        """Count the tokens of ring position `owner`, whose heads its ranks split."""
+        return self._ring_tokens[piece][owner]
+
+    def pieces_of(self, rank: int) -> tuple[tuple[int, Piece, int], ...]:
+        """List (piece index, piece, position of `rank` in it) for the pieces that name `rank`, in plan order."""
+        return self._places.get(rank, ())
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
         """List the tokens that `rank` holds in this microbatch, in local order."""
@@ -58,6 +65,20 @@ class MicrobatchProgram:
             start += self.shard_tokens(index, position)
         return starts
 
+    def row_starts(self, rank: int) -> dict[HeadRange, dict[int, int]]:
+        """Map each range of heads that `rank` attends to its pieces, and these to the first row of their tokens.
+
+        Rows of a range are the ring positions' tokens of its pieces, one piece after the other, in plan order.
+        """
+        starts: dict[HeadRange, dict[int, int]] = {}
+        stops: dict[HeadRange, int] = {}
+        for index, piece, position in self.pieces_of(rank):
+            heads = heads_of(piece, position)
+            start = stops.get(heads, 0)
+            starts.setdefault(heads, {})[index] = start
+            stops[heads] = start + self.ring_tokens(index, position // piece.heads)
+        return starts
+
     @cached_property
     def ring_steps(self) -> int:
         """Ring steps at which any rank has blocks to compute: 1 where nothing has to travel."""
@@ -65,27 +86,67 @@ class MicrobatchProgram:
 
     @cached_property
     def forward_rounds(self) -> tuple[Round, ...]:
-        """Rounds of the forward pass, one for each ring step but the last."""
+        """Rounds of the ring in the forward pass, one for each ring step but the last."""
         return tuple(Round(transfers=tuple(self._key_transfers(ring_step))) for ring_step in range(self.ring_steps - 1))
 
     @cached_property
     def backward_rounds(self) -> tuple[Round, ...]:
-        """Rounds of the backward pass: keys and values again, and their gradients on the way to their owners."""
-        stops = [forwarding.gradient_steps.stop for forwarding in self._forwardings]
+        """Rounds of the ring in the backward pass: keys and values again, and their gradients on the way home."""
         return tuple(
             Round(transfers=(*self._key_transfers(ring_step), *self._gradient_transfers(ring_step)))
-            for ring_step in range(max(stops))
+            for ring_step in range(self._backward_steps)
         )
+
+    def exchange(self, content: Content) -> Round:
+        """Return the round in which all groups that split heads exchange `content`."""
+        pieces = enumerate(self.microbatch.pieces)
+        return Round(
+            transfers=tuple(
+                transfer
+                for index, piece in pieces
+                for transfer in exchange_transfers(piece, index, self._shard_tokens[index], content)
+            )
+        )
+
+    def forward_rounds_of(self, rank: int) -> tuple[RankRound, ...]:
+        """Return one rank's part in `forward_rounds`, without lowering the others'."""
+        return tuple(_part(rank, self._key_transfers(step, rank)) for step in range(self.ring_steps - 1))
+
+    def backward_rounds_of(self, rank: int) -> tuple[RankRound, ...]:
+        """Return one rank's part in `backward_rounds`, without lowering the others'."""
+        return tuple(
+            _part(rank, (*self._key_transfers(step, rank), *self._gradient_transfers(step, rank)))
+            for step in range(self._backward_steps)
+        )
+
+    def exchange_of(self, rank: int, content: Content) -> RankRound:
+        """Return one rank's part in `exchange`."""
+        transfers = (
+            transfer
+            for index, piece, position in self.pieces_of(rank)
+            for transfer in exchange_transfers(piece, index, self._shard_tokens[index], content, position)
+        )
+        return _part(rank, transfers)
 
     def tasks(self, rank: int, ring_step: int) -> tuple[BlockTask, ...]:
         """List the blocks that `rank` computes at `ring_step`; blocks without queries or keys are left out."""
-        starts = self.shard_starts(rank)
-        return tuple(
-            replace(task, q_start=task.q_start + starts[index], q_stop=task.q_stop + starts[index])
-            for index, _, position in self.pieces_of(rank)
-            for owner in self._forwardings[index].owners(position, ring_step)
-            for task in self._blocks(index, position, owner)
-        )
+        starts = self.row_starts(rank)
+        found: list[BlockTask] = []
+        for index, piece, position in self.pieces_of(rank):
+            heads, group = heads_of(piece, position), position // piece.heads
+            shard = self._ring_shard(index, group)
+            queries = Queries(piece=index, position=group, shard=shard, row=starts[heads][index], heads=heads)
+            for owner in self._forwardings[index].owners(group, ring_step):
+                found += block_tasks(queries, self._ring_shard(index, owner), owner=owner, window=self.window)
+        return tuple(found)
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[tuple[int, Piece, int], ...]]:
+        places: dict[int, list[tuple[int, Piece, int]]] = {}
+        for index, piece in enumerate(self.microbatch.pieces):
+            for position, rank in enumerate(piece.ranks):
+                places.setdefault(rank, []).append((index, piece, position))
+        return {rank: tuple(those) for rank, those in places.items()}
 
     @cached_property
     def _shards(self) -> tuple[tuple[tuple[Segment, ...], ...], ...]:
@@ -102,46 +163,96 @@ class MicrobatchProgram:
         )
 
     @cached_property
+    def _shard_tokens(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(sum(each.num_tokens for each in shard) for shard in shards) for shards in self._shards)
+
+    @cached_property
+    def _ring_tokens(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(sum(tokens[first : first + piece.heads]) for first in range(0, piece.degree, piece.heads))
+            for piece, tokens in zip(self.microbatch.pieces, self._shard_tokens, strict=True)
+        )
+
+    def _ring_shard(self, index: int, group: int) -> tuple[Segment, ...]:
+        piece = self.microbatch.pieces[index]
+        if piece.heads == 1:
+            return self._shards[index][group]
+        first, last = (self._shards[index][each] for each in (group * piece.heads, (group + 1) * piece.heads - 1))
+        return tuple(
+            Segment(sequence=low.sequence, start=low.start, stop=high.stop)
+            for place in range(len(piece.sequences))
+            for low, high in ((first[2 * place], last[2 * place]), (last[2 * place + 1], first[2 * place + 1]))
+        )
+
+    @cached_property
     def _forwardings(self) -> tuple[Forwarding, ...]:
         return tuple(
-            Forwarding(
-                degree=piece.degree,
-                goes_round=self.window is None,
-                needed=tuple(self._offsets_needing(index, piece.degree, owner) for owner in range(piece.degree)),
-            )
+            Forwarding(degree=piece.degree // piece.heads, goes_round=self.window is None, needed=self._needed(index))
             for index, piece in enumerate(self.microbatch.pieces)
         )
 
-    def _offsets_needing(self, piece: int, degree: int, owner: int) -> frozenset[int]:
-        if not self.shard_tokens(piece, owner):
-            return frozenset()
-        offsets = range(1, degree)
+    def _needed(self, index: int) -> tuple[frozenset[int], ...]:
+        """Return for each ring position the offsets of those that have a block with its keys."""
+        piece = self.microbatch.pieces[index]
+        degree = piece.degree // piece.heads
         if self.window is None:
-            return frozenset(offsets)
-        return frozenset(o for o in offsets if any(True for _ in self._blocks(piece, (owner + o) % degree, owner)))
-
-    def _blocks(self, piece: int, position: int, owner: int) -> Iterator[BlockTask]:
-        own, held = self.shard(piece, position), self.shard(piece, owner)
-        return block_tasks(own, held, piece=piece, owner=owner, position=position, window=self.window)
-
-    def _key_transfers(self, ring_step: int) -> Iterator[Transfer]:
-        for index, forwarding in enumerate(self._forwardings):
-            yield from (self._transfer(index, move) for move in forwarding.key_moves(ring_step))
-
-    def _gradient_transfers(self, ring_step: int) -> Iterator[Transfer]:
-        for index, forwarding in enumerate(self._forwardings):
-            yield from (self._transfer(index, move) for move in forwarding.gradient_moves(ring_step))
-
-    def _transfer(self, piece: int, move: Move) -> Transfer:
-        ranks = self.microbatch.pieces[piece].ranks
-        return Transfer(
-            source=ranks[move.source],
-            target=ranks[move.target],
-            piece=piece,
-            content=move.content,
-            owner=move.owner,
-            tokens=self.shard_tokens(piece, move.owner),
+            every, none = frozenset(range(1, degree)), frozenset[int]()
+            return tuple(every if self.ring_tokens(index, owner) else none for owner in range(degree))
+        bounds, window = [ring_bounds(self.tokens[i], piece) for i in piece.sequences], self.window
+        return tuple(
+            frozenset(
+                (position - owner) % degree
+                for each in bounds
+                for position in positions_seeing(each, owner, window)
+                if position != owner
+            )
+            for owner in range(degree)
         )
+
+    @cached_property
+    def _backward_steps(self) -> int:
+        return max(forwarding.gradient_steps.stop for forwarding in self._forwardings)
+
+    def _key_transfers(self, ring_step: int, rank: int | None = None) -> Iterator[Transfer]:
+        for index, forwarding, group, places in self._rings(rank):
+            yield from self._transfers(index, forwarding.key_moves(ring_step, group), places)
+
+    def _gradient_transfers(self, ring_step: int, rank: int | None = None) -> Iterator[Transfer]:
+        for index, forwarding, group, places in self._rings(rank):
+            yield from self._transfers(index, forwarding.gradient_moves(ring_step, group), places)
+
+    def _rings(self, rank: int | None) -> Iterator[tuple[int, Forwarding, int | None, range]]:
+        """Yield (piece index, its forwarding, ring position, places in a group) of a rank; None: of all together."""
+        if rank is None:
+            for index, piece in enumerate(self.microbatch.pieces):
+                yield index, self._forwardings[index], None, range(piece.heads)
+            return
+        for index, piece, position in self.pieces_of(rank):
+            place = position % piece.heads
+            yield index, self._forwardings[index], position // piece.heads, range(place, place + 1)
+
+    def _transfers(self, index: int, moves: Iterator[Move], places: range) -> Iterator[Transfer]:
+        """Yield the transfers of moves along a ring, between ranks at the same place of their groups."""
+        piece = self.microbatch.pieces[index]
+        for move in moves:
+            for place in places:
+                yield Transfer(
+                    source=piece.ranks[move.source * piece.heads + place],
+                    target=piece.ranks[move.target * piece.heads + place],
+                    piece=index,
+                    content=move.content,
+                    owner=move.owner,
+                    tokens=self.ring_tokens(index, move.owner),
+                    heads=heads_of(piece, place),
+                )
+
+
+def _part(rank: int, transfers: Iterable[Transfer]) -> RankRound:
+    transfers = tuple(transfers)
+    return RankRound(
+        sends=tuple(each for each in transfers if each.source == rank),
+        receives=tuple(each for each in transfers if each.target == rank),
+    )
 
 
 def lower_microbatch(plan: Plan, index: int) -> MicrobatchProgram:

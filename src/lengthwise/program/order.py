@@ -15,7 +15,7 @@ from typing import Any
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.program.lower import MicrobatchProgram, last_on_all_ranks, lower_plan
-from lengthwise.program.records import Transfer
+from lengthwise.program.records import Content, Round, Transfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,10 +137,10 @@ def check_order(
 ) -> int:
     """Run the grouped calls of one step of `plan` under strict matching; return how many messages were matched.
 
-    Each rank posts, for its microbatches in order, the forward and the backward rounds of every layer, with `recompute:
-    layer` its forward rounds once more between them, and then the step-end collective. `windows` gives the sliding
-    window of each layer (default: `layers` layers without one). `counts_routers`: the counting pass of a model with a
-    router balance loss comes first (`engine.step`).
+    Each rank posts, for its microbatches in order, the forward and the backward rounds of every layer, between them
+    what recomputation runs again, and last the step-end collective. `windows` gives the sliding window of each layer
+    (default: `layers` layers without one). `counts_routers`: the counting pass of a model with a router balance loss
+    comes first (`engine.step`).
 
     Raises:
         PlanError: the ranks would wait for each other for ever; it names the ranks and what they wait in.
@@ -185,19 +185,30 @@ def _pass_groups(
     layers = range(len(windows))
     passes = [(name, layer) for layer in layers]
     if name == "backward":
-        again = ["forward again"] * (program.microbatch.recompute == "layer")
+        again = {"layer": ["forward again"], "all_but_attention": ["heads again"]}.get(program.microbatch.recompute, [])
         passes = [(each, layer) for layer in reversed(layers) for each in (*again, "backward")]
     for kind, layer in passes:
-        of_layer = lowered[windows[layer]]
-        rounds = of_layer.backward_rounds if kind == "backward" else of_layer.forward_rounds
-        for ring_step, each in enumerate(rounds):
+        for label, each in _pass_rounds(lowered[windows[layer]], kind):
             operations = [_operation(t, rank) for t in each.transfers if rank in (t.source, t.target)]
             if operations:
-                yield f"microbatch {program.index}, layer {layer}, {kind}, ring step {ring_step}", operations
+                yield f"microbatch {program.index}, layer {layer}, {kind}, {label}", operations
+
+
+def _pass_rounds(program: MicrobatchProgram, kind: str) -> Iterator[tuple[str, Round]]:
+    """Yield the rounds of one layer: heads are split, the ring turns, heads are joined."""
+    if kind == "heads again":  # attention was kept, what it reads was not
+        yield "heads split", program.exchange(Content.QKV_OUT)
+        return
+    is_backward = kind == "backward"
+    before, after = (Content.GRAD_OUT, Content.DQKV) if is_backward else (Content.QKV, Content.OUT)
+    yield "heads split", program.exchange(before)
+    for ring_step, each in enumerate(program.backward_rounds if is_backward else program.forward_rounds):
+        yield f"ring step {ring_step}", each
+    yield "heads joined", program.exchange(after)
 
 
 def _operation(transfer: Transfer, rank: int) -> Operation:
-    size = (transfer.content, transfer.tokens)
+    size = (transfer.content, transfer.tokens, transfer.heads)
     if transfer.source == rank:
         return Operation(kind="send", peer=transfer.target, size=size)
     return Operation(kind="receive", peer=transfer.source, size=size)

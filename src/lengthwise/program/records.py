@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,19 +20,53 @@ class Segment:
         return self.stop - self.start
 
 
+class Content(StrEnum):
+    """What a message carries of its tokens.
+
+    Along a ring: keys and values, or their gradients so far. Inside a group that splits heads, to who computes them and
+    home again: queries, keys and values, and the results; with results where attention is kept and only its inputs are
+    computed again; the results' gradients, and those of queries, keys and values.
+    """
+
+    KV = "kv"
+    DKV = "dkv"
+    QKV = "qkv"
+    OUT = "out"
+    QKV_OUT = "qkv_out"
+    GRAD_OUT = "grad_out"
+    DQKV = "dqkv"
+
+    @property
+    def goes_home(self) -> bool:
+        """Whether it goes from who computes some heads to who holds the tokens."""
+        return self in (Content.OUT, Content.DQKV)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRange:
+    """Part `index` of a model's attention heads, cut into `parts` of equally many."""
+
+    index: int = 0
+    parts: int = 1
+
+
+ALL_HEADS = HeadRange()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One message of a round: `content` is "kv" (keys and values) or "dkv" (their gradients so far).
+    """One message of a round: `content` about `heads` of so many `tokens`.
 
-    `owner` is the ring position whose tokens the message is about, `tokens` how many they are.
+    `owner` is whose tokens they are: a position of the ring for what travels along it, else a position of the piece.
     """
 
     source: int
     target: int
     piece: int
-    content: str
+    content: Content
     owner: int
     tokens: int
+    heads: HeadRange = ALL_HEADS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +77,19 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockTask:
-    """One block of attention: local queries against the keys of position `owner` of the piece.
+class RankRound:
+    """One rank's part in a round: what it sends and receives, in the order of the round."""
 
-    `q_start..q_stop` counts the rank's own tokens in the microbatch, `kv_start..kv_stop` those of the shard of `owner`.
+    sends: tuple[Transfer, ...] = ()
+    receives: tuple[Transfer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTask:
+    """One block of attention: local queries against the keys of position `owner` of the piece's ring.
+
+    `q_start..q_stop` counts the rank's rows of `heads` (`MicrobatchProgram.row_starts`), which are its own tokens where
+    no piece splits heads; `kv_start..kv_stop` counts the tokens of the shard of `owner`.
     `causal` blocks are on the diagonal: every query is in exactly one, its first. All others see only earlier tokens.
     `distance` is the first query's token less the first key's; where `window` is set its edge crosses the block.
     """
@@ -60,3 +104,4 @@ class BlockTask:
     causal: bool
     window: int | None = None
     distance: int = 0
+    heads: HeadRange = ALL_HEADS

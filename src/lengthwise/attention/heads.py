@@ -1,0 +1,190 @@
+"""Heads split inside groups of ranks: the all-to-all before and after attention, on one rank of one microbatch.
+
+The messages of a grouped call land in one buffer, member by member; a gather of rows puts them into the order of the
+group's tokens. Heads of keys follow the queries that use them: where a group has more ranks than there are such heads,
+several take the same one, and its gradients are summed at home. Costs one copy of what is exchanged, at either end. Who
+sends what: `program.heads`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from lengthwise.comm import Done, Pending, Transport
+from lengthwise.core.errors import PlanError
+from lengthwise.program import ALL_HEADS, Content, HeadRange, MicrobatchProgram, Transfer
+from lengthwise.program.heads import group_of, group_runs, heads_of
+
+Rows = Mapping[HeadRange, Sequence[Tensor]]
+"""For each range of heads that a rank attends some tensors of its rows, each (rows, heads of the range, head_dim)."""
+
+
+@lru_cache(maxsize=256)
+def heads_taken(heads: HeadRange, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
+    """List which of `num_kv_heads` the query heads of a range use; for `num_heads` of them these are themselves.
+
+    Kernels want as many queries on each, so that one that queries use unequally often comes more than once.
+
+    Raises:
+        PlanError: the parts do not divide the query heads.
+    """
+    if num_heads % heads.parts:
+        expected = f"a divisor of the model's {num_heads} attention heads"
+        raise PlanError("plan: heads", expected=expected, got=str(heads.parts), remedy="Plan with heads off.")
+    size, ratio = num_heads // heads.parts, num_heads // num_kv_heads
+    first = heads.index * size
+    return tuple((first + query) // ratio for query in range(0, size, gcd(size, ratio)))
+
+
+def shares_keys(heads: HeadRange, num_heads: int, num_kv_heads: int) -> bool:
+    """Return whether a head of keys is taken more than once, so that its gradients come from several places."""
+    return heads.parts * len(heads_taken(heads, num_heads, num_kv_heads)) > num_kv_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SplitPiece:
+    """A piece that splits heads, on one rank: its own tokens, and where each member's are among the rows exchanged."""
+
+    own: slice
+    position: int
+    heads: HeadRange
+    members: Mapping[int, slice]
+
+
+class HeadExchange:
+    """What one rank exchanges for the pieces of a microbatch that split heads; the others pass through."""
+
+    def __init__(self, program: MicrobatchProgram, transport: Transport) -> None:
+        self._program, self._transport = program, transport
+        starts = program.row_starts(transport.rank)
+        self.ranges = tuple(starts)
+        """The ranges of heads that this rank attends, in plan order."""
+        self._splits = self.ranges != (ALL_HEADS,)
+        self._pieces: dict[int, _SplitPiece] = {}
+        self._whole: list[slice] = []  # own tokens of pieces that split nothing, in order
+        self._runs: dict[HeadRange, list[range]] = {heads: [] for heads in self.ranges if heads != ALL_HEADS}
+        own = program.shard_starts(transport.rank)
+        self._own_tokens = sum(each.num_tokens for each in program.segments(transport.rank))
+        for index, piece, position in program.pieces_of(transport.rank) if self._splits else ():
+            tokens = slice(own[index], own[index] + program.shard_tokens(index, position))
+            heads = heads_of(piece, position)
+            if piece.heads == 1:
+                self._whole.append(tokens)
+                continue
+            members, start = {}, starts[heads][index]
+            for member in group_of(piece, position):
+                members[member] = slice(start, start + program.shard_tokens(index, member))
+                start = members[member].stop
+            self._pieces[index] = _SplitPiece(own=tokens, position=position, heads=heads, members=members)
+            lengths = [program.tokens[i] for i in piece.sequences]
+            for run in group_runs(piece, lengths, position):
+                first = members[run.position].start
+                self._runs[heads].append(range(first + run.start, first + run.stop))
+        self._orders: dict[HeadRange, Tensor] = {}
+
+    def split(self, content: Content, own: Sequence[Tensor]) -> Rows:
+        """Return the rows of every range of heads; `own` are (tokens, heads or kv_heads, head_dim), queries first."""
+        if not self._splits:
+            return {ALL_HEADS: own}
+        num_heads = [x.shape[1] for x in own]
+        widths = {heads: [len(heads_taken(heads, num_heads[0], each)) for each in num_heads] for heads in self._runs}
+        buffers = {
+            heads: own[0].new_empty(sum(map(len, self._runs[heads])), sum(width), own[0].shape[2])
+            for heads, width in widths.items()
+        }
+        mine = self._program.exchange_of(self._transport.rank, content)
+        pending = self._post(
+            [(_part(own, self._pieces[each.piece].own, each.heads), each.target) for each in mine.sends],
+            [(self._rows_of(buffers, each), each.source) for each in mine.receives],
+        )
+        for piece in self._pieces.values():
+            buffers[piece.heads][piece.members[piece.position]] = _part(own, piece.own, piece.heads)
+        pending.wait()
+        return {
+            heads: [torch.cat([x[tokens] for tokens in self._whole]) for x in own]
+            if heads == ALL_HEADS
+            else [
+                part.index_select(0, self._order(heads, part.device))
+                for part in buffers[heads].split(widths[heads], dim=1)
+            ]
+            for heads in self.ranges
+        }
+
+    def join(self, content: Content, rows: Rows, num_heads: Sequence[int]) -> Sequence[Tensor]:
+        """Return this rank's own tokens with all their heads, `num_heads` of each tensor; undoes `split`.
+
+        What comes from several ranks is summed.
+        """
+        if not self._splits:
+            return rows[ALL_HEADS]
+        like = next(iter(rows.values()))[0]
+        own = [like.new_zeros(self._own_tokens, each, like.shape[2]) for each in num_heads]
+        buffers = {heads: self._by_member(heads, rows[heads]) for heads in self._runs}
+        mine = self._program.exchange_of(self._transport.rank, content)
+        arriving = [like.new_empty(each.tokens, _width(each.heads, num_heads), like.shape[2]) for each in mine.receives]
+        pending = self._post(
+            [(self._rows_of(buffers, each), each.target) for each in mine.sends],
+            [(message, each.source) for message, each in zip(arriving, mine.receives, strict=True)],
+        )
+        for piece in self._pieces.values():
+            _add(own, piece.own, piece.heads, buffers[piece.heads][piece.members[piece.position]])
+        for into, x in zip(own, rows.get(ALL_HEADS, ()), strict=False):
+            for tokens, part in zip(
+                self._whole, x.split([each.stop - each.start for each in self._whole]), strict=True
+            ):
+                into[tokens] = part
+        pending.wait()
+        for message, each in zip(arriving, mine.receives, strict=True):
+            _add(own, self._pieces[each.piece].own, each.heads, message)
+        return own
+
+    def _post(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Pending:
+        return self._transport.exchange(sends, receives) if sends or receives else Done()
+
+    def _rows_of(self, buffers: Mapping[HeadRange, Tensor], transfer: Transfer) -> Tensor:
+        piece = self._pieces[transfer.piece]
+        return buffers[piece.heads][piece.members[transfer.owner]]
+
+    def _order(self, heads: HeadRange, device: torch.device) -> Tensor:
+        """Return for each row of a range where it is among the rows exchanged."""
+        if heads not in self._orders:
+            rows = [torch.arange(run.start, run.stop) for run in self._runs[heads]]
+            self._orders[heads] = torch.cat(rows).to(device)
+        return self._orders[heads]
+
+    def _by_member(self, heads: HeadRange, rows: Sequence[Tensor]) -> Tensor:
+        """Put rows of a range side by side and in the order in which they are exchanged."""
+        together = torch.cat(tuple(rows), dim=1)
+        return torch.empty_like(together).index_copy_(0, self._order(heads, together.device), together)
+
+
+def _part(own: Sequence[Tensor], tokens: slice, heads: HeadRange) -> Tensor:
+    """Return the heads of a range of some of the own tokens, side by side."""
+    num_heads = own[0].shape[1]
+    return torch.cat([x[tokens, _columns(heads_taken(heads, num_heads, x.shape[1]))] for x in own], dim=1)
+
+
+def _add(own: Sequence[Tensor], tokens: slice, heads: HeadRange, message: Tensor) -> None:
+    """Add to some of the own tokens what was computed of them for a range of heads."""
+    taken = [heads_taken(heads, own[0].shape[1], x.shape[1]) for x in own]
+    for into, columns, part in zip(own, taken, message.split([len(each) for each in taken], dim=1), strict=True):
+        if isinstance(_columns(columns), slice):
+            into[tokens, _columns(columns)] += part
+        else:
+            into[tokens].index_add_(1, torch.tensor(columns, device=part.device), part)
+
+
+def _columns(taken: tuple[int, ...]) -> slice | list[int]:
+    """Return the index of some heads, a slice where they lie side by side."""
+    first, last = taken[0], taken[-1]
+    return slice(first, last + 1) if len(taken) == last - first + 1 else list(taken)
+
+
+def _width(heads: HeadRange, num_heads: Sequence[int]) -> int:
+    return sum(len(heads_taken(heads, num_heads[0], each)) for each in num_heads)

@@ -1,0 +1,89 @@
+"""Results of attention while they grow block by block: of one range of heads, all rows of a rank.
+
+Sums are in fp32 (fp64 under fp64) and cast once. Every query is in one diagonal block, which is its first, so nothing
+is read before it is written; without a window the same holds for every key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lengthwise.attention.kernels import Block, Gradients, Saved, merge_block
+from lengthwise.attention.ring_steps import RingStep
+from lengthwise.program import BlockTask, HeadRange
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which partial results are merged and summed: fp32, or fp64 under fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class PartialOut:
+    """Output and log-sum-exp of the queries of `block`, which `heads` of `ring_steps` will add to."""
+
+    def __init__(self, block: Block, heads: HeadRange, ring_steps: Sequence[RingStep]) -> None:
+        q = block.q
+        merges = any(not task.causal and task.heads == heads for each in ring_steps for task in each.tasks)
+        rows = 0 if heads in ring_steps[0].packs else len(q)  # a pack brings the memory for its results
+        self._dtype = q.dtype
+        self._out = q.new_empty(rows, *q.shape[1:], dtype=wide(q.dtype) if merges else q.dtype)
+        self._lse = q.new_empty(q.shape[1], rows, dtype=wide(q.dtype))
+
+    def take_pack(self, out: Tensor, lse: Tensor) -> None:
+        """Take what a pack gave, of all rows."""
+        self._out, self._lse = out.to(self._out.dtype), lse
+
+    def take(self, task: BlockTask, out: Tensor, lse: Tensor) -> None:
+        """Take what a block gave."""
+        rows = slice(task.q_start, task.q_stop)
+        if task.causal:
+            self._out[rows], self._lse[:, rows] = out, lse
+        else:
+            merge_block(self._out[rows], self._lse[:, rows], out, lse)
+
+    def done(self, sinks: Tensor | None) -> Saved:
+        """Return output, in the dtype of the queries, and log-sum-exp; `sinks` (heads,) are taken in."""
+        out, lse = self._out, self._lse
+        if sinks is not None:  # exact after the fact, and for backward, too: docs/decisions/attention-sinks.md
+            with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+            out, lse = out * torch.exp(lse - with_sink).t()[..., None], with_sink
+        return Saved(out=out.to(self._dtype), lse=lse)
+
+
+class PartialGradients:
+    """Gradients of the queries of `block`, and of its keys and values, for which those of other ranks arrive, too."""
+
+    def __init__(self, block: Block, *, windowed: bool) -> None:
+        self._block, self._first_writes = block, not windowed
+        make = torch.zeros if windowed else torch.empty
+        self.dq = torch.empty_like(block.q, dtype=wide(block.q.dtype))
+        self.dkv = make(2, *block.k.shape, dtype=self.dq.dtype, device=block.k.device)
+
+    def take_pack(self, grads: Gradients) -> None:
+        """Take what a pack gave, of all rows."""
+        for total, part in zip((self.dq, *self.dkv), grads, strict=True):
+            total.copy_(part)
+
+    def take(self, task: BlockTask, grads: Gradients, into: Tensor) -> None:
+        """Take what a block gave; `into` (2, tokens, kv_heads, head_dim) is for the shard of its keys."""
+        rows, cols = slice(task.q_start, task.q_stop), slice(task.kv_start, task.kv_stop)
+        dq, *dkv = grads
+        if task.causal:
+            self.dq[rows] = dq
+        else:
+            self.dq[rows] += dq
+        for total, part in zip(into, dkv, strict=True):
+            if task.causal and self._first_writes:
+                total[cols] = part
+            else:
+                total[cols] += part
+
+    def done(self, *, widely: bool) -> Gradients:
+        """Return (dq, dk, dv) in the dtypes of q, k and v; `widely`: as they were summed."""
+        if widely:
+            return self.dq, self.dkv[0], self.dkv[1]
+        block = self._block
+        return self.dq.to(block.q.dtype), self.dkv[0].to(block.k.dtype), self.dkv[1].to(block.v.dtype)

@@ -1,0 +1,79 @@
+"""One rank's rounds and blocks of a pass, ring step by ring step: what `planned` runs, lowered once a microbatch.
+
+Cost: O(degree) in Python, the blocks of other ranks are never made.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from lengthwise.attention.packs import Pack, pack_of
+from lengthwise.program import BlockTask, Content, HeadRange, MicrobatchProgram, RankRound, Transfer
+
+Shard = tuple[int, int]
+"""(piece, owner): the tokens of one ring position of one piece."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingStep:
+    """One ring step on one rank. `last_used` are shards whose keys no later one wants.
+
+    `packs` join the diagonal blocks of the first ring step, one for each range of heads, where the kernel takes packs;
+    `tasks` are then the others.
+    """
+
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+    tasks: tuple[BlockTask, ...]
+    last_used: tuple[Shard, ...]
+    packs: Mapping[HeadRange, Pack] = field(default_factory=dict)
+
+
+def ring_steps_of(
+    program: MicrobatchProgram, rank: int, *, packs_on: torch.device | None
+) -> tuple[list[RingStep], list[RingStep]]:
+    """Return a rank's (forward, backward) ring steps; `packs_on`: where the borders of packs lie, None: no packs.
+
+    Steps in which the rank does nothing stay, for the order.
+    """
+    tasks = [program.tasks(rank, number) for number in range(program.ring_steps)]
+    packs: dict[HeadRange, Pack] = {}
+    if packs_on is not None:
+        assert not any(task.causal for each in tasks[1:] for task in each), "a rank's own keys come first"
+        for heads in program.row_starts(rank):
+            of_range = [task for task in tasks[0] if task.heads == heads]
+            pack = pack_of(of_range, window=program.window, device=packs_on)
+            packs.update({} if pack is None else {heads: pack})
+        tasks[0] = tuple(task for task in tasks[0] if not task.causal)
+    passes = (program.forward_rounds_of(rank), program.backward_rounds_of(rank))
+    forward, backward = (_ring_steps(rounds, tasks, packs) for rounds in passes)
+    return forward, backward
+
+
+def _ring_steps(
+    rounds: Sequence[RankRound], tasks: Sequence[tuple[BlockTask, ...]], packs: Mapping[HeadRange, Pack]
+) -> list[RingStep]:
+    count = max(len(tasks), len(rounds))
+    rounds = [*rounds, *[RankRound()] * (count - len(rounds))]
+    tasks = [*tasks, *[()] * (count - len(tasks))]
+    last_use: dict[Shard, int] = {}
+    for number, (each, blocks) in enumerate(zip(rounds, tasks, strict=True)):
+        used = (*blocks, *(send for send in each.sends if send.content == Content.KV))
+        last_use.update({(one.piece, one.owner): number for one in used})
+    last_used: dict[int, list[Shard]] = defaultdict(list)
+    for shard, number in last_use.items():
+        last_used[number].append(shard)
+    return [
+        RingStep(
+            sends=each.sends,
+            receives=each.receives,
+            tasks=tasks[number],
+            last_used=tuple(last_used[number]),
+            packs={} if number else packs,
+        )
+        for number, each in enumerate(rounds)
+    ]

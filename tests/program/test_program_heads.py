@@ -1,0 +1,212 @@
+"""Split heads as data: who sends what in a group, whose tokens a group attends, and one rank's part of all rounds."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lengthwise.core.plan import Piece
+from lengthwise.program import Content, HeadRange, RankRound, check_order, lower_microbatch, lower_plan
+from lengthwise.program.heads import group_of, group_runs
+from lengthwise.program.order import rank_groups
+from support import draw_lengths, make_plan, random_plan, visible_pairs
+
+HEADS = 840  # divided by every degree up to 8
+INTO, HOME = (Content.QKV, Content.QKV_OUT, Content.GRAD_OUT), (Content.OUT, Content.DQKV)
+
+
+def part_of(rank, each):
+    """Cut a round of all ranks down to one."""
+    sends, receives = ([t for t in each.transfers if getattr(t, side) == rank] for side in ("source", "target"))
+    return RankRound(sends=tuple(sends), receives=tuple(receives))
+
+
+def drawn(choose, ranks, count):
+    return random_plan(choose, ranks, draw_lengths(choose, ranks, count), num_heads=HEADS)
+
+
+@settings(max_examples=200)
+@given(
+    choose=st.randoms(use_true_random=False),
+    ranks=st.integers(1, 9),
+    count=st.integers(1, 6),
+    window=st.one_of(st.none(), st.integers(1, 45)),
+)
+def test_one_ranks_rounds_are_its_part_of_the_rounds_of_all(choose, ranks, count, window):
+    plan = drawn(choose, ranks, count)
+    for index in range(len(plan.microbatches)):
+        program = lower_microbatch(plan, index).with_window(window)
+        for rank in range(ranks):
+            assert program.forward_rounds_of(rank) == tuple(part_of(rank, each) for each in program.forward_rounds)
+            assert program.backward_rounds_of(rank) == tuple(part_of(rank, each) for each in program.backward_rounds)
+            for content in (*INTO, *HOME):
+                assert program.exchange_of(rank, content) == part_of(rank, program.exchange(content))
+
+
+@given(
+    choose=st.randoms(use_true_random=False),
+    ranks=st.integers(1, 8),
+    count=st.integers(1, 5),
+    window=st.one_of(st.none(), st.integers(1, 45)),
+)
+def test_keys_travel_where_there_are_blocks_for_them_and_no_further(choose, ranks, count, window):
+    plan = drawn(choose, ranks, count)
+    for index in range(len(plan.microbatches)):
+        program = lower_microbatch(plan, index).with_window(window)
+        used, arrived = set(), set()
+        for rank in program.microbatch.ranks:
+            for ring_step in range(program.ring_steps):
+                used |= {(rank, task.piece, task.owner) for task in program.tasks(rank, ring_step)}
+            for each in program.forward_rounds_of(rank):
+                arrived |= {(rank, t.piece, t.owner) for t in each.receives}
+        own = {
+            (rank, index, position // piece.heads)
+            for rank in program.microbatch.ranks
+            for index, piece, position in program.pieces_of(rank)
+        }
+        assert used <= own | arrived
+        last = {}  # on each way, the last one to receive keys has a block for them
+        for number, each in enumerate(program.forward_rounds):
+            for t in each.transfers:
+                last[t.piece, t.owner, t.heads, t.source] = (number, t)
+        for number, t in last.values():
+            goes_on = any(
+                next_t.source == t.target and (next_t.piece, next_t.owner, next_t.heads) == (t.piece, t.owner, t.heads)
+                for each in program.forward_rounds[number + 1 : number + 2]
+                for next_t in each.transfers
+            )
+            assert goes_on or program.window is None or (t.target, t.piece, t.owner) in used
+
+
+@settings(max_examples=60)
+@given(
+    choose=st.randoms(use_true_random=False),
+    ranks=st.integers(1, 8),
+    count=st.integers(1, 5),
+    window=st.one_of(st.none(), st.integers(1, 45)),
+)
+def test_every_part_of_the_heads_covers_each_visible_pair_once(choose, ranks, count, window):
+    plan = drawn(choose, ranks, count)
+    pairs: dict[tuple[int, HeadRange], Counter] = {}
+    for rank in range(ranks):
+        for program in (each.with_window(window) for each in lower_plan(plan, rank)):
+            rows = rows_of(program, rank)
+            for ring_step in range(program.ring_steps):
+                for task in program.tasks(rank, ring_step):
+                    mine = pairs.setdefault((task.sequence, task.heads), Counter())
+                    piece = program.microbatch.pieces[task.piece]
+                    keys = ring_tokens(plan, piece, task.owner)[task.kv_start : task.kv_stop]
+                    for row, (sequence, query) in enumerate(rows[task.heads][task.q_start : task.q_stop]):
+                        for column, (other, key) in enumerate(keys):
+                            assert sequence == other == task.sequence
+                            gap = task.distance + row - column
+                            hidden = task.causal and gap < 0
+                            if not hidden and (task.window is None or gap < task.window):
+                                mine[query, key] += 1
+    for microbatch in plan.microbatches:
+        for piece in microbatch.pieces:
+            for i in piece.sequences:
+                seen = {(q, k) for q, k in visible_pairs(plan.tokens[i]) if window is None or q - k < window}
+                for index in range(piece.heads):
+                    assert pairs.pop((i, HeadRange(index=index, parts=piece.heads))) == Counter(seen)
+    assert not pairs
+
+
+def ring_tokens(plan, piece, group):
+    """List (sequence, token) of a ring position: those of its positions, each sequence in order."""
+    program = lower_microbatch(make_plan(plan.ranks, plan.tokens, [piece]), 0)
+    members = group_of(piece, group * piece.heads)
+    return [
+        (i, token)
+        for i in piece.sequences
+        for token in sorted(
+            t for j in members for s in program.shard(0, j) if s.sequence == i for t in range(s.start, s.stop)
+        )
+    ]
+
+
+def rows_of(program, rank):
+    """List the (sequence, token) of each row, by range of heads, from what the members of groups hold."""
+    rows = {}
+    for index, piece, position in program.pieces_of(rank):
+        heads = next(h for h, starts in program.row_starts(rank).items() if index in starts)
+        assert heads == HeadRange(index=position % piece.heads, parts=piece.heads)
+        assert program.row_starts(rank)[heads][index] == len(rows.get(heads, ()))
+        lengths = [program.tokens[i] for i in piece.sequences]
+        held = {
+            j: [(s.sequence, t) for s in program.shard(index, j) for t in range(s.start, s.stop)]
+            for j in group_of(piece, position)
+        }
+        runs = [
+            each for run in group_runs(piece, lengths, position) for each in held[run.position][run.start : run.stop]
+        ]
+        assert Counter(runs) == Counter(each for those in held.values() for each in those)
+        rows.setdefault(heads, []).extend(runs)
+    return rows
+
+
+@given(choose=st.randoms(use_true_random=False), ranks=st.integers(2, 8), count=st.integers(1, 5))
+def test_groups_exchange_every_part_of_every_token_once_and_bring_it_home(choose, ranks, count):
+    plan = drawn(choose, ranks, count)
+    for index in range(len(plan.microbatches)):
+        program = lower_microbatch(plan, index)
+        for content in (*INTO, *HOME):
+            transfers = program.exchange(content).transfers
+            expected = {
+                (number, owner, HeadRange(index=member % piece.heads, parts=piece.heads), member)
+                for number, piece in enumerate(program.microbatch.pieces)
+                for owner in range(piece.degree)
+                for member in group_of(piece, owner)
+                if member != owner and program.shard_tokens(number, owner)
+            }
+            found = set()
+            for t in transfers:
+                ring = program.microbatch.pieces[t.piece].ranks
+                owner, member = (t.target, t.source) if content in HOME else (t.source, t.target)
+                assert ring.index(owner) == t.owner
+                assert t.tokens == program.shard_tokens(t.piece, t.owner) > 0
+                found.add((t.piece, t.owner, t.heads, ring.index(member)))
+            assert found == expected
+            assert len(transfers) == len(expected)
+
+
+@settings(max_examples=50)
+@given(choose=st.randoms(use_true_random=False), ranks=st.integers(1, 8), count=st.integers(1, 6))
+def test_any_plan_with_split_heads_and_any_recomputation_completes(choose, ranks, count):
+    plan = drawn(choose, ranks, count)
+    for windows in ([None, None], [3, None]):
+        check_order(plan, windows=windows)
+        check_order(plan, windows=windows, counts_routers=True)
+
+
+def test_heads_are_split_before_the_ring_and_joined_after_it_in_both_passes():
+    plan = make_plan(4, [40], [Piece(ranks=(0, 1, 2, 3), sequences=(0,), heads=2)])
+    labels = [label.partition("layer 0, ")[2] for label, _ in rank_groups(plan, 1, windows=[None])]
+    assert labels == [
+        *("forward, heads split", "forward, ring step 0", "forward, heads joined"),
+        *("backward, heads split", "backward, ring step 0", "backward, ring step 2", "backward, heads joined"),
+        "",
+    ]
+
+
+def test_a_group_holds_what_a_position_of_the_smaller_cut_holds():
+    plan = make_plan(6, [53], [Piece(ranks=tuple(range(6)), sequences=(0,), heads=2)])
+    small = make_plan(3, [53], [Piece(ranks=(0, 1, 2), sequences=(0,))])
+    split, plain = lower_microbatch(plan, 0), lower_microbatch(small, 0)
+    assert [split.ring_tokens(0, group) for group in range(3)] == [plain.shard_tokens(0, j) for j in range(3)]
+    assert [len(each.transfers) for each in split.forward_rounds] == [6, 6]
+    assert {(t.source, t.target) for t in split.forward_rounds[0].transfers} == {
+        (0, 2),
+        (1, 3),
+        (2, 4),
+        (3, 5),
+        (4, 0),
+        (5, 1),
+    }
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+def test_ulysses_alone_needs_no_ring(heads):
+    plan = make_plan(8, [100], [Piece(ranks=tuple(range(8)), sequences=(0,), heads=heads)])
+    assert len(lower_microbatch(plan, 0).forward_rounds) == 8 // heads - 1
