@@ -4,16 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from lengthwise.core.measurements import Measurements
 from lengthwise.core.plan import Piece
 from lengthwise.core.shape import ModelShape
-from lengthwise.report.forecast import forecast_lines, forecast_verification
+from lengthwise.report.forecast import ThreadRates, forecast_lines, forecast_verification
 from support import make_plan
 
 SHAPE = ModelShape(
     name="t", layers=2, hidden=16, heads=4, kv_heads=2, head_dim=4, intermediate=32, vocab=64
 )  # linear_params 2 (16 x 4 x 12 + 3 x 16 x 32) + 16 x 64 = 5632, in all 6656
-SPEED = Measurements(
+SPEED = ThreadRates(
     cores=4,
     linear_flops_per_second=6.0 * 5632,  # a token a second
     attention_flops_per_second=7.0 * 2 * 4 * 4,  # a squared token a second

@@ -13,6 +13,7 @@ import tyro
 from lengthwise.cli.demo import Demo
 from lengthwise.cli.machine import prepare_environment
 from lengthwise.cli.plan import PlanCommand
+from lengthwise.cli.profile import Profile
 from lengthwise.cli.simulate import Simulate
 from lengthwise.cli.train import Train
 from lengthwise.cli.verify import Verify
@@ -27,6 +28,7 @@ _VERBS: dict[str, tuple[type, str | None]] = {
     "plan": (PlanCommand, "Plan one step and write the plan file; needs no torch."),
     "simulate": (Simulate, "Simulate steps on machines that you do not have; needs no torch."),
     "verify": (Verify, None),
+    "profile": (Profile, None),
     "demo": (Demo, "See all of it in a few minutes, with no GPU and no download."),
 }
 Command: Any = Union[  # noqa: UP007 - of a tuple

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from lengthwise.cli.machine import memory_bytes
-from lengthwise.core.measurements import Measurements
 from lengthwise.core.shape import ModelShape
+from lengthwise.report.forecast import ThreadRates
 
 _TOKENS = 256
 _WIDEST = 4096  # larger products run no faster
@@ -23,7 +23,7 @@ _PASSES = 3  # forward, and backward with twice its operations
 _OPERATIONS_A_LAYER, _OPERATIONS_AN_EXPERT = 60, 8  # tensor operations of one layer's forward
 
 
-def calibrate(shape: ModelShape, precision: str) -> Measurements:
+def calibrate(shape: ModelShape, precision: str) -> ThreadRates:
     """Time one product, one attention, one copy, one draw and small operations, at the sizes of a model."""
     import torch
     import torch.nn.functional as F
@@ -51,7 +51,7 @@ def calibrate(shape: ModelShape, precision: str) -> Measurements:
         draw = _best_seconds(lambda: large.normal_())
         copy = _best_seconds(lambda: large.add_(1.0))
     experts = 1 + _OPERATIONS_AN_EXPERT * (shape.experts if shape.experts > 1 else 0) / _OPERATIONS_A_LAYER
-    return Measurements(
+    return ThreadRates(
         cores=os.cpu_count() or 1,
         linear_flops_per_second=2.0 * _TOKENS * hidden * width / linear,
         attention_flops_per_second=2.0 * (2 * _TOKENS) ** 2 * heads * head_dim / attention,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import MutableMapping
-from pathlib import Path
 
 from lengthwise.core import __version__
 from lengthwise.report.figures import count
@@ -19,25 +18,17 @@ def machine_lines() -> list[str]:
     import transformers
 
     from lengthwise.comm import count_gpus
+    from lengthwise.profiler.place import processor_name
 
     total = memory_bytes()
     memory = "memory unknown" if total is None else f"{count(total)}B memory"
     return [
         "[bold]Machine[/bold]",
-        f"{_cpu_name()}, {os.cpu_count()} cores, {memory}, {count_gpus()} GPUs; "
+        f"{processor_name()}, {os.cpu_count()} cores, {memory}, {count_gpus()} GPUs; "
         f"{platform.system()} {platform.release()}",
         f"lengthwise {__version__}, Python {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
     ]
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def memory_bytes() -> float | None:

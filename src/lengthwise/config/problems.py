@@ -96,11 +96,20 @@ def _to_problem(detail: ErrorDetails, listed: set[type[Settings]]) -> ConfigErro
     if kind == "extra_forbidden":
         remedy = _unknown_remedy(str(loc[-1]), _section(loc[:-1]) or RunConfig, listed)
         return ConfigError(where, expected="a known key", got=f"`{loc[-1]}`", remedy=remedy)
-    message = detail["msg"].removeprefix("Input should be ")
-    expected = _EXPECTED[kind](detail.get("ctx", {})) if kind in _EXPECTED else message
     return ConfigError(
-        where, expected=expected, got="nothing" if kind == "missing" else shown(value), remedy=_help(loc, kind, value)
+        where,
+        expected=expected_value(detail),
+        got="nothing" if kind == "missing" else shown(value),
+        remedy=_help(loc, kind, value),
     )
+
+
+def expected_value(detail: ErrorDetails) -> str:
+    """Say what pydantic would have taken, in words that may follow "expected"."""
+    kind = detail["type"]
+    if kind in _EXPECTED:
+        return _EXPECTED[kind](detail.get("ctx", {}))
+    return detail["msg"].removeprefix("Input should be ")
 
 
 def _unknown_remedy(key: str, section: type[Settings], listed: set[type[Settings]]) -> str:

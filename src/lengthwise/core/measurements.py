@@ -1,25 +1,168 @@
-"""What was measured on a device: the one input of costs that are fitted to a machine instead of taken from a table."""
+"""What was timed on a machine, and the coefficients that follow: `lengthwise.measurements/1`, a JSON file.
+
+Written by `lengthwise profile`, read by `plan`, `simulate` and `train`. It holds every sample (what was run, how long
+it took, how much repeats differed), where they were taken, and the fit: one value a term with its relative error. The
+fit counts when the file is read, so that two versions plan alike; the samples let anyone fit anew.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+SCHEMA = "lengthwise.measurements/1"
+
+Kind = Literal["local", "ring", "block", "transfer", "end_collectives", "end_update", "end_clear"]
+Tier = Literal["none", "near", "far"]
+TermName = Literal[
+    "quadratic_seconds",
+    "linear_seconds",
+    "fixed_seconds",
+    "forward_attention",
+    "forward_linear",
+    "near_bytes_per_second",
+    "near_hop_seconds",
+    "far_bytes_per_second",
+    "far_hop_seconds",
+    "reduced_bytes_per_second",
+    "update_seconds",
+    "clear_seconds",
+]
+Clock = Literal["wall", "cpu"]
+
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+_Count = Annotated[int, Field(ge=1)]
+_Name = Annotated[str, Field(min_length=1)]
+_AboveZero = Annotated[float, Field(gt=0)]
+_FromZero = Annotated[float, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One thing that was run again and again on a rank.
+
+    kind: "local", a microbatch of packed sequences on each rank; "ring", sequences over `degree` ranks; "block", one
+        layer's causal attention of one sequence by the kernel alone; "transfer", a message to the next rank and one
+        from it; of the step's end "end_collectives", "end_update" (AdamW on this rank's slice) and "end_clear".
+    lengths: tokens of each sequence. degree: ranks that took part.
+    tier: the slowest link that was passed: none, inside a node (near), or between nodes (far).
+    num_bytes: that a rank sent, where the lengths do not say it.
+    seconds: the lower quartile of `repeats`, other work can only add to it; of these `forward_seconds` until backward
+        began (None: not apart). spread: from the lower to the upper quartile, over `seconds`.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    kind: Kind
+    lengths: tuple[_Count, ...]
+    degree: _Count
+    tier: Tier
+    num_bytes: Annotated[int, Field(ge=0)]
+    seconds: _AboveZero
+    forward_seconds: _AboveZero | None
+    repeats: _Count
+    spread: _FromZero
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where and with what samples were taken; what a run must share to be planned with them.
+
+    device: "cpu" or a GPU's name; processor: that of the host. threads: of each rank; ranks: that ran together,
+    `ranks_per_node` of them on each machine. clock: "wall", or "cpu": the seconds that a rank computed and waited for
+    messages, without those in which the machine did other work. versions: by package.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    device: _Name
+    processor: _Name
+    cores: _Count
+    threads: _Count
+    ranks: _Count
+    ranks_per_node: _Count
+    clock: Clock
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredModel:
+    """The sizes of the model that ran, as in `ModelShape`."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    name: _Name
+    layers: _Count
+    hidden: _Count
+    heads: _Count
+    kv_heads: _Count
+    head_dim: _Count
+    intermediate: _Count
+    vocab: _Count
+    experts: _Count
+    experts_per_token: _Count
+    windows: tuple[tuple[_Count, _Count], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """A fitted coefficient and its relative standard error; None: one sample, or a value of 0, tells none."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    value: _FromZero
+    relative_error: _FromZero | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What the samples say of the costs.
+
+    terms: as the fields of `cost.Cost`, its links and its `ending`; forward_attention, forward_linear: shares of the
+        forward pass.
+    not_measured: terms without a sample; they are those of the file's `hardware`.
+    block_efficiency: as in `Hardware`; empty: not measured.
+    mean_error, worst_error: of predicted over measured seconds of the local and ring samples, relative.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    terms: Mapping[TermName, Term]
+    not_measured: tuple[TermName, ...]
+    block_efficiency: tuple[tuple[_AboveZero, _AboveZero], ...]
+    mean_error: _FromZero
+    worst_error: _FromZero
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """What one thread of a machine does, and what the machine has.
+    """A file of measurements. precision: as in a run file; hardware: the named one whose terms fill the gaps."""
 
-    linear_flops_per_second, attention_flops_per_second: in the precision of the run, forward and backward.
-    copy_bytes_per_second: read and written, of large tensors. draw_per_second: normal random numbers.
-    layer_seconds: what a layer costs however few tokens it has, forward and backward.
-    process_bytes: what a process holds before any model. memory_bytes: of the machine; None: not known.
-    """
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
-    cores: int
-    linear_flops_per_second: float
-    attention_flops_per_second: float
-    copy_bytes_per_second: float
-    draw_per_second: float
-    layer_seconds: float
-    process_bytes: float
-    memory_bytes: float | None
+    schema: Literal["lengthwise.measurements/1"] = SCHEMA
+    date: _Name
+    place: Place
+    model: MeasuredModel
+    precision: Literal["fp32", "bf16", "fp64"]
+    hardware: _Name
+    fit: Fit
+    samples: tuple[Sample, ...]
+
+    def to_json(self) -> str:
+        """Write the file: canonical, one sample a line."""
+        values = asdict(self)
+        head = ",\n ".join(
+            f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items() if key != "samples"
+        )
+        rows = ",\n  ".join(json.dumps(sample) for sample in values["samples"])
+        return "{" + head + ',\n "samples": [\n  ' + rows + "]}\n"
+
+    def digest(self) -> str:
+        """Name the measurements by their content: 64 hex digits."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()

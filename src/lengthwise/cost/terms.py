@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.sizes import is_number
 from lengthwise.cost.choices import Choice, Choices
+from lengthwise.cost.ending import Ending
 from lengthwise.cost.links import Floats, Link, Numbers, Reach, Whole, least_reach, reach_of
 from lengthwise.cost.passes import BACKWARD, FORWARD, Pass, Work, parts_by_shares, passes, passes_seconds
 
 _FREE = Link(bytes_per_second=inf)
-_AS_CUT, _NOTHING = Choice(), Choices()
+_AS_CUT, _NOTHING, _NO_ENDING = Choice(), Choices(), Ending()
 
 
 class _Part(NamedTuple):
@@ -63,7 +64,7 @@ class Cost:
     copy_bytes: activations of a token that can be offloaded, for each kind of recomputation.
     copy_bytes_per_second: to or from the host, one direction, with the node's other ranks copying too.
     host_bytes: a device's part of the host's memory, for what is offloaded.
-    reduced_bytes: gradients and parameters that the step's end moves, a rank.
+    reduced_bytes: gradients and parameters that the step's end moves, a rank; ending: what else it costs.
     stages: pipeline stages of a rank; coefficients are those of one stage.
     stage_bytes: of a token's activations, sent on from a stage to the next, between nodes.
     choices: what pieces may choose whose `Choice` is not given.
@@ -97,6 +98,7 @@ class Cost:
     copy_bytes_per_second: float = inf
     host_bytes: float = inf
     reduced_bytes: float = 0.0
+    ending: Ending = _NO_ENDING
     stages: int = 1
     stage_bytes: float = 0.0
     choices: Choices = _NOTHING
@@ -298,7 +300,7 @@ class Cost:
         rate = self.near.bytes_per_second
         if ranks > self.ranks_per_node:
             rate = min(rate, self.far.bytes_per_second * self.ranks_per_node, self.uplink_bytes_per_second)
-        return self.reduced_bytes * (ranks - 1) / ranks / rate
+        return self.ending.seconds(self.reduced_bytes, ranks, rate)
 
     def stage_send_seconds(self, held: Floats) -> Floats:
         """Return the seconds from one stage to the next of the activations of `held` tokens, an entry a rank."""

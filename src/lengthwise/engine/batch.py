@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.data import NO_LOSS, Dataset
+from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.program import Segment
 
 
@@ -39,6 +40,15 @@ class StepBatch:
         """Return (input_ids, shift_labels), (tokens,) each, of one whole sequence."""
         ids, _, labels = self.tensors([Segment(sequence=index, start=0, stop=self.lengths[index])])
         return ids, labels
+
+
+def random_batch(lengths: Sequence[int], *, vocab: int) -> StepBatch:
+    """Make a batch of random tokens, always the same, for what is run before a step or outside of any."""
+    random, builder = np.random.default_rng(0), DatasetBuilder()
+    builder.start_source("random", "random", None)
+    for length in lengths:
+        builder.add(random.integers(0, vocab, length, dtype=np.int32), None)
+    return StepBatch(builder.finish(), range(len(lengths)))
 
 
 def _tensor(parts: Sequence[np.ndarray]) -> Tensor:

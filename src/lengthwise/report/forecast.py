@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from lengthwise.core.held import fullest_tokens
-from lengthwise.core.measurements import Measurements
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost import LOGITS_AT_ONCE, Cost, activation_bytes, loss_bytes
@@ -21,6 +20,26 @@ from lengthwise.report.figures import count, seconds
 
 _BUILD_PASSES = 30  # reads and writes of each parameter's bytes from an empty process to a reduced gradient
 _RANK_BYTES = 60e6  # what a forked rank has of its own before any model: its threads, gloo, Python's objects
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThreadRates:
+    """What one thread of a machine does in a second's look at it, and what the machine has.
+
+    linear_flops_per_second, attention_flops_per_second: in the precision of the run, forward and backward.
+    copy_bytes_per_second: read and written, of large tensors. draw_per_second: normal random numbers.
+    layer_seconds: what a layer costs however few tokens it has, forward and backward.
+    process_bytes: what a process holds before any model. memory_bytes: of the machine; None: not known.
+    """
+
+    cores: int
+    linear_flops_per_second: float
+    attention_flops_per_second: float
+    copy_bytes_per_second: float
+    draw_per_second: float
+    layer_seconds: float
+    process_bytes: float
+    memory_bytes: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +67,7 @@ class Forecast:
 def forecast_verification(
     shape: ModelShape,
     plan: Plan,
-    speed: Measurements,
+    speed: ThreadRates,
     *,
     parameters: int,
     precision: str,
@@ -108,7 +127,7 @@ def forecast_lines(forecast: Forecast, memory_bytes: float | None) -> list[str]:
     return lines
 
 
-def _cost(shape: ModelShape, speed: Measurements, threads: int, parameters: int) -> Cost:
+def _cost(shape: ModelShape, speed: ThreadRates, threads: int, parameters: int) -> Cost:
     """Make the costs of a rank with so many threads; linear work follows the model's true parameters."""
     linear, attention = flops_coefficients(shape)
     linear *= parameters / shape.total_params

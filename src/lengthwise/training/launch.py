@@ -120,7 +120,9 @@ class _Children:
         context = multiprocessing.get_context("fork")
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
-            world = World(rank=rank, world_size=ranks, local_rank=rank, rendezvous=rendezvous, gpus=gpus)
+            world = World(
+                rank=rank, world_size=ranks, local_rank=rank, local_size=ranks, rendezvous=rendezvous, gpus=gpus
+            )
             process = context.Process(target=_child, args=(work, world, theirs, self._board), name=f"rank {rank}")
             process.start()
             theirs.close()

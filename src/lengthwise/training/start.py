@@ -52,7 +52,7 @@ def prepare(
     Raises:
         LengthwiseError: with every problem that was found.
     """
-    _quiet_libraries()
+    quiet_libraries()
     collector = Collector()
     world = collector.attempt(lambda: _torchrun(ranks))
     collector.attempt(lambda: ranks is None or read_whole("ranks", ranks, most=MOST_RANKS))
@@ -60,7 +60,7 @@ def prepare(
     config = collector.attempt(lambda: _settings(run, overrides))
     if config is not None and check is not None and (world is None or world.rank == 0):
         collector.attempt(lambda: check(config))
-    gpus = collector.attempt(lambda: _gpus(config.device)) if config is not None else None
+    gpus = collector.attempt(lambda: count_used_gpus(config.device)) if config is not None else None
     collector.raise_all()
     assert config is not None, "a run file that was not read must have been a problem"
     assert gpus is not None, "a device that is not there must have been a problem"
@@ -113,7 +113,7 @@ def run_ranks(
     return launch(work, start.job.ranks, asks_to_stop=asks_to_stop, gpus=start.job.gpus)
 
 
-def _gpus(device: str) -> int:
+def count_used_gpus(device: str) -> int:
     """Count the GPUs that a run with this `device` uses on this machine."""
     gpus = 0 if device == "cpu" else count_gpus()
     if device == "cuda" and not gpus:
@@ -125,7 +125,7 @@ def _gpus(device: str) -> int:
     return gpus
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Keep other libraries' progress bars and advice out of our output; their errors still come through."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", module="transformers")

@@ -13,9 +13,7 @@ from torch import nn
 from lengthwise.attention import BlockKernel
 from lengthwise.comm import SoloTransport
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.data import Dataset
-from lengthwise.data.dataset import DatasetBuilder
-from lengthwise.engine.batch import StepBatch
+from lengthwise.engine.batch import random_batch
 from lengthwise.engine.memory import memory_in_use
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.step import run_plan
@@ -37,7 +35,7 @@ def check_memory(model: nn.Module, parameters: Parameters, job: Job, kernel: Blo
         tokens=lengths,
         microbatches=(Microbatch(pieces=(piece,), recompute=job.config.recompute),),
     )
-    batch = StepBatch(_random_sequences(lengths, vocab=job.model.config.vocab_size), range(len(lengths)))
+    batch = random_batch(lengths, vocab=job.model.config.vocab_size)
     name, at_once = "memory check before the first step", job.logits_at_once
     run_plan(model, plan, batch, SoloTransport(), kernel, name=name, logits_at_once=at_once)
     parameters.clear_gradients()
@@ -55,11 +53,3 @@ def largest_pack(job: Job) -> tuple[int, ...]:
     total = min(job.config.capacity_tokens, batch)
     longest = min(longest, total)
     return (longest,) * (total // longest) + ((total % longest,) if total % longest else ())
-
-
-def _random_sequences(lengths: tuple[int, ...], *, vocab: int) -> Dataset:
-    random, builder = np.random.default_rng(0), DatasetBuilder()
-    builder.start_source("memory check", "memory check", None)
-    for length in lengths:
-        builder.add(random.integers(0, vocab, length, dtype=np.int32), None)
-    return builder.finish()

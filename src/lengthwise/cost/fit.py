@@ -1,0 +1,253 @@
+"""From samples to coefficients: what `lengthwise profile` timed becomes the terms of a `Cost`.
+
+1. Blocks of the attention kernel give the curve of block sizes, bent until time and speed both grow with the size.
+2. Messages give each link's rate: seconds = latency + bytes / rate.
+3. Microbatches, on one rank and over rings, give seconds a squared token, a token, a microbatch and a ring step: least
+   squares of the relative error, no coefficient below 0. What of a ring's transfers attention does not hide is taken
+   off before, with the coefficients of the turn before.
+4. The same microbatches until backward begins give the shares of the forward pass.
+
+A term's relative error is its standard error over its value. Cost: milliseconds. After ByteScale (arXiv 2502.21231,
+section 5.1), which profiles the same terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import get_args
+
+import numpy as np
+
+from lengthwise.core.errors import ConfigError
+from lengthwise.core.measurements import Fit, Sample, Term, TermName, Tier
+from lengthwise.cost.choices import Choice
+from lengthwise.cost.links import Floats, Link
+from lengthwise.cost.terms import Cost
+
+_TURNS = 6
+_LEAST_SHARE, _MOST_SHARE = 0.02, 0.98  # of forward: a pass without any work would price nothing
+_LINKS: tuple[Tier, ...] = ("near", "far")
+
+
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """Coefficients of a least-squares fit and their standard errors, an entry a column."""
+
+    values: Floats
+    errors: Floats
+
+    def term(self, column: int) -> Term:
+        value, error = float(self.values[column]), float(self.errors[column])
+        return Term(value=value, relative_error=error / value if value > 0 and np.isfinite(error) else None)
+
+
+def fit_samples(samples: Sequence[Sample], base: Cost) -> Fit:
+    """Fit the terms that the samples tell; `base`: the costs of the same model, for all others.
+
+    Raises:
+        ConfigError: fewer than three microbatches on one rank, or such as take no time.
+    """
+    curve = _block_curve([each for each in samples if each.kind == "block"])
+    cost = replace(base, block_efficiency=curve or base.block_efficiency)
+    terms: dict[TermName, Term] = {}
+    for tier in _LINKS:
+        rate = _link_rate([each for each in samples if each.kind == "transfer" and each.tier == tier])
+        if rate is not None:
+            terms["near_bytes_per_second" if tier == "near" else "far_bytes_per_second"] = rate
+    cost = with_terms(cost, terms)
+    ran = [each for each in samples if each.kind in ("local", "ring")]
+    blocks = [each for each in samples if each.kind == "block"]
+    local = [each for each in ran if each.kind == "local"]
+    if len(local) < 3:
+        got, remedy = str(len(local)), "Profile again."
+        raise ConfigError("samples", expected="three microbatches of one rank, or more", got=got, remedy=remedy)
+    terms |= _fit_microbatches(ran, blocks, cost)
+    if not terms["quadratic_seconds"].value + terms["linear_seconds"].value > 0:
+        expected, remedy = (
+            "microbatches that take longer the more tokens they have",
+            "Profile again, on a quiet machine.",
+        )
+        raise ConfigError("samples", expected=expected, got="seconds that do not grow", remedy=remedy)
+    cost = with_terms(cost, terms)
+    terms |= _fit_forward(local, blocks, cost)
+    terms |= _fit_step_end(samples, cost)
+    cost = with_terms(cost, terms)
+    errors = [abs(predicted_seconds(each, cost) / each.seconds - 1) for each in ran]
+    return Fit(
+        terms=terms,
+        not_measured=tuple(name for name in get_args(TermName) if name not in terms),
+        block_efficiency=curve,
+        mean_error=float(np.mean(errors)),
+        worst_error=float(np.max(errors)),
+    )
+
+
+def with_terms(cost: Cost, terms: Mapping[TermName, Term]) -> Cost:
+    """Return the costs with these terms in place of their own."""
+    values: dict[str, float] = {name: term.value for name, term in terms.items()}
+
+    def some(names: str) -> dict[str, float]:
+        return {name: values[name] for name in names.split() if name in values}
+
+    attention = values.get("forward_attention", cost.forward.attention)
+    linear = values.get("forward_linear", cost.forward.linear)
+    return replace(
+        cost,
+        **some("quadratic_seconds linear_seconds fixed_seconds"),
+        near=_link(cost.near, values.get("near_bytes_per_second"), values.get("near_hop_seconds")),
+        far=_link(cost.far, values.get("far_bytes_per_second"), values.get("far_hop_seconds")),
+        forward=replace(cost.forward, attention=attention, linear=linear),
+        backward=replace(cost.backward, attention=1 - attention, linear=1 - linear),
+        ending=replace(cost.ending, **some("update_seconds clear_seconds reduced_bytes_per_second")),
+    )
+
+
+def _link(link: Link, rate: float | None, hop: float | None) -> Link:
+    return Link(
+        bytes_per_second=link.bytes_per_second if rate is None else rate,
+        hop_seconds=link.hop_seconds if hop is None else hop,
+    )
+
+
+def predicted_seconds(sample: Sample, cost: Cost) -> float:
+    """Return what the costs say of a local or ring sample."""
+    nodes = {"ranks_per_node": 1 if sample.tier == "far" else sample.degree, "uplink_bytes_per_second": np.inf}
+    placed = replace(cost, **nodes)
+    ranks = tuple(range(sample.degree))
+    return cost.fixed_seconds + placed.piece_seconds(sample.lengths, sample.degree, Choice(), ranks=ranks)
+
+
+def _fit_microbatches(ran: Sequence[Sample], blocks: Sequence[Sample], cost: Cost) -> dict[TermName, Term]:
+    """Fit what microbatches take; ring steps of a tier only where one was run.
+
+    The largest block counts as one more microbatch: where all are short it alone tells what attention takes.
+    """
+    unit = replace(cost, quadratic_seconds=1.0)
+    names: list[TermName] = ["quadratic_seconds", "linear_seconds", "fixed_seconds"]
+    names += [
+        "near_hop_seconds" if tier == "near" else "far_hop_seconds"
+        for tier in _LINKS
+        if any(each.kind == "ring" and each.tier == tier for each in ran)
+    ]
+    columns = np.array([_columns(each, unit) for each in ran])
+    columns = columns[:, [0, 1, 2] + [3 + _LINKS.index(_tier_of(name)) for name in names[3:]]]
+    seconds = np.array([each.seconds for each in ran])
+    largest = sorted(blocks, key=lambda each: each.lengths)[-1:]
+    alone = [[each.lengths[0] ** 2 / cost.layers, *(0.0 for _ in names[1:])] for each in largest]
+    rows = np.vstack([columns, np.array(alone).reshape(-1, len(names))])
+    took = np.append(seconds, [each.seconds for each in largest])
+    solved = _least_squares(rows, took)
+    for _ in range(_TURNS if len(names) > 3 else 0):
+        terms: dict[TermName, Term] = {name: solved.term(column) for column, name in enumerate(names[:3])}
+        still = with_terms(cost, terms | {name: Term(value=0.0, relative_error=None) for name in names[3:]})
+        priced = columns[:, :3] @ solved.values[:3]
+        exposed = np.array([predicted_seconds(each, still) for each in ran]) - priced
+        known = np.append(np.maximum(0.0, exposed), np.zeros(len(largest)))
+        solved = _least_squares(rows, took, known=known)
+    return {name: solved.term(column) for column, name in enumerate(names)}
+
+
+def _tier_of(name: TermName) -> Tier:
+    return "near" if name.startswith("near") else "far"
+
+
+def _columns(sample: Sample, unit: Cost) -> list[float]:
+    """Return what each coefficient is multiplied by: squared tokens, tokens, 1, ring steps near, ring steps far."""
+    tokens = np.array(sample.lengths, dtype=np.float64)
+    attention = float(unit.attention_seconds(tokens, sample.degree).sum()) / sample.degree
+    steps = sum(each.ring > 0 for each in unit.passes("none")) * (sample.degree - 1)
+    return [attention, float(tokens.sum()) / sample.degree, 1.0, *(steps * (sample.tier == tier) for tier in _LINKS)]
+
+
+def _fit_forward(local: Sequence[Sample], blocks: Sequence[Sample], cost: Cost) -> dict[TermName, Term]:
+    """Fit the shares of the forward pass: of attention by the largest block, of all else by what is then left.
+
+    Overhead of a microbatch is shared as linear work is.
+    """
+    timed = [each for each in local if each.forward_seconds is not None]
+    if not timed or not blocks:
+        return {}
+    largest = max(blocks, key=lambda each: each.lengths)
+    if largest.forward_seconds is None:
+        return {}
+    share = _share(largest.forward_seconds / largest.seconds)
+    tokens = [np.array(each.lengths, dtype=np.float64) for each in timed]
+    attention = np.array([float(cost.attention_seconds(each, 1).sum()) for each in tokens])
+    linear = np.array([cost.linear_seconds * float(each.sum()) + cost.fixed_seconds for each in tokens])
+    seconds = np.array([float(each.forward_seconds or 0.0) for each in timed])
+    solved = _least_squares(linear[:, None], seconds, known=share * attention).term(0)
+    return {
+        "forward_attention": Term(value=share, relative_error=_of_one(largest)),
+        "forward_linear": replace(solved, value=_share(solved.value)),
+    }
+
+
+def _share(value: float) -> float:
+    return min(_MOST_SHARE, max(_LEAST_SHARE, value))
+
+
+def _fit_step_end(samples: Sequence[Sample], cost: Cost) -> dict[TermName, Term]:
+    """Take apart what the step's end costs: bytes, this rank's slice of the update, and what no rank shares."""
+    of_kind = {each.kind: each for each in samples}
+    terms: dict[TermName, Term] = {}
+    if (moved := of_kind.get("end_collectives")) is not None and moved.degree > 1:
+        rate = cost.reduced_bytes * (moved.degree - 1) / moved.degree / moved.seconds
+        terms["reduced_bytes_per_second"] = Term(value=rate, relative_error=_of_one(moved))
+    if (update := of_kind.get("end_update")) is not None:
+        terms["update_seconds"] = Term(value=update.seconds * update.degree, relative_error=_of_one(update))
+    if (clear := of_kind.get("end_clear")) is not None:
+        terms["clear_seconds"] = Term(value=clear.seconds, relative_error=_of_one(clear))
+    return terms
+
+
+def _of_one(sample: Sample) -> float | None:
+    """Return the relative standard error of one sample's seconds, from the spread of its repeats."""
+    return sample.spread / sample.repeats**0.5 if sample.repeats > 1 else None
+
+
+def _link_rate(transfers: Sequence[Sample]) -> Term | None:
+    """Fit the bytes a second of messages; None: too few, or no longer for more bytes."""
+    if len({each.num_bytes for each in transfers}) < 2:
+        return None
+    columns = np.array([[1.0, float(each.num_bytes)] for each in transfers])
+    term = _least_squares(columns, np.array([each.seconds for each in transfers])).term(1)
+    return replace(term, value=1 / term.value) if term.value > 0 else None
+
+
+def _block_curve(blocks: Sequence[Sample]) -> tuple[tuple[float, float], ...]:
+    """Return (tokens, share of the largest block's speed), bent as `Hardware` asks: ascending, slower than tokens."""
+    speeds = {each.lengths[0]: each.lengths[0] ** 2 / each.seconds for each in blocks}
+    curve: list[tuple[float, float]] = []
+    for tokens in sorted(speeds, reverse=True):
+        share = speeds[tokens] / speeds[max(speeds)]
+        if curve:
+            above, above_share = curve[0]
+            share = min(above_share, max(share, above_share * tokens / above))
+        curve.insert(0, (float(tokens), share))
+    return tuple(curve)
+
+
+def _least_squares(columns: Floats, seconds: Floats, *, known: Floats | float = 0.0) -> _Solved:
+    """Fit seconds - known by non-negative coefficients, every row by its relative error.
+
+    Few columns: all sets of them are tried, and the best of those without a negative coefficient is taken.
+    """
+    rows, target = columns / seconds[:, None], (seconds - known) / seconds
+    scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
+    best, best_loss = _Solved(np.zeros(columns.shape[1]), np.full(columns.shape[1], np.inf)), float(target @ target)
+    for size in range(1, columns.shape[1] + 1):
+        for chosen in map(list, combinations(range(columns.shape[1]), size)):
+            some = rows[:, chosen] / scale[chosen]
+            found, _, rank, _ = np.linalg.lstsq(some, target, rcond=None)
+            loss = float(np.square(target - some @ found).sum())
+            if rank < size or found.min() < 0 or loss >= best_loss:
+                continue
+            values, errors = np.zeros(columns.shape[1]), np.full(columns.shape[1], np.inf)
+            values[chosen] = found / scale[chosen]
+            if len(seconds) > size:
+                variance = loss / (len(seconds) - size) * np.diag(np.linalg.inv(some.T @ some))
+                errors[chosen] = np.sqrt(np.maximum(0.0, variance)) / scale[chosen]
+            best, best_loss = _Solved(values, errors), loss
+    return best

@@ -1,0 +1,178 @@
+"""Costs of a machine that was measured: a file of `lengthwise profile` to a `Cost`, or a refusal in words.
+
+Terms that were not measured are those of the hardware that the file names. A run plans with a file only if it computes
+the same sizes in the same precision with as many threads a rank: nothing of a file is scaled to another model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from lengthwise.config.problems import expected_value, shown
+from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
+from lengthwise.core.measurements import SCHEMA, MeasuredModel, Measurements
+from lengthwise.core.names import did_you_mean
+from lengthwise.core.shape import ModelShape
+from lengthwise.core.strict_json import read_json
+from lengthwise.cost.all_terms import all_terms_cost
+from lengthwise.cost.fit import with_terms
+from lengthwise.cost.hardware import HARDWARE_NAMES, named_hardware
+from lengthwise.cost.terms import Cost
+
+DTYPE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
+_REMEDY = "Profile again; `lengthwise profile` writes such a file."
+
+
+def read_measurements(path: str | Path) -> Measurements:
+    """Read a file of measurements.
+
+    Raises:
+        ConfigError: no JSON object of this schema, an unknown, missing or wrong value; each names file and key.
+        Problems: several of these.
+    """
+    where = str(path)
+    try:
+        raw = read_json(path)
+    except ValueError as error:
+        raise ConfigError(where, expected="a JSON file", got=str(error), remedy=_REMEDY) from None
+    if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
+        got = shown(raw.get("schema")) if isinstance(raw, dict) else type(raw).__name__
+        raise ConfigError(where, expected=f'an object with "schema": "{SCHEMA}"', got=got, remedy=_REMEDY)
+    try:
+        found = TypeAdapter(Measurements).validate_json(Path(path).read_bytes())
+    except ValidationError as error:
+        raise_problems(_problems(error, where))
+        raise
+    raise_problems(_contradictions(found, where))
+    return found
+
+
+def measured_shape(measurements: Measurements) -> ModelShape:
+    """Return the shape of the model that was measured."""
+    return ModelShape(**asdict(measurements.model))
+
+
+def measured_model(shape: ModelShape) -> MeasuredModel:
+    """Return a shape as a file of measurements has it."""
+    return MeasuredModel(**asdict(shape))
+
+
+def base_cost(shape: ModelShape, hardware: str, *, precision: str, ranks_per_node: int) -> Cost:
+    """Make the costs whose terms stand where none was measured: of a named hardware, computing in this precision.
+
+    Its nodes are as large as the measured ones, their uplinks by as much wider.
+    """
+    named = named_hardware(hardware)
+    uplink = named.node_uplink_bytes_per_second / named.ranks_per_node * ranks_per_node
+    changed = {"ranks_per_node": ranks_per_node, "node_uplink_bytes_per_second": uplink}
+    return all_terms_cost(shape, replace(named, compute_dtype_bytes=DTYPE_BYTES[precision], **changed))
+
+
+def measured_cost(measurements: Measurements) -> Cost:
+    """Make the costs of the model and the machine that were measured."""
+    shape, place = measured_shape(measurements), measurements.place
+    base = base_cost(
+        shape, measurements.hardware, precision=measurements.precision, ranks_per_node=place.ranks_per_node
+    )
+    base = replace(
+        base,
+        block_efficiency=measurements.fit.block_efficiency or base.block_efficiency,
+        version=f"measured/1 {shape.name} {place.device} {measurements.digest()[:12]}",
+    )
+    return with_terms(base, measurements.fit.terms)
+
+
+def cost_from_measurements(path: str | Path, shape: ModelShape, *, precision: str, threads: int | None = None) -> Cost:
+    """Make the costs of a run from a file of measurements.
+
+    Args:
+        path: the file.
+        shape: of the run's model; its name may differ.
+        precision: of the run.
+        threads: of each rank; None: whatever the file has.
+
+    Raises:
+        ConfigError: the file cannot be read, or is of another model, precision or number of threads.
+        Problems: several of these.
+    """
+    found = read_measurements(path)
+    raise_problems(misfits(found, str(path), shape, precision=precision, threads=threads))
+    return measured_cost(found)
+
+
+def misfits(
+    found: Measurements, where: str, shape: ModelShape, *, precision: str, threads: int | None
+) -> list[LengthwiseError]:
+    """List what keeps measurements from being those of a run."""
+    remedy = "Profile this model as it will run, or leave {measurements} out."
+    of_run, of_file = asdict(shape), asdict(measured_shape(found))
+    wanted: dict[str, tuple[Any, Any]] = {
+        f"model: {name}": (of_run[name], of_file[name]) for name in of_run if name != "name"
+    }
+    wanted["precision"] = (precision, found.precision)
+    if threads is not None:
+        wanted["place: threads"] = (threads, found.place.threads)
+    return [
+        ConfigError(f"{where}: {name}", expected=f"{expected}, as in the run", got=str(got), remedy=remedy)
+        for name, (expected, got) in wanted.items()
+        if expected != got
+    ]
+
+
+def _problems(error: ValidationError, where: str) -> list[ConfigError]:
+    problems = []
+    for detail in error.errors(include_url=False):
+        key = ".".join(map(str, detail["loc"]))
+        missing = detail["type"] == "missing"
+        remedy = _REMEDY
+        if detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+            expected, got = "a known key", f"`{detail['loc'][-1]}`"
+            remedy = did_you_mean(detail["loc"][-1], _keys(detail["loc"])) or "Take it out."
+        else:
+            expected, got = expected_value(detail), "nothing" if missing else shown(detail["input"])
+        problems.append(ConfigError(f"{where}: {key}", expected=expected, got=got, remedy=remedy))
+    return problems
+
+
+def _keys(loc: tuple[int | str, ...]) -> list[str]:
+    """Return the known keys of the object that a place is in, where it is one of ours."""
+    schema = TypeAdapter(Measurements).json_schema()
+    part: dict[str, Any] = schema
+    for name in loc[:-1]:
+        part = part.get("items", {}) if isinstance(name, int) else part.get("properties", {}).get(name, {})
+        if "$ref" in part:
+            part = schema["$defs"][part["$ref"].rpartition("/")[2]]
+    return list(part.get("properties", {}))
+
+
+def _contradictions(found: Measurements, where: str) -> list[LengthwiseError]:
+    """List what is of the right type and makes no sense."""
+    problems: list[LengthwiseError] = []
+
+    def refuse(key: str, expected: str, got: object) -> None:
+        problems.append(ConfigError(f"{where}: {key}", expected=expected, got=repr(got), remedy=_REMEDY))
+
+    terms, missing = set(found.fit.terms), set(found.fit.not_measured)
+    if both := sorted(terms & missing):
+        refuse("fit.not_measured", "no term that has a value", both)
+    if neither := sorted({"quadratic_seconds", "linear_seconds", "fixed_seconds"} - terms):
+        refuse("fit.terms", "at least quadratic_seconds, linear_seconds and fixed_seconds", f"no {', '.join(neither)}")
+    values = {name: term.value for name, term in found.fit.terms.items()}
+    for name, value in values.items():
+        if name.startswith("forward") and not value < 1:
+            refuse(f"fit.terms.{name}.value", "a share below 1", value)
+        if name.endswith("bytes_per_second") and not value > 0:
+            refuse(f"fit.terms.{name}.value", "more than 0 bytes a second", value)
+    if found.hardware not in HARDWARE_NAMES:
+        refuse("hardware", f"one of {', '.join(HARDWARE_NAMES)}", found.hardware)
+    elif not problems:
+        try:
+            replace(named_hardware(found.hardware), block_efficiency=found.fit.block_efficiency or ((1.0, 1.0),))
+            measured_cost(found)
+        except LengthwiseError as error:
+            refuse("fit", "terms that make costs", str(error))
+    return problems

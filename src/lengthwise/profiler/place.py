@@ -1,0 +1,42 @@
+"""Where measurements are taken: processor, device, threads, versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+from lengthwise.core import __version__
+from lengthwise.core.measurements import Clock, Place
+
+
+def processor_name() -> str:
+    """Return the processor's name, as far as the system says it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def this_place(*, gpu: int | None, ranks: int, ranks_per_node: int, clock: Clock) -> Place:
+    """Describe this process's machine; `gpu`: the index of its CUDA device, None on the CPU."""
+    import torch
+    import transformers
+
+    return Place(
+        device="cpu" if gpu is None else torch.cuda.get_device_name(gpu),
+        processor=processor_name(),
+        cores=os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        ranks=ranks,
+        ranks_per_node=ranks_per_node,
+        clock=clock,
+        versions={
+            "lengthwise": __version__,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "transformers": str(transformers.__version__),
+        },
+    )

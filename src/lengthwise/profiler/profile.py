@@ -1,0 +1,271 @@
+"""A profile, as one of its ranks: runs the parts of a step in turn, again and again, and fits what they took.
+
+1. Microbatches of doubling lengths, packs, rings and blocks run once each, as training runs them (`engine.step`), until
+   one takes too long; that also warms everything up.
+2. All of them and the messages and the step's end then take turns, so that a drift of the machine meets all alike.
+3. Every rank's seconds are shared; lower quartiles make the samples, `cost.fit` the coefficients.
+
+Costs `seconds`, and a model with its gradients and optimizer. On GPUs the device is waited for around each run; that
+path was not run on one yet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lengthwise.attention import Block, BlockKernel, Saved, choose_kernel
+from lengthwise.comm import Transport, World
+from lengthwise.config.schema import OptimizerConfig
+from lengthwise.core.errors import MemoryShortage
+from lengthwise.core.measurements import Clock, Kind, Measurements, Sample
+from lengthwise.core.shape import ModelShape
+from lengthwise.cost import shape_from_config
+from lengthwise.cost.fit import fit_samples
+from lengthwise.cost.measured import base_cost, measured_model
+from lengthwise.engine.batch import random_batch
+from lengthwise.engine.optimizer import ShardedAdamW
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.step import run_plan
+from lengthwise.models import DTYPES, ModelSource, build_model, largest_head_dim
+from lengthwise.profiler.place import this_place
+from lengthwise.profiler.runs import SHORTEST_TOKENS, Run, local_run, message_runs, packs_up_to, ring_runs
+from lengthwise.profiler.watch import Stopwatch, WatchedTransport
+
+_LONGEST_SHARE = 1 / 25  # of all seconds, that one run may take
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 25
+_Timed = Callable[[], tuple[float, float, float]]
+"""Runs something; returns its seconds on this rank, of these those waited, those before backward (NaN: not apart)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileSettings:
+    """How a profile is taken.
+
+    seconds: that it may take, about. longest_tokens: no sequence is longer. hardware: whose terms fill the gaps.
+    """
+
+    seconds: float
+    longest_tokens: int
+    precision: str
+    clock: Clock
+    hardware: str
+
+
+def profile(source: ModelSource, world: World, transport: Transport, settings: ProfileSettings) -> Measurements:
+    """Measure a model on all ranks of a world; return the same on each.
+
+    Raises:
+        LengthwiseError: a rank was lost, or what was timed makes no costs.
+    """
+    shape = shape_from_config(source.config.to_dict(), name=source.name)
+    rank = _Rank(source, shape, world, transport, settings)
+    samples = rank.samples()
+    base = base_cost(shape, settings.hardware, precision=settings.precision, ranks_per_node=world.local_size)
+    gpu = world.device.index if world.gpus else None
+    return Measurements(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        place=this_place(gpu=gpu, ranks=world.world_size, ranks_per_node=world.local_size, clock=settings.clock),
+        model=measured_model(shape),
+        precision=settings.precision,  # type: ignore[arg-type]
+        hardware=settings.hardware,
+        fit=fit_samples(samples, base),
+        samples=tuple(samples),
+    )
+
+
+class _Rank:
+    def __init__(
+        self, source: ModelSource, shape: ModelShape, world: World, transport: Transport, settings: ProfileSettings
+    ) -> None:
+        self._shape, self._world, self._settings, self._dtype = shape, world, settings, DTYPES[settings.precision]
+        self._plain = transport
+        self._watch = Stopwatch(settings.clock, transport, world.device)
+        self._transport = WatchedTransport(transport, self._watch)
+        self._kernel: BlockKernel = choose_kernel(
+            world.device, dtype=self._dtype, head_dim=largest_head_dim(source.config)
+        )
+        self._model: Any = build_model(source, seed=0).to(world.device)
+        self._parameters = FlatParameters(self._model, self._transport, dtype=self._dtype)
+        self._optimizer = ShardedAdamW(self._parameters, OptimizerConfig(), self._transport)
+
+    def samples(self) -> list[Sample]:
+        """Find what can be run in the time, run it in turns, and return what all ranks took together."""
+        began = time.perf_counter()
+        runs = self._ladder()
+        timed = [self._timed(run) for run in runs]
+        took: list[list[tuple[float, float, float]]] = [[] for _ in runs]
+        end_took: list[tuple[float, float, float]] = []
+        self._end()
+        rounds = 0
+        while self._agreed(rounds < _LEAST_ROUNDS or self._has_time(began, rounds)):
+            for times, each in zip(took, timed, strict=True):
+                self._meet()
+                times.append(each())
+            self._meet()
+            end_took.append(self._end())
+            rounds += 1
+        mine = torch.tensor([[pair for times in took for pair in times]], dtype=torch.float64)
+        shared = self._shared(mine.reshape(len(runs), rounds, 3))
+        ends = self._shared(torch.tensor(end_took, dtype=torch.float64))
+        clock = self._settings.clock
+        return [_sample(run, shared[:, number], clock) for number, run in enumerate(runs)] + _end_samples(ends)
+
+    def _has_time(self, began: float, rounds: int) -> bool:
+        return rounds < _MOST_ROUNDS and (time.perf_counter() - began) * (1 + 1 / (rounds + 1)) < self._settings.seconds
+
+    def _ladder(self) -> list[Run]:
+        """Choose what to run: lengths double while they take less than their part of the time."""
+        ranks, layers, longest = self._world.world_size, self._shape.layers, 0
+        runs: list[Run] = []
+        tokens = SHORTEST_TOKENS
+        while tokens <= self._settings.longest_tokens:
+            found = [local_run((tokens,), ranks, layers)]
+            found += ring_runs((tokens,), ranks, self._world.local_size, layers) if ranks > 1 else []
+            if not self._fits(found):
+                break
+            runs += [*found, Run(kind="block", lengths=(tokens,))]
+            longest, tokens = tokens, 2 * tokens
+        packs = packs_up_to(longest or SHORTEST_TOKENS)
+        runs += [local_run(pack, ranks, layers) for pack in packs]
+        return runs + (message_runs(ranks, self._world.local_size) if ranks > 1 else [])
+
+    def _fits(self, runs: Sequence[Run]) -> bool:
+        """Run each once; return whether all went, and quickly enough, on all ranks."""
+        start = time.perf_counter()
+        try:
+            for run in runs:
+                self._timed(run)()
+        except MemoryShortage:  # of all ranks alike, for all hold as much
+            return self._agreed(False)
+        share = _LONGEST_SHARE * len(runs) * self._settings.seconds
+        return self._agreed(time.perf_counter() - start < share)
+
+    def _timed(self, run: Run) -> _Timed:
+        """Make what runs it once, and says how long it took."""
+        if run.kind == "block":
+            return self._block(run.lengths[0])
+        if run.kind == "transfer":
+            return self._message(run)
+        assert run.plan is not None, run
+        batch = random_batch(run.plan.tokens, vocab=self._shape.vocab)
+        work = partial(run_plan, self._model, run.plan, batch, self._transport, self._kernel, name="profile")
+
+        def time_it() -> tuple[float, float, float]:
+            self._transport.backward_began = None
+            start, waited = self._watch.now(), self._watch.waited
+            work()
+            end, middle = self._watch.now(), self._transport.backward_began
+            return end - start, self._watch.waited - waited, float("nan") if middle is None else middle - start
+
+        return time_it
+
+    def _block(self, tokens: int) -> _Timed:
+        """One layer's causal attention of one sequence, forward and backward, by the kernel alone."""
+        shape, device = self._shape, self._world.device
+        q = torch.randn(tokens, shape.heads, shape.head_dim, dtype=self._dtype, device=device)
+        k, v = torch.randn(2, tokens, shape.kv_heads, shape.head_dim, dtype=self._dtype, device=device)
+        block = Block(q=q, k=k, v=v, scale=shape.head_dim**-0.5)
+
+        def time_it() -> tuple[float, float, float]:
+            start = self._watch.now()
+            out, lse = self._kernel.forward(block)
+            middle = self._watch.now()
+            self._kernel.backward(out, block, Saved(out=out, lse=lse))
+            return self._watch.now() - start, 0.0, middle - start
+
+        return time_it
+
+    def _message(self, run: Run) -> _Timed:
+        """A message to the next rank, or to the next node, and one from the other side."""
+        size, node, me = self._world.world_size, self._world.local_size, self._world.rank
+        if run.tier == "near":
+            first = me - me % node
+            target, source = first + (me - first + 1) % node, first + (me - first - 1) % node
+        else:
+            target, source = (me + node) % size, (me - node) % size
+        sent, received = (torch.zeros(run.num_bytes // 4, device=self._world.device) for _ in range(2))
+
+        def time_it() -> tuple[float, float, float]:
+            start, waited = self._watch.now(), self._watch.waited
+            self._plain.exchange([(sent, target)], [(received, source)]).wait()
+            return self._watch.now() - start, self._watch.waited - waited, float("nan")
+
+        return time_it
+
+    def _end(self) -> tuple[float, float, float]:
+        """Do a step's end that changes no weight; return seconds of collectives, update and clearing."""
+        self._transport.collective_seconds = 0.0
+
+        def end() -> None:
+            self._optimizer.update(0.0, self._optimizer.reduce())
+
+        whole = self._watch.seconds(end)
+        clear = self._watch.seconds(self._parameters.clear_gradients)
+        collectives = self._transport.collective_seconds
+        return collectives, max(whole - collectives - clear, 1e-9), clear
+
+    def _meet(self) -> None:
+        self._plain.all_reduce(torch.zeros(1))
+
+    def _agreed(self, yes: bool) -> bool:
+        """Return whether all ranks say yes."""
+        votes = torch.tensor([float(not yes)])
+        self._plain.all_reduce(votes)
+        return not votes.item()
+
+    def _shared(self, mine: Tensor) -> np.ndarray:
+        """Return the numbers of all ranks, (ranks, ...)."""
+        everyone = torch.empty(self._world.world_size * mine.numel(), dtype=torch.float64)
+        self._plain.all_gather(everyone, mine.contiguous().view(-1))
+        return everyone.view(self._world.world_size, *mine.shape).numpy()
+
+
+def _sample(run: Run, took: np.ndarray, clock: Clock) -> Sample:
+    """Make the sample of a run from `took`, [ranks, rounds, (seconds, of these waited, of these forward)]."""
+    if run.kind in ("local", "block"):
+        seconds, forward = took[..., 0].ravel(), took[..., 2].ravel()
+        lower = None if np.isnan(forward).any() else float(np.quantile(forward, 0.25))
+        return _of(run.kind, seconds, run, forward_seconds=lower)
+    if run.kind == "ring":
+        assert run.plan is not None, run
+        took = took[list(run.plan.microbatches[0].ranks)]
+    seconds = took[..., 0].max(axis=0)
+    if clock == "cpu":  # what others wait longer than the last one is time in which the machine did other work
+        seconds = (took[..., 0] - took[..., 1]).max(axis=0) + took[..., 1].min(axis=0)
+    return _of(run.kind, seconds, run)
+
+
+def _end_samples(ends: np.ndarray) -> list[Sample]:
+    """Make the samples of the step's end from [ranks, rounds, part]."""
+    kinds: tuple[Kind, ...] = ("end_collectives", "end_update", "end_clear")
+    degree = len(ends)
+    found = []
+    for part, kind in enumerate(kinds):
+        if kind != "end_collectives" or degree > 1:
+            found.append(_of(kind, ends[..., part].max(axis=0), Run(kind=kind, degree=degree)))
+    return found
+
+
+def _of(kind: Kind, seconds: np.ndarray, run: Run, *, forward_seconds: float | None = None) -> Sample:
+    lower, upper = np.quantile(seconds, (0.25, 0.75))
+    least = max(float(lower), 1e-9)
+    return Sample(
+        kind=kind,
+        lengths=run.lengths,
+        degree=run.degree,
+        tier=run.tier,
+        num_bytes=run.num_bytes,
+        seconds=least,
+        forward_seconds=forward_seconds,
+        repeats=seconds.shape[-1],
+        spread=float(upper) / least - 1 if upper > lower else 0.0,
+    )

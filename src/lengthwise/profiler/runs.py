@@ -1,0 +1,75 @@
+"""What a profile runs, as data: microbatches of growing length on each rank and over rings, blocks, messages.
+
+Lengths double until one takes too long for the time that there is; the same on all ranks, who agree on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lengthwise.core.measurements import Kind, Tier
+from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.program.ring_order import ring_order
+
+SHORTEST_TOKENS = 32
+MESSAGE_BYTES = (1 << 14, 1 << 18, 1 << 20, 1 << 22)
+_NO_CAPACITY = 1 << 40  # what is run here is no plan of anybody's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One thing to be timed: a plan, a block of so many tokens, or messages of so many bytes."""
+
+    kind: Kind
+    lengths: tuple[int, ...] = ()
+    degree: int = 1
+    tier: Tier = "none"
+    num_bytes: int = 0
+    plan: Plan | None = None
+
+
+def local_run(lengths: Sequence[int], ranks: int, layers: int) -> Run:
+    """Let every rank compute a pack of its own of these lengths, all at the same time."""
+    packs = [tuple(range(rank * len(lengths), (rank + 1) * len(lengths))) for rank in range(ranks)]
+    pieces = [Piece(ranks=(rank,), sequences=pack) for rank, pack in enumerate(packs)]
+    plan = _plan(tuple(lengths) * ranks, pieces, ranks, layers)
+    return Run(kind="local", lengths=tuple(lengths), plan=plan)
+
+
+def ring_runs(lengths: Sequence[int], ranks: int, ranks_per_node: int, layers: int) -> list[Run]:
+    """Cut one pack over rings: of 2, 4, 8 ... ranks and of all, inside a node and over the first border of two."""
+    degrees = sorted({*(2**power for power in range(1, ranks.bit_length()) if 2**power <= ranks), ranks} - {1})
+    firsts = [(0, degree) for degree in degrees]
+    if 1 < ranks_per_node < ranks:
+        firsts.append((ranks_per_node - 1, 2))
+    sequences = tuple(range(len(lengths)))
+    runs = []
+    for first, degree in firsts:
+        near = first // ranks_per_node == (first + degree - 1) // ranks_per_node
+        piece = Piece(ranks=ring_order(first, degree), sequences=sequences)
+        plan = _plan(tuple(lengths), [piece], ranks, layers)
+        tier: Tier = "near" if near else "far"
+        runs.append(Run(kind="ring", lengths=tuple(lengths), degree=degree, tier=tier, plan=plan))
+    return runs
+
+
+def message_runs(ranks: int, ranks_per_node: int) -> list[Run]:
+    """Let every rank send to the next of its node, and to the same place of the next node."""
+    tiers: list[Tier] = [*(("near",) if ranks_per_node > 1 else ()), *(("far",) if ranks > ranks_per_node else ())]
+    return [
+        Run(kind="transfer", num_bytes=size, degree=min(ranks, 2), tier=tier)
+        for tier in tiers
+        for size in MESSAGE_BYTES
+    ]
+
+
+def packs_up_to(longest: int) -> list[tuple[int, ...]]:
+    """Choose packs of about as many tokens as the longest length that was run: even, short, and uneven ones."""
+    eighth = max(1, longest // 8)
+    return [(eighth,) * 4, (max(1, longest // 32),) * 16, (longest // 2 + 1, eighth, eighth), (eighth * 3, eighth * 2)]
+
+
+def _plan(tokens: tuple[int, ...], pieces: Sequence[Piece], ranks: int, layers: int) -> Plan:
+    microbatches = tuple(Microbatch(pieces=(piece,)) for piece in pieces)
+    return Plan(ranks=ranks, layers=layers, capacity=_NO_CAPACITY, tokens=tokens, microbatches=microbatches)
