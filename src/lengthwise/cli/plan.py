@@ -19,6 +19,7 @@ from lengthwise.report.figures import count, seconds, unitless
 
 if TYPE_CHECKING:
     from lengthwise.config import RunConfig
+    from lengthwise.core.measurements import Measurements
     from lengthwise.cost import Cost, Hardware
     from lengthwise.planner import PlanOptions
 
@@ -86,6 +87,9 @@ class PlanCommand:
     """Plan with these costs in place of a model's and a hardware's: {"quadratic_seconds": q, "linear_seconds": l,
     "fixed_seconds": g, "ring_seconds": c}, left out: 0. A piece of d ranks with S tokens takes (q sum s^2 + l S) / d,
     and if d > 1 also max(0, c S (d - 1) / d - q sum s^2 / d); a microbatch adds g on each of its ranks."""
+    measurements: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json", help_behavior_hint="")] = None
+    """Plan with what `lengthwise profile` measured, in place of --model-shape and --hardware; with --config its model
+    and precision must be those that were measured."""
     planning: tyro.conf.OmitArgPrefixes[PlanChoices]
 
     def run(self) -> int:
@@ -102,14 +106,15 @@ class PlanCommand:
         console, cost = plain_console(), asked.cost
         known = None if self.cost else asked.shape
         named = f"model {known.name} ({cost.version})" if known else f"costs {cost.version}"
-        if self._plans_as_training and not self.cost:
+        if self._plans_as_training and not self.cost and not self.measurements:
             named += ", as training on CPUs plans; --hardware prices other machines"
         console.print(
             f"{counted(len(tokens), 'sequence')}, {count(sum(tokens))} tokens, longest {max(tokens)}; "
             f"{counted(plan.ranks, 'rank')} of {plan.capacity} tokens; {named}"
         )
         duration = unitless if self.cost else seconds
-        source = "times in the unit of --cost" if self.cost else "model, not measured"
+        source = "model, not measured" if self.measurements is None else "model, from measurements"
+        source = "times in the unit of --cost" if self.cost else source
         plans = {asked.options.planner: plan}
         choices = {"recompute": self.recompute, "offload": options.offload, "heads": options.heads}
         chosen = [name for name, value in choices.items() if value == "auto"]
@@ -138,24 +143,46 @@ class PlanCommand:
         ranks = problems.attempt(partial(read_whole, "ranks", self.ranks, most=MOST_RANKS))
         config = problems.attempt(self._read_config)
         if self.cost:
-            unused = self._of_hardware() | {"--hardware": self.hardware}
+            unused = self._of_hardware() | {"--hardware": self.hardware, "--measurements": self.measurements}
             expected = "nothing beside --cost, which is all that a plan then costs"
             problems.attempt(partial(refuse_beside, unused, expected, "Leave out {option} or --cost."))
-        hardware = None if self.cost else problems.attempt(self._hardware)
-        shape = problems.attempt(partial(self._shape, config)) if config or not self.config else None
-        cost = problems.attempt(partial(self._cost, shape, hardware))
+        measured = problems.attempt(partial(self._measured, config)) if self.measurements and not self.cost else None
+        hardware = None if self.cost or self.measurements else problems.attempt(self._hardware)
+        shape = problems.attempt(partial(self._shape, config, measured)) if config or not self.config else None
+        cost = problems.attempt(partial(self._cost, shape, hardware, measured))
         speeds = problems.attempt(partial(parse_speeds, self.speeds)) if self.speeds is not None else None
         planner, layers = self.planner or (config.planner if config else "lengthwise"), shape.layers if shape else 1
         options = self.planning.options(planner=planner, layers=layers, speeds=speeds, stages=self.stages)
         problems.attempt(partial(options.checked, ranks or len(speeds or [1]), cost))
         lengths = problems.attempt(partial(lengths_from_file, self.lengths)) if self.lengths else None
-        capacities = problems.attempt(partial(self._capacities, config, shape, ranks))
+        capacities = problems.attempt(partial(self._capacities, config, shape, ranks, measured))
         problems.raise_all()
         assert cost is not None, "what has no costs has a problem"
         assert capacities is not None, "what has no capacity has a problem"
         return Asked(config=config, lengths=lengths, shape=shape, cost=cost, capacities=capacities, options=options)
 
-    def _capacities(self, config: RunConfig | None, shape: ModelShape | None, ranks: int | None) -> dict[str, int]:
+    def _measured(self, config: RunConfig | None) -> Measurements:
+        """Read what was measured, and refuse what it cannot be combined with."""
+        from lengthwise.cost.measured import misfits, read_measurements
+
+        assert self.measurements is not None, "only asked for where there is a file"
+        unused = {"--model-shape": self.model_shape, "--hardware": self.hardware, "--stages": self.stages}
+        problems = Collector()
+        expected = "nothing beside --measurements, which are of one model on one kind of machine"
+        problems.attempt(partial(refuse_beside, unused, expected, "Leave out {option} or --measurements."))
+        found = problems.attempt(partial(read_measurements, self.measurements))
+        shape = problems.attempt(partial(_shape_of, config)) if config else None
+        if found and config and shape:
+            where = str(self.measurements)
+            for each in misfits(found, where, shape, precision=config.precision, threads=None):
+                problems.add(each)
+        problems.raise_all()
+        assert found is not None, "a file that was not read must have been a problem"
+        return found
+
+    def _capacities(
+        self, config: RunConfig | None, shape: ModelShape | None, ranks: int | None, measured: Measurements | None
+    ) -> dict[str, int]:
         """Return the tokens a rank holds by kind of recomputation to choose from; empty where a None hides it."""
         if config is not None or self.cost is not None:
             expected = "nothing beside --config, whose recompute counts, or --cost, which knows none"
@@ -164,7 +191,8 @@ class PlanCommand:
         if self.recompute == "auto":
             from lengthwise.cost import microbatches_kept, named_hardware, recompute_capacities
 
-            hardware, devices = named_hardware(self.hardware or "h100"), max(1, self.stages or 1)
+            named = measured.hardware if measured else self.hardware or "h100"
+            hardware, devices = named_hardware(named), max(1, self.stages or 1)
             kept = microbatches_kept(devices, max(1, self.planning.virtual or 1))
             return recompute_capacities(shape, hardware, ranks, devices=devices, kept=kept) if shape and ranks else {}
         kind = config.recompute if config and not self.cost else self.recompute or "none"
@@ -186,10 +214,13 @@ class PlanCommand:
         """Return the options that say nothing without a hardware to price them."""
         return {"--model-shape": self.model_shape, "--ranks-per-node": self.ranks_per_node}
 
-    def _shape(self, config: RunConfig | None) -> ModelShape | None:
+    def _shape(self, config: RunConfig | None, measured: Measurements | None) -> ModelShape | None:
         """Find the model whose layers, vocabulary and costs count; None where given costs make it needless."""
         from lengthwise.cost import named_shape
+        from lengthwise.cost.measured import measured_shape
 
+        if self.measurements and not self.cost:
+            return measured_shape(measured) if measured else None
         if self.cost is None:
             return _shape_of(config) if config and not self.model_shape else named_shape(self.model_shape or "llama-7b")
         known = config is not None and (config.model == "tiny" or (Path(config.model) / "config.json").is_file())
@@ -213,15 +244,21 @@ class PlanCommand:
     def _plans_as_training(self) -> bool:
         return self.config is not None and self.hardware is None
 
-    def _cost(self, shape: ModelShape | None, hardware: Hardware | None) -> Cost | None:
-        """Make the costs: those given; those that training plans with; or, for other machines, with all terms.
+    def _cost(self, shape: ModelShape | None, hardware: Hardware | None, measured: Measurements | None) -> Cost | None:
+        """Make the costs: those given; those measured; those that training plans with; or those of other machines.
 
         None where the model or the hardware has a problem, which is reported already.
         """
         from lengthwise.cost import costs
+        from lengthwise.cost.measured import measured_cost
 
         if self.cost is not None:
             return costs(file=self.cost)
+        if measured is not None:
+            cost = measured_cost(measured)
+            if self.ranks_per_node is not None:
+                cost = replace(cost, ranks_per_node=read_whole("--ranks-per-node", self.ranks_per_node))
+            return cost
         if shape is None or hardware is None:
             return None
         stages = 1 if self.stages is None else self.stages

@@ -12,7 +12,7 @@ from lengthwise.cli.options import named_alike
 from lengthwise.cli.output import plain_console, refuse_unwritable_file, write_atomically
 from lengthwise.core.errors import Collector, ConfigError, OutputError
 from lengthwise.core.sizes import MOST_RANKS, parse_tokens, read_whole
-from lengthwise.report.figures import count, percent, seconds
+from lengthwise.report.figures import count, percent
 
 if TYPE_CHECKING:
     from lengthwise.core.measurements import Measurements
@@ -115,8 +115,9 @@ def print_measurements(found: Measurements) -> None:
     )
     rows = [("term", "value", "error")]
     for name, term in fit.terms.items():
-        shown = seconds(term.value) if name.endswith("seconds") else count(term.value) if term.value > 1 else ""
-        shown = f"{shown}B/s" if name.endswith("bytes_per_second") else shown or percent(term.value)
+        shown = f"{term.value:.3g} s" if name.endswith("_seconds") else percent(term.value)
+        if name.endswith("bytes_per_second"):
+            shown = f"{count(term.value)}B/s"
         rows.append((name, shown, "unknown" if term.relative_error is None else percent(term.relative_error)))
     console.print(ColumnTable(rows=rows, title="fitted (measured; error: standard error over value)"))
     if fit.not_measured:

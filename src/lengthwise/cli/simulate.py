@@ -21,7 +21,7 @@ from lengthwise.core.sizes import MOST_RANKS, parse_tokens, read_whole
 
 if TYPE_CHECKING:
     from lengthwise.core.shape import ModelShape
-    from lengthwise.cost import Hardware
+    from lengthwise.cost import Cost, Hardware
     from lengthwise.planner import PlanOptions
     from lengthwise.simulator import PlannerResult, Setting
 
@@ -61,7 +61,7 @@ class Asked:
 class Simulate:
     """Simulate steps of several planners on the same batches; writes JSON, traces for Perfetto and a page."""
 
-    model: Annotated[str, tyro.conf.arg(metavar="NAME|FOLDER")]
+    model: Annotated[str | None, tyro.conf.arg(metavar="NAME|FOLDER", help_behavior_hint="(required)")] = None
     """A named shape, llama-7b for example, or a Hugging Face folder or its config.json."""
     lengths: Annotated[str | None, tyro.conf.arg(metavar="RECIPE|FILE.json", help_behavior_hint="")] = None
     """Lengths to draw batches from: a published set (github, byted, wikipedia, prolong, wlb_like), or a JSON list."""
@@ -80,8 +80,12 @@ class Simulate:
     """Model replicas, of --tp x --pp devices each."""
     gpus: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Devices in all, in place of --ranks."""
-    hardware: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = "h100"
+    hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE.json", help_behavior_hint="(default: h100)")] = (
+        None
+    )
     """h100, bytescale-gpu or cpu, or a JSON file with the keys of lengthwise/cost/hardware.json."""
+    measurements: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json", help_behavior_hint="")] = None
+    """What `lengthwise profile` measured, in place of --model and --hardware."""
     capacity: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
     """Tokens that one rank holds in a microbatch; default: what fits beside weights and optimizer, by estimate."""
     tp: Annotated[int, tyro.conf.arg(metavar="T")] = 1
@@ -179,7 +183,6 @@ class Simulate:
     def _read(self) -> Asked:
         """Read all of the command line but the data; raise all that is wrong with it."""
         from lengthwise.cli.simulate_files import refuse_others_files
-        from lengthwise.cost import all_terms_cost, named_hardware, named_shape
         from lengthwise.simulator import LOADERS, Setting
 
         problems = Collector()
@@ -193,11 +196,11 @@ class Simulate:
         known = attempt(self._known_lengths)
         wanted = attempt(partial(parse_tokens, self.batch_tokens, "--batch-tokens"))
         context = None if self.context is None else attempt(partial(parse_tokens, self.context, "--context"))
-        shape, hardware = attempt(partial(named_shape, self.model)), attempt(partial(named_hardware, self.hardware))
         is_mesh = self.tp > 0 and self.pp > 0
-        cost = None
-        if shape and hardware and is_mesh:
-            cost = attempt(partial(all_terms_cost, shape, hardware, tensor=self.tp, stages=self.pp))
+        if self.measurements is None:
+            shape, hardware, cost = self._priced(problems)
+        else:
+            shape, hardware, cost = attempt(self._measured) or (None, None, None)
         options = replace(self._options(), layers=shape.layers if shape else 1)
         for planner in planners or ["lengthwise"]:
             attempt(partial(replace(options, planner=planner).checked, 1, cost))
@@ -225,6 +228,37 @@ class Simulate:
             return listed_lengths(self.lengths)
         refuse_data(self.data, self.empty)
         return None
+
+    def _priced(self, problems: Collector) -> tuple[ModelShape | None, Hardware | None, Cost | None]:
+        """Find the model and the hardware, and make their costs; a None has a problem, which is kept."""
+        from lengthwise.cost import all_terms_cost, named_hardware, named_shape
+
+        if self.model is None:
+            got, remedy = "neither", "Give exactly one."
+            problems.add(ConfigError("simulate", expected="one of --model and --measurements", got=got, remedy=remedy))
+        shape = problems.attempt(partial(named_shape, self.model)) if self.model is not None else None
+        hardware = problems.attempt(partial(named_hardware, self.hardware or "h100"))
+        if shape is None or hardware is None or self.tp < 1 or self.pp < 1:
+            return shape, hardware, None
+        cost = problems.attempt(partial(all_terms_cost, shape, hardware, tensor=self.tp, stages=self.pp))
+        return shape, hardware, cost
+
+    def _measured(self) -> tuple[ModelShape, Hardware, Cost]:
+        """Read the model, the hardware of what was not measured, and the costs from a file of measurements."""
+        from lengthwise.cost import named_hardware
+        from lengthwise.cost.measured import measured_cost, measured_shape, read_measurements
+
+        assert self.measurements is not None, "only asked for where there is a file"
+        problems = Collector()
+        meshes = {"--tp": self.tp, "--pp": self.pp}
+        unused = {"--model": self.model, "--hardware": self.hardware}
+        unused |= {option: number for option, number in meshes.items() if number != 1}
+        expected = "nothing beside --measurements, which are of one model, one device a rank"
+        problems.attempt(partial(refuse_beside, unused, expected, "Leave out {option} or --measurements."))
+        found = problems.attempt(partial(read_measurements, self.measurements))
+        problems.raise_all()
+        assert found is not None, "a file that was not read must have been a problem"
+        return measured_shape(found), named_hardware(found.hardware), measured_cost(found)
 
     def _planner_names(self) -> list[str]:
         from lengthwise.planner.registry import planner_names

@@ -29,6 +29,9 @@ from lengthwise.cost.terms import Cost
 _TURNS = 6
 _LEAST_SHARE, _MOST_SHARE = 0.02, 0.98  # of forward: a pass without any work would price nothing
 _LINKS: tuple[Tier, ...] = ("near", "far")
+_RATES: Mapping[Tier, TermName] = {"near": "near_bytes_per_second", "far": "far_bytes_per_second"}
+_HOPS: Mapping[Tier, TermName] = {"near": "near_hop_seconds", "far": "far_hop_seconds"}
+_COMPUTE: tuple[TermName, ...] = ("quadratic_seconds", "linear_seconds", "fixed_seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ def fit_samples(samples: Sequence[Sample], base: Cost) -> Fit:
     for tier in _LINKS:
         rate = _link_rate([each for each in samples if each.kind == "transfer" and each.tier == tier])
         if rate is not None:
-            terms["near_bytes_per_second" if tier == "near" else "far_bytes_per_second"] = rate
+            terms[_RATES[tier]] = rate
     cost = with_terms(cost, terms)
     ran = [each for each in samples if each.kind in ("local", "ring")]
     blocks = [each for each in samples if each.kind == "block"]
@@ -125,14 +128,9 @@ def _fit_microbatches(ran: Sequence[Sample], blocks: Sequence[Sample], cost: Cos
     The largest block counts as one more microbatch: where all are short it alone tells what attention takes.
     """
     unit = replace(cost, quadratic_seconds=1.0)
-    names: list[TermName] = ["quadratic_seconds", "linear_seconds", "fixed_seconds"]
-    names += [
-        "near_hop_seconds" if tier == "near" else "far_hop_seconds"
-        for tier in _LINKS
-        if any(each.kind == "ring" and each.tier == tier for each in ran)
-    ]
-    columns = np.array([_columns(each, unit) for each in ran])
-    columns = columns[:, [0, 1, 2] + [3 + _LINKS.index(_tier_of(name)) for name in names[3:]]]
+    tiers: list[Tier] = [tier for tier in _LINKS if any(each.kind == "ring" and each.tier == tier for each in ran)]
+    names: tuple[TermName, ...] = (*_COMPUTE, *(_HOPS[tier] for tier in tiers))
+    columns = np.array([_columns(each, unit, tiers) for each in ran])
     seconds = np.array([each.seconds for each in ran])
     largest = sorted(blocks, key=lambda each: each.lengths)[-1:]
     alone = [[each.lengths[0] ** 2 / cost.layers, *(0.0 for _ in names[1:])] for each in largest]
@@ -140,8 +138,9 @@ def _fit_microbatches(ran: Sequence[Sample], blocks: Sequence[Sample], cost: Cos
     took = np.append(seconds, [each.seconds for each in largest])
     solved = _least_squares(rows, took)
     for _ in range(_TURNS if len(names) > 3 else 0):
-        terms: dict[TermName, Term] = {name: solved.term(column) for column, name in enumerate(names[:3])}
-        still = with_terms(cost, terms | {name: Term(value=0.0, relative_error=None) for name in names[3:]})
+        terms: dict[TermName, Term] = {name: solved.term(column) for column, name in enumerate(_COMPUTE)}
+        terms |= {_HOPS[tier]: Term(value=0.0, relative_error=None) for tier in tiers}
+        still = with_terms(cost, terms)
         priced = columns[:, :3] @ solved.values[:3]
         exposed = np.array([predicted_seconds(each, still) for each in ran]) - priced
         known = np.append(np.maximum(0.0, exposed), np.zeros(len(largest)))
@@ -149,16 +148,12 @@ def _fit_microbatches(ran: Sequence[Sample], blocks: Sequence[Sample], cost: Cos
     return {name: solved.term(column) for column, name in enumerate(names)}
 
 
-def _tier_of(name: TermName) -> Tier:
-    return "near" if name.startswith("near") else "far"
-
-
-def _columns(sample: Sample, unit: Cost) -> list[float]:
-    """Return what each coefficient is multiplied by: squared tokens, tokens, 1, ring steps near, ring steps far."""
+def _columns(sample: Sample, unit: Cost, tiers: Sequence[Tier]) -> list[float]:
+    """Return what each coefficient is multiplied by: squared tokens, tokens, 1, ring steps of each tier."""
     tokens = np.array(sample.lengths, dtype=np.float64)
     attention = float(unit.attention_seconds(tokens, sample.degree).sum()) / sample.degree
     steps = sum(each.ring > 0 for each in unit.passes("none")) * (sample.degree - 1)
-    return [attention, float(tokens.sum()) / sample.degree, 1.0, *(steps * (sample.tier == tier) for tier in _LINKS)]
+    return [attention, float(tokens.sum()) / sample.degree, 1.0, *(steps * (sample.tier == tier) for tier in tiers)]
 
 
 def _fit_forward(local: Sequence[Sample], blocks: Sequence[Sample], cost: Cost) -> dict[TermName, Term]:

@@ -42,6 +42,7 @@ from lengthwise.profiler.watch import Stopwatch, WatchedTransport
 
 _LONGEST_SHARE = 1 / 25  # of all seconds, that one run may take
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 25
+_LEAST_TOKENS = 256  # up to here lengths double however long it takes: fewer tell nothing
 _Timed = Callable[[], tuple[float, float, float]]
 """Runs something; returns its seconds on this rank, of these those waited, those before backward (NaN: not apart)."""
 
@@ -130,7 +131,7 @@ class _Rank:
         while tokens <= self._settings.longest_tokens:
             found = [local_run((tokens,), ranks, layers)]
             found += ring_runs((tokens,), ranks, self._world.local_size, layers) if ranks > 1 else []
-            if not self._fits(found):
+            if not self._fits(found) and tokens > _LEAST_TOKENS:
                 break
             runs += [*found, Run(kind="block", lengths=(tokens,))]
             longest, tokens = tokens, 2 * tokens

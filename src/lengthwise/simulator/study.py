@@ -186,8 +186,15 @@ def _simulate(
 
 
 def ideal_seconds(tokens: Sequence[int], setting: Setting) -> float:
-    """Return the arithmetic of a batch at the efficiencies of the hardware, spread evenly over all devices."""
-    alone = analytic_cost(setting.shape, setting.hardware).compute_seconds(np.array(tokens, dtype=np.int64))
+    """Return the arithmetic of a batch, in blocks as large as can be, spread evenly over all devices.
+
+    At the efficiencies of the hardware, or, with one device a rank, of the costs: they may have been measured.
+    """
+    cost = analytic_cost(setting.shape, setting.hardware)
+    if setting.devices == 1:
+        compute = {"quadratic_seconds": setting.cost.quadratic_seconds, "linear_seconds": setting.cost.linear_seconds}
+        cost = replace(cost, **compute)
+    alone = cost.compute_seconds(np.array(tokens, dtype=np.int64))
     return float(alone.sum()) / (setting.cluster.ranks * setting.devices)
 
 

@@ -1,0 +1,85 @@
+"""`lengthwise profile`, and `plan` and `simulate` with what it wrote."""
+
+import json
+
+import pytest
+
+from cli.plan_calls import plan_without_torch, read_plan, refused
+from cost.measured_samples import measurements_of, samples_of
+from cost.test_cost_fit import machine
+from lengthwise.cost.measured import read_measurements
+from training.small_runs import call, make_rows, write_run
+
+
+@pytest.fixture
+def measured(tmp_path):
+    path = tmp_path / "measurements.json"
+    path.write_text(measurements_of(samples_of(machine())).to_json())
+    return path
+
+
+def test_profile_writes_what_plan_and_simulate_read(tmp_path, capfd):
+    out, plan = tmp_path / "measurements.json", tmp_path / "plan.json"
+    asked = ("profile", "--ranks", 2, "--seconds", 0.5, "--longest", 512, "--device", "cpu", "--out", out)
+    assert call(*asked) == 0
+    said = capfd.readouterr().out
+    assert "linear_seconds" in said
+    assert "not measured, as of cpu: far" in said
+    assert read_measurements(out).place.ranks == 2
+    assert call(*asked) == 2
+    assert "add --overwrite" in capfd.readouterr().err
+    (tmp_path / "lengths.json").write_text("[3000, 70, 900]")
+    rest = ("--lengths", tmp_path / "lengths.json", "--measurements", out)
+    assert call("plan", *rest, "--ranks", 2, "--capacity", 2048, "--out", plan) == 0
+    assert "tiny (measured/1 tiny cpu" in capfd.readouterr().out
+    rest = (*rest, "--ranks", 2, "--batch-tokens", "4K", "--batches", 1, "--out", tmp_path / "out")
+    assert call("simulate", *rest, "--planners", "static,lengthwise") == 0
+    written = json.loads((tmp_path / "out/simulation.json").read_text())
+    assert written["cost"].startswith("measured/1 tiny")
+    assert 0 < written["planners"]["lengthwise"]["ideal_ratio"] <= 1
+
+
+def test_profile_refuses_before_it_measures(tmp_path, capfd):
+    rest = ("--seconds", 0, "--longest", "long", "--hardware", "h10", "--ranks", 0, "--out", tmp_path)
+    assert call("profile", *rest) == 2
+    err = capfd.readouterr().err
+    for option in ("--seconds", "--longest", "--hardware", "--ranks", "Choose another --out"):
+        assert option in err
+    assert call("profile", "--ranks", 1, "--clock", "cpu", "--model", "none/there", "--out", tmp_path / "m.json") == 2
+    assert "none/there" in capfd.readouterr().err
+
+
+def test_plan_with_measurements_needs_no_torch(tmp_path, measured, lengths):
+    out = tmp_path / "plan.json"
+    said = plan_without_torch(
+        "--lengths", lengths, "--ranks", 2, "--capacity", 64, "--measurements", measured, "--out", out
+    )
+    assert "model, from measurements" in said
+    assert read_plan(out).notes["cost"].startswith("measured/1 tiny cpu")
+
+
+def test_measurements_stand_alone(tmp_path, capfd, measured, lengths):
+    rest = ("--lengths", lengths, "--ranks", 2, "--capacity", 64, "--measurements", measured)
+    rest = (*rest, "--out", tmp_path / "plan.json")
+    err = refused(capfd, *rest, "--model-shape", "llama-7b", "--hardware", "h100", "--stages", 2)
+    for option in ("--model-shape", "--hardware", "--stages"):
+        assert f"{option}: expected nothing beside --measurements" in err
+    cost = tmp_path / "cost.json"
+    cost.write_text('{"linear_seconds": 1}')
+    assert "--measurements: expected nothing beside --cost" in refused(capfd, *rest, "--cost", cost)
+    assert call("simulate", "--lengths", lengths, "--ranks", 2, "--out", tmp_path / "out") == 2
+    assert "one of --model and --measurements" in capfd.readouterr().err
+    asked = ("--model", "tiny", "--tp", 2, "--measurements", measured)
+    assert call("simulate", "--lengths", lengths, "--ranks", 2, "--out", tmp_path / "out", *asked) == 2
+    err = capfd.readouterr().err
+    assert "--model: expected nothing beside --measurements" in err
+    assert "--tp: expected nothing beside --measurements" in err
+
+
+def test_a_run_file_is_planned_with_measurements_of_its_model(tmp_path, capfd, measured):
+    run = write_run(tmp_path, make_rows([3, 40]), model="tiny")
+    rest = ("--ranks", 2, "--measurements", measured, "--out", tmp_path / "plan.json")
+    assert call("plan", "--config", run, *rest) == 0
+    assert "as training on CPUs plans" not in capfd.readouterr().out
+    other = write_run(tmp_path, make_rows([3, 40]), model="tiny", precision="bf16")
+    assert "precision: expected bf16" in refused(capfd, "--config", other, *rest)

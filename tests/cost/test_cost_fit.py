@@ -1,0 +1,126 @@
+"""Fitting: known coefficients come back from samples, with noise to within their stated errors."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost.measured_samples import SHAPE, base, measurements_of, sample, samples_of
+from lengthwise.core.errors import ConfigError
+from lengthwise.cost import Choice, Link
+from lengthwise.cost.ending import Ending
+from lengthwise.cost.fit import fit_samples, with_terms
+from lengthwise.cost.hardware import named_hardware
+from lengthwise.cost.measured import measured_cost
+
+
+def machine(
+    quadratic=5e-8, linear=1e-4, fixed=0.01, near=1e9, far=2e8, hop=3e-3, forward=(0.3, 0.35), curve=((32.0, 1.0),)
+):
+    cost = base()
+    attention, share = forward
+    return replace(
+        cost,
+        quadratic_seconds=quadratic,
+        linear_seconds=linear,
+        fixed_seconds=fixed,
+        near=Link(bytes_per_second=near, hop_seconds=hop),
+        far=Link(bytes_per_second=far, hop_seconds=2 * hop),
+        forward=replace(cost.forward, attention=attention, linear=share),
+        backward=replace(cost.backward, attention=1 - attention, linear=1 - share),
+        block_efficiency=curve,
+        ending=Ending(update_seconds=0.02, clear_seconds=1e-3, reduced_bytes_per_second=3e8),
+    )
+
+
+REAL = st.floats(min_value=0.2, max_value=5.0)
+
+
+@given(q=REAL, linear=REAL, fixed=REAL, near=REAL, far=REAL, hop=REAL, share=st.floats(0.2, 0.45))
+def test_fit_recovers_every_term_from_exact_samples(q, linear, fixed, near, far, hop, share):
+    true = machine(5e-8 * q, 1e-4 * linear, 0.01 * fixed, 1e9 * near, 2e8 * far, 3e-3 * hop, (share, 0.35))
+    fit = fit_samples(samples_of(true), base())
+    values = {name: term.value for name, term in fit.terms.items()}
+    assert fit.not_measured == ()
+    for name in ("quadratic_seconds", "linear_seconds", "fixed_seconds"):
+        assert values[name] == pytest.approx(getattr(true, name), rel=2e-2), name
+    assert values["near_bytes_per_second"] == pytest.approx(true.near.bytes_per_second)
+    assert values["far_bytes_per_second"] == pytest.approx(true.far.bytes_per_second)
+    assert values["forward_attention"] == pytest.approx(share)
+    assert values["update_seconds"] == pytest.approx(0.02)
+    assert values["clear_seconds"] == pytest.approx(1e-3)
+    assert values["reduced_bytes_per_second"] == pytest.approx(3e8)
+    assert fit.mean_error < 0.02
+
+
+@given(seed=st.integers(0, 10_000), noise=st.floats(0.0, 0.05))
+def test_fit_of_noisy_samples_predicts_within_the_noise_and_says_how_sure_it_is(seed, noise):
+    true = machine()
+    fit = fit_samples(samples_of(true, noise=noise, seed=seed), base())
+    fitted = with_terms(replace(base(), block_efficiency=fit.block_efficiency), fit.terms)
+    for lengths, degree in (((1500,), 1), ((3000,), 2), ((100,) * 20, 1)):
+        priced = [
+            cost.fixed_seconds + cost.piece_seconds(lengths, degree, Choice(), ranks=tuple(range(degree)))
+            for cost in (fitted, true)
+        ]
+        assert priced[0] == pytest.approx(priced[1], rel=0.02 + 5 * noise)
+    for name, true_value in (("linear_seconds", 1e-4), ("quadratic_seconds", 5e-8)):
+        term = fit.terms[name]
+        assert term.relative_error is not None
+        assert abs(term.value / true_value - 1) < 0.02 + 10 * noise
+
+
+@given(shares=st.lists(st.floats(0.01, 3.0), min_size=1, max_size=8), seed=st.integers(0, 99))
+def test_the_block_curve_is_one_that_hardware_takes(shares, seed):
+    local = [each for each in samples_of(machine(), seed=seed) if each.kind == "local"]
+    blocks = [sample("block", (2.0**k) ** 2 * share, (2**k,)) for k, share in enumerate(shares)]
+    curve = fit_samples([*local, *blocks], base()).block_efficiency
+    replace(named_hardware("cpu"), block_efficiency=curve)
+    assert [tokens for tokens, _ in curve] == [2.0**k for k in range(len(shares))]
+
+
+def test_the_block_curve_is_the_one_that_slowed_the_blocks():
+    curve = ((32.0, 0.2), (128.0, 0.5), (512.0, 0.8), (1024.0, 0.9), (2048.0, 0.95), (4096.0, 1.0))
+    fit = fit_samples(samples_of(machine(curve=curve)), base())
+    assert np.array(fit.block_efficiency) == pytest.approx(np.array(curve))
+    assert fit.terms["quadratic_seconds"].value == pytest.approx(5e-8, rel=1e-2)
+
+
+def test_terms_without_samples_stay_those_of_the_hardware_and_are_named():
+    local = [each for each in samples_of(machine()) if each.kind == "local"]
+    fit = fit_samples(local, base())
+    assert set(fit.terms) == {"quadratic_seconds", "linear_seconds", "fixed_seconds"}
+    assert set(fit.not_measured) >= {"near_bytes_per_second", "far_hop_seconds", "update_seconds", "forward_linear"}
+    assert fit.block_efficiency == ()
+    cost = measured_cost(measurements_of(local))
+    assert (cost.near, cost.far, cost.ending) == (base().near, base().far, Ending())
+
+
+def test_fit_refuses_what_tells_nothing():
+    true = samples_of(machine())
+    with pytest.raises(ConfigError, match="three microbatches"):
+        fit_samples([each for each in true if each.kind != "local"], base())
+    flat = [sample("local", 0.01, (tokens,)) for tokens in (100, 1000, 10_000)]
+    flat += [sample("local", 1e-6, (tokens,)) for tokens in (10**5, 10**6)]
+    with pytest.raises(ConfigError, match="seconds that do not grow"):
+        fit_samples(flat, base())
+
+
+def test_messages_that_take_no_longer_for_more_bytes_tell_no_rate():
+    local = [each for each in samples_of(machine()) if each.kind == "local"]
+    odd = [
+        sample("transfer", seconds, degree=2, tier="near", num_bytes=size)
+        for size, seconds in ((10, 1.0), (10**6, 0.1))
+    ]
+    assert "near_bytes_per_second" not in fit_samples([*local, *odd], base()).terms
+
+
+def test_the_step_end_is_what_was_measured():
+    cost = measured_cost(measurements_of(samples_of(machine())))
+    bytes_moved = cost.reduced_bytes
+    assert cost.step_end_seconds(1) == pytest.approx(0.02 + 1e-3)
+    assert cost.step_end_seconds(4) == pytest.approx(bytes_moved * 3 / 4 / 3e8 + 0.02 / 4 + 1e-3)
+    assert base().step_end_seconds(1) == 0
+    assert SHAPE.name in cost.version

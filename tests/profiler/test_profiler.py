@@ -1,0 +1,69 @@
+"""A profile of a second: what it runs, and that a step is planned and simulated with what it found."""
+
+import torch
+
+from lengthwise.comm import SoloTransport, World
+from lengthwise.core.shape import Cluster
+from lengthwise.cost.measured import measured_cost, read_measurements
+from lengthwise.models import find_model
+from lengthwise.planner import PlanOptions, plan_step
+from lengthwise.profiler.profile import ProfileSettings, profile
+from lengthwise.profiler.runs import local_run, message_runs, packs_up_to, ring_runs
+from lengthwise.profiler.watch import Stopwatch, WatchedTransport
+from lengthwise.program import check_plan, refuse_unsupported
+from lengthwise.simulator import simulate_plan
+from lengthwise.training.profiling import profile_model
+
+SETTINGS = ProfileSettings(seconds=1.0, longest_tokens=256, precision="fp32", clock="wall", hardware="cpu")
+
+
+def test_a_profile_of_one_process_makes_costs_that_plan_a_step(tmp_path):
+    torch.set_num_threads(1)
+    found = profile(find_model("tiny"), World(rank=0, world_size=1), SoloTransport(), SETTINGS)
+    assert {each.kind for each in found.samples} == {"local", "block", "end_update", "end_clear"}
+    assert "near_bytes_per_second" in found.fit.not_measured
+    path = tmp_path / "measurements.json"
+    path.write_text(found.to_json())
+    cost = measured_cost(read_measurements(path))
+    assert cost.linear_seconds > 0
+    plan = plan_step([3000, 500, 20], Cluster(ranks=3, capacity_tokens=2048), cost, PlanOptions(layers=2))
+    check_plan(plan)
+    assert simulate_plan(plan, cost).step_seconds > cost.step_end_seconds(3) > 0
+
+
+def test_a_profile_of_two_processes_measures_rings_and_messages():
+    found = profile_model("tiny", SETTINGS, ranks=2, device="cpu")
+    assert found is not None
+    assert {each.kind for each in found.samples} >= {"ring", "transfer", "end_collectives"}
+    assert all(each.tier == "near" for each in found.samples if each.kind == "ring")
+    assert {"far_bytes_per_second", "far_hop_seconds"} == set(found.fit.not_measured) - {"near_bytes_per_second"}
+    assert (found.place.ranks, found.place.ranks_per_node) == (2, 2)
+    assert {"none", "near"} == {each.tier for each in found.samples}
+
+
+def test_what_is_run_is_made_of_plans_that_training_runs():
+    for run in (local_run((5, 9), 3, 2), *ring_runs((40,), 6, 4, 2)):
+        assert run.plan is not None
+        check_plan(run.plan)
+        refuse_unsupported(run.plan)
+    rings = ring_runs((40,), 6, 4, 2)
+    assert [(each.degree, each.tier) for each in rings] == [(2, "near"), (4, "near"), (6, "far"), (2, "far")]
+    assert {each.tier for each in message_runs(6, 4)} == {"near", "far"}
+    assert message_runs(1, 1) == []
+    assert all(length > 0 for longest in (1, 32, 4096) for pack in packs_up_to(longest) for length in pack)
+
+
+def test_the_watch_counts_collectives_and_knows_when_backward_began():
+    transport = SoloTransport()
+    watch = Stopwatch("cpu", transport, torch.device("cpu"))
+    watched = WatchedTransport(transport, watch)
+    watched.phase = "profile, microbatch 1 of 1 forward"
+    assert watched.backward_began is None
+    watched.phase = "profile, microbatch 1 of 1 backward"
+    assert watched.backward_began is not None
+    assert watched.phase == transport.phase
+    watched.reduce_scatter(torch.zeros(3), torch.ones(3))
+    assert watched.collective_seconds > 0
+    with transport.clock.waiting():
+        pass
+    assert watch.waited > 0
