@@ -77,9 +77,11 @@ def test_measurements_stand_alone(tmp_path, capfd, measured, lengths):
 
 
 def test_a_run_file_is_planned_with_measurements_of_its_model(tmp_path, capfd, measured):
-    run = write_run(tmp_path, make_rows([3, 40]), model="tiny")
+    run = write_run(tmp_path, make_rows([3, 40]), model="tiny", precision="fp32")
     rest = ("--ranks", 2, "--measurements", measured, "--out", tmp_path / "plan.json")
     assert call("plan", "--config", run, *rest) == 0
     assert "as training on CPUs plans" not in capfd.readouterr().out
     other = write_run(tmp_path, make_rows([3, 40]), model="tiny", precision="bf16")
-    assert "precision: expected bf16" in refused(capfd, "--config", other, *rest)
+    err = refused(capfd, "--config", other, *rest)
+    assert "precision: expected bf16" in err
+    assert "leave --measurements out" in err

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from lengthwise.planner import PlanOptions
 
 
-_NAMES = named_alike("planner ranks mode stages virtual offload heads recompute speeds hardware capacity") | {
+_NAMES = named_alike(
+    "planner ranks mode stages virtual offload heads recompute speeds hardware capacity measurements"
+) | {
     "tokens": "--lengths",
     "capacity_tokens": "--capacity",
     "context_tokens": "the longest sequence",
