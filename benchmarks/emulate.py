@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,8 @@ from lengthwise.planner import PlanOptions
 from lengthwise.program import MicrobatchProgram, Transfer, lower_plan
 from lengthwise.simulator import simulate_plan
 from lengthwise.training.planner_process import PlannerProcess
-from lengthwise.training.planning import PlanAhead
+from lengthwise.training.planning import PlanAhead, StepPlanner
+from lengthwise.training.step_planning import StepPlanning
 from namespaces import shaped_nodes
 from pages import Findings, add_out
 from support import run_ranks
@@ -285,16 +287,17 @@ def emulate(
 
     sized = context if planner == "static" else None
     options = PlanOptions(planner=planner, layers=LAYERS, context_tokens=sized)
-    fixed = {"cluster": cluster, "cost": cost, "options": options}
+    capacities = {"none": cluster.capacity_tokens}
+    planning = StepPlanning(ranks=cluster.ranks, cost=cost, capacities=capacities, options=options)
 
     def work(transport: Any) -> list[tuple[float, float]]:
         torch.set_num_threads(1)
-        with nullcontext() if transport.rank else PlannerProcess(lambda tokens: {"tokens": tokens, **fixed}) as process:
-            return steps_of(transport, process)
+        with nullcontext() if transport.rank else PlannerProcess() as process:
+            return steps_of(transport, None if process is None else partial(process.plan, planning))
 
-    def steps_of(transport: Any, process: PlannerProcess | None) -> list[tuple[float, float]]:
+    def steps_of(transport: Any, planner: StepPlanner | None) -> list[tuple[float, float]]:
         stream: Iterator[Any] = iter([Lengths(batch) for batch in batches])
-        ahead = PlanAhead(stream, process, transport, timeout_seconds=_TIMEOUT_SECONDS)
+        ahead = PlanAhead(stream, planner, transport, timeout_seconds=_TIMEOUT_SECONDS)
         rank, steps = Emulated(transport, cost, real_bytes, shaped=enter is not None), []
         for step in range(len(batches)):
             planned = ahead.next(f"step {step}")

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 import planners
-from lengthwise.planner import plan_step
+from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.training.planner_process import PlannerProcess
+from lengthwise.training.step_planning import StepPlanning
 from pages import Findings, add_out
 
 _ROWS = ("long-1024-terms", "huge-12288")
@@ -57,11 +58,13 @@ def measure(row: planners.Row, repeats: int) -> dict[str, list[tuple[float, floa
     """Return, for each planner, the additions' seconds with it and the plan's."""
     tokens = row.batch(0)
     options = {"tokens": tokens, "cluster": row.cluster, "cost": row.cost}
-    with PlannerProcess(lambda lengths: {**options, "tokens": tuple(lengths)}) as process:
+    capacities = {"none": row.cluster.capacity_tokens}
+    planning = StepPlanning(ranks=row.cluster.ranks, cost=row.cost, capacities=capacities, options=PlanOptions())
+    with PlannerProcess() as process:
         works: dict[str, Callable[[], Any]] = {
             "nobody": lambda: None,
             "a thread": lambda: plan_step(**options).to_json(),
-            "a process": lambda: process.plan(tokens),
+            "a process": lambda: process.plan(planning, tokens),
         }
         for work in works.values():
             work()

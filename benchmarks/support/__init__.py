@@ -7,12 +7,15 @@ from support.plans import draw_lengths, make_plan, random_plan, visible_pairs
 from support.ranks import run_ranks
 from support.recording import Call, RecordingTransport
 from support.sequences import make_batch
+from support.stores import CountingStore, DelayedStore
 from support.tiny import MODEL_TYPES, VARIANTS, tiny_family_config
 
 __all__ = [
     "MODEL_TYPES",
     "VARIANTS",
     "Call",
+    "CountingStore",
+    "DelayedStore",
     "Difference",
     "LiveBytes",
     "RecordingTransport",

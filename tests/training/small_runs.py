@@ -27,6 +27,7 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 METRIC_KEYS = {
     "step", "loss", "grad_norm", "lr", "num_sequences", "num_tokens", "num_loss_tokens", "num_microbatches",
     "step_seconds", "tokens_per_second", "imbalance_ratio", "idle_ratio", "ring_token_ratio", "plan_seconds",
+    "predicted_step_seconds", "peak_memory_bytes", "offloaded_bytes", "offload_wait_seconds", "exposed_ring_seconds",
 }  # fmt: skip
 
 

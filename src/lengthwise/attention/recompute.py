@@ -15,6 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lengthwise.offload import ActivationSaver
 from lengthwise.program import HeadRange
 
 Attention = tuple[Tensor, Mapping[HeadRange, Tensor]]
@@ -25,15 +26,12 @@ Attention = tuple[Tensor, Mapping[HeadRange, Tensor]]
 class ActivationPolicy:
     """What of a microbatch's activations is kept for backward, as its plan says.
 
-    recompute: `none`, or what is computed again: `layer`, `all_but_attention`. offload: the share of the bytes that
-    leaves the device meanwhile; 0, since `program.refuse_unsupported` refuses plans with more.
+    recompute: `none`, or what is computed again: `layer`, `all_but_attention`. saver: takes what is kept, and offloads
+    the share that the plan says; None: all of it stays on the device.
     """
 
     recompute: str = "none"
-    offload: float = 0.0
-
-    def __post_init__(self) -> None:
-        assert not self.offload, f"activations stay on the device, got offload {self.offload}"
+    saver: ActivationSaver | None = None
 
 
 class Recomputed(Protocol):
@@ -45,8 +43,9 @@ class Recomputed(Protocol):
 class Recomputation:
     """One checkpointed call of one layer, over its two runs. `num_attended`: attentions in the first."""
 
-    def __init__(self, *, keeps_attention: bool) -> None:
-        self._keeps_attention, self._kept = keeps_attention, deque[tuple[Attention, int]]()
+    def __init__(self, *, keeps_attention: bool, saver: ActivationSaver | None = None) -> None:
+        self._keeps_attention, self._saver = keeps_attention, saver
+        self._kept = deque[Callable[[], Attention]]()
         self._is_second_run, self.num_attended = False, 0
 
     @contextlib.contextmanager
@@ -66,8 +65,19 @@ class Recomputation:
             return run()
         if not self._is_second_run:
             out, lse = run()
-            self._kept.append(((out.detach(), lse), out._version))
+            self._kept.append(self._keep(out.detach(), lse))
             return out, lse
-        (out, lse), version = self._kept.popleft()
-        assert out._version == version, "the model wrote over the output of its attention"
-        return out, lse
+        return self._kept.popleft()()
+
+    def _keep(self, out: Tensor, lse: Mapping[HeadRange, Tensor]) -> Callable[[], Attention]:
+        """Keep an attention as autograd would; return what gives it back."""
+        saver, version = self._saver, out._version
+
+        def unwritten() -> Attention:
+            assert out._version == version, "the model wrote over the output of its attention"
+            return out, lse
+
+        if saver is None:
+            return unwritten
+        saved, saved_lse = saver.pack(out), {heads: saver.pack(each) for heads, each in lse.items()}
+        return lambda: (saver.unpack(saved), {heads: saver.unpack(each) for heads, each in saved_lse.items()})

@@ -103,6 +103,8 @@ def verification_lines(found: VerifyReport) -> list[str]:
 def _exercised(plan: Plan) -> str:
     """Say which parts of the planned attention ran: of the others the comparison says nothing."""
     rings = ", ".join(str(degree) for degree in degrees(plan) if degree > 1)
+    ratios = [each.offload for each in plan.microbatches if each.offload]
+    offload = f", offload of {min(ratios):.2g} to {max(ratios):.2g} of a microbatch" if ratios else ""
     if not rings:
-        return "exercised: packs on one rank, no ring (for one: more --ranks, or a lower capacity_tokens)"
-    return f"exercised: rings of {rings} ranks{', packs on one rank' * (1 in degrees(plan))}"
+        return f"exercised: packs on one rank{offload}, no ring (for one: more --ranks, or a lower capacity_tokens)"
+    return f"exercised: rings of {rings} ranks{', packs on one rank' * (1 in degrees(plan))}{offload}"

@@ -72,6 +72,9 @@ def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]
     for where, lora in sections_at(values, ("lora",)):
         if isinstance(lora.get("adapter"), str | Path):
             lora["adapter"] = _resolve(f"{where}.adapter", str(lora["adapter"]), folder, problems)
+    for where, offload in sections_at(values, ("offload",)):
+        if isinstance(offload.get("path"), str | Path):
+            offload["path"] = _resolve(f"{where}.path", str(offload["path"]), folder, problems)
     output = values.get("output")
     if output == "":
         problems.append(ConfigError("output", expected="a folder", got="''", remedy="Write for example runs/first."))

@@ -159,6 +159,32 @@ class GlobalBatch(Settings):
         return [ConfigError("", expected=expected, got=got, remedy=remedy)]
 
 
+class OffloadConfig(Settings):
+    """Which share of a microbatch's activations is elsewhere until its backward, and where."""
+
+    ratio: Literal["auto", "off"] | Annotated[float, Field(ge=0, le=1)] = Field(
+        default="auto",
+        description="auto (of each microbatch as much as it needs, where that pays), off, or the share of every "
+        "microbatch, 0 to 1, of all layers but two; default auto",
+    )
+    store: Literal["host", "disk"] = Field(
+        default="host", description="host (memory beside GPUs) or disk (a folder, on any machine); default host"
+    )
+    path: _Path | None = Field(
+        default=None, description="the folder of store disk; relative to the run file's folder; default null"
+    )
+
+    @classmethod
+    def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
+        """Ask for a folder where there is a disk, and for none elsewhere."""
+        on_disk, has_path = values.get("store", "host") == "disk", values.get("path") is not None
+        if on_disk == has_path:
+            return []
+        expected = "`path` beside `store: disk`" if on_disk else "`path` only beside `store: disk`"
+        got, remedy = ("none", "Add a folder.") if on_disk else ("a path", "Add `store: disk`, or take it out.")
+        return [ConfigError("path", expected=expected, got=got, remedy=remedy)]
+
+
 class OptimizerConfig(Settings):
     """AdamW and its learning-rate schedule."""
 
@@ -280,6 +306,11 @@ class RunConfig(Settings):
         description="what backward computes again in place of keeping it: none, layer (every decoder layer) or "
         "all_but_attention (the same, but attention and its ring run once); default none",
     )
+    offload: OffloadConfig | None = Field(
+        default=None,
+        description="{store: disk, path: /scratch}: keep a share of the activations elsewhere until backward; default "
+        "null (all on the device)",
+    )
     loss: Literal["chunked", "whole"] = Field(
         default="chunked",
         description="chunked (logits are made for a few tokens at a time, the same result) or whole (for all tokens of "
@@ -334,4 +365,5 @@ SECTIONS: Mapping[tuple[str, ...], type[Settings]] = {
     ("global_batch",): GlobalBatch,
     ("optimizer",): OptimizerConfig,
     ("lora",): LoraConfig,
+    ("offload",): OffloadConfig,
 }

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import resource
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
@@ -25,6 +28,29 @@ def reporting_shortage(where: Callable[[], str], *, needs: Callable[[], str], re
         first = (str(error).strip().splitlines() or ["out of memory"])[0].rstrip(".")
         got = f"{first}{memory_in_use()}"
         raise MemoryShortage(where(), expected=f"{needs()} to fit", got=got, remedy=remedy) from error
+
+
+class PeakMemory:
+    """The most that this process held since `start`: on the GPU it uses, else resident in memory."""
+
+    def start(self) -> None:
+        """Forget what was held before; where the system cannot (only Linux can), the peak is that of the process."""
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+            return
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident size
+
+    def peak_bytes(self) -> int:
+        """Return the bytes."""
+        if torch.cuda.is_initialized():
+            return torch.cuda.max_memory_allocated()
+        try:
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+        except (OSError, StopIteration):
+            most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return most if sys.platform == "darwin" else 1024 * most
 
 
 def memory_in_use() -> str:

@@ -18,6 +18,7 @@ from lengthwise.attention import ActivationPolicy, BlockKernel, PlannedAttention
 from lengthwise.comm import Transport
 from lengthwise.core.plan import Plan
 from lengthwise.cost import LOGITS_AT_ONCE
+from lengthwise.engine.activations import Offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_MICROBATCHES, reporting_shortage
 from lengthwise.models import (
@@ -28,6 +29,7 @@ from lengthwise.models import (
     model_loss,
     model_router_logits,
 )
+from lengthwise.offload import ActivationSaver
 from lengthwise.program import MicrobatchProgram, last_on_all_ranks, lower_plan
 
 
@@ -36,11 +38,16 @@ class RankResult:
     """What a rank did: its summed loss, and seconds in which it did not wait for another rank.
 
     `router_loss` is its part of the routers' balance loss; the parts of all ranks sum to that of the global batch.
+    `ring_wait_seconds` is what it waited for transfers that no work hid, `offload_wait_seconds` for copies of the
+    `offloaded_bytes` of all its microbatches.
     """
 
     loss_sum: float
     busy_seconds: float
     router_loss: float = 0.0
+    ring_wait_seconds: float = 0.0
+    offloaded_bytes: int = 0
+    offload_wait_seconds: float = 0.0
 
 
 def run_plan(
@@ -53,18 +60,21 @@ def run_plan(
     name: str,
     train: bool = True,
     logits_at_once: int | None = LOGITS_AT_ONCE,
+    offloading: Offloading | None = None,
 ) -> RankResult:
     """Run the microbatches of this rank and let gradients add up in the model's parameters.
 
     The loss is divided once, by the loss tokens of the global batch, and made from `logits_at_once` logits at a time
     (None: all of a microbatch). No collective is issued on the way: a rank can never wait in one for another that waits
-    for its next ring message.
+    for its next ring message. `offloading` is what plans that offload need.
 
     Raises:
         MemoryShortage: a microbatch does not fit on the device.
     """
     start, waited = time.perf_counter(), transport.clock.waited_seconds
-    rank = _RankStep(model, batch, transport, kernel, lower_plan(plan, transport.rank), name, logits_at_once)
+    copied = 0.0 if offloading is None else offloading.store.waited_seconds
+    programs = lower_plan(plan, transport.rank)
+    rank = _RankStep(model, batch, transport, kernel, programs, name, logits_at_once, offloading)
     with reporting_shortage(
         lambda: f"rank {transport.rank}, {transport.phase}",
         needs=lambda: f"microbatches of up to {rank.most_tokens()} tokens",
@@ -73,7 +83,14 @@ def run_plan(
         loss_sum, router_loss = rank.run(plan, train=train).tolist()
     waited = transport.clock.waited_seconds - waited
     busy_seconds = time.perf_counter() - start - waited
-    return RankResult(loss_sum=loss_sum, router_loss=router_loss, busy_seconds=busy_seconds)
+    return RankResult(
+        loss_sum=loss_sum,
+        router_loss=router_loss,
+        busy_seconds=busy_seconds,
+        ring_wait_seconds=waited,
+        offloaded_bytes=rank.offloaded_bytes,
+        offload_wait_seconds=0.0 if offloading is None else offloading.store.waited_seconds - copied,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +99,10 @@ class _Forward:
 
     loss: Tensor
     router_logits: list[Tensor]
+    saver: ActivationSaver | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _RankStep:
     model: nn.Module
     batch: StepBatch
@@ -93,6 +111,8 @@ class _RankStep:
     programs: Sequence[MicrobatchProgram]
     name: str
     logits_at_once: int | None
+    offloading: Offloading | None
+    offloaded_bytes: int = 0
 
     def run(self, plan: Plan, *, train: bool) -> Tensor:
         """Run all microbatches; return (summed loss, part of the router loss), (2,), in fp64."""
@@ -110,7 +130,7 @@ class _RankStep:
                     objective = objective + balance.coefficient * share
                     sums[1] += share.detach()
                 self.enter(number, "backward")
-                objective.backward()
+                self._backward(objective, done.saver)
             sums[0] += done.loss.detach()
         return sums
 
@@ -132,12 +152,26 @@ class _RankStep:
         planned = PlannedAttention(program, self.transport, self.kernel)
         tensors = self._tensors(program)
         hear = router_logits.extend if train and has_balance_loss(self.model.config) else None
-        policy = ActivationPolicy()
-        if train:
-            policy = ActivationPolicy(recompute=program.microbatch.recompute, offload=program.microbatch.offload)
+        policy = self._policy(program, planned.num_rows) if train else ActivationPolicy()
         with torch.set_grad_enabled(train), apply_policy(self.model, planned, policy):
             loss = model_loss(self.model, planned, *tensors, hear_router=hear, logits_at_once=self.logits_at_once)
-        return _Forward(loss=loss, router_logits=router_logits)
+        return _Forward(loss=loss, router_logits=router_logits, saver=policy.saver)
+
+    def _policy(self, program: MicrobatchProgram, rows: int) -> ActivationPolicy:
+        microbatch, saver = program.microbatch, None
+        if microbatch.offload:
+            assert self.offloading is not None, f"nowhere to offload {microbatch.offload} of microbatch {program.index}"
+            saver = self.offloading.saver(microbatch, rows)
+        return ActivationPolicy(recompute=microbatch.recompute, saver=saver)
+
+    def _backward(self, objective: Tensor, saver: ActivationSaver | None) -> None:
+        if saver is not None:
+            saver.begin_backward()
+        objective.backward()
+        if saver is not None:
+            assert self.offloading is not None, "who made the saver"
+            self.offloaded_bytes += saver.totals.offloaded_bytes
+            self.offloading.store.reset()
 
     def _tensors(self, program: MicrobatchProgram) -> list[Tensor]:
         return [tensor.to(self._device) for tensor in self.batch.tensors(program.segments(self.transport.rank))]

@@ -1,6 +1,6 @@
 """Make a Hugging Face causal language model obey a plan, and refuse by name what a plan would compute wrongly."""
 
-from lengthwise.models.adapter import model_loss, model_router_logits, plain_output
+from lengthwise.models.adapter import model_loss, model_router_logits, plain_output, run_layers
 from lengthwise.models.checkpointing import apply_policy, check_recompute
 from lengthwise.models.double import keep_double
 from lengthwise.models.families import FAMILIES, check_model_config, largest_head_dim, position_limit
@@ -43,6 +43,7 @@ __all__ = [
     "plain_attention",
     "plain_output",
     "position_limit",
+    "run_layers",
     "save_adapter",
     "save_model",
     "token_loss",

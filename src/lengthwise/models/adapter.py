@@ -73,6 +73,12 @@ def model_router_logits(
     return _own_router_logits(_run(model, planned, input_ids, position_ids, logits_to_keep=1), planned)
 
 
+def run_layers(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    """Run the layers of a model and next to nothing of its loss; return what keeps their graph alive."""
+    output: Tensor = _run(model, planned, input_ids, position_ids, logits_to_keep=1).logits
+    return output
+
+
 def _run(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor, **options: Any) -> Any:
     """Return the model's output; rows past `planned.num_tokens` are padding, kept from attention, loss and counts."""
     # Up to a multiple that suits the device, and at least one token: a ring of more ranks than tokens leaves some

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -39,6 +39,12 @@ def apply_policy(model: nn.Module, planned: PlannedAttention, policy: Activation
     Raises:
         ModelRefused: a layer of the model was not run through Hugging Face's wrap, so it would have been kept.
     """
+    with nullcontext() if policy.saver is None else policy.saver.saving(), _recomputing(model, planned, policy):
+        yield
+
+
+@contextlib.contextmanager
+def _recomputing(model: nn.Module, planned: PlannedAttention, policy: ActivationPolicy) -> Iterator[None]:
     if policy.recompute == "none":
         yield
         return
@@ -46,7 +52,7 @@ def apply_policy(model: nn.Module, planned: PlannedAttention, policy: Activation
     runs: list[Recomputation] = []
 
     def run(forward: Callable[..., Any], *arguments: Any) -> Any:
-        layer = Recomputation(keeps_attention=policy.recompute == "all_but_attention")
+        layer = Recomputation(keeps_attention=policy.recompute == "all_but_attention", saver=policy.saver)
         runs.append(layer)
         # torch ends a second run once all that was saved is there again. An attention saves after its ring is done,
         # so a ring is never left halfway.

@@ -30,14 +30,13 @@ class Feature(StrEnum):
 
 
 REQUIRED = frozenset(map(Feature, KNOWN_FEATURES))  # must stand in `requires` of a plan that uses them
-ENGINE = frozenset({Feature.RECOMPUTE, Feature.SHARES, Feature.SPEEDS})
+ENGINE = frozenset({Feature.OFFLOAD, Feature.RECOMPUTE, Feature.SHARES, Feature.SPEEDS})
 SIMULATOR = frozenset(Feature) - {Feature.SPEEDS}
 FIVE_COEFFICIENTS = frozenset(Feature) - {Feature.HEADS, Feature.OFFLOAD, Feature.SHARES}
 
 _INSTEAD = {
     Feature.WAVES: "kind free (all this version runs)",
     Feature.PIPELINE: "kind free (all this version runs)",
-    Feature.OFFLOAD: "0 (this version keeps activations on the device)",
     Feature.HEADS: "1 (this version rotates keys, it does not split heads)",
 }
 _REPORTED = 10  # refusals in one message

@@ -96,6 +96,9 @@ def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
     plan = Plan.from_json(text, str(path))
     check_plan(plan)
     refuse_unsupported(plan)
+    if job.config.offload is None and any(each.offload for each in plan.microbatches):
+        remedy = "Add `offload` to the run file: {store: disk, path: /scratch}."
+        raise PlanError(str(path), expected="a plan without offload, or a place for it", got="none", remedy=remedy)
     if plan.ranks != job.ranks or plan.tokens != lengths:
         where = str(path)
         expected = f"a plan for {job.ranks} ranks and the first batch's lengths {list(lengths[:8])}..."

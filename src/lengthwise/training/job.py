@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lengthwise.config import DataSource, RunConfig
-from lengthwise.core.errors import Collector, DataError
+from lengthwise.core.errors import Collector, ConfigError, DataError
 from lengthwise.core.plan import Plan
-from lengthwise.core.shape import Cluster
 from lengthwise.cost import LOGITS_AT_ONCE, all_terms_cost, named_hardware, shape_from_config
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
 from lengthwise.engine.batch import StepBatch
@@ -22,8 +20,8 @@ from lengthwise.models import (
     find_model,
     position_limit,
 )
-from lengthwise.planner import PlanOptions, plan_step
-from lengthwise.program import check_plan, refuse_unsupported
+from lengthwise.planner import PlanOptions
+from lengthwise.training.step_planning import StepPlanning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,28 +58,27 @@ class Job:
         """How many logits the loss makes at once; None: all of a microbatch."""
         return LOGITS_AT_ONCE if self.config.loss == "chunked" else None
 
-    def plan_options(self, lengths: Sequence[int]) -> dict[str, Any]:
-        """Return the keywords of `plan_step` for one step; what a process that only plans needs to know of the run."""
-        return {
-            "tokens": tuple(lengths),
-            "cluster": Cluster(ranks=self.ranks, capacity_tokens=self.config.capacity_tokens),
-            "cost": all_terms_cost(
-                shape_from_config(self.model.config.to_dict()), named_hardware("h100" if self.gpus else "cpu")
-            ),
-            "options": PlanOptions(
-                planner=self.config.planner,
+    @property
+    def planning(self) -> StepPlanning:
+        """What plans the steps of this run."""
+        config, shape = self.config, shape_from_config(self.model.config.to_dict())
+        ratio = config.offload.ratio if config.offload else "off"
+        return StepPlanning(
+            ranks=self.ranks,
+            cost=all_terms_cost(shape, named_hardware("h100" if self.gpus else "cpu")),
+            capacities={config.recompute: config.capacity_tokens},
+            options=PlanOptions(
+                planner=config.planner,
                 layers=self.model.config.num_hidden_layers,
-                context_tokens=max(int(self.dataset.lengths.max()), *lengths),
-                recompute=self.config.recompute,
+                context_tokens=int(self.dataset.lengths.max()),
+                offload=ratio if isinstance(ratio, str) else "off",
             ),
-        }
+            offload_ratio=None if isinstance(ratio, str) else ratio,
+        )
 
     def make_plan(self, lengths: Sequence[int]) -> Plan:
         """Plan one step here and now, and check the plan before anyone runs it."""
-        plan = plan_step(**self.plan_options(lengths))
-        check_plan(plan)
-        refuse_unsupported(plan)
-        return plan
+        return self.planning.plan(lengths)
 
 
 def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: int = 0) -> Job:
@@ -108,7 +105,6 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: 
     eval_dataset = read(config.eval.data, "eval.data") if config.eval and config.eval.data else None
     positions = position_limit(model.config) if model else None
     for each in filter(None, (dataset, eval_dataset)):
-        attempt(lambda each=each: check_fits(each, ranks=ranks, capacity_tokens=config.capacity_tokens))
         if positions is not None:
             attempt(lambda each=each: check_positions(each, positions=positions))
     if model:
@@ -118,6 +114,7 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: 
             attempt(lambda: check_buildable(model.config))
         if len(collector.problems) == refused:
             attempt(lambda: check_recompute(model.config, config.recompute))
+            attempt(lambda: _check_offload(config, gpus, model.config.num_hidden_layers))
             attempt(lambda: check_lora(model, config.lora))
     collector.raise_all()
     assert model is not None, "a model that was not found must have been a problem"
@@ -132,8 +129,24 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: 
         timeout_seconds=timeout_seconds,
         gpus=gpus,
     )
+    for each in filter(None, (dataset, eval_dataset)):
+        attempt(lambda each=each: check_fits(each, ranks=ranks, capacity_tokens=job.planning.most_held_tokens))
+    collector.raise_all()
     _check_losses(job)
     return job
+
+
+def _check_offload(config: RunConfig, gpus: int, layers: int) -> None:
+    """Refuse offload to the memory that is already in use, and of layers that there are not."""
+    offload = config.offload
+    if offload is None or offload.ratio == "off":
+        return
+    if layers <= 2:
+        expected = "a model of more than 2 layers, two of which always stay on the device"
+        raise ConfigError("offload.ratio", expected=expected, got=f"{layers}", remedy="Take offload out.")
+    if offload.store == "host" and not gpus:
+        expected = "disk on a machine without GPUs, where activations are in the host's memory already"
+        raise ConfigError("offload.store", expected=expected, got="host", remedy="Set store: disk and path.")
 
 
 def _check_losses(job: Job) -> None:

@@ -16,6 +16,9 @@ class StepMetrics:
     `loss` is the mean over the loss tokens of the global batch, before the update, `router_loss` the balance loss over
     it, before its coefficient (None: there is none). `imbalance_ratio` is the largest over the mean busy time of ranks,
     `idle_ratio` 1 - mean busy / step time, `ring_token_ratio` the share of tokens in cut sequences.
+    `predicted_step_seconds` is what the plan's costs say. Of memory and waits the largest rank counts:
+    `peak_memory_bytes` on its GPU, or resident, with the update before this step; `exposed_ring_seconds` for transfers
+    that no work hid; `offload_wait_seconds` for copies. `offloaded_bytes` are those of all ranks.
     """
 
     plan: InitVar[Plan]
@@ -34,6 +37,11 @@ class StepMetrics:
     idle_ratio: float = field(init=False)
     ring_token_ratio: float = field(init=False)
     plan_seconds: float
+    predicted_step_seconds: float
+    peak_memory_bytes: int
+    offloaded_bytes: int
+    offload_wait_seconds: float
+    exposed_ring_seconds: float
     router_loss: float | None = None
 
     def __post_init__(self, plan: Plan, busy_seconds: Sequence[float]) -> None:

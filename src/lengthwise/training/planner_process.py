@@ -3,7 +3,7 @@
 A thread would do the same work, but hold Python's lock against the thread that launches kernels
 (`python benchmarks/plan_ahead.py`). The process imports no torch: 35 MB, 0.3 s.
 
-Its standard input takes pickled keywords of `plan_step`; its standard output gives, for each, a pickled (plan file,
+Its standard input takes pickled (`StepPlanning`, lengths); its standard output gives, for each, a pickled (plan file,
 seconds), or the LengthwiseError that there is instead. Both pipes belong to the two processes alone, so pickles are
 safe here. The end of standard input ends the process, also while it plans: whoever asked is gone.
 """
@@ -19,13 +19,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import Any
 
 from lengthwise.core.errors import LengthwiseError, RankError
-from lengthwise.planner.api import plan_step
-from lengthwise.program.check import check_plan
+from lengthwise.training.step_planning import StepPlanning
 
 _GRACE_SECONDS = 3.0  # for the status of a process whose pipe is closed
 
@@ -33,12 +31,10 @@ _GRACE_SECONDS = 3.0  # for the status of a process whose pipe is closed
 class PlannerProcess:
     """Makes plans in a process of its own, one at a time; any thread may ask.
 
-    It starts at once and can plan after 0.3 s. A context manager: its end ends the process. `options` maps the lengths
-    of a step to the keywords of `plan_step`.
+    It starts at once and can plan after 0.3 s. A context manager: its end ends the process.
     """
 
-    def __init__(self, options: Callable[[Sequence[int]], dict[str, Any]]) -> None:
-        self._options = options
+    def __init__(self) -> None:
         self._asking = threading.Lock()
         # It imports from where this process does: not from the working folder, which may hold a user's `queue.py`.
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -61,18 +57,18 @@ class PlannerProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def plan(self, lengths: Sequence[int]) -> tuple[str, float]:
-        """Return the plan file of one step, which `check_plan` accepts, and the seconds that it took.
+    def plan(self, planning: StepPlanning, lengths: Sequence[int]) -> tuple[str, float]:
+        """Return the plan file of one step, which was checked, and the seconds that it took.
 
         Raises:
-            LengthwiseError: what `plan_step` or `check_plan` raised, or RankError: the process is gone.
+            LengthwiseError: what `planning` raised, or RankError: the process is gone.
         """
         asked, answers = self._process.stdin, self._process.stdout
         assert asked is not None, "stdin is a pipe"
         assert answers is not None, "stdout is a pipe"
         with self._asking:
             try:
-                pickle.dump(self._options(lengths), asked)
+                pickle.dump((planning, tuple(lengths)), asked)
                 asked.flush()
                 answer = pickle.load(answers)  # noqa: S301 - of our own process
             except (OSError, EOFError, ValueError, pickle.UnpicklingError):
@@ -105,11 +101,11 @@ def main() -> None:
     """Answer requests until there are no more."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what anyone prints must not mix with the answers
-    requests: SimpleQueue[dict[str, Any]] = SimpleQueue()
+    requests: SimpleQueue[tuple[StepPlanning, tuple[int, ...]]] = SimpleQueue()
     threading.Thread(target=_read, args=(requests,), daemon=True).start()
     try:
         while True:
-            pickle.dump(_answer(requests.get()), answers)
+            pickle.dump(_answer(*requests.get()), answers)
             answers.flush()
     except BrokenPipeError:  # whoever asked is gone
         os._exit(0)
@@ -119,7 +115,7 @@ def main() -> None:
         os._exit(1)
 
 
-def _read(requests: SimpleQueue[dict[str, Any]]) -> None:
+def _read(requests: SimpleQueue[tuple[StepPlanning, tuple[int, ...]]]) -> None:
     while True:
         try:
             requests.put(pickle.load(sys.stdin.buffer))  # noqa: S301 - of the process that started this one
@@ -127,11 +123,10 @@ def _read(requests: SimpleQueue[dict[str, Any]]) -> None:
             os._exit(0)
 
 
-def _answer(keywords: dict[str, Any]) -> tuple[str, float] | LengthwiseError:
+def _answer(planning: StepPlanning, lengths: tuple[int, ...]) -> tuple[str, float] | LengthwiseError:
     start = time.perf_counter()
     try:
-        plan = plan_step(**keywords)
-        check_plan(plan)
+        plan = planning.plan(lengths)
     except LengthwiseError as error:
         return error
     return plan.to_json(), time.perf_counter() - start

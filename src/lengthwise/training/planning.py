@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,7 +13,9 @@ from lengthwise.core.errors import RankError
 from lengthwise.core.plan import Plan
 from lengthwise.engine.batch import StepBatch
 from lengthwise.program import refuse_unsupported
-from lengthwise.training.planner_process import PlannerProcess
+
+StepPlanner = Callable[[Sequence[int]], tuple[str, float]]
+"""Makes (plan file, seconds that it took) from the lengths of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +48,14 @@ class StepSource(Protocol):
 class PlanAhead:
     """A `StepSource` that plans consecutive batches, the next one while the present step runs.
 
-    `planner` is there on rank 0 alone. A plan depends on lengths, cluster and costs only, so the plan of a step is the
+    `planner` is there on rank 0 alone. A plan depends on lengths, ranks and costs only, so the plan of a step is the
     same whenever it is made. A plan that takes longer than `timeout_seconds` ends the run.
     """
 
     def __init__(
         self,
         batches: Iterator[StepBatch],
-        planner: PlannerProcess | None,
+        planner: StepPlanner | None,
         transport: Transport,
         *,
         timeout_seconds: float,
@@ -85,7 +87,7 @@ class PlanAhead:
         batch = next(self._batches, None)
         if batch is None:
             return None
-        return batch, None if self._planner is None else self._thread.submit(self._planner.plan, batch.lengths)
+        return batch, None if self._planner is None else self._thread.submit(self._planner, batch.lengths)
 
     def _wait_for(self, future: Future[tuple[str, float]], name: str) -> tuple[str, float]:
         try:

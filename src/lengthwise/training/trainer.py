@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from lengthwise.comm import Transport, World, agree, join
 from lengthwise.config import dump_config
 from lengthwise.core.errors import NumericError
 from lengthwise.core.plan import Plan
+from lengthwise.engine.activations import start_offloading
 from lengthwise.engine.batch import StepBatch
-from lengthwise.engine.memory import SMALLER_STATE, reporting_shortage
+from lengthwise.engine.memory import SMALLER_STATE, PeakMemory, reporting_shortage
 from lengthwise.engine.optimizer import ShardedAdamW, learning_rate
 from lengthwise.engine.parameters import Parameters, largest_magnitude
 from lengthwise.engine.replicated import FlatParameters
@@ -65,13 +67,14 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
     Raises:
         NumericError: a loss, a gradient or the parameters are not finite; no model is saved.
     """
-    with nullcontext() if world.rank else PlannerProcess(job.plan_options) as planner:
+    with nullcontext() if world.rank else PlannerProcess() as process:
         hearing = () if world.rank else (RunFolder(job.config.output), *callbacks)
         transport = connect(
             world, job, on_phase, None if world.rank else lambda line: call_back(hearing, "on_note", line)
         )
 
         def steps(batches: Iterator[StepBatch]) -> StepSource:
+            planner = None if process is None else partial(process.plan, job.planning)
             return PlanAhead(batches, planner, transport, timeout_seconds=job.timeout_seconds)
 
         with StopRequest(ends_at_the_second=world.world_size == 1).listening() as stop:
@@ -109,8 +112,11 @@ class _Trainer:
             self._model: Any = build_adapted(job.model, job.config.lora, seed=job.config.seed).to(world.device)
             self._parameters: Parameters = FlatParameters(self._model, transport, dtype=dtype)
             self._optimizer = ShardedAdamW(self._parameters, job.config.optimizer, transport)
+        where = f"rank {world.rank}"
+        self._offloading = start_offloading(job.config.offload, self._model, self._kernel, where=where)
         self._largest_allowed, self._largest = torch.finfo(dtype).max, torch.zeros(())  # of any parameter of this rank
         self._checks_memory = job.config.memory_check if job.config.memory_check is not None else job.gpus > 0
+        self._memory, self._step_end_seconds = PeakMemory(), job.planning.cost.step_end_seconds(job.ranks)
         self._num_steps = job.num_steps
         self._new_steps, self._steps = steps, steps(job.batches())
 
@@ -142,11 +148,20 @@ class _Trainer:
 
     def close(self) -> None:
         self._steps.close()
+        if self._offloading is not None:
+            self._offloading.store.close()
 
     def _run(self, plan: Plan, batch: StepBatch, name: str, *, train: bool = True) -> RankResult:
-        at_once = self._job.logits_at_once
         return run_plan(
-            self._model, plan, batch, self._transport, self._kernel, name=name, train=train, logits_at_once=at_once
+            self._model,
+            plan,
+            batch,
+            self._transport,
+            self._kernel,
+            name=name,
+            train=train,
+            logits_at_once=self._job.logits_at_once,
+            offloading=self._offloading,
         )
 
     def _step(self, number: int, planned: PlannedStep) -> tuple[StepMetrics, PlannedStep | None, int | None]:
@@ -155,7 +170,10 @@ class _Trainer:
         work = self._run(plan, batch, name)
         self._transport.phase = f"{name}, step end"
         stop, largest = float(self._stop.signal or 0), self._largest.item()
-        rows = self._share([work.loss_sum, work.busy_seconds, stop, work.router_loss, largest])
+        numbers = [work.loss_sum, work.busy_seconds, stop, work.router_loss, largest]
+        waits = [work.ring_wait_seconds, work.offload_wait_seconds, work.offloaded_bytes]
+        rows = self._share([*numbers, *waits, self._memory.peak_bytes()])
+        self._memory.start()
         self._refuse_ruined(number - 1, rows[:, 4])
         loss, router_loss = rows[:, 0].sum().item() / batch.loss_tokens, rows[:, 3].sum().item()
         _refuse_infinite("loss", loss, name, batch)
@@ -177,6 +195,11 @@ class _Trainer:
             busy_seconds=rows[:, 1].tolist(),
             step_seconds=time.perf_counter() - start,
             plan_seconds=planned.plan_seconds,
+            predicted_step_seconds=float(plan.notes["predicted_seconds"]) + self._step_end_seconds,
+            exposed_ring_seconds=rows[:, 5].max().item(),
+            offload_wait_seconds=rows[:, 6].max().item(),
+            offloaded_bytes=int(rows[:, 7].sum()),
+            peak_memory_bytes=int(rows[:, 8].max()),
         )
         finished = FinishedStep(metrics=metrics, num_steps=self._num_steps, sequences=batch.ids, plan=plan)
         call_back(self._callbacks, "on_step", finished)

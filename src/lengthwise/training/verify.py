@@ -19,6 +19,7 @@ from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport, World
 from lengthwise.core.plan import Plan
 from lengthwise.data import NO_LOSS, Dataset
+from lengthwise.engine.activations import start_offloading
 from lengthwise.engine.memory import reporting_shortage
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
@@ -106,8 +107,12 @@ def _compare(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]
     kernel = choose_kernel(world.device, dtype=dtype, head_dim=largest_head_dim(job.model.config), say=notes.append)
     model = _build(job).to(world.device)
     flat = FlatParameters(model, transport, dtype=dtype)
+    offloading = start_offloading(job.config.offload, model, kernel, where=f"rank {world.rank}")
+    options = {"logits_at_once": job.logits_at_once, "offloading": offloading}
     with keep_double(dtype):
-        work = run_plan(model, plan, batch, transport, kernel, name="verify", logits_at_once=job.logits_at_once)
+        work = run_plan(model, plan, batch, transport, kernel, name="verify", **options)
+    if offloading is not None:
+        offloading.store.close()
     transport.phase = "verify, gathering gradients"
     losses = torch.tensor([work.loss_sum, work.router_loss], dtype=torch.float64)
     transport.all_reduce(losses)

@@ -1,0 +1,63 @@
+"""Stores of activations that show what is asked of them: one that counts, one that takes its time."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+Event = tuple[Literal["put", "fetch", "take"], int]
+"""What was asked, and of which put, counted from 0."""
+
+
+class CountingStore:
+    """Keeps bytes as copies in memory, and notes in which order it was asked for what."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.put_bytes = 0
+        self.resets = 0
+        self.waited_seconds = 0.0
+
+    def put(self, values: Tensor) -> Kept:
+        """Copy the bytes."""
+        number = sum(what == "put" for what, _ in self.events)
+        self.events.append(("put", number))
+        self.put_bytes += values.numel()
+        return Kept(self, number, values.clone())
+
+    def reset(self) -> None:
+        """Count the microbatches."""
+        self.resets += 1
+
+    def close(self) -> None:
+        """Keep what was noted."""
+
+
+class Kept:
+    """Bytes of a `CountingStore`."""
+
+    def __init__(self, store: CountingStore, number: int, values: Tensor) -> None:
+        self._store, self._number, self._values, self._fetched = store, number, values, False
+
+    def fetch(self) -> None:
+        """Note it, once."""
+        if not self._fetched:
+            self._store.events.append(("fetch", self._number))
+            self._fetched = True
+
+    def take(self) -> Tensor:
+        """Return the bytes."""
+        self._store.events.append(("take", self._number))
+        return self._values
+
+
+class DelayedStore(CountingStore):
+    """As a store whose copies take their time: who takes what was not fetched before would have waited."""
+
+    @property
+    def late(self) -> list[int]:
+        """Puts that were taken without a fetch before."""
+        fetched = {number: place for place, (what, number) in enumerate(self.events) if what == "fetch"}
+        takes = {number: place for place, (what, number) in enumerate(self.events) if what == "take"}
+        return [number for number, place in takes.items() if fetched.get(number, place) >= place]

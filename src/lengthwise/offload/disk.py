@@ -1,0 +1,172 @@
+"""Activations in a file, on any machine: one thread writes, one reads, and the file has no name.
+
+The file is unlinked as soon as it is open: the system frees it when the process ends, however it ends. Its room is
+reserved before it is written, so a full disk is found by who asks. Places are given one after the other and all taken
+back at the end of a microbatch. At most `_UNWRITTEN_BYTES` wait in memory to be written.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lengthwise.core.errors import MemoryShortage
+
+_UNWRITTEN_BYTES = 1 << 26  # 64 MB: a layer of a small model; more would only delay the wait for a slow disk
+_RESERVED_BYTES = 1 << 26  # by which the file grows
+_ALIGNMENT = 4096
+
+
+class DiskStore:
+    """An `ActivationStore` in a folder.
+
+    Raises:
+        MemoryShortage: no file can be made in the folder.
+    """
+
+    def __init__(self, folder: Path, *, where: str) -> None:
+        self._folder, self._where = folder, where
+        self._end, self._reserved = 0, 0
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed by `close`
+        except OSError as error:
+            raise self._shortage(0, error) from error
+        self._writer, self._reader = (
+            ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"offload {name}") for name in ("write", "read")
+        )
+        self._unwritten: deque[tuple[Future[None], int]] = deque()
+        self._waited_seconds = 0.0
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds that the caller waited for the disk so far."""
+        return self._waited_seconds
+
+    def put(self, values: Tensor) -> _OnDisk:
+        """Begin to store `values` (see `ActivationStore.put`)."""
+        size, start = values.numel(), self._end
+        self._reserve(start + size, size)
+        self._end = start + -(-size // _ALIGNMENT) * _ALIGNMENT
+        written = self._writer.submit(_write, self._file.fileno(), values.cpu(), start)
+        self._unwritten.append((written, size))
+        while self._unwritten and (self._unwritten[0][0].done() or self._has_much_to_write()):
+            self.wait_for(*self._unwritten.popleft())
+        return _OnDisk(self, written, start, size, values.device)
+
+    def read(self, written: Future[None], start: int, size: int) -> Future[Tensor]:
+        """Begin to read what was written, uint8 (size,)."""
+        return self._reader.submit(_read, self._file.fileno(), written, start, size)
+
+    def wait_for(self, done: Future, size: int) -> object:
+        """Return the result of a thread, counting the wait.
+
+        Raises:
+            MemoryShortage: the disk failed.
+        """
+        with self._waiting():
+            try:
+                return done.result()
+            except OSError as error:
+                raise self._shortage(size, error) from error
+
+    def flush(self) -> None:
+        """Wait until all that was put is in the file."""
+        while self._unwritten:
+            self.wait_for(*self._unwritten.popleft())
+
+    def reset(self) -> None:
+        """Forget all that was put; the file keeps its room."""
+        self.flush()
+        self._end = 0
+
+    def close(self) -> None:
+        """End the threads and give the room back."""
+        for threads in (self._writer, self._reader):
+            threads.shutdown(cancel_futures=True)
+        self._file.close()
+
+    def _has_much_to_write(self) -> bool:
+        return len(self._unwritten) > 1 and sum(size for _, size in self._unwritten) > _UNWRITTEN_BYTES
+
+    def _reserve(self, end: int, size: int) -> None:
+        """Make the file so long that `size` bytes up to `end` fit, or raise."""
+        if end <= self._reserved or not hasattr(os, "posix_fallocate"):  # macOS: there the write finds a full disk
+            return
+        for wanted in (max(end, self._reserved + _RESERVED_BYTES), end):  # much at once, or what is needed now
+            try:
+                os.posix_fallocate(self._file.fileno(), self._reserved, wanted - self._reserved)
+            except OSError as error:
+                if wanted == end:
+                    raise self._shortage(size, error) from error
+            else:
+                self._reserved = wanted
+                return
+
+    def _shortage(self, size: int, error: OSError) -> MemoryShortage:
+        try:
+            free = f"{shutil.disk_usage(self._folder).free} bytes free"
+        except OSError:
+            free = "a folder that cannot be read"
+        expected = f"room for {size} bytes of activations in {self._folder}, beside {self._end} of this rank"
+        remedy = "Free disk space, give another offload.path, or offload less: more ranks, or offload.ratio."
+        got = f"{error.strerror or error}, {free}"
+        return MemoryShortage(f"{self._where}, offload", expected=expected, got=got, remedy=remedy)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited_seconds += time.perf_counter() - start
+
+
+class _OnDisk:
+    """Bytes in the file of a `DiskStore`."""
+
+    def __init__(self, store: DiskStore, written: Future[None], start: int, size: int, device: torch.device) -> None:
+        self._store, self._written, self._start, self._size, self._device = store, written, start, size, device
+        self._read: Future[Tensor] | None = None
+
+    def fetch(self) -> None:
+        """Begin to read (see `Stored.fetch`)."""
+        if self._read is None:
+            self._read = self._store.read(self._written, self._start, self._size)
+
+    def take(self) -> Tensor:
+        """Return the bytes (see `Stored.take`)."""
+        self.fetch()
+        assert self._read is not None, "it was just begun"
+        values = self._store.wait_for(self._read, self._size)
+        assert isinstance(values, Tensor), "what is read is a tensor"
+        self._read = None
+        return values.to(self._device)
+
+
+def _write(file: int, values: Tensor, start: int) -> None:
+    left = values.numpy().data
+    while left:
+        written = os.pwrite(file, left, start)
+        left, start = left[written:], start + written
+
+
+def _read(file: int, written: Future[None], start: int, size: int) -> Tensor:
+    written.result()
+    values = torch.empty(size, dtype=torch.uint8)
+    left = values.numpy().data
+    while left:
+        got = os.preadv(file, [left], start)
+        if not got:
+            raise OSError(f"the file ended at byte {start}")
+        left, start = left[got:], start + got
+    return values

@@ -1,0 +1,143 @@
+"""Activations in pinned memory of a GPU's host: slabs of our own, one stream each way.
+
+A slab is a power of two, which torch's allocator of pinned memory does not round up, and is kept for the whole run.
+Places are given one after the other and all taken back at the end of a microbatch. A copy out begins when the compute
+stream has made the values; they are let go once it is done. A copy in begins when the compute stream has freed its
+room, and the stream alone waits for it. Written to torch's rules for streams; it has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from lengthwise.core.errors import MemoryShortage
+
+SLAB_BYTES = 1 << 28
+_LEAVING_BYTES = 1 << 29  # values whose copy out is under way, at most: half a layer of a large model at 64K tokens
+_ALIGNMENT = 512
+
+
+class PinnedStore:
+    """An `ActivationStore` in the host's memory, for a GPU."""
+
+    def __init__(self, device: torch.device, *, where: str) -> None:
+        assert device.type == "cuda", f"activations on {device} are in the host's memory already"
+        self.device, self._where = device, where
+        self.out_stream, self.in_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._slabs: list[Tensor] = []
+        self._end = 0  # over all slabs, one after the other
+        self._leaving: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._waited_seconds = 0.0
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds that the compute stream waited for copies in so far; waits for the GPU to get there."""
+        for before, after in self._waits:
+            after.synchronize()
+            self._waited_seconds += before.elapsed_time(after) / 1e3
+        self._waits.clear()
+        return self._waited_seconds
+
+    def put(self, values: Tensor) -> _Pinned:
+        """Begin to copy `values` out (see `ActivationStore.put`)."""
+        while self._leaving and (self._leaving[0][0].query() or self._leaving_bytes > _LEAVING_BYTES):
+            self._leaving.popleft()[0].synchronize()
+        parts = self._places(values.numel())
+        self.out_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.out_stream):
+            start = 0
+            for part in parts:
+                part.copy_(values[start : start + part.numel()], non_blocking=True)
+                start += part.numel()
+        done = torch.cuda.Event()
+        done.record(self.out_stream)
+        self._leaving.append((done, values))
+        return _Pinned(self, parts, done)
+
+    def note_wait(self, before: torch.cuda.Event, after: torch.cuda.Event) -> None:
+        """Count the time between two events of the compute stream as waiting."""
+        self._waits.append((before, after))
+
+    def reset(self) -> None:
+        """Forget all that was put; slabs stay."""
+        self._leaving.clear()  # backward has taken all of it, so its copies are done
+        self._end = 0
+
+    def close(self) -> None:
+        """Give the slabs back."""
+        torch.cuda.synchronize(self.device)
+        self._slabs.clear()
+
+    @property
+    def _leaving_bytes(self) -> int:
+        return sum(values.numel() for _, values in self._leaving)
+
+    def _places(self, size: int) -> list[Tensor]:
+        """Return room for so many bytes, in parts of one slab each."""
+        parts, left = [], size
+        while left:
+            slab, start = divmod(self._end, SLAB_BYTES)
+            if slab == len(self._slabs):
+                self._slabs.append(self._new_slab(size))
+            part = self._slabs[slab][start : start + left]
+            parts.append(part)
+            left -= part.numel()
+            aligned = -(-part.numel() // _ALIGNMENT) * _ALIGNMENT
+            self._end = min(self._end + aligned, (slab + 1) * SLAB_BYTES)
+        return parts
+
+    def _new_slab(self, size: int) -> Tensor:
+        try:
+            return torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:  # torch has no class of its own for this
+            held = len(self._slabs) * SLAB_BYTES
+            expected = f"pinned host memory for {size} bytes of activations, beside {held} of this rank"
+            remedy = "Offload less (more ranks, or offload.ratio), or set offload.store: disk."
+            got = (str(error).splitlines() or ["an error"])[0].rstrip(".")
+            raise MemoryShortage(f"{self._where}, offload", expected=expected, got=got, remedy=remedy) from error
+
+
+class _Pinned:
+    """Bytes in the slabs of a `PinnedStore`."""
+
+    def __init__(self, store: PinnedStore, parts: list[Tensor], copied: torch.cuda.Event) -> None:
+        self._store, self._parts, self._copied = store, parts, copied
+        self._values: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+
+    def fetch(self) -> None:
+        """Begin to copy in (see `Stored.fetch`)."""
+        if self._values is not None:
+            return
+        store, compute = self._store, torch.cuda.current_stream(self._store.device)
+        size = sum(part.numel() for part in self._parts)
+        # Made on the compute stream, which frees it; what had the room before may still be read there.
+        self._values = torch.empty(size, dtype=torch.uint8, device=store.device)
+        store.in_stream.wait_stream(compute)
+        store.in_stream.wait_event(self._copied)
+        with torch.cuda.stream(store.in_stream):
+            start = 0
+            for part in self._parts:
+                self._values[start : start + part.numel()].copy_(part, non_blocking=True)
+                start += part.numel()
+        self._arrived = torch.cuda.Event()
+        self._arrived.record(store.in_stream)
+
+    def take(self) -> Tensor:
+        """Return the bytes (see `Stored.take`); the compute stream waits for them."""
+        self.fetch()
+        values, arrived = self._values, self._arrived
+        assert values is not None, "it was just begun"
+        assert arrived is not None, "it was just begun"
+        compute = torch.cuda.current_stream(self._store.device)
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record(compute)
+        compute.wait_event(arrived)
+        after.record(compute)
+        self._store.note_wait(before, after)
+        self._values = self._arrived = None
+        return values

@@ -1,0 +1,191 @@
+"""What autograd saves of one microbatch, of which the first bytes, as many as its plan says, go to a store.
+
+1. Forward: each storage that autograd saves is one entry, however many tensors view it; entries go to the store in the
+   order in which they come, first layers first, until `offload_bytes` are there. Of the last one a part goes.
+2. Backward: entries come back in reverse order, as soon as `window_bytes` have room for them beside what is still kept.
+
+Parameters, buffers and tensors under 1 KB stay. A storage that later layers save again (rotary embeddings) comes back
+at once: it never left the device. Copies keep bits, layout and alignment, so gradients are bit for bit the same.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lengthwise.offload.store import ActivationStore, Stored
+
+SMALL_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationTotals:
+    """Bytes that autograd saved of a microbatch, in distinct storages, and how many of them went to the store."""
+
+    saved_bytes: int
+    offloaded_bytes: int
+
+
+@dataclass(slots=True, weakref_slot=True, kw_only=True, eq=False)
+class _Entry:
+    """A storage that autograd saves: whole on the device (`values`), or in the store but for its `rest`."""
+
+    alive: StorageWeakRef  # keeps the address from being given to another storage
+    number: int
+    size: int
+    saved_before: int  # bytes of the microbatch
+    values: Tensor | None = None
+    stored: Stored | None = None
+    rest: Tensor | None = None
+    is_fetched: bool = False
+    is_reached: bool = False
+
+    @property
+    def away_bytes(self) -> int:
+        """Bytes in the store."""
+        return self.size - (0 if self.rest is None else self.rest.numel())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """A saved tensor: of which entry, and how it lies in it. `kept`: the tensor itself, where its entry stayed."""
+
+    entry: _Entry
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    kept: Tensor | None = field(repr=False)
+
+
+class ActivationSaver:
+    """The saved activations of one microbatch on one rank.
+
+    store: where they go; None: nowhere, they are only counted. offload_bytes: how many shall go.
+    layer_bytes: of one layer; storages saved again after as many are not of one layer alone.
+    window_bytes: what backward may have on the device of entries that it has not come to yet.
+    stays: storages that are never offloaded, see `parameter_storages`.
+    """
+
+    def __init__(
+        self,
+        store: ActivationStore | None,
+        *,
+        stays: frozenset[int],
+        offload_bytes: int = 0,
+        layer_bytes: int = 0,
+        window_bytes: int = 0,
+    ) -> None:
+        self._store, self._stays = store, stays
+        self._least_bytes = 1 if store is None else SMALL_BYTES
+        self._offload_bytes, self._layer_bytes, self._window_bytes = offload_bytes, layer_bytes, window_bytes
+        # Autograd alone keeps entries alive: what backward is done with is free at once.
+        self._entries: weakref.WeakValueDictionary[tuple[int, int], _Entry] = weakref.WeakValueDictionary()
+        self._away: list[weakref.ref[_Entry]] = []
+        self._saved_bytes = self._away_bytes = self._waiting_bytes = self._numbered = 0
+
+    @property
+    def totals(self) -> ActivationTotals:
+        """What forward saved so far, and what of it is in the store."""
+        return ActivationTotals(saved_bytes=self._saved_bytes, offloaded_bytes=self._away_bytes)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Keep and offload what the forward inside saves."""
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            yield
+
+    def pack(self, tensor: Tensor) -> Tensor | _View:
+        """Take what autograd saves; return what `unpack` makes it from."""
+        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        alive = StorageWeakRef(tensor.untyped_storage())
+        if tensor.untyped_storage().nbytes() < self._least_bytes or alive.cdata in self._stays:
+            return tensor
+        entry = self._entries.get((alive.cdata, tensor._version))
+        if entry is None:
+            entry = self._enter(tensor, alive)
+        elif entry.stored is not None and self._saved_bytes - entry.saved_before > self._layer_bytes:
+            self._away_bytes -= entry.away_bytes
+            self._waiting_bytes += entry.away_bytes
+            entry.stored, entry.rest, entry.values = None, None, _flat(tensor)
+        return _View(
+            entry=entry,
+            dtype=tensor.dtype,
+            size=tensor.size(),
+            stride=tensor.stride(),
+            offset=int(tensor.storage_offset()),
+            kept=tensor if entry.stored is None else None,
+        )
+
+    def unpack(self, saved: Tensor | _View) -> Tensor:
+        """Return a saved tensor, with its values from the store where they went there."""
+        if isinstance(saved, Tensor):
+            return saved
+        entry = saved.entry
+        if not entry.is_reached:
+            entry.is_reached = True
+            self._bring_back(entry)
+        if saved.kept is not None:
+            return saved.kept
+        assert entry.values is not None, "an entry that was reached is on the device"
+        empty = torch.empty(0, dtype=saved.dtype, device=entry.values.device)
+        return empty.set_(entry.values.untyped_storage(), saved.offset, saved.size, saved.stride)
+
+    def begin_backward(self) -> None:
+        """Bring back what backward needs first, as far as there is room."""
+        while self._away:
+            entry = self._away[-1]()
+            if entry is None or entry.stored is None or entry.is_fetched:
+                self._away.pop()
+                continue
+            if self._waiting_bytes + entry.away_bytes > self._window_bytes:
+                return
+            self._away.pop()
+            entry.stored.fetch()
+            entry.is_fetched = True
+            self._waiting_bytes += entry.away_bytes
+
+    def _enter(self, tensor: Tensor, alive: StorageWeakRef) -> _Entry:
+        values = _flat(tensor)
+        size = values.numel()
+        entry = _Entry(alive=alive, number=self._numbered, size=size, saved_before=self._saved_bytes)
+        self._entries[alive.cdata, tensor._version] = entry
+        self._numbered += 1
+        self._saved_bytes += size
+        goes = min(size, self._offload_bytes - self._away_bytes)
+        if self._store is not None and goes >= SMALL_BYTES:
+            entry.stored = self._store.put(values[:goes])
+            entry.rest = values[goes:].clone() if goes < size else None
+            self._away.append(weakref.ref(entry))
+            self._away_bytes += goes
+        self._waiting_bytes += size - (0 if entry.stored is None else goes)
+        return entry
+
+    def _bring_back(self, entry: _Entry) -> None:
+        """Take the values of an entry, and begin with those before it."""
+        if entry.stored is not None:
+            values = entry.stored.take()
+            entry.values = values if entry.rest is None else torch.cat((values, entry.rest))
+            self._waiting_bytes -= entry.size if entry.is_fetched else entry.size - entry.away_bytes
+            entry.stored = entry.rest = None
+        else:
+            self._waiting_bytes -= entry.size
+        self.begin_backward()
+
+
+def parameter_storages(model: nn.Module) -> frozenset[int]:
+    """Return the storages of parameters and buffers, which autograd saves views of."""
+    tensors = (*model.parameters(), *model.buffers())
+    return frozenset(StorageWeakRef(each.untyped_storage()).cdata for each in tensors)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the whole storage of a tensor as uint8 (bytes,)."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -1,0 +1,60 @@
+"""How the steps of a run are planned: everything but their lengths, in one record that a process without torch takes.
+
+A run may leave the kind of recomputation to the planner; each has its capacity, because each leaves another room. An
+offload ratio of the user's own is that of every microbatch, and a rank then holds as much more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lengthwise.core.held import kept_ratio
+from lengthwise.core.plan import Plan
+from lengthwise.cost import Cost
+from lengthwise.planner import PlanOptions, plan_recomputed
+from lengthwise.program import check_plan, refuse_unsupported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlanning:
+    """What plans the steps of a run.
+
+    capacities: tokens that the device of a rank holds in a microbatch, by the kinds of recomputation to choose from.
+    offload_ratio: of every microbatch; None: as `options` say, those that need it as much as they need.
+    """
+
+    ranks: int
+    cost: Cost
+    capacities: Mapping[str, int]
+    options: PlanOptions
+    offload_ratio: float | None = None
+
+    def plan(self, lengths: Sequence[int]) -> Plan:
+        """Plan one step, and check the plan before anyone runs it.
+
+        Raises:
+            LengthwiseError: there is no plan, or none that the engine runs.
+        """
+        context = max(self.options.context_tokens or 1, *lengths)
+        options = replace(self.options, context_tokens=context)
+        plan = plan_recomputed(tuple(lengths), self.ranks, self.cost, self._held(), options)
+        if self.offload_ratio:
+            microbatches = tuple(replace(each, offload=self.offload_ratio) for each in plan.microbatches)
+            capacity = self.capacities[plan.microbatches[0].recompute]
+            plan = replace(plan, capacity=capacity, microbatches=microbatches)
+        check_plan(plan)
+        refuse_unsupported(plan)
+        return plan
+
+    @property
+    def most_held_tokens(self) -> int:
+        """The tokens that a rank holds at most, with all that may be offloaded."""
+        return max(
+            self.cost.choosing(replace(self.options, recompute=kind).choices(capacity)).most_held_tokens(capacity)
+            for kind, capacity in self._held().items()
+        )
+
+    def _held(self) -> dict[str, int]:
+        kept = kept_ratio(self.offload_ratio or 0.0, self.options.layers)
+        return {kind: int(capacity / kept) for kind, capacity in self.capacities.items()}
