@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from lengthwise.attention import planned
+from lengthwise.attention import partials
 from lengthwise.cli import calibrate
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.engine import batch as batches
@@ -161,7 +161,7 @@ def loss_scaled_by_ranks(*arguments, inner=work.model_loss, **keys):
 
 
 def test_verify_fails_when_partial_results_are_averaged(run_file, capsys, monkeypatch):
-    monkeypatch.setattr(planned, "merge_block", merge_that_averages)
+    monkeypatch.setattr(partials, "merge_block", merge_that_averages)
     assert call("verify", run_file, "--ranks", 3) == 1
     out = capsys.readouterr().out
     assert "FAIL" in out

@@ -26,7 +26,7 @@ def test_features_are_those_that_a_plan_uses_in_plan_order():
         ("shares", 0),
         ("offload", 1),
     ]
-    assert {use.feature for use in uses_beyond(plan, ENGINE)} == {Feature.WAVES, Feature.OFFLOAD}
+    assert {use.feature for use in uses_beyond(plan, ENGINE)} == {Feature.WAVES}
     assert {use.feature for use in uses_beyond(plan, SIMULATOR)} == {Feature.SPEEDS}
     assert {use.feature for use in uses_beyond(plan, FIVE_COEFFICIENTS)} == {Feature.SHARES, Feature.OFFLOAD}
 
@@ -34,13 +34,6 @@ def test_features_are_those_that_a_plan_uses_in_plan_order():
 def test_features_of_plain_rings_and_speeds_of_one_are_none():
     assert not features_of(replace(make_plan(3, [8, 4], [RING, PAIR]), notes={"speeds": [[2, 1], [1, 1.0]]}))
     assert {str(feature) for feature in Feature} >= KNOWN_FEATURES
-
-
-def test_features_offload_is_refused_by_name():
-    plan = make_plan(3, [8, 4], [RING, PAIR])
-    changed = replace(plan, microbatches=(plan.microbatches[0], replace(plan.microbatches[1], offload=0.5)))
-    with pytest.raises(PlanError, match="microbatch 1: offload"):
-        refuse_unsupported(changed)
 
 
 def test_features_heads_and_schedules_are_refused_by_name():

@@ -88,15 +88,15 @@ def test_a_ratio_of_the_users_own_lets_ranks_hold_more(tmp_path, model):
 def test_verify_runs_a_plan_that_offloads(tmp_path, model, capsys):
     (tmp_path / "scratch").mkdir()
     offload = {"store": "disk", "path": str(tmp_path / "scratch")}
-    path = write_run(tmp_path, make_rows(LENGTHS), offload=offload, precision="fp64", **KEYS)
+    path = write_run(tmp_path, make_rows(LENGTHS), name="verify.yaml", offload=offload, precision="fp64", **KEYS)
     assert call("verify", path, "--ranks", 2) == 0
     said = capsys.readouterr().out
     assert "offload of " in said
     assert "PASS" in said
-    assert call("plan", "--config", path, "--ranks", 2, "--out", tmp_path / "plan.json") == 0
-    assert call("verify", path, "--ranks", 2, "--plan", tmp_path / "plan.json") == 0
+    plan = run(tmp_path, "trained", 2, offload=offload, precision="fp64") / "plans/step-000001.json"
+    assert call("verify", path, "--ranks", 2, "--plan", plan) == 0
     without = write_run(tmp_path, make_rows(LENGTHS), name="without.yaml", **{**KEYS, "capacity_tokens": 400})
-    assert call("verify", without, "--ranks", 2, "--plan", tmp_path / "plan.json") == 2
+    assert call("verify", without, "--ranks", 2, "--plan", plan) == 2
     assert "expected a plan without offload, or a place for it" in capsys.readouterr().err
 
 

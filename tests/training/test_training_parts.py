@@ -56,7 +56,8 @@ def test_step_metrics_by_hand():
     )
     found = StepMetrics(
         plan=plan, step=4, loss=2.0, grad_norm=0.5, lr=0.1, num_loss_tokens=57, busy_seconds=[4.0, 1.0, 1.0],
-        step_seconds=8.0, plan_seconds=0.25,
+        step_seconds=8.0, plan_seconds=0.25, predicted_step_seconds=7.0, peak_memory_bytes=1, offloaded_bytes=0,
+        offload_wait_seconds=0.0, exposed_ring_seconds=0.0,
     )  # fmt: skip
     assert (found.num_sequences, found.num_tokens, found.num_loss_tokens, found.num_microbatches) == (3, 60, 57, 3)
     assert (found.imbalance_ratio, found.idle_ratio, found.ring_token_ratio) == (2, 0.75, 0.5)

@@ -30,7 +30,7 @@ def test_a_mistake_in_the_planner_is_told_as_python_tells_it(capfd):
     """Its end waited for the thread that reads, and was an abort by signal 6."""
     with PlannerProcess() as planner:
         with pytest.raises(RankError, match="got its end with status 1"):
-            planner.plan(replace(PLANNING, cost=None), [3])
+            planner.plan(replace(PLANNING, options=None), [3])
         err = capfd.readouterr().err
     assert "AttributeError: 'NoneType' object has no attribute" in err
     assert "Fatal Python error" not in err

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from lengthwise.core.held import fullest_tokens
+from lengthwise.core.held import fullest_tokens, kept_ratio
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost import LOGITS_AT_ONCE, Cost, activation_bytes, loss_bytes
@@ -93,18 +93,28 @@ def forecast_verification(
     plain += bytes_of_loss(tokens, logits_at_once=None)
     passes = _BUILD_PASSES * wide * parameters / (speed.copy_bytes_per_second * threads)
     held = max(
-        tokens * activation_bytes(shape, each.recompute, narrow) + bytes_of_loss(tokens, logits_at_once=logits_at_once)
+        tokens * activation_bytes(shape, each.recompute, narrow) * kept_ratio(each.offload, plan.layers)
+        + bytes_of_loss(tokens, logits_at_once=logits_at_once)
         for each in plan.microbatches
         for tokens in [fullest_tokens(plan, each)]
     )
     return Forecast(
         build_seconds=(passes + parameters / speed.draw_per_second) * (waits + 1),
-        planned_seconds=max(_busy_seconds(plan, cost)) * waits,
+        planned_seconds=max(_busy_seconds(_as_priced(plan), cost)) * waits,
         plain_seconds=sum(cost.piece_seconds([length], 1) + cost.fixed_seconds for length in lengths),
         planned_bytes=speed.process_bytes + local_ranks * (_RANK_BYTES + model + held),
         plain_bytes=speed.process_bytes + _RANK_BYTES + model + parameters * wide + plain,
         local_ranks=local_ranks,
     )
+
+
+def _as_priced(plan: Plan) -> Plan:
+    """Leave out what the five coefficients do not price: copies, and the exchange of split heads."""
+    microbatches = tuple(
+        replace(each, offload=0.0, pieces=tuple(replace(piece, heads=1) for piece in each.pieces))
+        for each in plan.microbatches
+    )
+    return replace(plan, microbatches=microbatches)
 
 
 def forecast_lines(forecast: Forecast, memory_bytes: float | None) -> list[str]:

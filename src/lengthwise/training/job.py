@@ -21,6 +21,7 @@ from lengthwise.models import (
     position_limit,
 )
 from lengthwise.planner import PlanOptions
+from lengthwise.program import refuse_unsupported
 from lengthwise.training.step_planning import StepPlanning
 
 
@@ -78,7 +79,9 @@ class Job:
 
     def make_plan(self, lengths: Sequence[int]) -> Plan:
         """Plan one step here and now, and check the plan before anyone runs it."""
-        return self.planning.plan(lengths)
+        plan = self.planning.plan(lengths)
+        refuse_unsupported(plan)
+        return plan
 
 
 def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: int = 0) -> Job:

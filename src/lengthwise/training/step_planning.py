@@ -13,7 +13,7 @@ from lengthwise.core.held import kept_ratio
 from lengthwise.core.plan import Plan
 from lengthwise.cost import Cost
 from lengthwise.planner import PlanOptions, plan_recomputed
-from lengthwise.program import check_plan, refuse_unsupported
+from lengthwise.program import check_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +31,10 @@ class StepPlanning:
     offload_ratio: float | None = None
 
     def plan(self, lengths: Sequence[int]) -> Plan:
-        """Plan one step, and check the plan before anyone runs it.
+        """Plan one step; `check_plan` accepts the plan.
 
         Raises:
-            LengthwiseError: there is no plan, or none that the engine runs.
+            LengthwiseError: there is no plan.
         """
         context = max(self.options.context_tokens or 1, *lengths)
         options = replace(self.options, context_tokens=context)
@@ -44,7 +44,6 @@ class StepPlanning:
             capacity = self.capacities[plan.microbatches[0].recompute]
             plan = replace(plan, capacity=capacity, microbatches=microbatches)
         check_plan(plan)
-        refuse_unsupported(plan)
         return plan
 
     @property
