@@ -38,11 +38,13 @@ def test_features_of_plain_rings_and_speeds_of_one_are_none():
 
 def test_features_heads_and_schedules_are_refused_by_name():
     heads = make_plan(4, [8], [replace(RING, ranks=(0, 1, 2, 3), heads=2)])
-    with pytest.raises(PlanError, match="microbatch 0: heads"):
-        refuse_unsupported(heads)
+    refuse_unsupported(heads)
+    refuse_unsupported(heads, num_heads=6)
+    with pytest.raises(PlanError, match=r"microbatch 0: heads.*divisor of the model's 7 attention heads.* 2"):
+        refuse_unsupported(heads, num_heads=7)
     for kind in ("waves", "pipeline"):
         with pytest.raises(PlanError, match=f"schedule.*{kind}"):
             refuse_unsupported(replace(make_plan(3, [8], [RING]), schedule={"kind": kind}))
     with pytest.raises(Problems) as several:
-        refuse_unsupported(replace(heads, schedule={"kind": "waves"}))
+        refuse_unsupported(replace(heads, schedule={"kind": "waves"}), num_heads=7)
     assert len(several.value.problems) == 2

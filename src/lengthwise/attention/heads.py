@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import gcd
 
 import torch
@@ -119,15 +119,22 @@ class HeadExchange:
     def join(self, content: Content, rows: Rows, num_heads: Sequence[int]) -> Sequence[Tensor]:
         """Return this rank's own tokens with all their heads, `num_heads` of each tensor; undoes `split`.
 
-        What comes from several ranks is summed.
+        What comes from several ranks is summed. Of one range tensors have one dtype; the widest comes back.
         """
         if not self._splits:
             return rows[ALL_HEADS]
+        kinds = {heads: each[0].dtype for heads, each in rows.items()}
         like = next(iter(rows.values()))[0]
-        own = [like.new_zeros(self._own_tokens, each, like.shape[2]) for each in num_heads]
+        dtype = reduce(torch.promote_types, kinds.values())
+        own = [like.new_zeros(self._own_tokens, each, like.shape[2], dtype=dtype) for each in num_heads]
         buffers = {heads: self._by_member(heads, rows[heads]) for heads in self._runs}
         mine = self._program.exchange_of(self._transport.rank, content)
-        arriving = [like.new_empty(each.tokens, _width(each.heads, num_heads), like.shape[2]) for each in mine.receives]
+        arriving = [
+            like.new_empty(
+                each.tokens, _width(each.heads, num_heads), like.shape[2], dtype=kinds[self._pieces[each.piece].heads]
+            )
+            for each in mine.receives
+        ]
         pending = self._post(
             [(self._rows_of(buffers, each), each.target) for each in mine.sends],
             [(message, each.source) for message, each in zip(arriving, mine.receives, strict=True)],
@@ -177,7 +184,7 @@ def _add(own: Sequence[Tensor], tokens: slice, heads: HeadRange, message: Tensor
         if isinstance(_columns(columns), slice):
             into[tokens, _columns(columns)] += part
         else:
-            into[tokens].index_add_(1, torch.tensor(columns, device=part.device), part)
+            into[tokens].index_add_(1, torch.tensor(columns, device=part.device), part.to(into.dtype))
 
 
 def _columns(taken: tuple[int, ...]) -> slice | list[int]:

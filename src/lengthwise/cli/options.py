@@ -29,15 +29,16 @@ class PlanChoices:
     offload: Annotated[str, tyro.conf.arg(metavar="off|auto", help_behavior_hint="(default: off)")] = "off"
     """Whether ranks may keep activations on the host to hold longer sequences: auto (as far as it ends the step sooner;
     this version plans and simulates it, and does not run it) or off."""
-    heads: Annotated[str, tyro.conf.arg(metavar="off|auto", help_behavior_hint="(default: off)")] = "off"
-    """Whether rings may split attention heads over groups of ranks: auto (where that is quicker; planned and simulated,
-    not run by this version) or off."""
+    heads: Annotated[str | None, tyro.conf.arg(metavar="off|auto|N", help_behavior_hint="(default: off)")] = None
+    """Whether rings may split attention heads over groups of ranks: auto (where that is quicker), a number (groups of
+    so many ranks, where they divide ring and heads) or off; a run file has its own."""
 
     def options(self, **others: Any) -> PlanOptions:
         """Return the options of the planner that these are, with all others by name."""
         from lengthwise.planner import PlanOptions
 
-        return PlanOptions(mode=self.mode, virtual=self.virtual, offload=self.offload, heads=self.heads, **others)
+        others = {"heads": self.heads or "off", **others}
+        return PlanOptions(mode=self.mode, virtual=self.virtual, offload=self.offload, **others)
 
 
 def named_alike(names: str) -> dict[str, str]:

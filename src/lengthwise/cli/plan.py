@@ -154,7 +154,8 @@ class PlanCommand:
         cost = problems.attempt(partial(self._cost, shape, hardware, measured))
         speeds = problems.attempt(partial(parse_speeds, self.speeds)) if self.speeds is not None else None
         planner, layers = self.planner or (config.planner if config else "lengthwise"), shape.layers if shape else 1
-        options = self.planning.options(planner=planner, layers=layers, speeds=speeds, stages=self.stages)
+        heads = self.planning.heads or (str(config.heads) if config and not self.cost else "off")
+        options = self.planning.options(planner=planner, layers=layers, speeds=speeds, stages=self.stages, heads=heads)
         problems.attempt(partial(options.checked, ranks or len(speeds or [1]), cost))
         lengths = problems.attempt(partial(lengths_from_file, self.lengths)) if self.lengths else None
         capacities = problems.attempt(partial(self._capacities, config, shape, ranks, measured))

@@ -318,7 +318,7 @@ class Simulate:
             "cost": setting.cost.version,
             "mode": self.planning.mode,
             "offload": self.planning.offload,
-            "heads": self.planning.heads,
+            "heads": self.planning.heads or "off",
             "recompute": self.recompute,
             "capacities_tokens": dict(setting.capacities or {}),
             "stages": self.pp,

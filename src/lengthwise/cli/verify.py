@@ -107,4 +107,6 @@ def _exercised(plan: Plan) -> str:
     offload = f", offload of {min(ratios):.2g} to {max(ratios):.2g} of a microbatch" if ratios else ""
     if not rings:
         return f"exercised: packs on one rank{offload}, no ring (for one: more --ranks, or a lower capacity_tokens)"
-    return f"exercised: rings of {rings} ranks{', packs on one rank' * (1 in degrees(plan))}{offload}"
+    groups = sorted({piece.heads for m in plan.microbatches for piece in m.pieces} - {1})
+    split = f", heads split in groups of {', '.join(map(str, groups))}" if groups else ""
+    return f"exercised: rings of {rings} ranks{split}{', packs on one rank' * (1 in degrees(plan))}{offload}"

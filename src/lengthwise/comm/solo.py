@@ -17,6 +17,10 @@ class SoloTransport:
         self.phase = "start"
         self.clock = Clock()
 
+    def connect(self, peers: Sequence[int]) -> None:
+        """Do nothing: there is no one to meet."""
+        assert not peers, f"a world of one cannot meet ranks {peers}"
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Do nothing: a world of one has no one to talk to."""
         messages = [*sends, *receives]

@@ -102,6 +102,11 @@ class StrictTransport:
         self.clock = Clock()
         self._world = world
 
+    def connect(self, peers: Sequence[int]) -> None:
+        """Exchange one number with each of these ranks."""
+        if peers:
+            self.exchange(*([(torch.zeros(1), peer) for peer in peers] for _ in range(2))).wait()
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post one grouped call (see `Transport.exchange`)."""
         operations = [Operation(kind="send", peer=peer, size=_size(t), payload=t) for t, peer in sends]

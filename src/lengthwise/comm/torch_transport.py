@@ -1,7 +1,8 @@
 """The transport of a run: torch.distributed, with gloo for host memory and NCCL beside it for GPUs.
 
 Transfers are grouped `batch_isend_irecv` calls only (on NCCL a bare isend makes a communicator for each pair), in a
-group of their own over all ranks; the edges of rings, at distance 1 and 2 on the rank line, are connected at the start.
+group of their own over all ranks; the edges of rings, at distance 1 and 2 on the rank line, are connected at the start,
+those of groups that split heads before the first step that needs them (`program.edges`).
 Host tensors go over the gloo world on GPUs, too (docs/decisions/two-groups-on-gpus.md).
 """
 
@@ -25,6 +26,7 @@ from lengthwise.comm.transport import Clock, Message, Pending, Transport, lies_o
 from lengthwise.comm.watch import Posted, Watch
 from lengthwise.comm.world import World
 from lengthwise.core.errors import TransferError
+from lengthwise.program import line_peers
 
 Result = TypeVar("Result")
 
@@ -83,7 +85,10 @@ class TorchTransport:
             longer = timeout + timedelta(seconds=_NCCL_GRACE_SECONDS)
             self._transfers, self._on_gpus = (self._guard(lambda: _all_ranks(longer, self._device)) for _ in range(2))
             self._watch = Watch(timeout_seconds, self._give_up)
-        self._connect_line()
+        self._connected: set[int] = set()
+        # One collective before the first transfer: NCCL wants all ranks in the first call of a communicator.
+        self._guard(lambda: dist.all_reduce(_zero(self._device), group=self._transfers))
+        self.connect(line_peers(self.rank, self.world_size))
 
     @property
     def phase(self) -> str:
@@ -95,6 +100,12 @@ class TorchTransport:
         self._phase = phase
         if self._on_phase is not None:
             self._on_phase(phase)
+
+    def connect(self, peers: Sequence[int]) -> None:
+        """Exchange one number with each of these ranks that is new; on NCCL that makes the connection."""
+        new = [peer for peer in peers if peer not in self._connected]
+        self._connected.update(new)
+        self.exchange(*([(_zero(self._device), peer) for peer in new] for _ in range(2))).wait()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post one grouped call (see `Transport.exchange`)."""
@@ -142,13 +153,6 @@ class TorchTransport:
             return _TorchPending(transport=self, works=works, peers=peers, alive=alive)
         self._watch.add(works, phase=self.phase, others=_named(peers))
         return _StreamPending(transport=self, works=works, peers=peers, alive=alive)
-
-    def _connect_line(self) -> None:
-        peers = [peer for step in (-2, -1, 1, 2) if 0 <= (peer := self.rank + step) < self.world_size]
-        # One collective before the first transfer: NCCL wants all ranks in the first call of a communicator.
-        self._guard(lambda: dist.all_reduce(_zero(self._device), group=self._transfers))
-        sends, receives = ([(_zero(self._device), peer) for peer in peers] for _ in range(2))
-        self.exchange(sends, receives).wait()
 
     def _guard(self, call: Callable[[], Result], peers: Sequence[int] | None = None) -> Result:
         with self.clock.waiting():

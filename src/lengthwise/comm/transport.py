@@ -82,6 +82,10 @@ class Transport(Protocol):
     @phase.setter
     def phase(self, phase: str) -> None: ...
 
+    def connect(self, peers: Sequence[int]) -> None:
+        """Meet these ranks, in one grouped call of all that are new; each of them calls it for this rank, too."""
+        ...
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post one grouped call. Messages between two ranks match in the order posted; there are no tags."""
         ...
@@ -117,6 +121,10 @@ class Around:
     @phase.setter
     def phase(self, phase: str) -> None:
         self._inner.phase = phase
+
+    def connect(self, peers: Sequence[int]) -> None:
+        """Meet these ranks."""
+        self._inner.connect(peers)
 
     def close(self) -> None:
         """Leave the world."""

@@ -311,6 +311,12 @@ class RunConfig(Settings):
         description="{store: disk, path: /scratch}: keep a share of the activations elsewhere until backward; default "
         "null (all on the device)",
     )
+    heads: Literal["auto", "off"] | Annotated[int, Field(ge=1)] = Field(
+        default="auto",
+        description="whether ranks that share a sequence split attention heads (all-to-all) in place of passing keys "
+        "on: auto (the planner's choice), off, or a number (groups of so many ranks, wherever they divide the ranks "
+        "of a ring and the model's heads); default auto",
+    )
     loss: Literal["chunked", "whole"] = Field(
         default="chunked",
         description="chunked (logits are made for a few tokens at a time, the same result) or whole (for all tokens of "

@@ -30,7 +30,7 @@ from lengthwise.models import (
     model_router_logits,
 )
 from lengthwise.offload import ActivationSaver
-from lengthwise.program import MicrobatchProgram, last_on_all_ranks, lower_plan
+from lengthwise.program import MicrobatchProgram, head_peers, last_on_all_ranks, lower_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,8 @@ def run_plan(
     """
     start, waited = time.perf_counter(), transport.clock.waited_seconds
     copied = 0.0 if offloading is None else offloading.store.waited_seconds
-    programs = lower_plan(plan, transport.rank)
+    programs, transport.phase = lower_plan(plan, transport.rank), f"{name}, connecting"
+    transport.connect(head_peers(programs, transport.rank))
     rank = _RankStep(model, batch, transport, kernel, programs, name, logits_at_once, offloading)
     with reporting_shortage(
         lambda: f"rank {transport.rank}, {transport.phase}",

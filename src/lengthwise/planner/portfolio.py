@@ -56,8 +56,8 @@ class Selection:
         plan = replace(self.plan, microbatches=tuple(microbatches))
         if self.options.offload == "auto":
             plan = write_offload(plan)
-        if self.options.heads == "auto":
-            plan = split_heads(plan, self.cost)
+        if self.options.heads != "off":
+            plan = split_heads(plan, self.cost, self.options.heads)
         return replace(plan, requires=tuple(sorted(features_of(plan) & REQUIRED, reverse=True)))  # the mode first
 
 

@@ -1,6 +1,7 @@
 """What a plan means: its rules and features, the orders it implies, and what each rank does in rounds and blocks."""
 
 from lengthwise.program.check import check_plan
+from lengthwise.program.edges import head_peers, line_peers
 from lengthwise.program.features import Feature, refuse_unsupported
 from lengthwise.program.lower import MicrobatchProgram, last_on_all_ranks, lower_microbatch, lower_plan
 from lengthwise.program.order import check_order
@@ -29,7 +30,9 @@ __all__ = [
     "Transfer",
     "check_order",
     "check_plan",
+    "head_peers",
     "last_on_all_ranks",
+    "line_peers",
     "lower_microbatch",
     "lower_plan",
     "refuse_unsupported",

@@ -30,14 +30,13 @@ class Feature(StrEnum):
 
 
 REQUIRED = frozenset(map(Feature, KNOWN_FEATURES))  # must stand in `requires` of a plan that uses them
-ENGINE = frozenset({Feature.OFFLOAD, Feature.RECOMPUTE, Feature.SHARES, Feature.SPEEDS})
+ENGINE = frozenset({Feature.HEADS, Feature.OFFLOAD, Feature.RECOMPUTE, Feature.SHARES, Feature.SPEEDS})
 SIMULATOR = frozenset(Feature) - {Feature.SPEEDS}
 FIVE_COEFFICIENTS = frozenset(Feature) - {Feature.HEADS, Feature.OFFLOAD, Feature.SHARES}
 
 _INSTEAD = {
     Feature.WAVES: "kind free (all this version runs)",
     Feature.PIPELINE: "kind free (all this version runs)",
-    Feature.HEADS: "1 (this version rotates keys, it does not split heads)",
 }
 _REPORTED = 10  # refusals in one message
 
@@ -94,11 +93,23 @@ def unpriced_error(where: str, features: Sequence[str]) -> PlanError:
     return PlanError(where, expected=expected, got=f"a plan with {', '.join(sorted(features))}", remedy=remedy)
 
 
-def refuse_unsupported(plan: Plan) -> None:
-    """Raise PlanError, or Problems, for what the plan file can say but the engine cannot run."""
+def refuse_unsupported(plan: Plan, *, num_heads: int | None = None) -> None:
+    """Raise PlanError, or Problems, for what the plan file can say but the engine cannot run.
+
+    `num_heads`: of the model's attention; only with them is known which splits of heads it allows.
+    """
     problems: list[LengthwiseError] = []
+    problems += list(_impossible_splits(plan, num_heads or 0))[:_REPORTED]
     for use in uses_beyond(plan, ENGINE)[:_REPORTED]:
         where = "plan: schedule" if use.microbatch is None else f"plan: microbatch {use.microbatch}: {use.feature}"
         expected, remedy = _INSTEAD[use.feature], "Plan again without it."
         problems.append(PlanError(where, expected=expected, got=str(use.value), remedy=remedy))
     raise_problems(problems)
+
+
+def _impossible_splits(plan: Plan, num_heads: int) -> Iterator[PlanError]:
+    for number, microbatch in enumerate(plan.microbatches):
+        for splits in sorted({piece.heads for piece in microbatch.pieces if num_heads % piece.heads}):
+            where, remedy = f"plan: microbatch {number}: heads", "Plan for this model, or without split heads."
+            expected = f"a divisor of the model's {num_heads} attention heads"
+            yield PlanError(where, expected=expected, got=str(splits), remedy=remedy)

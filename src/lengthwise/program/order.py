@@ -14,6 +14,7 @@ from typing import Any
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
+from lengthwise.program.edges import head_peers
 from lengthwise.program.lower import MicrobatchProgram, last_on_all_ranks, lower_plan
 from lengthwise.program.records import Content, Round, Transfer
 
@@ -137,10 +138,10 @@ def check_order(
 ) -> int:
     """Run the grouped calls of one step of `plan` under strict matching; return how many messages were matched.
 
-    Each rank posts, for its microbatches in order, the forward and the backward rounds of every layer, between them
-    what recomputation runs again, and last the step-end collective. `windows` gives the sliding window of each layer
-    (default: `layers` layers without one). `counts_routers`: the counting pass of a model with a router balance loss
-    comes first (`engine.step`).
+    Each rank connects to whom it needs and posts, for its microbatches in order, the forward and the backward rounds of
+    every layer, between them what recomputation runs again, and last the step-end collective. `windows` gives the
+    sliding window of each layer (default: `layers` layers without one). `counts_routers`: the counting pass of a model
+    with a router balance loss comes first (`engine.step`).
 
     Raises:
         PlanError: the ranks would wait for each other for ever; it names the ranks and what they wait in.
@@ -164,6 +165,8 @@ def rank_groups(
 ) -> Iterator[tuple[str, list[Operation]]]:
     """Yield (label, operations) of every grouped call that `rank` makes in a step, in order."""
     programs = lower_plan(plan, rank)
+    if peers := head_peers(programs, rank):
+        yield "connections", [Operation(kind=kind, peer=peer) for kind in ("send", "receive") for peer in peers]
     if counts_routers:
         kept = last_on_all_ranks(plan)
         for program in programs:

@@ -151,8 +151,9 @@ def _cost(shape: ModelShape, speed: ThreadRates, threads: int, parameters: int) 
 
 
 def _busy_seconds(plan: Plan, cost: Cost) -> tuple[float, ...]:
-    """Return how long each rank works, all of one speed, rings in even shares."""
+    """Return how long each rank works, all of one speed, rings in even shares and with all heads."""
     even = tuple(
-        replace(each, pieces=tuple(replace(piece, shares=None) for piece in each.pieces)) for each in plan.microbatches
+        replace(each, pieces=tuple(replace(piece, shares=None, heads=1) for piece in each.pieces))
+        for each in plan.microbatches
     )
     return score(replace(plan, microbatches=even), cost, speeds=[1.0] * plan.ranks).busy_seconds

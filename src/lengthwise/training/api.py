@@ -95,7 +95,7 @@ def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
         raise PlanError(str(path), expected="a plan file", got=str(error), remedy="Give another plan file.") from None
     plan = Plan.from_json(text, str(path))
     check_plan(plan)
-    refuse_unsupported(plan)
+    refuse_unsupported(plan, num_heads=job.num_heads)
     if job.config.offload is None and any(each.offload for each in plan.microbatches):
         remedy = "Add `offload` to the run file: {store: disk, path: /scratch}."
         raise PlanError(str(path), expected="a plan without offload, or a place for it", got="none", remedy=remedy)

@@ -60,6 +60,11 @@ class Job:
         return LOGITS_AT_ONCE if self.config.loss == "chunked" else None
 
     @property
+    def num_heads(self) -> int:
+        """How many attention heads the model has, which a plan may split."""
+        return shape_from_config(self.model.config.to_dict()).heads
+
+    @property
     def planning(self) -> StepPlanning:
         """What plans the steps of this run."""
         config, shape = self.config, shape_from_config(self.model.config.to_dict())
@@ -73,6 +78,7 @@ class Job:
                 layers=self.model.config.num_hidden_layers,
                 context_tokens=int(self.dataset.lengths.max()),
                 offload=ratio if isinstance(ratio, str) else "off",
+                heads=str(config.heads),
             ),
             offload_ratio=None if isinstance(ratio, str) else ratio,
         )
@@ -80,7 +86,7 @@ class Job:
     def make_plan(self, lengths: Sequence[int]) -> Plan:
         """Plan one step here and now, and check the plan before anyone runs it."""
         plan = self.planning.plan(lengths)
-        refuse_unsupported(plan)
+        refuse_unsupported(plan, num_heads=self.num_heads)
         return plan
 
 

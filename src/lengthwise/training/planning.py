@@ -49,7 +49,8 @@ class PlanAhead:
     """A `StepSource` that plans consecutive batches, the next one while the present step runs.
 
     `planner` is there on rank 0 alone. A plan depends on lengths, ranks and costs only, so the plan of a step is the
-    same whenever it is made. A plan that takes longer than `timeout_seconds` ends the run.
+    same whenever it is made. A plan that takes longer than `timeout_seconds` ends the run. `num_heads`: of the model's
+    attention, which plans may split.
     """
 
     def __init__(
@@ -59,9 +60,10 @@ class PlanAhead:
         transport: Transport,
         *,
         timeout_seconds: float,
+        num_heads: int | None = None,
     ) -> None:
         self._batches, self._planner, self._transport = batches, planner, transport
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds, self._num_heads = timeout_seconds, num_heads
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan ahead")
         self._next = self._begin()
 
@@ -76,7 +78,7 @@ class PlanAhead:
         agree(self._transport, json.dumps([text, batch.ids]).encode(), "plan and sequences of the step")
         self._next = self._begin()
         plan = Plan.from_json(text, f"plan of {name}")
-        refuse_unsupported(plan)
+        refuse_unsupported(plan, num_heads=self._num_heads)
         return PlannedStep(batch=batch, plan=plan, plan_seconds=seconds)
 
     def close(self) -> None:

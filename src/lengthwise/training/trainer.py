@@ -75,7 +75,7 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
 
         def steps(batches: Iterator[StepBatch]) -> StepSource:
             planner = None if process is None else partial(process.plan, job.planning)
-            return PlanAhead(batches, planner, transport, timeout_seconds=job.timeout_seconds)
+            return PlanAhead(batches, planner, transport, timeout_seconds=job.timeout_seconds, num_heads=job.num_heads)
 
         with StopRequest(ends_at_the_second=world.world_size == 1).listening() as stop:
             trainer = _Trainer(job, world, transport, steps, hearing, stop)

@@ -49,7 +49,7 @@ def choice_variants(widest: Cost, longest_tokens: int, cluster: Cluster, *, deci
 def refuse_choices(asked: Mapping[str, str], cost: Cost | None, layers: int, speeds: Sequence[float] | None) -> None:
     """Refuse what these costs (None: not known yet) cannot price, or ranks of these speeds do not plan.
 
-    `asked`: one of `CHOICES` for each of offload and heads.
+    `asked`: one of `CHOICES` for each of offload and heads; for heads a number, too.
 
     Raises:
         ConfigError, Problems: no choice of that name, costs without the terms for it, or fewer layers than the costs
@@ -57,16 +57,16 @@ def refuse_choices(asked: Mapping[str, str], cost: Cost | None, layers: int, spe
     """
     problems: list[LengthwiseError] = []
     for name, value in asked.items():
-        if value not in CHOICES:
+        if value not in CHOICES and not (name == "heads" and value.isdecimal() and int(value)):
             problems.append(unknown_name(name, value, CHOICES))
-        elif value == "auto" and cost is not None and not cost.prices_choices:
+        elif value != "off" and cost is not None and not cost.prices_choices:
             remedy = f"Plan with a hardware description ({{hardware}}), or without {{{name}}}."
             got = f"costs {cost.version}, which do not tell what {name} takes"
-            problems.append(ConfigError(name, expected="off, with these costs", got=f"auto; {got}", remedy=remedy))
+            problems.append(ConfigError(name, expected="off, with these costs", got=f"{value}; {got}", remedy=remedy))
     if asked["offload"] == "auto" and cost is not None and cost.prices_choices and layers < cost.layers:
         expected = f"those of the model, at least {cost.layers}: they tell what offload leaves on the device"
         problems.append(ConfigError("layers", expected=expected, got=str(layers), remedy="Set {layers}."))
-    if "auto" in asked.values() and speeds is not None:
+    if set(asked.values()) != {"off"} and speeds is not None:
         expected = "all 1 beside offload or heads, which are not planned together yet"
         remedy = "Plan with {speeds}, or with these choices."
         problems.append(ConfigError("speeds", expected=expected, got="unequal ranks", remedy=remedy))
@@ -94,10 +94,10 @@ def _needed_ratio(plan: Plan, microbatch: Microbatch) -> float:
     return min(1.0, math.ceil(ratio * 10**_DIGITS) / 10**_DIGITS)
 
 
-def split_heads(plan: Plan, cost: Cost) -> Plan:
-    """Return the plan with the quickest split of heads for each of its rings; plans without rings as they are."""
+def split_heads(plan: Plan, cost: Cost, asked: str = "auto") -> Plan:
+    """Return the plan with the quickest split of heads for each of its rings, or in groups of `asked` where it can."""
     microbatches = tuple(
-        replace(microbatch, pieces=tuple(_quickest(plan, microbatch, piece, cost) for piece in microbatch.pieces))
+        replace(microbatch, pieces=tuple(_quickest(plan, microbatch, each, cost, asked) for each in microbatch.pieces))
         for microbatch in plan.microbatches
     )
     if all(piece.heads == 1 for microbatch in microbatches for piece in microbatch.pieces):
@@ -106,14 +106,14 @@ def split_heads(plan: Plan, cost: Cost) -> Plan:
     return replace(plan, microbatches=microbatches, requires=requires)
 
 
-def _quickest(plan: Plan, microbatch: Microbatch, piece: Piece, cost: Cost) -> Piece:
+def _quickest(plan: Plan, microbatch: Microbatch, piece: Piece, cost: Cost, asked: str) -> Piece:
     if piece.degree == 1 or piece.shares is not None:
         return piece
     lengths = [plan.tokens[i] for i in piece.sequences]
     first = min(piece.ranks)
     is_interval = piece.ranks == ring_order(first, piece.degree)
     best, least = piece, inf
-    for heads in range(1, min(cost.heads, piece.degree) + 1):
+    for heads in range(1, min(cost.heads, piece.degree) + 1) if asked == "auto" else (int(asked),):
         if cost.heads % heads or piece.degree % heads:
             continue
         ranks = ring_order(first, piece.degree, heads) if is_interval else piece.ranks

@@ -1,0 +1,168 @@
+"""Whole models under plans that split heads: loss and every gradient are those of plain Hugging Face."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Qwen3Config
+
+from lengthwise.comm import StrictWorld
+from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import all_terms_cost, named_hardware, shape_from_config
+from lengthwise.models import FAMILIES
+from lengthwise.planner import PlanOptions, plan_step
+from lengthwise.program import check_order, check_plan, head_peers, lower_plan, refuse_unsupported
+from models.test_models_checkpointing import recomputing, same_bits
+from models.test_models_parity import (
+    BATCH,
+    CONFIGS,
+    LENGTHS,
+    SIZES,
+    built,
+    check_parity,
+    planned,
+    run_plain,
+    run_planned,
+    run_rank,
+)
+from support import (
+    RecordingTransport,
+    build_pair,
+    family_difference,
+    make_batch,
+    make_plan,
+    random_plan,
+    run_ranks,
+    tiny_family_config,
+)
+
+MANY_HEADS = 120  # divided by 1 to 6 and by 8
+# For `built` and `run_plain`; the tests over all families were made before.
+CONFIGS["qwen3 of 120 heads"] = Qwen3Config(
+    **{**SIZES, "num_attention_heads": MANY_HEADS, "num_key_value_heads": 4, "head_dim": 2}
+)
+LATENT = [name for name in FAMILIES if "deepseek" in name or name in ("minicpm3", "glm4_moe_lite", "longcat_flash")]
+# Splits of two kinds over four ranks, one of more ranks than there are heads of keys, rings and packs beside them.
+MIXED = make_plan(
+    4,
+    LENGTHS,
+    [
+        [Piece(ranks=(2, 3, 0, 1), sequences=(1, 0, 5), heads=2), Piece(ranks=(1,), sequences=(2, 6))],
+        [Piece(ranks=(3, 2, 1, 0), sequences=(4, 7), heads=4), Piece(ranks=(0, 1), sequences=(8,), heads=2)],
+        [Piece(ranks=(0, 2, 1), sequences=(3, 9)), Piece(ranks=(3, 1), sequences=(10, 11), heads=2, shares=(1, 3))],
+    ],
+    layers=2,
+)
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+@pytest.mark.parametrize("family", [name for name in CONFIGS if "120" not in name])
+def test_family_with_split_heads_equals_plain_hugging_face(family, precision):
+    want = run_plain(family, BATCH, precision)
+    check_parity(run_planned(family, MIXED, BATCH, precision), want, precision)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt-oss", "gemma3", "qwen3-moe"])
+def test_recomputing_split_heads_equals_plain_hugging_face(family):
+    want = run_plain(family, BATCH, "fp64")
+    for kinds in (("layer", "all_but_attention", "none"), ("all_but_attention", "layer", "layer")):
+        check_parity(run_planned(family, recomputing(MIXED, *kinds), BATCH, "fp64"), want, "fp64")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt-oss", "mixtral"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_recomputing_split_heads_changes_no_bit(family, precision):
+    kept = run_planned(family, MIXED, BATCH, precision)
+    for kind in RECOMPUTE_KINDS[1:]:
+        assert same_bits(run_planned(family, recomputing(MIXED, kind), BATCH, precision), kept)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 8])
+def test_every_split_of_every_degree_equals_plain_hugging_face(ranks):
+    family = "qwen3 of 120 heads"
+    want = run_plain(family, BATCH, "fp64")
+    for heads in (u for u in range(1, ranks + 1) if ranks % u == 0):
+        ring = Piece(ranks=tuple(range(ranks)), sequences=(1, 0, 3, 4, 8), heads=heads)
+        packs = Piece(ranks=(ranks - 1,), sequences=(2, 5, 6, 7, 9, 10, 11))
+        plan = make_plan(ranks, LENGTHS, [[packs, ring]], layers=2)
+        check_parity(run_planned(family, plan, BATCH, "fp64"), want, "fp64")
+
+
+@pytest.mark.parametrize("model_type", LATENT)
+def test_latent_attention_with_split_heads_equals_plain_hugging_face(model_type):
+    """Keys wider than values, and as many of their heads as of queries."""
+    config = tiny_family_config(model_type)
+    pair = build_pair(model_type, config)
+    found = family_difference(pair, recomputing(MIXED, "none", "layer"), LENGTHS, precision="fp64")
+    assert found.loss <= 1e-13
+    assert found.gradient <= 1e-12
+
+
+@settings(max_examples=10)
+@given(choose=st.randoms(use_true_random=False), ranks=st.sampled_from([2, 3, 4, 5, 6, 8]))
+def test_any_plan_with_split_heads_equals_plain_hugging_face(choose, ranks):
+    plan = random_plan(choose, ranks, LENGTHS, layers=2, num_heads=MANY_HEADS)
+    plan = recomputing(plan, *(choose.choice(RECOMPUTE_KINDS) for _ in plan.microbatches))
+    want = run_plain("qwen3 of 120 heads", BATCH, "fp64")
+    check_parity(run_planned("qwen3 of 120 heads", plan, BATCH, "fp64"), want, "fp64")
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8])
+def test_plans_that_the_planner_makes_with_heads_auto_equal_plain_hugging_face(ranks):
+    """Costs of a model with many heads of keys, where splitting them pays; the plan is run as it is."""
+    choose, split = random.Random(ranks), 0
+    family = "qwen3 of 120 heads"
+    shape = replace(shape_from_config(CONFIGS[family].to_dict()), kv_heads=MANY_HEADS)
+    cost = all_terms_cost(shape, named_hardware("h100"))
+    for _ in range(3):
+        lengths = [choose.choice((1, 3, 11, 17, 40, 64, 97)) for _ in range(7)] + [97]
+        capacity = -(-max(lengths) // ranks) + choose.choice((1, 5, 60))
+        options = PlanOptions(layers=2, heads="auto", recompute=choose.choice(RECOMPUTE_KINDS))
+        plan = plan_step(lengths, Cluster(ranks=ranks, capacity_tokens=capacity), cost, options)
+        check_plan(plan)
+        refuse_unsupported(plan, num_heads=MANY_HEADS)
+        check_order(plan, layers=2)
+        split += sum(piece.heads > 1 for m in plan.microbatches for piece in m.pieces)
+        batch = make_batch(lengths, vocab=48, seed=ranks)
+        check_parity(run_planned(family, plan, batch, "fp64"), run_plain(family, batch, "fp64"), "fp64")
+    assert split
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", RECOMPUTE_KINDS)
+def test_messages_are_those_that_the_order_check_counts(family, kind):
+    windows = [6, None] if family == "gemma3" else [None, None]
+    plan, recorded = recomputing(MIXED, kind), {}
+    built(family)
+
+    def work(transport):
+        recorded[transport.rank] = RecordingTransport(transport)
+        return run_rank(recorded[transport.rank], family, plan, BATCH, "fp64")
+
+    StrictWorld(4).run(work)
+    sent = sum(len(call.sends) for each in recorded.values() for call in each.calls)
+    met = sum(len(head_peers(lower_plan(plan, rank), rank)) for rank in range(4))
+    assert sent + met == check_order(plan, windows=windows)
+    assert met == 2  # ranks 0 and 3
+
+
+def test_split_heads_run_on_processes():
+    want = run_plain("llama", BATCH, "fp64")
+    check_parity(run_ranks(lambda t: run_rank(t, "llama", MIXED, BATCH, "fp64"), 4)[0], want, "fp64")
+
+
+def test_bf16_error_of_split_heads_is_near_that_of_a_ring():
+    exact = run_plain("llama", BATCH, "fp64", weights="bf16")
+    errors = []
+    for plan in (planned(4), MIXED):
+        _, gradients = run_planned("llama", plan, BATCH, "bf16", weights="bf16")
+        worst = [
+            (gradients[name].double() - wanted.double()).norm() / wanted.double().norm()
+            for name, wanted in exact[1].items()
+        ]
+        errors.append(float(torch.stack(worst).mean()))
+    assert errors[1] <= 1.5 * errors[0]
