@@ -24,6 +24,17 @@ NOT_RECOMPUTED = ("ctrl", "hrm_text")
 RINGS = [Piece(ranks=(2, 0, 1), sequences=(1, 0, 5)), Piece(ranks=(0, 2), sequences=(3, 2, 7))]
 MIXED = make_plan(3, LENGTHS, [RINGS[0], Piece(ranks=(1,), sequences=(4, 6)), RINGS[1]], layers=2)
 RECOMPUTED = recomputing(MIXED, "layer", "none", "all_but_attention")
+# Split heads beside packs: in pairs with a ring over them, and over as many ranks as there are heads of queries.
+PAIRS = Piece(ranks=(2, 3, 0, 1), sequences=(1, 0, 5), heads=2), Piece(ranks=(0, 1), sequences=(3,), heads=2)
+SPLIT = make_plan(
+    4,
+    LENGTHS,
+    [
+        [PAIRS[0], Piece(ranks=(1,), sequences=(2, 6))],
+        [Piece(ranks=(3, 2, 1, 0), sequences=(4, 7), heads=4), PAIRS[1]],
+    ],
+    layers=2,
+)
 
 
 def cost_of(model_type):
@@ -50,9 +61,10 @@ def test_listed_family_equals_plain_hugging_face(model_type):
     assert found.gradient <= 1e-12
     if model_type in NOT_RECOMPUTED:
         return
-    found = family_difference(pair, RECOMPUTED, LENGTHS, precision="fp64")
-    assert found.loss <= 1e-13
-    assert found.gradient <= 1e-12
+    for plan in (RECOMPUTED, recomputing(SPLIT, "all_but_attention", "layer")):
+        found = family_difference(pair, plan, LENGTHS, precision="fp64")
+        assert found.loss <= 1e-13
+        assert found.gradient <= 1e-12
 
 
 @pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name not in FAMILIES])

@@ -1,5 +1,6 @@
 """Whole models under plans that split heads: loss and every gradient are those of plain Hugging Face."""
 
+import copy
 import random
 from dataclasses import replace
 
@@ -9,11 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config
 
+from lengthwise.attention import FlashCpuKernel
 from lengthwise.comm import StrictWorld
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, shape_from_config
-from lengthwise.models import FAMILIES
+from lengthwise.engine.activations import Offloading
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.step import run_plan
+from lengthwise.models import FAMILIES, keep_double
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.program import check_order, check_plan, head_peers, lower_plan, refuse_unsupported
 from models.test_models_checkpointing import recomputing, same_bits
@@ -30,6 +35,7 @@ from models.test_models_parity import (
     run_rank,
 )
 from support import (
+    CountingStore,
     RecordingTransport,
     build_pair,
     family_difference,
@@ -44,6 +50,10 @@ MANY_HEADS = 120  # divided by 1 to 6 and by 8
 # For `built` and `run_plain`; the tests over all families were made before.
 CONFIGS["qwen3 of 120 heads"] = Qwen3Config(
     **{**SIZES, "num_attention_heads": MANY_HEADS, "num_key_value_heads": 4, "head_dim": 2}
+)
+DEEP = "qwen3 of three layers"
+CONFIGS[DEEP] = Qwen3Config(
+    **{**SIZES, "num_attention_heads": MANY_HEADS, "num_key_value_heads": 4, "head_dim": 2, "num_hidden_layers": 3}
 )
 LATENT = [name for name in FAMILIES if "deepseek" in name or name in ("minicpm3", "glm4_moe_lite", "longcat_flash")]
 # Splits of two kinds over four ranks, one of more ranks than there are heads of keys, rings and packs beside them.
@@ -60,7 +70,7 @@ MIXED = make_plan(
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
-@pytest.mark.parametrize("family", [name for name in CONFIGS if "120" not in name])
+@pytest.mark.parametrize("family", [name for name in CONFIGS if name not in (DEEP, "qwen3 of 120 heads")])
 def test_family_with_split_heads_equals_plain_hugging_face(family, precision):
     want = run_plain(family, BATCH, precision)
     check_parity(run_planned(family, MIXED, BATCH, precision), want, precision)
@@ -130,6 +140,42 @@ def test_plans_that_the_planner_makes_with_heads_auto_equal_plain_hugging_face(r
         batch = make_batch(lengths, vocab=48, seed=ranks)
         check_parity(run_planned(family, plan, batch, "fp64"), run_plain(family, batch, "fp64"), "fp64")
     assert split
+
+
+def run_offloading(plan):
+    """Return (loss, gradients), and the bytes that left, on counting stores."""
+    built(DEEP)
+    kernel = FlashCpuKernel()
+    batch, stores = make_batch(LENGTHS, vocab=48, seed=1), [CountingStore() for _ in range(plan.ranks)]
+
+    def work(transport):
+        model = copy.deepcopy(built(DEEP))
+        flat = FlatParameters(model, transport, dtype=torch.float64)
+        with keep_double(torch.float64):
+            offloading = Offloading(model, kernel, stores[transport.rank])
+            done = run_plan(model, plan, batch, transport, kernel, name="test", offloading=offloading)
+        loss = torch.tensor([done.loss_sum], dtype=torch.float64)
+        transport.all_reduce(loss)
+        flat.reduce_gradients()
+        return loss.item() / batch.loss_tokens, flat.gather_gradients()
+
+    return StrictWorld(plan.ranks).run(work)[0], sum(store.put_bytes for store in stores)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_split_heads_recomputed_and_offloaded_together_equal_plain_hugging_face(ranks):
+    choose, left = random.Random(ranks), 0
+    want = run_plain(DEEP, make_batch(LENGTHS, vocab=48, seed=1), "fp64")
+    for kinds in (("none", "layer"), ("all_but_attention", "none")):
+        plan = recomputing(random_plan(choose, ranks, LENGTHS, layers=3, num_heads=MANY_HEADS), *kinds)
+        found, nothing = run_offloading(plan)
+        assert nothing == 0
+        check_parity(found, want, "fp64")
+        away = tuple(replace(m, offload=choose.choice((0.3, 0.7, 1.0))) for m in plan.microbatches)
+        offloaded, put_bytes = run_offloading(replace(plan, microbatches=away))
+        assert same_bits(offloaded, found)
+        left += put_bytes
+    assert left
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
