@@ -1,6 +1,6 @@
 """Heads split over groups of ranks, a ring over the groups: attention equals that of whole documents in one process."""
 
-from math import gcd
+from math import gcd, prod
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.comm import StrictWorld
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Piece
+from lengthwise.core.shape import ModelShape
+from lengthwise.cost import all_terms_cost, named_hardware
 from lengthwise.program import HeadRange, check_order, lower_plan
 from support import (
     RecordingTransport,
@@ -170,6 +172,30 @@ def test_heads_sum_shared_gradients_in_fp32_and_send_the_others_as_narrow_as_the
         check(StrictWorld(4).run(work), rows)
         kinds = [{dtype.removeprefix("torch.") for *_, dtype in call.sends} for call in recorded[0].calls]
         assert kinds == [{"bfloat16"}, {"bfloat16"}, {"bfloat16"}, {sums}]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+def test_bytes_sent_are_those_that_costs_count(heads):
+    """All-to-all and ring, both passes, of a model with as many heads of keys as ranks in a group, in bf16."""
+    shape = ModelShape(
+        name="t", layers=1, hidden=64, heads=16, kv_heads=8, head_dim=DIM, intermediate=8, vocab=8
+    )  # fmt: skip
+    cost, degree, tokens = all_terms_cost(shape, named_hardware("h100")), 8, 160
+    plan = make_plan(degree, [tokens], [Piece(ranks=tuple(range(degree)), sequences=(0,), heads=heads)])
+    rows, recorded = draw([tokens], shape.heads, shape.kv_heads, torch.bfloat16), {}
+
+    def work(transport):
+        recorded[transport.rank] = RecordingTransport(transport)
+        return run_rank(recorded[transport.rank], plan, rows, FlashCpuKernel())
+
+    StrictWorld(degree).run(work)
+    groups = degree // heads
+    exchanged = cost.exchange_bytes * tokens / degree * (heads - 1) / heads
+    passed = cost.ring_bytes * tokens * (groups - 1) / groups / heads
+    for each in recorded.values():
+        messages = [message for call in each.calls for message in call.sends]
+        sent = sum(prod(size) * (4 if "32" in dtype else 2) for _, size, dtype in messages)
+        assert sent == pytest.approx(exchanged + passed, rel=1e-12)
 
 
 def test_heads_repeat_bit_for_bit():

@@ -46,6 +46,22 @@ def test_blocks_and_shards_are_those_of_the_lowered_program(lengths: list[int], 
             assert seconds == pytest.approx(worth, rel=1e-9, abs=1e-6)
 
 
+@settings(deadline=None)
+@given(lengths=LENGTHS, groups=st.integers(1, 5), heads=st.sampled_from([2, 4, 16]))
+def test_blocks_and_shards_of_split_heads_are_those_of_the_lowered_program(lengths, groups, heads) -> None:
+    piece = Piece(ranks=ring_order(heads, groups * heads, heads), sequences=tuple(range(len(lengths))), heads=heads)
+    program = lower_microbatch(_plan(Microbatch(pieces=(piece,)), lengths, 200), 0)
+    stages = piece_layer(piece, lengths, EVEN)
+    repeats = max(1.0, heads / EVEN.kv_heads)
+    held = [program.ring_tokens(0, group) for group in range(groups)]
+    assert stages.tokens.tolist() == pytest.approx([tokens * repeats / heads for tokens in held])
+    for ring_step in range(groups):
+        for position, rank in enumerate(piece.ranks):
+            worth = sum(_squared_tokens(task) for task in program.tasks(rank, ring_step)) / heads
+            seconds = stages.blocks[ring_step, position // heads] * EVEN.layers / EVEN.quadratic_seconds
+            assert seconds == pytest.approx(worth, rel=1e-9, abs=1e-6)
+
+
 def _slow_pass(program, microbatch: Microbatch, clock: dict[int, float], cost: Cost, each, backward: bool):
     """Run one layer of one pass from lowered tasks and rounds alone, one dictionary entry a rank."""
     rounds = program.backward_rounds if backward else program.forward_rounds
