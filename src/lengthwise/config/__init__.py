@@ -5,9 +5,18 @@ First on the way of the data: whatever a run does is decided by the `RunConfig` 
 
 from lengthwise.config.document import dump_values as _dump_values
 from lengthwise.config.load import build_config, load_config
-from lengthwise.config.schema import DataSource, GlobalBatch, LoraConfig, OffloadConfig, OptimizerConfig, RunConfig
+from lengthwise.config.schema import (
+    MEASURE_AT_START,
+    DataSource,
+    GlobalBatch,
+    LoraConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    RunConfig,
+)
 
 __all__ = [
+    "MEASURE_AT_START",
     "DataSource",
     "GlobalBatch",
     "LoraConfig",

@@ -31,6 +31,7 @@ from lengthwise.core.sizes import parse_tokens
 DEFAULT_STEPS = 100
 ALL_LINEAR = "all-linear"
 TINY_MODEL = "tiny"
+MEASURE_AT_START = "auto"
 
 # A YAML list is what a user can write for a tuple, and text for a path: the two places where strict types give way.
 _Path = Annotated[Path, Field(strict=False)]
@@ -316,6 +317,13 @@ class RunConfig(Settings):
         description="whether ranks that share a sequence split attention heads (all-to-all) in place of passing keys "
         "on: auto (the planner's choice), off, or a number (groups of so many ranks, wherever they divide the ranks "
         "of a ring and the model's heads); default auto",
+    )
+    measurements: str | None = Field(
+        default=None,
+        min_length=1,
+        description="what steps are planned by: auto (measured for some seconds before the first step), or a file of "
+        "`lengthwise profile`; corrected by the run's own steps, so that plans may differ from run to run; default "
+        "null: estimates for the device",
     )
     loss: Literal["chunked", "whole"] = Field(
         default="chunked",

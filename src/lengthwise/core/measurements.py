@@ -34,6 +34,7 @@ TermName = Literal[
     "clear_seconds",
 ]
 Clock = Literal["wall", "cpu"]
+Precision = Literal["fp32", "bf16", "fp64"]
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _Count = Annotated[int, Field(ge=1)]
@@ -52,8 +53,9 @@ class Sample:
     lengths: tokens of each sequence. degree: ranks that took part.
     tier: the slowest link that was passed: none, inside a node (near), or between nodes (far).
     num_bytes: that a rank sent, where the lengths do not say it.
-    seconds: the lower quartile of `repeats`, other work can only add to it; of these `forward_seconds` until backward
-        began (None: not apart). spread: from the lower to the upper quartile, over `seconds`.
+    seconds: the lower quartile of `repeats`, by the clock "cpu" the least of them: other work can only add to it. Of
+        these `forward_seconds` until backward began (None: not apart). spread: from the lower to the upper quartile,
+        over `seconds`.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -149,7 +151,7 @@ class Measurements:
     date: _Name
     place: Place
     model: MeasuredModel
-    precision: Literal["fp32", "bf16", "fp64"]
+    precision: Precision
     hardware: _Name
     fit: Fit
     samples: tuple[Sample, ...]

@@ -136,7 +136,7 @@ def _fit_microbatches(ran: Sequence[Sample], blocks: Sequence[Sample], cost: Cos
     alone = [[each.lengths[0] ** 2 / cost.layers, *(0.0 for _ in names[1:])] for each in largest]
     rows = np.vstack([columns, np.array(alone).reshape(-1, len(names))])
     took = np.append(seconds, [each.seconds for each in largest])
-    solved = _least_squares(rows, took)
+    solved = least_squares(rows, took)
     for _ in range(_TURNS if len(names) > 3 else 0):
         terms: dict[TermName, Term] = {name: solved.term(column) for column, name in enumerate(_COMPUTE)}
         terms |= {_HOPS[tier]: Term(value=0.0, relative_error=None) for tier in tiers}
@@ -144,7 +144,7 @@ def _fit_microbatches(ran: Sequence[Sample], blocks: Sequence[Sample], cost: Cos
         priced = columns[:, :3] @ solved.values[:3]
         exposed = np.array([predicted_seconds(each, still) for each in ran]) - priced
         known = np.append(np.maximum(0.0, exposed), np.zeros(len(largest)))
-        solved = _least_squares(rows, took, known=known)
+        solved = least_squares(rows, took, known=known)
     return {name: solved.term(column) for column, name in enumerate(names)}
 
 
@@ -172,7 +172,7 @@ def _fit_forward(local: Sequence[Sample], blocks: Sequence[Sample], cost: Cost) 
     attention = np.array([float(cost.attention_seconds(each, 1).sum()) for each in tokens])
     linear = np.array([cost.linear_seconds * float(each.sum()) + cost.fixed_seconds for each in tokens])
     seconds = np.array([float(each.forward_seconds or 0.0) for each in timed])
-    solved = _least_squares(linear[:, None], seconds, known=share * attention).term(0)
+    solved = least_squares(linear[:, None], seconds, known=share * attention).term(0)
     return {
         "forward_attention": Term(value=share, relative_error=_of_one(largest)),
         "forward_linear": replace(solved, value=_share(solved.value)),
@@ -207,7 +207,7 @@ def _link_rate(transfers: Sequence[Sample]) -> Term | None:
     if len({each.num_bytes for each in transfers}) < 2:
         return None
     columns = np.array([[1.0, float(each.num_bytes)] for each in transfers])
-    term = _least_squares(columns, np.array([each.seconds for each in transfers])).term(1)
+    term = least_squares(columns, np.array([each.seconds for each in transfers])).term(1)
     return replace(term, value=1 / term.value) if term.value > 0 else None
 
 
@@ -224,7 +224,7 @@ def _block_curve(blocks: Sequence[Sample]) -> tuple[tuple[float, float], ...]:
     return tuple(curve)
 
 
-def _least_squares(columns: Floats, seconds: Floats, *, known: Floats | float = 0.0) -> _Solved:
+def least_squares(columns: Floats, seconds: Floats, *, known: Floats | float = 0.0) -> _Solved:
     """Fit seconds - known by non-negative coefficients, every row by its relative error.
 
     Few columns: all sets of them are tried, and the best of those without a negative coefficient is taken.

@@ -16,17 +16,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lengthwise.attention import Block, BlockKernel, Saved, choose_kernel
 from lengthwise.comm import Transport, World
 from lengthwise.config.schema import OptimizerConfig
 from lengthwise.core.errors import MemoryShortage
-from lengthwise.core.measurements import Clock, Kind, Measurements, Sample
+from lengthwise.core.measurements import Clock, Kind, Measurements, Precision, Sample
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost import shape_from_config
 from lengthwise.cost.fit import fit_samples
@@ -35,7 +34,7 @@ from lengthwise.engine.batch import random_batch
 from lengthwise.engine.optimizer import ShardedAdamW
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
-from lengthwise.models import DTYPES, ModelSource, build_model, largest_head_dim
+from lengthwise.models import DTYPES, ModelSource, build_model, largest_head_dim, position_limit
 from lengthwise.profiler.place import this_place
 from lengthwise.profiler.runs import SHORTEST_TOKENS, Run, local_run, message_runs, packs_up_to, ring_runs
 from lengthwise.profiler.watch import Stopwatch, WatchedTransport
@@ -56,58 +55,68 @@ class ProfileSettings:
 
     seconds: float
     longest_tokens: int
-    precision: str
+    precision: Precision
     clock: Clock
     hardware: str
 
 
-def profile(source: ModelSource, world: World, transport: Transport, settings: ProfileSettings) -> Measurements:
+def profile(
+    source: ModelSource,
+    world: World,
+    transport: Transport,
+    settings: ProfileSettings,
+    *,
+    model: nn.Module | None = None,
+) -> Measurements:
     """Measure a model on all ranks of a world; return the same on each.
+
+    `model`: the one to run, its parameters are taken over; None: built from `source`.
 
     Raises:
         LengthwiseError: a rank was lost, or what was timed makes no costs.
     """
     shape = shape_from_config(source.config.to_dict(), name=source.name)
-    rank = _Rank(source, shape, world, transport, settings)
-    samples = rank.samples()
+    model = model or build_model(source, seed=0)
+    rank = RankProfiler(model, shape, world, transport, settings)
+    samples = rank.time_in_turns(rank.ladder())
     base = base_cost(shape, settings.hardware, precision=settings.precision, ranks_per_node=world.local_size)
     gpu = world.device.index if world.gpus else None
     return Measurements(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         place=this_place(gpu=gpu, ranks=world.world_size, ranks_per_node=world.local_size, clock=settings.clock),
         model=measured_model(shape),
-        precision=settings.precision,  # type: ignore[arg-type]
+        precision=settings.precision,
         hardware=settings.hardware,
         fit=fit_samples(samples, base),
         samples=tuple(samples),
     )
 
 
-class _Rank:
+class RankProfiler:
+    """What one rank of a profile does; all ranks of the world call the same methods in the same order."""
+
     def __init__(
-        self, source: ModelSource, shape: ModelShape, world: World, transport: Transport, settings: ProfileSettings
+        self, model: nn.Module, shape: ModelShape, world: World, transport: Transport, settings: ProfileSettings
     ) -> None:
+        self._began = time.perf_counter()
         self._shape, self._world, self._settings, self._dtype = shape, world, settings, DTYPES[settings.precision]
-        self._plain = transport
+        self._plain, self._model = transport, model.to(world.device)
         self._watch = Stopwatch(settings.clock, transport, world.device)
         self._transport = WatchedTransport(transport, self._watch)
         self._kernel: BlockKernel = choose_kernel(
-            world.device, dtype=self._dtype, head_dim=largest_head_dim(source.config)
+            world.device, dtype=self._dtype, head_dim=largest_head_dim(self._model.config)
         )
-        self._model: Any = build_model(source, seed=0).to(world.device)
         self._parameters = FlatParameters(self._model, self._transport, dtype=self._dtype)
         self._optimizer = ShardedAdamW(self._parameters, OptimizerConfig(), self._transport)
 
-    def samples(self) -> list[Sample]:
-        """Find what can be run in the time, run it in turns, and return what all ranks took together."""
-        began = time.perf_counter()
-        runs = self._ladder()
+    def time_in_turns(self, runs: Sequence[Run]) -> list[Sample]:
+        """Run all of them and the step's end in turns while there is time; return a sample of each, ends last."""
         timed = [self._timed(run) for run in runs]
         took: list[list[tuple[float, float, float]]] = [[] for _ in runs]
         end_took: list[tuple[float, float, float]] = []
         self._end()
         rounds = 0
-        while self._agreed(rounds < _LEAST_ROUNDS or self._has_time(began, rounds)):
+        while self._agreed(rounds < _LEAST_ROUNDS or self._has_time(rounds)):
             for times, each in zip(took, timed, strict=True):
                 self._meet()
                 times.append(each())
@@ -118,17 +127,19 @@ class _Rank:
         shared = self._shared(mine.reshape(len(runs), rounds, 3))
         ends = self._shared(torch.tensor(end_took, dtype=torch.float64))
         clock = self._settings.clock
-        return [_sample(run, shared[:, number], clock) for number, run in enumerate(runs)] + _end_samples(ends)
+        return [_sample(run, shared[:, number], clock) for number, run in enumerate(runs)] + _end_samples(ends, clock)
 
-    def _has_time(self, began: float, rounds: int) -> bool:
-        return rounds < _MOST_ROUNDS and (time.perf_counter() - began) * (1 + 1 / (rounds + 1)) < self._settings.seconds
+    def _has_time(self, rounds: int) -> bool:
+        passed = time.perf_counter() - self._began
+        return rounds < _MOST_ROUNDS and passed * (1 + 1 / (rounds + 1)) < self._settings.seconds
 
-    def _ladder(self) -> list[Run]:
-        """Choose what to run: lengths double while they take less than their part of the time."""
+    def ladder(self) -> list[Run]:
+        """Choose what to run, and run it once: lengths double while they take less than their part of the time."""
         ranks, layers, longest = self._world.world_size, self._shape.layers, 0
         runs: list[Run] = []
         tokens = SHORTEST_TOKENS
-        while tokens <= self._settings.longest_tokens:
+        limit = min(self._settings.longest_tokens, position_limit(self._model.config) or self._settings.longest_tokens)
+        while tokens <= limit:
             found = [local_run((tokens,), ranks, layers)]
             found += ring_runs((tokens,), ranks, self._world.local_size, layers) if ranks > 1 else []
             if not self._fits(found) and tokens > _LEAST_TOKENS:
@@ -232,41 +243,46 @@ class _Rank:
 
 def _sample(run: Run, took: np.ndarray, clock: Clock) -> Sample:
     """Make the sample of a run from `took`, [ranks, rounds, (seconds, of these waited, of these forward)]."""
-    if run.kind in ("local", "block"):
-        seconds, forward = took[..., 0].ravel(), took[..., 2].ravel()
-        lower = None if np.isnan(forward).any() else float(np.quantile(forward, 0.25))
-        return _of(run.kind, seconds, run, forward_seconds=lower)
     if run.kind == "ring":
         assert run.plan is not None, run
         took = took[list(run.plan.microbatches[0].ranks)]
-    seconds = took[..., 0].max(axis=0)
-    if clock == "cpu":  # what others wait longer than the last one is time in which the machine did other work
-        seconds = (took[..., 0] - took[..., 1]).max(axis=0) + took[..., 1].min(axis=0)
-    return _of(run.kind, seconds, run)
+    whole, waited, forward = np.moveaxis(took, 2, 0)
+    if run.kind in ("local", "block"):
+        return _of(run, _usual(whole, clock), whole, None if np.isnan(forward).any() else _usual(forward, clock))
+    if clock == "wall":
+        return _of(run, _usual(whole.max(axis=0), clock), whole)
+    # A rank waits longer than the least of all turns while the machine does other work.
+    return _of(run, float((whole - waited).min(axis=1).max() + waited.min()), whole - waited)
 
 
-def _end_samples(ends: np.ndarray) -> list[Sample]:
+def _end_samples(ends: np.ndarray, clock: Clock) -> list[Sample]:
     """Make the samples of the step's end from [ranks, rounds, part]."""
     kinds: tuple[Kind, ...] = ("end_collectives", "end_update", "end_clear")
     degree = len(ends)
-    found = []
-    for part, kind in enumerate(kinds):
-        if kind != "end_collectives" or degree > 1:
-            found.append(_of(kind, ends[..., part].max(axis=0), Run(kind=kind, degree=degree)))
-    return found
+    return [
+        _of(Run(kind=kind, degree=degree), _usual(ends[..., part].max(axis=0), clock), ends[..., part])
+        for part, kind in enumerate(kinds)
+        if kind != "end_collectives" or degree > 1
+    ]
 
 
-def _of(kind: Kind, seconds: np.ndarray, run: Run, *, forward_seconds: float | None = None) -> Sample:
-    lower, upper = np.quantile(seconds, (0.25, 0.75))
-    least = max(float(lower), 1e-9)
+def _usual(seconds: np.ndarray, clock: Clock) -> float:
+    """Return what counts of repeats: other work adds to wall seconds, and slows single seconds of computing down."""
+    return float(np.quantile(seconds, 0.25 if clock == "wall" else 0.0))
+
+
+def _of(run: Run, seconds: float, repeats: np.ndarray, forward_seconds: float | None = None) -> Sample:
+    """Make a sample; `repeats`, [ranks, rounds], say how far single ones are apart."""
+    seconds = max(seconds, 1e-9)
+    lower, upper = np.quantile(repeats, (0.25, 0.75))
     return Sample(
-        kind=kind,
+        kind=run.kind,
         lengths=run.lengths,
         degree=run.degree,
         tier=run.tier,
         num_bytes=run.num_bytes,
-        seconds=least,
+        seconds=seconds,
         forward_seconds=forward_seconds,
-        repeats=seconds.shape[-1],
-        spread=float(upper) / least - 1 if upper > lower else 0.0,
+        repeats=repeats.shape[1],
+        spread=float(upper - lower) / seconds,
     )

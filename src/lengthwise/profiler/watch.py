@@ -1,7 +1,7 @@
 """A stopwatch over a rank, and a transport that tells it when backward began and what collectives took.
 
-By the clock "cpu" a rank's seconds are those in which its process computed, and what the rank that waits least waits
-for messages: on a machine that does other work at the same time these are the ones that repeat.
+By the clock "cpu" a rank's seconds are those in which its process computed, and the least that any rank waited for
+messages in any turn: on a machine that does other work at the same time these are the ones that repeat.
 """
 
 from __future__ import annotations

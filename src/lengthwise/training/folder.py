@@ -21,10 +21,11 @@ from safetensors import SafetensorError
 
 from lengthwise.config import RunConfig, dump_config
 from lengthwise.core.errors import OutputError
+from lengthwise.core.measurements import Measurements
 from lengthwise.training.callbacks import Callback
 from lengthwise.training.metrics import EvalMetrics, FinishedStep
 
-_FILES = ("config.yaml", "metrics.jsonl", "ledger.jsonl", "eval.jsonl")
+_FILES = ("config.yaml", "measurements.json", "metrics.jsonl", "ledger.jsonl", "eval.jsonl")
 _FOLDERS = ("plans", "model", "model.unfinished")
 _LOCK = "run.lock"
 
@@ -92,6 +93,11 @@ class RunFolder(Callback):
                     shutil.rmtree(self.path / name)
             (self.path / "plans").mkdir(parents=True)
             (self.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+
+    def keep_measurements(self, found: Measurements) -> None:
+        """Write what was measured before the first step, for later runs and for plans."""
+        with self.writing():
+            (self.path / "measurements.json").write_text(found.to_json(), encoding="utf-8")
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:

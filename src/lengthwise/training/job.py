@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lengthwise.config import DataSource, RunConfig
+from lengthwise.config import MEASURE_AT_START, DataSource, RunConfig
 from lengthwise.core.errors import Collector, ConfigError, DataError
 from lengthwise.core.plan import Plan
-from lengthwise.cost import LOGITS_AT_ONCE, all_terms_cost, named_hardware, shape_from_config
+from lengthwise.cost import LOGITS_AT_ONCE, Cost, all_terms_cost, named_hardware, shape_from_config
+from lengthwise.cost.measured import cost_from_measurements
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
 from lengthwise.engine.batch import StepBatch
 from lengthwise.models import (
@@ -27,7 +28,11 @@ from lengthwise.training.step_planning import StepPlanning
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A checked run, the same on every rank. `gpus`: how many GPUs of a machine it uses; 0: it computes on the CPU."""
+    """A checked run, the same on every rank.
+
+    `gpus`: how many GPUs of a machine it uses; 0: it computes on the CPU. `measured_cost`: of the run's file of
+    measurements; None: it names none.
+    """
 
     config: RunConfig
     ranks: int
@@ -37,6 +42,7 @@ class Job:
     tokenizer: Tokenizer | None
     timeout_seconds: float
     gpus: int = 0
+    measured_cost: Cost | None = None
 
     def batches(self) -> Iterator[StepBatch]:
         """Yield the global batches of the run, in order."""
@@ -71,7 +77,7 @@ class Job:
         ratio = config.offload.ratio if config.offload else "off"
         return StepPlanning(
             ranks=self.ranks,
-            cost=all_terms_cost(shape, named_hardware("h100" if self.gpus else "cpu")),
+            cost=self.measured_cost or all_terms_cost(shape, named_hardware("h100" if self.gpus else "cpu")),
             capacities={config.recompute: config.capacity_tokens},
             options=PlanOptions(
                 planner=config.planner,
@@ -125,6 +131,7 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: 
             attempt(lambda: check_recompute(model.config, config.recompute))
             attempt(lambda: _check_offload(config, gpus, model.config.num_hidden_layers))
             attempt(lambda: check_lora(model, config.lora))
+    cost = attempt(lambda: _measured_cost(config, model)) if model else None
     collector.raise_all()
     assert model is not None, "a model that was not found must have been a problem"
     assert dataset is not None, "data that was not read must have been a problem"
@@ -137,12 +144,21 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: 
         tokenizer=loaded[0] if loaded else None,
         timeout_seconds=timeout_seconds,
         gpus=gpus,
+        measured_cost=cost,
     )
     for each in filter(None, (dataset, eval_dataset)):
         attempt(lambda each=each: check_fits(each, ranks=ranks, capacity_tokens=job.planning.most_held_tokens))
     collector.raise_all()
     _check_losses(job)
     return job
+
+
+def _measured_cost(config: RunConfig, model: ModelSource) -> Cost | None:
+    """Read the costs of the run's file of measurements; None where it names none."""
+    if config.measurements in (None, MEASURE_AT_START):
+        return None
+    shape = shape_from_config(model.config.to_dict())
+    return cost_from_measurements(config.measurements, shape, precision=config.precision)
 
 
 def _check_offload(config: RunConfig, gpus: int, layers: int) -> None:

@@ -20,9 +20,10 @@ import torch
 
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import Transport, World, agree, join
-from lengthwise.config import dump_config
+from lengthwise.config import MEASURE_AT_START, dump_config
 from lengthwise.core.errors import NumericError
 from lengthwise.core.plan import Plan
+from lengthwise.cost.refit import RanStep
 from lengthwise.engine.activations import start_offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_STATE, PeakMemory, reporting_shortage
@@ -38,6 +39,7 @@ from lengthwise.training.launch import StopRequest
 from lengthwise.training.metrics import EvalMetrics, FinishedStep, StepMetrics, TrainResult
 from lengthwise.training.planner_process import PlannerProcess
 from lengthwise.training.planning import PlanAhead, PlannedStep, StepSource
+from lengthwise.training.pricing import Pricing
 from lengthwise.training.warmup import check_memory
 
 
@@ -67,6 +69,7 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
     Raises:
         NumericError: a loss, a gradient or the parameters are not finite; no model is saved.
     """
+    pricing = Pricing(job, corrects=job.config.measurements is not None and not world.rank)
     with nullcontext() if world.rank else PlannerProcess() as process:
         hearing = () if world.rank else (RunFolder(job.config.output), *callbacks)
         transport = connect(
@@ -74,11 +77,14 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
         )
 
         def steps(batches: Iterator[StepBatch]) -> StepSource:
-            planner = None if process is None else partial(process.plan, job.planning)
+            planner = None if process is None else partial(pricing.plan, process)
             return PlanAhead(batches, planner, transport, timeout_seconds=job.timeout_seconds, num_heads=job.num_heads)
 
         with StopRequest(ends_at_the_second=world.world_size == 1).listening() as stop:
-            trainer = _Trainer(job, world, transport, steps, hearing, stop)
+            if job.config.measurements == MEASURE_AT_START:
+                transport.phase = "measuring before the first step"
+                call_back(hearing, "on_note", pricing.measure(world, transport))
+            trainer = _Trainer(job, world, transport, steps, hearing, stop, pricing)
             try:
                 result = trainer.run()
             finally:
@@ -96,8 +102,10 @@ class _Trainer:
         steps: Callable[[Iterator[StepBatch]], StepSource],
         callbacks: Sequence[Callback],
         stop: StopRequest,
+        pricing: Pricing,
     ) -> None:
         self._job, self._transport, self._callbacks, self._stop = job, transport, callbacks, stop
+        self._pricing = pricing
         self._folder = RunFolder(job.config.output)
         dtype = DTYPES[job.config.precision]
         head_dim = largest_head_dim(job.model.config)
@@ -116,13 +124,15 @@ class _Trainer:
         self._offloading = start_offloading(job.config.offload, self._model, self._kernel, where=where)
         self._largest_allowed, self._largest = torch.finfo(dtype).max, torch.zeros(())  # of any parameter of this rank
         self._checks_memory = job.config.memory_check if job.config.memory_check is not None else job.gpus > 0
-        self._memory, self._step_end_seconds = PeakMemory(), job.planning.cost.step_end_seconds(job.ranks)
+        self._memory = PeakMemory()
         self._num_steps = job.num_steps
         self._new_steps, self._steps = steps, steps(job.batches())
 
     def run(self) -> TrainResult:
         if self._transport.rank == 0:
             self._folder.start(self._job.config)
+            if self._pricing.measurements is not None:
+                self._folder.keep_measurements(self._pricing.measurements)
         if self._checks_memory:
             self._transport.phase = "memory check before the first step"
             call_back(self._callbacks, "on_note", check_memory(self._model, self._parameters, self._job, self._kernel))
@@ -195,12 +205,14 @@ class _Trainer:
             busy_seconds=rows[:, 1].tolist(),
             step_seconds=time.perf_counter() - start,
             plan_seconds=planned.plan_seconds,
-            predicted_step_seconds=float(plan.notes["predicted_seconds"]) + self._step_end_seconds,
+            predicted_step_seconds=self._pricing.predicted_step_seconds(plan),
             exposed_ring_seconds=rows[:, 5].max().item(),
             offload_wait_seconds=rows[:, 6].max().item(),
             offloaded_bytes=int(rows[:, 7].sum()),
             peak_memory_bytes=int(rows[:, 8].max()),
         )
+        busy = tuple(rows[:, 1].tolist())
+        self._pricing.observe(RanStep(plan=plan, busy_seconds=busy, step_seconds=metrics.step_seconds))
         finished = FinishedStep(metrics=metrics, num_steps=self._num_steps, sequences=batch.ids, plan=plan)
         call_back(self._callbacks, "on_step", finished)
         return metrics, following, int(rows[:, 2].max()) or None

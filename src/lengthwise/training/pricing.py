@@ -1,0 +1,112 @@
+"""What a run plans with, on rank 0: costs as measured, corrected by the run's own steps.
+
+A step's seconds are known when the next one is planned already, so they count from the step after next. Only rank 0
+prices: plans, and with them their costs' versions, are sent to all. What neither computing nor transfers explain of a
+step, files and the next plan's message for example, is added to its end. Ranks that turn out slower than others are
+planned with less work, by the planner that knows speeds.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lengthwise.comm import Transport, World
+from lengthwise.core.errors import ConfigError, LengthwiseError
+from lengthwise.core.measurements import Measurements
+from lengthwise.core.plan import Plan
+from lengthwise.cost import Cost
+from lengthwise.cost.measured import measured_cost
+from lengthwise.cost.refit import STEPS, RanStep, rank_speeds, refit
+from lengthwise.models import build_adapted
+from lengthwise.planner import score
+from lengthwise.profiler.profile import ProfileSettings, profile
+from lengthwise.report.figures import percent
+from lengthwise.training.job import Job
+from lengthwise.training.planner_process import PlannerProcess
+
+_WARM_UP_STEPS = 1  # the oldest that are remembered, of which the first of a run is one
+_VERSIONS = 4  # of the costs, by which the plans under way may have been made
+_REST_STEPS = 5  # that are priced again each time
+_LEAST_TOKENS = 1024  # of the longest sequence that is measured: shorter ones tell little of attention
+START_SECONDS = 8.0  # that measuring before the first step takes, about
+
+
+class Pricing:
+    """The costs of a run; `corrects`: whether its steps change them, which makes plans differ from run to run."""
+
+    def __init__(self, job: Job, *, corrects: bool) -> None:
+        self._job, self._corrects = job, corrects
+        self._start = self.cost = job.planning.cost
+        self._end_seconds = {self.cost.version: self.cost.step_end_seconds(job.ranks)}
+        self._steps: list[RanStep] = []
+        self._corrections = 0
+        self.speeds: tuple[float, ...] | None = None
+        self.measurements: Measurements | None = None
+
+    def measure(self, world: World, transport: Transport) -> str:
+        """Measure before the first step, on all ranks together, and price with what was found; say how it fits."""
+        job = self._job
+        settings = ProfileSettings(
+            seconds=START_SECONDS,
+            longest_tokens=max(_LEAST_TOKENS, job.config.capacity_tokens),
+            precision=job.config.precision,
+            clock="wall",
+            hardware="h100" if job.gpus else "cpu",
+        )
+        source = replace(job.model, weights=False)
+        model = build_adapted(source, job.config.lora, seed=job.config.seed)
+        try:
+            self.measurements = found = profile(source, world, transport, settings, model=model)
+        except ConfigError as error:  # of the samples, which are the same on all ranks
+            return f"not measured, planned by estimates for the device: {error}"
+        self._start = measured_cost(found)
+        self._take(self._start)
+        fits = percent(found.fit.mean_error)
+        return f"measured {len(found.samples)} samples: the costs fit them to {fits} on average"
+
+    def plan(self, process: PlannerProcess, lengths: Sequence[int]) -> tuple[str, float]:
+        """Plan one step with the costs of now (see `PlannerProcess.plan`)."""
+        planning = replace(self._job.planning, cost=self.cost)
+        options = planning.options
+        if self.speeds is not None and options.planner == "lengthwise" and options.offload == "off":
+            planning = replace(planning, options=replace(options, speeds=self.speeds, heads="off"))
+        return process.plan(planning, lengths)
+
+    def predicted_step_seconds(self, plan: Plan) -> float:
+        """Return the seconds of a step, by the costs that it was planned with; on rank 0, where these are known."""
+        end_seconds = self._end_seconds.get(str(plan.notes["cost"]), 0.0)
+        return float(plan.notes["predicted_seconds"]) + end_seconds
+
+    def observe(self, step: RanStep) -> None:
+        """Take in a step that was run."""
+        if not self._corrects:
+            return
+        self._steps = [*self._steps[-STEPS:], step]
+        told = self._steps[_WARM_UP_STEPS:]
+        if told:
+            self.speeds = rank_speeds(refit(self._start, told), told)
+            cost = _with_rest(refit(self._start, told, self.speeds), told[-_REST_STEPS:], self.speeds)
+            self._corrections += 1
+            self._take(replace(cost, version=f"{self._start.version} corrected {self._corrections}"))
+
+    def _take(self, cost: Cost) -> None:
+        self.cost, self._end_seconds[cost.version] = cost, cost.step_end_seconds(self._job.ranks)
+        if len(self._end_seconds) > _VERSIONS:
+            del self._end_seconds[next(iter(self._end_seconds))]
+
+
+def _with_rest(cost: Cost, steps: Sequence[RanStep], speeds: Sequence[float] | None) -> Cost:
+    """Add to the step's end what these steps took beyond what the costs say; the median of them."""
+    equal = [1.0] * steps[-1].plan.ranks  # of a plan that was made for ranks of unequal speed the notes would count
+    try:
+        said = [
+            score(step.plan, cost, speeds=speeds or equal).makespan_seconds + cost.step_end_seconds(step.plan.ranks)
+            for step in steps
+        ]
+    except LengthwiseError:  # a plan of somebody's that these costs do not price
+        return cost
+    rest = statistics.median(step.step_seconds - each for step, each in zip(steps, said, strict=True))
+    clear = max(0.0, cost.ending.clear_seconds + rest)
+    return replace(cost, ending=replace(cost.ending, clear_seconds=clear))
