@@ -178,6 +178,23 @@ def test_split_heads_recomputed_and_offloaded_together_equal_plain_hugging_face(
     assert left
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_plans_that_the_planner_makes_with_every_choice_auto_are_run(ranks):
+    """Heads, offload and the kind of recomputation together, over sequences that fit by offload alone."""
+    choose, batch = random.Random(ranks), make_batch(LENGTHS, vocab=48, seed=1)
+    shape = replace(shape_from_config(CONFIGS[DEEP].to_dict()), kv_heads=MANY_HEADS)
+    cost, want, found = all_terms_cost(shape, named_hardware("h100")), run_plain(DEEP, batch, "fp64"), set()
+    for _ in range(3):
+        capacity = int(0.85 * max(LENGTHS) / ranks) + choose.choice((0, 1, 2))
+        options = PlanOptions(layers=3, heads="auto", offload="auto", recompute=choose.choice(RECOMPUTE_KINDS))
+        plan = plan_step(LENGTHS, Cluster(ranks=ranks, capacity_tokens=capacity), cost, options)
+        check_plan(plan)
+        refuse_unsupported(plan, num_heads=MANY_HEADS)
+        found |= {(p.heads > 1, m.offload > 0) for m in plan.microbatches for p in m.pieces}
+        check_parity(run_offloading(plan)[0], want, "fp64")
+    assert (True, True) in found
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("kind", RECOMPUTE_KINDS)
 def test_messages_are_those_that_the_order_check_counts(family, kind):

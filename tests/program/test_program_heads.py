@@ -7,7 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lengthwise.core.plan import Piece
-from lengthwise.program import Content, HeadRange, RankRound, check_order, lower_microbatch, lower_plan
+from lengthwise.program import (
+    Content,
+    HeadRange,
+    RankRound,
+    check_order,
+    head_peers,
+    line_peers,
+    lower_microbatch,
+    lower_plan,
+    ring_order,
+)
 from lengthwise.program.heads import group_of, group_runs
 from lengthwise.program.order import rank_groups
 from support import draw_lengths, make_plan, random_plan, visible_pairs
@@ -180,7 +190,36 @@ def test_any_plan_with_split_heads_and_any_recomputation_completes(choose, ranks
         check_order(plan, windows=windows, counts_routers=True)
 
 
-def test_heads_are_split_before_the_ring_and_joined_after_it_in_both_passes():
+@given(choose=st.randoms(use_true_random=False), ranks=st.integers(2, 12), count=st.integers(1, 6))
+def test_order_c_both_ends_of_an_edge_of_split_heads_name_it_before_the_first_round(choose, ranks, count):
+    plan = drawn(choose, ranks, count)
+    peers = {rank: set(head_peers(lower_plan(plan, rank), rank)) for rank in range(ranks)}
+    for rank, those in peers.items():
+        assert all(rank in peers[peer] and abs(peer - rank) > 2 for peer in those)
+        line = {peer for peer in range(ranks) if 0 < abs(peer - rank) <= 2}
+        assert set(line_peers(rank, ranks)) == line
+        for program in lower_plan(plan, rank):
+            contents = [program.exchange_of(rank, content) for content in (*INTO, *HOME)]
+            for each in (*contents, *program.forward_rounds_of(rank), *program.backward_rounds_of(rank)):
+                for t in (*each.sends, *each.receives):
+                    if program.microbatch.pieces[t.piece].heads > 1:
+                        assert {t.source, t.target} - {rank} <= line | those
+        first = next(iter(rank_groups(plan, rank, windows=[None])))[0]
+        assert (first == "connections") == bool(those)
+
+
+@pytest.mark.parametrize("heads", [2, 4, 8])
+def test_order_c_rings_over_groups_reach_no_further_than_two_groups(heads):
+    for first, groups in ((0, 8), (heads, 5), (3 * heads, 1)):
+        ranks = ring_order(first, groups * heads, heads)
+        plan = make_plan(16 * heads, [900], [Piece(ranks=ranks, sequences=(0,), heads=heads)])
+        for rank in ranks:
+            peers = head_peers(lower_plan(plan, rank), rank)
+            assert all(abs(peer - rank) <= 2 * heads for peer in peers)
+            assert len(peers) <= heads + 1
+
+
+def test_order_f_heads_are_split_before_the_ring_and_joined_after_it_in_both_passes():
     plan = make_plan(4, [40], [Piece(ranks=(0, 1, 2, 3), sequences=(0,), heads=2)])
     labels = [label.partition("layer 0, ")[2] for label, _ in rank_groups(plan, 1, windows=[None])]
     assert labels == [

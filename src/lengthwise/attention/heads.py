@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lengthwise.comm import Done, Pending, Transport
 from lengthwise.core.errors import PlanError
-from lengthwise.program import ALL_HEADS, Content, HeadRange, MicrobatchProgram, Transfer
+from lengthwise.program import ALL_HEADS, Content, HeadRange, MicrobatchProgram, RankRound, Transfer
 from lengthwise.program.heads import group_of, group_runs, heads_of
 
 Rows = Mapping[HeadRange, Sequence[Tensor]]
@@ -40,6 +40,12 @@ def heads_taken(heads: HeadRange, num_heads: int, num_kv_heads: int) -> tuple[in
     size, ratio = num_heads // heads.parts, num_heads // num_kv_heads
     first = heads.index * size
     return tuple((first + query) // ratio for query in range(0, size, gcd(size, ratio)))
+
+
+def query_heads(heads: HeadRange, num_heads: int) -> slice:
+    """Return which of the model's query heads a range has."""
+    size = num_heads // heads.parts
+    return slice(heads.index * size, (heads.index + 1) * size)
 
 
 def shares_keys(heads: HeadRange, num_heads: int, num_kv_heads: int) -> bool:
@@ -87,6 +93,7 @@ class HeadExchange:
                 first = members[run.position].start
                 self._runs[heads].append(range(first + run.start, first + run.stop))
         self._orders: dict[HeadRange, Tensor] = {}
+        self._rounds: dict[Content, RankRound] = {}
 
     def split(self, content: Content, own: Sequence[Tensor]) -> Rows:
         """Return the rows of every range of heads; `own` are (tokens, heads or kv_heads, head_dim), queries first."""
@@ -98,7 +105,7 @@ class HeadExchange:
             heads: own[0].new_empty(sum(map(len, self._runs[heads])), sum(width), own[0].shape[2])
             for heads, width in widths.items()
         }
-        mine = self._program.exchange_of(self._transport.rank, content)
+        mine = self._round(content)
         pending = self._post(
             [(_part(own, self._pieces[each.piece].own, each.heads), each.target) for each in mine.sends],
             [(self._rows_of(buffers, each), each.source) for each in mine.receives],
@@ -128,7 +135,7 @@ class HeadExchange:
         dtype = reduce(torch.promote_types, kinds.values())
         own = [like.new_zeros(self._own_tokens, each, like.shape[2], dtype=dtype) for each in num_heads]
         buffers = {heads: self._by_member(heads, rows[heads]) for heads in self._runs}
-        mine = self._program.exchange_of(self._transport.rank, content)
+        mine = self._round(content)
         arriving = [
             like.new_empty(
                 each.tokens, _width(each.heads, num_heads), like.shape[2], dtype=kinds[self._pieces[each.piece].heads]
@@ -150,6 +157,11 @@ class HeadExchange:
         for message, each in zip(arriving, mine.receives, strict=True):
             _add(own, self._pieces[each.piece].own, each.heads, message)
         return own
+
+    def _round(self, content: Content) -> RankRound:
+        if content not in self._rounds:
+            self._rounds[content] = self._program.exchange_of(self._transport.rank, content)
+        return self._rounds[content]
 
     def _post(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> Pending:
         return self._transport.exchange(sends, receives) if sends or receives else Done()

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lengthwise.attention.heads import HeadExchange, Rows, heads_taken, shares_keys
+from lengthwise.attention.heads import HeadExchange, Rows, query_heads, shares_keys
 from lengthwise.attention.kernels import Block, BlockKernel, BlockMask, Gradients, Saved
 from lengthwise.attention.packs import PackKernel
 from lengthwise.attention.partials import PartialGradients, PartialOut, wide
 from lengthwise.attention.recompute import Recomputation
 from lengthwise.attention.ring_steps import RingStep, Shard, ring_steps_of
 from lengthwise.comm import Done, Pending, Transport
-from lengthwise.program import ALL_HEADS, BlockTask, Content, HeadRange, MicrobatchProgram
+from lengthwise.program import BlockTask, Content, HeadRange, MicrobatchProgram
 from lengthwise.program.heads import heads_of
 
 Held = dict[Shard, Tensor | tuple[Tensor, Tensor]]
@@ -219,9 +219,7 @@ def _take_over(held: Held, arriving: Arriving, ring_step: RingStep) -> None:
 
 
 def _sinks_of(heads: HeadRange, sinks: Tensor | None) -> Tensor | None:
-    if sinks is None or heads == ALL_HEADS:
-        return sinks
-    return sinks[list(heads_taken(heads, len(sinks), len(sinks)))]
+    return None if sinks is None else sinks[query_heads(heads, len(sinks))]
 
 
 class _Attention(torch.autograd.Function):
@@ -275,7 +273,7 @@ def _sink_gradient(sinks: Tensor | None, grad_out: Rows, attended: Mapping[HeadR
     total = torch.zeros_like(sinks)
     for heads, each in attended.items():
         out, lse, (grad,) = each.saved.out, each.saved.lse, grad_out[heads]
-        mine = list(heads_taken(heads, len(sinks), len(sinks)))
+        mine = query_heads(heads, len(sinks))
         weight = torch.exp(sinks[mine].to(lse.dtype)[:, None] - lse)
         received = (grad.to(weight.dtype) * out.to(weight.dtype)).sum(-1).t()
         total[mine] -= (weight * received).sum(1).to(sinks.dtype)
