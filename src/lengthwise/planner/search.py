@@ -129,11 +129,12 @@ class Search:
 
     def _stacked(self, degrees: NDArray[np.int64], seconds: float, table: DegreeTable) -> NDArray[np.int64]:
         """Widen rings so that two, three ... of them in a row end together with one that takes `seconds`."""
+        took = table.seconds_at(self.request.lengths, degrees)
         for parts in range(2, _MOST_STACKED + 1):
-            took = self.request.cost.ring_piece_seconds(self.request.lengths, degrees) + self.request.cost.fixed_seconds
             between = (took > seconds / parts) & (took < _NEARLY_WHOLE * seconds / (parts - 1)) & (degrees > 1)
-            wider = table.within(seconds / parts)
-            degrees = np.where(between & (wider <= table.most), wider, degrees)
+            if np.any(between):
+                degrees = np.where(between & ((wider := table.within(seconds / parts)) <= table.most), wider, degrees)
+                took = table.seconds_at(self.request.lengths, degrees)
         return degrees
 
     def _place(self, degrees: NDArray[np.int64], table: DegreeTable) -> None:

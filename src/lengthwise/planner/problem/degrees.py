@@ -64,7 +64,7 @@ class DegreeTable:
         self._cost, self._lengths, self._least, self.most = cost, lengths, least, most
         self._only, self._launch_tokens = only, launch_tokens
         self._falls = cost.chooses_by_degree
-        self._at_least = self._seconds_at(lengths, least)
+        self._at_least = self.seconds_at(lengths, least)
         self._quickest = np.zeros(len(lengths), dtype=np.int64)  # 0: not asked for yet
         self._made = np.inf  # the smallest limit for which rows were made
         self._make_rows(np.zeros(0, dtype=np.int64))
@@ -89,7 +89,7 @@ class DegreeTable:
         high = self._degrees[rows, np.minimum(column + 1, self._degrees.shape[1] - 1)] - 1
         for step in range(int((high - low).max(initial=-1)) + 1 if self._only is None else 0):
             degrees = np.clip(low + step, self._least, np.maximum(high, self._least))
-            taken = self._taken_at(degrees, self._seconds_at(self._lengths, degrees), self._lengths)
+            taken = self._taken_at(degrees, self.seconds_at(self._lengths, degrees), self._lengths)
             better = (taken < least) | ((taken == least) & (degrees < best))
             best, least = np.where(better, degrees, best), np.where(better, taken, least)
         return best
@@ -111,7 +111,8 @@ class DegreeTable:
         self._make_rows(np.arange(len(self._lengths)))
         return self._degrees[np.arange(len(self._lengths)), np.argmin(self._seconds, axis=1)]
 
-    def _seconds_at(self, lengths: Whole, degrees: Whole) -> NDArray[np.float64]:
+    def seconds_at(self, lengths: Whole, degrees: Whole) -> NDArray[np.float64]:
+        """Return how long each sequence takes at its degree, its launch included."""
         return self._cost.ring_piece_seconds(lengths, degrees) + self._cost.fixed_seconds
 
     def _taken_at(self, degrees: Whole, seconds: NDArray[np.float64], lengths: Whole) -> NDArray[np.float64]:
@@ -131,7 +132,7 @@ class DegreeTable:
         # Columns outside a row's own range stand for its least or most degree, so these two are always looked at.
         self._degrees = np.clip(np.broadcast_to(grid, (len(rows), len(grid))), least[:, None], most[:, None])
         flat, lengths = self._degrees.ravel(), np.repeat(self._lengths[rows], len(grid))
-        self._seconds = self._seconds_at(lengths, flat).reshape(self._degrees.shape)
+        self._seconds = self.seconds_at(lengths, flat).reshape(self._degrees.shape)
         self._taken = self._taken_at(self._degrees, self._seconds, self._lengths[rows][:, None])
 
     def _refined(self, limit: float) -> Whole:
@@ -144,7 +145,7 @@ class DegreeTable:
         low = np.where(self._seconds[rows, before] > limit, self._degrees[rows, before], high)  # too slow
         while self._only is None and np.any(open_ := found & (high - low > 1)):
             middle = np.where(open_, (low + high) // 2, high)
-            ends = self._seconds_at(lengths, middle) <= limit
+            ends = self.seconds_at(lengths, middle) <= limit
             high, low = np.where(open_ & ends, middle, high), np.where(open_ & ~ends, middle, low)
         return np.where(found, high, self.most[self._rows] + 1)
 
