@@ -21,7 +21,11 @@ PIECES = [
     [Piece(ranks=(0, 2, 1), sequences=(0,)), Piece(ranks=(1,), sequences=(1, 3, 5))],
     [Piece(ranks=(1, 0), sequences=(4, 2)), Piece(ranks=(2,), sequences=(6,))],
 ]
-PLAN = make_plan(3, LENGTHS, PIECES)
+SPLIT = [
+    [Piece(ranks=(0, 1, 2, 3), sequences=(0, 4), heads=2), Piece(ranks=(1,), sequences=(1, 3))],
+    [Piece(ranks=(3, 2, 1, 0), sequences=(5, 2), heads=4), Piece(ranks=(2,), sequences=(6,))],
+]
+PLANS = {"rings": make_plan(3, LENGTHS, PIECES), "split heads": make_plan(4, LENGTHS, SPLIT)}
 
 
 def draw(tokens, dtype, *, dim=64, seed=0):
@@ -96,20 +100,22 @@ def test_gpu_window_edges_are_where_the_mask_says(queries, keys, distance, windo
         assert relative_error(b.cpu(), a, floor=0.05 * a.numel() ** 0.5) < 2e-2, name
 
 
-def run_rank(transport, rows, kernel, window, sinks):
+def run_rank(transport, plan, rows, kernel, window, sinks):
     """Return [(sequence, start, stop, [out, dq, dk, dv])] of this rank's segments.
 
     Both passes are called directly: autograd has one thread a device, in which ranks of one process would wait for
     each other for ever.
     """
     pieces = []
-    for program in lower_plan(PLAN, transport.rank):
+    for program in lower_plan(plan, transport.rank):
         segments = program.segments(transport.rank)
         q, k, v, grad = (torch.cat([rows[s.sequence][n][s.start : s.stop] for s in segments]).cuda() for n in range(4))
         planned = PlannedAttention(program, transport, kernel)
         layer = Block(q=q, k=k, v=v, scale=SCALE)
-        out, lse = planned.forward(layer, window, sinks)
-        results, start = [out, *planned.backward(grad, layer, Saved(out=out, lse=lse), window)], 0
+        out, attended = planned.forward(layer, window, sinks)
+        *grads, sink_grad = planned.backward(grad, attended, (HEADS, KV_HEADS, KV_HEADS), window, sinks)
+        assert (sink_grad is None) == (sinks is None)
+        results, start = [out, *grads], 0
         for s in segments:
             pieces.append((s.sequence, s.start, s.stop, [x[start : start + s.num_tokens].cpu() for x in results]))
             start += s.num_tokens
@@ -119,8 +125,9 @@ def run_rank(transport, rows, kernel, window, sinks):
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(("window", "with_sinks"), [(None, False), (50, False), (200, True), (1, False)])
 @pytest.mark.parametrize("staged", [False, True])
-def test_gpu_rings_and_packs_equal_dense(dtype, window, with_sinks, staged):
-    """Three ranks as threads on one GPU: the strict transport copies there; staged, all goes through pinned memory."""
+@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+def test_gpu_rings_and_packs_equal_dense(plan, dtype, window, with_sinks, staged):
+    """Ranks as threads on one GPU: the strict transport copies there; staged, all goes through pinned memory."""
     kernel = choose_kernel(torch.device("cuda"), dtype=dtype, head_dim=64)
     rows = [draw(length, dtype, seed=i) for i, length in enumerate(LENGTHS)]
     sinks = torch.linspace(-2, 2, HEADS) if with_sinks else None
@@ -128,10 +135,10 @@ def test_gpu_rings_and_packs_equal_dense(dtype, window, with_sinks, staged):
 
     def work(transport):
         chosen = StagedTransport(transport) if staged else transport
-        return run_rank(chosen, rows, kernel, window, on_gpu)
+        return run_rank(chosen, plan, rows, kernel, window, on_gpu)
 
     whole = [[torch.full_like(row[n], float("nan")) for n in (0, 0, 1, 2)] for row in rows]
-    for sequence, start, stop, results in (piece for pieces in StrictWorld(3).run(work) for piece in pieces):
+    for sequence, start, stop, results in (piece for pieces in StrictWorld(plan.ranks).run(work) for piece in pieces):
         for into, part in zip(whole[sequence], results, strict=True):
             into[start:stop] = part
     for row, got in zip(rows, whole, strict=True):
