@@ -21,10 +21,12 @@ def measured(tmp_path):
 def test_profile_writes_what_plan_and_simulate_read(tmp_path, capfd):
     out, plan = tmp_path / "measurements.json", tmp_path / "plan.json"
     asked = ("profile", "--ranks", 2, "--seconds", 0.5, "--longest", 512, "--device", "cpu", "--out", out)
+    asked = (*asked, "--disk", tmp_path)
     assert call(*asked) == 0
     said = capfd.readouterr().out
     assert "linear_seconds" in said
     assert "not measured, as of cpu: far" in said
+    assert "copy_bytes_per_second" in said
     assert read_measurements(out).place.ranks == 2
     assert call(*asked) == 2
     assert "add --overwrite" in capfd.readouterr().err
@@ -40,10 +42,10 @@ def test_profile_writes_what_plan_and_simulate_read(tmp_path, capfd):
 
 
 def test_profile_refuses_before_it_measures(tmp_path, capfd):
-    rest = ("--seconds", 0, "--longest", "long", "--hardware", "h10", "--ranks", 0, "--out", tmp_path)
+    rest = ("--seconds", 0, "--longest", "long", "--hardware", "h10", "--ranks", 0, "--disk", "none", "--out", tmp_path)
     assert call("profile", *rest) == 2
     err = capfd.readouterr().err
-    for option in ("--seconds", "--longest", "--hardware", "--ranks", "Choose another --out"):
+    for option in ("--seconds", "--longest", "--hardware", "--ranks", "--disk", "Choose another --out"):
         assert option in err
     assert call("profile", "--ranks", 1, "--clock", "cpu", "--model", "none/there", "--out", tmp_path / "m.json") == 2
     assert "none/there" in capfd.readouterr().err

@@ -31,6 +31,7 @@ def machine(
         forward=replace(cost.forward, attention=attention, linear=share),
         backward=replace(cost.backward, attention=1 - attention, linear=1 - share),
         block_efficiency=curve,
+        copy_bytes_per_second=4e8,
         ending=Ending(update_seconds=0.02, clear_seconds=1e-3, reduced_bytes_per_second=3e8),
     )
 
@@ -48,6 +49,7 @@ def test_fit_recovers_every_term_from_exact_samples(q, linear, fixed, near, far,
         assert values[name] == pytest.approx(getattr(true, name), rel=2e-2), name
     assert values["near_bytes_per_second"] == pytest.approx(true.near.bytes_per_second)
     assert values["far_bytes_per_second"] == pytest.approx(true.far.bytes_per_second)
+    assert values["copy_bytes_per_second"] == pytest.approx(4e8)
     assert values["forward_attention"] == pytest.approx(share)
     assert values["update_seconds"] == pytest.approx(0.02)
     assert values["clear_seconds"] == pytest.approx(1e-3)

@@ -45,6 +45,9 @@ class Profile:
     other work at the same time (CPU ranks of one thread)."""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     """Whose terms stand where nothing can be measured here: h100, bytescale-gpu or cpu; default: cpu, on GPUs h100."""
+    disk: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
+    """Also measure copies to and from a file in this folder, as with offload: {store: disk, path: DIR}; without, on
+    GPUs those to the host's memory."""
     overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
     """Replace an earlier file."""
     out: Annotated[Path, tyro.conf.arg(metavar="MEASUREMENTS.json")]
@@ -66,7 +69,7 @@ class Profile:
             clock=self.clock,
             hardware=self.hardware or ("h100" if on_gpus else "cpu"),
         )
-        found = profile_model(self.model, settings, ranks=self.ranks, device=self.device)
+        found = profile_model(self.model, settings, ranks=self.ranks, device=self.device, disk=self.disk)
         if found is None:  # a torchrun rank other than 0
             return 0
         write_atomically(self.out, found.to_json())
@@ -85,6 +88,9 @@ class Profile:
 
         problems = Collector()
         problems.attempt(self._check_out)
+        if self.disk is not None and not self.disk.is_dir():
+            expected, got = "an existing folder", f"{self.disk}: {'a file' if self.disk.exists() else 'nothing there'}"
+            problems.add(ConfigError("--disk", expected=expected, got=got, remedy="Correct the path."))
         problems.attempt(lambda: self.ranks is None or read_whole("ranks", self.ranks, most=MOST_RANKS))
         longest = problems.attempt(lambda: parse_tokens(self.longest, "--longest"))
         if not _SHORTEST_SECONDS <= self.seconds < float("inf"):

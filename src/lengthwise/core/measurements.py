@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field
 
 SCHEMA = "lengthwise.measurements/1"
 
-Kind = Literal["local", "ring", "block", "transfer", "end_collectives", "end_update", "end_clear"]
+Kind = Literal["local", "ring", "block", "transfer", "copy", "end_collectives", "end_update", "end_clear"]
 Tier = Literal["none", "near", "far"]
 TermName = Literal[
     "quadratic_seconds",
@@ -29,6 +29,7 @@ TermName = Literal[
     "near_hop_seconds",
     "far_bytes_per_second",
     "far_hop_seconds",
+    "copy_bytes_per_second",
     "reduced_bytes_per_second",
     "update_seconds",
     "clear_seconds",
@@ -49,7 +50,8 @@ class Sample:
 
     kind: "local", a microbatch of packed sequences on each rank; "ring", sequences over `degree` ranks; "block", one
         layer's causal attention of one sequence by the kernel alone; "transfer", a message to the next rank and one
-        from it; of the step's end "end_collectives", "end_update" (AdamW on this rank's slice) and "end_clear".
+        from it; "copy", activations to where they are offloaded and back, of all ranks at once; of the step's end
+        "end_collectives", "end_update" (AdamW on this rank's slice) and "end_clear".
     lengths: tokens of each sequence. degree: ranks that took part.
     tier: the slowest link that was passed: none, inside a node (near), or between nodes (far).
     num_bytes: that a rank sent, where the lengths do not say it.

@@ -56,9 +56,11 @@ def fit_samples(samples: Sequence[Sample], base: Cost) -> Fit:
     cost = replace(base, block_efficiency=curve or base.block_efficiency)
     terms: dict[TermName, Term] = {}
     for tier in _LINKS:
-        rate = _link_rate([each for each in samples if each.kind == "transfer" and each.tier == tier])
+        rate = _rate([each for each in samples if each.kind == "transfer" and each.tier == tier])
         if rate is not None:
             terms[_RATES[tier]] = rate
+    if (rate := _rate([each for each in samples if each.kind == "copy"])) is not None:
+        terms["copy_bytes_per_second"] = replace(rate, value=2 * rate.value)  # there and back
     cost = with_terms(cost, terms)
     ran = [each for each in samples if each.kind in ("local", "ring")]
     blocks = [each for each in samples if each.kind == "block"]
@@ -98,7 +100,7 @@ def with_terms(cost: Cost, terms: Mapping[TermName, Term]) -> Cost:
     linear = values.get("forward_linear", cost.forward.linear)
     return replace(
         cost,
-        **some("quadratic_seconds linear_seconds fixed_seconds"),
+        **some("quadratic_seconds linear_seconds fixed_seconds copy_bytes_per_second"),
         near=_link(cost.near, values.get("near_bytes_per_second"), values.get("near_hop_seconds")),
         far=_link(cost.far, values.get("far_bytes_per_second"), values.get("far_hop_seconds")),
         forward=replace(cost.forward, attention=attention, linear=linear),
@@ -202,12 +204,12 @@ def _of_one(sample: Sample) -> float | None:
     return sample.spread / sample.repeats**0.5 if sample.repeats > 1 else None
 
 
-def _link_rate(transfers: Sequence[Sample]) -> Term | None:
-    """Fit the bytes a second of messages; None: too few, or no longer for more bytes."""
-    if len({each.num_bytes for each in transfers}) < 2:
+def _rate(moved: Sequence[Sample]) -> Term | None:
+    """Fit the bytes a second of messages or copies; None: too few, or no longer for more bytes."""
+    if len({each.num_bytes for each in moved}) < 2:
         return None
-    columns = np.array([[1.0, float(each.num_bytes)] for each in transfers])
-    term = least_squares(columns, np.array([each.seconds for each in transfers])).term(1)
+    columns = np.array([[1.0, float(each.num_bytes)] for each in moved])
+    term = least_squares(columns, np.array([each.seconds for each in moved])).term(1)
     return replace(term, value=1 / term.value) if term.value > 0 else None
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -35,8 +36,9 @@ from lengthwise.engine.optimizer import ShardedAdamW
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, ModelSource, build_model, largest_head_dim, position_limit
+from lengthwise.offload import ActivationStore, DiskStore, PinnedStore
 from lengthwise.profiler.place import this_place
-from lengthwise.profiler.runs import SHORTEST_TOKENS, Run, local_run, message_runs, packs_up_to, ring_runs
+from lengthwise.profiler.runs import SHORTEST_TOKENS, Run, copy_runs, local_run, message_runs, packs_up_to, ring_runs
 from lengthwise.profiler.watch import Stopwatch, WatchedTransport
 
 _LONGEST_SHARE = 1 / 25  # of all seconds, that one run may take
@@ -67,17 +69,19 @@ def profile(
     settings: ProfileSettings,
     *,
     model: nn.Module | None = None,
+    store: ActivationStore | None = None,
 ) -> Measurements:
     """Measure a model on all ranks of a world; return the same on each.
 
-    `model`: the one to run, its parameters are taken over; None: built from `source`.
+    `model`: the one to run, its parameters are taken over; None: built from `source`. `store`: where activations are
+    offloaded to; None: copies are not measured.
 
     Raises:
         LengthwiseError: a rank was lost, or what was timed makes no costs.
     """
     shape = shape_from_config(source.config.to_dict(), name=source.name)
     model = model or build_model(source, seed=0)
-    rank = RankProfiler(model, shape, world, transport, settings)
+    rank = RankProfiler(model, shape, world, transport, settings, store)
     samples = rank.time_in_turns(rank.ladder())
     base = base_cost(shape, settings.hardware, precision=settings.precision, ranks_per_node=world.local_size)
     gpu = world.device.index if world.gpus else None
@@ -92,12 +96,26 @@ def profile(
     )
 
 
+def open_store(device: torch.device, folder: Path | None, *, where: str) -> ActivationStore | None:
+    """Open what activations are offloaded to: the host's memory of a GPU, else a folder; None: there is neither."""
+    if folder is not None:
+        return DiskStore(folder, where=where)
+    return PinnedStore(device, where=where) if device.type == "cuda" else None
+
+
 class RankProfiler:
     """What one rank of a profile does; all ranks of the world call the same methods in the same order."""
 
     def __init__(
-        self, model: nn.Module, shape: ModelShape, world: World, transport: Transport, settings: ProfileSettings
+        self,
+        model: nn.Module,
+        shape: ModelShape,
+        world: World,
+        transport: Transport,
+        settings: ProfileSettings,
+        store: ActivationStore | None = None,
     ) -> None:
+        self._store = store
         self._began = time.perf_counter()
         self._shape, self._world, self._settings, self._dtype = shape, world, settings, DTYPES[settings.precision]
         self._plain, self._model = transport, model.to(world.device)
@@ -148,6 +166,7 @@ class RankProfiler:
             longest, tokens = tokens, 2 * tokens
         packs = packs_up_to(longest or SHORTEST_TOKENS)
         runs += [local_run(pack, ranks, layers) for pack in packs]
+        runs += copy_runs() if self._store is not None else []
         return runs + (message_runs(ranks, self._world.local_size) if ranks > 1 else [])
 
     def _fits(self, runs: Sequence[Run]) -> bool:
@@ -167,6 +186,8 @@ class RankProfiler:
             return self._block(run.lengths[0])
         if run.kind == "transfer":
             return self._message(run)
+        if run.kind == "copy":
+            return self._copy(run.num_bytes)
         assert run.plan is not None, run
         batch = random_batch(run.plan.tokens, vocab=self._shape.vocab)
         work = partial(run_plan, self._model, run.plan, batch, self._transport, self._kernel, name="profile")
@@ -213,6 +234,17 @@ class RankProfiler:
 
         return time_it
 
+    def _copy(self, num_bytes: int) -> _Timed:
+        """Bytes to where activations are offloaded, and back; all ranks do so at the same time."""
+        values, store = torch.ones(num_bytes, dtype=torch.uint8, device=self._world.device), self._store
+        assert store is not None, "copies are only run where there is a store"
+
+        def work() -> None:
+            store.put(values).take()
+            store.reset()
+
+        return lambda: (self._watch.seconds(work), 0.0, float("nan"))
+
     def _end(self) -> tuple[float, float, float]:
         """Do a step's end that changes no weight; return seconds of collectives, update and clearing."""
         self._transport.collective_seconds = 0.0
@@ -247,7 +279,7 @@ def _sample(run: Run, took: np.ndarray, clock: Clock) -> Sample:
         assert run.plan is not None, run
         took = took[list(run.plan.microbatches[0].ranks)]
     whole, waited, forward = np.moveaxis(took, 2, 0)
-    if run.kind in ("local", "block"):
+    if run.kind in ("local", "block", "copy"):
         return _of(run, _usual(whole, clock), whole, None if np.isnan(forward).any() else _usual(forward, clock))
     if clock == "wall":
         return _of(run, _usual(whole.max(axis=0), clock), whole)

@@ -14,6 +14,7 @@ from lengthwise.program.ring_order import ring_order
 
 SHORTEST_TOKENS = 32
 MESSAGE_BYTES = (1 << 14, 1 << 18, 1 << 20, 1 << 22)
+COPY_BYTES = (1 << 20, 1 << 22, 1 << 24)
 _NO_CAPACITY = 1 << 40  # what is run here is no plan of anybody's
 
 
@@ -62,6 +63,11 @@ def message_runs(ranks: int, ranks_per_node: int) -> list[Run]:
         for tier in tiers
         for size in MESSAGE_BYTES
     ]
+
+
+def copy_runs() -> list[Run]:
+    """Let every rank copy to where activations are offloaded, and back."""
+    return [Run(kind="copy", num_bytes=size) for size in COPY_BYTES]
 
 
 def packs_up_to(longest: int) -> list[tuple[int, ...]]:

@@ -21,7 +21,7 @@ from lengthwise.cost.measured import measured_cost
 from lengthwise.cost.refit import STEPS, RanStep, rank_speeds, refit
 from lengthwise.models import build_adapted
 from lengthwise.planner import score
-from lengthwise.profiler.profile import ProfileSettings, profile
+from lengthwise.profiler.profile import ProfileSettings, open_store, profile
 from lengthwise.report.figures import percent
 from lengthwise.training.job import Job
 from lengthwise.training.planner_process import PlannerProcess
@@ -57,10 +57,16 @@ class Pricing:
         )
         source = replace(job.model, weights=False)
         model = build_adapted(source, job.config.lora, seed=job.config.seed)
+        offload = job.config.offload
+        disk = offload.path if offload is not None and offload.store == "disk" else None
+        store = open_store(world.device, disk, where=f"rank {world.rank}")
         try:
-            self.measurements = found = profile(source, world, transport, settings, model=model)
+            self.measurements = found = profile(source, world, transport, settings, model=model, store=store)
         except ConfigError as error:  # of the samples, which are the same on all ranks
             return f"not measured, planned by estimates for the device: {error}"
+        finally:
+            if store is not None:
+                store.close()
         self._start = measured_cost(found)
         self._take(self._start)
         fits = percent(found.fit.mean_error)

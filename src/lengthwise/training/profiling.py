@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from lengthwise.comm import World, join, world_from_environment
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.measurements import Measurements
 from lengthwise.models import check_buildable, check_model_config, find_model
-from lengthwise.profiler.profile import ProfileSettings, profile
+from lengthwise.profiler.profile import ProfileSettings, open_store, profile
 from lengthwise.training.launch import launch
 from lengthwise.training.start import count_used_gpus, quiet_libraries
 
@@ -18,7 +19,12 @@ _TIMEOUT_SECONDS = 600.0
 
 
 def profile_model(
-    model: str, settings: ProfileSettings, *, ranks: int | None = None, device: str = "auto"
+    model: str,
+    settings: ProfileSettings,
+    *,
+    ranks: int | None = None,
+    device: str = "auto",
+    disk: Path | None = None,
 ) -> Measurements | None:
     """Measure a model on this machine, or on all machines of torchrun; None on its ranks but the first.
 
@@ -27,6 +33,7 @@ def profile_model(
         settings: how.
         ranks: processes; None: one a GPU, on the CPU two where there are two cores.
         device: auto, cpu or cuda, as in a run file.
+        disk: a folder that activations would be offloaded to; None: on GPUs the host's memory, else none.
 
     Raises:
         LengthwiseError: a model that is not there or cannot be trained, or a rank that was lost.
@@ -48,7 +55,10 @@ def profile_model(
 
     def work(ranked: World, on_phase: Callable[[str], None]) -> Measurements:
         transport = join(ranked, timeout_seconds=_TIMEOUT_SECONDS, on_phase=on_phase)
-        found = profile(source, ranked, transport, settings)
+        store = open_store(ranked.device, disk, where=f"rank {ranked.rank}")
+        found = profile(source, ranked, transport, settings, store=store)
+        if store is not None:
+            store.close()
         transport.close()
         return found
 
