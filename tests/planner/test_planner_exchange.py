@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
@@ -45,3 +46,23 @@ def test_heads_are_split_where_groups_stay_in_a_node(first: int, expected: int) 
         exchange_bytes=40 * COST.exchange_bytes,
     )
     assert split_heads(plan, fast_inside).microbatches[0].pieces[0].heads == expected
+
+
+@pytest.mark.parametrize("asked", [2, 8, "8", 5])
+def test_heads_of_a_number_split_every_ring_where_the_number_divides(asked) -> None:
+    tokens, number = [90_000, 40_000, 30_000, 20_000, 500], int(str(asked))
+    options = PlanOptions(planner="lengthwise", layers=32, heads=asked)
+    plan = plan_step(tokens, Cluster(ranks=24, capacity_tokens=8192), COST, options)
+    check_plan(plan)
+    rings = [piece for m in plan.microbatches for piece in m.pieces if piece.degree > 1]
+    for piece in rings:
+        fits = piece.degree % number == 0 and COST.heads % number == 0
+        assert piece.heads == (number if fits else 1)
+        assert piece.ranks == ring_order(min(piece.ranks), piece.degree, piece.heads)
+    assert any(piece.heads > 1 for piece in rings) == (number != 5)
+
+
+@pytest.mark.parametrize("asked", [0, "0", "00", -1, 1.5, "on", True])
+def test_heads_of_another_kind_are_refused(asked) -> None:
+    with pytest.raises(ConfigError, match="heads"):
+        PlanOptions(heads=asked).checked(4, COST)

@@ -32,7 +32,7 @@ class PlanOptions:
     context_tokens: what the mesh of `static` is sized for (default: the longest sequence).
     recompute: what backward computes again, in every microbatch: one of `RECOMPUTE_KINDS`.
     offload: `auto`: ranks may hold more than the capacity, each microbatch offloading what it must; `off`: none.
-    heads: `auto`: rings may split heads, each as is quickest; `off`: none does; "4": in groups of 4 where that divides.
+    heads: `auto`: rings may split heads, each as is quickest; `off`: none does; 4: in groups of 4 where that divides.
     mode: how ranks run beside each other, one of `MODES`; `lengthwise` plans all of them. The others plan `free`, and
         in mode `pipeline` run what they plan there through the stages.
     speeds: of each rank, a number above 0, 1 as fast as the costs say (default: all 1). `lengthwise` plans with them;
@@ -46,7 +46,7 @@ class PlanOptions:
     context_tokens: int | None = None
     recompute: str = "none"
     offload: str = "off"
-    heads: str = "off"
+    heads: str | int = "off"
     mode: str = "free"
     speeds: Sequence[float] | None = None
     stages: int | None = None

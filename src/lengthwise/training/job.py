@@ -84,7 +84,7 @@ class Job:
                 layers=self.model.config.num_hidden_layers,
                 context_tokens=int(self.dataset.lengths.max()),
                 offload=ratio if isinstance(ratio, str) else "off",
-                heads=str(config.heads),
+                heads=config.heads,
             ),
             offload_ratio=None if isinstance(ratio, str) else ratio,
         )

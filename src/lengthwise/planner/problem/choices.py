@@ -46,7 +46,7 @@ def choice_variants(widest: Cost, longest_tokens: int, cluster: Cluster, *, deci
             yield variant if offload else variant.without_copies()
 
 
-def refuse_choices(asked: Mapping[str, str], cost: Cost | None, layers: int, speeds: Sequence[float] | None) -> None:
+def refuse_choices(asked: Mapping[str, object], cost: Cost | None, layers: int, speeds: Sequence[float] | None) -> None:
     """Refuse what these costs (None: not known yet) cannot price, or ranks of these speeds do not plan.
 
     `asked`: one of `CHOICES` for each of offload and heads; for heads a number, too.
@@ -57,7 +57,7 @@ def refuse_choices(asked: Mapping[str, str], cost: Cost | None, layers: int, spe
     """
     problems: list[LengthwiseError] = []
     for name, value in asked.items():
-        if value not in CHOICES and not (name == "heads" and value.isdecimal() and int(value)):
+        if value not in CHOICES and not (name == "heads" and str(value).isdecimal() and int(str(value))):
             problems.append(unknown_name(name, value, CHOICES))
         elif value != "off" and cost is not None and not cost.prices_choices:
             remedy = f"Plan with a hardware description ({{hardware}}), or without {{{name}}}."
@@ -94,7 +94,7 @@ def _needed_ratio(plan: Plan, microbatch: Microbatch) -> float:
     return min(1.0, math.ceil(ratio * 10**_DIGITS) / 10**_DIGITS)
 
 
-def split_heads(plan: Plan, cost: Cost, asked: str = "auto") -> Plan:
+def split_heads(plan: Plan, cost: Cost, asked: str | int = "auto") -> Plan:
     """Return the plan with the quickest split of heads for each of its rings, or in groups of `asked` where it can."""
     microbatches = tuple(
         replace(microbatch, pieces=tuple(_quickest(plan, microbatch, each, cost, asked) for each in microbatch.pieces))
@@ -106,7 +106,7 @@ def split_heads(plan: Plan, cost: Cost, asked: str = "auto") -> Plan:
     return replace(plan, microbatches=microbatches, requires=requires)
 
 
-def _quickest(plan: Plan, microbatch: Microbatch, piece: Piece, cost: Cost, asked: str) -> Piece:
+def _quickest(plan: Plan, microbatch: Microbatch, piece: Piece, cost: Cost, asked: str | int) -> Piece:
     if piece.degree == 1 or piece.shares is not None:
         return piece
     lengths = [plan.tokens[i] for i in piece.sequences]
