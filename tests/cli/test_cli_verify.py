@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from lengthwise.attention import partials
+from lengthwise.attention import heads, partials
 from lengthwise.cli import calibrate
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.engine import batch as batches
@@ -162,10 +162,23 @@ def loss_scaled_by_ranks(*arguments, inner=work.model_loss, **keys):
 
 def test_verify_fails_when_partial_results_are_averaged(run_file, capsys, monkeypatch):
     monkeypatch.setattr(partials, "merge_block", merge_that_averages)
-    assert call("verify", run_file, "--ranks", 3) == 1
+    assert call("verify", run_file, "--ranks", 3, "--set", "heads=off") == 1  # a ring alone merges
     out = capsys.readouterr().out
     assert "FAIL" in out
     assert "PASS" not in out
+
+
+def tokens_as_they_arrive(piece, lengths, position, inner=heads.group_runs):
+    """What it would be to leave the tokens of a group member by member."""
+    return sorted(inner(piece, lengths, position), key=lambda run: (run.position, run.start))
+
+
+def test_verify_fails_when_the_tokens_of_a_group_are_not_put_in_order(run_file, capsys, monkeypatch):
+    assert call("verify", run_file, "--ranks", 2, "--set", "heads=2") == 0
+    assert "heads split in groups of 2" in capsys.readouterr().out
+    monkeypatch.setattr(heads, "group_runs", tokens_as_they_arrive)
+    assert call("verify", run_file, "--ranks", 2, "--set", "heads=2") == 1
+    assert "FAIL" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("broken", [rope_that_starts_anew, labels_shifted_after_the_cut])
