@@ -57,12 +57,12 @@ def samples_of(cost, *, noise=0.0, seed=0):
     return found
 
 
-def measurements_of(samples):
+def measurements_of(samples, threads=1):
     """A file's content with these samples and their fit."""
     return Measurements(
         date="2026-11-22T11:00:00+00:00",
         place=Place(
-            device="cpu", processor="a processor", cores=2, threads=1, ranks=2, ranks_per_node=2, clock="wall",
+            device="cpu", processor="a processor", cores=2, threads=threads, ranks=2, ranks_per_node=2, clock="wall",
             versions={"torch": "2.13.0"},
         ),
         model=measured_model(SHAPE),

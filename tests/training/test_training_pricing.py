@@ -12,6 +12,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.cost.measured import read_measurements
 from lengthwise.engine import step
 from lengthwise.training import pricing
+from lengthwise.training.launch import threads_of_each
 from training.small_runs import METRIC_KEYS, call, losses, make_rows, read_lines, train, write_run
 
 LENGTHS = [200, 30, 7, 90, 150, 12, 64, 41]
@@ -41,7 +42,7 @@ def _plan_of(output):
 
 
 def test_a_run_plans_with_a_file_and_refuses_one_of_another_model(tmp_path, capfd):
-    found = measurements_of(samples_of(machine()))
+    found = measurements_of(samples_of(machine()), threads_of_each(2))
     (tmp_path / "measurements.json").write_text(found.to_json())
     keys = {"measurements": "measurements.json", "steps": 2, "capacity_tokens": 64}
     rows = make_rows([20, 90, 5, 40])
@@ -51,14 +52,18 @@ def test_a_run_plans_with_a_file_and_refuses_one_of_another_model(tmp_path, capf
     err = capfd.readouterr().err
     assert "measurements.json: model: hidden: expected 32" in err
     assert "precision: expected fp64" in err
+    found = measurements_of(samples_of(machine()), threads_of_each(2) + 1)
+    (tmp_path / "measurements.json").write_text(found.to_json())
+    assert call("train", write_run(tmp_path, rows, **keys, output="other"), "--ranks", 2) == 2
+    assert f"place: threads: expected {threads_of_each(2)}, as in the run" in capfd.readouterr().err
     keys["measurements"] = "nothing.json"
     assert call("train", write_run(tmp_path, rows, **keys), "--ranks", 2) == 2
     assert "error[config] measurements: expected an existing file" in capfd.readouterr().err
 
 
-def test_a_slow_rank_is_seen_and_gets_less_work_and_losses_stay(tmp_path, monkeypatch):
+def test_a_slow_rank_is_seen_and_gets_less_work_and_losses_stay(tmp_path, monkeypatch, capfd):
     """Rank 1 sleeps for every token: from the step after it is seen it holds fewer of them."""
-    found = measurements_of(samples_of(machine()))
+    found = measurements_of(samples_of(machine()), threads_of_each(2))
     (tmp_path / "measurements.json").write_text(found.to_json())
     choose = random.Random(3)
     rows = make_rows([choose.randrange(20, 200) for _ in range(40)])
@@ -75,6 +80,7 @@ def test_a_slow_rank_is_seen_and_gets_less_work_and_losses_stay(tmp_path, monkey
     monkeypatch.setattr(step._RankStep, "forward", slow)
     output = train(write_run(tmp_path, rows, **keys, measurements="measurements.json"), "--ranks", 2)
     assert losses(output) == pytest.approx(plain, rel=1e-4)
+    assert "seconds of steps from 11 on were predicted to" in capfd.readouterr().out
     plans = [Plan.from_json((output / f"plans/step-{number:06d}.json").read_text()) for number in range(1, 13)]
     assert "speeds" in plans[-1].notes
     first, last = (sum(_tokens_of(plan, 1) for plan in some) for some in (plans[:3], plans[-3:]))

@@ -85,16 +85,20 @@ def read_settings(path: Path, overrides: Sequence[Sequence[str]], ranks: int | N
     raise AssertionError("a run file that was not read has a problem")
 
 
+_LEARNING_STEPS = 10  # of a run, after which what its steps take should be known
+
+
 class PrintedProgress:
     """A `Callback` that prints what will run, the live line and the summary."""
 
     def __init__(self, line: LiveLine) -> None:
         self._line = line
-        self._lora = False
+        self._lora = self._measures = False
+        self._errors: list[float] = []
 
     def on_start(self, job: Job) -> None:
         """Show what is about to run."""
-        self._lora = job.config.lora is not None
+        self._lora, self._measures = job.config.lora is not None, job.config.measurements is not None
         print(describe_job(job), flush=True)
 
     def on_note(self, line: str) -> None:
@@ -103,8 +107,14 @@ class PrintedProgress:
 
     def on_step(self, step: FinishedStep) -> None:
         """Show a finished step."""
-        self._line.update(step_line(step.metrics, step.num_steps))
-        if step.metrics.step == step.num_steps:
+        done = step.metrics
+        self._line.update(step_line(done, step.num_steps))
+        if self._measures and done.step > _LEARNING_STEPS:
+            self._errors.append(abs(done.predicted_step_seconds / done.step_seconds - 1))
+        if done.step == step.num_steps:
+            if self._errors:
+                mean = percent(sum(self._errors) / len(self._errors))
+                self._line.write(f"seconds of steps from {_LEARNING_STEPS + 1} on were predicted to {mean} on average")
             self._line.close()
 
     def on_eval(self, metrics: EvalMetrics) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from lengthwise.comm import world_from_environment
 from lengthwise.config import MEASURE_AT_START, DataSource, RunConfig
 from lengthwise.core.errors import Collector, ConfigError, DataError
 from lengthwise.core.plan import Plan
@@ -23,6 +24,7 @@ from lengthwise.models import (
 )
 from lengthwise.planner import PlanOptions
 from lengthwise.program import refuse_unsupported
+from lengthwise.training.launch import threads_of_each
 from lengthwise.training.step_planning import StepPlanning
 
 
@@ -131,7 +133,7 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: 
             attempt(lambda: check_recompute(model.config, config.recompute))
             attempt(lambda: _check_offload(config, gpus, model.config.num_hidden_layers))
             attempt(lambda: check_lora(model, config.lora))
-    cost = attempt(lambda: _measured_cost(config, model)) if model else None
+    cost = attempt(lambda: _measured_cost(config, model, ranks=ranks, gpus=gpus)) if model else None
     collector.raise_all()
     assert model is not None, "a model that was not found must have been a problem"
     assert dataset is not None, "data that was not read must have been a problem"
@@ -153,12 +155,17 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: 
     return job
 
 
-def _measured_cost(config: RunConfig, model: ModelSource) -> Cost | None:
-    """Read the costs of the run's file of measurements; None where it names none."""
+def _measured_cost(config: RunConfig, model: ModelSource, *, ranks: int, gpus: int) -> Cost | None:
+    """Read the costs of the run's file of measurements; None where it names none.
+
+    Threads count where several ranks are started here, on the CPU: other launchers decide them.
+    """
     if config.measurements in (None, MEASURE_AT_START):
         return None
     shape = shape_from_config(model.config.to_dict())
-    return cost_from_measurements(config.measurements, shape, precision=config.precision)
+    known = ranks > 1 and not gpus and world_from_environment() is None
+    threads = threads_of_each(ranks) if known else None
+    return cost_from_measurements(config.measurements, shape, precision=config.precision, threads=threads)
 
 
 def _check_offload(config: RunConfig, gpus: int, layers: int) -> None:

@@ -110,6 +110,11 @@ def launch(work: RankMain[Result], ranks: int, *, asks_to_stop: bool = False, gp
         return _Children(work, ranks, Path(folder) / "rendezvous", gpus).outcome(stop, asks=asks_to_stop)
 
 
+def threads_of_each(ranks: int) -> int:
+    """Return how many threads each of several local ranks computes with: the cores are dealt out evenly."""
+    return max(1, (os.cpu_count() or 1) // ranks)
+
+
 class _Children:
     def __init__(self, work: RankMain[Any], ranks: int, rendezvous: Path, gpus: int) -> None:
         self._board = StatusBoard(ranks)
@@ -201,7 +206,7 @@ def _child(work: RankMain[Any], world: World, pipe: Connection, board: StatusBoa
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # A forked child hangs in its first threaded operation if the parent ever ran one: go through one thread first.
     torch.set_num_threads(1)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.world_size))
+    torch.set_num_threads(threads_of_each(world.world_size))
     with StopRequest().listening():
         try:
             result = work(world, lambda phase: board.note(world.rank, phase))

@@ -12,7 +12,7 @@ from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.measurements import Measurements
 from lengthwise.models import check_buildable, check_model_config, find_model
 from lengthwise.profiler.profile import ProfileSettings, open_store, profile
-from lengthwise.training.launch import launch
+from lengthwise.training.launch import launch, threads_of_each
 from lengthwise.training.start import count_used_gpus, quiet_libraries
 
 _TIMEOUT_SECONDS = 600.0
@@ -49,9 +49,8 @@ def profile_model(
     problems.raise_all()
     assert source is not None, "a model that was not found must have been a problem"
     assert gpus is not None, "a device that is not there must have been a problem"
-    cores = os.cpu_count() or 1
-    number = world.world_size if world else ranks or gpus or min(2, cores)
-    _check_clock(settings, threads=max(1, cores // number), gpus=gpus)
+    number = world.world_size if world else ranks or gpus or min(2, os.cpu_count() or 1)
+    _check_clock(settings, threads=threads_of_each(number), gpus=gpus)
 
     def work(ranked: World, on_phase: Callable[[str], None]) -> Measurements:
         transport = join(ranked, timeout_seconds=_TIMEOUT_SECONDS, on_phase=on_phase)
