@@ -14,14 +14,17 @@ def kinds_of(plan):
     return [microbatch.get("recompute", "none") for microbatch in plan["microbatches"]]
 
 
-def test_recompute_is_in_every_plan_of_a_run_and_changes_no_loss(tmp_path):
+@pytest.mark.parametrize("heads", ["off", 2])
+def test_recompute_is_in_every_plan_of_a_run_and_changes_no_loss(tmp_path, heads):
     found = {}
     for kind in RECOMPUTE_KINDS:
-        output = train(write_run(tmp_path / kind, make_rows(LENGTHS), recompute=kind), "--ranks", 2)
+        output = train(write_run(tmp_path / kind, make_rows(LENGTHS), recompute=kind, heads=heads), "--ranks", 2)
         plans = [json.loads(path.read_text()) for path in sorted((output / "plans").iterdir())]
         assert len(plans) == 3
         assert all(kinds_of(plan) == [kind] * len(plan["microbatches"]) for plan in plans)
-        assert any(len(m.get("ranks", ())) > 1 for plan in plans for m in plan["microbatches"])
+        pieces = [piece for plan in plans for m in plan["microbatches"] for piece in m.get("pieces", [m])]
+        assert any(len(piece["ranks"]) > 1 for piece in pieces)
+        assert any("heads" in piece for piece in pieces) == (heads == 2)
         found[kind] = losses(output)
     assert found["layer"] == found["none"]
     assert found["all_but_attention"] == found["none"]
