@@ -1,7 +1,7 @@
 """What the tests and the benchmarks stand on: builders, oracles, recorders, and real processes; not installed."""
 
+from lengthwise.engine.live_bytes import LiveBytes
 from support.families import Difference, build_pair, family_difference
-from support.live import LiveBytes
 from support.oracles import dense_attention, relative_error, rounding_floor
 from support.plans import draw_lengths, make_plan, random_plan, visible_pairs
 from support.ranks import run_ranks

@@ -74,9 +74,15 @@ def model_router_logits(
 
 
 def run_layers(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-    """Run the layers of a model and next to nothing of its loss; return what keeps their graph alive."""
-    output: Tensor = _run(model, planned, input_ids, position_ids, logits_to_keep=1).logits
-    return output
+    """Run a model and return the hidden states that its decoder gives, (1, rows, hidden); its loss is not made."""
+    found: list[Tensor] = []
+    decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
+    handle = decoder.register_forward_hook(lambda _module, _asked, output: found.append(output.last_hidden_state))
+    try:
+        _run(model, planned, input_ids, position_ids, logits_to_keep=1)
+    finally:
+        handle.remove()
+    return found[-1]
 
 
 def _run(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor, **options: Any) -> Any:
