@@ -199,12 +199,16 @@ class PlanCommand:
             kept = microbatches_kept(devices, max(1, self.planning.virtual or 1))
             return recompute_capacities(shape, hardware, ranks, devices=devices, kept=kept) if shape and ranks else {}
         kind = config.recompute if config and not self.cost else self.recompute or "none"
+        if config and self.capacity is None and config.capacity_tokens == "auto":
+            expected = "a number for a plan made here: `capacity_tokens: auto` is measured when a run starts"
+            raise ConfigError("--capacity", expected=expected, got="nothing", remedy="Add --capacity.")
+        kind = "none" if kind == "auto" else kind
         if self.capacity is not None:
             return {kind: parse_tokens(self.capacity, "--capacity")}
         if self.config is None:
             remedy = "Add --capacity." if self.cost else "Add --capacity, or --recompute auto."
             raise ConfigError("--capacity", expected="tokens a rank can hold", got="nothing", remedy=remedy)
-        return {kind: config.capacity_tokens} if config else {}
+        return {kind: int(config.capacity_tokens)} if config else {}
 
     def _read_config(self) -> RunConfig | None:
         if self.config is None:

@@ -149,10 +149,15 @@ def describe_job(job: Job) -> str:
         f"model   {job.model.name} ({job.model.config.model_type}), {start}, {config.precision}\n{_lora_line(config)}"
         f"data    {len(data.ids)} sequences, {count(int(data.lengths.sum()))} tokens, "
         f"longest {data.lengths.max()}{beyond}{skipped}\n"
-        f"ranks   {processes} on {device}, {config.capacity_tokens} tokens each a microbatch, "
+        f"ranks   {processes} on {device}, {_capacity(config)} each a microbatch, "
         f"planner {config.planner}\n"
         f"output  {config.output}"
     )
+
+
+def _capacity(config: RunConfig) -> str:
+    measured = config.capacity_tokens == "auto"
+    return "as many tokens as there is memory for" if measured else f"{config.capacity_tokens} tokens"
 
 
 def _lora_line(config: RunConfig) -> str:

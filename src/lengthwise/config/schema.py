@@ -289,8 +289,10 @@ class RunConfig(Settings):
     global_batch: GlobalBatch = Field(
         default=GlobalBatch(sequences=64), description="{sequences: n} or {tokens: n} a step; default {sequences: 64}"
     )
-    capacity_tokens: _Tokens = Field(
-        default=4096, description="tokens one rank can hold in one microbatch, 8192 or 8K; default 4096"
+    capacity_tokens: Literal["auto"] | _Tokens = Field(
+        default=4096,
+        description="tokens one rank can hold in one microbatch, 8192 or 8K; or auto: as many as the memory that is "
+        "free at the start holds; default 4096",
     )
     planner: Annotated[
         Literal["lengthwise", "static", "single-degree", "bytescale-naive", "bytescale", "power-of-two"],
@@ -302,10 +304,11 @@ class RunConfig(Settings):
         "bytescale-naive, bytescale and power-of-two are there to compare with, and packages may register others; "
         "default lengthwise",
     )
-    recompute: Literal["none", "layer", "all_but_attention"] = Field(
+    recompute: Literal["auto", "none", "layer", "all_but_attention"] = Field(
         default="none",
         description="what backward computes again in place of keeping it: none, layer (every decoder layer) or "
-        "all_but_attention (the same, but attention and its ring run once); default none",
+        "all_but_attention (the same, but attention and its ring run once); or auto: what ends each step first, beside "
+        "`capacity_tokens: auto`; default none",
     )
     offload: OffloadConfig | None = Field(
         default=None,
@@ -356,11 +359,18 @@ class RunConfig(Settings):
 
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
-        """Allow only one end of the run."""
-        if values.get("steps") is None or values.get("epochs") is None:
-            return []
-        remedy = "Take one of them out, or set it to null."
-        return [ConfigError("steps", expected="at most one of `steps` and `epochs`", got="both", remedy=remedy)]
+        """Allow only one end of the run, and `recompute: auto` only where each kind has its own capacity."""
+        found = []
+        if values.get("steps") is not None and values.get("epochs") is not None:
+            remedy = "Take one of them out, or set it to null."
+            found.append(
+                ConfigError("steps", expected="at most one of `steps` and `epochs`", got="both", remedy=remedy)
+            )
+        if values.get("recompute") == "auto" and values.get("capacity_tokens") != "auto":
+            expected = "none, layer or all_but_attention beside a number of capacity_tokens"
+            remedy = "Set capacity_tokens: auto, which gives each kind the capacity that it leaves."
+            found.append(ConfigError("recompute", expected=expected, got="auto", remedy=remedy))
+        return found
 
     @property
     def tokenizer_name(self) -> str:

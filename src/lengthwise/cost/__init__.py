@@ -13,6 +13,7 @@ from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, named_hardware
 from lengthwise.cost.links import Link
 from lengthwise.cost.memory import (
     LOGITS_AT_ONCE,
+    RESERVED,
     activation_bytes,
     capacity_tokens,
     loss_bytes,
@@ -27,6 +28,7 @@ from lengthwise.cost.terms import Cost
 __all__ = [
     "HARDWARE_NAMES",
     "LOGITS_AT_ONCE",
+    "RESERVED",
     "SHAPE_NAMES",
     "Choice",
     "Choices",

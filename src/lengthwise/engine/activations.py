@@ -26,9 +26,9 @@ from lengthwise.models import apply_policy, position_limit, run_layers
 from lengthwise.offload import ActivationSaver, ActivationStore, DiskStore, PinnedStore, parameter_storages
 from lengthwise.program import lower_microbatch
 
-_DOCUMENT_TOKENS = 16
-_FEWEST_ROWS, _MOST_ROWS = 128, 2048  # of the larger pass
-_FLOPS = 1e11  # that the larger pass may take on a CPU: about 3 s on one core
+_DOCUMENT_TOKENS = 64
+_FEWEST_ROWS, _MOST_ROWS = 128, 1024  # of the larger pass
+_FLOPS = 3e10  # that the larger pass may take on a CPU: about a second on one core
 _WINDOW_LAYERS = 2  # what backward may have on the device beyond the layer it is at, as plans count it
 
 
@@ -109,13 +109,13 @@ def measure_saved(model: nn.Module, kernel: BlockKernel, recompute: str) -> Micr
 
 def measure_microbatch(model: nn.Module, kernel: BlockKernel, recompute: str) -> MicrobatchBytes:
     """Measure that and what backward needs; gradients are added to those that there are."""
-    rows = _FEWEST_ROWS * kernel.token_multiple
+    fewest = rows = _FEWEST_ROWS * kernel.token_multiple
     if next(model.parameters()).device.type == "cpu":
         affordable = _FLOPS / (8.0 * sum(each.numel() for each in model.parameters()))
         rows = int(min(max(rows, affordable), _MOST_ROWS))
     else:
         rows = max(rows, _MOST_ROWS)
-    passes = [_Pass(model, kernel, recompute, each) for each in (rows // 2, rows)]
+    passes = [_Pass(model, kernel, recompute, each) for each in (fewest // 2, rows)]
     for each in passes:
         each.forward_backward()
     return _fitted(passes, model)
@@ -204,5 +204,5 @@ def _fitted(passes: list[_Pass], model: nn.Module) -> MicrobatchBytes:
         fixed=larger.saved_bytes - a_row * larger.rows,
         a_row=a_row,
         transient_a_row=max(0, larger.peak_bytes - larger.saved_bytes) / larger.rows,
-        least=larger.whole_peak_bytes,
+        least=smaller.whole_peak_bytes if smaller.whole_peak_bytes > smaller.peak_bytes else 0,
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from lengthwise.comm import world_from_environment
 from lengthwise.config import MEASURE_AT_START, DataSource, RunConfig
@@ -27,13 +29,15 @@ from lengthwise.program import refuse_unsupported
 from lengthwise.training.launch import threads_of_each
 from lengthwise.training.step_planning import StepPlanning
 
+_UNMEASURED_TOKENS = 4096
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A checked run, the same on every rank.
 
     `gpus`: how many GPUs of a machine it uses; 0: it computes on the CPU. `measured_cost`: of the run's file of
-    measurements; None: it names none.
+    measurements; None: it names none. `measured_capacities`: of `capacity_tokens: auto`, once they are known.
     """
 
     config: RunConfig
@@ -45,6 +49,7 @@ class Job:
     timeout_seconds: float
     gpus: int = 0
     measured_cost: Cost | None = None
+    measured_capacities: Mapping[str, int] | None = None
 
     def batches(self) -> Iterator[StepBatch]:
         """Yield the global batches of the run, in order."""
@@ -73,6 +78,36 @@ class Job:
         return shape_from_config(self.model.config.to_dict()).heads
 
     @property
+    def capacities(self) -> Mapping[str, int]:
+        """The tokens that a rank holds by the kinds of recomputation to choose from.
+
+        Those of the run file or measured; before anything was, as many as the longest sequence needs on these ranks.
+        """
+        if self.measured_capacities is not None:
+            return self.measured_capacities
+        kind, tokens = self.config.recompute, self.config.capacity_tokens
+        if tokens == "auto":
+            tokens = max(_UNMEASURED_TOKENS, -(-self.longest_tokens // self.ranks))
+        return {"none" if kind == "auto" else kind: tokens}
+
+    def with_capacities(self, capacities: Mapping[str, int]) -> Job:
+        """Return the job with capacities that were measured."""
+        return replace(self, measured_capacities=capacities)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest sequence of the data, and of the eval data."""
+        return max(int(each.lengths.max()) for each in (self.dataset, self.eval_dataset) if each is not None)
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that a global batch of this run can have."""
+        lengths, asked = np.sort(self.dataset.lengths[self.dataset.ids])[::-1], self.config.global_batch
+        if asked.tokens is not None:
+            return max(int(lengths[0]), asked.tokens)
+        return int(lengths[: asked.sequences].sum())
+
+    @property
     def planning(self) -> StepPlanning:
         """What plans the steps of this run."""
         config, shape = self.config, shape_from_config(self.model.config.to_dict())
@@ -80,7 +115,7 @@ class Job:
         return StepPlanning(
             ranks=self.ranks,
             cost=self.measured_cost or all_terms_cost(shape, named_hardware("h100" if self.gpus else "cpu")),
-            capacities={config.recompute: config.capacity_tokens},
+            capacities=self.capacities,
             options=PlanOptions(
                 planner=config.planner,
                 layers=self.model.config.num_hidden_layers,
@@ -130,7 +165,8 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: 
         if len(collector.problems) == refused:
             attempt(lambda: check_buildable(model.config))
         if len(collector.problems) == refused:
-            attempt(lambda: check_recompute(model.config, config.recompute))
+            if config.recompute != "auto":
+                attempt(lambda: check_recompute(model.config, config.recompute))
             attempt(lambda: _check_offload(config, gpus, model.config.num_hidden_layers))
             attempt(lambda: check_lora(model, config.lora))
     cost = attempt(lambda: _measured_cost(config, model, ranks=ranks, gpus=gpus)) if model else None
@@ -148,8 +184,9 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: 
         gpus=gpus,
         measured_cost=cost,
     )
-    for each in filter(None, (dataset, eval_dataset)):
-        attempt(lambda each=each: check_fits(each, ranks=ranks, capacity_tokens=job.planning.most_held_tokens))
+    if config.capacity_tokens != "auto":  # else once it is measured
+        for each in filter(None, (dataset, eval_dataset)):
+            attempt(lambda each=each: check_fits(each, ranks=ranks, capacity_tokens=job.planning.most_held_tokens))
     collector.raise_all()
     _check_losses(job)
     return job

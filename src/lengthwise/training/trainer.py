@@ -33,6 +33,7 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import RankResult, run_plan
 from lengthwise.models import DTYPES, build_adapted, has_balance_loss, largest_head_dim, save_adapter, save_model
 from lengthwise.training.callbacks import Callback, call_back
+from lengthwise.training.capacity import measure_capacities
 from lengthwise.training.folder import RunFolder
 from lengthwise.training.job import Job
 from lengthwise.training.launch import StopRequest
@@ -120,6 +121,13 @@ class _Trainer:
             self._model: Any = build_adapted(job.model, job.config.lora, seed=job.config.seed).to(world.device)
             self._parameters: Parameters = FlatParameters(self._model, transport, dtype=dtype)
             self._optimizer = ShardedAdamW(self._parameters, job.config.optimizer, transport)
+        if job.config.capacity_tokens == "auto":
+            transport.phase = "measuring what fits into memory"
+            ranks = world.local_size if world.device.type == "cpu" else -(-world.local_size // max(1, job.gpus))
+            found = measure_capacities(job, self._model, self._parameters, self._kernel, transport, local_ranks=ranks)
+            self._job = job = pricing.job = job.with_capacities(found)
+            said = ", ".join(f"{tokens} tokens with recompute {kind}" for kind, tokens in found.items())
+            call_back(callbacks, "on_note", f"capacity of a rank, by the memory that is free: {said}")
         where = f"rank {world.rank}"
         self._offloading = start_offloading(job.config.offload, self._model, self._kernel, where=where)
         self._largest_allowed, self._largest = torch.finfo(dtype).max, torch.zeros(())  # of any parameter of this rank

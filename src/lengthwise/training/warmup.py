@@ -7,7 +7,6 @@ finds what cannot work, and does not prove that all will.
 
 from __future__ import annotations
 
-import numpy as np
 from torch import nn
 
 from lengthwise.attention import BlockKernel
@@ -26,14 +25,14 @@ def check_memory(model: nn.Module, parameters: Parameters, job: Job, kernel: Blo
     Raises:
         MemoryShortage: it does not fit.
     """
-    lengths = largest_pack(job)
+    lengths, kind = largest_pack(job), max(job.capacities, key=lambda each: job.capacities[each])
     piece = Piece(ranks=(0,), sequences=tuple(range(len(lengths))))
     plan = Plan(
         ranks=1,
         layers=job.model.config.num_hidden_layers,
         capacity=sum(lengths),
         tokens=lengths,
-        microbatches=(Microbatch(pieces=(piece,), recompute=job.config.recompute),),
+        microbatches=(Microbatch(pieces=(piece,), recompute=kind),),
     )
     batch = random_batch(lengths, vocab=job.model.config.vocab_size)
     name, at_once = "memory check before the first step", job.logits_at_once
@@ -47,9 +46,6 @@ def largest_pack(job: Job) -> tuple[int, ...]:
 
     As many as the capacity, or as the largest global batch that the data can make, in documents of the longest length.
     """
-    lengths = np.sort(job.dataset.lengths[job.dataset.ids])[::-1]
-    asked, longest = job.config.global_batch, int(lengths[0])
-    batch = max(longest, asked.tokens) if asked.tokens is not None else int(lengths[: asked.sequences].sum())
-    total = min(job.config.capacity_tokens, batch)
-    longest = min(longest, total)
+    total = min(max(job.capacities.values()), job.most_tokens)
+    longest = min(int(job.dataset.lengths[job.dataset.ids].max()), total)
     return (longest,) * (total // longest) + ((total % longest,) if total % longest else ())
