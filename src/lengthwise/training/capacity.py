@@ -20,6 +20,7 @@ from lengthwise.engine.activations import MicrobatchBytes, measure_microbatch
 from lengthwise.engine.memory import free_bytes
 from lengthwise.engine.parameters import Parameters
 from lengthwise.models import check_recompute
+from lengthwise.report.figures import count
 from lengthwise.training.job import Job
 
 _STEP_TOKENS = 128
@@ -50,7 +51,7 @@ def measure_capacities(
     least = rows.view(-1, len(found)).amin(0).long().tolist()
     capacities = {kind: tokens for kind, tokens in zip(kinds, least, strict=True) if tokens}
     if not capacities:
-        got = f"{budget / 1e9:.2f} GB free on rank {transport.rank} beside the model, its gradients and optimizer"
+        got = f"{count(max(0.0, budget))}B free beside the model, its gradients and optimizer, and a tenth left free"
         remedy = "Use more ranks (the optimizer is split over them), a smaller model, recompute: auto, or more memory."
         raise MemoryShortage(
             f"rank {transport.rank}, start", expected=f"room for {_STEP_TOKENS} tokens", got=got, remedy=remedy
