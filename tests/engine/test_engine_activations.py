@@ -12,7 +12,7 @@ from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, Qwen3MoeCo
 from lengthwise.attention import ActivationPolicy, PlannedAttention, choose_kernel
 from lengthwise.comm import SoloTransport, StrictWorld
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
-from lengthwise.engine.activations import Offloading, measure_activations
+from lengthwise.engine.activations import Offloading, measure_saved
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, apply_policy, keep_double, run_layers
@@ -89,7 +89,7 @@ def test_the_asked_share_of_a_models_activations_goes(family, kind):
     with apply_policy(model, planned, ActivationPolicy(recompute=kind, saver=saver)):
         run_layers(model, planned, torch.zeros(300, dtype=torch.long), torch.arange(300) % 200)
     saved = saver.totals.saved_bytes
-    assert measure_activations(model, kernel, kind).of(300) == pytest.approx(saved, rel=0.01)
+    assert measure_saved(model, kernel, kind).saved(300) == pytest.approx(saved, rel=0.01)
     batch = make_batch((200, 100), vocab=48)
     for ratio in (0.25, 0.75, 1.0):
         _, _, away = run(model, offloaded(plan, ratio, kinds=[kind]), batch)

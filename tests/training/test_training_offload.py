@@ -94,6 +94,8 @@ def test_verify_runs_a_plan_that_offloads(tmp_path, model, capsys):
     assert "offload of " in said
     assert "PASS" in said
     plan = run(tmp_path, "trained", 2, offload=offload, precision="fp64") / "plans/step-000001.json"
+    assert call("plan", "--config", path, "--ranks", 2, "--out", tmp_path / "plan.json") == 0
+    assert Plan.from_json((tmp_path / "plan.json").read_text()) == Plan.from_json(plan.read_text())
     assert call("verify", path, "--ranks", 2, "--plan", plan) == 0
     without = write_run(tmp_path, make_rows(LENGTHS), name="without.yaml", **{**KEYS, "capacity_tokens": 400})
     assert call("verify", without, "--ranks", 2, "--plan", plan) == 2

@@ -26,9 +26,9 @@ class PlanChoices:
     a pipeline of stages; other planners plan free and run that through the stages)."""
     virtual: Annotated[int | None, tyro.conf.arg(metavar="V", help_behavior_hint="")] = None
     """Chunks of layers of a stage (interleaved 1F1B), for mode pipeline; default: 1."""
-    offload: Annotated[str, tyro.conf.arg(metavar="off|auto", help_behavior_hint="(default: off)")] = "off"
-    """Whether ranks may keep activations on the host to hold longer sequences: auto (as far as it ends the step sooner;
-    this version plans and simulates it, and does not run it) or off."""
+    offload: Annotated[str | None, tyro.conf.arg(metavar="off|auto", help_behavior_hint="(default: off)")] = None
+    """Whether ranks may keep activations elsewhere to hold longer sequences: auto (as far as it ends the step sooner)
+    or off; a run file has its own."""
     heads: Annotated[str | None, tyro.conf.arg(metavar="off|auto|N", help_behavior_hint="(default: off)")] = None
     """Whether rings may split attention heads over groups of ranks: auto (where that is quicker), a number (groups of
     so many ranks, where they divide ring and heads) or off; a run file has its own."""
@@ -37,8 +37,8 @@ class PlanChoices:
         """Return the options of the planner that these are, with all others by name."""
         from lengthwise.planner import PlanOptions
 
-        others = {"heads": self.heads or "off", **others}
-        return PlanOptions(mode=self.mode, virtual=self.virtual, offload=self.offload, **others)
+        others = {"heads": self.heads or "off", "offload": self.offload or "off", **others}
+        return PlanOptions(mode=self.mode, virtual=self.virtual, **others)
 
 
 def named_alike(names: str) -> dict[str, str]:

@@ -47,6 +47,7 @@ class Asked:
     cost: Cost
     capacities: dict[str, int]
     options: PlanOptions
+    offload_ratio: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +97,20 @@ class PlanCommand:
 
     def run(self) -> int:
         """Run the command; return the exit status."""
-        from lengthwise.planner import plan_recomputed
         from lengthwise.report.plans import degree_table, plan_table
+        from lengthwise.training.step_planning import StepPlanning
 
         asked = self._read()
         tokens, context = self._lengths(asked)
         options = replace(asked.options, context_tokens=context)
-        plan = plan_recomputed(tokens, self.ranks, asked.cost, asked.capacities, options)
+        planning = StepPlanning(
+            ranks=self.ranks,
+            cost=asked.cost,
+            capacities=asked.capacities,
+            options=options,
+            offload_ratio=asked.offload_ratio,
+        )
+        plan = planning.plan(tokens)
         write_atomically(self.out, plan.to_json())
 
         console, cost = plain_console(), asked.cost
@@ -155,14 +163,31 @@ class PlanCommand:
         speeds = problems.attempt(partial(parse_speeds, self.speeds)) if self.speeds is not None else None
         planner, layers = self.planner or (config.planner if config else "lengthwise"), shape.layers if shape else 1
         heads = self.planning.heads or (str(config.heads) if config and not self.cost else "off")
-        options = self.planning.options(planner=planner, layers=layers, speeds=speeds, stages=self.stages, heads=heads)
+        offload, ratio = self._offload(config)
+        own = {"heads": heads, "offload": offload}
+        options = self.planning.options(planner=planner, layers=layers, speeds=speeds, stages=self.stages, **own)
         problems.attempt(partial(options.checked, ranks or len(speeds or [1]), cost))
         lengths = problems.attempt(partial(lengths_from_file, self.lengths)) if self.lengths else None
         capacities = problems.attempt(partial(self._capacities, config, shape, ranks, measured))
         problems.raise_all()
         assert cost is not None, "what has no costs has a problem"
         assert capacities is not None, "what has no capacity has a problem"
-        return Asked(config=config, lengths=lengths, shape=shape, cost=cost, capacities=capacities, options=options)
+        return Asked(
+            config=config,
+            lengths=lengths,
+            shape=shape,
+            cost=cost,
+            capacities=capacities,
+            options=options,
+            offload_ratio=ratio,
+        )
+
+    def _offload(self, config: RunConfig | None) -> tuple[str, float | None]:
+        """Return (what the planner may offload, the run file's own ratio of every microbatch)."""
+        if self.planning.offload is not None or config is None or config.offload is None or self.cost:
+            return self.planning.offload or "off", None
+        ratio = config.offload.ratio
+        return (ratio, None) if isinstance(ratio, str) else ("off", ratio)
 
     def _measured(self, config: RunConfig | None) -> Measurements:
         """Read what was measured, and refuse what it cannot be combined with."""

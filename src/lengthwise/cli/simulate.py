@@ -317,7 +317,7 @@ class Simulate:
             "hardware": setting.hardware.name,
             "cost": setting.cost.version,
             "mode": self.planning.mode,
-            "offload": self.planning.offload,
+            "offload": self.planning.offload or "off",
             "heads": self.planning.heads or "off",
             "recompute": self.recompute,
             "capacities_tokens": dict(setting.capacities or {}),

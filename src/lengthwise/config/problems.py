@@ -70,8 +70,8 @@ def find_problems(values: Mapping[str, object]) -> list[ConfigError]:
         RunConfig.model_validate(values)
     except ValidationError as error:
         listed: set[type[Settings]] = set()  # the sections whose keys a message has listed already
-        details = error.errors(include_url=False)
-        problems += [_to_problem(detail, listed) for detail in details if not _reported_elsewhere(detail)]
+        details = [each for each in error.errors(include_url=False) if not _reported_elsewhere(each)]
+        problems += [_to_problem(detail, listed) for detail in _once_a_field(details)]
     return problems + list(_broken_rules(values))
 
 
@@ -88,6 +88,29 @@ def _reported_elsewhere(detail: ErrorDetails) -> bool:
     """Rules are checked below; and a list whose entries failed looks too short to pydantic."""
     short = detail["type"] == "too_short" and len(detail["input"]) >= detail.get("ctx", {})["min_length"]
     return short or detail["type"] == "rule"
+
+
+def _once_a_field(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+    """Join what pydantic says of each choice of a field that takes a name or a number."""
+    found: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
+    for detail in details:
+        loc = detail["loc"] if detail["type"] == "extra_forbidden" else _of_field(detail["loc"])
+        found.setdefault(loc, []).append(detail)
+    return [
+        each[0]
+        if len(each) == 1
+        else {**each[0], "loc": loc, "type": "choice", "msg": " or ".join(dict.fromkeys(map(expected_value, each)))}
+        for loc, each in found.items()
+    ]
+
+
+def _of_field(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Leave out of a place what names a choice of its field's type."""
+    for end in range(len(loc), 0, -1):
+        section = _section(loc[: end - 1])
+        if isinstance(loc[end - 1], int) or (section is not None and loc[end - 1] in section.model_fields):
+            return loc[:end]
+    return loc
 
 
 def _to_problem(detail: ErrorDetails, listed: set[type[Settings]]) -> ConfigError:
