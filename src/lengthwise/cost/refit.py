@@ -1,9 +1,9 @@
 """Costs that follow a run: the steps that it took correct the coefficients that it was planned with.
 
 Every rank of every step is a row: seconds in which it did not wait, by squared tokens, tokens and microbatches that it
-had. Least squares of the relative error, no coefficient below 0; what was known before counts as one row a coefficient,
-brought to the level of the rows first, so that what a run's steps cannot tell apart keeps its proportion. A rank whose
-rows are longer than the costs say, in the median of the steps, is a slow one. Pure.
+had. Least squares of the relative error, no coefficient below 0; what was known before counts as a tenth of a row a
+coefficient, brought to the level of the rows first, so that what a run's steps cannot tell apart keeps its proportion.
+A rank whose rows are longer than the costs say, in the median of the steps, is a slow one. Pure.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from lengthwise.cost.terms import Cost
 
 STEPS = 20  # the latest, that count
 _NAMES = ("quadratic_seconds", "linear_seconds", "fixed_seconds")
+_KNOWN_WEIGHT = 0.1  # of what was known before, where a row of a step has 1
+_TURNS, _MOST_FALL = 3, 10.0
 _LEAST_STEPS = 5  # that tell a slow rank from a slow moment
 _UNEQUAL = 1.15  # the fastest over the slowest rank, from which on they are not taken for alike
 _GRID = 20  # speeds are twentieths, so that plans do not follow every breath of a machine
@@ -52,9 +54,12 @@ def refit(cost: Cost, steps: Sequence[RanStep], speeds: Sequence[float] | None =
         return cost
     level = before * float(np.exp(np.mean(np.log(seconds / predicted))))
     known = np.flatnonzero(level > 0)
-    some = np.concatenate([columns[:, known], np.eye(len(known))])
-    solved = least_squares(some, np.concatenate([seconds, level[known]]))
-    values = dict(zip((_NAMES[column] for column in known), solved.values.tolist(), strict=True))
+    for _ in range(_TURNS):  # each from where the one before ended: far is reached, and noise does not carry there
+        some = np.concatenate([columns[:, known], np.eye(len(known))])
+        weights = np.concatenate([np.ones(len(seconds)), np.full(len(known), _KNOWN_WEIGHT)])
+        solved = least_squares(some, np.concatenate([seconds, level[known]]), weights=weights)
+        level[known] = np.maximum(solved.values, level[known] / _MOST_FALL)
+    values = {_NAMES[column]: float(level[column]) for column in known}
     return replace(cost, **values) if any(values.values()) else cost
 
 
