@@ -292,9 +292,9 @@ def test_train_plans_the_next_step_while_the_present_one_runs(tmp_path, monkeypa
     begun, ran = [], []
     plan, run_plan = PlannerProcess.plan, trainer.run_plan
 
-    def counted(self, lengths):
+    def counted(self, planning, lengths):
         begun.append(lengths)
-        return plan(self, lengths)
+        return plan(self, planning, lengths)
 
     def run(model, a_plan, batch, transport, *arguments, **keys):
         ran.append(batch)

@@ -156,7 +156,10 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: 
     dataset = read(config.data, "data")
     eval_dataset = read(config.eval.data, "eval.data") if config.eval and config.eval.data else None
     positions = position_limit(model.config) if model else None
+    capacity = config.capacity_tokens
     for each in filter(None, (dataset, eval_dataset)):
+        if capacity != "auto" and config.offload is None:
+            attempt(lambda each=each: check_fits(each, ranks=ranks, capacity_tokens=capacity))
         if positions is not None:
             attempt(lambda each=each: check_positions(each, positions=positions))
     if model:
@@ -184,7 +187,7 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: 
         gpus=gpus,
         measured_cost=cost,
     )
-    if config.capacity_tokens != "auto":  # else once it is measured
+    if capacity != "auto" and config.offload is not None:  # how much more a rank holds then is the model's matter
         for each in filter(None, (dataset, eval_dataset)):
             attempt(lambda each=each: check_fits(each, ranks=ranks, capacity_tokens=job.planning.most_held_tokens))
     collector.raise_all()
