@@ -36,9 +36,13 @@ class StepPlanning:
         Raises:
             LengthwiseError: there is no plan.
         """
-        context = max(self.options.context_tokens or 1, *lengths)
-        options = replace(self.options, context_tokens=context)
-        plan = plan_recomputed(tuple(lengths), self.ranks, self.cost, self._held(), options)
+        held = self._held()
+        if "none" in held:  # to compute again costs time, and pays only by what it leaves room for
+            held = {kind: tokens for kind, tokens in held.items() if kind == "none" or tokens > held["none"]}
+        options = replace(self.options, context_tokens=max(self.options.context_tokens or 1, *lengths))
+        if sum(lengths) <= min(held.values()):  # one rank could hold all of them
+            options = replace(options, offload="off")
+        plan = plan_recomputed(tuple(lengths), self.ranks, self.cost, held, options)
         if self.offload_ratio:
             microbatches = tuple(replace(each, offload=self.offload_ratio) for each in plan.microbatches)
             capacity = self.capacities[plan.microbatches[0].recompute]
