@@ -18,7 +18,7 @@ from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, apply_policy, keep_double, run_layers
 from lengthwise.offload import ActivationSaver, DiskStore, parameter_storages
 from lengthwise.program import lower_plan
-from support import CountingStore, build_pair, draw_lengths, make_batch, make_plan, random_plan, run_ranks
+from support import CountingStore, DelayedStore, build_pair, draw_lengths, make_batch, make_plan, random_plan, run_ranks
 
 CPU = torch.device("cpu")
 LAYERS = 5
@@ -129,6 +129,21 @@ def test_any_plan_with_any_ratio_gives_the_same_bits(choose, ranks, count, ratio
     model, batch = planned_model("llama"), make_batch(lengths, vocab=48)
     kept, got = (run(model, offloaded(plan, *each, kinds=kinds), batch) for each in ([0.0], ratios))
     assert same_bits(got, kept)
+
+
+def test_backward_of_the_engine_begins_with_a_fetch():
+    model, stores = planned_model("llama"), []
+
+    def make_store():
+        stores.append(DelayedStore())
+        return stores[-1]
+
+    plan = make_plan(1, [200, 100], [Piece(ranks=(0,), sequences=(0, 1))], layers=LAYERS)
+    run(model, offloaded(plan, 0.3), make_batch((200, 100), vocab=48), make_store=make_store)
+    (store,) = stores
+    assert store.put_bytes > 0
+    assert store.late == []
+    assert store.resets == 1
 
 
 def test_offload_to_a_disk_on_processes_gives_the_same_bits(tmp_path):

@@ -99,6 +99,18 @@ def test_little_memory_makes_more_rings_or_another_recomputation(tmp_path, monke
     assert {each.recompute for plan in plans for each in plan.microbatches} & {"layer", "all_but_attention"}
 
 
+def test_what_offload_lets_a_rank_hold_needs_room_too(tmp_path, monkeypatch, capfd):
+    """With 8 layers a rank may hold four times its capacity, and a layer's backward needs four times as much."""
+    write_model(tmp_path / "model", num_hidden_layers=8)
+    rows = make_rows([300, 60, 30, 12] * 3)
+    monkeypatch.setattr(capacity, "free_bytes", lambda *_: 32_000_000.0)  # between what 896 tokens need, and need then
+    held = []
+    for offload in (None, {"store": "disk", "path": str(tmp_path)}):
+        run(tmp_path, rows=rows, global_batch={"sequences": 12}, steps=1, offload=offload)
+        held.append(int(capfd.readouterr().out.partition("that is free: ")[2].split()[0]))
+    assert held[1] < held[0]
+
+
 def test_no_memory_is_said_with_the_bytes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(capacity, "free_bytes", lambda *_: 10_000.0)
     run(tmp_path, status=1)

@@ -46,11 +46,13 @@ def test_train_with_offload_gives_the_same_bits(tmp_path, model, precision, reco
     assert losses(kept) == losses(away)
     weights = "adapter_model.safetensors" if lora else "model.safetensors"
     assert (kept / "model" / weights).read_bytes() == (away / "model" / weights).read_bytes()
-    assert all(row["offloaded_bytes"] == 0 for row in read_lines(kept / "metrics.jsonl"))
+    for row in read_lines(kept / "metrics.jsonl"):
+        assert (row["offloaded_bytes"], row["offload_wait_seconds"]) == (0, 0)
     for row in read_lines(away / "metrics.jsonl"):
         assert row["offloaded_bytes"] > 0
-        assert row["offload_wait_seconds"] >= 0
-        assert row["peak_memory_bytes"] > 0
+        assert 0 < row["offload_wait_seconds"] < row["step_seconds"]
+        assert row["exposed_ring_seconds"] == 0  # on ranks of this capacity there is no ring
+        assert row["peak_memory_bytes"] > 10_000_000  # a process with torch
     assert list((tmp_path / "scratch").iterdir()) == []
 
 

@@ -13,6 +13,7 @@ from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, named_hardware
 from lengthwise.cost.links import Link
 from lengthwise.cost.memory import (
     LOGITS_AT_ONCE,
+    PRECISION_BYTES,
     RESERVED,
     activation_bytes,
     capacity_tokens,
@@ -28,6 +29,7 @@ from lengthwise.cost.terms import Cost
 __all__ = [
     "HARDWARE_NAMES",
     "LOGITS_AT_ONCE",
+    "PRECISION_BYTES",
     "RESERVED",
     "SHAPE_NAMES",
     "Choice",

@@ -17,6 +17,7 @@ from lengthwise.cost.hardware import Hardware
 
 LOGITS_AT_ONCE = 1 << 25  # that the chunked loss makes, tokens x words: 128 MB in fp32; GEMMs of 256 rows at 128K words
 _LOGIT_COPIES = 3  # the logits in fp32 or wider, their log-softmax and its gradient
+PRECISION_BYTES = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (2, 4)}  # of a number of the model, and of sums
 RESERVED = 0.1  # of device memory: transfers, workspace, fragments, the loss
 _KEPT_BYTES = 2 + 4  # a parameter: bf16 weights and fp32 gradients
 _SHARDED_BYTES = 4 + 4 + 8  # master weights, the reduced gradient, AdamW's moments, all fp32

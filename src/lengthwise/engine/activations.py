@@ -50,10 +50,9 @@ class MicrobatchBytes:
         """Return what autograd saves."""
         return round(self.fixed + self.a_row * rows)
 
-    def peak(self, rows: int, offload: float = 0.0) -> int:
-        """Return the most that is on the device, with a share of what is saved elsewhere."""
-        held = self.saved(rows) * kept_ratio(offload, self.layers) + self.transient_a_row * rows
-        return max(self.least, round(held))
+    def peak(self, rows: int) -> int:
+        """Return the most that is on the device, nothing offloaded."""
+        return max(self.least, round(self.saved(rows) + self.transient_a_row * rows))
 
 
 class Offloading:

@@ -13,7 +13,7 @@ from functools import partial
 from lengthwise.core.held import fullest_tokens, kept_ratio
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import ModelShape
-from lengthwise.cost import LOGITS_AT_ONCE, Cost, activation_bytes, loss_bytes
+from lengthwise.cost import LOGITS_AT_ONCE, PRECISION_BYTES, Cost, activation_bytes, loss_bytes
 from lengthwise.cost.analytic import flops_coefficients
 from lengthwise.planner import score
 from lengthwise.report.figures import count, seconds
@@ -80,7 +80,7 @@ def forecast_verification(
     `parameters` is the model's true count; where it differs from the shape's, linear work is scaled by it. `eager`:
     the plain model keeps whole score matrices.
     """
-    narrow, wide = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (2, 4)}[precision]
+    narrow, wide = PRECISION_BYTES[precision]
     threads = max(1, speed.cores // local_ranks)
     waits = max(1.0, local_ranks / speed.cores)
     cost = _cost(shape, speed, threads, parameters)

@@ -15,7 +15,7 @@ from lengthwise.attention import BlockKernel
 from lengthwise.comm import Transport
 from lengthwise.core.errors import DataError, MemoryShortage, ModelRefused
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.cost import RESERVED, loss_bytes, shape_from_config
+from lengthwise.cost import PRECISION_BYTES, RESERVED, loss_bytes, shape_from_config
 from lengthwise.engine.activations import MicrobatchBytes, measure_microbatch
 from lengthwise.engine.memory import free_bytes
 from lengthwise.engine.parameters import Parameters
@@ -75,8 +75,7 @@ def _kinds(job: Job) -> list[str]:
 
 def _most_tokens(job: Job, microbatch: MicrobatchBytes, budget: float) -> int:
     """Return the most tokens that fit, 0 where 128 do not, and at most what a global batch can have."""
-    shape, precision = shape_from_config(job.model.config.to_dict()), job.config.precision
-    narrow, wide = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (2, 4)}[precision]
+    shape, (narrow, wide) = shape_from_config(job.model.config.to_dict()), PRECISION_BYTES[job.config.precision]
     offloads = job.planning.options.offload == "auto" or bool(job.planning.offload_ratio)
     # What offload lets a rank hold beyond the capacity needs its transient bytes all the same.
     stretch = microbatch.layers / 2 if offloads else 1.0
