@@ -131,7 +131,7 @@ def test_any_plan_with_any_ratio_gives_the_same_bits(choose, ranks, count, ratio
     assert same_bits(got, kept)
 
 
-def test_backward_of_the_engine_begins_with_a_fetch():
+def test_backward_of_a_model_waits_for_no_copy():
     model, stores = planned_model("llama"), []
 
     def make_store():

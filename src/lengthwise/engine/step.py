@@ -166,8 +166,6 @@ class _RankStep:
         return ActivationPolicy(recompute=microbatch.recompute, saver=saver)
 
     def _backward(self, objective: Tensor, saver: ActivationSaver | None) -> None:
-        if saver is not None:
-            saver.begin_backward()
         objective.backward()
         if saver is not None:
             assert self.offloading is not None, "who made the saver"

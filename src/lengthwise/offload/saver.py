@@ -138,8 +138,8 @@ class ActivationSaver:
         empty = torch.empty(0, dtype=saved.dtype, device=entry.values.device)
         return empty.set_(entry.values.untyped_storage(), saved.offset, saved.size, saved.stride)
 
-    def begin_backward(self) -> None:
-        """Bring back what backward needs first, as far as there is room."""
+    def _prefetch(self) -> None:
+        """Begin to bring back what backward needs next, as far as there is room."""
         while self._away:
             entry = self._away[-1]()
             if entry is None or entry.stored is None or entry.is_fetched:
@@ -177,7 +177,7 @@ class ActivationSaver:
             entry.stored = entry.rest = None
         else:
             self._waiting_bytes -= entry.size
-        self.begin_backward()
+        self._prefetch()
 
 
 def parameter_storages(model: nn.Module) -> frozenset[int]:
