@@ -1,0 +1,236 @@
+"""The peak of a rank's tensors over a whole step, measured and predicted: states, microbatch and step end.
+
+Every storage that an operation makes is counted until it is freed (`LiveBytes`), from the building of the model on. A
+first step of a few tokens makes the optimizer's states; the peak is that of the second.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from lengthwise.attention import choose_kernel
+from lengthwise.comm import SoloTransport, Transport
+from lengthwise.config import LoraConfig, OptimizerConfig
+from lengthwise.core.held import kept_ratio
+from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
+from lengthwise.cost import PRECISION_BYTES, activation_bytes, loss_bytes, shape_from_config, state_bytes
+from lengthwise.engine.activations import Offloading, measure_microbatch
+from lengthwise.engine.live_bytes import LiveBytes
+from lengthwise.engine.optimizer import ShardedAdamW
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.step import run_plan
+from lengthwise.models import DTYPES, ModelSource, build_adapted
+from support.ranks import run_ranks
+from support.sequences import make_batch
+
+LAYERS, VOCAB = 6, 4096
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 1 << 20,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+}
+_EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192}
+_WINDOWS = {"sliding_window": 256, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma3": ("gemma3_text", _WINDOWS),
+    "qwen3_moe": ("qwen3_moe", _EXPERTS),
+    "gpt_oss": ("gpt_oss", {**_EXPERTS, **_WINDOWS, "intermediate_size": 192}),
+    "llama, LoRA": ("llama", {}),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What one peak is of; `tokens` are those that a rank holds, in `documents` sequences of one length."""
+
+    family: str = "llama"
+    precision: str = "fp32"
+    recompute: str = "none"
+    offload: float = 0.0
+    logits_at_once: int | None = 1 << 20
+    degree: int = 1
+    heads: int = 1
+    tokens: int = 1024
+    documents: int = 1
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths of its sequences."""
+        return (self.tokens * self.degree // self.documents,) * self.documents
+
+
+class HostCopies:
+    """A store that copies bytes to where no tensor is counted, at once; what comes back is a tensor again."""
+
+    waited_seconds = 0.0
+
+    def put(self, values: Tensor) -> _HostCopy:
+        """Copy."""
+        return _HostCopy(values)
+
+    def reset(self) -> None:
+        """Nothing is kept here."""
+
+    def close(self) -> None:
+        """Nothing is kept here."""
+
+
+class _HostCopy:
+    def __init__(self, values: Tensor) -> None:
+        self._bytes, self._device = bytearray(values.numpy().tobytes()), values.device
+        self._fetched: Tensor | None = None
+
+    def fetch(self) -> None:
+        if self._fetched is None:
+            self._fetched = torch.empty(len(self._bytes), dtype=torch.uint8)
+            self._fetched.copy_(torch.frombuffer(self._bytes, dtype=torch.uint8))
+
+    def take(self) -> Tensor:
+        self.fetch()
+        fetched, self._fetched = self._fetched, None
+        assert fetched is not None, "it was fetched"
+        return fetched
+
+
+def make_config(family: str) -> Any:
+    """Return the config of one of `FAMILIES`."""
+    kind, changes = FAMILIES[family]
+    known = AutoConfig.for_model(kind)
+    sizes = {key: value for key, value in {**_SIZES, **changes}.items() if hasattr(known, key)}
+    return AutoConfig.for_model(kind, **sizes)
+
+
+class Rank:
+    """One rank with model, flat parameters and optimizer, all of whose tensors are in `states`."""
+
+    def __init__(self, cell: Cell, transport: Transport) -> None:
+        source = ModelSource(name=cell.family, config=make_config(cell.family), weights=False)
+        lora = LoraConfig(r=8) if cell.family.endswith("LoRA") else None
+        self.transport, self.kernel = transport, choose_kernel(torch.device("cpu"))
+        self.model: Any = build_adapted(source, lora, seed=0)
+        self.parameters = FlatParameters(self.model, transport, dtype=DTYPES[cell.precision])
+        self.optimizer = ShardedAdamW(self.parameters, OptimizerConfig(), transport)
+        self.offloading = Offloading(self.model, self.kernel, HostCopies())
+
+    def step(self, cell: Cell) -> None:
+        """Run a step of one microbatch."""
+        sequences = tuple(range(cell.documents))
+        pieces = (Piece(ranks=tuple(range(cell.degree)), sequences=sequences, heads=cell.heads),)
+        plan = Plan(
+            ranks=cell.degree,
+            layers=LAYERS,
+            capacity=sum(cell.lengths),
+            tokens=cell.lengths,
+            microbatches=(Microbatch(pieces=pieces, recompute=cell.recompute, offload=cell.offload),),
+            requires=("heads",) if cell.heads > 1 else (),
+        )
+        run_plan(
+            self.model,
+            plan,
+            make_batch(cell.lengths, vocab=VOCAB),
+            self.transport,
+            self.kernel,
+            name="step",
+            logits_at_once=cell.logits_at_once,
+            offloading=self.offloading,
+        )
+        self.optimizer.update(1e-3, self.optimizer.reduce())
+
+
+def measured_peak(cell: Cell) -> int:
+    """Return the most bytes of tensors that a rank of a step has, the fullest of its ranks."""
+
+    def work(transport: Transport) -> int:
+        with LiveBytes() as live:
+            rank = Rank(cell, transport)
+            rank.step(replace(cell, tokens=64 * cell.documents))
+            live.peak_bytes = live.now_bytes
+            rank.step(cell)
+        return live.peak_bytes
+
+    return work(SoloTransport()) if cell.degree == 1 else max(run_ranks(work, cell.degree))
+
+
+def one_at_a_time() -> list[Cell]:
+    """List the cells that differ from the base in one thing, of each family and precision, and a few in two."""
+    cells = [
+        replace(Cell(), family=family, precision=precision, recompute=kind)
+        for family, precision, kind in product(FAMILIES, ("fp32", "bf16"), RECOMPUTE_KINDS)
+    ]
+    cells += [
+        replace(Cell(), family=family, recompute=kind, offload=ratio)
+        for family, kind, ratio in product(("llama", "qwen3_moe"), RECOMPUTE_KINDS, (0.5, 1.0))
+    ]
+    layouts = ((1, 1, 8), (2, 1, 1), (2, 2, 1), (4, 1, 1), (4, 2, 1))
+    cells += [
+        replace(Cell(), family=family, recompute=kind, degree=degree, heads=heads, documents=documents, tokens=768)
+        for family, kind, (degree, heads, documents) in product(("llama", "gemma3"), ("none", "layer"), layouts)
+    ]
+    cells += [replace(Cell(), family=family, logits_at_once=None) for family in FAMILIES]
+    cells += [replace(Cell(), recompute=kind, tokens=tokens) for kind in RECOMPUTE_KINDS for tokens in (512, 4096)]
+    return list(dict.fromkeys(cells))
+
+
+def drawn(number: int, seed: int = 0) -> list[Cell]:
+    """Draw cells that differ in everything at once."""
+    choose = random.Random(seed)
+    layouts = ((1, 1), (1, 1), (2, 1), (2, 2), (4, 1), (4, 2))
+    cells = []
+    for _ in range(number):
+        degree, heads = choose.choice(layouts)
+        tokens = choose.choice((512, 1024, 1536, 2048, 3072, 4096))
+        cells.append(
+            Cell(
+                family=choose.choice(list(FAMILIES)),
+                precision=choose.choice(("fp32", "bf16")),
+                recompute=choose.choice(RECOMPUTE_KINDS),
+                offload=choose.choice((0.0, 0.0, 0.5, 1.0)),
+                logits_at_once=choose.choice((1 << 20, 1 << 18, None)),
+                degree=degree,
+                heads=heads,
+                tokens=min(tokens, 4096 // degree) if degree > 1 else tokens,
+                documents=choose.choice((1, 1, 4)),
+            )
+        )
+    return cells
+
+
+def predicted_at_start(cell: Cell) -> float:
+    """Return the peak as the start of a run predicts it, from small passes of the model on one rank."""
+    rank = Rank(replace(cell, degree=1), SoloTransport())
+    shape, (narrow, wide) = shape_from_config(rank.model.config.to_dict()), PRECISION_BYTES[cell.precision]
+    there = (*rank.model.parameters(), *rank.model.buffers(), *_flat_of(rank.parameters))
+    states = sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in there}.values())
+    shard = rank.parameters.master_weights.nbytes
+    states += 2 * shard - 2 * round(shard * (1 - 1 / cell.degree)) * 2  # moments; and slices of more ranks
+    found = measure_microbatch(rank.model, rank.kernel, cell.recompute)
+    away = (1 - kept_ratio(cell.offload, LAYERS)) * found.saved(cell.tokens)
+    loss = loss_bytes(shape, cell.tokens, narrow=narrow, wide=wide, logits_at_once=cell.logits_at_once)
+    return states + max(found.peak(cell.tokens), found.saved(cell.tokens) + loss) - away
+
+
+def predicted_by_formula(cell: Cell) -> float:
+    """Return the peak as `plan` and `simulate` count it."""
+    shape, (narrow, wide) = shape_from_config(make_config(cell.family).to_dict()), PRECISION_BYTES[cell.precision]
+    kept = kept_ratio(cell.offload, LAYERS) * activation_bytes(shape, cell.recompute, narrow) * cell.tokens
+    loss = loss_bytes(shape, cell.tokens, narrow=narrow, wide=wide, logits_at_once=cell.logits_at_once)
+    return state_bytes(shape, cell.degree) + kept + loss
+
+
+def _flat_of(parameters: FlatParameters) -> list[Tensor]:
+    return [parameters.values, parameters.grads, parameters.grad_shard, parameters.master_weights]
