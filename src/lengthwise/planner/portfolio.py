@@ -20,7 +20,7 @@ from lengthwise.cost import Cost
 from lengthwise.planner.options import PlanOptions
 from lengthwise.planner.placement.annealing import MOST_WORK, anneal
 from lengthwise.planner.problem.choices import choice_variants, split_heads, write_offload
-from lengthwise.planner.problem.effort import FAR, GOOD_ENOUGH, LARGE_STEP, SMALL_STEP
+from lengthwise.planner.problem.effort import FAR, GOOD_ENOUGH, LARGE_STEP, OTHERS_SECONDS, SMALL_STEP
 from lengthwise.planner.problem.lengths import NEARLY
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import score
@@ -74,7 +74,8 @@ def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selec
         schedule=pipeline_schedule(stages, request.virtual) if piped else {"kind": options.mode},
     )
     selection = Selection(plan=empty, cost=cost, options=options)
-    longest, decides_heads = max(request.tokens), options.planner == "lengthwise"
+    longest = max(request.tokens)
+    decides_heads = options.planner == "lengthwise" and request.planning_seconds >= OTHERS_SECONDS
     for variant in choice_variants(request.cost, longest, request.cluster, decides_heads=decides_heads):
         asked = request if variant == request.cost else replace(request, cost=variant)
         if options.mode == "waves":
@@ -123,6 +124,8 @@ def is_worth_others(request: PlanRequest, makespan_seconds: float) -> bool:
     Where choices, stages or links couple what pieces take, no bound tells it: the step's size decides alone.
     """
     size, is_piped = len(request.tokens) * request.cluster.ranks, request.priced_stages > 1
+    if request.planning_seconds < OTHERS_SECONDS:
+        return False
     if is_piped:
         return size <= SMALL_STEP
     if size <= SMALL_STEP and request.cost.prices_choices:

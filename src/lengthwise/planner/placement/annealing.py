@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from lengthwise.core.held import held_tokens, rounding_tokens
 from lengthwise.core.plan import Microbatch, Piece
+from lengthwise.planner.problem.effort import CHANGE_SECONDS
 from lengthwise.planner.problem.lengths import NEARLY
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import interval_microbatch
@@ -70,7 +71,8 @@ class Annealing:
         """Try changes; return the best layout seen."""
         current = best = self.place(state)
         found = 0
-        tries = min(_TRIES, _PLACED // len(state))
+        worth = self.request.planning_seconds / (2 * _ROUNDS * CHANGE_SECONDS)
+        tries = int(min(_TRIES, min(_PLACED, worth) // len(state)))
         for number in range(tries):
             changed = self.change(state)
             if changed is None:

@@ -22,6 +22,7 @@ from lengthwise.planner.problem.degrees import (
     most_degrees,
     useful_degrees,
 )
+from lengthwise.planner.problem.effort import PLANNING_SHARE
 from lengthwise.planner.problem.topology import Extras, Topology
 
 
@@ -67,6 +68,11 @@ class PlanRequest:
     def most_compute_seconds(self) -> float:
         """The arithmetic of the sequence that has most of it, alone on one rank."""
         return float(self.cost.compute_seconds(self.lengths).max())
+
+    @property
+    def planning_seconds(self) -> float:
+        """What tries beyond the search may cost: a plan that takes longer than its step is waited for."""
+        return self.bound_seconds * PLANNING_SHARE
 
     @cached_property
     def topology(self) -> Topology:
