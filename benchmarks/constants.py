@@ -128,6 +128,13 @@ def _of_seed(seed: int) -> Iterator[Batch]:
     for number in range(12):
         tokens, cluster = tiny_batch(100 * seed + number)
         yield Batch(tokens=tokens, cluster=cluster, cost=TERMS)
+    beside = all_terms_cost(named_shape("tiny"), named_hardware("cpu"))  # planned beside ranks that take as long
+    hurried = PlanOptions(heads="auto", layers=4, planning_share=0.1)
+    for ranks, capacity, count in ((2, 1024, 12), (3, 4096, 24), (4, 16384, 48)):
+        cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
+        yield Batch(
+            tokens=sequences_batch("github", count, seed, cluster), cluster=cluster, cost=beside, options=hurried
+        )
     for ranks in (6, 24, 97):
         tokens, cluster = ugly_batch(ranks, seed)
         yield Batch(tokens=tokens, cluster=cluster, cost=TERMS)

@@ -16,7 +16,7 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, parse_speeds, plan_step, score
+from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.planner.problem.speeds import noted_speeds, read_speeds, speed_runs
 from lengthwise.planner.problem.topology import levelled
 from lengthwise.program import check_order, check_plan, ring_order
@@ -239,29 +239,8 @@ def test_plan_step_refuses_speeds_in_lock_step() -> None:
     plan_step([5, 6], Cluster(ranks=2, capacity_tokens=10), COST, PlanOptions(speeds=[1, 1], mode="waves"))
 
 
-def test_parse_speeds_reads_lists_runs_and_files(tmp_path) -> None:
-    assert parse_speeds("1,1,0.5") == [1, 1, 0.5]
-    assert parse_speeds(" 2x1.0 , 3x0.6,0.5") == [1, 1, 0.6, 0.6, 0.6, 0.5]
-    path = tmp_path / "speeds.json"
-    path.write_text("[1, 0.5]")
-    assert parse_speeds(str(path)) == [1, 0.5]
+def test_speeds_are_noted_as_runs() -> None:
     assert speed_runs([1, 1, 0.6, 1]) == [[2, 1], [1, 0.6], [1, 1]]
-
-
-@pytest.mark.parametrize("text", ["fast", "1,,1", "x1", "0x1", "2x", "-1x1", "1.5x1", ""])
-def test_parse_speeds_names_the_entry_that_is_none(text: str) -> None:
-    with pytest.raises(ConfigError, match="--speeds: entry"):
-        parse_speeds(text)
-
-
-@pytest.mark.parametrize("text", ["{}", "[1,", "1"])
-def test_parse_speeds_names_a_file_without_a_list(tmp_path, text: str) -> None:
-    path = tmp_path / "speeds.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=r"speeds\.json: expected a JSON list"):
-        parse_speeds(str(path))
-    with pytest.raises(ConfigError, match=r"none\.json"):
-        parse_speeds(str(tmp_path / "none.json"))
 
 
 @pytest.mark.parametrize("note", [[[2, 1.0]], [[3, 0]], [[1.5, 1], [1.5, 1]], "fast", [3, 1.0], [[3, 1.0, 2]], {}])

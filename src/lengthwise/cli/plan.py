@@ -143,8 +143,8 @@ class PlanCommand:
 
     def _read(self) -> Asked:
         """Read all of the command line but the lengths of a run file's data; raise all that is wrong with it."""
+        from lengthwise.cli.speeds import parse_speeds
         from lengthwise.data.recipes import lengths_from_file
-        from lengthwise.planner import parse_speeds
 
         problems = Collector()
         sources = {"--config": self.config is not None, "--lengths": self.lengths is not None}

@@ -9,7 +9,6 @@ from lengthwise.planner.problem.bounds import bound_seconds
 from lengthwise.planner.problem.choices import split_heads
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import Score, score
-from lengthwise.planner.problem.speeds import parse_speeds
 from lengthwise.planner.recomputation import plan_recomputed
 from lengthwise.planner.registry import PLANNERS, planner_names, register_planner
 
@@ -20,7 +19,6 @@ __all__ = [
     "PlanRequest",
     "Score",
     "bound_seconds",
-    "parse_speeds",
     "plan_recomputed",
     "plan_step",
     "planner_names",

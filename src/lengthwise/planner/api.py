@@ -50,6 +50,7 @@ def plan_step(tokens: Sequence[int], cluster: Cluster, cost: Cost, options: Plan
         speeds=relative,
         stages=asked.stages or 1,
         virtual=asked.virtual or 1,
+        planning_share=asked.planning_share,
     )
     chosen = choose_plan(request, cost, asked)
     bound = _bound_of(chosen.plan, request)

@@ -39,6 +39,8 @@ class PlanOptions:
         the plans of the others are those for equal ranks, and only scored with them.
     stages: of the pipeline that each rank is in mode `pipeline`; the costs are those of one stage.
     virtual: chunks of layers of a stage (default: 1).
+    planning_share: of the least that the step can take: what tries beyond the search may cost, counted, not timed
+        (default: what they cost).
     """
 
     planner: str = "lengthwise"
@@ -51,6 +53,7 @@ class PlanOptions:
     speeds: Sequence[float] | None = None
     stages: int | None = None
     virtual: int | None = None
+    planning_share: float | None = None
 
     def choices(self, capacity_tokens: int) -> Choices:
         """Return what pieces may choose beside their degree, on ranks of this capacity."""
@@ -69,8 +72,8 @@ class PlanOptions:
         Raises:
             ConfigError: unknown planner, mode, choice or kind of recomputation, a mode that the planner does not plan,
                 choices that these costs do not price, layers or context_tokens below 1, speeds that are none or not
-                planned in this mode or with these choices, or stages that are none, too many, not the costs' or of no
-                use.
+                planned in this mode or with these choices, stages that are none, too many, not the costs' or of no
+                use, or a planning_share below 0.
             Problems: several of these.
         """
         problems = Collector()
@@ -79,7 +82,10 @@ class PlanOptions:
         given = {name: value for name, value in given.items() if value is not None}
         read = {name: problems.attempt(partial(read_whole, name, value)) for name, value in given.items()}
         speeds = problems.attempt(partial(self._read_speeds, ranks))
-        layers = read["layers"] or 1
+        layers, share = read["layers"] or 1, self.planning_share
+        if share is not None and not share >= 0:
+            got, remedy = repr(share), "Leave it out for all that tries cost."
+            problems.add(ConfigError("planning_share", expected="a number from 0", got=got, remedy=remedy))
         problems.attempt(partial(refuse_choices, {"offload": self.offload, "heads": self.heads}, cost, layers, speeds))
         counts = {name: value for name, value in read.items() if name != "context_tokens"}
         if self.mode in MODES and None not in counts.values():

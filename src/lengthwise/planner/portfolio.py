@@ -126,10 +126,8 @@ def is_worth_others(request: PlanRequest, makespan_seconds: float) -> bool:
     size, is_piped = len(request.tokens) * request.cluster.ranks, request.priced_stages > 1
     if request.planning_seconds < OTHERS_SECONDS:
         return False
-    if is_piped:
+    if is_piped or (size <= SMALL_STEP and request.cost.prices_choices):
         return size <= SMALL_STEP
-    if size <= SMALL_STEP and request.cost.prices_choices:
-        return True
     if request.cost.chooses:
         return False
     if size <= SMALL_STEP:

@@ -50,12 +50,8 @@ def register_planner(name: str, function: Planner) -> None:
         expected, got = "a function from a PlanRequest to microbatches", f"a {type(function).__name__}"
         raise ConfigError(f"planner {name}", expected=expected, got=got, remedy="Register a function.")
     if not name or name in _BUILT_IN:
-        raise ConfigError(
-            "planner",
-            expected="a name of its own",
-            got=repr(name),
-            remedy=f"Register it under a name other than {', '.join(PLANNERS)}.",
-        )
+        remedy = f"Register it under a name other than {', '.join(PLANNERS)}."
+        raise ConfigError("planner", expected="a name of its own", got=repr(name), remedy=remedy)
     _registered[name] = function
 
 

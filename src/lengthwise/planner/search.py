@@ -59,16 +59,13 @@ class Schedule:
 def plan_lengthwise(request: PlanRequest) -> list[Microbatch]:
     """Plan one step for the least makespan; growth may leave ever fewer tokens on a rank while the plan ends late."""
     search, lengths, limit = Search(request), request.lengths, request.bound_seconds * GOOD_ENOUGH
-    tried = np.zeros(0, dtype=np.int64)
     for halvings in range(request.floor_tokens.bit_length()):
         table = request.growth(lengths, request.least_degrees, request.floor_tokens >> halvings)
-        if np.array_equal(tried, tried := table.most):
-            continue  # short sequences are cut no further
         slowest = request.cost.ring_piece_seconds(lengths, table.grown(limit)).max() + request.cost.fixed_seconds
         if slowest <= limit * (1 + NEARLY) or request.floor_tokens >> halvings == 1:  # else one alone ends too late
             search.try_degrees(table)
-        is_near = search.over or search.best_seconds <= request.bound_seconds * FAR
-        if is_near or request.planning_seconds < (halvings + 1) * TABLE_SECONDS:
+        is_spent = search.best is not None and request.planning_seconds < (halvings + 1) * TABLE_SECONDS
+        if search.over or is_spent or search.best_seconds <= request.bound_seconds * FAR:
             break
     assert search.best is not None, "no level was tried"
     return write_schedule(search.best, request)

@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from lengthwise.core.held import held_tokens, rounding_tokens
 from lengthwise.core.plan import Microbatch, Piece
@@ -48,11 +49,11 @@ def anneal(request: PlanRequest, microbatches: Sequence[Microbatch], makespan_se
     """Improve a plan of intervals by trying changes; it is returned as it is where none of them helps."""
     search = Annealing(request)
     state = [(piece.degree, piece.sequences) for microbatch in microbatches for piece in microbatch.pieces]
-    layouts = []
+    best = search.place(state)
     for _ in range(_ROUNDS):
-        layouts += [search.run(state), search.run(search.all_in_rings())]
-        state = [(degree, sequences) for _, degree, sequences, _ in min(layouts, key=_makespan).pieces]
-    best = min(layouts, key=_makespan)
+        layouts = best, search.run(state), search.run(search.all_in_rings())
+        best = min(layouts, key=attrgetter("makespan_seconds"))
+        state = [(degree, sequences) for _, degree, sequences, _ in best.pieces]
     return _write(best, request) if best.makespan_seconds < makespan_seconds * (1 - NEARLY) else list(microbatches)
 
 
@@ -71,8 +72,8 @@ class Annealing:
         """Try changes; return the best layout seen."""
         current = best = self.place(state)
         found = 0
-        worth = self.request.planning_seconds / (2 * _ROUNDS * CHANGE_SECONDS)
-        tries = int(min(_TRIES, min(_PLACED, worth) // len(state)))
+        allowed = self.request.planning_seconds / (2 * _ROUNDS * CHANGE_SECONDS)
+        tries = int(min(_TRIES, min(_PLACED, allowed) // len(state)))
         for number in range(tries):
             changed = self.change(state)
             if changed is None:
@@ -212,10 +213,6 @@ class Annealing:
         if sum(self.request.tokens[i] for i in sequences) > degree * self.capacity:
             return False
         return self._most_held(degree, sequences) <= self.capacity + rounding_tokens(len(sequences), degree)
-
-
-def _makespan(layout: Layout) -> float:
-    return layout.makespan_seconds
 
 
 def _write(layout: Layout, request: PlanRequest) -> list[Microbatch]:

@@ -6,9 +6,9 @@ What other ways take is counted in the seconds that they took on one core, never
 GOOD_ENOUGH = 1.0005  # of the bound; further tries could gain no more than this
 FAR = 1.01  # of the bound; above it other ways are worth several times the time
 SMALL_STEP = 50_000  # sequences x ranks, up to which all ways together cost some 0.1 s
-PLANNING_SHARE = 0.2  # of the least that a step can take: what tries beyond the search may cost
-OTHERS_SECONDS = 0.1  # plans of all other planners, or made for the sake of split heads
-TABLE_SECONDS, CHANGE_SECONDS = 0.025, 2e-5  # all levels of one table of degrees; one change of one piece
+OTHERS_SECONDS = 0.1  # plans of all other planners, and those made for the sake of split heads
+TABLE_SECONDS = 0.025  # all levels of one table of degrees
+CHANGE_SECONDS = 2e-5  # one piece of one change
 LARGE_STEP = 1_000_000  # sequences x ranks, above which only what a step asks for is tried
 OPEN = 64  # places of one kind in which room is looked for; others are taken as full
 TOLD_APART = 9  # relative speeds at which rings are priced and ranks are kept apart; the others lie between them

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,6 @@ from lengthwise.planner.problem.degrees import (
     most_degrees,
     useful_degrees,
 )
-from lengthwise.planner.problem.effort import PLANNING_SHARE
 from lengthwise.planner.problem.topology import Extras, Topology
 
 
@@ -41,6 +41,7 @@ class PlanRequest:
     speeds: tuple[float, ...] | None = None
     stages: int = 1
     virtual: int = 1
+    planning_share: float | None = None
 
     @property
     def priced_stages(self) -> int:
@@ -71,8 +72,8 @@ class PlanRequest:
 
     @property
     def planning_seconds(self) -> float:
-        """What tries beyond the search may cost: a plan that takes longer than its step is waited for."""
-        return self.bound_seconds * PLANNING_SHARE
+        """What tries beyond the search may cost."""
+        return inf if self.planning_share is None else self.planning_share * self.bound_seconds
 
     @cached_property
     def topology(self) -> Topology:

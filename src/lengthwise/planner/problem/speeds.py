@@ -1,8 +1,7 @@
 """Ranks of unequal speed: a number for each rank, 1 where it computes as fast as the costs say.
 
 A rank of speed v takes seconds / v for arithmetic and for launches; what links and copies take is left as it is. A ring
-goes at the pace of its slowest rank, unless shares of its sequence level it. Speeds are written in plans, and may be
-given, as runs of neighbours: `8x1.0,8x0.6` is 16 ranks, thousands of them one line.
+goes at the pace of its slowest rank, unless shares of its sequence level it. Plans note speeds as runs of neighbours.
 """
 
 from __future__ import annotations
@@ -11,16 +10,13 @@ import math
 from collections.abc import Sequence
 from itertools import groupby
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError, raise_problems
 from lengthwise.core.plan import Plan
-from lengthwise.core.strict_json import read_json
 from lengthwise.cost import Cost
 from lengthwise.planner.problem.lengths import NAMED
 
-_MOST = 2**20  # ranks in a run
 _MOST_SPEED = 1e6  # and its inverse the least: beyond, times of a step would mean nothing
 
 
@@ -36,34 +32,17 @@ def read_speeds(speeds: Sequence[float] | None, ranks: int, where: str = "speeds
     listed = list(speeds)
     wrong = [rank for rank, value in enumerate(listed) if not _is_speed(value)]
     problems: list[LengthwiseError] = [
-        _refuse(f"{where}: rank {rank}", f"a number from {1 / _MOST_SPEED:g} to {_MOST_SPEED:g}", repr(listed[rank]))
+        refuse_speeds(
+            f"{where}: rank {rank}", f"a number from {1 / _MOST_SPEED:g} to {_MOST_SPEED:g}", repr(listed[rank])
+        )
         for rank in wrong[:NAMED]
     ]
     if len(wrong) > NAMED:
-        problems.append(_refuse(where, "such numbers", f"{len(wrong) - NAMED} more that are not"))
+        problems.append(refuse_speeds(where, "such numbers", f"{len(wrong) - NAMED} more that are not"))
     if len(listed) != ranks:
-        problems.append(_refuse(where, f"{ranks}, one a rank", str(len(listed))))
+        problems.append(refuse_speeds(where, f"{ranks}, one a rank", str(len(listed))))
     raise_problems(problems)
     return None if all(value == 1 for value in listed) else tuple(float(value) for value in listed)
-
-
-def parse_speeds(text: str, where: str = "--speeds") -> list[float]:
-    """Read speeds as a user types them: `1,1,0.5`, runs like `8x1.0,8x0.6`, or the name of a JSON file with a list.
-
-    Raises:
-        ConfigError: an entry that is neither a number nor a run of one, or a file without a list of speeds.
-    """
-    if text.endswith(".json"):
-        return _speeds_of_file(Path(text))
-    speeds: list[float] = []
-    for number, entry in enumerate(text.split(",")):
-        count, _, speed = entry.strip().rpartition("x") if "x" in entry else ("1", "", entry)
-        try:
-            speeds += [float(speed)] * _count(count)
-        except ValueError:
-            expected = "a speed, or COUNTxSPEED for neighbouring ranks, as in 8x1.0,8x0.6"
-            raise _refuse(f"{where}: entry {number + 1}", expected, repr(entry)) from None
-    return speeds
 
 
 def speed_runs(speeds: Sequence[float]) -> list[list[float]]:
@@ -96,16 +75,6 @@ def noted_speeds(plan: Plan) -> tuple[float, ...] | None:
     return read_speeds([speed for count, speed in runs for _ in range(count)], plan.ranks)
 
 
-def _speeds_of_file(path: Path) -> list[float]:
-    try:
-        speeds = read_json(path)
-    except ValueError as error:
-        raise _refuse(str(path), "a JSON list of speeds", str(error)) from None
-    if not isinstance(speeds, list):
-        raise _refuse(str(path), "a JSON list of speeds", type(speeds).__name__)
-    return speeds
-
-
 def _is_speed(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and bool(1 / _MOST_SPEED <= value <= _MOST_SPEED)  # type: ignore[operator]
 
@@ -114,13 +83,7 @@ def _is_run(run: Any) -> bool:
     return isinstance(run, list) and len(run) == 2 and type(run[0]) is int and run[0] > 0 and _is_speed(run[1])
 
 
-def _count(text: str) -> int:
-    count = int(text)
-    if not 0 < count <= _MOST:
-        raise ValueError(text)
-    return count
-
-
-def _refuse(where: str, expected: str, got: str) -> ConfigError:
+def refuse_speeds(where: str, expected: str, got: str) -> ConfigError:
+    """Return the error of speeds that cannot be read."""
     remedy = "Give every rank a speed: 1 as fast as the costs say, 0.5 half as fast."
     return ConfigError(where, expected=expected, got=got, remedy=remedy)
