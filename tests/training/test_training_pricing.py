@@ -8,10 +8,12 @@ import pytest
 
 from cost.measured_samples import measurements_of, samples_of
 from cost.test_cost_fit import machine
+from lengthwise.config import load_config
 from lengthwise.core.plan import Plan
 from lengthwise.cost.measured import read_measurements
 from lengthwise.engine import step
 from lengthwise.training import pricing
+from lengthwise.training.job import prepare_job
 from lengthwise.training.launch import threads_of_each
 from training.small_runs import METRIC_KEYS, call, losses, make_rows, read_lines, train, write_run
 
@@ -19,7 +21,7 @@ LENGTHS = [200, 30, 7, 90, 150, 12, 64, 41]
 
 
 def test_a_run_that_measures_first_predicts_its_steps_and_trains_the_same(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(pricing, "START_SECONDS", 0.5)
+    monkeypatch.setattr(pricing, "MEASURING_SECONDS", 0.5)
     keys = {"steps": 6, "capacity_tokens": 128}
     plain = losses(train(write_run(tmp_path / "plain", make_rows(LENGTHS), **keys), "--ranks", 2))
     keys |= {"measurements": "auto", "model": tmp_path / "plain/model"}
@@ -97,3 +99,30 @@ def _tokens_of(plan, rank):
                 part = shares[piece.ranks.index(rank)] / sum(shares)
                 held += part * sum(plan.tokens[i] for i in piece.sequences)
     return held
+
+
+def _job(folder, **keys):
+    config = load_config(write_run(folder, make_rows(LENGTHS), **{"capacity_tokens": None, **keys}))
+    return prepare_job(config, ranks=2, timeout_seconds=10)
+
+
+def test_who_knows_none_of_the_words_gets_all_that_is_measured(tmp_path):
+    config = _job(tmp_path).config
+    assert (config.capacity_tokens, config.recompute, config.heads, config.loss) == ("auto", "auto", "auto", "chunked")
+
+
+def test_only_long_runs_are_measured_unasked(tmp_path):
+    assert not _job(tmp_path / "short", steps=3).measures
+    long = {"model": "tiny", "steps": 1_000_000}
+    assert _job(tmp_path / "long", **long).measures_at_start
+    assert not _job(tmp_path / "off", **long, measurements="off").measures
+    assert _job(tmp_path / "asked", steps=3, measurements="auto").measures_at_start
+
+
+@pytest.mark.parametrize("capacity", [256, "auto"])
+def test_recompute_auto_keeps_all_where_the_capacity_is_a_number(capacity, tmp_path):
+    job = _job(tmp_path, capacity_tokens=capacity)
+    assert list(job.capacities) == ["none"], "before anything is measured"
+    run = write_run(tmp_path / "run", make_rows(LENGTHS), capacity_tokens=capacity)
+    kinds = {each.get("recompute", "none") for each in _plan_of(train(run, "--ranks", 2))(1)["microbatches"]}
+    assert kinds == {"none"}, "there is memory for all of it"

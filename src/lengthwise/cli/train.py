@@ -98,7 +98,7 @@ class PrintedProgress:
 
     def on_start(self, job: Job) -> None:
         """Show what is about to run."""
-        self._lora, self._measures = job.config.lora is not None, job.config.measurements is not None
+        self._lora, self._measures = job.config.lora is not None, job.measures
         print(describe_job(job), flush=True)
 
     def on_note(self, line: str) -> None:
@@ -149,7 +149,7 @@ def describe_job(job: Job) -> str:
         f"model   {job.model.name} ({job.model.config.model_type}), {start}, {config.precision}\n{_lora_line(config)}"
         f"data    {len(data.ids)} sequences, {count(int(data.lengths.sum()))} tokens, "
         f"longest {data.lengths.max()}{beyond}{skipped}\n"
-        f"ranks   {processes} on {device}, {_capacity(config)} each a microbatch, "
+        f"ranks   {processes} on {device}, {_capacity(config)}, "
         f"planner {config.planner}\n"
         f"output  {config.output}"
     )
@@ -157,7 +157,7 @@ def describe_job(job: Job) -> str:
 
 def _capacity(config: RunConfig) -> str:
     measured = config.capacity_tokens == "auto"
-    return "as many tokens as there is memory for" if measured else f"{config.capacity_tokens} tokens"
+    return "microbatches as large as memory holds" if measured else f"{config.capacity_tokens} tokens each a microbatch"
 
 
 def _lora_line(config: RunConfig) -> str:

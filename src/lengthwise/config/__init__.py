@@ -7,6 +7,7 @@ from lengthwise.config.document import dump_values as _dump_values
 from lengthwise.config.load import build_config, load_config
 from lengthwise.config.schema import (
     MEASURE_AT_START,
+    MEASURE_NOTHING,
     DataSource,
     GlobalBatch,
     LoraConfig,
@@ -17,6 +18,7 @@ from lengthwise.config.schema import (
 
 __all__ = [
     "MEASURE_AT_START",
+    "MEASURE_NOTHING",
     "DataSource",
     "GlobalBatch",
     "LoraConfig",

@@ -10,7 +10,7 @@ from pathlib import Path
 from lengthwise.config.document import parse_values
 from lengthwise.config.overrides import apply_overrides
 from lengthwise.config.problems import find_problems, sections_at, shown
-from lengthwise.config.schema import MEASURE_AT_START, TINY_MODEL, RunConfig
+from lengthwise.config.schema import MEASURE_AT_START, MEASURE_NOTHING, TINY_MODEL, RunConfig
 from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.names import BYTES_TOKENIZER
 
@@ -76,7 +76,7 @@ def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]
         if isinstance(offload.get("path"), str | Path):
             offload["path"] = _resolve(f"{where}.path", str(offload["path"]), folder, problems)
     measurements = values.get("measurements")
-    if isinstance(measurements, str) and measurements not in ("", MEASURE_AT_START):
+    if isinstance(measurements, str) and measurements not in ("", MEASURE_AT_START, MEASURE_NOTHING):
         values["measurements"] = _resolve("measurements", measurements, folder, problems, takes_files=True)
     output = values.get("output")
     if output == "":

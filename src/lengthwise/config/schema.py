@@ -31,7 +31,7 @@ from lengthwise.core.sizes import parse_tokens
 DEFAULT_STEPS = 100
 ALL_LINEAR = "all-linear"
 TINY_MODEL = "tiny"
-MEASURE_AT_START = "auto"
+MEASURE_AT_START, MEASURE_NOTHING = "auto", "off"
 
 # A YAML list is what a user can write for a tuple, and text for a path: the two places where strict types give way.
 _Path = Annotated[Path, Field(strict=False)]
@@ -290,9 +290,9 @@ class RunConfig(Settings):
         default=GlobalBatch(sequences=64), description="{sequences: n} or {tokens: n} a step; default {sequences: 64}"
     )
     capacity_tokens: Literal["auto"] | _Tokens = Field(
-        default=4096,
+        default="auto",
         description="tokens one rank can hold in one microbatch, 8192 or 8K; or auto: as many as the memory that is "
-        "free at the start holds; default 4096",
+        "free at the start holds; default auto",
     )
     planner: Annotated[
         Literal["lengthwise", "static", "single-degree", "bytescale-naive", "bytescale", "power-of-two"],
@@ -305,10 +305,10 @@ class RunConfig(Settings):
         "default lengthwise",
     )
     recompute: Literal["auto", "none", "layer", "all_but_attention"] = Field(
-        default="none",
+        default="auto",
         description="what backward computes again in place of keeping it: none, layer (every decoder layer) or "
-        "all_but_attention (the same, but attention and its ring run once); or auto: what ends each step first, beside "
-        "`capacity_tokens: auto`; default none",
+        "all_but_attention (the same, but attention and its ring run once); or auto: what ends each step first where "
+        "`capacity_tokens` is auto, none where it is a number; default auto",
     )
     offload: OffloadConfig | None = Field(
         default=None,
@@ -324,9 +324,9 @@ class RunConfig(Settings):
     measurements: str | None = Field(
         default=None,
         min_length=1,
-        description="what steps are planned by: auto (measured for some seconds before the first step), or a file of "
-        "`lengthwise profile`; corrected by the run's own steps, so that plans may differ from run to run; default "
-        "null: estimates for the device",
+        description="what steps are planned by: auto (measured for some seconds before the first step), a file of "
+        "`lengthwise profile` (both corrected by the run's own steps, so that plans may differ from run to run), or "
+        "off: estimates for the device; default null: auto where the run takes long enough, else off",
     )
     loss: Literal["chunked", "whole"] = Field(
         default="chunked",
@@ -359,17 +359,13 @@ class RunConfig(Settings):
 
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
-        """Allow only one end of the run, and `recompute: auto` only where each kind has its own capacity."""
+        """Allow only one end of the run."""
         found = []
         if values.get("steps") is not None and values.get("epochs") is not None:
             remedy = "Take one of them out, or set it to null."
             found.append(
                 ConfigError("steps", expected="at most one of `steps` and `epochs`", got="both", remedy=remedy)
             )
-        if values.get("recompute") == "auto" and values.get("capacity_tokens") != "auto":
-            expected = "none, layer or all_but_attention beside a number of capacity_tokens"
-            remedy = "Set capacity_tokens: auto, which gives each kind the capacity that it leaves."
-            found.append(ConfigError("recompute", expected=expected, got="auto", remedy=remedy))
         return found
 
     @property

@@ -6,7 +6,7 @@ is free is asked of the system, and a tenth is left of it. The capacity is the l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -58,6 +58,13 @@ def measure_capacities(
         )
     _check_longest(job, capacities)
     return capacities
+
+
+def told(capacities: Mapping[str, int]) -> str:
+    """Say what a rank holds, by kind of recomputation where that makes a difference."""
+    if len(set(capacities.values())) == 1:
+        return f"{next(iter(capacities.values()))} tokens"
+    return ", ".join(f"{tokens} tokens with recompute {kind}" for kind, tokens in capacities.items())
 
 
 def _kinds(job: Job) -> list[str]:

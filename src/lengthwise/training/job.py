@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lengthwise.comm import world_from_environment
-from lengthwise.config import MEASURE_AT_START, DataSource, RunConfig
+from lengthwise.config import MEASURE_AT_START, MEASURE_NOTHING, DataSource, RunConfig
 from lengthwise.core.errors import Collector, ConfigError, DataError
 from lengthwise.core.plan import Plan
 from lengthwise.cost import LOGITS_AT_ONCE, Cost, all_terms_cost, named_hardware, shape_from_config
@@ -30,6 +30,8 @@ from lengthwise.training.launch import threads_of_each
 from lengthwise.training.step_planning import StepPlanning
 
 _UNMEASURED_TOKENS = 4096
+MEASURING_SECONDS = 8.0  # that measuring before the first step takes, about
+_MEASURED_RUN = 20.0  # times that, from which a run is measured unasked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,28 @@ class Job:
         if asked.tokens is not None:
             return max(int(lengths[0]), asked.tokens)
         return int(lengths[: asked.sequences].sum())
+
+    @property
+    def measures_at_start(self) -> bool:
+        """Whether the machine is measured before the first step: where that is asked for, or a small part of the run.
+
+        The same on all ranks: a run's seconds are estimated from lengths and a named device.
+        """
+        asked, is_long = self.config.measurements, self._estimated_seconds > _MEASURED_RUN * MEASURING_SECONDS
+        return asked == MEASURE_AT_START or (asked is None and is_long)
+
+    @property
+    def measures(self) -> bool:
+        """Whether steps are planned by what was measured, and corrected by what they took."""
+        return self.measures_at_start or self.measured_cost is not None
+
+    @property
+    def _estimated_seconds(self) -> float:
+        """What all steps compute, by estimates for the device, evenly over all ranks."""
+        lengths, asked = self.dataset.lengths[self.dataset.ids], self.config.global_batch
+        sequences = asked.sequences or asked.tokens / lengths.mean()
+        once = float(self.planning.cost.compute_seconds(lengths).sum()) / len(lengths)
+        return once * sequences * self.num_steps / self.ranks
 
     @property
     def planning(self) -> StepPlanning:
@@ -200,7 +224,7 @@ def _measured_cost(config: RunConfig, model: ModelSource, *, ranks: int, gpus: i
 
     Threads count where several ranks are started here, on the CPU: other launchers decide them.
     """
-    if config.measurements in (None, MEASURE_AT_START):
+    if config.measurements in (None, MEASURE_AT_START, MEASURE_NOTHING):
         return None
     shape = shape_from_config(model.config.to_dict())
     known = ranks > 1 and not gpus and world_from_environment() is None

@@ -23,14 +23,13 @@ from lengthwise.models import build_adapted
 from lengthwise.planner import score
 from lengthwise.profiler.profile import ProfileSettings, open_store, profile
 from lengthwise.report.figures import percent
-from lengthwise.training.job import Job
+from lengthwise.training.job import MEASURING_SECONDS, Job
 from lengthwise.training.planner_process import PlannerProcess
 
 _WARM_UP_STEPS = 1  # the oldest that are remembered, of which the first of a run is one
 _VERSIONS = 4  # of the costs, by which the plans under way may have been made
 _REST_STEPS = 5  # that are priced again each time
 _LEAST_TOKENS = 1024  # of the longest sequence that is measured: shorter ones tell little of attention
-START_SECONDS = 8.0  # that measuring before the first step takes, about
 
 
 class Pricing:
@@ -49,7 +48,7 @@ class Pricing:
         """Measure before the first step, on all ranks together, and price with what was found; say how it fits."""
         job = self.job
         settings = ProfileSettings(
-            seconds=START_SECONDS,
+            seconds=MEASURING_SECONDS,
             longest_tokens=max(_LEAST_TOKENS, *job.capacities.values()),
             precision=job.config.precision,
             clock="wall",

@@ -20,7 +20,7 @@ import torch
 
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import Transport, World, agree, join
-from lengthwise.config import MEASURE_AT_START, dump_config
+from lengthwise.config import dump_config
 from lengthwise.core.errors import NumericError
 from lengthwise.core.plan import Plan
 from lengthwise.cost.refit import RanStep
@@ -33,7 +33,7 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import RankResult, run_plan
 from lengthwise.models import DTYPES, build_adapted, has_balance_loss, largest_head_dim, save_adapter, save_model
 from lengthwise.training.callbacks import Callback, call_back
-from lengthwise.training.capacity import measure_capacities
+from lengthwise.training.capacity import measure_capacities, told
 from lengthwise.training.folder import RunFolder
 from lengthwise.training.job import Job
 from lengthwise.training.launch import StopRequest
@@ -70,7 +70,7 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
     Raises:
         NumericError: a loss, a gradient or the parameters are not finite; no model is saved.
     """
-    pricing = Pricing(job, corrects=job.config.measurements is not None and not world.rank)
+    pricing = Pricing(job, corrects=job.measures and not world.rank)
     with nullcontext() if world.rank else PlannerProcess() as process:
         hearing = () if world.rank else (RunFolder(job.config.output), *callbacks)
         transport = connect(
@@ -82,7 +82,7 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
             return PlanAhead(batches, planner, transport, timeout_seconds=job.timeout_seconds, num_heads=job.num_heads)
 
         with StopRequest(ends_at_the_second=world.world_size == 1).listening() as stop:
-            if job.config.measurements == MEASURE_AT_START:
+            if job.measures_at_start:
                 transport.phase = "measuring before the first step"
                 call_back(hearing, "on_note", pricing.measure(world, transport))
             trainer = _Trainer(job, world, transport, steps, hearing, stop, pricing)
@@ -126,8 +126,7 @@ class _Trainer:
             ranks = world.local_size if world.device.type == "cpu" else -(-world.local_size // max(1, job.gpus))
             found = measure_capacities(job, self._model, self._parameters, self._kernel, transport, local_ranks=ranks)
             self._job = job = pricing.job = job.with_capacities(found)
-            said = ", ".join(f"{tokens} tokens with recompute {kind}" for kind, tokens in found.items())
-            call_back(callbacks, "on_note", f"capacity of a rank, by the memory that is free: {said}")
+            call_back(callbacks, "on_note", f"capacity of a rank, by the memory that is free: {told(found)}")
         where = f"rank {world.rank}"
         self._offloading = start_offloading(job.config.offload, self._model, self._kernel, where=where)
         self._largest_allowed, self._largest = torch.finfo(dtype).max, torch.zeros(())  # of any parameter of this rank
