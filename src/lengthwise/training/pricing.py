@@ -36,7 +36,7 @@ class Pricing:
     """The costs of a run; `corrects`: whether its steps change them, which makes plans differ from run to run."""
 
     def __init__(self, job: Job, *, corrects: bool) -> None:
-        self.job, self._corrects = job, corrects
+        self._job, self._corrects = job, corrects
         self._start = self.cost = job.planning.cost
         self._end_seconds = {self.cost.version: self.cost.step_end_seconds(job.ranks)}
         self._steps: list[RanStep] = []
@@ -46,7 +46,7 @@ class Pricing:
 
     def measure(self, world: World, transport: Transport) -> str:
         """Measure before the first step, on all ranks together, and price with what was found; say how it fits."""
-        job = self.job
+        job = self._job
         settings = ProfileSettings(
             seconds=MEASURING_SECONDS,
             longest_tokens=max(_LEAST_TOKENS, *job.capacities.values()),
@@ -71,9 +71,13 @@ class Pricing:
         fits = percent(found.fit.mean_error)
         return f"measured {len(found.samples)} samples: the costs fit them to {fits} on average"
 
+    def plan_for(self, job: Job) -> None:
+        """Plan from now on with what this job knows: the same run, its capacities measured."""
+        self._job = job
+
     def plan(self, process: PlannerProcess, lengths: Sequence[int]) -> tuple[str, float]:
         """Plan one step with the costs of now (see `PlannerProcess.plan`)."""
-        planning = replace(self.job.planning, cost=self.cost)
+        planning = replace(self._job.planning, cost=self.cost)
         options = planning.options
         if self.speeds is not None and options.planner == "lengthwise" and options.offload == "off":
             planning = replace(planning, options=replace(options, speeds=self.speeds, heads="off"))
@@ -97,7 +101,7 @@ class Pricing:
             self._take(replace(cost, version=f"{self._start.version} corrected {self._corrections}"))
 
     def _take(self, cost: Cost) -> None:
-        self.cost, self._end_seconds[cost.version] = cost, cost.step_end_seconds(self.job.ranks)
+        self.cost, self._end_seconds[cost.version] = cost, cost.step_end_seconds(self._job.ranks)
         if len(self._end_seconds) > _VERSIONS:
             del self._end_seconds[next(iter(self._end_seconds))]
 

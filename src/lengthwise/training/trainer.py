@@ -125,7 +125,8 @@ class _Trainer:
             transport.phase = "measuring what fits into memory"
             ranks = world.local_size if world.device.type == "cpu" else -(-world.local_size // max(1, job.gpus))
             found = measure_capacities(job, self._model, self._parameters, self._kernel, transport, local_ranks=ranks)
-            self._job = job = pricing.job = job.with_capacities(found)
+            self._job = job = job.with_capacities(found)
+            pricing.plan_for(job)
             call_back(callbacks, "on_note", f"capacity of a rank, by the memory that is free: {told(found)}")
         where = f"rank {world.rank}"
         self._offloading = start_offloading(job.config.offload, self._model, self._kernel, where=where)
