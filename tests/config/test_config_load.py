@@ -20,7 +20,10 @@ tokenizer: bytes
 seed: 0
 steps: 100
 global_batch: {sequences: 64}
-capacity_tokens: 4096
+capacity_tokens: auto
+recompute: auto
+heads: auto
+loss: chunked
 planner: lengthwise
 precision: fp32
 optimizer: {name: adamw, lr: 3.0e-4, betas: [0.9, 0.95], eps: 1.0e-8, weight_decay: 0.1, max_grad_norm: 1.0, schedule: constant, warmup_steps: 0}

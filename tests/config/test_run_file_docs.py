@@ -35,7 +35,8 @@ def test_run_file_page_names_the_optimizer_defaults():
     assert float(rows["weight_decay"]) == OptimizerConfig().weight_decay
     assert float(rows["max_grad_norm"]) == OptimizerConfig().max_grad_norm
     assert float(rows["eps"]) == OptimizerConfig().eps
-    assert int(rows["capacity_tokens"]) == RunConfig.model_fields["capacity_tokens"].default
+    for key in ("capacity_tokens", "recompute", "heads", "loss", "precision", "device"):
+        assert rows[key] == RunConfig.model_fields[key].default, key
 
 
 def test_run_file_takes_every_planner_there_is():
