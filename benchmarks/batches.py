@@ -44,10 +44,15 @@ def tokens_batch(source: str, tokens: int, seed: int, cluster: Cluster) -> list[
 
 @cache
 def stdlib_lengths() -> tuple[int, ...]:
-    """List the sizes in bytes of the standard library's modules; test folders and empty files are left out."""
+    """List the sizes in bytes of `stdlib_files`."""
+    return tuple(path.stat().st_size for path in stdlib_files())
+
+
+def stdlib_files() -> list[Path]:
+    """List the standard library's modules; test folders and empty files are left out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = (path for path in sorted(root.rglob("*.py")) if not _TEST_FOLDERS & set(path.relative_to(root).parts))
-    return tuple(size for path in files if (size := path.stat().st_size) > 0)
+    return [path for path in files if path.stat().st_size > 0]
 
 
 def ugly_batch(ranks: int, seed: int) -> tuple[list[int], Cluster]:

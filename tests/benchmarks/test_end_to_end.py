@@ -1,0 +1,116 @@
+"""What `benchmarks/end_to_end.py` decides before and after it trains: ways and their options, rates, ratios."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from end_to_end import link_bytes_per_second, ratios, refuse_unequal, training_flops, waiting_share, worst_difference
+from lengthwise.core.plan import Plan
+from lengthwise.core.shape import Cluster, ModelShape
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
+from lengthwise.data import NO_LOSS
+from lengthwise.program import check_plan
+from lengthwise.simulator import simulate_plan
+from rivals import PACKED, PADDING, WAYS, choose_ways, pack_step, pad_step, padded_seconds
+from training_ways import TimedStep, padded_rows
+
+BATCHES = st.lists(st.lists(st.integers(1, 900), min_size=1, max_size=6), min_size=1, max_size=2)
+RIVALS = WAYS[:-1]  # all that plan a small step in milliseconds
+
+
+def tiny_cost() -> Cost:
+    return all_terms_cost(named_shape("tiny"), named_hardware("cpu"))
+
+
+def step(way: str, repeat: int, seconds: float, loss: float = 1.0, batch: int = 0) -> TimedStep:
+    return TimedStep(
+        way=way, repeat=repeat, batch=batch, seconds=seconds, loss=loss, waited=(1.0, 0.0), busy=(1.0, 2.0)
+    )
+
+
+@given(batches=BATCHES, ranks=st.integers(1, 5))
+def test_ways_are_plans_of_all_sequences_within_the_capacity(batches: list[list[int]], ranks: int) -> None:
+    longest = max(map(max, batches))
+    cluster = Cluster(ranks=ranks, capacity_tokens=-(-longest // ranks) + 7)
+    found = {way.name: way for way in choose_ways(RIVALS, batches, cluster, tiny_cost(), 4)}
+    alone = longest <= cluster.capacity_tokens
+    assert set(found) == set(RIVALS if alone else RIVALS[2:])
+    for way in found.values():
+        if way.name == PADDING:
+            continue
+        for lengths, plan in zip(batches, way.steps, strict=True):
+            assert isinstance(plan, Plan)
+            check_plan(plan)
+            assert plan.tokens == tuple(lengths)
+            assert plan.capacity <= cluster.capacity_tokens
+        simulated = sum(simulate_plan(plan, tiny_cost()).step_seconds for plan in way.steps)
+        assert way.simulated_seconds == pytest.approx(simulated)
+
+
+def test_each_way_has_the_best_of_its_options() -> None:
+    batches = [[16_000, 900, 800, 700, 600, 500, 400, 300]]
+    large, small = (Cluster(ranks=4, capacity_tokens=tokens) for tokens in (16_000, 4096))
+    ways = {way.name: way for way in choose_ways(WAYS, batches, large, tiny_cost(), 4)}
+    assert tuple(ways) == WAYS
+    assert ways["static"].options.startswith("degree 4")  # rather than a mesh that is sized for the longest
+    assert ways[PADDING].simulated_seconds > 2 * ways["lengthwise"].simulated_seconds
+    assert tuple(way.name for way in choose_ways(WAYS[:-1], batches, small, tiny_cost(), 4)) == WAYS[2:-1]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 500), min_size=1, max_size=30),
+    ranks=st.integers(1, 4),
+    ratio=st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_padded_rows_fit_and_are_as_alike_as_asked(lengths: list[int], ranks: int, ratio: float) -> None:
+    padded = pad_step(lengths, Cluster(ranks=ranks, capacity_tokens=500), ratio)
+    rows = [row for mine in padded.microbatches for row in mine]
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    for row in rows:
+        longest = max(lengths[i] for i in row)
+        assert len(row) * longest <= 500
+        assert min(lengths[i] for i in row) >= ratio * longest
+    assert padded_seconds(padded, lengths, tiny_cost()) > 0
+
+
+@given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=30), ranks=st.integers(1, 4))
+def test_packs_fit_and_hold_every_sequence_once(lengths: list[int], ranks: int) -> None:
+    plan = pack_step(lengths, Cluster(ranks=ranks, capacity_tokens=500), 2)
+    check_plan(plan)
+    assert all(len(microbatch.ranks) == 1 for microbatch in plan.microbatches)
+
+
+def test_pads_have_no_loss() -> None:
+    rows = [(torch.tensor([5, 6, 7]), torch.tensor([6, 7, NO_LOSS])), (torch.tensor([8]), torch.tensor([NO_LOSS]))]
+    ids, labels = padded_rows(rows)
+    assert ids.tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert labels.tolist() == [[6, 7, NO_LOSS], [NO_LOSS] * 3]
+
+
+def test_links_have_the_ratio_of_the_cluster() -> None:
+    assert link_bytes_per_second(50e9) == pytest.approx(12.5e6)
+
+
+def test_flops_of_training_are_six_a_weight_and_attention() -> None:
+    shape = ModelShape(name="one", layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=8, vocab=8)
+    assert training_flops(shape, 10) == 6 * shape.linear_params * 10 + 7 * 8 * 100
+
+
+def test_ratios_are_of_all_batches_of_a_repeat_and_leave_out_the_first_round() -> None:
+    steps = [step("lengthwise", 0, 9.0), step(PACKED, 0, 1.0)]
+    for repeat, slow in ((1, 3.0), (2, 2.0), (3, 2.5)):
+        steps += [step("lengthwise", repeat, 1.0, batch=0), step("lengthwise", repeat, 1.0, batch=1)]
+        steps += [step(PACKED, repeat, slow, batch=0), step(PACKED, repeat, 1.0, batch=1)]
+    found = ratios(steps)[PACKED]
+    assert (found.least, found.median, found.most) == (1.5, 1.75, 2.0)
+    assert ratios(steps)["lengthwise"].median == 1.0
+    assert waiting_share(steps, PACKED) == pytest.approx(6 / (2 * (3 + 2 + 2.5 + 3)))
+
+
+def test_unequal_losses_end_the_benchmark() -> None:
+    same = [step("lengthwise", 1, 1.0, loss=2.0), step(PACKED, 1, 1.0, loss=2.000001)]
+    refuse_unequal(same)
+    assert worst_difference(same) == pytest.approx(5e-7, rel=1e-3)
+    with pytest.raises(SystemExit, match="same losses"):
+        refuse_unequal([*same, step("static", 1, 1.0, loss=2.0001)])
