@@ -1,11 +1,15 @@
 """A profile of a second: what it runs, and that a step is planned and simulated with what it found."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from lengthwise.comm import SoloTransport, World
 from lengthwise.core.shape import Cluster
 from lengthwise.cost.measured import measured_cost, read_measurements
-from lengthwise.models import find_model
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.models import build_model, find_model
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.profiler.profile import ProfileSettings, profile
 from lengthwise.profiler.runs import local_run, message_runs, packs_up_to, ring_runs
@@ -13,6 +17,7 @@ from lengthwise.profiler.watch import Stopwatch, WatchedTransport
 from lengthwise.program import check_plan, refuse_unsupported
 from lengthwise.simulator import simulate_plan
 from lengthwise.training.profiling import profile_model
+from support import run_ranks
 
 SETTINGS = ProfileSettings(seconds=1.0, longest_tokens=256, precision="fp32", clock="wall", hardware="cpu")
 
@@ -40,6 +45,29 @@ def test_a_profile_of_two_processes_measures_rings_and_messages():
     assert always == set(found.fit.not_measured) - {"near_bytes_per_second"}
     assert (found.place.ranks, found.place.ranks_per_node) == (2, 2)
     assert {"none", "near"} == {each.tier for each in found.samples}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_that_is_to_be_trained_stays_as_it_is_to_the_bit(dtype, ranks):
+    precision = "bf16" if dtype == torch.bfloat16 else "fp32"
+    settings = replace(SETTINGS, seconds=0.5, longest_tokens=64, precision=precision)
+    source = find_model("tiny")
+
+    def work(transport):
+        model = build_model(source, seed=3)
+        parameters = FlatParameters(model, transport, dtype=dtype)
+        before = [each.clone() for each in (parameters.values, parameters.master_weights)]
+        torch.manual_seed(transport.rank)
+        drawn = torch.random.get_rng_state()
+        world = World(rank=transport.rank, world_size=ranks, local_rank=transport.rank, local_size=ranks)
+        profile(source, world, transport, settings, trained=(model, parameters))
+        after = [parameters.values, parameters.master_weights]
+        assert not parameters.grads.any()
+        assert torch.equal(drawn, torch.random.get_rng_state())
+        return all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+    assert run_ranks(work, ranks) == [True] * ranks
 
 
 def test_what_is_run_is_made_of_plans_that_training_runs():

@@ -5,7 +5,7 @@
 2. All of them and the messages and the step's end then take turns, so that a drift of the machine meets all alike.
 3. Every rank's seconds are shared; lower quartiles make the samples, `cost.fit` the coefficients.
 
-Costs `seconds`, and a model with its gradients and optimizer. On GPUs the device is waited for around each run; that
+Costs `seconds`, and for them an optimizer's state once more. On GPUs the device is waited for around each run; that
 path was not run on one yet.
 """
 
@@ -33,11 +33,13 @@ from lengthwise.cost.fit import fit_samples
 from lengthwise.cost.measured import base_cost, measured_model
 from lengthwise.engine.batch import random_batch
 from lengthwise.engine.optimizer import ShardedAdamW
+from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, ModelSource, build_model, largest_head_dim, position_limit
 from lengthwise.offload import ActivationStore, DiskStore, PinnedStore
 from lengthwise.profiler.place import this_place
+from lengthwise.profiler.rehearsal import RehearsedParameters
 from lengthwise.profiler.runs import SHORTEST_TOKENS, Run, copy_runs, local_run, message_runs, packs_up_to, ring_runs
 from lengthwise.profiler.watch import Stopwatch, WatchedTransport
 
@@ -68,21 +70,25 @@ def profile(
     transport: Transport,
     settings: ProfileSettings,
     *,
-    model: nn.Module | None = None,
+    trained: tuple[nn.Module, Parameters] | None = None,
     store: ActivationStore | None = None,
 ) -> Measurements:
     """Measure a model on all ranks of a world; return the same on each.
 
-    `model`: the one to run, its parameters are taken over; None: built from `source`. `store`: where activations are
-    offloaded to; None: copies are not measured.
+    `trained`: a model and its parameters, which stay as they are to the bit; None: built from `source`. `store`: where
+    activations are offloaded to; None: copies are not measured.
 
     Raises:
         LengthwiseError: a rank was lost, or what was timed makes no costs.
     """
     shape = shape_from_config(source.config.to_dict(), name=source.name)
-    model = model or build_model(source, seed=0)
-    rank = RankProfiler(model, shape, world, transport, settings, store)
-    samples = rank.time_in_turns(rank.ladder())
+    if trained is None:
+        model = build_model(source, seed=0).to(world.device)
+        trained = model, FlatParameters(model, transport, dtype=DTYPES[settings.precision])
+    devices = [world.device] if world.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        rank = RankProfiler(*trained, shape, world, transport, settings, store)
+        samples = rank.time_in_turns(rank.ladder())
     base = base_cost(shape, settings.hardware, precision=settings.precision, ranks_per_node=world.local_size)
     gpu = world.device.index if world.gpus else None
     return Measurements(
@@ -109,6 +115,7 @@ class RankProfiler:
     def __init__(
         self,
         model: nn.Module,
+        parameters: Parameters,
         shape: ModelShape,
         world: World,
         transport: Transport,
@@ -118,13 +125,13 @@ class RankProfiler:
         self._store = store
         self._began = time.perf_counter()
         self._shape, self._world, self._settings, self._dtype = shape, world, settings, DTYPES[settings.precision]
-        self._plain, self._model = transport, model.to(world.device)
+        self._plain, self._model = transport, model
         self._watch = Stopwatch(settings.clock, transport, world.device)
         self._transport = WatchedTransport(transport, self._watch)
         self._kernel: BlockKernel = choose_kernel(
             world.device, dtype=self._dtype, head_dim=largest_head_dim(self._model.config)
         )
-        self._parameters = FlatParameters(self._model, self._transport, dtype=self._dtype)
+        self._parameters = RehearsedParameters(parameters, self._watch)
         self._optimizer = ShardedAdamW(self._parameters, OptimizerConfig(), self._transport)
 
     def time_in_turns(self, runs: Sequence[Run]) -> list[Sample]:
@@ -247,14 +254,14 @@ class RankProfiler:
 
     def _end(self) -> tuple[float, float, float]:
         """Do a step's end that changes no weight; return seconds of collectives, update and clearing."""
-        self._transport.collective_seconds = 0.0
+        self._transport.collective_seconds = self._parameters.moved_seconds = 0.0
 
         def end() -> None:
             self._optimizer.update(0.0, self._optimizer.reduce())
 
         whole = self._watch.seconds(end)
         clear = self._watch.seconds(self._parameters.clear_gradients)
-        collectives = self._transport.collective_seconds
+        collectives = max(0.0, self._transport.collective_seconds + self._parameters.moved_seconds - clear)
         return collectives, max(whole - collectives - clear, 1e-9), clear
 
     def _meet(self) -> None:

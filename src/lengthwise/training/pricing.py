@@ -12,6 +12,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch import nn
+
 from lengthwise.comm import Transport, World
 from lengthwise.core.errors import ConfigError, LengthwiseError
 from lengthwise.core.measurements import Measurements
@@ -19,7 +21,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.cost import Cost
 from lengthwise.cost.measured import measured_cost
 from lengthwise.cost.refit import STEPS, RanStep, rank_speeds, refit
-from lengthwise.models import build_adapted
+from lengthwise.engine.parameters import Parameters
 from lengthwise.planner import score
 from lengthwise.profiler.profile import ProfileSettings, open_store, profile
 from lengthwise.report.figures import percent
@@ -44,8 +46,11 @@ class Pricing:
         self.speeds: tuple[float, ...] | None = None
         self.measurements: Measurements | None = None
 
-    def measure(self, world: World, transport: Transport) -> str:
-        """Measure before the first step, on all ranks together, and price with what was found; say how it fits."""
+    def measure(self, world: World, transport: Transport, model: nn.Module, parameters: Parameters) -> str:
+        """Measure before the first step, on all ranks together, and price with what was found; say how it fits.
+
+        Model and parameters stay as they are, to the bit.
+        """
         job = self._job
         settings = ProfileSettings(
             seconds=MEASURING_SECONDS,
@@ -54,13 +59,13 @@ class Pricing:
             clock="wall",
             hardware="h100" if job.gpus else "cpu",
         )
-        source = replace(job.model, weights=False)
-        model = build_adapted(source, job.config.lora, seed=job.config.seed)
         offload = job.config.offload
         disk = offload.path if offload is not None and offload.store == "disk" else None
         store = open_store(world.device, disk, where=f"rank {world.rank}")
         try:
-            self.measurements = found = profile(source, world, transport, settings, model=model, store=store)
+            self.measurements = found = profile(
+                job.model, world, transport, settings, trained=(model, parameters), store=store
+            )
         except ConfigError as error:  # of the samples, which are the same on all ranks
             return f"not measured, planned by estimates for the device: {error}"
         finally:

@@ -82,9 +82,6 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
             return PlanAhead(batches, planner, transport, timeout_seconds=job.timeout_seconds, num_heads=job.num_heads)
 
         with StopRequest(ends_at_the_second=world.world_size == 1).listening() as stop:
-            if job.measures_at_start:
-                transport.phase = "measuring before the first step"
-                call_back(hearing, "on_note", pricing.measure(world, transport))
             trainer = _Trainer(job, world, transport, steps, hearing, stop, pricing)
             try:
                 result = trainer.run()
@@ -128,6 +125,9 @@ class _Trainer:
             self._job = job = job.with_capacities(found)
             pricing.plan_for(job)
             call_back(callbacks, "on_note", f"capacity of a rank, by the memory that is free: {told(found)}")
+        if job.measures_at_start:
+            transport.phase = "measuring before the first step"
+            call_back(callbacks, "on_note", pricing.measure(world, transport, self._model, self._parameters))
         where = f"rank {world.rank}"
         self._offloading = start_offloading(job.config.offload, self._model, self._kernel, where=where)
         self._largest_allowed, self._largest = torch.finfo(dtype).max, torch.zeros(())  # of any parameter of this rank

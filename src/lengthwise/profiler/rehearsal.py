@@ -1,0 +1,50 @@
+"""A step's end that changes no weight: the optimizer updates copies of the shards, and what moves is timed apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from lengthwise.engine.parameters import Parameters, Shard
+from lengthwise.profiler.watch import Stopwatch
+
+
+class RehearsedParameters:
+    """`Parameters` around others; an optimizer over these leaves the others as they are, to the bit.
+
+    `moved_seconds`: in which gradients were reduced and parameters published since it was set to 0.
+    """
+
+    def __init__(self, parameters: Parameters, watch: Stopwatch) -> None:
+        self._parameters, self._watch = parameters, watch
+        self.moved_seconds = 0.0
+
+    def shards(self) -> Sequence[Shard]:
+        """Return copies of the shards."""
+        kept = self._parameters.shards()
+        return [replace(each, weights=each.weights.clone(), gradient=each.gradient.clone()) for each in kept]
+
+    def reduce_gradients(self) -> Tensor:
+        """Sum the gradients of all ranks, timed. Collective."""
+        start = self._watch.now()
+        reduced = self._parameters.reduce_gradients()
+        self.moved_seconds += self._watch.now() - start
+        return reduced
+
+    def gather_gradients(self) -> dict[str, Tensor]:
+        """Return the reduced gradient of every parameter, by name. Collective."""
+        return self._parameters.gather_gradients()
+
+    def clear_gradients(self) -> None:
+        """Set the gradients of this rank to zero."""
+        self._parameters.clear_gradients()
+
+    def publish(self) -> None:
+        """Publish the parameters as they are, and clear gradients, timed. Collective."""
+        self.moved_seconds += self._watch.seconds(self._parameters.publish)
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Return what this rank alone holds of the parameters."""
+        return self._parameters.state()
