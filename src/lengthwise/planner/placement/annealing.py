@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
 
 from lengthwise.core.held import held_tokens, rounding_tokens
@@ -65,6 +66,7 @@ class Annealing:
         self.speeds = request.speeds or (1.0,) * self.ranks
         self.launch = [request.cost.fixed_seconds / speed for speed in self.speeds]
         self.choose = random.Random(0)  # noqa: S311 - nothing secret, and the same everywhere
+        self._at_speed = cache(request.cost.at_speed)
         self._seconds: dict[tuple[int, tuple[int, ...]], list[float]] = {}
         self._held: dict[tuple[int, tuple[int, ...]], int] = {}
 
@@ -72,8 +74,8 @@ class Annealing:
         """Try changes; return the best layout seen."""
         current = best = self.place(state)
         found = 0
-        allowed = self.request.planning_seconds / (2 * _ROUNDS * CHANGE_SECONDS)
-        tries = int(min(_TRIES, min(_PLACED, allowed) // len(state)))
+        allowed = self.request.planning_seconds / (2 * _ROUNDS * CHANGE_SECONDS * len(self.request.tokens))
+        tries = int(min(_TRIES, _PLACED // len(state), allowed))
         for number in range(tries):
             changed = self.change(state)
             if changed is None:
@@ -197,7 +199,7 @@ class Annealing:
                 self._seconds[key] = (alone + extra.seconds).tolist()
             else:
                 slowest = topology.places(degree).slowest.tolist()
-                paced = {speed: cost.at_speed(speed) for speed in set(slowest)}
+                paced = {speed: self._at_speed(speed) for speed in set(slowest)}
                 took = {at: each.fixed_seconds + each.piece_seconds(lengths, degree) for at, each in paced.items()}
                 self._seconds[key] = [took[speed] for speed in slowest]
         return self._seconds[key]
