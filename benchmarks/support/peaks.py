@@ -12,7 +12,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig
 
 from lengthwise.attention import choose_kernel
@@ -20,13 +19,15 @@ from lengthwise.comm import SoloTransport, Transport
 from lengthwise.config import LoraConfig, OptimizerConfig
 from lengthwise.core.held import kept_ratio
 from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
-from lengthwise.cost import PRECISION_BYTES, activation_bytes, loss_bytes, shape_from_config, state_bytes
+from lengthwise.cost import PRECISION_BYTES, activation_bytes, largest_peak, loss_bytes, shape_from_config, state_bytes
 from lengthwise.engine.activations import Offloading, measure_microbatch
 from lengthwise.engine.live_bytes import LiveBytes
-from lengthwise.engine.optimizer import ShardedAdamW
+from lengthwise.engine.optimizer import ShardedAdamW, kept_bytes, step_end_bytes
 from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.small_pass import Layout, Lone
 from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, ModelSource, build_adapted
+from lengthwise.offload import CopyStore
 from support.ranks import run_ranks
 from support.sequences import make_batch
 
@@ -74,39 +75,6 @@ class Cell:
         return (self.tokens * self.degree // self.documents,) * self.documents
 
 
-class HostCopies:
-    """A store that copies bytes to where no tensor is counted, at once; what comes back is a tensor again."""
-
-    waited_seconds = 0.0
-
-    def put(self, values: Tensor) -> _HostCopy:
-        """Copy."""
-        return _HostCopy(values)
-
-    def reset(self) -> None:
-        """Nothing is kept here."""
-
-    def close(self) -> None:
-        """Nothing is kept here."""
-
-
-class _HostCopy:
-    def __init__(self, values: Tensor) -> None:
-        self._bytes, self._device = bytearray(values.numpy().tobytes()), values.device
-        self._fetched: Tensor | None = None
-
-    def fetch(self) -> None:
-        if self._fetched is None:
-            self._fetched = torch.empty(len(self._bytes), dtype=torch.uint8)
-            self._fetched.copy_(torch.frombuffer(self._bytes, dtype=torch.uint8))
-
-    def take(self) -> Tensor:
-        self.fetch()
-        fetched, self._fetched = self._fetched, None
-        assert fetched is not None, "it was fetched"
-        return fetched
-
-
 def make_config(family: str) -> Any:
     """Return the config of one of `FAMILIES`."""
     kind, changes = FAMILIES[family]
@@ -125,7 +93,7 @@ class Rank:
         self.model: Any = build_adapted(source, lora, seed=0)
         self.parameters = FlatParameters(self.model, transport, dtype=DTYPES[cell.precision])
         self.optimizer = ShardedAdamW(self.parameters, OptimizerConfig(), transport)
-        self.offloading = Offloading(self.model, self.kernel, HostCopies())
+        self.offloading = Offloading(self.model, self.kernel, CopyStore())
 
     def step(self, cell: Cell) -> None:
         """Run a step of one microbatch."""
@@ -212,16 +180,20 @@ def drawn(number: int, seed: int = 0) -> list[Cell]:
 
 def predicted_at_start(cell: Cell) -> float:
     """Return the peak as the start of a run predicts it, from small passes of the model on one rank."""
-    rank = Rank(replace(cell, degree=1), SoloTransport())
-    shape, (narrow, wide) = shape_from_config(rank.model.config.to_dict()), PRECISION_BYTES[cell.precision]
-    there = (*rank.model.parameters(), *rank.model.buffers(), *_flat_of(rank.parameters))
-    states = sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in there}.values())
-    shard = rank.parameters.master_weights.nbytes
-    states += 2 * shard - 2 * round(shard * (1 - 1 / cell.degree)) * 2  # moments; and slices of more ranks
-    found = measure_microbatch(rank.model, rank.kernel, cell.recompute)
-    away = (1 - kept_ratio(cell.offload, LAYERS)) * found.saved(cell.tokens)
-    loss = loss_bytes(shape, cell.tokens, narrow=narrow, wide=wide, logits_at_once=cell.logits_at_once)
-    return states + max(found.peak(cell.tokens), found.saved(cell.tokens) + loss) - away
+    rank = Rank(replace(cell, degree=1), Lone(0, cell.degree))
+    states = kept_bytes(rank.model, rank.parameters)
+    passes = [
+        measure_microbatch(
+            rank.model,
+            rank.kernel,
+            cell.recompute,
+            layout=Layout(degree=cell.degree, position=position, heads=cell.heads),
+            logits_at_once=cell.logits_at_once,
+            offloads=cell.offload > 0,
+        )
+        for position in {0, cell.degree - 1}
+    ]
+    return states + max(step_end_bytes(rank.model, rank.parameters), largest_peak(passes, cell.tokens, cell.offload))
 
 
 def predicted_by_formula(cell: Cell) -> float:
@@ -230,7 +202,3 @@ def predicted_by_formula(cell: Cell) -> float:
     kept = kept_ratio(cell.offload, LAYERS) * activation_bytes(shape, cell.recompute, narrow) * cell.tokens
     loss = loss_bytes(shape, cell.tokens, narrow=narrow, wide=wide, logits_at_once=cell.logits_at_once)
     return state_bytes(shape, cell.degree) + kept + loss
-
-
-def _flat_of(parameters: FlatParameters) -> list[Tensor]:
-    return [parameters.values, parameters.grads, parameters.grad_shard, parameters.master_weights]

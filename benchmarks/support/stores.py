@@ -18,6 +18,7 @@ class CountingStore:
         self.put_bytes = 0
         self.resets = 0
         self.waited_seconds = 0.0
+        self.leaving_bytes = 0
 
     def put(self, values: Tensor) -> Kept:
         """Copy the bytes."""

@@ -47,8 +47,8 @@ def test_a_wait_for_the_disk_is_counted(tmp_path, monkeypatch):
         write(*arguments)
 
     monkeypatch.setattr(disk_module, "_write", slow)
-    monkeypatch.setattr(disk_module, "_UNWRITTEN_BYTES", 100)
     store = DiskStore(tmp_path, where="test")
+    store.leaving_bytes = 100
     for _ in range(3):
         store.put(random_bytes(80))
     assert store.waited_seconds > 0.04  # the third waits for the first

@@ -22,6 +22,7 @@ from lengthwise.cost.memory import (
     recompute_capacities,
     state_bytes,
 )
+from lengthwise.cost.microbatch import WINDOW_LAYERS, MicrobatchBytes, Moments, largest_peak
 from lengthwise.cost.passes import Pass
 from lengthwise.cost.shapes import SHAPE_NAMES, named_shape, shape_from_config
 from lengthwise.cost.terms import Cost
@@ -32,17 +33,21 @@ __all__ = [
     "PRECISION_BYTES",
     "RESERVED",
     "SHAPE_NAMES",
+    "WINDOW_LAYERS",
     "Choice",
     "Choices",
     "Cost",
     "Hardware",
     "Link",
+    "MicrobatchBytes",
+    "Moments",
     "Pass",
     "activation_bytes",
     "all_terms_cost",
     "analytic_cost",
     "capacity_tokens",
     "costs",
+    "largest_peak",
     "loss_bytes",
     "microbatches_kept",
     "named_hardware",

@@ -1,83 +1,56 @@
 """What a microbatch holds on this rank, measured, and the saver that offloads the share of it that a plan asks for.
 
-Bytes are measured, not computed from a shape: two small forward and backward passes of the model itself give the bytes
-of a row and those of a microbatch of none; every family, dtype, kernel and kind of recomputation has its own. What
-autograd saves grows exactly with rows. What a layer needs beside it while backward is there grows no faster than from
-the larger pass, so it is scaled from that: an upper bound, which is close where the pass was long. The loss is counted
-by `cost.loss_bytes`.
+Bytes are measured, not computed from a shape: small passes of the model itself (`engine.small_pass`) give those of any
+number of rows; every family, dtype, kernel and kind of recomputation has its own. Microbatches of a rank alone, of
+rings and of rings that split heads are measured apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lengthwise.attention import ActivationPolicy, BlockKernel, PlannedAttention
-from lengthwise.comm import SoloTransport
+from lengthwise.attention import BlockKernel
 from lengthwise.config import OffloadConfig
 from lengthwise.core.held import kept_ratio
-from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.engine.live_bytes import LiveBytes
-from lengthwise.models import apply_policy, position_limit, run_layers
+from lengthwise.core.plan import Microbatch
+from lengthwise.cost import WINDOW_LAYERS, MicrobatchBytes, shape_from_config
+from lengthwise.engine.small_pass import ALONE, Layout, SmallPasses, fitted
+from lengthwise.models import position_limit
 from lengthwise.offload import ActivationSaver, ActivationStore, DiskStore, PinnedStore, parameter_storages
-from lengthwise.program import lower_microbatch
 
-_DOCUMENT_TOKENS = 64
-_FEWEST_ROWS, _MOST_ROWS = 128, 1024  # of the larger pass
-_FLOPS = 3e10  # that the larger pass may take on a CPU: about a second on one core
-_WINDOW_LAYERS = 2  # what backward may have on the device beyond the layer it is at, as plans count it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicrobatchBytes:
-    """Bytes of a microbatch of so many rows, padding included; states and the loss are left out.
-
-    fixed, a_row: what autograd saves. transient_a_row: of what is there beside it at the peak of backward. least: what
-    any microbatch needs, which is mostly the gradient of the embedding, at the end of backward.
-    """
-
-    layers: int
-    fixed: float
-    a_row: float
-    transient_a_row: float
-    least: int
-
-    def saved(self, rows: int) -> int:
-        """Return what autograd saves."""
-        return round(self.fixed + self.a_row * rows)
-
-    def peak(self, rows: int) -> int:
-        """Return the most that is on the device, nothing offloaded."""
-        return max(self.least, round(self.saved(rows) + self.transient_a_row * rows))
+_ROWS = 64  # of the larger pass: enough for lines that are exact
+_MOST_ROWS = 512  # where routing decides which operations run, and lines are not
+_FLOPS = 3e10  # that the larger pass may then take on a CPU: about a second on one core
 
 
 class Offloading:
     """Makes the savers of a rank's microbatches; the model's parameters must already lie where they will."""
 
     def __init__(self, model: nn.Module, kernel: BlockKernel, store: ActivationStore) -> None:
-        self.store = store
+        self.store, self._leaving_bytes = store, store.leaving_bytes
         self._model, self._kernel, self._stays = model, kernel, parameter_storages(model)
-        self._bytes: dict[str, MicrobatchBytes] = {}
+        self._bytes: dict[tuple[str, int], MicrobatchBytes] = {}
 
     def saver(self, microbatch: Microbatch, rows: int) -> ActivationSaver | None:
         """Return the saver of a microbatch that has `rows` rows here; None where nothing is to be offloaded."""
         if not microbatch.offload:
             return None
-        kind = microbatch.recompute
-        if kind not in self._bytes:
-            self._bytes[kind] = measure_saved(self._model, self._kernel, kind)
-        found = self._bytes[kind]
+        kind, heads = microbatch.recompute, max(piece.heads for piece in microbatch.pieces)
+        if (kind, heads) not in self._bytes:
+            layout = Layout(degree=heads, heads=heads)
+            self._bytes[kind, heads] = measure_saved(self._model, self._kernel, kind, layout=layout)
+        found = self._bytes[kind, heads]
         saved = found.saved(rows)
+        self.store.leaving_bytes = found.leaving(rows, self._leaving_bytes)
         return ActivationSaver(
             self.store,
             stays=self._stays,
             offload_bytes=round((1 - kept_ratio(microbatch.offload, found.layers)) * saved),
             layer_bytes=saved // found.layers,
-            window_bytes=_WINDOW_LAYERS * saved // found.layers,
+            window_bytes=WINDOW_LAYERS * saved // found.layers,
         )
 
 
@@ -97,111 +70,51 @@ def start_offloading(
     return Offloading(model, kernel, DiskStore(config.path, where=where))
 
 
-def measure_saved(model: nn.Module, kernel: BlockKernel, recompute: str) -> MicrobatchBytes:
+def measure_saved(model: nn.Module, kernel: BlockKernel, recompute: str, *, layout: Layout = ALONE) -> MicrobatchBytes:
     """Measure what autograd saves of the layers of a model under one kind of recomputation; forward only."""
-    rows = _FEWEST_ROWS * kernel.token_multiple
-    passes = [_Pass(model, kernel, recompute, each) for each in (rows // 2, rows)]
-    for each in passes:
-        each.forward()
-    return _fitted(passes, model)
+    passes = SmallPasses(model=model, kernel=kernel, recompute=recompute, layout=layout)
+    rows = _rows(model, kernel, layout)
+    config: Any = model.config
+    return fitted([passes.saved(each) for each in (rows // 2, rows)], (), layers=config.num_hidden_layers)
 
 
-def measure_microbatch(model: nn.Module, kernel: BlockKernel, recompute: str) -> MicrobatchBytes:
-    """Measure that and what backward needs; gradients are added to those that there are."""
-    fewest = rows = _FEWEST_ROWS * kernel.token_multiple
-    if next(model.parameters()).device.type == "cpu":
+def measure_microbatch(
+    model: nn.Module,
+    kernel: BlockKernel,
+    recompute: str,
+    *,
+    layout: Layout = ALONE,
+    logits_at_once: int | None = None,
+    most_rows: int | None = None,
+    offloads: bool = False,
+) -> MicrobatchBytes:
+    """Measure all that microbatches of up to `most_rows` rows hold; gradients are added to those that there are.
+
+    logits_at_once: that the loss makes; None: all. offloads: whether ratios of offload will be asked for.
+    """
+    passes = SmallPasses(model=model, kernel=kernel, recompute=recompute, layout=layout)
+    rows = _rows(model, kernel, layout)
+    config: Any = model.config
+    if logits_at_once is None:
+        return passes.measure(rows, chunk_tokens=None, offloads=offloads)
+    chunk_tokens = max(1, logits_at_once // config.vocab_size)
+    if most_rows is not None and most_rows <= chunk_tokens:
+        return passes.measure(rows, chunk_tokens=None, offloads=offloads)
+    beyond = passes.measure(rows, chunk_tokens=chunk_tokens, offloads=offloads)
+    if chunk_tokens < rows:  # what is not in chunks then is as small
+        return beyond
+    return replace(passes.measure(rows, chunk_tokens=None, offloads=offloads), most_rows=chunk_tokens, beyond=beyond)
+
+
+def _rows(model: nn.Module, kernel: BlockKernel, layout: Layout) -> int:
+    """Return the rows of the larger pass."""
+    config: Any = model.config
+    multiple, rows = kernel.token_multiple, _ROWS
+    if shape_from_config(config.to_dict()).experts > 1:
         affordable = _FLOPS / (8.0 * sum(each.numel() for each in model.parameters()))
         rows = int(min(max(rows, affordable), _MOST_ROWS))
-    else:
-        rows = max(rows, _MOST_ROWS)
-    passes = [_Pass(model, kernel, recompute, each) for each in (fewest // 2, rows)]
-    for each in passes:
-        each.forward_backward()
-    return _fitted(passes, model)
-
-
-class _Pass:
-    """One small pass over short documents of any tokens, and what it held."""
-
-    def __init__(self, model: nn.Module, kernel: BlockKernel, recompute: str, rows: int) -> None:
-        config: Any = model.config
-        length = min(_DOCUMENT_TOKENS, position_limit(config) or _DOCUMENT_TOKENS)
-        documents = max(1, rows // length)
-        piece = Piece(ranks=(0,), sequences=tuple(range(documents)))
-        plan = Plan(
-            ranks=1,
-            layers=config.num_hidden_layers,
-            capacity=length * documents,
-            tokens=(length,) * documents,
-            microbatches=(Microbatch(pieces=(piece,), recompute=recompute),),
-        )
-        self._model, self._recompute = model, recompute
-        self._planned = _Watched(lower_microbatch(plan, 0), SoloTransport(), kernel)
-        self._saver = ActivationSaver(None, stays=parameter_storages(model))
-        device = next(model.parameters()).device
-        self._ids = torch.arange(length * documents, device=device) % config.vocab_size
-        self._positions = torch.arange(length, device=device).repeat(documents)
-        self.rows, self.saved_bytes, self.peak_bytes, self.whole_peak_bytes = self._planned.num_rows, 0, 0, 0
-
-    def forward(self) -> Tensor:
-        """Run forward; return the hidden states."""
-        policy = ActivationPolicy(recompute=self._recompute, saver=self._saver)
-        with torch.enable_grad(), apply_policy(self._model, self._planned, policy):
-            hidden = run_layers(self._model, self._planned, self._ids, self._positions)
-        self.saved_bytes = self._saver.totals.saved_bytes
-        return hidden
-
-    def forward_backward(self) -> None:
-        """Run both; note the peak until backward has left the second of its layers, and that of all."""
-
-        def note(peak: Callable[[], int]) -> Callable[[], None]:
-            def reached() -> None:
-                self.peak_bytes = peak() if self._planned.left <= 2 else self.peak_bytes
-
-            return reached
-
-        if self._ids.is_cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            self._planned.reached = note(lambda: torch.cuda.max_memory_allocated() - before)
-            hidden = self.forward()
-            hidden.backward(torch.ones_like(hidden))
-            self.whole_peak_bytes = torch.cuda.max_memory_allocated() - before
-            return
-        gradients = (each.grad for each in self._model.parameters() if each.grad is not None)
-        with LiveBytes(*self._model.parameters(), *self._model.buffers(), *gradients) as live:
-            self._planned.reached = note(lambda: live.peak_bytes)
-            hidden = self.forward()
-            hidden.backward(torch.ones_like(hidden))
-            self.whole_peak_bytes = live.peak_bytes
-
-
-class _Watched(PlannedAttention):
-    """Tells when backward has left the attention of a layer."""
-
-    left = 0
-
-    @staticmethod
-    def reached() -> None:
-        """Replaced by who wants to hear of it."""
-
-    def backward(self, *arguments: Any, **options: Any) -> Any:
-        """Do what the attention does, and tell."""
-        gradients = super().backward(*arguments, **options)
-        self.left += 1
-        self.reached()
-        return gradients
-
-
-def _fitted(passes: list[_Pass], model: nn.Module) -> MicrobatchBytes:
-    smaller, larger = passes
-    a_row = (larger.saved_bytes - smaller.saved_bytes) / (larger.rows - smaller.rows)
-    config: Any = model.config
-    return MicrobatchBytes(
-        layers=max(config.num_hidden_layers, 2),
-        fixed=larger.saved_bytes - a_row * larger.rows,
-        a_row=a_row,
-        transient_a_row=max(0, larger.peak_bytes - larger.saved_bytes) / larger.rows,
-        least=smaller.whole_peak_bytes if smaller.whole_peak_bytes > smaller.peak_bytes else 0,
-    )
+    limit = position_limit(config)
+    if limit is not None:
+        rows = max(2, min(rows, limit // layout.degree))
+    multiple *= 4  # a half of it has two chunks, of rings and of the loss
+    return max(rows // multiple, 1) * multiple

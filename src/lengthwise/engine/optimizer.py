@@ -1,14 +1,24 @@
-"""AdamW on this rank's shards of the master weights, with the gradient clipped by its norm; its learning rate."""
+"""AdamW on this rank's shards of the master weights, with the gradient clipped by its norm; its learning rate.
+
+Norm and update go over the shards in parts, a 64th of them at a time: what they need beside it is small.
+"""
 
 from __future__ import annotations
 
 import math
 
 import torch
+from torch import nn
 
 from lengthwise.comm import Transport
 from lengthwise.config import OptimizerConfig
 from lengthwise.engine.parameters import Parameters
+
+_MOMENTS = 2  # of AdamW, which its first step makes
+_PARTS, _LEAST_PART = (
+    64,
+    1 << 16,
+)  # of a rank's parameters, and entries: shorter ones cost more in launches than they save
 
 
 class ShardedAdamW:
@@ -17,10 +27,15 @@ class ShardedAdamW:
     def __init__(self, parameters: Parameters, config: OptimizerConfig, transport: Transport) -> None:
         self._parameters, self._config, self._transport = parameters, config, transport
         groups: dict[bool, list[torch.nn.Parameter]] = {}
-        for shard in parameters.shards():
-            weights = torch.nn.Parameter(shard.weights)
-            weights.grad = shard.gradient
-            groups.setdefault(shard.decayed, []).append(weights)
+        shards = parameters.shards()
+        self._part = part_of(sum(len(shard.weights) for shard in shards))
+        for shard in shards:
+            for part, gradient in zip(
+                *(each.split(self._part) for each in (shard.weights, shard.gradient)), strict=True
+            ):
+                weights = torch.nn.Parameter(part)
+                weights.grad = gradient
+                groups.setdefault(shard.decayed, []).append(weights)
         self._weights = [each for group in groups.values() for each in group]
         self._adamw = None
         if groups:  # more ranks than parameters leave a rank without any
@@ -32,11 +47,13 @@ class ShardedAdamW:
                 lr=config.lr,
                 betas=config.betas,
                 eps=config.eps,
+                foreach=False,  # which would need as much as all of the shards
             )
 
     def reduce(self) -> float:
         """Sum gradients over all ranks; return their global norm, before clipping."""
-        squares = self._parameters.reduce_gradients().double().square().sum().reshape(1)
+        parts = self._parameters.reduce_gradients().split(self._part)
+        squares = torch.stack([part.double().square().sum() for part in parts]).sum().reshape(1)
         self._transport.all_reduce(squares)
         return squares.sqrt().item()
 
@@ -52,6 +69,27 @@ class ShardedAdamW:
                 group["lr"] = lr
             self._adamw.step()
         self._parameters.publish()
+
+
+def part_of(entries: int) -> int:
+    """Return how many entries of a shard of so many are updated at a time."""
+    return max(_LEAST_PART, -(-entries // _PARTS))
+
+
+def kept_bytes(model: nn.Module, parameters: Parameters) -> int:
+    """Count the bytes of a rank from step to step: of the model, its gradients and masters, and of AdamW's moments."""
+    there = (*model.parameters(), *model.buffers(), *parameters.tensors())
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in there}
+    return sum(storages.values()) + _MOMENTS * sum(each.weights.nbytes for each in parameters.shards())
+
+
+def step_end_bytes(model: nn.Module, parameters: Parameters) -> int:
+    """Count the bytes that the end of a step needs beside that: for the norm, for the update, and to publish it."""
+    weights = [each.weights for each in parameters.shards()]
+    entries = sum(map(len, weights))
+    part = min(part_of(entries), max(map(len, weights), default=0))
+    narrow, wide = (next(iter(each)).element_size() for each in (model.parameters(), weights or [torch.zeros(0)]))
+    return max(2 * 8 * part, 2 * wide * part, narrow * entries if narrow != wide else 0)
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:

@@ -49,6 +49,10 @@ class Parameters(Protocol):
         """Make the updated master weights of all ranks the values that forward reads; clear gradients. Collective."""
         ...
 
+    def tensors(self) -> Sequence[Tensor]:
+        """Return all tensors that are kept from step to step."""
+        ...
+
     def state(self) -> Mapping[str, Tensor]:
         """Return what this rank alone holds of the parameters and cannot be computed anew, by name."""
         ...

@@ -11,7 +11,7 @@ Costs no arithmetic more; memory for one chunk of logits and gradients of the he
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -109,16 +109,8 @@ class _ChunkedLoss(torch.autograd.Function):
         by_parameter = [torch.zeros_like(each, dtype=wide) for each in parameters] if wanted else []
         for start in range(0, len(hidden), chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            with torch.set_grad_enabled(wanted):
-                chunk = hidden[part].detach().requires_grad_(wanted)
-                loss = token_loss(logits(chunk), labels[part])
-            total += loss.detach()
-            if by_hidden is not None:
-                found = torch.autograd.grad(loss, (chunk, *parameters), allow_unused=True)
-                by_hidden[part] = found[0]
-                for gradient, more in zip(by_parameter, found[1:], strict=True):
-                    if more is not None:
-                        gradient += more
+            into = None if by_hidden is None else (by_hidden[part], *by_parameter)
+            total += _take_chunk(hidden[part], labels[part], logits, parameters, into)
         if by_hidden is not None:
             narrow = [each.to(own.dtype) for each, own in zip(by_parameter, parameters, strict=True)]
             ctx.made = [by_hidden, *narrow]
@@ -130,3 +122,26 @@ class _ChunkedLoss(torch.autograd.Function):
         del ctx.made  # handed on as they are, no copy of the head's
         by_hidden, *by_parameter = (each.mul_(gradients[0]) for each in made)
         return by_hidden, None, None, None, *by_parameter
+
+
+def _take_chunk(
+    hidden: Tensor,
+    labels: Tensor,
+    logits: Callable[[Tensor], Tensor],
+    parameters: Sequence[Tensor],
+    into: Sequence[Tensor] | None,
+) -> Tensor:
+    """Return the loss of a chunk, and add its gradients `into` those of hidden states and parameters.
+
+    A function of its own: nothing of one chunk is there beside the logits of the next.
+    """
+    with torch.set_grad_enabled(into is not None):
+        chunk = hidden.detach().requires_grad_(into is not None)
+        loss = token_loss(logits(chunk), labels)
+    if into is not None:
+        found = torch.autograd.grad(loss, (chunk, *parameters), allow_unused=True)
+        into[0].copy_(found[0])
+        for gradient, more in zip(into[1:], found[1:], strict=True):
+            if more is not None:
+                gradient += more
+    return loss.detach()

@@ -1,5 +1,6 @@
 """Selective offload: a share of a microbatch's activations leaves the device until its backward needs them."""
 
+from lengthwise.offload.copies import CopyStore
 from lengthwise.offload.disk import DiskStore
 from lengthwise.offload.pinned import PinnedStore
 from lengthwise.offload.saver import ActivationSaver, ActivationTotals, parameter_storages
@@ -9,6 +10,7 @@ __all__ = [
     "ActivationSaver",
     "ActivationStore",
     "ActivationTotals",
+    "CopyStore",
     "DiskStore",
     "PinnedStore",
     "Stored",

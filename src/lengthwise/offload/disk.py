@@ -2,7 +2,7 @@
 
 The file is unlinked as soon as it is open: the system frees it when the process ends, however it ends. Its room is
 reserved before it is written, so a full disk is found by who asks. Places are given one after the other and all taken
-back at the end of a microbatch. At most `_UNWRITTEN_BYTES` wait in memory to be written.
+back at the end of a microbatch. At most `leaving_bytes` wait in memory to be written, or one entry that is larger.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lengthwise.core.errors import MemoryShortage
 
-_UNWRITTEN_BYTES = 1 << 26  # 64 MB: a layer of a small model; more would only delay the wait for a slow disk
+LEAVING_BYTES = 1 << 26  # 64 MB: a layer of a small model; more would only delay the wait for a slow disk
 _RESERVED_BYTES = 1 << 26  # by which the file grows
 _ALIGNMENT = 4096
 
@@ -44,6 +44,7 @@ class DiskStore:
         self._writer, self._reader = (
             ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"offload {name}") for name in ("write", "read")
         )
+        self.leaving_bytes = LEAVING_BYTES
         self._unwritten: deque[tuple[Future[None], int]] = deque()
         self._waited_seconds = 0.0
 
@@ -65,7 +66,8 @@ class DiskStore:
 
     def read(self, written: Future[None], start: int, size: int) -> Future[Tensor]:
         """Begin to read what was written, uint8 (size,)."""
-        return self._reader.submit(_read, self._file.fileno(), written, start, size)
+        values = torch.empty(size, dtype=torch.uint8)  # here: what counts tensors does not see those of threads
+        return self._reader.submit(_read, self._file.fileno(), written, start, values)
 
     def wait_for(self, done: Future, size: int) -> object:
         """Return the result of a thread, counting the wait.
@@ -96,7 +98,7 @@ class DiskStore:
         self._file.close()
 
     def _has_much_to_write(self) -> bool:
-        return len(self._unwritten) > 1 and sum(size for _, size in self._unwritten) > _UNWRITTEN_BYTES
+        return len(self._unwritten) > 1 and sum(size for _, size in self._unwritten) > self.leaving_bytes
 
     def _reserve(self, end: int, size: int) -> None:
         """Make the file so long that `size` bytes up to `end` fit, or raise."""
@@ -160,9 +162,8 @@ def _write(file: int, values: Tensor, start: int) -> None:
         left, start = left[written:], start + written
 
 
-def _read(file: int, written: Future[None], start: int, size: int) -> Tensor:
+def _read(file: int, written: Future[None], start: int, values: Tensor) -> Tensor:
     written.result()
-    values = torch.empty(size, dtype=torch.uint8)
     left = values.numpy().data
     while left:
         got = os.preadv(file, [left], start)

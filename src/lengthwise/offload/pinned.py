@@ -16,7 +16,7 @@ from torch import Tensor
 from lengthwise.core.errors import MemoryShortage
 
 SLAB_BYTES = 1 << 28
-_LEAVING_BYTES = 1 << 29  # values whose copy out is under way, at most: half a layer of a large model at 64K tokens
+LEAVING_BYTES = 1 << 29  # values whose copy out is under way, at most: half a layer of a large model at 64K tokens
 _ALIGNMENT = 512
 
 
@@ -29,6 +29,7 @@ class PinnedStore:
         self.out_stream, self.in_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._slabs: list[Tensor] = []
         self._end = 0  # over all slabs, one after the other
+        self.leaving_bytes = LEAVING_BYTES
         self._leaving: deque[tuple[torch.cuda.Event, Tensor]] = deque()
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._waited_seconds = 0.0
@@ -44,7 +45,7 @@ class PinnedStore:
 
     def put(self, values: Tensor) -> _Pinned:
         """Begin to copy `values` out (see `ActivationStore.put`)."""
-        while self._leaving and (self._leaving[0][0].query() or self._leaving_bytes > _LEAVING_BYTES):
+        while self._leaving and (self._leaving[0][0].query() or self._leaving_bytes > self.leaving_bytes):
             self._leaving.popleft()[0].synchronize()
         parts = self._places(values.numel())
         self.out_stream.wait_stream(torch.cuda.current_stream(self.device))

@@ -121,7 +121,8 @@ class ActivationSaver:
             size=tensor.size(),
             stride=tensor.stride(),
             offset=int(tensor.storage_offset()),
-            kept=tensor if entry.stored is None else None,
+            # Detached: what saves its own result would otherwise keep itself alive where no backward comes.
+            kept=tensor.detach() if entry.stored is None else None,
         )
 
     def unpack(self, saved: Tensor | _View) -> Tensor:

@@ -24,7 +24,12 @@ class Stored(Protocol):
 
 
 class ActivationStore(Protocol):
-    """Where activations are until backward; of one rank, used by one thread."""
+    """Where activations are until backward; of one rank, used by one thread.
+
+    leaving_bytes: of what was put, how many are on the device still at most (one entry may be larger).
+    """
+
+    leaving_bytes: int
 
     @property
     def waited_seconds(self) -> float:

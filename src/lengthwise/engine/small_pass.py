@@ -1,0 +1,327 @@
+"""Small forward and backward passes of a model as one rank of any microbatch runs them, and what is there on the way.
+
+1. One sequence is cut as a plan would cut it; this rank runs its part alone, and what others would send is zeros.
+2. All that an operation makes is counted until it is freed, and noted after each one; on GPUs the allocator's peak
+   between two attentions is.
+3. Two passes of different length, whose operations are the same, give a line over the rows for each moment
+   (`cost.MicrobatchBytes`); where routing makes them differ, for the highest moment between two attentions.
+
+The chunks of a loss are as many in both passes, and scale with the rows: what grows in the loss beyond its lowest
+moment is of a chunk. Costs a second or less a pass for a model of 100M parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lengthwise.attention import ActivationPolicy, BlockKernel, PlannedAttention
+from lengthwise.comm import Done, Pending, SoloTransport
+from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.cost import MicrobatchBytes, Moments
+from lengthwise.engine.live_bytes import LiveBytes
+from lengthwise.models import apply_policy, model_loss, run_layers
+from lengthwise.offload import ActivationSaver, CopyStore, parameter_storages
+from lengthwise.program import lower_microbatch
+
+Segment = list[tuple[object, int]]
+"""Operations and the bytes that there were after each, between two attentions."""
+_CHUNKS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a sequence lies: over how many ranks, which of them looks, and how many of them split heads."""
+
+    degree: int = 1
+    position: int = 0
+    heads: int = 1
+
+
+ALONE = Layout()
+
+
+class Lone(SoloTransport):
+    """One rank of a ring without the others: what it would be sent is zeros."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__()
+        self.rank, self.world_size = rank, world_size
+
+    def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Pending:
+        """Drop what would be sent, and fill what would arrive."""
+        del sends
+        for message, _ in receives:
+            message.zero_()
+        return Done()
+
+
+class _Watch(Protocol):
+    """Notes bytes between marks."""
+
+    segments: list[Segment]
+    is_quiet: bool
+
+    def mark(self) -> None: ...
+
+
+class _LiveWatch(LiveBytes):
+    """Notes what is alive after each operation."""
+
+    def __init__(self, *before: Tensor) -> None:
+        super().__init__(*before)
+        self.segments: list[Segment] = [[]]
+        self.is_quiet = False
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation and note the bytes."""
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if not self.is_quiet:
+            self.segments[-1].append((func, self.now_bytes))
+        return result
+
+    def mark(self) -> None:
+        """End a segment and begin another."""
+        self.segments[-1].append((None, self.now_bytes))
+        self.segments.append([])
+
+
+class _CudaWatch:
+    """Notes the allocator's peak between marks."""
+
+    def __init__(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self._before = torch.cuda.memory_allocated()
+        self.segments: list[Segment] = []
+        self.is_quiet = False
+
+    def __enter__(self) -> _CudaWatch:
+        """Begin."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the last segment."""
+        self.mark()
+
+    def mark(self) -> None:
+        """End a segment: its peak, and what is there at its end."""
+        held = (torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated())
+        self.segments.append([(None, each - self._before) for each in held])
+        torch.cuda.reset_peak_memory_stats()
+
+
+class _QuietSaver(ActivationSaver):
+    """A saver whose own operations are not noted: what they make is, with the operation that comes next."""
+
+    watch: _Watch | None = None
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Take what autograd saves."""
+        with self._quiet():
+            return super().pack(tensor)
+
+    def unpack(self, saved: Any) -> Tensor:
+        """Return what was saved."""
+        with self._quiet():
+            return super().unpack(saved)
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        assert self.watch is not None, "set before the pass"
+        self.watch.is_quiet = True
+        try:
+            yield
+        finally:
+            self.watch.is_quiet = False
+
+
+class _Watched(PlannedAttention):
+    """Marks where attention begins and ends."""
+
+    @staticmethod
+    def mark() -> None:
+        """Replaced by who wants to hear of it."""
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        """Do what the attention does, between marks."""
+        self.mark()
+        done = super().forward(*arguments, **options)
+        self.mark()
+        return done
+
+    def backward(self, *arguments: Any, **options: Any) -> Any:
+        """Do what the attention does, between marks."""
+        self.mark()
+        gradients = super().backward(*arguments, **options)
+        self.mark()
+        return gradients
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a pass held: in its forward but the loss, in the loss, and in its backward."""
+
+    rows: int
+    saved_bytes: int
+    forward: Sequence[Segment] = ()
+    loss: Sequence[Segment] = ()
+    backward: Sequence[Segment] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallPasses:
+    """Runs small passes of a model under one kind of recomputation."""
+
+    model: nn.Module
+    kernel: BlockKernel
+    recompute: str
+    layout: Layout = ALONE
+
+    def measure(self, rows: int, *, chunk_tokens: int | None, offloads: bool) -> MicrobatchBytes:
+        """Measure all moments of microbatches, from passes of so many rows and half of them.
+
+        `chunk_tokens`: whose loss is made in chunks of so many tokens; None: all at once.
+        """
+        chunked = chunk_tokens is not None
+        seen = [self.run(each, chunked=chunked) for each in (rows // 2, rows)]
+        without = [self.run(each.rows, chunked=chunked, away=each.saved_bytes) for each in seen if offloads]
+        return fitted(seen, without, layers=self._config.num_hidden_layers, chunk_tokens=chunk_tokens)
+
+    def saved(self, rows: int) -> Seen:
+        """Run forward alone; return what autograd saves."""
+        planned, ids, positions = self._start(rows)
+        saver = ActivationSaver(None, stays=parameter_storages(self.model))
+        policy = ActivationPolicy(recompute=self.recompute, saver=saver)
+        with torch.enable_grad(), apply_policy(self.model, planned, policy):
+            run_layers(self.model, planned, ids, positions)
+        return Seen(rows=planned.num_rows, saved_bytes=saver.totals.saved_bytes)
+
+    def run(self, rows: int, *, chunked: bool, away: int = 0) -> Seen:
+        """Run forward and backward, of `away` bytes all away from the device; gradients are added to what is there."""
+        planned, ids, positions = self._start(rows)
+        layers = self._config.num_hidden_layers
+        saver = _QuietSaver(
+            CopyStore() if away else None,
+            stays=parameter_storages(self.model),
+            offload_bytes=away,
+            layer_bytes=away // layers,
+        )
+        policy = ActivationPolicy(recompute=self.recompute, saver=saver)
+        at_once = len(ids) // _CHUNKS * self._config.vocab_size if chunked else None
+        gradients = (each.grad for each in self.model.parameters() if each.grad is not None)
+        before = (*self.model.parameters(), *self.model.buffers(), *gradients, ids, positions)
+        with _CudaWatch() if ids.is_cuda else _LiveWatch(*before) as watch:
+            planned.mark, saver.watch, saved_bytes = watch.mark, watch, list[int]()
+
+            def decoded() -> None:
+                watch.mark()
+                saved_bytes.append(saver.totals.saved_bytes)  # what the loss saves is not of the layers
+
+            with torch.enable_grad(), apply_policy(self.model, planned, policy), _at_end_of(self.model, decoded):
+                loss = model_loss(self.model, planned, ids, positions, ids, logits_at_once=at_once)
+            watch.mark()
+            turn = len(watch.segments) - (0 if ids.is_cuda else 1)
+            (loss / len(ids)).backward()
+            del loss
+        segments = watch.segments
+        return Seen(
+            rows=planned.num_rows,
+            saved_bytes=saved_bytes[0],
+            forward=segments[: turn - 1],
+            loss=segments[turn - 1 : turn],
+            backward=segments[turn:],
+        )
+
+    @property
+    def _config(self) -> Any:
+        return self.model.config
+
+    def _start(self, rows: int) -> tuple[_Watched, Tensor, Tensor]:
+        layout = self.layout
+        piece = Piece(ranks=tuple(range(layout.degree)), sequences=(0,), heads=layout.heads)
+        plan = Plan(
+            ranks=layout.degree,
+            layers=self._config.num_hidden_layers,
+            capacity=rows * layout.degree + 1,
+            tokens=(rows * layout.degree,),
+            microbatches=(Microbatch(pieces=(piece,), recompute=self.recompute),),
+            requires=("heads",) if layout.heads > 1 else (),
+        )
+        program = lower_microbatch(plan, 0)
+        planned = _Watched(program, Lone(layout.position, layout.degree), self.kernel)
+        device = next(self.model.parameters()).device
+        segments = program.segments(layout.position)
+        positions = torch.cat([torch.arange(each.start, each.stop, device=device) for each in segments])
+        return planned, positions % self._config.vocab_size, positions
+
+
+@contextmanager
+def _at_end_of(model: Any, mark: Callable[[], None]) -> Iterator[None]:
+    """Mark where the decoder of a model has run, once: chunks of the loss seem to run it again."""
+    ran: list[bool] = []
+
+    def hook(*_: object) -> None:
+        if not ran:
+            mark()
+        ran.append(True)
+
+    handle = model.get_decoder().register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def fitted(
+    seen: Sequence[Seen], without: Sequence[Seen], *, layers: int, chunk_tokens: int | None = None
+) -> MicrobatchBytes:
+    """Return the lines through two passes; `without`: the same passes with all that is saved away, or none."""
+    smaller, larger = seen
+    rows = (smaller.rows, larger.rows)
+    a_row = (larger.saved_bytes - smaller.saved_bytes) / (rows[1] - rows[0])
+    saved = MicrobatchBytes(layers=max(layers, 2), saved_fixed=larger.saved_bytes - a_row * rows[1], saved_a_row=a_row)
+    if not larger.backward:
+        return saved
+    forward, loss, backward = (
+        _aligned([getattr(each, part) for each in (*seen, *without)], rows) for part in ("forward", "loss", "backward")
+    )
+    if chunk_tokens is not None:
+        loss = [_of_chunks(lines, chunk_tokens) for lines in loss]
+    forward = [np.concatenate(both) for both in zip(forward, loss, strict=True)]
+    return replace(saved, forward=_moments(*forward), backward=_moments(*backward))
+
+
+def _moments(live: NDArray[np.float64], less: NDArray[np.float64] | None = None) -> Moments:
+    return Moments(live=live, removable=None if less is None else live - less)
+
+
+def _of_chunks(lines: NDArray[np.float64], chunk_tokens: int) -> NDArray[np.float64]:
+    """Return the line of the highest moment of a loss, at its own chunks; its last moment is without any."""
+    fixed, a_token = (lines - lines[-1]).T
+    highest = (fixed + _CHUNKS * a_token * chunk_tokens).max()
+    return lines[-1:] + np.array([highest, 0.0])
+
+
+def _aligned(passes: Sequence[Sequence[Segment]], rows: tuple[int, int]) -> list[NDArray[np.float64]]:
+    """Return the lines of each two passes, (moments, 2): of each operation if all did the same, else of the highest."""
+    if len({len(each) for each in passes}) > 1:
+        passes = [[[step for segment in each for step in segment]] for each in passes]
+    columns: list[list[int]] = [[] for _ in passes]
+    for segments in zip(*passes, strict=True):
+        same = len({tuple(what for what, _ in segment) for segment in segments}) == 1
+        for column, segment in zip(columns, segments, strict=True):
+            held = [size for _, size in segment]
+            column += held if same else [max(held), held[-1]]
+    small, large = np.array(columns[::2], dtype=float), np.array(columns[1::2], dtype=float)
+    slope = (large - small) / (rows[1] - rows[0])
+    return list(np.stack([large - slope * rows[1], slope], axis=-1))
