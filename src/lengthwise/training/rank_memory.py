@@ -1,0 +1,87 @@
+"""What of microbatches fits into the memory of a rank, by what small passes measured; no torch, planners ask it too.
+
+The plan file counts tokens: what is offloaded makes room for others in proportion. What backward needs beside saved
+activations is not offloaded, so at the same capacity a microbatch that offloads may need a larger ratio than the plan's
+rule says, or not fit. `with_offload` gives each the ratio that it needs; where none is enough the step is planned again
+with a capacity by which the rule is always enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from lengthwise.core.held import fullest_tokens, kept_ratio
+from lengthwise.core.plan import Microbatch, Plan
+from lengthwise.cost import MicrobatchBytes, largest_peak
+
+STEP_TOKENS = 128
+_RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_DIGITS = 4  # of a ratio
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """What a rank may hold.
+
+    budget_bytes: for a microbatch, beside what is kept from step to step. layouts: by kind of recomputation, bytes of
+    microbatches on one rank, over rings, with heads split. leaving_bytes: of the store of offload.
+    """
+
+    budget_bytes: float
+    layouts: Mapping[str, tuple[MicrobatchBytes, ...]]
+    leaving_bytes: int = 0
+
+    def peak_bytes(self, kind: str, tokens: int, offload: float = 0.0) -> int:
+        """Return the most bytes of a microbatch of so many tokens here."""
+        return largest_peak(self.layouts[kind], tokens, offload, leaving_bytes=self.leaving_bytes)
+
+    def most_tokens(self, kind: str, most: int, *, offload: float | None = 0.0) -> int:
+        """Return the capacity in steps of 128 tokens, up to `most`; 0 where 128 do not fit.
+
+        offload: the ratio of every microbatch, which then holds more than the capacity; None: any ratio, by the plan
+        file's rule.
+        """
+        layers = self.layouts[kind][0].layers
+        held = [(ratio, kept_ratio(ratio, layers)) for ratio in (_RATIOS if offload is None else (offload,))]
+
+        def fits(steps: int) -> bool:
+            tokens = steps * STEP_TOKENS
+            return all(self.peak_bytes(kind, int(tokens / kept), ratio) <= self.budget_bytes for ratio, kept in held)
+
+        most_steps, turns = most // STEP_TOKENS, {each.most_rows for each in self.layouts[kind]}
+        for turn in sorted((int(turn) // STEP_TOKENS for turn in turns if turn < math.inf), reverse=True):
+            if turn < most_steps and fits(turn + 1):  # a loss in chunks may take less than a whole one of fewer tokens
+                return STEP_TOKENS * largest(fits, most_steps, least=turn + 1)
+        return STEP_TOKENS * largest(fits, most_steps)
+
+    def with_offload(self, plan: Plan) -> Plan | None:
+        """Return a plan whose microbatches offload as much as they need; None: one does not fit with all of it."""
+        microbatches = [self._offloaded(plan, each) for each in plan.microbatches]
+        if None in microbatches:
+            return None
+        return replace(plan, microbatches=tuple(filter(None, microbatches)))
+
+    def _offloaded(self, plan: Plan, microbatch: Microbatch) -> Microbatch | None:
+        if not microbatch.offload:
+            return microbatch
+        tokens, units = fullest_tokens(plan, microbatch), 10**_DIGITS
+
+        def fits(unit: int) -> bool:
+            return self.peak_bytes(microbatch.recompute, tokens, unit / units) <= self.budget_bytes
+
+        least = math.ceil(microbatch.offload * units)
+        if not fits(units):
+            return None
+        spared = largest(lambda less: fits(units - less), units - least)
+        return replace(microbatch, offload=max(microbatch.offload, (units - spared) / units))
+
+
+def largest(fits: Callable[[int], bool], most: int, *, least: int = 0) -> int:
+    """Return the largest number from `least` to `most` that fits, where `least` and all below it do."""
+    low, high = least, max(least, most)
+    while low < high:
+        middle = -(-(low + high) // 2)
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
