@@ -1,67 +1,25 @@
 """`capacity_tokens: auto`: what a microbatch needs is predicted, and what cannot fit is refused."""
 
-import copy
 import re
-from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, MixtralConfig
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import SoloTransport
-from lengthwise.core.plan import RECOMPUTE_KINDS, Piece, Plan
-from lengthwise.cost import loss_bytes, shape_from_config
+from lengthwise.core.held import held_by_rank
+from lengthwise.core.plan import Plan
 from lengthwise.engine import memory
-from lengthwise.engine.activations import Offloading, measure_microbatch
+from lengthwise.engine.activations import start_offloading
+from lengthwise.engine.optimizer import ShardedAdamW, kept_bytes
+from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
-from lengthwise.offload import DiskStore
+from lengthwise.models import build_adapted
 from lengthwise.training import capacity
-from support import LiveBytes, build_pair, make_batch, make_plan
-from training.small_runs import call, losses, make_rows, read_lines, write_model, write_run
+from lengthwise.training.start import prepare
+from support import LiveBytes, make_batch, run_ranks
+from training.small_runs import VOCAB, call, losses, make_rows, read_lines, write_model, write_run
 
 CPU = torch.device("cpu")
-LAYERS, LOGITS_AT_ONCE = 5, 1 << 16
-SIZES = {
-    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
-FAMILIES = {
-    "llama": LlamaConfig(**SIZES),
-    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
-}
-
-
-@pytest.mark.parametrize("kind", RECOMPUTE_KINDS)
-@pytest.mark.parametrize(("family", "low", "high"), [("llama", 0.99, 1.1), ("mixtral", 0.9, 1.15)])
-def test_the_peak_of_a_microbatch_is_predicted(tmp_path, family, kind, low, high):
-    """Routing makes experts hold more or less of it than of the tokens that were measured."""
-    model = build_pair(family, copy.deepcopy(FAMILIES[family]))["planned"]
-    kernel, shape = choose_kernel(CPU), shape_from_config(FAMILIES[family].to_dict())
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    found = measure_microbatch(model, kernel, kind)
-    for lengths in ((1500, 100), (60,) * 40):
-        tokens, pieces = sum(lengths), [Piece(ranks=(0,), sequences=tuple(range(len(lengths))))]
-        plan = make_plan(1, lengths, pieces, layers=LAYERS)
-        for offload in (0.0, 1.0):
-            store = DiskStore(tmp_path, where="test")
-            microbatches = tuple(replace(each, recompute=kind, offload=offload) for each in plan.microbatches)
-            batch, there = make_batch(lengths, vocab=300), [*model.parameters(), *(p.grad for p in model.parameters())]
-            offloading = Offloading(model, kernel, store)
-            offloading.saver(microbatches[0], 100)  # measured before, not beside what is measured here
-            with LiveBytes(*there) as live:
-                run_plan(
-                    model, replace(plan, microbatches=microbatches), batch, SoloTransport(), kernel, name="test",
-                    logits_at_once=LOGITS_AT_ONCE, offloading=offloading,
-                )  # fmt: skip
-            store.close()
-            loss = loss_bytes(shape, tokens, narrow=4, wide=4, logits_at_once=LOGITS_AT_ONCE)
-            predicted = max(found.peak(tokens), found.saved(tokens) + loss)
-            if not offload:
-                assert low <= predicted / live.peak_bytes <= high, (lengths, predicted, live.peak_bytes)
-            else:
-                assert live.peak_bytes < predicted
 
 
 def run(tmp_path, *, ranks=2, rows=None, status=0, **keys):
@@ -79,7 +37,9 @@ def test_auto_trains_to_the_same_losses(tmp_path, capfd, recompute):
     output = run(tmp_path, recompute=recompute, precision="fp64")
     said = capfd.readouterr().out
     assert "microbatches as large as memory holds" in said
-    assert re.search(r"capacity of a rank, by the memory that is free: \d+ tokens\n", said), "of any kind as many"
+    assert re.search(r"capacity of a rank, by the memory that is free: \d+ tokens; at most \S+B of \S+B\n", said), (
+        "of any kind as many"
+    )
     path = write_run(tmp_path, name="given.yaml", capacity_tokens=200, precision="fp64", output="given")
     assert call("train", path, "--ranks", 2) == 0
     for got, want in zip(losses(output), losses(tmp_path / "given"), strict=True):
@@ -100,7 +60,7 @@ def test_little_memory_makes_more_rings_or_another_recomputation(tmp_path, monke
     assert {each.recompute for plan in plans for each in plan.microbatches} & {"layer", "all_but_attention"}
 
 
-def test_what_offload_lets_a_rank_hold_needs_room_too(tmp_path, monkeypatch, capfd):
+def test_offload_takes_no_capacity_from_what_does_not_offload(tmp_path, monkeypatch, capfd):
     """With 8 layers a rank may hold four times its capacity, and a layer's backward needs four times as much."""
     write_model(tmp_path / "model", num_hidden_layers=8)
     rows = make_rows([300, 60, 30, 12] * 3)
@@ -109,7 +69,58 @@ def test_what_offload_lets_a_rank_hold_needs_room_too(tmp_path, monkeypatch, cap
     for offload in (None, {"store": "disk", "path": str(tmp_path)}):
         run(tmp_path, rows=rows, global_batch={"sequences": 12}, steps=1, offload=offload)
         held.append(int(capfd.readouterr().out.partition("that is free: ")[2].split()[0]))
-    assert held[1] < held[0]
+    assert held[1] == held[0]
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "keys"),
+    [
+        (22e6, {"recompute": "none"}),
+        (16e6, {"recompute": "auto"}),
+        (22e6, {"recompute": "none", "offload": {"store": "disk", "ratio": "auto"}}),
+        (22e6, {"recompute": "none", "offload": {"store": "disk", "ratio": 0.5}}),
+        (20e6, {"recompute": "layer", "loss": "whole"}),
+    ],
+    ids=str,
+)
+def test_a_step_holds_what_the_start_said(tmp_path, monkeypatch, free_bytes, keys):
+    """All tensors of both ranks are counted; the peak of a step is that of the largest microbatch."""
+    write_model(tmp_path / "model", num_hidden_layers=8)
+    if "offload" in keys:
+        keys = {**keys, "offload": {**keys["offload"], "path": str(tmp_path)}}
+    lengths = (1500, 700, 300, 60, 30)
+    path = write_run(
+        tmp_path, make_rows(list(lengths)), capacity_tokens="auto", global_batch={"sequences": len(lengths)}, **keys
+    )
+    job = prepare(path, [], ranks=2, timeout_seconds=60).job
+    monkeypatch.setattr(capacity, "free_bytes", lambda *_: free_bytes)
+
+    def work(transport):
+        with LiveBytes() as live:
+            model = build_adapted(job.model, None, seed=0)
+            parameters = FlatParameters(model, transport, dtype=torch.float32)
+            optimizer, kernel = ShardedAdamW(parameters, job.config.optimizer, transport), choose_kernel(CPU)
+            found = capacity.measure_capacities(job, model, parameters, kernel, transport, local_ranks=2)
+            offloading = start_offloading(job.config.offload, model, kernel, where="test")
+            batch, planning = make_batch(lengths, vocab=VOCAB), job.with_capacities(found).planning
+            for plan in (planning.plan((9,) * len(lengths)), planning.plan(lengths)):
+                live.peak_bytes = live.now_bytes
+                at_once = job.logits_at_once
+                few = make_batch(plan.tokens, vocab=VOCAB)
+                run_plan(
+                    model, plan, few if sum(plan.tokens) < 100 else batch, transport, kernel, name="test",
+                    logits_at_once=at_once, offloading=offloading,
+                )  # fmt: skip
+                optimizer.update(1e-3, optimizer.reduce())
+        mine = [(each, held_by_rank(plan, each)[0][transport.rank]) for each in plan.microbatches]
+        said = max(found.memory.peak_bytes(each.recompute, held, each.offload) for each, held in mine)
+        return live.peak_bytes, kept_bytes(model, parameters), said, found.memory.budget_bytes, plan.to_json()
+
+    measured, kept, said, budget, plan = max(run_ranks(work, 2))
+    assert measured <= kept + budget, plan
+    # Of what goes to a disk a layer may be unwritten; that much is always counted.
+    over = 1.05 if "offload" not in keys else 1.2
+    assert 0.95 <= (kept + said) / measured <= over, plan
 
 
 def test_no_memory_is_said_with_the_bytes(tmp_path, monkeypatch, capsys):

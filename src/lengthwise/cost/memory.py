@@ -16,7 +16,7 @@ from lengthwise.core.shape import ModelShape
 from lengthwise.cost.hardware import Hardware
 
 LOGITS_AT_ONCE = 1 << 25  # that the chunked loss makes, tokens x words: 128 MB in fp32; GEMMs of 256 rows at 128K words
-_LOGIT_COPIES = 3  # the logits in fp32 or wider, their log-softmax and its gradient
+_LOGIT_COPIES = 3
 PRECISION_BYTES = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (2, 4)}  # of a number of the model, and of sums
 RESERVED = 0.1  # of device memory: transfers, workspace, fragments, the loss
 _KEPT_BYTES = 2 + 4  # a parameter: bf16 weights and fp32 gradients
@@ -44,14 +44,16 @@ def activation_bytes(shape: ModelShape, recompute: str, dtype_bytes: int) -> flo
 def loss_bytes(shape: ModelShape, tokens: int, *, narrow: int, wide: int, logits_at_once: int | None) -> float:
     """Count the bytes that the loss of a microbatch of `tokens` holds at its peak.
 
-    A logit is kept once in `narrow` bytes, those of the model's numbers, and three times in `wide` ones. A chunked loss
-    holds `logits_at_once` of them (None: all) and the gradients of the head and of the hidden states.
+    Three times its logits in `wide` bytes: their log-softmax and two gradients. A chunked loss holds `logits_at_once`
+    of them (None: all), the gradients of the hidden states in `narrow` bytes, those of the model's numbers, and of the
+    head; when a chunk adds to these, they are there twice and the logits once.
     """
     logits = tokens * shape.vocab
     if logits_at_once is None or logits <= logits_at_once:
-        return float(logits * (narrow + _LOGIT_COPIES * wide))
-    gradients = shape.hidden * (shape.vocab * (wide + narrow) + tokens * narrow)
-    return float(logits_at_once * (narrow + _LOGIT_COPIES * wide) + gradients)
+        return float(logits * _LOGIT_COPIES * wide)
+    head = shape.hidden * shape.vocab
+    chunk = max(logits_at_once * _LOGIT_COPIES * wide, narrow * (logits_at_once + head))
+    return float(chunk + head * wide + tokens * shape.hidden * narrow)
 
 
 def state_bytes(shape: ModelShape, ranks: int, *, devices: int = 1) -> float:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
@@ -27,12 +26,10 @@ class LiveBytes(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operation and note the storages of what it returns."""
-        given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        there = {tensor.untyped_storage()._cdata for tensor in given}
+        there = {tensor.untyped_storage()._cdata for tensor in _tensors((*args, *(kwargs or {}).values()))}
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._note(leaf, there)
+        for tensor in _tensors((result,)):
+            self._note(tensor, there)
         return result
 
     def _note(self, tensor: Tensor, there: set[int]) -> None:
@@ -47,3 +44,12 @@ class LiveBytes(TorchDispatchMode):
     def _free(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now_bytes -= size
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors of an operation's arguments or results; torch walks trees of any kind, slowly."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)

@@ -80,7 +80,12 @@ def kept_bytes(model: nn.Module, parameters: Parameters) -> int:
     """Count the bytes of a rank from step to step: of the model, its gradients and masters, and of AdamW's moments."""
     there = (*model.parameters(), *model.buffers(), *parameters.tensors())
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in there}
-    return sum(storages.values()) + _MOMENTS * sum(each.weights.nbytes for each in parameters.shards())
+    return sum(storages.values()) + moment_bytes(parameters)
+
+
+def moment_bytes(parameters: Parameters) -> int:
+    """Count the bytes of AdamW's moments on this rank, which its first step makes."""
+    return _MOMENTS * sum(each.weights.nbytes for each in parameters.shards())
 
 
 def step_end_bytes(model: nn.Module, parameters: Parameters) -> int:

@@ -1,12 +1,15 @@
 """`capacity_tokens: auto`: the tokens that a rank holds in the memory that is free when its model is there.
 
-What a microbatch needs is measured by `engine.activations`, for each kind of recomputation that the run may take; what
-is free is asked of the system, and a tenth is left of it. The capacity is the least of all ranks, in steps of 128.
+What a microbatch needs is measured by `engine.activations`, for each kind of recomputation that the run may take, on a
+rank alone, over a ring and with heads split; what is free is asked of the system, and a tenth is left of it. The
+capacity is the least of all ranks, in steps of 128. Where twice what the largest batch needs without recomputation is
+free, no more is measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -15,21 +18,25 @@ from lengthwise.attention import BlockKernel
 from lengthwise.comm import Transport
 from lengthwise.core.errors import DataError, MemoryShortage, ModelRefused
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.cost import PRECISION_BYTES, RESERVED, loss_bytes, shape_from_config
-from lengthwise.engine.activations import MicrobatchBytes, measure_microbatch
+from lengthwise.cost import RESERVED, MicrobatchBytes
+from lengthwise.engine.activations import measure_microbatch
 from lengthwise.engine.memory import free_bytes
+from lengthwise.engine.optimizer import moment_bytes, step_end_bytes
 from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.small_pass import ALONE, Layout
 from lengthwise.models import check_recompute
+from lengthwise.offload import LEAVING_BYTES
 from lengthwise.report.figures import count
 from lengthwise.training.job import Job
+from lengthwise.training.rank_memory import STEP_TOKENS, Capacities, RankMemory
 
-_STEP_TOKENS = 128
-_MOMENTS = 2  # of AdamW, which the first step makes
+_RING_RANKS = 3  # from which on a rank of a ring holds no more: its own keys, those it has, those that arrive
+_AMPLE = 2.0  # times what is needed: rings and split heads need less than that more
 
 
 def measure_capacities(
     job: Job, model: nn.Module, parameters: Parameters, kernel: BlockKernel, transport: Transport, *, local_ranks: int
-) -> dict[str, int]:
+) -> Capacities:
     """Return the tokens that a rank holds by kind of recomputation, the same on all ranks. Collective.
 
     Raises:
@@ -37,39 +44,114 @@ def measure_capacities(
         DataError: the longest sequence does not fit all ranks together.
     """
     device = next(model.parameters()).device
-    moments = _MOMENTS * sum(each.weights.nbytes for each in parameters.shards())
-    budget = free_bytes(device, local_ranks) * (1 - RESERVED) - moments
-    kinds = _kinds(job)
-    found: list[int] = []
-    for kind in kinds:
-        microbatch = measure_microbatch(model, kernel, kind)
-        found.append(_most_tokens(job, microbatch, budget))
+    budget = free_bytes(device, local_ranks) * (1 - RESERVED) - moment_bytes(parameters)
+    if step_end_bytes(model, parameters) > budget:
+        budget = 0.0
+    planning = job.planning
+    measuring = _Measuring(
+        job=job,
+        model=model,
+        kernel=kernel,
+        budget=_least(transport, [budget])[0],
+        asked=job.config.recompute,
+        offloads=planning.options.offload == "auto" or bool(planning.offload_ratio),
+    )
+    memory = measuring.memory()
     parameters.clear_gradients()
-    mine = torch.tensor(found, dtype=torch.float64)
-    rows = torch.empty(transport.world_size * len(found), dtype=torch.float64)
-    transport.all_gather(rows, mine)
-    least = rows.view(-1, len(found)).amin(0).long().tolist()
-    capacities = {kind: tokens for kind, tokens in zip(kinds, least, strict=True) if tokens}
-    if not capacities:
+    plain, offloading = ({} for _ in range(2))
+    ratio = planning.offload_ratio
+    for kind in memory.layouts:
+        plain[kind] = memory.most_tokens(kind, job.most_tokens, offload=ratio or 0.0)
+        offloading[kind] = plain[kind]
+        if measuring.offloads and not ratio:
+            offloading[kind] = memory.most_tokens(kind, plain[kind], offload=None)
+    found = _least(transport, [*plain.values(), *offloading.values()])
+    plain, offloading = (
+        {kind: int(tokens) for kind, tokens in zip(plain, part, strict=True) if tokens}
+        for part in (found[: len(plain)], found[len(plain) :])
+    )
+    if not plain:
         got = f"{count(max(0.0, budget))}B free beside the model, its gradients and optimizer, and a tenth left free"
         remedy = "Use more ranks (the optimizer is split over them), a smaller model, recompute: auto, or more memory."
         raise MemoryShortage(
-            f"rank {transport.rank}, start", expected=f"room for {_STEP_TOKENS} tokens", got=got, remedy=remedy
+            f"rank {transport.rank}, start", expected=f"room for {STEP_TOKENS} tokens", got=got, remedy=remedy
         )
-    _check_longest(job, capacities)
+    capacities = Capacities(plain=plain, offloading=offloading, memory=memory)
+    _check_longest(measuring, capacities)
     return capacities
 
 
-def told(capacities: Mapping[str, int]) -> str:
-    """Say what a rank holds, by kind of recomputation where that makes a difference."""
-    if len(set(capacities.values())) == 1:
-        return f"{next(iter(capacities.values()))} tokens"
-    return ", ".join(f"{tokens} tokens with recompute {kind}" for kind, tokens in capacities.items())
+def _least(transport: Transport, numbers: Sequence[float]) -> list[float]:
+    """Return the least of each number over all ranks. Collective."""
+    rows = torch.empty(transport.world_size * len(numbers), dtype=torch.float64)
+    transport.all_gather(rows, torch.tensor(numbers, dtype=torch.float64))
+    return rows.view(-1, len(numbers)).amin(0).tolist()
 
 
-def _kinds(job: Job) -> list[str]:
-    if job.config.recompute != "auto":
-        return [job.config.recompute]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measuring:
+    """Measures what microbatches of a run need, all ranks the same: with this recomputation, offloading or not."""
+
+    job: Job
+    model: nn.Module
+    kernel: BlockKernel
+    budget: float
+    asked: str
+    offloads: bool
+
+    def memory(self, *, rings: bool = True) -> RankMemory:
+        """Return what was measured of all kinds of recomputation; `rings`: over rings, too, which need little more."""
+        kinds, offload = _kinds(self.job, self.asked), self.job.config.offload
+        first = self._measured(kinds[0], ALONE)
+        leaving = 0 if offload is None else LEAVING_BYTES[offload.store]
+        ample = RankMemory(
+            budget_bytes=self.budget / _AMPLE, layouts=dict.fromkeys(kinds, (first,)), leaving_bytes=leaving
+        )
+        most = max(STEP_TOKENS, self.job.most_tokens)
+        if ample.peak_bytes(kinds[0], most) <= ample.budget_bytes:
+            return RankMemory(budget_bytes=self.budget, layouts=ample.layouts, leaving_bytes=leaving)
+        measured = {}
+        for kind in kinds:
+            cut = [self._measured(kind, layout) for layout in self._rings()] if rings else []
+            measured[kind] = (first if kind == kinds[0] else self._measured(kind, ALONE), *cut)
+        return RankMemory(budget_bytes=self.budget, layouts=measured, leaving_bytes=leaving)
+
+    def _rings(self) -> list[Layout]:
+        """List how a sequence may lie over several ranks."""
+        ranks, heads = self.job.ranks, self.job.planning.options.heads
+        degree = min(ranks, _RING_RANKS)
+        layouts = [Layout(degree=degree, position=degree - 1)] if ranks > 1 else []
+        splits = 2 if heads == "auto" else 1 if heads == "off" else int(heads)
+        if 1 < splits <= ranks and self.job.num_heads % splits == 0:
+            layouts.append(Layout(degree=splits, position=splits - 1, heads=splits))
+        return layouts
+
+    def _measured(self, kind: str, layout: Layout) -> MicrobatchBytes:
+        return measure_microbatch(
+            self.model,
+            self.kernel,
+            kind,
+            layout=layout,
+            logits_at_once=self.job.logits_at_once,
+            most_rows=self.job.most_tokens,
+            offloads=self.offloads,
+        )
+
+
+def told(capacities: Capacities) -> str:
+    """Say what a rank holds, by kind of recomputation where that makes a difference, and what that needs."""
+    plain, memory = capacities.plain, capacities.memory
+    needs = {kind: memory.peak_bytes(kind, tokens) for kind, tokens in plain.items()}
+    if len(set(plain.values())) == 1:
+        said = f"{next(iter(plain.values()))} tokens"
+    else:
+        said = ", ".join(f"{tokens} tokens with recompute {kind}" for kind, tokens in plain.items())
+    return f"{said}; at most {count(max(needs.values()))}B of {count(memory.budget_bytes)}B"
+
+
+def _kinds(job: Job, asked: str) -> list[str]:
+    if asked != "auto":
+        return [asked]
     kinds = []
     for kind in RECOMPUTE_KINDS:
         try:
@@ -80,39 +162,35 @@ def _kinds(job: Job) -> list[str]:
     return kinds
 
 
-def _most_tokens(job: Job, microbatch: MicrobatchBytes, budget: float) -> int:
-    """Return the most tokens that fit, 0 where 128 do not, and at most what a global batch can have."""
-    shape, (narrow, wide) = shape_from_config(job.model.config.to_dict()), PRECISION_BYTES[job.config.precision]
-    offloads = job.planning.options.offload == "auto" or bool(job.planning.offload_ratio)
-    # What offload lets a rank hold beyond the capacity needs its transient bytes all the same.
-    stretch = microbatch.layers / 2 if offloads else 1.0
-
-    def needs(tokens: int) -> float:
-        more = (stretch - 1) * microbatch.transient_a_row * tokens
-        loss = loss_bytes(shape, tokens, narrow=narrow, wide=wide, logits_at_once=job.logits_at_once)
-        return max(microbatch.peak(tokens) + more, microbatch.saved(tokens) + loss)
-
-    return _STEP_TOKENS * _largest(lambda steps: needs(steps * _STEP_TOKENS) <= budget, job.most_tokens // _STEP_TOKENS)
-
-
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest number from 0 to `most` that fits, where all below it do."""
-    low, high = 0, max(1, most)
-    while low < high:
-        middle = -(-(low + high) // 2)
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
-
-
-def _check_longest(job: Job, capacities: dict[str, int]) -> None:
+def _check_longest(measuring: _Measuring, capacities: Capacities) -> None:
     """Refuse data whose longest sequence no plan holds; say what would make it fit."""
+    job = measuring.job
     longest, held = job.longest_tokens, job.with_capacities(capacities).planning.most_held_tokens
     if longest <= held * job.ranks:
         return
-    kind = max(capacities, key=lambda each: capacities[each])
     got = f"{longest} tokens; {job.ranks} ranks hold {held} each (measured)"
-    remedy = f"Use {-(-longest // held)} ranks"
-    remedy += "" if job.config.recompute == "auto" else ", recompute: auto"
-    remedy += ", offload" if job.config.offload is None else ""
-    remedy += f", or data of at most {held * job.ranks} tokens (too_long: skip). Most is held with recompute: {kind}."
+    remedies = [f"{-(-longest // held)} ranks", *_savers(measuring, -(-longest // job.ranks), capacities)]
+    remedy = f"Use {', or '.join(remedies)}, or data of at most {held * job.ranks} tokens (too_long: skip)."
     raise DataError("data", expected="sequences that all ranks together hold", got=got, remedy=remedy)
+
+
+def _savers(measuring: _Measuring, tokens: int, capacities: Capacities) -> list[str]:
+    """List what of recomputation and offload would let a rank hold so many tokens, each with what it then holds."""
+    layers = measuring.job.model.config.num_hidden_layers
+    memory, said = replace(measuring, asked="auto", offloads=layers > 2).memory(rings=False), list[str]()
+    others = [kind for kind in memory.layouts if kind not in capacities.plain]
+    by_kind = {kind: memory.most_tokens(kind, tokens + STEP_TOKENS) for kind in others}
+    enough = [kind for kind, held in by_kind.items() if held >= tokens]
+    if enough:
+        said.append(f"recompute: auto (a rank holds {tokens} tokens with {enough[0]})")
+    if layers > 2:
+        ratios = [
+            (ratio, kind)
+            for kind in memory.layouts
+            for ratio in (0.25, 0.5, 0.75, 1.0)
+            if memory.most_held(kind, ratio, tokens) >= tokens
+        ]
+        if ratios and not enough:
+            ratio, kind = min(ratios, key=lambda each: (each[1] not in capacities.plain, each[0]))
+            said.append(f"offload: with ratio {ratio:g} and recompute: {kind}")
+    return said

@@ -27,6 +27,7 @@ from lengthwise.models import (
 from lengthwise.planner import PlanOptions
 from lengthwise.program import refuse_unsupported
 from lengthwise.training.launch import threads_of_each
+from lengthwise.training.rank_memory import Capacities
 from lengthwise.training.step_planning import StepPlanning
 
 _UNMEASURED_TOKENS = 4096
@@ -51,7 +52,7 @@ class Job:
     timeout_seconds: float
     gpus: int = 0
     measured_cost: Cost | None = None
-    measured_capacities: Mapping[str, int] | None = None
+    measured_capacities: Capacities | None = None
 
     def batches(self) -> Iterator[StepBatch]:
         """Yield the global batches of the run, in order."""
@@ -86,13 +87,13 @@ class Job:
         Those of the run file or measured; before anything was, as many as the longest sequence needs on these ranks.
         """
         if self.measured_capacities is not None:
-            return self.measured_capacities
+            return self.measured_capacities.plain
         kind, tokens = self.config.recompute, self.config.capacity_tokens
         if tokens == "auto":
             tokens = max(_UNMEASURED_TOKENS, -(-self.longest_tokens // self.ranks))
         return {"none" if kind == "auto" else kind: tokens}
 
-    def with_capacities(self, capacities: Mapping[str, int]) -> Job:
+    def with_capacities(self, capacities: Capacities) -> Job:
         """Return the job with capacities that were measured."""
         return replace(self, measured_capacities=capacities)
 
@@ -140,6 +141,7 @@ class Job:
             ranks=self.ranks,
             cost=self.measured_cost or all_terms_cost(shape, named_hardware("h100" if self.gpus else "cpu")),
             capacities=self.capacities,
+            measured=self.measured_capacities,
             options=PlanOptions(
                 planner=config.planner,
                 layers=self.model.config.num_hidden_layers,

@@ -56,6 +56,11 @@ class RankMemory:
                 return STEP_TOKENS * largest(fits, most_steps, least=turn + 1)
         return STEP_TOKENS * largest(fits, most_steps)
 
+    def most_held(self, kind: str, ratio: float, most: int) -> int:
+        """Return the tokens that a rank holds at most, up to about `most`, where that ratio is offloaded."""
+        kept = kept_ratio(ratio, self.layouts[kind][0].layers)
+        return int(self.most_tokens(kind, int(most * kept) + STEP_TOKENS, offload=ratio) / kept)
+
     def with_offload(self, plan: Plan) -> Plan | None:
         """Return a plan whose microbatches offload as much as they need; None: one does not fit with all of it."""
         microbatches = [self._offloaded(plan, each) for each in plan.microbatches]
@@ -76,6 +81,19 @@ class RankMemory:
             return None
         spared = largest(lambda less: fits(units - less), units - least)
         return replace(microbatch, offload=max(microbatch.offload, (units - spared) / units))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacities:
+    """Tokens that a rank holds by kind of recomputation, measured.
+
+    plain: where nothing is offloaded, or the run's own ratio of everything. offloading: by which the plan file's rule
+    for what is offloaded is always enough.
+    """
+
+    plain: Mapping[str, int]
+    offloading: Mapping[str, int]
+    memory: RankMemory
 
 
 def largest(fits: Callable[[int], bool], most: int, *, least: int = 0) -> int:

@@ -14,6 +14,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.cost import Cost
 from lengthwise.planner import PlanOptions, plan_recomputed
 from lengthwise.program import check_plan
+from lengthwise.training.rank_memory import Capacities
 
 _PLANNING_SHARE = 0.1  # a plan that takes longer than its step is waited for, and planning takes a core from ranks
 
@@ -24,6 +25,7 @@ class StepPlanning:
 
     capacities: tokens that the device of a rank holds in a microbatch, by the kinds of recomputation to choose from.
     offload_ratio: of every microbatch; None: as `options` say, those that need it as much as they need.
+    measured: whose capacities these are; None: they were given, and the plan file's rule is all that is known.
     """
 
     ranks: int
@@ -31,6 +33,7 @@ class StepPlanning:
     capacities: Mapping[str, int]
     options: PlanOptions
     offload_ratio: float | None = None
+    measured: Capacities | None = None
 
     def plan(self, lengths: Sequence[int]) -> Plan:
         """Plan one step; `check_plan` accepts the plan.
@@ -50,12 +53,18 @@ class StepPlanning:
             microbatches = tuple(replace(each, offload=self.offload_ratio) for each in plan.microbatches)
             capacity = self.capacities[plan.microbatches[0].recompute]
             plan = replace(plan, capacity=capacity, microbatches=microbatches)
+        elif self.measured is not None:
+            memory, narrower = self.measured.memory, replace(self, capacities=self.measured.offloading, measured=None)
+            plan = memory.with_offload(plan) or narrower.plan(lengths)
         check_plan(plan)
         return plan
 
     @property
     def most_held_tokens(self) -> int:
         """The tokens that a rank holds at most, with all that may be offloaded."""
+        if self.measured is not None and not self.offload_ratio:
+            narrower = replace(self, capacities=self.measured.offloading, measured=None)
+            return max(*self.capacities.values(), narrower.most_held_tokens)
         return max(
             self.cost.choosing(replace(self.options, recompute=kind).choices(capacity)).most_held_tokens(capacity)
             for kind, capacity in self._held().items()

@@ -1,0 +1,43 @@
+"""The memory of a rank is predicted within 5 %: what small passes say against a whole step, counted tensor by tensor.
+
+`benchmarks/memory_model.py` holds many more kinds of steps to it.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from lengthwise.comm import SoloTransport
+from lengthwise.engine.live_bytes import LiveBytes
+from support.peaks import Cell, Rank, measured_peak, predicted_at_start
+
+FEW = Cell(tokens=384, logits_at_once=1 << 18)
+CELLS = [
+    FEW,
+    replace(FEW, family="qwen3", recompute="layer"),
+    replace(FEW, family="gemma3", precision="bf16", recompute="all_but_attention"),
+    replace(FEW, family="qwen3_moe", tokens=768, offload=1.0),
+    replace(FEW, family="gpt_oss", recompute="layer"),
+    replace(FEW, family="llama, LoRA", logits_at_once=None),
+    replace(FEW, precision="bf16", offload=0.5, recompute="layer"),
+    replace(FEW, offload=0.5, logits_at_once=None),
+    replace(FEW, family="gemma3", degree=2, heads=2),
+    replace(FEW, degree=4, recompute="layer"),
+    replace(FEW, degree=4, heads=2, offload=1.0, recompute="all_but_attention"),
+    replace(FEW, tokens=1536, documents=8),
+]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_the_peak_of_a_rank_is_predicted(cell):
+    assert predicted_at_start(cell) / measured_peak(cell) == pytest.approx(1, abs=0.05)
+
+
+def test_a_model_that_only_ran_forward_leaves_nothing_behind():
+    """What autograd saved of a pass without a backward is freed with it."""
+    rank, cell = Rank(FEW, SoloTransport()), replace(FEW, offload=0.5)
+    rank.step(FEW)
+    before = (*rank.model.parameters(), *rank.model.buffers(), *rank.parameters.tensors())
+    with LiveBytes(*before) as live:
+        rank.step(cell)  # measures what is saved, forward only, and then runs
+    assert live.now_bytes == 0
