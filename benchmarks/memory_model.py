@@ -1,6 +1,6 @@
 """The peak memory of a rank: what is said before the first step, and by formulas alone, against what a step holds.
 
-    python benchmarks/memory_model.py [--drawn 40] [--cells all | quick]
+    python benchmarks/memory_model.py [--drawn 24] [--every 1]
 
 Small models (6 layers, 128 wide, 4K words) of six kinds, both precisions, all kinds of recomputation, offload, both
 losses, rings of up to 4 ranks and split heads. Measured: all tensors of the fullest rank at the peak of its second
@@ -98,13 +98,13 @@ def summary(rows: Sequence[Row]) -> list[str]:
 def main() -> None:
     """Print both tables, and write them into a page if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--drawn", type=int, default=40, help="cells that differ in everything")
-    parser.add_argument("--cells", choices=("all", "quick"), default="all", help="quick: every fourth only")
+    parser.add_argument("--drawn", type=int, default=24, help="cells that differ in everything")
+    parser.add_argument("--every", type=int, default=1, help="only every n-th cell")
     add_out(parser, "memory_model")
     asked, findings = parser.parse_args(), Findings("memory_model")
     torch.set_num_threads(1)
     cells = [*one_at_a_time(), *drawn(asked.drawn)]
-    rows = run(cells[:: 1 if asked.cells == "all" else 4])
+    rows = run(cells[:: asked.every])
     findings.add([*summary(rows), "", *table(rows)])
     findings.sign("Measured", "bytes, counted tensor by tensor, against predictions")
     findings.write(asked.out)

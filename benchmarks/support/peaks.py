@@ -17,9 +17,8 @@ from transformers import AutoConfig
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport, Transport
 from lengthwise.config import LoraConfig, OptimizerConfig
-from lengthwise.core.held import kept_ratio
 from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
-from lengthwise.cost import PRECISION_BYTES, activation_bytes, largest_peak, loss_bytes, shape_from_config, state_bytes
+from lengthwise.cost import StepMemory, largest_peak, shape_from_config
 from lengthwise.engine.activations import Offloading, measure_microbatch
 from lengthwise.engine.live_bytes import LiveBytes
 from lengthwise.engine.optimizer import ShardedAdamW, kept_bytes, step_end_bytes
@@ -88,9 +87,8 @@ class Rank:
 
     def __init__(self, cell: Cell, transport: Transport) -> None:
         source = ModelSource(name=cell.family, config=make_config(cell.family), weights=False)
-        lora = LoraConfig(r=8) if cell.family.endswith("LoRA") else None
         self.transport, self.kernel = transport, choose_kernel(torch.device("cpu"))
-        self.model: Any = build_adapted(source, lora, seed=0)
+        self.model: Any = build_adapted(source, _lora(cell), seed=0)
         self.parameters = FlatParameters(self.model, transport, dtype=DTYPES[cell.precision])
         self.optimizer = ShardedAdamW(self.parameters, OptimizerConfig(), transport)
         self.offloading = Offloading(self.model, self.kernel, CopyStore())
@@ -197,8 +195,21 @@ def predicted_at_start(cell: Cell) -> float:
 
 
 def predicted_by_formula(cell: Cell) -> float:
-    """Return the peak as `plan` and `simulate` count it."""
-    shape, (narrow, wide) = shape_from_config(make_config(cell.family).to_dict()), PRECISION_BYTES[cell.precision]
-    kept = kept_ratio(cell.offload, LAYERS) * activation_bytes(shape, cell.recompute, narrow) * cell.tokens
-    loss = loss_bytes(shape, cell.tokens, narrow=narrow, wide=wide, logits_at_once=cell.logits_at_once)
-    return state_bytes(shape, cell.degree) + kept + loss
+    """Return the peak by formulas from the model's shape."""
+    source = ModelSource(name=cell.family, config=make_config(cell.family), weights=False)
+    with torch.device("meta"):
+        model = build_adapted(source, _lora(cell), seed=0)
+    counts = [sum(each.numel() for each in model.parameters() if each.requires_grad >= least) for least in (0, 1)]
+    return StepMemory(
+        shape=shape_from_config(source.config.to_dict()),
+        parameters=counts[0],
+        trained=None if counts[0] == counts[1] else counts[1],
+        ranks=cell.degree,
+        precision=cell.precision,
+        recompute=cell.recompute,
+        logits_at_once=cell.logits_at_once,
+    ).peak_bytes(cell.tokens, cell.offload)
+
+
+def _lora(cell: Cell) -> LoraConfig | None:
+    return LoraConfig(r=8) if cell.family.endswith("LoRA") else None

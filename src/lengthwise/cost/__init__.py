@@ -25,6 +25,7 @@ from lengthwise.cost.memory import (
 from lengthwise.cost.microbatch import WINDOW_LAYERS, MicrobatchBytes, Moments, largest_peak
 from lengthwise.cost.passes import Pass
 from lengthwise.cost.shapes import SHAPE_NAMES, named_shape, shape_from_config
+from lengthwise.cost.step_memory import StepMemory
 from lengthwise.cost.terms import Cost
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "MicrobatchBytes",
     "Moments",
     "Pass",
+    "StepMemory",
     "activation_bytes",
     "all_terms_cost",
     "analytic_cost",

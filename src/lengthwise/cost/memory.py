@@ -41,7 +41,9 @@ def activation_bytes(shape: ModelShape, recompute: str, dtype_bytes: int) -> flo
     return float(kept[recompute] * dtype_bytes)
 
 
-def loss_bytes(shape: ModelShape, tokens: int, *, narrow: int, wide: int, logits_at_once: int | None) -> float:
+def loss_bytes(
+    shape: ModelShape, tokens: int, *, narrow: int, wide: int, logits_at_once: int | None, trains_head: bool = True
+) -> float:
     """Count the bytes that the loss of a microbatch of `tokens` holds at its peak.
 
     Three times its logits in `wide` bytes: their log-softmax and two gradients. A chunked loss holds `logits_at_once`
@@ -51,7 +53,7 @@ def loss_bytes(shape: ModelShape, tokens: int, *, narrow: int, wide: int, logits
     logits = tokens * shape.vocab
     if logits_at_once is None or logits <= logits_at_once:
         return float(logits * _LOGIT_COPIES * wide)
-    head = shape.hidden * shape.vocab
+    head = shape.hidden * shape.vocab * trains_head
     chunk = max(logits_at_once * _LOGIT_COPIES * wide, narrow * (logits_at_once + head))
     return float(chunk + head * wide + tokens * shape.hidden * narrow)
 
