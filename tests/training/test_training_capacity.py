@@ -60,6 +60,14 @@ def test_little_memory_makes_more_rings_or_another_recomputation(tmp_path, monke
     assert {each.recompute for plan in plans for each in plan.microbatches} & {"layer", "all_but_attention"}
 
 
+def test_what_cannot_fit_is_told_what_would_save_it(tmp_path, monkeypatch, capsys):
+    write_model(tmp_path / "model", num_hidden_layers=8)
+    monkeypatch.setattr(capacity, "free_bytes", lambda *_: 9_000_000.0)
+    run(tmp_path, rows=make_rows([1600, 60]), status=2, recompute="none")
+    refused = capsys.readouterr().err
+    assert re.search(r"Use \d+ ranks, or recompute: auto \(a rank holds 800 tokens with layer\)", refused)
+
+
 def test_offload_takes_no_capacity_from_what_does_not_offload(tmp_path, monkeypatch, capfd):
     """With 8 layers a rank may hold four times its capacity, and a layer's backward needs four times as much."""
     write_model(tmp_path / "model", num_hidden_layers=8)

@@ -190,7 +190,7 @@ def _savers(measuring: _Measuring, tokens: int, capacities: Capacities) -> list[
             for ratio in (0.25, 0.5, 0.75, 1.0)
             if memory.most_held(kind, ratio, tokens) >= tokens
         ]
-        if ratios and not enough:
+        if ratios:
             ratio, kind = min(ratios, key=lambda each: (each[1] not in capacities.plain, each[0]))
             said.append(f"offload: with ratio {ratio:g} and recompute: {kind}")
     return said
