@@ -45,6 +45,10 @@ class RehearsedParameters:
         """Publish the parameters as they are, and clear gradients, timed. Collective."""
         self.moved_seconds += self._watch.seconds(self._parameters.publish)
 
+    def tensors(self) -> Sequence[Tensor]:
+        """Return all tensors that are kept from step to step; the copies are not."""
+        return self._parameters.tensors()
+
     def state(self) -> Mapping[str, Tensor]:
         """Return what this rank alone holds of the parameters."""
         return self._parameters.state()
