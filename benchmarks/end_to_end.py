@@ -1,13 +1,15 @@
 """Real training of the same batches by Lengthwise and its rivals, in wall-clock seconds.
 
     python benchmarks/end_to_end.py [--links loopback] [--ranks 2] [--capacity 8192] [--repeats 3] [--batches 2]
-        [--batch-tokens 32768] [--ways static,lengthwise] [--core-use 0.6] [--profile-seconds 60]
+        [--batch-tokens 32768] [--ways static,lengthwise] [--core-use 0.6] [--profile-seconds 60] [--bytes-a-token 16]
+        [--seconds 500]
 
-Files of the Python standard library up to 16K tokens (a BPE of 1,024 words), a model with a quarter as many heads of
-keys as of queries, fp32. Rivals: padding and packed data parallelism, where a rank holds the longest file alone, a
-fixed context-parallel mesh, one degree a step, ByteScale's scheduler; each with its best options (`rivals`), under the
-same capacity in tokens, planned with the same measured costs. All take turns; their losses must agree to 1e-5, or the
-benchmark fails. Plans are made before the clock starts, as a run makes them while the step before is under way.
+Files of the Python standard library up to 16K tokens, whole (a BPE of 1,024 words, 2.7 bytes a token) or with lengths
+after their bytes; a model with a quarter as many heads of keys as of queries, fp32. Rivals: padding and packed data
+parallelism, where a rank holds the longest file alone, a fixed context-parallel mesh, one degree a step, ByteScale's
+scheduler; each with its best options (`rivals`), under the same capacity in tokens, planned with the same measured
+costs. All take turns; their losses must agree to 1e-5, or the benchmark fails. Plans are made before the clock starts,
+as a run makes them while the step before is under way.
 
 Each rank, of one thread, gets a fixed share of a core (a cgroup): all seconds are of the wall clock, of cores that are
 slower, and as many as ranks. Loopback: as it is. Shaped: a network namespace a rank, whose link lets out so many bytes
@@ -34,6 +36,7 @@ from batches import stdlib_files
 from lengthwise.attention import choose_kernel
 from lengthwise.cli.machine import machine_lines
 from lengthwise.comm import SoloTransport
+from lengthwise.core.names import counted
 from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.cost import shape_from_config
@@ -62,18 +65,20 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--capacity", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=500.0, help="no repeat begins that would end later")
     parser.add_argument("--batches", type=int, default=2)
     parser.add_argument("--batch-tokens", type=int, default=32_768)
+    parser.add_argument("--bytes-a-token", type=int, default=0, help="lengths after the files' bytes; 0: a BPE's")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--core-use", type=float, default=0.6, help="share of all cores that ranks get; 0: no shares")
     parser.add_argument("--profile-seconds", type=float, default=60.0)
     add_out(parser, "end_to_end")
     asked = parser.parse_args()
     print(*machine_lines()[1:], sep="\n")
-    whole = "-whole" if asked.capacity >= LONGEST else ""  # a rank holds any file alone
-    findings = Findings(f"end_to_end{'-shaped' if asked.links == 'shaped' else ''}{whole}")
+    marks = ["end_to_end", "-shaped" * (asked.links == "shaped"), "-short" * (asked.bytes_a_token > 0)]
+    findings = Findings("".join([*marks, "-alone" * (asked.capacity >= LONGEST)]))  # a rank holds any file alone
     source = model_source()
-    batches = documents(asked.batches, asked.batch_tokens)
+    batches = documents(asked.batches, asked.batch_tokens, asked.bytes_a_token)
     cluster = Cluster(ranks=asked.ranks, capacity_tokens=asked.capacity)
     setting = Setting(
         source=source,
@@ -82,6 +87,7 @@ def main() -> None:
         ranks_per_node=1 if asked.links == "shaped" else asked.ranks,
         ways=tuple(asked.ways.split(",")),
         repeats=asked.repeats,
+        seconds=asked.seconds,
         profile_seconds=asked.profile_seconds,
         profile_tokens=min(asked.capacity, LONGEST // 4),
     )
@@ -96,7 +102,10 @@ def main() -> None:
         )
     findings.add(report(trained))
     refuse_unequal(trained.steps)
-    findings.sign("Measured", f"{asked.repeats} repeats, {len(batches)} batches of {count(asked.batch_tokens)} tokens")
+    repeats = max(step.repeat for step in trained.steps)
+    findings.sign(
+        "Measured", f"{counted(repeats, 'repeat')}, {len(batches)} batches of {count(asked.batch_tokens)} tokens"
+    )
     findings.write(asked.out)
 
 
@@ -106,7 +115,7 @@ def machine(findings: Findings, asked: argparse.Namespace, source: ModelSource) 
     ranks, cores = asked.ranks, os.cpu_count() or 1
     share = min(1.0, asked.core_use * cores / ranks) or 1.0
     with ExitStack() as stack:
-        shares = stack.enter_context(core_shares(ranks, share)) if asked.core_use else None
+        shares = stack.enter_context(core_shares([share] * ranks)) if asked.core_use else None
         nodes = None
         if asked.links == "shaped":
             flops = core_flops(source)
@@ -150,8 +159,11 @@ def model_source() -> ModelSource:
     return ModelSource(name="small llama", config=config, weights=False)
 
 
-def documents(batches: int, batch_tokens: int) -> list[StepBatch]:
-    """Draw batches of whole files of the standard library, none above `LONGEST` tokens, each of about so many."""
+def documents(batches: int, batch_tokens: int, bytes_a_token: int) -> list[StepBatch]:
+    """Draw batches of files of the standard library, none above `LONGEST` tokens, each batch of about so many.
+
+    bytes_a_token: 0: whole files; else of each only as many of its first tokens.
+    """
     files = [path.read_text(encoding="utf-8", errors="replace") for path in stdlib_files()]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -164,6 +176,8 @@ def documents(batches: int, batch_tokens: int) -> list[StepBatch]:
     builder.start_source("stdlib", "stdlib", None)
     for text in files:
         ids = np.array(tokenizer.encode(text).ids, dtype=np.int32)
+        if bytes_a_token:
+            ids = ids[: -(-len(text.encode()) // bytes_a_token)]
         if not 1 < len(ids) <= LONGEST:
             continue
         builder.add(ids, None)
@@ -189,14 +203,14 @@ def _rank_flops(source: ModelSource) -> float:
     model, shape, rates = build_model(source, seed=0), shape_from_config(source.config.to_dict()), []
     lengths = ((4096,), (1024,) * 4)
     for repeat in range(4):
-        start = time.perf_counter()
+        start = time.process_time()  # whatever else the machine does
         for each in lengths:
             plan = make_plan(1, each, [Piece(ranks=(0,), sequences=tuple(range(len(each))))], layers=shape.layers)
             batch = random_batch(each, vocab=shape.vocab)
             run_plan(model, plan, batch, SoloTransport(), choose_kernel(torch.device("cpu")), name="FLOP/s")
         if repeat:
             work = sum(training_flops(shape, tokens) for each in lengths for tokens in each)
-            rates.append(work / (time.perf_counter() - start))
+            rates.append(work / (time.process_time() - start))
     torch.set_num_threads(threads)
     return max(rates)
 
@@ -231,13 +245,13 @@ class Ratio:
     most: float
 
 
-def ratios(steps: Sequence[TimedStep]) -> dict[str, Ratio]:
-    """Compare the seconds of all batches, repeat by repeat."""
+def ratios(steps: Sequence[TimedStep], seconds_of: Callable[[TimedStep], float]) -> dict[str, Ratio]:
+    """Compare seconds of all batches, repeat by repeat."""
     seconds: dict[tuple[str, int], float] = {}
     for step in steps:
         if step.repeat:
             key = step.way, step.repeat
-            seconds[key] = seconds.get(key, 0.0) + step.seconds
+            seconds[key] = seconds.get(key, 0.0) + seconds_of(step)
     found = {}
     for way in dict.fromkeys(step.way for step in steps):
         each = [taken / seconds[LENGTHWISE, repeat] for (name, repeat), taken in seconds.items() if name == way]
@@ -248,16 +262,19 @@ def ratios(steps: Sequence[TimedStep]) -> dict[str, Ratio]:
 def report(trained: Trained) -> list[str]:
     """Make the table: a row a way."""
     lines = [
-        "| way | best options | time over Lengthwise's | least, most | simulated | waits for messages | plan, ms |",
-        "|---|---|---|---|---|---|---|",
+        "| way | best options | step over Lengthwise's | least, most | without the step's end | simulated "
+        "| waits for messages | plan, ms |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    compared = ratios(trained.steps)
+    whole = ratios(trained.steps, lambda step: step.seconds)
+    work = ratios(trained.steps, lambda step: step.work_seconds)
     simulated = {way.name: way.simulated_seconds for way in trained.ways}
     for way in trained.ways:
-        ratio, mine, ours = compared[way.name], way.simulated_seconds, simulated[LENGTHWISE]
+        ratio, mine, ours = whole[way.name], way.simulated_seconds, simulated[LENGTHWISE]
+        waits, planned = waiting_share(trained.steps, way.name), 1e3 * way.plan_seconds
         lines.append(
             f"| {way.name} | {way.options} | **{ratio.median:.2f}** | {ratio.least:.2f}, {ratio.most:.2f} "
-            f"| {mine / ours:.2f} | {waiting_share(trained.steps, way.name):.0%} | {1e3 * way.plan_seconds:.0f} |"
+            f"| {work[way.name].median:.2f} | {mine / ours:.2f} | {waits:.0%} | {planned:.0f} |"
         )
     lines += ["", f"Losses of all ways agree to {worst_difference(trained.steps):.0e}."]
     return lines
@@ -265,8 +282,8 @@ def report(trained: Trained) -> list[str]:
 
 def waiting_share(steps: Sequence[TimedStep], way: str) -> float:
     """Return the share of all ranks' step time in which they waited for ring messages."""
-    counted = [step for step in steps if step.way == way and step.repeat]
-    return sum(sum(step.waited) for step in counted) / sum(step.seconds * len(step.waited) for step in counted)
+    timed = [step for step in steps if step.way == way and step.repeat]
+    return sum(sum(step.waited) for step in timed) / sum(step.seconds * len(step.waited) for step in timed)
 
 
 if __name__ == "__main__":

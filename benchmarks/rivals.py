@@ -98,11 +98,14 @@ def padded_seconds(step: Padded, lengths: Sequence[int], cost: Cost) -> float:
     return max(ranks) + cost.step_end_seconds(len(ranks))
 
 
-def pack_step(lengths: Sequence[int], cluster: Cluster, layers: int) -> Plan:
-    """Pack longest first into the fullest microbatch with room; the largest pack to the rank with fewest tokens."""
+def pack_step(lengths: Sequence[int], cluster: Cluster, layers: int, room_tokens: int) -> Plan:
+    """Pack longest first into the fullest microbatch with room; the largest pack to the rank with fewest tokens.
+
+    room_tokens: of a pack, at most the capacity; a longer sequence is alone.
+    """
     packs: list[tuple[int, tuple[int, ...]]] = []
     for number in sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)):
-        room = [pack for pack in packs if pack[0] + lengths[number] <= cluster.capacity_tokens]
+        room = [pack for pack in packs if pack[0] + lengths[number] <= room_tokens]
         pack = max(room, default=(0, ()))
         if room:
             packs.remove(pack)
@@ -136,7 +139,9 @@ def _options(name: str, longest: int, cluster: Cluster, cost: Cost, layers: int)
     """Yield the options of a way, in words, and what plans a step with them."""
     one = Cluster(ranks=cluster.ranks, capacity_tokens=cluster.capacity_tokens)
     if name == PACKED:
-        yield "longest first", lambda lengths: pack_step(lengths, one, layers)
+        for part in (1, 2, 4, 8):  # smaller packs are more even
+            room = one.capacity_tokens // part
+            yield f"longest first, up to {room}", lambda lengths, room=room: pack_step(lengths, one, layers, room)
         in_order = PlanOptions(planner="static", layers=layers, context_tokens=one.capacity_tokens)
         yield "in data order", lambda lengths: plan_step(lengths, one, cost, in_order)
         return

@@ -1,8 +1,8 @@
 """One rank that trains the same batches in several ways, turn by turn: what `end_to_end` times.
 
 1. The machine is profiled by all ranks together, and rank 0 chooses and plans all ways with these costs.
-2. Every way trains every batch once, uncounted: it warms up, and its seconds correct the costs as a run's steps do;
-   all ways are chosen and planned again.
+2. Every way trains the first batch once, uncounted: it warms up, and its seconds correct the costs as a run's steps
+   do; all ways are chosen and planned again.
 3. Repeats: all ways take turns on each batch. A step is forward, backward, reduction of gradients and AdamW; its
    seconds are from a common start to the end of the last rank.
 
@@ -42,7 +42,7 @@ from rivals import PADDING, Padded, Way, choose_ways
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all ranks train, and how often."""
+    """What all ranks train, and how often: no repeat begins that would end after `seconds`."""
 
     source: ModelSource
     batches: tuple[StepBatch, ...]
@@ -50,18 +50,23 @@ class Setting:
     ranks_per_node: int
     ways: tuple[str, ...]
     repeats: int
+    seconds: float
     profile_seconds: float
     profile_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedStep:
-    """One step of one way: of repeat 0 (uncounted) or later. waited, busy: seconds of each rank."""
+    """One step of one way: of repeat 0 (uncounted) or later. waited, busy: seconds of each rank.
+
+    work_seconds: until the last rank had done its microbatches and the step's end began.
+    """
 
     way: str
     repeat: int
     batch: int
     seconds: float
+    work_seconds: float
     loss: float
     waited: tuple[float, ...]
     busy: tuple[float, ...]
@@ -79,14 +84,17 @@ class Trained:
 def train_in_turns(transport: Transport, setting: Setting) -> Trained:
     """Do all of it, as one rank; what is returned is whole on rank 0."""
     torch.set_num_threads(1)
-    rank = _Rank(transport, setting)
+    rank, ends = _Rank(transport, setting), time.perf_counter() + setting.seconds
     cost, error = rank.measured()
     ways = rank.choose(cost)
     steps = rank.round(ways, 0)
     cost = refit(cost, [rank.ran(ways, each) for each in steps if each.way != PADDING])
     ways = rank.choose(cost)
     for repeat in range(1, setting.repeats + 1):
+        start = time.perf_counter()
         steps += rank.round(ways, repeat)
+        if rank.latest(2 * time.perf_counter() - start - ends) > 0:  # the next would end too late on some rank
+            break
     return Trained(ways=tuple(ways), steps=tuple(steps), profile_error=error)
 
 
@@ -123,9 +131,9 @@ class _Rank:
         return pickle.loads(broadcast_bytes(self._transport, data))  # what rank 0 of this program wrote
 
     def round(self, ways: Sequence[Way], repeat: int) -> list[TimedStep]:
-        """Train every batch in every way once; another way goes first each time."""
+        """Train every batch in every way once, in round 0 the first; another way goes first each time."""
         steps = []
-        for number, batch in enumerate(self._setting.batches):
+        for number, batch in enumerate(self._setting.batches[: None if repeat else 1]):
             first = (repeat + number) % len(ways)
             for way in [*ways[first:], *ways[:first]]:
                 took = self._trainees[way.name].step(way.steps[number], batch)
@@ -136,6 +144,7 @@ class _Rank:
                         repeat=repeat,
                         batch=number,
                         seconds=float(rows[:, 0].max()),
+                        work_seconds=float(rows[:, 4].max()),
                         loss=float(rows[:, 1].sum()) / batch.loss_tokens,
                         waited=tuple(rows[:, 2].tolist()),
                         busy=tuple(rows[:, 3].tolist()),
@@ -144,6 +153,10 @@ class _Rank:
                 if self._transport.rank == 0:
                     print(f"  round {repeat}, batch {number}: {way.name} {steps[-1].seconds:.2f} s", flush=True)
         return steps
+
+    def latest(self, seconds: float) -> float:
+        """Return the most that any rank says, on which all agree."""
+        return float(_shared(self._transport, [seconds]).max())
 
     def ran(self, ways: Sequence[Way], step: TimedStep) -> RanStep:
         (plan,) = (way.steps[step.batch] for way in ways if way.name == step.way)
@@ -164,7 +177,7 @@ class _Trainee:
         self._kernel = choose_kernel(torch.device("cpu"))
 
     def step(self, work: Plan | Padded, batch: StepBatch) -> list[float]:
-        """Train one step; return this rank's (seconds, summed loss, waited, busy)."""
+        """Train one step; return this rank's (seconds, summed loss, waited, busy, seconds before the step's end)."""
         self._transport.all_reduce(torch.zeros(1))
         start = time.perf_counter()
         if isinstance(work, Padded):
@@ -173,8 +186,9 @@ class _Trainee:
         else:
             result = run_plan(self._model, work, batch, self._transport, self._kernel, name="benchmark")
             loss_sum, waited, busy = result.loss_sum, result.ring_wait_seconds, result.busy_seconds
+        work_seconds = time.perf_counter() - start
         self._optimizer.update(self._config.lr, self._optimizer.reduce())
-        return [time.perf_counter() - start, loss_sum, waited, busy]
+        return [time.perf_counter() - start, loss_sum, waited, busy, work_seconds]
 
     def _padded(self, work: Padded, batch: StepBatch) -> float:
         """Run padded rows by the plain model; pads follow each row, so a causal mask alone hides them."""

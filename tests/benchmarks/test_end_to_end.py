@@ -13,6 +13,7 @@ from lengthwise.data import NO_LOSS
 from lengthwise.program import check_plan
 from lengthwise.simulator import simulate_plan
 from rivals import PACKED, PADDING, WAYS, choose_ways, pack_step, pad_step, padded_seconds
+from support.core_shares import quota
 from training_ways import TimedStep, padded_rows
 
 BATCHES = st.lists(st.lists(st.integers(1, 900), min_size=1, max_size=6), min_size=1, max_size=2)
@@ -25,7 +26,14 @@ def tiny_cost() -> Cost:
 
 def step(way: str, repeat: int, seconds: float, loss: float = 1.0, batch: int = 0) -> TimedStep:
     return TimedStep(
-        way=way, repeat=repeat, batch=batch, seconds=seconds, loss=loss, waited=(1.0, 0.0), busy=(1.0, 2.0)
+        way=way,
+        repeat=repeat,
+        batch=batch,
+        seconds=seconds,
+        work_seconds=seconds / 2,
+        loss=loss,
+        waited=(1.0, 0.0),
+        busy=(1.0, 2.0),
     )
 
 
@@ -74,10 +82,16 @@ def test_padded_rows_fit_and_are_as_alike_as_asked(lengths: list[int], ranks: in
     assert padded_seconds(padded, lengths, tiny_cost()) > 0
 
 
-@given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=30), ranks=st.integers(1, 4))
-def test_packs_fit_and_hold_every_sequence_once(lengths: list[int], ranks: int) -> None:
-    plan = pack_step(lengths, Cluster(ranks=ranks, capacity_tokens=500), 2)
+@given(
+    lengths=st.lists(st.integers(1, 500), min_size=1, max_size=30),
+    ranks=st.integers(1, 4),
+    room=st.sampled_from([500, 250]),
+)
+def test_packs_fit_and_hold_every_sequence_once(lengths: list[int], ranks: int, room: int) -> None:
+    plan = pack_step(lengths, Cluster(ranks=ranks, capacity_tokens=500), 2, room)
     check_plan(plan)
+    for piece in (piece for microbatch in plan.microbatches for piece in microbatch.pieces):
+        assert len(piece.sequences) == 1 or sum(lengths[i] for i in piece.sequences) <= room
     assert all(len(microbatch.ranks) == 1 for microbatch in plan.microbatches)
 
 
@@ -102,9 +116,9 @@ def test_ratios_are_of_all_batches_of_a_repeat_and_leave_out_the_first_round() -
     for repeat, slow in ((1, 3.0), (2, 2.0), (3, 2.5)):
         steps += [step("lengthwise", repeat, 1.0, batch=0), step("lengthwise", repeat, 1.0, batch=1)]
         steps += [step(PACKED, repeat, slow, batch=0), step(PACKED, repeat, 1.0, batch=1)]
-    found = ratios(steps)[PACKED]
+    found = ratios(steps, lambda each: each.seconds)[PACKED]
     assert (found.least, found.median, found.most) == (1.5, 1.75, 2.0)
-    assert ratios(steps)["lengthwise"].median == 1.0
+    assert ratios(steps, lambda each: each.seconds)["lengthwise"].median == 1.0
     assert waiting_share(steps, PACKED) == pytest.approx(6 / (2 * (3 + 2 + 2.5 + 3)))
 
 
@@ -114,3 +128,10 @@ def test_unequal_losses_end_the_benchmark() -> None:
     assert worst_difference(same) == pytest.approx(5e-7, rel=1e-3)
     with pytest.raises(SystemExit, match="same losses"):
         refuse_unequal([*same, step("static", 1, 1.0, loss=2.0001)])
+
+
+@pytest.mark.parametrize("share", [1.0, 0.45, 0.1])
+def test_quota_of_a_core_is_its_share_and_no_less_than_the_kernel_takes(share: float) -> None:
+    computing, period = quota(share)
+    assert computing / period == pytest.approx(share, rel=1e-3)
+    assert computing >= 1000
