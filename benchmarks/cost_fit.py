@@ -33,9 +33,9 @@ from lengthwise.cost import Cost, shape_from_config
 from lengthwise.cost.fit import fit_samples, with_terms
 from lengthwise.cost.measured import base_cost
 from lengthwise.data import load_dataset, load_tokenizer
-from lengthwise.models import build_model, find_model
+from lengthwise.models import find_model
 from lengthwise.planner import PlanOptions, plan_step
-from lengthwise.profiler.profile import ProfileSettings, RankProfiler
+from lengthwise.profiler.profile import ProfileSettings, RankProfiler, build
 from lengthwise.profiler.runs import Run, local_run
 from lengthwise.simulator import simulate_plan
 from pages import Findings, add_out
@@ -68,7 +68,7 @@ def main() -> None:
     def profiled(transport: Any) -> tuple[list[Sample], list[Sample]]:
         torch.set_num_threads(1)
         world = World(rank=transport.rank, world_size=RANKS, local_size=RANKS)
-        rank = RankProfiler(build_model(source, seed=0), shape, world, transport, settings)
+        rank = RankProfiler(*build(source, world, transport, "fp32"), shape, world, transport, settings)
         runs = rank.ladder()
         samples = rank.time_in_turns([*runs, *(run for _, run in held_out)])
         return samples[: len(runs)] + samples[len(runs) + len(held_out) :], samples[len(runs) :][: len(held_out)]

@@ -82,9 +82,7 @@ def profile(
         LengthwiseError: a rank was lost, or what was timed makes no costs.
     """
     shape = shape_from_config(source.config.to_dict(), name=source.name)
-    if trained is None:
-        model = build_model(source, seed=0).to(world.device)
-        trained = model, FlatParameters(model, transport, dtype=DTYPES[settings.precision])
+    trained = trained or build(source, world, transport, settings.precision)
     devices = [world.device] if world.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         rank = RankProfiler(*trained, shape, world, transport, settings, store)
@@ -100,6 +98,14 @@ def profile(
         fit=fit_samples(samples, base),
         samples=tuple(samples),
     )
+
+
+def build(
+    source: ModelSource, world: World, transport: Transport, precision: Precision
+) -> tuple[nn.Module, Parameters]:
+    """Build a model to be measured, its weights drawn, and its parameters. Collective."""
+    model = build_model(source, seed=0).to(world.device)
+    return model, FlatParameters(model, transport, dtype=DTYPES[precision])
 
 
 def open_store(device: torch.device, folder: Path | None, *, where: str) -> ActivationStore | None:
