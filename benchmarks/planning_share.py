@@ -19,9 +19,9 @@ from batches import STDLIB, sequences_batch
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PlanOptions, plan_step
+from lengthwise.training.step_planning import PLANNING_SHARE
 from pages import Findings, add_out
 
-SHARE = 0.1
 LIMITS = (0.1, 1.0, 10.0, float("inf"))  # seconds of a step, by which the table groups them
 Found = tuple[float, float, float, float]  # seconds: all tries take, its step; a share of them takes, its step
 
@@ -35,7 +35,7 @@ def find(seed: int, ranks: int, capacity_tokens: int, count: int) -> Found:
     tokens = sequences_batch(STDLIB, count, seed, cluster)
     whole = PlanOptions(heads="auto", layers=named_shape("tiny").layers)
     found: list[float] = []
-    for options in (whole, replace(whole, planning_share=SHARE)):
+    for options in (whole, replace(whole, planning_share=PLANNING_SHARE)):
         start = time.process_time()
         plan = plan_step(tokens, cluster, cost, options)
         found += [time.process_time() - start, float(plan.notes["predicted_seconds"])]

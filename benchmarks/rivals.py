@@ -2,8 +2,9 @@
 
 An option is one setting for all batches, as in a run. Each is planned, and simulated with the costs that all planners
 get; the least sum of step seconds is taken. Planners: a fixed mesh over its degrees, `single-degree`, `bytescale` over
-its capacities, `lengthwise`; all with and without split heads. Packed data parallelism, in data order and longest
-first; padding, which has no plan, by likeness of length. Costs a few plans a way and batch.
+its capacities, `lengthwise` with the tries that a run gives it; all with and without split heads. Packed data
+parallelism, in data order and longest first; padding, which has no plan, by likeness of length. Costs a few plans a way
+and batch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.simulator import simulate_plan
+from lengthwise.training.step_planning import PLANNING_SHARE
 
 PADDING, PACKED, LENGTHWISE = "padding", "packed DP", "lengthwise"
 WAYS = (PADDING, PACKED, "static", "single-degree", "bytescale", LENGTHWISE)
@@ -146,7 +148,7 @@ def _options(name: str, longest: int, cluster: Cluster, cost: Cost, layers: int)
         yield "in data order", lambda lengths: plan_step(lengths, one, cost, in_order)
         return
     for heads in _HEADS:
-        options = PlanOptions(planner=name, layers=layers, heads=heads)
+        options = PlanOptions(planner=name, layers=layers, heads=heads, planning_share=PLANNING_SHARE)
         also = ", split heads" if heads == "auto" else ""
         if name == "static":
             for said, context in _contexts(longest, cluster):

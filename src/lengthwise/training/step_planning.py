@@ -16,7 +16,7 @@ from lengthwise.planner import PlanOptions, plan_recomputed
 from lengthwise.program import check_plan
 from lengthwise.training.rank_memory import Capacities
 
-_PLANNING_SHARE = 0.1  # a plan that takes longer than its step is waited for, and planning takes a core from ranks
+PLANNING_SHARE = 0.1  # a plan that takes longer than its step is waited for, and planning takes a core from ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class StepPlanning:
         if "none" in held:  # to compute again costs time, and pays only by what it leaves room for
             held = {kind: tokens for kind, tokens in held.items() if kind == "none" or tokens > held["none"]}
         context_tokens = max(self.options.context_tokens or 1, *lengths)
-        options = replace(self.options, context_tokens=context_tokens, planning_share=_PLANNING_SHARE)
+        options = replace(self.options, context_tokens=context_tokens, planning_share=PLANNING_SHARE)
         if sum(lengths) <= min(held.values()):  # one rank could hold all of them
             options = replace(options, offload="off")
         plan = plan_recomputed(tuple(lengths), self.ranks, self.cost, held, options)
