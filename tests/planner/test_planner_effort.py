@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import PlanOptions, plan_step, portfolio
+from lengthwise.planner import PlanOptions, plan_step, portfolio, search
 from lengthwise.planner.placement.annealing import Annealing
 from lengthwise.planner.problem.effort import CHANGE_SECONDS
 from lengthwise.program import check_plan
@@ -58,6 +58,18 @@ def test_other_planners_are_not_asked_for_a_step_that_is_shorter_than_they(monke
     monkeypatch.setattr(portfolio, "BASELINES", (lambda request: asked.append("baseline"),))
     plan_step(TOKENS, FEW, COST, _options(0.1))
     assert asked == []
+
+
+@pytest.mark.parametrize(("share", "tables", "variants"), [(0.1, 1, 1), (None, 2, 2)])
+def test_a_step_that_is_short_is_searched_in_one_table_and_without_split_heads(share, tables, variants, monkeypatch):
+    """Heads are split afterwards all the same, wherever that is quicker."""
+    tried, offered = [], []
+    try_degrees, offer_all = search.Search.try_degrees, portfolio._offer_all
+    monkeypatch.setattr(search.Search, "try_degrees", lambda self, table: (tried.append(0), try_degrees(self, table)))
+    monkeypatch.setattr(portfolio, "_offer_all", lambda *both: (offered.append(0), offer_all(*both)))
+    plan_step(TOKENS, FEW, COST, _options(share))
+    assert len(offered) == variants
+    assert len(tried) == 1 if tables == 1 else len(tried) >= tables
 
 
 @pytest.mark.parametrize("share", [-1, float("nan")])

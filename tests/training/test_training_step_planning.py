@@ -52,3 +52,16 @@ def test_offload_is_not_planned_where_one_rank_holds_all(monkeypatch, capacity, 
         LENGTHS, 2, COST, {"none": capacity}, PlanOptions(layers=8, offload="auto", context_tokens=90)
     )
     assert plan.notes["predicted_seconds"] == everything.notes["predicted_seconds"]
+
+
+def test_steps_of_a_run_are_planned_with_a_share_of_their_time(monkeypatch):
+    seen = []
+
+    def noted(*arguments):
+        seen.append(arguments[-1].planning_share)
+        return plan_recomputed(*arguments)
+
+    monkeypatch.setattr(step_planning, "plan_recomputed", noted)
+    planning({"none": 200}).plan(LENGTHS)
+    assert seen == [step_planning.PLANNING_SHARE]
+    assert 0 < step_planning.PLANNING_SHARE <= 0.2

@@ -15,10 +15,8 @@ from lengthwise.config import OptimizerConfig
 from lengthwise.engine.parameters import Parameters
 
 _MOMENTS = 2  # of AdamW, which its first step makes
-_PARTS, _LEAST_PART = (
-    64,
-    1 << 16,
-)  # of a rank's parameters, and entries: shorter ones cost more in launches than they save
+_PARTS = 64  # of a rank's parameters
+_LEAST_PART = 1 << 16  # entries; shorter parts cost more in launches than they save
 
 
 class ShardedAdamW:

@@ -6,8 +6,7 @@
 3. Two passes of different length, whose operations are the same, give a line over the rows for each moment
    (`cost.MicrobatchBytes`); where routing makes them differ, for the highest moment between two attentions.
 
-The chunks of a loss are as many in both passes, and scale with the rows: what grows in the loss beyond its lowest
-moment is of a chunk. Costs a second or less a pass for a model of 100M parameters.
+Costs a second or less a pass for a model of 100M parameters. Why lines: docs/decisions/capacity-measured.md.
 """
 
 from __future__ import annotations
@@ -306,7 +305,10 @@ def _moments(live: NDArray[np.float64], less: NDArray[np.float64] | None = None)
 
 
 def _of_chunks(lines: NDArray[np.float64], chunk_tokens: int) -> NDArray[np.float64]:
-    """Return the line of the highest moment of a loss, at its own chunks; its last moment is without any."""
+    """Return the line of the highest moment of a loss, at its own chunks; its last moment is without any.
+
+    Chunks are as many in both passes, and scale with the rows: what grows beyond the last moment is of a chunk.
+    """
     fixed, a_token = (lines - lines[-1]).T
     highest = (fixed + _CHUNKS * a_token * chunk_tokens).max()
     return lines[-1:] + np.array([highest, 0.0])
