@@ -159,3 +159,14 @@ def test_free_memory_is_that_of_the_container_and_shared_by_its_ranks(tmp_path, 
     monkeypatch.setattr(memory, "_cgroup_bytes", lambda: None)
     monkeypatch.setattr(memory, "_available_bytes", lambda: None)
     assert memory.free_bytes(CPU, 1) == 0.0
+
+
+def test_the_ratio_that_is_told_is_enough(tmp_path, monkeypatch, capsys):
+    write_model(tmp_path / "model", num_hidden_layers=8)
+    rows = make_rows([2400, 60])
+    monkeypatch.setattr(capacity, "free_bytes", lambda *_: 33_200_000.0)
+    run(tmp_path, rows=rows, status=2, recompute="none")
+    told = re.search(r"or offload: with ratio ([\d.]+) and recompute: (\w+)", capsys.readouterr().err)
+    assert told is not None
+    offload = {"store": "disk", "path": str(tmp_path), "ratio": float(told[1])}
+    run(tmp_path, rows=rows, recompute=told[2], offload=offload)

@@ -99,8 +99,8 @@ class _Measuring:
     asked: str
     offloads: bool
 
-    def memory(self, *, rings: bool = True) -> RankMemory:
-        """Return what was measured of all kinds of recomputation; `rings`: over rings, too, which need little more."""
+    def memory(self) -> RankMemory:
+        """Return what was measured of all kinds of recomputation, over rings, too, which need little more."""
         kinds, offload = _kinds(self.job, self.asked), self.job.config.offload
         first = self._measured(kinds[0], ALONE)
         leaving = 0 if offload is None else LEAVING_BYTES[offload.store]
@@ -112,7 +112,7 @@ class _Measuring:
             return RankMemory(budget_bytes=self.budget, layouts=ample.layouts, leaving_bytes=leaving)
         measured = {}
         for kind in kinds:
-            cut = [self._measured(kind, layout) for layout in self._rings()] if rings else []
+            cut = [self._measured(kind, layout) for layout in self._rings()]
             measured[kind] = (first if kind == kinds[0] else self._measured(kind, ALONE), *cut)
         return RankMemory(budget_bytes=self.budget, layouts=measured, leaving_bytes=leaving)
 
@@ -177,7 +177,8 @@ def _check_longest(measuring: _Measuring, capacities: Capacities) -> None:
 def _savers(measuring: _Measuring, tokens: int, capacities: Capacities) -> list[str]:
     """List what of recomputation and offload would let a rank hold so many tokens, each with what it then holds."""
     layers = measuring.job.model.config.num_hidden_layers
-    memory, said = replace(measuring, asked="auto", offloads=layers > 2).memory(rings=False), list[str]()
+    memory, said = replace(measuring, asked="auto", offloads=layers > 2).memory(), list[str]()
+    memory = replace(memory, leaving_bytes=max(LEAVING_BYTES.values()))  # to whatever store it would be
     others = [kind for kind in memory.layouts if kind not in capacities.plain]
     by_kind = {kind: memory.most_tokens(kind, tokens + STEP_TOKENS) for kind in others}
     enough = [kind for kind, held in by_kind.items() if held >= tokens]
