@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lengthwise.core.errors import ConfigError, LengthwiseError
 from lengthwise.core.package_data import read_package_json
@@ -59,6 +61,19 @@ def test_tensor_parallel_ranks_divide_work_and_pay_all_reduces() -> None:
     assert (four.ranks_per_node, four.heads, four.kv_heads) == (2, 8, 2)
     assert four.ring_bytes == pytest.approx(one.ring_bytes / 4)
     assert four.reduced_bytes == one.reduced_bytes / 4
+
+
+@given(adapters=st.integers(0, 10**8), tokens=st.integers(1, 10**5), degree=st.integers(1, 64))
+def test_a_base_under_adapters_makes_no_gradients_of_its_weights(adapters: int, tokens: int, degree: int) -> None:
+    whole, few = all_terms_cost(LLAMA_7B, H100), all_terms_cost(LLAMA_7B, H100, adapters=adapters)
+    added, third = adapters / LLAMA_7B.linear_params, whole.linear_seconds / 3
+    assert few.linear_seconds * few.forward.linear == pytest.approx(third * (1 + added))
+    assert few.linear_seconds * few.backward.linear == pytest.approx(third * (1 + 2 * added))
+    assert few.quadratic_seconds == whole.quadratic_seconds
+    assert few.reduced_bytes == pytest.approx(whole.reduced_bytes * adapters / LLAMA_7B.total_params)
+    if adapters < LLAMA_7B.linear_params / 4:
+        assert few.piece_seconds([tokens], degree) <= whole.piece_seconds([tokens], degree)
+    assert few.version != whole.version
 
 
 def test_stages_hold_their_share_of_the_layers() -> None:

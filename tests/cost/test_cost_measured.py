@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -106,5 +107,11 @@ def test_a_run_plans_only_with_what_was_measured_of_its_like(tmp_path):
     with pytest.raises(Problems) as caught:
         cost_from_measurements(path, named_shape("llama-7b"), precision="bf16", threads=4)
     said = str(caught.value)
+    with pytest.raises(ConfigError, match="expected adapters of 80 parameters trained, as in the run; got all"):
+        cost_from_measurements(path, SHAPE, precision="fp32", adapters=80)
+    path = write(tmp_path, replace(FOUND, adapters=80).to_json())
+    assert cost_from_measurements(path, SHAPE, precision="fp32", adapters=80).reduced_bytes == 80 * 8
+    with pytest.raises(ConfigError, match="expected all of the model trained"):
+        cost_from_measurements(path, SHAPE, precision="fp32")
     for word in ("model: layers: expected 32", "precision: expected bf16", "threads: expected 4", "Profile this model"):
         assert word in said

@@ -9,6 +9,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lengthwise.config import load_config
+from lengthwise.cost import shape_from_config
+from lengthwise.cost.measured import base_cost, read_measurements
+from lengthwise.training import pricing
+from lengthwise.training.job import prepare_job
 from training.small_runs import (
     DTYPES,
     call,
@@ -42,6 +46,29 @@ def test_lora_verifies(tmp_path, capsys, precision):
     out = capsys.readouterr().out
     assert "gradients: 12 tensors" in out
     assert "PASS" in out
+
+
+def test_lora_is_priced_as_adapters_by_estimates_and_by_what_was_measured(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(pricing, "MEASURING_SECONDS", 0.5)
+    trained = 2 * 4 * ((32 + 32) + (32 + 16) + (48 + 32))  # q, v, down
+    job = prepare_job(load_config(run_file(tmp_path / "estimated", precision="bf16")), ranks=2, timeout_seconds=60.0)
+    cost, whole = job.planning.cost, base_cost(shape_from_config(job.model.config.to_dict()), "cpu", precision="bf16")
+    assert cost.reduced_bytes == trained * (4 + 2)
+    assert cost.ring_bytes == whole.ring_bytes
+    assert cost.linear_seconds < 0.8 * whole.linear_seconds
+    output = train(run_file(tmp_path, measurements="auto", capacity_tokens=64), "--ranks", 2)
+    found = output / "measurements.json"
+    assert read_measurements(found).adapters == trained
+    again = run_file(tmp_path, measurements=str(found), capacity_tokens=64, output="again")
+    train(again, "--ranks", 2)
+    other = run_file(
+        tmp_path, lora=None, measurements=str(found), capacity_tokens=64, output="other", name="other.yaml"
+    )
+    planned = ("--ranks", 2, "--measurements", found, "--out", tmp_path / "plan.json")
+    for command in (("train", other, "--ranks", 2), ("plan", "--config", other, *planned)):
+        assert call(*command) == 2
+        assert "adapters: expected all of the model trained, as in the run" in capfd.readouterr().err
+    assert call("plan", "--config", again, *planned) == 0
 
 
 def test_lora_verify_would_notice_adapters_that_are_scaled_otherwise(tmp_path, capsys, monkeypatch):

@@ -159,7 +159,7 @@ class PlanCommand:
         measured = problems.attempt(partial(self._measured, config)) if self.measurements and not self.cost else None
         hardware = None if self.cost or self.measurements else problems.attempt(self._hardware)
         shape = problems.attempt(partial(self._shape, config, measured)) if config or not self.config else None
-        cost = problems.attempt(partial(self._cost, shape, hardware, measured))
+        cost = problems.attempt(partial(self._cost, config, shape, hardware, measured))
         speeds = problems.attempt(partial(parse_speeds, self.speeds)) if self.speeds is not None else None
         planner, layers = self.planner or (config.planner if config else "lengthwise"), shape.layers if shape else 1
         heads = self.planning.heads or (str(config.heads) if config and not self.cost else "off")
@@ -201,8 +201,8 @@ class PlanCommand:
         found = problems.attempt(partial(read_measurements, self.measurements))
         shape = problems.attempt(partial(_shape_of, config)) if config else None
         if found and config and shape:
-            where = str(self.measurements)
-            for each in misfits(found, where, shape, precision=config.precision, threads=None):
+            where, adapters = str(self.measurements), problems.attempt(partial(_adapters_of, config))
+            for each in misfits(found, where, shape, precision=config.precision, adapters=adapters):
                 problems.add(each)
         problems.raise_all()
         assert found is not None, "a file that was not read must have been a problem"
@@ -276,13 +276,19 @@ class PlanCommand:
     def _plans_as_training(self) -> bool:
         return self.config is not None and self.hardware is None
 
-    def _cost(self, shape: ModelShape | None, hardware: Hardware | None, measured: Measurements | None) -> Cost | None:
+    def _cost(
+        self,
+        config: RunConfig | None,
+        shape: ModelShape | None,
+        hardware: Hardware | None,
+        measured: Measurements | None,
+    ) -> Cost | None:
         """Make the costs: those given; those measured; those that training plans with; or those of other machines.
 
         None where the model or the hardware has a problem, which is reported already.
         """
         from lengthwise.cost import costs
-        from lengthwise.cost.measured import measured_cost
+        from lengthwise.cost.measured import base_cost, measured_cost
 
         if self.cost is not None:
             return costs(file=self.cost)
@@ -293,6 +299,8 @@ class PlanCommand:
             return cost
         if shape is None or hardware is None:
             return None
+        if config is not None and self._plans_as_training:
+            return base_cost(shape, hardware.name, precision=config.precision, adapters=_adapters_of(config))
         stages = 1 if self.stages is None else self.stages
         return costs(shape, hardware, stages=stages)
 
@@ -311,6 +319,15 @@ class PlanCommand:
         )
         first = next(iter(Batches(dataset, config)))
         return [int(dataset.lengths[i]) for i in first.ids], int(dataset.lengths.max())
+
+
+def _adapters_of(config: RunConfig) -> int | None:
+    """Count the parameters that train in place of the model's own; None: all train. Only with lora needs torch."""
+    if config.lora is None:
+        return None
+    from lengthwise.models import check_lora, find_model
+
+    return check_lora(find_model(config.model, weights=config.weights), config.lora)
 
 
 def _shape_of(config: RunConfig) -> ModelShape:

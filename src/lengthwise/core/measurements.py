@@ -145,7 +145,11 @@ class Fit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """A file of measurements. precision: as in a run file; hardware: the named one whose terms fill the gaps."""
+    """A file of measurements.
+
+    precision: as in a run file; hardware: the named one whose terms fill the gaps. adapters: how many parameters were
+    trained in place of the model's own; None: all of the model's.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -157,6 +161,7 @@ class Measurements:
     hardware: _Name
     fit: Fit
     samples: tuple[Sample, ...]
+    adapters: _Count | None = None
 
     def to_json(self) -> str:
         """Write the file: canonical, one sample a line."""

@@ -20,11 +20,15 @@ from lengthwise.cost.passes import Pass
 from lengthwise.cost.terms import Cost
 
 _ALL_REDUCES = 2  # a layer and pass: after attention and after the MLP
-_BACKWARD_ATTENTION, _BACKWARD_LINEAR = 2.5, 2.0  # FLOPs of backward over those of forward
+_BACKWARD_ATTENTION = 2.5  # FLOPs of backward over those of forward
 
 
-def all_terms_cost(shape: ModelShape, hardware: Hardware, *, tensor: int = 1, stages: int = 1) -> Cost:
+def all_terms_cost(
+    shape: ModelShape, hardware: Hardware, *, tensor: int = 1, stages: int = 1, adapters: int | None = None
+) -> Cost:
     """Make the costs of a model on a kind of device, for ranks of `tensor` x `stages` devices each.
+
+    `adapters`: how many parameters train in place of the model's own, which then have no gradients; None: all train.
 
     Raises:
         ConfigError: `tensor` does not divide the heads, does not fit a node, or `stages` exceeds the layers.
@@ -39,11 +43,16 @@ def all_terms_cost(shape: ModelShape, hardware: Hardware, *, tensor: int = 1, st
     kv_bytes = 2 * held_kv * shape.head_dim * shape.layers / stages
     exchanged = 2 * (shape.heads / tensor + held_kv) * shape.head_dim * shape.layers / stages  # q, out; k, v
     ring_forward = 1 / (2 + GRADIENT_BYTES / dtype_bytes)  # once forward; once more and the gradients backward
-    forward = Pass(attention=1 / (1 + _BACKWARD_ATTENTION), linear=1 / 3, ring=ring_forward, exchange=0.5)
+    linear, linear_forward = 1.0, 1 / 3
+    if adapters is not None:  # of three equal parts of linear work the third makes the weights' gradients
+        added = adapters / shape.linear_params
+        linear = 2 / 3 + added
+        linear_forward = (1 + added) / 3 / linear
+    forward = Pass(attention=1 / (1 + _BACKWARD_ATTENTION), linear=linear_forward, ring=ring_forward, exchange=0.5)
     return replace(
         plain,
         quadratic_seconds=plain.quadratic_seconds / devices,
-        linear_seconds=plain.linear_seconds / devices + tensor_bytes / stages / node_link,
+        linear_seconds=linear * plain.linear_seconds / devices + tensor_bytes / stages / node_link,
         fixed_seconds=plain.fixed_seconds / stages,
         ring_seconds=0.0,
         hop_seconds=0.0,
@@ -51,7 +60,7 @@ def all_terms_cost(shape: ModelShape, hardware: Hardware, *, tensor: int = 1, st
         forward=forward,
         backward=Pass(
             attention=_BACKWARD_ATTENTION * forward.attention,
-            linear=_BACKWARD_LINEAR * forward.linear,
+            linear=1 - linear_forward,
             ring=1 - ring_forward,
             exchange=0.5,
         ),
@@ -65,13 +74,15 @@ def all_terms_cost(shape: ModelShape, hardware: Hardware, *, tensor: int = 1, st
         layers=max(1, shape.layers // stages),
         copy_bytes={kind: activation_bytes(shape, kind, dtype_bytes) / devices for kind in RECOMPUTE_KINDS},
         copy_bytes_per_second=copies,
-        reduced_bytes=shape.total_params / devices * (GRADIENT_BYTES + dtype_bytes),
+        reduced_bytes=(shape.total_params if adapters is None else adapters) / devices * (GRADIENT_BYTES + dtype_bytes),
         host_bytes=host_share_bytes(hardware),
         stages=stages,
         # Neighbouring ranks share nodes stage by stage, so what goes from stage to stage goes between nodes.
         stage_bytes=shape.hidden / tensor * dtype_bytes if stages > 1 else 0.0,
         uplink_bytes_per_second=hardware.node_uplink_bytes_per_second / tensor,
-        version=f"all-terms/1 {shape.name} {hardware.name}" + (f" tp{tensor} pp{stages}" if devices > 1 else ""),
+        version=f"all-terms/1 {shape.name} {hardware.name}"
+        + (f" tp{tensor} pp{stages}" if devices > 1 else "")
+        + ("" if adapters is None else f" adapters {adapters}"),
     )
 
 

@@ -61,22 +61,31 @@ def measured_model(shape: ModelShape) -> MeasuredModel:
     return MeasuredModel(**asdict(shape))
 
 
-def base_cost(shape: ModelShape, hardware: str, *, precision: str, ranks_per_node: int) -> Cost:
+def base_cost(
+    shape: ModelShape, hardware: str, *, precision: str, ranks_per_node: int | None = None, adapters: int | None = None
+) -> Cost:
     """Make the costs whose terms stand where none was measured: of a named hardware, computing in this precision.
 
-    Its nodes are as large as the measured ones, their uplinks by as much wider.
+    `ranks_per_node`: its nodes are as large as the measured ones, their uplinks by as much wider; None: its own.
+    `adapters`: as in `all_terms_cost`.
     """
     named = named_hardware(hardware)
+    ranks_per_node = ranks_per_node or named.ranks_per_node
     uplink = named.node_uplink_bytes_per_second / named.ranks_per_node * ranks_per_node
     changed = {"ranks_per_node": ranks_per_node, "node_uplink_bytes_per_second": uplink}
-    return all_terms_cost(shape, replace(named, compute_dtype_bytes=DTYPE_BYTES[precision], **changed))
+    computing = replace(named, compute_dtype_bytes=DTYPE_BYTES[precision], **changed)
+    return all_terms_cost(shape, computing, adapters=adapters)
 
 
 def measured_cost(measurements: Measurements) -> Cost:
     """Make the costs of the model and the machine that were measured."""
     shape, place = measured_shape(measurements), measurements.place
     base = base_cost(
-        shape, measurements.hardware, precision=measurements.precision, ranks_per_node=place.ranks_per_node
+        shape,
+        measurements.hardware,
+        precision=measurements.precision,
+        ranks_per_node=place.ranks_per_node,
+        adapters=measurements.adapters,
     )
     base = replace(
         base,
@@ -86,7 +95,9 @@ def measured_cost(measurements: Measurements) -> Cost:
     return with_terms(base, measurements.fit.terms)
 
 
-def cost_from_measurements(path: str | Path, shape: ModelShape, *, precision: str, threads: int | None = None) -> Cost:
+def cost_from_measurements(
+    path: str | Path, shape: ModelShape, *, precision: str, threads: int | None = None, adapters: int | None = None
+) -> Cost:
     """Make the costs of a run from a file of measurements.
 
     Args:
@@ -94,18 +105,25 @@ def cost_from_measurements(path: str | Path, shape: ModelShape, *, precision: st
         shape: of the run's model; its name may differ.
         precision: of the run.
         threads: of each rank; None: whatever the file has.
+        adapters: parameters that train in place of the model's own; None: all train.
 
     Raises:
         ConfigError: the file cannot be read, or is of another model, precision or number of threads.
         Problems: several of these.
     """
     found = read_measurements(path)
-    raise_problems(misfits(found, str(path), shape, precision=precision, threads=threads))
+    raise_problems(misfits(found, str(path), shape, precision=precision, threads=threads, adapters=adapters))
     return measured_cost(found)
 
 
 def misfits(
-    found: Measurements, where: str, shape: ModelShape, *, precision: str, threads: int | None
+    found: Measurements,
+    where: str,
+    shape: ModelShape,
+    *,
+    precision: str,
+    threads: int | None = None,
+    adapters: int | None = None,
 ) -> list[LengthwiseError]:
     """List what keeps measurements from being those of a run."""
     remedy = "Profile this model as it will run, or leave {measurements} out."
@@ -114,6 +132,7 @@ def misfits(
         f"model: {name}": (of_run[name], of_file[name]) for name in of_run if name != "name"
     }
     wanted["precision"] = (precision, found.precision)
+    wanted["adapters"] = (_trained(adapters), _trained(found.adapters))
     if threads is not None:
         wanted["place: threads"] = (threads, found.place.threads)
     return [
@@ -121,6 +140,10 @@ def misfits(
         for name, (expected, got) in wanted.items()
         if expected != got
     ]
+
+
+def _trained(adapters: int | None) -> str:
+    return "all of the model trained" if adapters is None else f"adapters of {adapters} parameters trained"
 
 
 def _problems(error: ValidationError, where: str) -> list[ConfigError]:

@@ -36,15 +36,17 @@ _RUNNABLE = frozenset(
 )
 
 
-def check_lora(source: ModelSource, lora: LoraConfig | None) -> None:
+def check_lora(source: ModelSource, lora: LoraConfig | None) -> int | None:
     """Try the adapter, where one is asked for, on a model without storage, before any process starts.
+
+    Return how many parameters train in place of the model's own; None: all of the model's.
 
     Raises:
         ConfigError: peft is not installed, the base has no weights, names that fit no layer, or an adapter that cannot
             be read, is of another kind or of another model.
     """
     if lora is None:
-        return
+        return None
     _peft()
     if not source.weights:
         got = f"{source.name}, whose weights start from the seed and are saved nowhere"
@@ -65,6 +67,7 @@ def check_lora(source: ModelSource, lora: LoraConfig | None) -> None:
         raise _refuse(where, "linear and embedding layers only", "the experts of a mixture", remedy)
     if lora.adapter is not None:
         _check_weights(lora.adapter, skeleton)
+    return sum(each.numel() for each in skeleton.parameters() if each.requires_grad)
 
 
 def build_adapted(

@@ -87,17 +87,38 @@ def profile(
     with torch.random.fork_rng(devices):
         rank = RankProfiler(*trained, shape, world, transport, settings, store)
         samples = rank.time_in_turns(rank.ladder())
-    base = base_cost(shape, settings.hardware, precision=settings.precision, ranks_per_node=world.local_size)
-    gpu = world.device.index if world.gpus else None
+    place = this_place(
+        gpu=world.device.index if world.gpus else None,
+        ranks=world.world_size,
+        ranks_per_node=world.local_size,
+        clock=settings.clock,
+    )
+    adapters = _adapters(trained[0])
+    base = base_cost(
+        shape,
+        settings.hardware,
+        precision=settings.precision,
+        ranks_per_node=place.ranks_per_node,
+        adapters=adapters,
+    )
     return Measurements(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        place=this_place(gpu=gpu, ranks=world.world_size, ranks_per_node=world.local_size, clock=settings.clock),
+        place=place,
         model=measured_model(shape),
         precision=settings.precision,
         hardware=settings.hardware,
         fit=fit_samples(samples, base),
         samples=tuple(samples),
+        adapters=adapters,
     )
+
+
+def _adapters(model: nn.Module) -> int | None:
+    """Count what trains of a model whose own parameters stay; None: all train."""
+    parameters = list(model.parameters())
+    if all(each.requires_grad for each in parameters):
+        return None
+    return sum(each.numel() for each in parameters if each.requires_grad)
 
 
 def build(

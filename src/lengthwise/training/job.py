@@ -11,8 +11,8 @@ from lengthwise.comm import world_from_environment
 from lengthwise.config import MEASURE_AT_START, MEASURE_NOTHING, DataSource, RunConfig
 from lengthwise.core.errors import Collector, ConfigError, DataError
 from lengthwise.core.plan import Plan
-from lengthwise.cost import LOGITS_AT_ONCE, Cost, all_terms_cost, named_hardware, shape_from_config
-from lengthwise.cost.measured import cost_from_measurements
+from lengthwise.cost import LOGITS_AT_ONCE, Cost, shape_from_config
+from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
 from lengthwise.engine.batch import StepBatch
 from lengthwise.models import (
@@ -39,8 +39,9 @@ _MEASURED_RUN = 20.0  # times that, from which a run is measured unasked
 class Job:
     """A checked run, the same on every rank.
 
-    `gpus`: how many GPUs of a machine it uses; 0: it computes on the CPU. `measured_cost`: of the run's file of
-    measurements; None: it names none. `measured_capacities`: of `capacity_tokens: auto`, once they are known.
+    `gpus`: how many GPUs of a machine it uses; 0: it computes on the CPU. `adapters`: parameters that train in place of
+    the model's own; None: all train. `measured_cost`: of the run's file of measurements; None: it names none.
+    `measured_capacities`: of `capacity_tokens: auto`, once they are known.
     """
 
     config: RunConfig
@@ -51,6 +52,7 @@ class Job:
     tokenizer: Tokenizer | None
     timeout_seconds: float
     gpus: int = 0
+    adapters: int | None = None
     measured_cost: Cost | None = None
     measured_capacities: Capacities | None = None
 
@@ -133,13 +135,19 @@ class Job:
         return once * sequences * self.num_steps / self.ranks
 
     @property
+    def hardware(self) -> str:
+        """The named hardware whose costs count where none were measured."""
+        return "h100" if self.gpus else "cpu"
+
+    @property
     def planning(self) -> StepPlanning:
         """What plans the steps of this run."""
         config, shape = self.config, shape_from_config(self.model.config.to_dict())
         ratio = config.offload.ratio if config.offload else "off"
         return StepPlanning(
             ranks=self.ranks,
-            cost=self.measured_cost or all_terms_cost(shape, named_hardware("h100" if self.gpus else "cpu")),
+            cost=self.measured_cost
+            or base_cost(shape, self.hardware, precision=config.precision, adapters=self.adapters),
             capacities=self.capacities,
             measured=self.measured_capacities,
             options=PlanOptions(
@@ -188,17 +196,11 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: 
             attempt(lambda each=each: check_fits(each, ranks=ranks, capacity_tokens=capacity))
         if positions is not None:
             attempt(lambda each=each: check_positions(each, positions=positions))
+    adapters, cost = None, None
     if model:
-        refused = len(collector.problems)
-        attempt(lambda: check_model_config(model.config))
-        if len(collector.problems) == refused:
-            attempt(lambda: check_buildable(model.config))
-        if len(collector.problems) == refused:
-            if config.recompute != "auto":
-                attempt(lambda: check_recompute(model.config, config.recompute))
-            attempt(lambda: _check_offload(config, gpus, model.config.num_hidden_layers))
-            attempt(lambda: check_lora(model, config.lora))
-    cost = attempt(lambda: _measured_cost(config, model, ranks=ranks, gpus=gpus)) if model else None
+        adapters = _check_model(config, model, collector, gpus=gpus)
+        if adapters is not None or config.lora is None:  # else what trains is not known
+            cost = attempt(lambda: _measured_cost(config, model, ranks=ranks, gpus=gpus, adapters=adapters))
     collector.raise_all()
     assert model is not None, "a model that was not found must have been a problem"
     assert dataset is not None, "data that was not read must have been a problem"
@@ -211,6 +213,7 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: 
         tokenizer=loaded[0] if loaded else None,
         timeout_seconds=timeout_seconds,
         gpus=gpus,
+        adapters=adapters,
         measured_cost=cost,
     )
     if capacity != "auto" and config.offload is not None:  # how much more a rank holds then is the model's matter
@@ -221,7 +224,23 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: 
     return job
 
 
-def _measured_cost(config: RunConfig, model: ModelSource, *, ranks: int, gpus: int) -> Cost | None:
+def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *, gpus: int) -> int | None:
+    """Collect what keeps the model from being trained so; return how many parameters of adapters train, if any."""
+    attempt, refused = collector.attempt, len(collector.problems)
+    attempt(lambda: check_model_config(model.config))
+    if len(collector.problems) == refused:
+        attempt(lambda: check_buildable(model.config))
+    if len(collector.problems) > refused:
+        return None
+    if config.recompute != "auto":
+        attempt(lambda: check_recompute(model.config, config.recompute))
+    attempt(lambda: _check_offload(config, gpus, model.config.num_hidden_layers))
+    return attempt(lambda: check_lora(model, config.lora))
+
+
+def _measured_cost(
+    config: RunConfig, model: ModelSource, *, ranks: int, gpus: int, adapters: int | None
+) -> Cost | None:
     """Read the costs of the run's file of measurements; None where it names none.
 
     Threads count where several ranks are started here, on the CPU: other launchers decide them.
@@ -231,7 +250,9 @@ def _measured_cost(config: RunConfig, model: ModelSource, *, ranks: int, gpus: i
     shape = shape_from_config(model.config.to_dict())
     known = ranks > 1 and not gpus and world_from_environment() is None
     threads = threads_of_each(ranks) if known else None
-    return cost_from_measurements(config.measurements, shape, precision=config.precision, threads=threads)
+    return cost_from_measurements(
+        config.measurements, shape, precision=config.precision, threads=threads, adapters=adapters
+    )
 
 
 def _check_offload(config: RunConfig, gpus: int, layers: int) -> None:

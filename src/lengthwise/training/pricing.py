@@ -57,7 +57,7 @@ class Pricing:
             longest_tokens=max(_LEAST_TOKENS, *job.capacities.values()),
             precision=job.config.precision,
             clock="wall",
-            hardware="h100" if job.gpus else "cpu",
+            hardware=job.hardware,
         )
         offload = job.config.offload
         disk = offload.path if offload is not None and offload.store == "disk" else None
