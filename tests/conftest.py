@@ -1,8 +1,8 @@
 """What holds for every test: one thread, no network, no GPU unless asked for, the same property-based cases everywhere.
 
 With LENGTHWISE_TEST_GPU=1 (`make gpu-check`) GPUs are seen; all other tests are of the CPU, also where there is one.
-With HYPOTHESIS_PROFILE=search every property is tried on five times as many cases as its test asks for, new ones each
-time.
+A property is tried on two fifths of the cases that its test asks for; with HYPOTHESIS_PROFILE=full on all of them, with
+HYPOTHESIS_PROFILE=search on five times as many, new ones each time.
 """
 
 import os
@@ -22,27 +22,34 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.utils.conventions import not_set
 
-SEARCH_TIMES = 5  # the cases of a test under the search profile, over those it asks for
+SHARES = {"ci": 0.4, "full": 1.0, "search": 5.0}  # by profile: the cases of a test, over those it asks for
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
+
+
+def _examples(asked: int) -> int:
+    return round(asked * SHARES[PROFILE])
+
 
 settings.register_profile(
-    "ci", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    "tests",
+    deadline=None,
+    derandomize=PROFILE != "search",
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=_examples(100),
 )
-settings.register_profile(
-    "search", parent=settings.get_profile("ci"), derandomize=False, max_examples=100 * SEARCH_TIMES
-)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+settings.load_profile("tests")
 
 
-class MoreExamples(settings):
+class ScaledExamples(settings):
     """The `settings` of a test that names its number of examples, which would else not follow the profile."""
 
     def __init__(self, *arguments: Any, max_examples: Any = not_set, **others: Any) -> None:
-        more = max_examples if max_examples is not_set else max_examples * SEARCH_TIMES
-        super().__init__(*arguments, max_examples=more, **others)
+        scaled = max_examples if max_examples is not_set else _examples(max_examples)
+        super().__init__(*arguments, max_examples=scaled, **others)
 
 
-if os.environ.get("HYPOTHESIS_PROFILE") == "search":  # before any test module imports it
-    hypothesis.settings = MoreExamples
+hypothesis.settings = ScaledExamples  # before any test module imports it
 
 
 @pytest.fixture(autouse=True, scope="session")

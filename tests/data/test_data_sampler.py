@@ -146,6 +146,14 @@ def test_fits_names_the_sequence_and_what_would_hold_it():
         assert remedy in told
 
 
+def test_what_would_hold_a_sequence_counts_what_is_offloaded():
+    check_fits(dataset_of([1, 0, 15]), ranks=3, capacity_tokens=4, held_tokens=5)
+    with pytest.raises(LengthwiseError) as caught:
+        check_fits(dataset_of([1, 0, 31]), ranks=3, capacity_tokens=4, held_tokens=5)
+    for told in ("at most 15 tokens", "5 tokens each, with offload", "at least 7 ranks", "capacity_tokens: 9 or auto"):
+        assert told in str(caught.value)
+
+
 def test_positions_name_the_table_and_the_sequence():
     check_positions(dataset_of([1, 0, 12]), positions=12)
     with pytest.raises(DataError) as caught:

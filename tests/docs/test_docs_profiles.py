@@ -1,4 +1,4 @@
-"""The search profile of hypothesis reaches tests that name their number of examples."""
+"""Hypothesis profiles reach tests that name their number of examples."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ def test_property(number):
 """
 
 
-@pytest.mark.parametrize(("profile", "examples"), [("ci", 20), ("search", 100)])
+@pytest.mark.parametrize(("profile", "examples"), [("ci", 8), ("full", 20), ("search", 100)])
 def test_profile_scales_a_number_of_examples(profile: str, examples: int, tmp_path: Path) -> None:
     (tmp_path / "test_property.py").write_text(PROPERTY, encoding="utf-8")
     environment = {**os.environ, "HYPOTHESIS_PROFILE": profile, "PYTHONPATH": str(TESTS)}

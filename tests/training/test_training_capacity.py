@@ -37,9 +37,9 @@ def test_auto_trains_to_the_same_losses(tmp_path, capfd, recompute):
     output = run(tmp_path, recompute=recompute, precision="fp64")
     said = capfd.readouterr().out
     assert "microbatches as large as memory holds" in said
-    assert re.search(r"capacity of a rank, by the memory that is free: \d+ tokens; at most \S+B of \S+B\n", said), (
-        "of any kind as many"
-    )
+    assert re.search(
+        r"capacity of a rank: \d+ tokens, all of a global batch; at most \S+B of \S+B that are free\n", said
+    ), "of any kind as many"
     path = write_run(tmp_path, name="given.yaml", capacity_tokens=200, precision="fp64", output="given")
     assert call("train", path, "--ranks", 2) == 0
     for got, want in zip(losses(output), losses(tmp_path / "given"), strict=True):
@@ -76,7 +76,7 @@ def test_offload_takes_no_capacity_from_what_does_not_offload(tmp_path, monkeypa
     held = []
     for offload in (None, {"store": "disk", "path": str(tmp_path)}):
         run(tmp_path, rows=rows, global_batch={"sequences": 12}, steps=1, offload=offload)
-        held.append(int(capfd.readouterr().out.partition("that is free: ")[2].split()[0]))
+        held.append(int(capfd.readouterr().out.partition("capacity of a rank: ")[2].split()[0]))
     assert held[1] == held[0]
 
 
@@ -97,9 +97,8 @@ def test_a_step_holds_what_the_start_said(tmp_path, monkeypatch, free_bytes, key
     if "offload" in keys:
         keys = {**keys, "offload": {**keys["offload"], "path": str(tmp_path)}}
     lengths = (1500, 700, 300, 60, 30)
-    path = write_run(
-        tmp_path, make_rows(list(lengths)), capacity_tokens="auto", global_batch={"sequences": len(lengths)}, **keys
-    )
+    keys |= {"capacity_tokens": "auto", "global_batch": {"sequences": len(lengths)}, "precision": "fp32"}
+    path = write_run(tmp_path, make_rows(list(lengths)), **keys)
     job = prepare(path, [], ranks=2, timeout_seconds=60).job
     monkeypatch.setattr(capacity, "free_bytes", lambda *_: free_bytes)
 

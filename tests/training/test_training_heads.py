@@ -72,7 +72,14 @@ def test_a_split_that_the_model_does_not_allow_is_refused_before_any_process_sta
     assert "a divisor of the model's 4 attention heads; got 3" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("heads", [0, "on", 1.5])
+@pytest.mark.parametrize("heads", [0, "on", 1.5, 3, 8])
 def test_heads_of_another_kind_are_told(tmp_path, capfd, heads):
     assert call("train", write_run(tmp_path, make_rows(LENGTHS), heads=heads), "--ranks", 2) == 2
-    assert "heads" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "heads" in said
+    assert ("a number that divides the model's 4 heads" in said) == (heads in (3, 8))
+
+
+def test_heads_of_more_ranks_than_there_are_split_nothing_and_say_so(tmp_path, capfd):
+    train(write_run(tmp_path, make_rows(LENGTHS), heads=4, steps=1), "--ranks", 2)
+    assert "heads: 4 splits nothing on 2 ranks" in capfd.readouterr().out

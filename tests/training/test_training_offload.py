@@ -109,6 +109,7 @@ WRONG = [
     ({"store": "disk"}, "offload.path: expected `path` beside `store: disk`"),
     ({"path": "/tmp"}, "offload.path: expected `path` only beside `store: disk`"),
     ({"store": "disk", "path": "missing"}, "offload.path: expected an existing folder"),
+    ({"store": "disk", "path": "/proc"}, "offload.path: expected a folder that can be written; got /proc"),
     ({"ratio": 1.5, "store": "disk", "path": "/tmp"}, "offload.ratio"),
     ({"ratio": "some", "store": "disk", "path": "/tmp"}, "offload.ratio"),
     ({"ratio": True, "store": "disk", "path": "/tmp"}, "offload.ratio"),

@@ -8,7 +8,7 @@ pieces split heads a rank attends several ranges of heads, each with rows of its
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,16 @@ class PlannedAttention:
         self._travels = {index: piece.degree > piece.heads for index, piece, *_ in pieces}
         self._steps: dict[int | None, tuple[list[RingStep], list[RingStep]]] = {}
         self._masks: dict[tuple[int, int, int, bool, int | None], BlockMask] = {}
+
+    @property
+    def windows(self) -> frozenset[int | None]:
+        """The windows of the layers that have run; None: a layer sees everything."""
+        return frozenset(self._steps)
+
+    def lower(self, windows: Collection[int | None], device: torch.device) -> None:
+        """Lower the ring steps of layers with these windows before one of them runs."""
+        for window in windows:
+            self._steps_of(window, device)
 
     def forward(
         self, layer: Block, window: int | None = None, sinks: Tensor | None = None

@@ -14,6 +14,7 @@ from lengthwise.config.schema import MEASURE_AT_START, MEASURE_NOTHING, TINY_MOD
 from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.names import BYTES_TOKENIZER
 
+_FILE, _FOLDER = "file", "folder"
 _PATH_STARTS = ("./", "../", "/", "~")
 
 
@@ -68,7 +69,7 @@ def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]
     for section in (("data",), ("eval", "data")):
         for where, source in sections_at(values, section):
             if isinstance(source.get("path"), str | Path):
-                source["path"] = _resolve(f"{where}.path", str(source["path"]), folder, problems, takes_files=True)
+                source["path"] = _resolve(f"{where}.path", str(source["path"]), folder, problems, _FILE, _FOLDER)
     for where, lora in sections_at(values, ("lora",)):
         if isinstance(lora.get("adapter"), str | Path):
             lora["adapter"] = _resolve(f"{where}.adapter", str(lora["adapter"]), folder, problems)
@@ -77,7 +78,8 @@ def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]
             offload["path"] = _resolve(f"{where}.path", str(offload["path"]), folder, problems)
     measurements = values.get("measurements")
     if isinstance(measurements, str) and measurements not in ("", MEASURE_AT_START, MEASURE_NOTHING):
-        values["measurements"] = _resolve("measurements", measurements, folder, problems, takes_files=True)
+        words = f"{MEASURE_AT_START}, {MEASURE_NOTHING} or "
+        values["measurements"] = _resolve("measurements", measurements, folder, problems, _FILE, words=words)
     output = values.get("output")
     if output == "":
         problems.append(ConfigError("output", expected="a folder", got="''", remedy="Write for example runs/first."))
@@ -98,11 +100,14 @@ def _resolve_name(key: str, name: str, folder: Path, problems: list[ConfigError]
     return name
 
 
-def _resolve(where: str, name: str, folder: Path, problems: list[ConfigError], *, takes_files: bool = False) -> str:
+def _resolve(where: str, name: str, folder: Path, problems: list[ConfigError], *kinds: str, words: str = "") -> str:
+    """Make a path absolute that has to be one of these kinds, a folder where none is named; `words` are taken, too."""
+    kinds = kinds or (_FOLDER,)
     local = _absolute(name, folder) if name else ""
-    if not (os.path.isdir(local) or (takes_files and os.path.isfile(local))):
-        there = f"not a {'regular file' if takes_files else 'folder'}" if os.path.exists(local) else "nothing there"
-        expected, got = f"an existing {'file or ' * takes_files}folder", f"{local}: {there}" if name else "''"
+    there = _FILE if os.path.isfile(local) else _FOLDER if os.path.isdir(local) else None
+    if there not in kinds:
+        found = f"a {there}" if there else "not a regular file" if os.path.exists(local) else "nothing there"
+        expected, got = f"{words}an existing {' or '.join(kinds)}", f"{local}: {found}" if name else "''"
         remedy = "Correct the path; relative paths start from the run file's folder."
         problems.append(ConfigError(where, expected=expected, got=got, remedy=remedy))
     return local

@@ -313,7 +313,7 @@ class RunConfig(Settings):
     offload: OffloadConfig | None = Field(
         default=None,
         description="{store: disk, path: /scratch}: keep a share of the activations elsewhere until backward; default "
-        "null (all on the device)",
+        "null, or off (all on the device)",
     )
     heads: Literal["auto", "off"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
@@ -352,10 +352,13 @@ class RunConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_steps(cls, values: object) -> object:
-        if isinstance(values, dict) and values.get("steps") is None and values.get("epochs") is None:
-            return {**values, "steps": DEFAULT_STEPS}
-        return values
+    def _spell_out(cls, values: object) -> object:
+        """Fill in the steps where neither end of the run is given, and take `offload: off` for none."""
+        if not isinstance(values, dict):
+            return values
+        ends = values.get("steps") is not None or values.get("epochs") is not None
+        offload = {"offload": None} if values.get("offload") == "off" else {}
+        return {**values, **offload, **({} if ends else {"steps": DEFAULT_STEPS})}
 
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:

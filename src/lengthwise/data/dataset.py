@@ -185,17 +185,21 @@ def _as_bytes(values: np.ndarray) -> memoryview:
     return np.ascontiguousarray(values, dtype=np.int32).view(np.uint8).data
 
 
-def check_fits(dataset: Dataset, *, ranks: int, capacity_tokens: int) -> None:
-    """Raise DataError for sequences of more than `ranks` times `capacity_tokens` tokens.
+def check_fits(dataset: Dataset, *, ranks: int, capacity_tokens: int, held_tokens: int | None = None) -> None:
+    """Raise DataError for sequences of more tokens than all ranks hold.
 
-    The message names the longest five and what would hold them all.
+    The message names the longest five and what would hold them all. `held_tokens`: what a rank of this capacity holds
+    with what it offloads; None: no more.
     """
-    limit, longest = ranks * capacity_tokens, int(dataset.lengths.max(initial=0))
+    held_tokens = held_tokens or capacity_tokens
+    limit, longest = ranks * held_tokens, int(dataset.lengths.max(initial=0))
+    enough = -(-longest * capacity_tokens // (ranks * held_tokens))
+    offloads = f" (of {held_tokens} tokens each, with offload)" if held_tokens > capacity_tokens else ""
     _refuse_longer(
         dataset,
         limit,
-        f"{ranks} ranks x capacity_tokens {capacity_tokens}",
-        f"Run on at least {-(-longest // capacity_tokens)} ranks, or set capacity_tokens: {-(-longest // ranks)}, or",
+        f"{ranks} ranks x capacity_tokens {capacity_tokens}{offloads}",
+        f"Run on at least {-(-longest // held_tokens)} ranks, or set capacity_tokens: {enough} or auto, or",
     )
 
 

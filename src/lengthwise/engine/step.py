@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +104,14 @@ class _Forward:
     saver: ActivationSaver | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """What a microbatch needs before it runs: its lowered attention, and (input_ids, position_ids, shift_labels)."""
+
+    planned: PlannedAttention
+    tensors: Sequence[Tensor]
+
+
 @dataclass(slots=True)
 class _RankStep:
     model: nn.Module
@@ -114,16 +123,21 @@ class _RankStep:
     logits_at_once: int | None
     offloading: Offloading | None
     offloaded_bytes: int = 0
+    windows: frozenset[int | None] = frozenset()  # of the layers that have run: those of the model after a microbatch
 
     def run(self, plan: Plan, *, train: bool) -> Tensor:
         """Run all microbatches; return (summed loss, part of the router loss), (2,), in fp64."""
+        prepared: _Prepared | None = None
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # there: reading them would stop it each time
-        todo, kept, balance = range(len(self.programs)), dict[int, _Forward](), None
+        todo, kept, balance = list(range(len(self.programs))), dict[int, _Forward](), None
         if train and has_balance_loss(self.model.config):
             balance, kept = self.count_routers(last_on_all_ranks(plan))
             todo = sorted(todo, key=lambda number: number not in kept)
-        for number in todo:
-            done = kept.pop(number) if number in kept else self.forward(number, train=train)
+        for number, following in zip_longest(todo, todo[1:]):
+            done = kept.pop(number) if number in kept else self.forward(number, prepared, train=train)
+            prepared = None
+            if following is not None and following not in kept:
+                prepared = self.prepare(following)  # while the device runs what it was given
             if train:
                 objective = done.loss / self.batch.loss_tokens
                 if balance is not None:
@@ -147,15 +161,18 @@ class _RankStep:
         """Say in which microbatch this rank is."""
         self.transport.phase = f"{self.name}, microbatch {number + 1} of {len(self.programs)} {what}"
 
-    def forward(self, number: int, *, train: bool) -> _Forward:
+    def forward(self, number: int, prepared: _Prepared | None = None, *, train: bool) -> _Forward:
         self.enter(number, "forward")
         program, router_logits = self.programs[number], list[Tensor]()
-        planned = PlannedAttention(program, self.transport, self.kernel)
-        tensors = self._tensors(program)
+        prepared = prepared or self.prepare(number)
+        planned = prepared.planned
         hear = router_logits.extend if train and has_balance_loss(self.model.config) else None
         policy = self._policy(program, planned.num_rows) if train else ActivationPolicy()
         with torch.set_grad_enabled(train), apply_policy(self.model, planned, policy):
-            loss = model_loss(self.model, planned, *tensors, hear_router=hear, logits_at_once=self.logits_at_once)
+            loss = model_loss(
+                self.model, planned, *prepared.tensors, hear_router=hear, logits_at_once=self.logits_at_once
+            )
+        self.windows |= planned.windows
         return _Forward(loss=loss, router_logits=router_logits, saver=policy.saver)
 
     def _policy(self, program: MicrobatchProgram, rows: int) -> ActivationPolicy:
@@ -172,8 +189,13 @@ class _RankStep:
             self.offloaded_bytes += saver.totals.offloaded_bytes
             self.offloading.store.reset()
 
-    def _tensors(self, program: MicrobatchProgram) -> list[Tensor]:
-        return [tensor.to(self._device) for tensor in self.batch.tensors(program.segments(self.transport.rank))]
+    def prepare(self, number: int) -> _Prepared:
+        """Make a microbatch's tensors, and lower what its layers are known to ask for."""
+        program = self.programs[number]
+        planned = PlannedAttention(program, self.transport, self.kernel)
+        planned.lower(self.windows, self._device)
+        tensors = self.batch.tensors(program.segments(self.transport.rank))
+        return _Prepared(planned=planned, tensors=[each.to(self._device) for each in tensors])
 
     def count_routers(self, keeps: Collection[int]) -> tuple[RouterBalance, dict[int, _Forward]]:
         """Sum over all ranks what all tokens choose, after each rank's last ring; keep graphs of these microbatches."""
@@ -191,7 +213,6 @@ class _RankStep:
     @torch.no_grad()
     def _router_logits(self, number: int) -> list[Tensor]:
         self.enter(number, "counting")
-        program = self.programs[number]
-        planned = PlannedAttention(program, self.transport, self.kernel)
-        input_ids, position_ids, _ = self._tensors(program)
-        return model_router_logits(self.model, planned, input_ids, position_ids)
+        prepared = self.prepare(number)
+        input_ids, position_ids, _ = prepared.tensors
+        return model_router_logits(self.model, prepared.planned, input_ids, position_ids)

@@ -59,9 +59,10 @@ def measure_capacities(
     memory = measuring.memory()
     parameters.clear_gradients()
     plain, offloading = ({} for _ in range(2))
+    whole_batch = -(-job.most_tokens // STEP_TOKENS) * STEP_TOKENS
     ratio = planning.offload_ratio
     for kind in memory.layouts:
-        plain[kind] = memory.most_tokens(kind, job.most_tokens, offload=ratio or 0.0)
+        plain[kind] = memory.most_tokens(kind, whole_batch, offload=ratio or 0.0)
         offloading[kind] = plain[kind]
         if measuring.offloads and not ratio:
             offloading[kind] = memory.most_tokens(kind, plain[kind], offload=None)
@@ -138,15 +139,20 @@ class _Measuring:
         )
 
 
-def told(capacities: Capacities) -> str:
-    """Say what a rank holds, by kind of recomputation where that makes a difference, and what that needs."""
+def told(capacities: Capacities, batch_tokens: int) -> str:
+    """Say what a rank holds, by kind of recomputation where that makes a difference, and what that needs.
+
+    `batch_tokens`: the most that a global batch has.
+    """
     plain, memory = capacities.plain, capacities.memory
     needs = {kind: memory.peak_bytes(kind, tokens) for kind, tokens in plain.items()}
     if len(set(plain.values())) == 1:
         said = f"{next(iter(plain.values()))} tokens"
     else:
         said = ", ".join(f"{tokens} tokens with recompute {kind}" for kind, tokens in plain.items())
-    return f"{said}; at most {count(max(needs.values()))}B of {count(memory.budget_bytes)}B"
+    if min(plain.values()) >= batch_tokens:
+        said += ", all of a global batch"
+    return f"{said}; at most {count(max(needs.values()))}B of {count(memory.budget_bytes)}B that are free"
 
 
 def _kinds(job: Job, asked: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -217,8 +218,9 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: 
         measured_cost=cost,
     )
     if capacity != "auto" and config.offload is not None:  # how much more a rank holds then is the model's matter
+        held = job.planning.most_held_tokens
         for each in filter(None, (dataset, eval_dataset)):
-            attempt(lambda each=each: check_fits(each, ranks=ranks, capacity_tokens=job.planning.most_held_tokens))
+            attempt(lambda each=each: check_fits(each, ranks=ranks, capacity_tokens=capacity, held_tokens=held))
     collector.raise_all()
     _check_losses(job)
     return job
@@ -234,6 +236,7 @@ def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *,
         return None
     if config.recompute != "auto":
         attempt(lambda: check_recompute(model.config, config.recompute))
+    attempt(lambda: _check_heads(config, model))
     attempt(lambda: _check_offload(config, gpus, model.config.num_hidden_layers))
     return attempt(lambda: check_lora(model, config.lora))
 
@@ -255,8 +258,16 @@ def _measured_cost(
     )
 
 
+def _check_heads(config: RunConfig, model: ModelSource) -> None:
+    """Refuse groups of heads that the model cannot be split in, whatever the ranks."""
+    heads = shape_from_config(model.config.to_dict()).heads
+    if isinstance(config.heads, int) and heads % config.heads:
+        expected = f"auto, off, or a number that divides the model's {heads} heads"
+        raise ConfigError("heads", expected=expected, got=f"{config.heads}", remedy="Set heads: auto.")
+
+
 def _check_offload(config: RunConfig, gpus: int, layers: int) -> None:
-    """Refuse offload to the memory that is already in use, and of layers that there are not."""
+    """Refuse offload to the memory in use, or to where nothing can be written, and of too few layers."""
     offload = config.offload
     if offload is None or offload.ratio == "off":
         return
@@ -266,6 +277,13 @@ def _check_offload(config: RunConfig, gpus: int, layers: int) -> None:
     if offload.store == "host" and not gpus:
         expected = "disk on a machine without GPUs, where activations are in the host's memory already"
         raise ConfigError("offload.store", expected=expected, got="host", remedy="Set store: disk and path.")
+    if offload.path is not None:
+        try:
+            with tempfile.TemporaryFile(dir=offload.path):
+                pass
+        except OSError as error:
+            expected, got = "a folder that can be written", f"{offload.path}: {error.strerror or error}"
+            raise ConfigError("offload.path", expected=expected, got=got, remedy="Correct the path.") from None
 
 
 def _check_losses(job: Job) -> None:

@@ -110,6 +110,8 @@ class _Trainer:
         self._kernel = choose_kernel(
             world.device, dtype=dtype, head_dim=head_dim, say=lambda line: call_back(callbacks, "on_note", line)
         )
+        if isinstance(job.config.heads, int) and job.config.heads > job.ranks:
+            call_back(callbacks, "on_note", f"heads: {job.config.heads} splits nothing on {job.ranks} ranks")
         with reporting_shortage(
             lambda: f"rank {world.rank}, start",
             needs=lambda: "the model, its gradients and its optimizer",
@@ -124,7 +126,7 @@ class _Trainer:
             found = measure_capacities(job, self._model, self._parameters, self._kernel, transport, local_ranks=ranks)
             self._job = job = job.with_capacities(found)
             pricing.plan_for(job)
-            call_back(callbacks, "on_note", f"capacity of a rank, by the memory that is free: {told(found)}")
+            call_back(callbacks, "on_note", f"capacity of a rank: {told(found, job.most_tokens)}")
         if job.measures_at_start:
             transport.phase = "measuring before the first step"
             call_back(callbacks, "on_note", pricing.measure(world, transport, self._model, self._parameters))
