@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from batches import tokens_batch
-from lengthwise.core.plan import Plan
+from lengthwise.core.plan import RECOMPUTE_KINDS, Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.sizes import parse_tokens
-from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, recompute_capacities
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, recompute_capacities, step_memory
 from lengthwise.planner import PLANNERS, PlanOptions, plan_recomputed, plan_step
 from lengthwise.program import check_plan
 from pages import Findings, add_out
@@ -74,7 +74,8 @@ def case_lines(case: Case, cost: Cost, planners: Sequence[str]) -> Iterator[str]
 def recompute_lines(recipe: str, ranks: int, shape: ModelShape, planners: Sequence[str]) -> Iterator[str]:
     """Yield the lines of one step under each kind of recomputation that has room."""
     hardware = named_hardware("h100")
-    cost, capacities = all_terms_cost(shape, hardware), recompute_capacities(shape, hardware, ranks)
+    cost = all_terms_cost(shape, hardware)
+    capacities = recompute_capacities(step_memory(shape, hardware, ranks), hardware)
     smallest = Cluster(ranks=ranks, capacity_tokens=min(capacities.values()))
     tokens = tokens_batch(recipe, BATCH_TOKENS, 0, smallest)
     for planner in planners:
@@ -122,7 +123,7 @@ def main() -> None:
                 cluster = Cluster(ranks=ranks, capacity_tokens=parse_tokens(capacity, "--capacities"))
                 case = Case(recipe=recipe, cluster=cluster, seeds=arguments.seeds)
                 findings.add(case_lines(case, cost, arguments.planners.split(",")))
-    kinds = " | ".join(recompute_capacities(shape, named_hardware("h100"), 256))
+    kinds = " | ".join(RECOMPUTE_KINDS)
     findings.add(["", f"| {shape.kv_heads} KV heads | planner | {kinds} | `auto` takes |", "|---|---|---|---|---|---|"])
     for recipe in arguments.lengths.split(","):
         for ranks in map(int, arguments.ranks.split(",")):

@@ -1,6 +1,6 @@
 """The peak memory of a rank: what is said before the first step, and by formulas alone, against what a step holds.
 
-    python benchmarks/memory_model.py [--drawn 24] [--every 1]
+    python benchmarks/memory_model.py [--drawn 24] [--long] [--every 1]
 
 Small models (6 layers, 128 wide, 4K words) of six kinds, both precisions, all kinds of recomputation, offload, both
 losses, rings of up to 4 ranks and split heads. Measured: all tensors of the fullest rank at the peak of its second
@@ -21,7 +21,15 @@ import torch
 
 from lengthwise.report.figures import count
 from pages import Findings, add_out
-from support.peaks import Cell, drawn, measured_peak, one_at_a_time, predicted_at_start, predicted_by_formula
+from support.peaks import (
+    Cell,
+    drawn,
+    long_ones,
+    measured_peak,
+    one_at_a_time,
+    predicted_at_start,
+    predicted_by_formula,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +107,12 @@ def main() -> None:
     """Print both tables, and write them into a page if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drawn", type=int, default=24, help="cells that differ in everything")
+    parser.add_argument("--long", action="store_true", help="and cells of 16K tokens, minutes each")
     parser.add_argument("--every", type=int, default=1, help="only every n-th cell")
     add_out(parser, "memory_model")
     asked, findings = parser.parse_args(), Findings("memory_model")
     torch.set_num_threads(1)
-    cells = [*one_at_a_time(), *drawn(asked.drawn)]
+    cells = [*one_at_a_time(), *drawn(asked.drawn), *(long_ones() if asked.long else [])]
     rows = run(cells[:: asked.every])
     findings.add([*summary(rows), "", *table(rows)])
     findings.sign("Measured", "bytes, counted tensor by tensor, against predictions")

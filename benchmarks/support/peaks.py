@@ -152,6 +152,13 @@ def one_at_a_time() -> list[Cell]:
     return list(dict.fromkeys(cells))
 
 
+def long_ones() -> list[Cell]:
+    """List cells of 16K tokens, where the layers outweigh states and loss."""
+    long = [replace(Cell(), recompute=kind, tokens=16384) for kind in RECOMPUTE_KINDS]
+    long += [replace(Cell(), family=family, recompute="layer", tokens=16384) for family in ("gemma3", "qwen3_moe")]
+    return [*long, replace(Cell(), recompute="layer", logits_at_once=None, tokens=16384)]
+
+
 def drawn(number: int, seed: int = 0) -> list[Cell]:
     """Draw cells that differ in everything at once."""
     choose = random.Random(seed)
@@ -202,13 +209,12 @@ def predicted_by_formula(cell: Cell) -> float:
     counts = [sum(each.numel() for each in model.parameters() if each.requires_grad >= least) for least in (0, 1)]
     return StepMemory(
         shape=shape_from_config(source.config.to_dict()),
+        dtype_bytes=DTYPES[cell.precision].itemsize,
         parameters=counts[0],
         trained=None if counts[0] == counts[1] else counts[1],
         ranks=cell.degree,
-        precision=cell.precision,
-        recompute=cell.recompute,
         logits_at_once=cell.logits_at_once,
-    ).peak_bytes(cell.tokens, cell.offload)
+    ).peak_bytes(cell.tokens, cell.recompute, cell.offload)
 
 
 def _lora(cell: Cell) -> LoraConfig | None:

@@ -13,16 +13,11 @@ from lengthwise.core.package_data import read_package_json
 from lengthwise.cost import (
     HARDWARE_NAMES,
     SHAPE_NAMES,
-    activation_bytes,
     all_terms_cost,
     analytic_cost,
-    capacity_tokens,
-    microbatches_kept,
     named_hardware,
     named_shape,
-    state_bytes,
 )
-from lengthwise.cost.memory import host_share_bytes
 
 LLAMA_7B, H100 = named_shape("llama-7b"), named_hardware("h100")
 PUBLISHED_MS = {4: (0.8, 0.9), 8: (1.8, 1.8), 16: (4.8, 3.6), 32: (14.1, 7.5), 64: (48.2, 15.1), 128: (175.5, 28.2)}
@@ -88,33 +83,6 @@ def test_stages_hold_their_share_of_the_layers() -> None:
 def test_impossible_meshes_are_refused(mesh) -> None:
     with pytest.raises(ConfigError, match=next(iter(mesh))[:6]):
         all_terms_cost(LLAMA_7B, H100, **mesh)
-
-
-def test_activation_bytes_count_what_a_layer_keeps() -> None:
-    layer = 4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 11008
-    assert activation_bytes(LLAMA_7B, "none", 2) == 2 * 32 * layer
-    assert activation_bytes(LLAMA_7B, "layer", 2) == 2 * (32 * 4096 + layer)
-    assert activation_bytes(LLAMA_7B, "all_but_attention", 2) == 2 * (32 * (3 * 4096 + 2 * 1024) + layer)
-
-
-def test_capacity_is_what_fits_beside_weights_and_optimizer() -> None:
-    tokens = capacity_tokens(LLAMA_7B, H100, 64)
-    taken = tokens * activation_bytes(LLAMA_7B, "none", 2) + state_bytes(LLAMA_7B, 64)
-    assert 0.9 * 80e9 - 128 * activation_bytes(LLAMA_7B, "none", 2) < taken <= 0.9 * 80e9
-    # bf16 weights, fp32 gradients; of every fourth parameter master weight, reduced gradient and two moments in fp32
-    assert state_bytes(LLAMA_7B, 4) == LLAMA_7B.total_params * (2 + 4 + (4 + 4 + 4 + 4) / 4)
-    assert capacity_tokens(LLAMA_7B, H100, 64, recompute="layer") > 5 * tokens
-    # four stages of four devices keep four microbatches
-    staged = capacity_tokens(LLAMA_7B, H100, 64, devices=4, kept=microbatches_kept(4))
-    assert staged == pytest.approx(capacity_tokens(LLAMA_7B, H100, 64, devices=4) / 4, abs=128)
-    with pytest.raises(ConfigError, match="llama-70b"):
-        capacity_tokens(named_shape("llama-70b"), H100, 64)
-    assert capacity_tokens(named_shape("llama-70b"), H100, 64, devices=16) > 0
-
-
-def test_host_memory_is_shared_by_a_node() -> None:
-    assert host_share_bytes(H100) == pytest.approx(0.9 * 2e12 / 8)
-    assert all_terms_cost(LLAMA_7B, H100, tensor=4).host_bytes == host_share_bytes(H100)
 
 
 def test_total_params_count_every_expert() -> None:

@@ -6,14 +6,7 @@ import pytest
 
 from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import (
-    activation_bytes,
-    all_terms_cost,
-    named_hardware,
-    named_shape,
-    recompute_capacities,
-    state_bytes,
-)
+from lengthwise.cost import all_terms_cost, named_hardware, named_shape, recompute_capacities, step_memory
 from lengthwise.planner import PLANNERS, PlanOptions, plan_recomputed, plan_step, score
 from lengthwise.program import check_plan
 
@@ -61,14 +54,14 @@ def test_kinds_that_cannot_hold_a_sequence_are_left_to_others_that_can() -> None
 
 
 def test_capacities_are_those_of_kinds_with_room() -> None:
-    assert list(recompute_capacities(SHAPE, HARDWARE, 64)) == ["none", "layer", "all_but_attention"]
-    states, of_token = state_bytes(SHAPE, 64), activation_bytes(SHAPE, "none", 2)
-    tight, full = (replace(HARDWARE, device_bytes=(states + tokens * of_token) / 0.9) for tokens in (100, 1))
-    found = recompute_capacities(SHAPE, tight, 64)
+    memory = step_memory(SHAPE, HARDWARE, 64)
+    assert list(recompute_capacities(memory, HARDWARE)) == ["none", "layer", "all_but_attention"]
+    tight, full = (replace(HARDWARE, device_bytes=memory.peak_bytes(tokens) / 0.9) for tokens in (100, 1))
+    found = recompute_capacities(memory, tight)
     assert "none" not in found
     assert found["layer"] > found["all_but_attention"] > 128
     with pytest.raises(ConfigError, match="128 tokens"):
-        recompute_capacities(SHAPE, full, 64)
+        recompute_capacities(memory, full)
 
 
 @pytest.mark.parametrize("kind", ["layer", "all_but_attention"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import activation_bytes, all_terms_cost, named_hardware, named_shape, state_bytes, step_flops
+from lengthwise.cost import all_terms_cost, named_hardware, named_shape, step_flops, step_memory
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.simulator import Setting, chosen_ranks, chrome_trace, compare_planners, simulate_plan
 from lengthwise.simulator.study import ideal_seconds
@@ -43,7 +43,7 @@ def test_study_of_uniform_sequences() -> None:
         step_flops(SHAPE, [8192] * 32) / result.mean_seconds / (16 * HARDWARE.peak_flops_per_second)
     )
     (step,) = result.steps
-    assert step.memory_bytes == pytest.approx(state_bytes(SHAPE, 16) + 8192 * activation_bytes(SHAPE, "none", 2))
+    assert step.memory_bytes == pytest.approx(step_memory(SHAPE, HARDWARE, 16).peak_bytes(8192))
 
 
 @pytest.mark.parametrize(("sequences", "kept"), [(16, 1), (32, 2), (160, 4)])
@@ -52,9 +52,10 @@ def test_a_pipeline_keeps_no_more_microbatches_than_it_has(sequences: int, kept:
     cost = all_terms_cost(SHAPE, HARDWARE, stages=4)
     setting = replace(SETTING, cost=cost, devices=4)
     (result,) = compare_planners(["static"], [[8192] * sequences], setting, progress=lambda *_: None)
-    states = state_bytes(SHAPE, 16, devices=4)
+    memory = step_memory(SHAPE, HARDWARE, 16, stages=4)
     (step,) = result.steps
-    assert step.memory_bytes == pytest.approx(states + kept * 8192 * activation_bytes(SHAPE, "none", 2) / 4)
+    assert step.memory_bytes == memory.state_bytes() + memory.microbatch_bytes(8192, kept=kept)
+    assert step.memory_bytes == pytest.approx(memory.state_bytes() + kept * 8192 * memory.saved_bytes("none"), rel=0.05)
 
 
 def test_study_compares_on_the_same_batches() -> None:

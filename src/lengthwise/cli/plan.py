@@ -217,12 +217,14 @@ class PlanCommand:
             refuse_beside({"--recompute": self.recompute}, expected, "Leave it out.")
         refuse_recompute(self.recompute, self.capacity)
         if self.recompute == "auto":
-            from lengthwise.cost import microbatches_kept, named_hardware, recompute_capacities
+            from lengthwise.cost import named_hardware, recompute_capacities, step_memory
 
             named = measured.hardware if measured else self.hardware or "h100"
-            hardware, devices = named_hardware(named), max(1, self.stages or 1)
-            kept = microbatches_kept(devices, max(1, self.planning.virtual or 1))
-            return recompute_capacities(shape, hardware, ranks, devices=devices, kept=kept) if shape and ranks else {}
+            hardware, virtual = named_hardware(named), max(1, self.planning.virtual or 1)
+            if not (shape and ranks):
+                return {}
+            memory = step_memory(shape, hardware, ranks, stages=max(1, self.stages or 1), virtual=virtual)
+            return recompute_capacities(memory, hardware)
         kind = config.recompute if config and not self.cost else self.recompute or "none"
         if config and self.capacity is None and config.capacity_tokens == "auto":
             expected = "a number for a plan made here: `capacity_tokens: auto` is measured when a run starts"

@@ -274,7 +274,7 @@ class Simulate:
     def _capacities(self, shape: ModelShape | None, hardware: Hardware | None, ranks: int | None) -> dict[str, int]:
         """Return the tokens a rank holds by kind of recomputation to choose from; empty where a None hides it."""
         from lengthwise.core.plan import RECOMPUTE_KINDS
-        from lengthwise.cost import microbatches_kept, recompute_capacities
+        from lengthwise.cost import recompute_capacities, step_memory
 
         refuse_recompute(self.recompute, self.capacity)
         if self.capacity is not None:
@@ -282,8 +282,9 @@ class Simulate:
         if shape is None or hardware is None or ranks is None:
             return {}
         kinds = RECOMPUTE_KINDS if self.recompute == "auto" else (self.recompute,)
-        kept = microbatches_kept(self.pp, self.planning.virtual or 1)
-        return recompute_capacities(shape, hardware, ranks, kinds=kinds, devices=self.tp * self.pp, kept=kept)
+        virtual = max(1, self.planning.virtual or 1)
+        memory = step_memory(shape, hardware, ranks, tensor=self.tp, stages=self.pp, virtual=virtual)
+        return recompute_capacities(memory, hardware, kinds=kinds)
 
     def _ranks(self, devices: int) -> int:
         refuse_but_one("simulate", {"--ranks": self.ranks is not None, "--gpus": self.gpus is not None})

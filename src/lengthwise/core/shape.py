@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.sizes import read_whole
@@ -30,7 +30,8 @@ class ModelShape:
     """The sizes of a decoder-only transformer from which FLOPs and bytes follow.
 
     `intermediate` is the width of one expert's (or the only) gated MLP; `experts_per_token` of `experts` are active.
-    `windows` lists (sliding window in tokens, layers that have it); all other layers see everything.
+    `windows` lists (sliding window in tokens, layers that have it); all other layers see everything. `family` is what
+    configs call the kind of model, where it is known; of two shapes that differ in it alone, sizes are equal.
     """
 
     name: str
@@ -44,6 +45,7 @@ class ModelShape:
     experts: int = 1
     experts_per_token: int = 1
     windows: tuple[tuple[int, int], ...] = ()
+    family: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab"):

@@ -2,36 +2,26 @@
 
 Pure: no torch, no devices. Planners, score and simulator ask a `Cost`: five coefficients, and, where links are given,
 two kinds of link, block sizes, heads, offload and recomputation. `analytic_cost` and `all_terms_cost` make one with no
-machine at hand; `memory` says how many tokens fit.
+machine at hand; `memory` says what a step holds, `capacity` how many tokens fit.
 """
 
 from lengthwise.cost.all_terms import all_terms_cost
 from lengthwise.cost.analytic import analytic_cost, step_flops
+from lengthwise.cost.capacity import RESERVED, capacity_tokens, recompute_capacities, step_memory
 from lengthwise.cost.choices import Choice, Choices
 from lengthwise.cost.costs import costs
 from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, named_hardware
 from lengthwise.cost.links import Link
-from lengthwise.cost.memory import (
-    LOGITS_AT_ONCE,
-    PRECISION_BYTES,
-    RESERVED,
-    activation_bytes,
-    capacity_tokens,
-    loss_bytes,
-    microbatches_kept,
-    recompute_capacities,
-    state_bytes,
-)
+from lengthwise.cost.memory import DTYPE_BYTES, LOGITS_AT_ONCE, StepMemory, loss_bytes, microbatches_kept, state_bytes
 from lengthwise.cost.microbatch import WINDOW_LAYERS, MicrobatchBytes, Moments, largest_peak
 from lengthwise.cost.passes import Pass
 from lengthwise.cost.shapes import SHAPE_NAMES, named_shape, shape_from_config
-from lengthwise.cost.step_memory import StepMemory
 from lengthwise.cost.terms import Cost
 
 __all__ = [
+    "DTYPE_BYTES",
     "HARDWARE_NAMES",
     "LOGITS_AT_ONCE",
-    "PRECISION_BYTES",
     "RESERVED",
     "SHAPE_NAMES",
     "WINDOW_LAYERS",
@@ -44,7 +34,6 @@ __all__ = [
     "Moments",
     "Pass",
     "StepMemory",
-    "activation_bytes",
     "all_terms_cost",
     "analytic_cost",
     "capacity_tokens",
@@ -58,4 +47,5 @@ __all__ = [
     "shape_from_config",
     "state_bytes",
     "step_flops",
+    "step_memory",
 ]

@@ -13,9 +13,9 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.analytic import GRADIENT_BYTES, analytic_cost
+from lengthwise.cost.capacity import host_share_bytes, step_memory
 from lengthwise.cost.hardware import Hardware
 from lengthwise.cost.links import Link
-from lengthwise.cost.memory import activation_bytes, host_share_bytes
 from lengthwise.cost.passes import Pass
 from lengthwise.cost.terms import Cost
 
@@ -36,6 +36,7 @@ def all_terms_cost(
     _check_mesh(shape, hardware, tensor, stages)
     plain, dtype_bytes, devices = analytic_cost(shape, hardware), hardware.compute_dtype_bytes, tensor * stages
     node_link, layers = hardware.node_link_bytes_per_second, shape.layers / stages
+    memory = step_memory(shape, hardware, 1, tensor=tensor, stages=stages)
     copies = min(hardware.copy_bytes_per_second, hardware.host_copy_bytes_per_second / hardware.ranks_per_node)
     reduced_hidden = 2 * (tensor - 1) / tensor * shape.hidden * dtype_bytes  # an all-reduce, bytes a token
     tensor_bytes = 2 * _ALL_REDUCES * shape.layers * reduced_hidden
@@ -72,7 +73,7 @@ def all_terms_cost(
         heads=shape.heads // tensor,
         kv_heads=held_kv,
         layers=max(1, shape.layers // stages),
-        copy_bytes={kind: activation_bytes(shape, kind, dtype_bytes) / devices for kind in RECOMPUTE_KINDS},
+        copy_bytes={kind: memory.saved_bytes(kind) for kind in RECOMPUTE_KINDS},
         copy_bytes_per_second=copies,
         reduced_bytes=(shape.total_params if adapters is None else adapters) / devices * (GRADIENT_BYTES + dtype_bytes),
         host_bytes=host_share_bytes(hardware),

@@ -20,6 +20,7 @@ from lengthwise.core.package_data import is_path, read_json_object, read_package
 _DESCRIPTIONS = read_package_json("lengthwise.cost", "hardware.json")
 HARDWARE_NAMES = tuple(_DESCRIPTIONS)
 _MAY_BE_ZERO = ("hop_latency_seconds", "node_hop_latency_seconds", "layer_launch_seconds")
+_NO_NUMBERS = ("name", "source", "block_efficiency", "fused_norms")
 _WHOLE = ("ranks_per_node", "compute_dtype_bytes")
 
 
@@ -42,6 +43,7 @@ class Hardware:
     loader_tokens_per_second: of text that the processors of one node read and tokenize, all its loaders together.
     device_bytes, host_bytes: memory of one device, and of the host of a node.
     source: where the numbers come from.
+    fused_norms: whether models run there with norms that keep less for backward (`cost.memory`); may be left out.
 
     Raises:
         Problems, ConfigError: numbers out of range, or a block curve that makes no sense; all are reported.
@@ -66,10 +68,11 @@ class Hardware:
     device_bytes: float
     host_bytes: float
     source: str
+    fused_norms: bool = False
 
     def __post_init__(self) -> None:
         problems = []
-        for name in (field.name for field in fields(self) if field.name not in ("name", "source", "block_efficiency")):
+        for name in (field.name for field in fields(self) if field.name not in _NO_NUMBERS):
             value = getattr(self, name)
             most = 1.0 if name.endswith("efficiency") else math.inf
             number = isinstance(value, int if name in _WHOLE else int | float) and not isinstance(value, bool)
@@ -79,6 +82,8 @@ class Hardware:
                 problems.append(self._problem(name, f"{expected}{', whole' if name in _WHOLE else ''}", value))
         if not isinstance(self.source, str) or not self.source:
             problems.append(self._problem("source", "a text that says where the numbers come from", self.source))
+        if not isinstance(self.fused_norms, bool):
+            problems.append(self._problem("fused_norms", "true or false", self.fused_norms))
         if not _is_block_curve(self.block_efficiency):
             expected = "pairs of tokens, ascending, and a share of speed that grows slower than they do and ends with 1"
             problems.append(self._problem("block_efficiency", expected, self.block_efficiency))
@@ -122,7 +127,7 @@ def hardware_from_json(raw: Mapping[str, Any], name: str) -> Hardware:
     problems: list[ConfigError] = [
         unknown_name(f"hardware {name}: {key}", key, known) for key in raw if key not in known
     ]
-    missing = [key for key in known if key not in raw]
+    missing = [key for key in known if key not in raw and key != "fused_norms"]
     if missing:
         remedy = "Add them; `lengthwise/cost/hardware.json` shows every key."
         problems.append(ConfigError(f"hardware {name}", expected=", ".join(missing), got="nothing", remedy=remedy))

@@ -21,9 +21,9 @@ from lengthwise.core.strict_json import read_json
 from lengthwise.cost.all_terms import all_terms_cost
 from lengthwise.cost.fit import with_terms
 from lengthwise.cost.hardware import HARDWARE_NAMES, named_hardware
+from lengthwise.cost.memory import DTYPE_BYTES
 from lengthwise.cost.terms import Cost
 
-DTYPE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 _REMEDY = "Profile again; `lengthwise profile` writes such a file."
 
 
@@ -58,7 +58,7 @@ def measured_shape(measurements: Measurements) -> ModelShape:
 
 def measured_model(shape: ModelShape) -> MeasuredModel:
     """Return a shape as a file of measurements has it."""
-    return MeasuredModel(**asdict(shape))
+    return MeasuredModel(**{name: value for name, value in asdict(shape).items() if name != "family"})
 
 
 def base_cost(
@@ -129,7 +129,7 @@ def misfits(
     remedy = "Profile this model as it will run, or leave {measurements} out."
     of_run, of_file = asdict(shape), asdict(measured_shape(found))
     wanted: dict[str, tuple[Any, Any]] = {
-        f"model: {name}": (of_run[name], of_file[name]) for name in of_run if name != "name"
+        f"model: {name}": (of_run[name], of_file[name]) for name in of_run if name not in ("name", "family")
     }
     wanted["precision"] = (precision, found.precision)
     wanted["adapters"] = (_trained(adapters), _trained(found.adapters))

@@ -1,66 +1,62 @@
-"""Bytes: activations of a token, what training keeps of a parameter, and the tokens that fit beside it.
+"""Bytes of a step on one device, by formulas from a model's shape: where nothing runs and nothing can be measured.
 
-Activations of S tokens over d ranks are (alpha S + beta) / d (ByteScale, arXiv 2502.21231, section 5.2); alpha counts
-the tensors that a decoder layer keeps for its backward, beta, a few numbers a sequence, is left out. Parameters are
-those of flat ZeRO-1 (`engine.replicated`). Of the capacity, `loss_bytes` is no part. Estimates, not a profile.
+States as `engine.replicated` and AdamW keep them. Of a layer what its operations save for backward, tensor by tensor,
+by family (`_KINDS`; others are counted as a Llama). Beside that, the most of three moments: the loss; the first norm of
+backward; the first MLP of backward, all of its layer computed again where it was not kept. Held to what steps take by
+`benchmarks/memory_model.py`. `cost.capacity` says how many tokens fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-from lengthwise.core.errors import ConfigError
-from lengthwise.core.names import counted
-from lengthwise.core.plan import RECOMPUTE_KINDS
+import numpy as np
+
+from lengthwise.core.held import kept_ratio
 from lengthwise.core.shape import ModelShape
-from lengthwise.cost.hardware import Hardware
+from lengthwise.cost.links import Numbers
+from lengthwise.cost.microbatch import WINDOW_LAYERS
 
 LOGITS_AT_ONCE = 1 << 25  # that the chunked loss makes, tokens x words: 128 MB in fp32; GEMMs of 256 rows at 128K words
 _LOGIT_COPIES = 3
-PRECISION_BYTES = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (2, 4)}  # of a number of the model, and of sums
-RESERVED = 0.1  # of device memory: transfers, workspace, fragments, the loss
-_KEPT_BYTES = 2 + 4  # a parameter: bf16 weights and fp32 gradients
-_SHARDED_BYTES = 4 + 4 + 8  # master weights, the reduced gradient, AdamW's moments, all fp32
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}  # of a number of the model
 
 
-def activation_bytes(shape: ModelShape, recompute: str, dtype_bytes: int) -> float:
-    """Count the bytes one token keeps on a device from forward to backward, all layers, one of `RECOMPUTE_KINDS`.
+def wide_bytes(dtype_bytes: int) -> int:
+    """Return the bytes of what is summed or kept exactly beside numbers of so many bytes: fp32 at least."""
+    return max(4, dtype_bytes)
 
-    Where layers are recomputed that is what each of them keeps, and all of one layer while it is computed again.
+
+def state_bytes(
+    parameters: float, *, dtype_bytes: int, ranks: int, trained: float | None = None, moments: bool = True
+) -> float:
+    """Count parameters, gradients, and a rank's slices of master weights, reduced gradient and AdamW's moments.
+
+    trained: how many of the parameters; None: all. moments: whether there is an optimizer. A rank alone has its slices
+    in the buffers themselves.
     """
-    keys = 2 * shape.kv_heads * shape.head_dim
-    queries = shape.heads * shape.head_dim
-    active = shape.intermediate * shape.experts_per_token
-    # Norm input and output twice, q, attention output, k, v, and of the MLP gate, up, their product and silu.
-    everything = 4 * shape.hidden + 2 * queries + keys + 4 * active
-    kept = {
-        "none": shape.layers * everything,
-        "all_but_attention": shape.layers * (shape.hidden + 2 * queries + keys) + everything,
-        "layer": shape.layers * shape.hidden + everything,
-    }
-    return float(kept[recompute] * dtype_bytes)
+    wide, trained = wide_bytes(dtype_bytes), parameters if trained is None else trained
+    slices = ((dtype_bytes != wide) if ranks == 1 else 2 / ranks) + (2 / ranks if moments else 0)
+    return parameters * dtype_bytes + trained * wide * (1 + slices)
 
 
 def loss_bytes(
-    shape: ModelShape, tokens: int, *, narrow: int, wide: int, logits_at_once: int | None, trains_head: bool = True
-) -> float:
+    shape: ModelShape, tokens: Numbers, dtype_bytes: int, *, logits_at_once: int | None, trains_head: bool = True
+) -> Numbers:
     """Count the bytes that the loss of a microbatch of `tokens` holds at its peak.
 
-    Three times its logits in `wide` bytes: their log-softmax and two gradients. A chunked loss holds `logits_at_once`
-    of them (None: all), the gradients of the hidden states in `narrow` bytes, those of the model's numbers, and of the
-    head; when a chunk adds to these, they are there twice and the logits once.
+    Three times its logits in wide bytes: their log-softmax and two gradients. A chunked loss holds `logits_at_once` of
+    them (None: all), the gradients of the hidden states, those of the model's numbers, and of the head; when a chunk
+    adds to these, they are there twice and the logits once.
     """
-    logits = tokens * shape.vocab
-    if logits_at_once is None or logits <= logits_at_once:
-        return float(logits * _LOGIT_COPIES * wide)
+    narrow, wide = dtype_bytes, wide_bytes(dtype_bytes)
+    logits = np.asarray(tokens) * float(shape.vocab)
+    whole = logits * _LOGIT_COPIES * wide
+    if logits_at_once is None:
+        return whole
     head = shape.hidden * shape.vocab * trains_head
     chunk = max(logits_at_once * _LOGIT_COPIES * wide, narrow * (logits_at_once + head))
-    return float(chunk + head * wide + tokens * shape.hidden * narrow)
-
-
-def state_bytes(shape: ModelShape, ranks: int, *, devices: int = 1) -> float:
-    """Count the bytes of weights, gradients and the sharded optimizer on one of the `devices` of a rank (ZeRO-1)."""
-    return shape.total_params / devices * (_KEPT_BYTES + _SHARDED_BYTES / ranks)
+    return np.where(logits <= logits_at_once, whole, chunk + head * wide + tokens * (shape.hidden * narrow))
 
 
 def microbatches_kept(stages: int, virtual: int = 1) -> float:
@@ -68,55 +64,194 @@ def microbatches_kept(stages: int, virtual: int = 1) -> float:
     return stages if virtual == 1 else stages + (stages - 1) / virtual
 
 
-def capacity_tokens(
-    shape: ModelShape, hardware: Hardware, ranks: int, *, recompute: str = "none", devices: int = 1, kept: float = 1.0
-) -> int:
-    """Count the tokens that one rank of `devices` devices holds in a microbatch, rounded down to 128.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """What a step of a model on one of `ranks` is, beside its tokens; a rank has `tensor` x `stages` devices.
 
-    `kept`: of how many microbatches a device keeps activations at once, see `microbatches_kept`.
-
-    Raises:
-        ConfigError: not even 128, because weights and optimizer fill the device.
+    parameters: all of them, tied ones once; None: those of the shape. trained: how many of them; None: all. Others are
+    a base under adapters.
+    logits_at_once: that the loss makes; None: all.
+    fused_norms: norms keep input and result in the model's numbers, as fused kernels do (Megatron's); else as Hugging
+    Face's operations, which keep the input in fp32 and what is normed, too.
     """
-    states = state_bytes(shape, ranks, devices=devices)
-    room = hardware.device_bytes * (1 - RESERVED) - states
-    a_token = kept * activation_bytes(shape, recompute, hardware.compute_dtype_bytes)
-    tokens = int(room * devices / a_token) // 128 * 128
-    if tokens < 128:
-        expected = f"weights, gradients and optimizer that leave room for 128 tokens on a device of {hardware.name}, "
-        expected += f"{hardware.device_bytes / 1e9:.0f} GB less {RESERVED:.0%} kept free"
-        got = f"{states / 1e9:.0f} GB of them on each, {counted(ranks, 'rank')} of {counted(devices, 'device')}"
-        remedy = "{make_room|Use more devices a rank, recompute, or give the capacity}."
-        raise ConfigError(f"model {shape.name}", expected=expected, got=got, remedy=remedy)
-    return tokens
+
+    shape: ModelShape
+    dtype_bytes: int = 4
+    parameters: int | None = None
+    trained: int | None = None
+    ranks: int = 1
+    tensor: int = 1
+    stages: int = 1
+    virtual: int = 1
+    logits_at_once: int | None = LOGITS_AT_ONCE
+    fused_norms: bool = False
+
+    def state_bytes(self) -> float:
+        """Count what a device keeps from step to step, gradients included."""
+        parameters = self.parameters
+        if parameters is None:
+            parameters = self.shape.total_params - self._layer().tied_head_gradient // self.dtype_bytes
+        held = state_bytes(parameters, dtype_bytes=self.dtype_bytes, ranks=self.ranks, trained=self.trained)
+        return held / (self.tensor * self.stages)
+
+    def saved_bytes(self, recompute: str) -> float:
+        """Count what a device keeps of one token from forward to backward: what can be offloaded, but for two layers.
+
+        recompute: one of `RECOMPUTE_KINDS`. The norm after the last layer is counted, too.
+        """
+        layer = self._layer()
+        saved = self.shape.layers * layer.saved(recompute) + layer.bare_norm * self.shape.hidden
+        return saved / (self.tensor * self.stages)
+
+    def peak_bytes(self, tokens: int, recompute: str = "none", offload: float = 0.0) -> float:
+        """Return the peak of the fullest device with microbatches of so many tokens on the rank."""
+        return self.state_bytes() + float(self.microbatch_bytes(tokens, recompute, offload))
+
+    def microbatch_bytes(
+        self, tokens: Numbers, recompute: str = "none", offload: Numbers = 0.0, *, kept: Numbers | None = None
+    ) -> Numbers:
+        """Return what of the peak is not kept from step to step; arrays have an entry a microbatch.
+
+        kept: of how many microbatches the first stage keeps activations; None: as many as it may. The last stage, which
+        has the loss, keeps fewer.
+        """
+        layers, layer = self.shape.layers, self._layer()
+        first = microbatches_kept(self.stages, self.virtual) if kept is None else kept
+        last = np.minimum(first, self.stages - (self.stages - 1) / self.virtual)
+        norm, head = layer.bare_norm * self.shape.hidden, layer.tied_head_gradient
+        saved = layers * layer.saved(recompute) + norm
+        away, window = (1 - kept_ratio(offload, layers)) * saved, WINDOW_LAYERS * saved / layers
+        loss = loss_bytes(
+            self.shape,
+            tokens,
+            self.dtype_bytes,
+            logits_at_once=self.logits_at_once,
+            trains_head=self.trained is None,
+        )
+        moments = [last * (saved - away) / self.stages * tokens + layer.result * tokens + loss]
+        for unpacked, beside in layer.turns(recompute):
+            left = saved - norm - unpacked  # what is away comes back into a window beyond what the layer has unpacked
+            on_device = unpacked + np.maximum(left - away, np.minimum(left, window)) + (first - 1) * (saved - away)
+            moments.append(on_device / self.stages * tokens + beside * tokens + layer.experts_gradient + head)
+        return np.maximum.reduce(np.broadcast_arrays(*moments)) / self.tensor
+
+    def _layer(self) -> _Layer:
+        return _Layer(
+            shape=self.shape,
+            dtype_bytes=self.dtype_bytes,
+            fused_norms=self.fused_norms,
+            frozen=self.trained is not None,
+        )
 
 
-def recompute_capacities(
-    shape: ModelShape,
-    hardware: Hardware,
-    ranks: int,
-    *,
-    kinds: Sequence[str] = RECOMPUTE_KINDS,
-    devices: int = 1,
-    kept: float = 1.0,
-) -> dict[str, int]:
-    """Return `capacity_tokens` for each of these kinds of recomputation for which there is room.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """What a family's layer has: norms after its parts, norms of heads, and widths that its MLP keeps.
 
-    Raises:
-        ConfigError: there is room for none of them.
+    widely: its norms scale in fp32. ties_head: its configs give head and embedding the same weights.
     """
-    found: dict[str, int] = {}
-    refused: list[ConfigError] = []
-    for kind in kinds:
-        try:
-            found[kind] = capacity_tokens(shape, hardware, ranks, recompute=kind, devices=devices, kept=kept)
-        except ConfigError as error:
-            refused.append(error)
-    if not found:
-        raise refused[-1]
-    return found
+
+    norms_after: int = 0
+    norms_heads: bool = False
+    mlp_widths: int = 4  # gate, up, what the gate becomes and their product
+    widely: bool = False
+    ties_head: bool = False
 
 
-def host_share_bytes(hardware: Hardware) -> float:
-    """Count the bytes that one device may offload to the host's memory while all devices of its node do."""
-    return hardware.host_bytes * (1 - RESERVED) / hardware.ranks_per_node
+_FAMILIES = {
+    "qwen3": _Family(norms_heads=True),
+    "qwen3_moe": _Family(norms_heads=True),
+    "gemma3_text": _Family(norms_after=2, norms_heads=True, widely=True, ties_head=True),
+    "gpt_oss": _Family(mlp_widths=7, widely=True),
+}
+_EXPERT_COPIES = 3  # of a token for each of its experts: gathered, the result, and that weighted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    """What one layer holds of a token, in bytes.
+
+    frozen: weights of norms are not trained, and so need not what they multiply.
+    """
+
+    shape: ModelShape
+    dtype_bytes: int
+    fused_norms: bool = False
+    frozen: bool = False
+
+    @property
+    def family(self) -> _Family:
+        """How its operations differ from a Llama's."""
+        return _FAMILIES.get(self.shape.family, _Family())
+
+    @property
+    def exact(self) -> int:
+        """Bytes of a number inside a norm."""
+        return self.dtype_bytes if self.fused_norms else wide_bytes(self.dtype_bytes)
+
+    @property
+    def bare_norm(self) -> int:
+        """What a norm keeps of each number but its result: the input, exactly, and what it was normed to."""
+        if self.fused_norms:
+            return self.dtype_bytes
+        return self.exact + (self.exact if self.family.widely else self.dtype_bytes)
+
+    @property
+    def result(self) -> int:
+        """Hidden states in the model's numbers."""
+        return self.dtype_bytes * self.shape.hidden
+
+    @property
+    def attention(self) -> int:
+        """The result of attention and its log-sum-exp, which layers keep where all but attention is recomputed."""
+        return self.shape.heads * (self.dtype_bytes * self.shape.head_dim + wide_bytes(self.dtype_bytes))
+
+    @property
+    def everything(self) -> int:
+        """What is kept where nothing is recomputed."""
+        shape, family, narrow = self.shape, self.family, self.dtype_bytes
+        queries, keys, active = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.experts_per_token
+        kept = 2 * (self.bare_norm + narrow * (not self.frozen)) * shape.hidden
+        kept += family.norms_after * self.bare_norm * shape.hidden
+        kept += self.bare_norm * (queries + keys) * family.norms_heads
+        kept += self.attention + narrow * (queries + 2 * keys)
+        kept += narrow * family.mlp_widths * shape.intermediate * active
+        return kept + narrow * _EXPERT_COPIES * shape.hidden * active * (shape.experts > 1)
+
+    def saved(self, recompute: str) -> int:
+        """Count what is kept from forward to backward."""
+        enters = self.result
+        return {"none": self.everything, "all_but_attention": enters + self.attention, "layer": enters}[recompute]
+
+    def turns(self, recompute: str) -> list[tuple[int, int]]:
+        """List the highest moments of the first layer of backward: what it has unpacked, what there is beside.
+
+        In an MLP the gradients of its result and of two widths (of experts one after the other), and three of its
+        widths unpacked. In a norm, if that comes first, what it kept, and five or six numbers inside it. Where the
+        layer is computed again it is there beside, less what was kept of it.
+        """
+        shape, family, narrow = self.shape, self.family, self.dtype_bytes
+        active, widths = shape.intermediate * shape.experts_per_token, 2
+        if shape.experts > 1:
+            gradients = narrow * (2 * shape.hidden + widths * active // shape.experts)
+        else:
+            gradients = narrow * (shape.hidden + widths * active)
+        after = self.bare_norm * shape.hidden * (family.norms_after > 0)
+        in_norm = (5 if family.widely or self.frozen else 6) * self.exact * shape.hidden
+        if recompute == "none":
+            return [(3 * narrow * active, gradients - after), (self.bare_norm * shape.hidden, in_norm)]
+        kept = self.saved(recompute)
+        again = self.everything - kept + (narrow * shape.hidden if self.exact != narrow else 0)
+        return [(kept, again + max(gradients - after, in_norm * (family.norms_after > 0)))]
+
+    @property
+    def tied_head_gradient(self) -> int:
+        """Bytes of a head's gradient that waits for that of the embedding whose weights it shares; of no token."""
+        tied = self.family.ties_head and not self.frozen
+        return self.dtype_bytes * self.shape.hidden * self.shape.vocab * tied
+
+    @property
+    def experts_gradient(self) -> int:
+        """Bytes of the gradients of all experts of a layer, those of gate and up twice as one is added; of no token."""
+        shape = self.shape
+        return self.dtype_bytes * 5 * shape.hidden * shape.intermediate * shape.experts * (shape.experts > 1)

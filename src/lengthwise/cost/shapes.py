@@ -89,8 +89,15 @@ def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> 
     windows = problems.attempt(lambda: _windows(config, layers, label)) or ()
     problems.raise_all()
     return ModelShape(
-        name=label, layers=layers, hidden=hidden, heads=heads, experts=experts, windows=windows, **sizes
-    )  # fmt: skip
+        name=label,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        experts=experts,
+        windows=windows,
+        family=str(config.get("model_type", "")),
+        **sizes,
+    )
 
 
 def _usual_head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int | None:

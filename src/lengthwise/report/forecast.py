@@ -8,13 +8,13 @@ largest microbatch; then, on rank 0, a whole plain model and the longest sequenc
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
-from lengthwise.core.held import fullest_tokens, kept_ratio
+from lengthwise.core.held import fullest_tokens
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import ModelShape
-from lengthwise.cost import LOGITS_AT_ONCE, PRECISION_BYTES, Cost, activation_bytes, loss_bytes
+from lengthwise.cost import DTYPE_BYTES, LOGITS_AT_ONCE, Cost, StepMemory, state_bytes
 from lengthwise.cost.analytic import flops_coefficients
+from lengthwise.cost.memory import wide_bytes
 from lengthwise.planner import score
 from lengthwise.report.figures import count, seconds
 
@@ -80,23 +80,21 @@ def forecast_verification(
     `parameters` is the model's true count; where it differs from the shape's, linear work is scaled by it. `eager`:
     the plain model keeps whole score matrices.
     """
-    narrow, wide = PRECISION_BYTES[precision]
+    narrow = DTYPE_BYTES[precision]
+    wide = wide_bytes(narrow)
     threads = max(1, speed.cores // local_ranks)
     waits = max(1.0, local_ranks / speed.cores)
     cost = _cost(shape, speed, threads, parameters)
-    bytes_of_loss = partial(loss_bytes, shape, narrow=narrow, wide=wide)
-    master_bytes = parameters * wide / plan.ranks
-    model = parameters * (narrow + wide) + 2 * master_bytes  # values, gradients; the exact slice and its gradients
+    memory = StepMemory(shape=shape, dtype_bytes=narrow, logits_at_once=logits_at_once)
+    model = state_bytes(parameters, dtype_bytes=narrow, ranks=plan.ranks, moments=False)  # there is no optimizer
     tokens = max(lengths := plan.tokens)
     scores = 2 * shape.layers * shape.heads * tokens**2 * wide * eager
-    plain = parameters * (narrow + 3 * wide) + tokens * activation_bytes(shape, "none", narrow) + scores
-    plain += bytes_of_loss(tokens, logits_at_once=None)
+    plain = parameters * (narrow + 3 * wide) + scores
+    plain += float(replace(memory, logits_at_once=None).microbatch_bytes(tokens))
     passes = _BUILD_PASSES * wide * parameters / (speed.copy_bytes_per_second * threads)
     held = max(
-        tokens * activation_bytes(shape, each.recompute, narrow) * kept_ratio(each.offload, plan.layers)
-        + bytes_of_loss(tokens, logits_at_once=logits_at_once)
+        float(memory.microbatch_bytes(fullest_tokens(plan, each), each.recompute, each.offload))
         for each in plan.microbatches
-        for tokens in [fullest_tokens(plan, each)]
     )
     return Forecast(
         build_seconds=(passes + parameters / speed.draw_per_second) * (waits + 1),

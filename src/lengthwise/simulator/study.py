@@ -13,11 +13,10 @@ from functools import partial
 
 import numpy as np
 
-from lengthwise.core.held import kept_ratio
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.timeline import Timeline
-from lengthwise.cost import Cost, Hardware, analytic_cost, microbatches_kept, state_bytes, step_flops
+from lengthwise.cost import Cost, Hardware, analytic_cost, microbatches_kept, step_flops, step_memory
 from lengthwise.planner import PlanOptions, plan_recomputed
 from lengthwise.simulator.loading import loading_seconds, waits_seconds
 from lengthwise.simulator.step import simulate_plan
@@ -218,21 +217,29 @@ def _steps(simulated: Sequence[tuple[Plan, Timeline]], setting: Setting) -> tupl
 
 
 def _memory_bytes(plan: Plan, timeline: Timeline, setting: Setting) -> float:
-    """Return the bytes of the fullest device: states, and activations of its largest microbatches.
+    """Return the bytes of the fullest device: states, and the peak with its largest microbatches.
 
     The first stage keeps those of several microbatches at once, but of no more than its rank has.
     """
-    bytes_a_token = np.array(
-        [
-            setting.cost.copy_bytes[each.recompute] * kept_ratio(each.offload, setting.shape.layers)
-            for each in plan.microbatches
-        ]
-    )
     first = timeline.stage == 0
     rank, microbatch, held = timeline.rank[first], timeline.microbatch[first], timeline.held_tokens[first]
     virtual = int(plan.schedule.get("virtual", 1))
     together = np.minimum(
         np.bincount(rank, weights=held > 0) / virtual, microbatches_kept(setting.cost.stages, virtual)
     )
-    activations = held * bytes_a_token[microbatch] * together[rank]
-    return state_bytes(setting.shape, setting.cluster.ranks, devices=setting.devices) + float(activations.max())
+    stages = setting.cost.stages
+    memory = step_memory(
+        setting.shape,
+        setting.hardware,
+        setting.cluster.ranks,
+        tensor=setting.devices // stages,
+        stages=stages,
+        virtual=virtual,
+    )
+    kinds = np.array([each.recompute for each in plan.microbatches])[microbatch]
+    offload = np.array([each.offload for each in plan.microbatches])[microbatch]
+    largest = 0.0
+    for kind in np.unique(kinds).tolist():
+        tokens, ratio, kept = (each[kinds == kind] for each in (held, offload, together[rank]))
+        largest = max(largest, float(np.max(memory.microbatch_bytes(tokens, kind, ratio, kept=kept))))
+    return memory.state_bytes() + largest

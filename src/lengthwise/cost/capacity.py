@@ -1,0 +1,82 @@
+"""How many tokens fit: the capacity that a rank has beside what it keeps from step to step, by `cost.memory`.
+
+Activations of S tokens over d ranks are (alpha S + beta) / d (ByteScale, arXiv 2502.21231, section 5.2); a plan counts
+them in tokens, so the capacity is the largest number whose peak fits. Estimates, not a profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lengthwise.core.errors import ConfigError
+from lengthwise.core.names import counted
+from lengthwise.core.plan import RECOMPUTE_KINDS
+from lengthwise.core.shape import ModelShape
+from lengthwise.cost.hardware import Hardware
+from lengthwise.cost.memory import StepMemory
+
+RESERVED = 0.1  # of device memory: transfers, workspace, fragments
+_STEP_TOKENS = 128
+
+
+def step_memory(
+    shape: ModelShape, hardware: Hardware, ranks: int, *, tensor: int = 1, stages: int = 1, virtual: int = 1
+) -> StepMemory:
+    """Return what steps hold on a kind of device, for ranks of `tensor` x `stages` devices each, the loss in chunks."""
+    return StepMemory(
+        shape=shape,
+        dtype_bytes=hardware.compute_dtype_bytes,
+        ranks=ranks,
+        tensor=tensor,
+        stages=stages,
+        virtual=virtual,
+        fused_norms=hardware.fused_norms,
+    )
+
+
+def capacity_tokens(memory: StepMemory, hardware: Hardware, *, recompute: str = "none") -> int:
+    """Count the tokens that one rank holds in a microbatch, rounded down to 128.
+
+    Raises:
+        ConfigError: not even 128, because weights and optimizer fill the device.
+    """
+    room = hardware.device_bytes * (1 - RESERVED)
+    a_token = memory.saved_bytes(recompute)
+    low, high = 0, 1 + int(max(0.0, room) / a_token / _STEP_TOKENS)
+    while low < high - 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if memory.peak_bytes(middle * _STEP_TOKENS, recompute) <= room else (low, middle)
+    if not low:
+        devices = memory.tensor * memory.stages
+        expected = f"weights, gradients and optimizer that leave room for 128 tokens on a device of {hardware.name}, "
+        expected += f"{hardware.device_bytes / 1e9:.0f} GB less {RESERVED:.0%} kept free"
+        got = f"{memory.state_bytes() / 1e9:.0f} GB of them on each, {counted(memory.ranks, 'rank')} of "
+        got += counted(devices, "device")
+        remedy = "{make_room|Use more devices a rank, recompute, or give the capacity}."
+        raise ConfigError(f"model {memory.shape.name}", expected=expected, got=got, remedy=remedy)
+    return low * _STEP_TOKENS
+
+
+def recompute_capacities(
+    memory: StepMemory, hardware: Hardware, *, kinds: Sequence[str] = RECOMPUTE_KINDS
+) -> dict[str, int]:
+    """Return `capacity_tokens` for each of these kinds of recomputation for which there is room.
+
+    Raises:
+        ConfigError: there is room for none of them.
+    """
+    found: dict[str, int] = {}
+    refused: list[ConfigError] = []
+    for kind in kinds:
+        try:
+            found[kind] = capacity_tokens(memory, hardware, recompute=kind)
+        except ConfigError as error:
+            refused.append(error)
+    if not found:
+        raise refused[-1]
+    return found
+
+
+def host_share_bytes(hardware: Hardware) -> float:
+    """Count the bytes that one device may offload to the host's memory while all devices of its node do."""
+    return hardware.host_bytes * (1 - RESERVED) / hardware.ranks_per_node

@@ -1,0 +1,107 @@
+"""Formulas of a step's memory: by hand for one model, and what holds for all. Held to steps in tests/engine."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lengthwise.core.plan import RECOMPUTE_KINDS
+from lengthwise.core.shape import ModelShape
+from lengthwise.cost import StepMemory, all_terms_cost, microbatches_kept, named_hardware, named_shape, state_bytes
+
+LLAMA_7B = named_shape("llama-7b")
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "")
+
+
+@st.composite
+def memories(draw) -> StepMemory:
+    kv_heads, experts = draw(st.integers(1, 8)), draw(st.sampled_from([1, 8]))
+    shape = ModelShape(
+        name="drawn",
+        family=draw(st.sampled_from(FAMILIES)),
+        layers=draw(st.integers(2, 80)),
+        hidden=draw(st.integers(16, 8192)),
+        heads=kv_heads * draw(st.integers(1, 8)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.integers(8, 256)),
+        intermediate=draw(st.integers(16, 30_000)),
+        vocab=draw(st.integers(256, 300_000)),
+        experts=experts,
+        experts_per_token=draw(st.integers(1, experts)),
+    )
+    return StepMemory(
+        shape=shape,
+        dtype_bytes=draw(st.sampled_from([2, 4, 8])),
+        trained=draw(st.sampled_from([None, 1000])),
+        ranks=draw(st.integers(1, 100)),
+        stages=draw(st.integers(1, 8)),
+        virtual=draw(st.integers(1, 3)),
+        logits_at_once=draw(st.sampled_from([None, 1 << 18, 1 << 25])),
+        fused_norms=draw(st.booleans()),
+    )
+
+
+KINDS = st.sampled_from(RECOMPUTE_KINDS)
+TOKENS = st.integers(1, 10**7)
+RATIOS = st.floats(0, 1)
+
+
+@given(memories(), KINDS, TOKENS, TOKENS, RATIOS)
+def test_bytes_rise_with_tokens(memory, kind, tokens, more, ratio) -> None:
+    few, many = (memory.peak_bytes(each, kind, ratio) for each in (tokens, tokens + more))
+    assert memory.state_bytes() < few < many
+
+
+@given(memories(), KINDS, TOKENS, RATIOS, RATIOS)
+def test_bytes_fall_with_the_ratio_of_offload(memory, kind, tokens, one, other) -> None:
+    less, more = sorted((one, other))
+    assert memory.peak_bytes(tokens, kind, more) <= memory.peak_bytes(tokens, kind, less) * (1 + 1e-12)
+    # Two layers stay, so of two nothing goes.
+    two = memory.shape.layers == 2
+    assert not two or memory.peak_bytes(tokens, kind, 1.0) == memory.peak_bytes(tokens, kind)
+
+
+@given(memories())
+def test_kinds_of_recomputation_keep_less_in_their_order(memory) -> None:
+    kept = [memory.saved_bytes(kind) for kind in ("none", "all_but_attention", "layer")]
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == 3
+
+
+@given(memories(), KINDS, st.lists(st.tuples(TOKENS, RATIOS), min_size=1, max_size=5))
+def test_arrays_are_counted_one_by_one(memory, kind, pairs) -> None:
+    tokens, ratios = (np.array(each) for each in zip(*pairs, strict=True))
+    expected = [float(memory.microbatch_bytes(*pair)) for pair in ((n, kind, r) for n, r in pairs)]
+    assert memory.microbatch_bytes(tokens, kind, ratios).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_llama_of_7b_keeps_what_its_operations_save() -> None:
+    memory = StepMemory(shape=LLAMA_7B, dtype_bytes=2)
+    norms = 2 * (4 + 2 + 2) * 4096  # input in fp32, normed, and times the weight
+    layer = norms + 2 * (2 * 4096 + 2 * 1024) + 4 * 32 + 2 * 4 * 11008  # q, result, k, v, log-sum-exp; the MLP
+    last = 6 * 4096
+    assert memory.saved_bytes("none") == 32 * layer + last
+    assert memory.saved_bytes("layer") == 32 * 2 * 4096 + last
+    assert memory.saved_bytes("all_but_attention") == 32 * (2 * 2 * 4096 + 4 * 32) + last
+    # Backward begins with an MLP: all of its layer again, the gradients of its result and of gate and up.
+    turn = layer + 2 * (4096 + 2 * 11008)
+    assert memory.microbatch_bytes(10**6, "layer") == 10**6 * (32 * 2 * 4096 + turn - 2 * 4096 + 2 * 4096)
+    assert all_terms_cost(LLAMA_7B, named_hardware("h100")).copy_bytes["none"] == memory.saved_bytes("none")
+
+
+def test_states_are_those_of_a_sharded_optimizer() -> None:
+    # bf16 weights, fp32 gradients; of every fourth parameter master weight, reduced gradient and two moments in fp32
+    assert state_bytes(100, dtype_bytes=2, ranks=4) == 100 * (2 + 4 + (4 + 4 + 4 + 4) / 4)
+    assert state_bytes(100, dtype_bytes=4, ranks=1) == 100 * (4 + 4 + 8)
+    assert state_bytes(100, dtype_bytes=2, ranks=1) == 100 * (2 + 4 + 4 + 8)
+    assert state_bytes(100, dtype_bytes=2, ranks=2, trained=10) == 100 * 2 + 10 * (4 + 16 / 2)
+    assert state_bytes(100, dtype_bytes=4, ranks=2, moments=False) == 100 * (4 + 4 + (4 + 4) / 2)
+
+
+def test_the_first_stage_keeps_more_microbatches_than_the_last() -> None:
+    assert microbatches_kept(4) == 4
+    assert microbatches_kept(4, 3) == 4 + 3 / 3
+    staged = StepMemory(shape=LLAMA_7B, dtype_bytes=2, stages=4)
+    few, many = (float(staged.microbatch_bytes(10**5, kept=kept)) for kept in (1, 4))
+    assert many - few == pytest.approx(3 * 10**5 * staged.saved_bytes("none"))
+    assert staged.microbatch_bytes(10**5) == many
