@@ -25,6 +25,9 @@ CELLS = [
     replace(FEW, degree=4, recompute="layer"),
     replace(FEW, degree=4, heads=2, offload=1.0, recompute="all_but_attention"),
     replace(FEW, tokens=1536, documents=8),
+    replace(FEW, tokens=1536, recompute="layer"),  # the turn of a layer is the peak, not the loss
+    replace(FEW, tokens=1536, precision="bf16", recompute="all_but_attention"),
+    replace(FEW, family="gemma3", precision="bf16", tokens=1536, offload=1.0),
 ]
 
 
