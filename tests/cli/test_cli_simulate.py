@@ -152,7 +152,7 @@ def test_simulate_lets_all_planners_choose_offload_heads_and_recomputation(tmp_p
     choices = ("--offload", "auto", "--heads", "auto", "--planners", "bytescale,lengthwise")
     status, said, _ = simulate(capsys, *small, *choices, "--recompute", "auto")
     assert status == 0
-    assert "all_but_attention 28,672" in said
+    assert "all_but_attention 40,704" in said
     written = json.loads((tmp_path / "out" / "simulation.json").read_text())
     assert (written["offload"], written["heads"], written["recompute"]) == ("auto", "auto", "auto")
     assert set(written["capacities_tokens"]) == {"none", "layer", "all_but_attention"}

@@ -111,6 +111,7 @@ class MeasuredModel:
     experts: _Count
     experts_per_token: _Count
     windows: tuple[tuple[_Count, _Count], ...]
+    family: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

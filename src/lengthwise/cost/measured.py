@@ -58,7 +58,7 @@ def measured_shape(measurements: Measurements) -> ModelShape:
 
 def measured_model(shape: ModelShape) -> MeasuredModel:
     """Return a shape as a file of measurements has it."""
-    return MeasuredModel(**{name: value for name, value in asdict(shape).items() if name != "family"})
+    return MeasuredModel(**asdict(shape))
 
 
 def base_cost(
