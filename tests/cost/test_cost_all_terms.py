@@ -108,6 +108,7 @@ def test_hardware_of_a_users_own_is_read_by_path(tmp_path) -> None:
         ({"device_bytes": "80GB"}, "device_bytes"),
         ({"ranks_per_node": 7.5}, "ranks_per_node"),
         ({"source": ""}, "source"),
+        ({"fused_norms": "yes"}, "fused_norms"),
         ({"block_efficiency": [[1024, 0.9], [512, 1.0]]}, "block_efficiency"),
         ({"block_efficiency": [[1024, 0.1], [2048, 1.0]]}, "block_efficiency"),
         ({"block_efficiency": [[1024, 0.9]]}, "block_efficiency"),

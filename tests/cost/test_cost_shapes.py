@@ -46,7 +46,13 @@ def test_named_shape_names_the_nearest() -> None:
 
 def test_shape_from_config_reads_mistral() -> None:
     shape = shape_from_config(MISTRAL)
-    assert (shape.name, shape.head_dim, shape.kv_heads, shape.experts) == ("mistral", 128, 8, 1)
+    assert (shape.name, shape.family, shape.head_dim, shape.kv_heads, shape.experts) == (
+        "mistral",
+        "mistral",
+        128,
+        8,
+        1,
+    )
 
 
 def test_shape_from_config_takes_all_heads_where_no_kv_heads_are_given() -> None:

@@ -231,11 +231,10 @@ class _Layer:
         layer is computed again it is there beside, less what was kept of it.
         """
         shape, family, narrow = self.shape, self.family, self.dtype_bytes
-        active, widths = shape.intermediate * shape.experts_per_token, 2
+        active = shape.intermediate * shape.experts_per_token
+        gradients = narrow * (shape.hidden + 2 * active)
         if shape.experts > 1:
-            gradients = narrow * (2 * shape.hidden + widths * active // shape.experts)
-        else:
-            gradients = narrow * (shape.hidden + widths * active)
+            gradients = narrow * (2 * shape.hidden + 2 * active // shape.experts)
         after = self.bare_norm * shape.hidden * (family.norms_after > 0)
         in_norm = (5 if family.widely or self.frozen else 6) * self.exact * shape.hidden
         if recompute == "none":
@@ -253,5 +252,5 @@ class _Layer:
     @property
     def experts_gradient(self) -> int:
         """Bytes of the gradients of all experts of a layer, those of gate and up twice as one is added; of no token."""
-        shape = self.shape
-        return self.dtype_bytes * 5 * shape.hidden * shape.intermediate * shape.experts * (shape.experts > 1)
+        shape, trained = self.shape, self.shape.experts > 1 and not self.frozen
+        return self.dtype_bytes * 5 * shape.hidden * shape.intermediate * shape.experts * trained
