@@ -90,7 +90,9 @@ def free(raw):
         (lambda raw: raw["fit"]["not_measured"].append("linear_seconds"), "fit.not_measured"),
         (lambda raw: raw["fit"]["terms"].pop("linear_seconds"), "no linear_seconds"),
         (lambda raw: raw["fit"]["terms"]["forward_linear"].update(value=1.5), "a share below 1"),
-        (lambda raw: raw["fit"]["terms"]["near_bytes_per_second"].update(value=0.0), "more than 0 bytes"),
+        (lambda raw: raw["fit"]["terms"]["near_bytes_per_second"].update(value=0.0), "more than 0 and less"),
+        (lambda raw: raw["fit"]["terms"]["linear_seconds"].update(value=1e300), "at most 1e+06 seconds"),
+        (lambda raw: raw["fit"]["terms"]["near_bytes_per_second"].update(value=1e300), "less than 1e+18 bytes"),
         (lambda raw: raw.update(hardware="abacus"), "h100"),
         (lambda raw: raw["fit"].update(block_efficiency=[[100.0, 0.9], [200.0, 0.5]]), "block_efficiency"),
         (free, "at least one coefficient above 0"),
@@ -109,6 +111,8 @@ def test_a_run_plans_only_with_what_was_measured_of_its_like(tmp_path):
     said = str(caught.value)
     with pytest.raises(ConfigError, match="expected adapters of 80 parameters trained, as in the run; got all"):
         cost_from_measurements(path, SHAPE, precision="fp32", adapters=80)
+    with pytest.raises(ConfigError, match="place: device: expected a GPU, as in the run; got cpu"):
+        cost_from_measurements(path, SHAPE, precision="fp32", on_gpus=True)
     path = write(tmp_path, replace(FOUND, adapters=80).to_json())
     assert cost_from_measurements(path, SHAPE, precision="fp32", adapters=80).reduced_bytes == 80 * 8
     with pytest.raises(ConfigError, match="expected all of the model trained"):

@@ -17,7 +17,7 @@ from lengthwise.models import build_adapted
 from lengthwise.training import capacity
 from lengthwise.training.start import prepare
 from support import LiveBytes, make_batch, run_ranks
-from training.small_runs import VOCAB, call, losses, make_rows, read_lines, write_model, write_run
+from training.small_runs import VOCAB, call, losses, make_rows, read_lines, train, write_model, write_run
 
 CPU = torch.device("cpu")
 
@@ -158,6 +158,16 @@ def test_free_memory_is_that_of_the_container_and_shared_by_its_ranks(tmp_path, 
     monkeypatch.setattr(memory, "_cgroup_bytes", lambda: None)
     monkeypatch.setattr(memory, "_available_bytes", lambda: None)
     assert memory.free_bytes(CPU, 1) == 0.0
+
+
+@pytest.mark.parametrize("keys", [{}, {"recompute": "none"}, {"loss": "whole"}], ids=str)
+@pytest.mark.parametrize("tokens", [1, 127, 129, 200])
+def test_a_batch_of_one_sequence_fits_whatever_its_length(tmp_path, tokens, keys):
+    """The capacity is a whole global batch at most, in steps of 128 tokens: rounded up."""
+    path = write_run(
+        tmp_path, make_rows([tokens + 1]), capacity_tokens="auto", global_batch={"sequences": 1}, steps=1, **keys
+    )
+    train(path, "--ranks", 1)
 
 
 def test_the_ratio_that_is_told_is_enough(tmp_path, monkeypatch, capsys):

@@ -60,7 +60,7 @@ def test_a_run_plans_with_a_file_and_refuses_one_of_another_model(tmp_path, capf
     assert f"place: threads: expected {threads_of_each(2)}, as in the run" in capfd.readouterr().err
     keys["measurements"] = "nothing.json"
     assert call("train", write_run(tmp_path, rows, **keys), "--ranks", 2) == 2
-    assert "error[config] measurements: expected an existing file" in capfd.readouterr().err
+    assert "error[config] measurements: expected auto, off or an existing file" in capfd.readouterr().err
 
 
 def test_a_slow_rank_is_seen_and_gets_less_work_and_losses_stay(tmp_path, monkeypatch, capfd):
@@ -74,15 +74,15 @@ def test_a_slow_rank_is_seen_and_gets_less_work_and_losses_stay(tmp_path, monkey
     plain = losses(train(write_run(tmp_path / "plain", rows, **keys), "--ranks", 2))
     forward = step._RankStep.forward
 
-    def slow(self, number, *, train):
+    def slow(self, number, prepared=None, *, train):
         if self.transport.rank == 1:
             time.sleep(3e-4 * sum(each.num_tokens for each in self.programs[number].segments(1)))
-        return forward(self, number, train=train)
+        return forward(self, number, prepared, train=train)
 
     monkeypatch.setattr(step._RankStep, "forward", slow)
     output = train(write_run(tmp_path, rows, **keys, measurements="measurements.json"), "--ranks", 2)
     assert losses(output) == pytest.approx(plain, rel=1e-4)
-    assert "seconds of steps from 11 on were predicted to" in capfd.readouterr().out
+    assert "predicted seconds of steps from 11 on were off by" in capfd.readouterr().out
     plans = [Plan.from_json((output / f"plans/step-{number:06d}.json").read_text()) for number in range(1, 13)]
     assert "speeds" in plans[-1].notes
     first, last = (sum(_tokens_of(plan, 1) for plan in some) for some in (plans[:3], plans[-3:]))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lengthwise.core.measurements import Measurements
 
 _SHORTEST_SECONDS = 0.5
+_HARDLY_KNOWN = 0.5  # the relative error of a term from which its samples say little of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +110,12 @@ class Profile:
             raise OutputError(str(self.out), expected=expected, got="one that is there", remedy=remedy)
 
 
+def _sureness(relative_error: float | None) -> str:
+    if relative_error is None:
+        return "unknown"
+    return percent(relative_error) + ", not told by these samples" * (relative_error > _HARDLY_KNOWN)
+
+
 def print_measurements(found: Measurements) -> None:
     """Show the terms, how sure each is, and what was not measured."""
     from lengthwise.report.tables import ColumnTable
@@ -124,12 +131,12 @@ def print_measurements(found: Measurements) -> None:
         shown = f"{term.value:.3g} s" if name.endswith("_seconds") else percent(term.value)
         if name.endswith("bytes_per_second"):
             shown = f"{count(term.value)}B/s"
-        rows.append((name, shown, "unknown" if term.relative_error is None else percent(term.relative_error)))
+        rows.append((name, shown, _sureness(term.relative_error)))
     console.print(ColumnTable(rows=rows, title="fitted (measured; error: standard error over value)"))
     if fit.not_measured:
         console.print(f"not measured, as of {found.hardware}: {', '.join(fit.not_measured)}")
     spread = sorted(each.spread for each in found.samples)[len(found.samples) // 2]
     console.print(
-        f"microbatches predicted to {percent(fit.mean_error)} on average, {percent(fit.worst_error)} at worst; "
+        f"the costs miss microbatches by {percent(fit.mean_error)} on average, {percent(fit.worst_error)} at worst; "
         f"repeats differ by {percent(spread)} (median of quartiles)"
     )

@@ -114,7 +114,9 @@ class PrintedProgress:
         if done.step == step.num_steps:
             if self._errors:
                 mean = percent(sum(self._errors) / len(self._errors))
-                self._line.write(f"seconds of steps from {_LEARNING_STEPS + 1} on were predicted to {mean} on average")
+                self._line.write(
+                    f"predicted seconds of steps from {_LEARNING_STEPS + 1} on were off by {mean} on average"
+                )
             self._line.close()
 
     def on_eval(self, metrics: EvalMetrics) -> None:

@@ -24,6 +24,7 @@ from lengthwise.cost.hardware import HARDWARE_NAMES, named_hardware
 from lengthwise.cost.memory import DTYPE_BYTES
 from lengthwise.cost.terms import Cost
 
+_MOST_SECONDS, _MOST_BYTES = 1e6, 1e18  # that any machine takes for a token or a step, or moves in a second
 _REMEDY = "Profile again; `lengthwise profile` writes such a file."
 
 
@@ -96,7 +97,13 @@ def measured_cost(measurements: Measurements) -> Cost:
 
 
 def cost_from_measurements(
-    path: str | Path, shape: ModelShape, *, precision: str, threads: int | None = None, adapters: int | None = None
+    path: str | Path,
+    shape: ModelShape,
+    *,
+    precision: str,
+    threads: int | None = None,
+    adapters: int | None = None,
+    on_gpus: bool | None = None,
 ) -> Cost:
     """Make the costs of a run from a file of measurements.
 
@@ -106,13 +113,16 @@ def cost_from_measurements(
         precision: of the run.
         threads: of each rank; None: whatever the file has.
         adapters: parameters that train in place of the model's own; None: all train.
+        on_gpus: whether the run computes on GPUs; None: wherever the file was made.
 
     Raises:
-        ConfigError: the file cannot be read, or is of another model, precision or number of threads.
+        ConfigError: the file cannot be read, or is of another model, precision, number of threads or kind of device.
         Problems: several of these.
     """
     found = read_measurements(path)
-    raise_problems(misfits(found, str(path), shape, precision=precision, threads=threads, adapters=adapters))
+    raise_problems(
+        misfits(found, str(path), shape, precision=precision, threads=threads, adapters=adapters, on_gpus=on_gpus)
+    )
     return measured_cost(found)
 
 
@@ -124,6 +134,7 @@ def misfits(
     precision: str,
     threads: int | None = None,
     adapters: int | None = None,
+    on_gpus: bool | None = None,
 ) -> list[LengthwiseError]:
     """List what keeps measurements from being those of a run."""
     remedy = "Profile this model as it will run, or leave {measurements} out."
@@ -133,6 +144,8 @@ def misfits(
     }
     wanted["precision"] = (precision, found.precision)
     wanted["adapters"] = (_trained(adapters), _trained(found.adapters))
+    if on_gpus is not None:
+        wanted["place: device"] = ("a GPU" if on_gpus else "cpu", "cpu" if found.place.device == "cpu" else "a GPU")
     if threads is not None:
         wanted["place: threads"] = (threads, found.place.threads)
     return [
@@ -188,8 +201,10 @@ def _contradictions(found: Measurements, where: str) -> list[LengthwiseError]:
     for name, value in values.items():
         if name.startswith("forward") and not value < 1:
             refuse(f"fit.terms.{name}.value", "a share below 1", value)
-        if name.endswith("bytes_per_second") and not value > 0:
-            refuse(f"fit.terms.{name}.value", "more than 0 bytes a second", value)
+        if name.endswith("bytes_per_second") and not 0 < value < _MOST_BYTES:
+            refuse(f"fit.terms.{name}.value", f"more than 0 and less than {_MOST_BYTES:.0e} bytes a second", value)
+        elif value > _MOST_SECONDS and not name.endswith("bytes_per_second"):
+            refuse(f"fit.terms.{name}.value", f"at most {_MOST_SECONDS:.0e} seconds", value)
     if found.hardware not in HARDWARE_NAMES:
         refuse("hardware", f"one of {', '.join(HARDWARE_NAMES)}", found.hardware)
     elif not problems:

@@ -254,7 +254,12 @@ def _measured_cost(
     known = ranks > 1 and not gpus and world_from_environment() is None
     threads = threads_of_each(ranks) if known else None
     return cost_from_measurements(
-        config.measurements, shape, precision=config.precision, threads=threads, adapters=adapters
+        config.measurements,
+        shape,
+        precision=config.precision,
+        threads=threads,
+        adapters=adapters,
+        on_gpus=gpus > 0,
     )
 
 

@@ -74,7 +74,7 @@ class Pricing:
         self._start = measured_cost(found)
         self._take(self._start)
         fits = percent(found.fit.mean_error)
-        return f"measured {len(found.samples)} samples: the costs fit them to {fits} on average"
+        return f"measured {len(found.samples)} samples, which the costs miss by {fits} on average"
 
     def plan_for(self, job: Job) -> None:
         """Plan from now on with what this job knows: the same run, its capacities measured."""

@@ -35,7 +35,7 @@ from lengthwise.models import DTYPES, build_adapted, has_balance_loss, largest_h
 from lengthwise.training.callbacks import Callback, call_back
 from lengthwise.training.capacity import measure_capacities, told
 from lengthwise.training.folder import RunFolder
-from lengthwise.training.job import Job
+from lengthwise.training.job import MEASURING_SECONDS, Job
 from lengthwise.training.launch import StopRequest
 from lengthwise.training.metrics import EvalMetrics, FinishedStep, StepMetrics, TrainResult
 from lengthwise.training.planner_process import PlannerProcess
@@ -129,6 +129,7 @@ class _Trainer:
             call_back(callbacks, "on_note", f"capacity of a rank: {told(found, job.most_tokens)}")
         if job.measures_at_start:
             transport.phase = "measuring before the first step"
+            call_back(callbacks, "on_note", f"measuring the machine, about {MEASURING_SECONDS:.0f} s")
             call_back(callbacks, "on_note", pricing.measure(world, transport, self._model, self._parameters))
         where = f"rank {world.rank}"
         self._offloading = start_offloading(job.config.offload, self._model, self._kernel, where=where)
