@@ -1,6 +1,7 @@
 """Starting a run: what is refused and how it is told, where the output may go, torchrun, pipes and narrow terminals."""
 
 import contextlib
+import ctypes
 import json
 import os
 import pty
@@ -361,6 +362,25 @@ def test_train_alone_interrupted_twice_ends_at_once(tmp_path, monkeypatch):
     status, _, err = command.finish(5)
     assert status == 130
     assert "interrupted: nothing was saved" in err
+
+
+def test_train_alone_interrupted_twice_ends_within_one_long_operation(tmp_path, monkeypatch):
+    """Python hears of a signal when an operation returns, which can take minutes."""
+
+    def endless(*_, **__):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # of this thread: nothing wakes it, as in torch
+        (tmp_path / "here").touch()
+        ctypes.CDLL(None).sleep(60)
+
+    monkeypatch.setattr("lengthwise.training.trainer.run_plan", endless)
+    command = Command("train", write_run(tmp_path, make_rows([30, 12])), "--ranks", 1)
+    command.wait_for((tmp_path / "here").exists)
+    command.send(signal.SIGINT)
+    time.sleep(0.3)
+    command.send(signal.SIGINT)
+    status, _, err = command.finish(8)
+    assert status == 130
+    assert "interrupted: within a step, nothing more was saved" in err
 
 
 def test_train_temporary_files_are_gone_after_a_run(tmp_path, monkeypatch):

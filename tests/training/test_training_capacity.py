@@ -15,6 +15,7 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import build_adapted
 from lengthwise.training import capacity
+from lengthwise.training import job as jobs
 from lengthwise.training.start import prepare
 from support import LiveBytes, make_batch, run_ranks
 from training.small_runs import VOCAB, call, losses, make_rows, read_lines, train, write_model, write_run
@@ -65,7 +66,18 @@ def test_what_cannot_fit_is_told_what_would_save_it(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(capacity, "free_bytes", lambda *_: 9_000_000.0)
     run(tmp_path, rows=make_rows([1600, 60]), status=2, recompute="none")
     refused = capsys.readouterr().err
-    assert re.search(r"Use \d+ ranks, or recompute: auto \(a rank holds 800 tokens with layer\)", refused)
+    assert re.search(r"Use recompute: auto \(a rank holds 800 tokens with layer\)", refused)
+    assert re.search(r"or \d+ ranks with as much memory each, on further machines", refused)
+
+
+def test_a_loss_in_chunks_is_told_where_whole_logits_do_not_fit(tmp_path, monkeypatch, capsys):
+    write_model(tmp_path / "model", vocab_size=4096)
+    rows = make_rows([1200, 60])
+    monkeypatch.setattr(jobs, "LOGITS_AT_ONCE", 2**16)
+    monkeypatch.setattr(capacity, "free_bytes", lambda *_: 32_000_000.0)
+    run(tmp_path, rows=rows, status=2, recompute="none", loss="whole")
+    assert "loss: chunked (a rank then holds 600 tokens)" in capsys.readouterr().err
+    run(tmp_path, rows=rows, recompute="none", loss="chunked")
 
 
 def test_offload_takes_no_capacity_from_what_does_not_offload(tmp_path, monkeypatch, capfd):

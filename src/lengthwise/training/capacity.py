@@ -175,9 +175,22 @@ def _check_longest(measuring: _Measuring, capacities: Capacities) -> None:
     if longest <= held * job.ranks:
         return
     got = f"{longest} tokens; {job.ranks} ranks hold {held} each (measured)"
-    remedies = [f"{-(-longest // held)} ranks", *_savers(measuring, -(-longest // job.ranks), capacities)]
+    shared = "" if job.gpus else " with as much memory each, on further machines: ranks of one share its memory"
+    ranks, tokens = f"{-(-longest // held)} ranks{shared}", -(-longest // job.ranks)
+    remedies = [*_savers(measuring, tokens, capacities), *_smaller_loss(measuring, tokens), ranks]
     remedy = f"Use {', or '.join(remedies)}, or data of at most {held * job.ranks} tokens (too_long: skip)."
     raise DataError("data", expected="sequences that all ranks together hold", got=got, remedy=remedy)
+
+
+def _smaller_loss(measuring: _Measuring, tokens: int) -> list[str]:
+    """Name the loss in chunks where that lets a rank hold so many tokens, and whole logits do not."""
+    config = measuring.job.config
+    if config.loss == "chunked":
+        return []
+    job = replace(measuring.job, config=config.model_copy(update={"loss": "chunked"}))
+    memory = replace(measuring, job=job).memory()
+    held = max(memory.most_tokens(kind, tokens + STEP_TOKENS) for kind in memory.layouts)
+    return [f"loss: chunked (a rank then holds {tokens} tokens)"] if held >= tokens else []
 
 
 def _savers(measuring: _Measuring, tokens: int, capacities: Capacities) -> list[str]:

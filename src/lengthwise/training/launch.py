@@ -13,6 +13,7 @@ import mmap
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -34,8 +35,10 @@ RankMain = Callable[[World, Callable[[str], None]], Result]
 """What a rank runs: (its world, a function that notes its phase) -> result."""
 
 _GRACE_SECONDS = 3.0
+_INTERRUPTED = 130  # the exit status of a process that Ctrl-C ended
 _ROW_BYTES = 128
 _PR_SET_PDEATHSIG = 1
+_ASKING = (signal.SIGINT, signal.SIGTERM)
 
 
 class StatusBoard:
@@ -58,7 +61,8 @@ class StatusBoard:
 class StopRequest:
     """Whether, and how often, someone asked this process to stop (Ctrl-C or SIGTERM).
 
-    A process without a parent that would end it does so itself when asked twice (`ends_at_the_second`).
+    A process without a parent that would end it does so itself when asked twice (`ends_at_the_second`): Python is
+    interrupted, and where that cannot be, in minutes of one operation of torch, the process ends three seconds later.
     One that listens after another, in a forked child too, knows what was asked before: nobody has to ask again.
     """
 
@@ -76,13 +80,14 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self._note) for number in _ASKING}
         for handler in before.values():
             earlier = getattr(handler, "__self__", None)
             if isinstance(earlier, StopRequest):
                 self.signal = self.signal or earlier.signal
         try:
-            yield self
+            with _ending_at_the_second() if self._ends_at_the_second else contextlib.nullcontext():
+                yield self
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -92,6 +97,40 @@ class StopRequest:
         self.times += 1
         if self.times > 1 and self._ends_at_the_second:
             raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _ending_at_the_second() -> Iterator[None]:
+    """End this process some seconds after a second signal, if the block has not ended then: a thread sees to it.
+
+    Python handles signals between its own instructions; a socket is told of them at once.
+    """
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    ended = threading.Event()
+
+    def watch() -> None:
+        times = 0
+        while times < 2:
+            told = ours.recv(16)
+            times += sum(number in _ASKING for number in told)
+            if not told:
+                return
+        if not ended.wait(_GRACE_SECONDS):
+            os.write(2, b"interrupted: within a step, nothing more was saved\n")
+            os._exit(_INTERRUPTED)
+
+    thread = threading.Thread(target=watch, name="second signal", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        signal.set_wakeup_fd(before)
+        theirs.close()  # which ends the thread
+        thread.join()
+        ours.close()
 
 
 def launch(work: RankMain[Result], ranks: int, *, asks_to_stop: bool = False, gpus: int = 0) -> Result:
@@ -179,6 +218,8 @@ class _Children:
             kind, value = pipe.recv()
         except EOFError:
             kind, value = "error", self._death(rank)
+        if kind == "interrupted":
+            raise KeyboardInterrupt
         heard = self._results if kind == "result" else self._errors
         heard[rank] = value
 
@@ -215,6 +256,8 @@ def _child(work: RankMain[Any], world: World, pipe: Connection, board: StatusBoa
             if isinstance(error, CallbackError) and error.__cause__ is not None:  # the pipe does not carry it
                 traceback.print_exception(error.__cause__)
             message = ("error", error)
+        except KeyboardInterrupt:  # all ranks were asked to stop before they had begun
+            message = ("interrupted", None)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
             where, expected = f"rank {world.rank}, {board.last_seen(world.rank)}", "the rank to finish"
             got, remedy = f"{type(error).__name__}: {error}", "This is a defect of lengthwise: please report it."
@@ -224,4 +267,4 @@ def _child(work: RankMain[Any], world: World, pipe: Connection, board: StatusBoa
                 traceback.print_exc()
             message = ("error", RankError(where, expected=expected, got=got, remedy=remedy))
         pipe.send(message)
-    os._exit(0 if message[0] == "result" else message[1].exit_status)
+    os._exit(message[1].exit_status if message[0] == "error" else 0)

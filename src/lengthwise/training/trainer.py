@@ -128,6 +128,7 @@ class _Trainer:
             pricing.plan_for(job)
             call_back(callbacks, "on_note", f"capacity of a rank: {told(found, job.most_tokens)}")
         if job.measures_at_start:
+            self._leave_if_asked("costs")
             transport.phase = "measuring before the first step"
             call_back(callbacks, "on_note", f"measuring the machine, about {MEASURING_SECONDS:.0f} s")
             call_back(callbacks, "on_note", pricing.measure(world, transport, self._model, self._parameters))
@@ -139,7 +140,14 @@ class _Trainer:
         self._num_steps = job.num_steps
         self._new_steps, self._steps = steps, steps(job.batches())
 
+    def _leave_if_asked(self, before: str) -> None:
+        """End all ranks where one was asked to stop and nothing was trained yet. Collective."""
+        self._transport.phase = f"start, before {before}"
+        if self._share([float(self._stop.signal or 0)]).any():
+            raise KeyboardInterrupt
+
     def run(self) -> TrainResult:
+        self._leave_if_asked("the first step")
         if self._transport.rank == 0:
             self._folder.start(self._job.config)
             if self._pricing.measurements is not None:
