@@ -89,7 +89,7 @@ def test_verify_runs_a_plan_of_several_pieces_written_by_hand(run_file, capsys, 
     assert call("verify", run_file, "--ranks", 3, "--plan", path, "--set", f"precision={precision}") == 0
     out = capsys.readouterr().out
     assert "plan: 3 microbatches, 2 rings" in out
-    assert "exercised: rings of 2, 3 ranks, packs on one rank" in out
+    assert "exercised: rings of 2, 3 ranks, no heads split, packs on one rank" in out
     assert "PASS" in out
 
 

@@ -108,5 +108,5 @@ def _exercised(plan: Plan) -> str:
     if not rings:
         return f"exercised: packs on one rank{offload}, no ring (for one: more --ranks, or a lower capacity_tokens)"
     groups = sorted({piece.heads for m in plan.microbatches for piece in m.pieces} - {1})
-    split = f", heads split in groups of {', '.join(map(str, groups))}" if groups else ""
+    split = f", heads split in groups of {', '.join(map(str, groups))}" if groups else ", no heads split"
     return f"exercised: rings of {rings} ranks{split}{', packs on one rank' * (1 in degrees(plan))}{offload}"

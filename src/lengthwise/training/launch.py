@@ -13,7 +13,6 @@ import mmap
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -103,17 +102,17 @@ class StopRequest:
 def _ending_at_the_second() -> Iterator[None]:
     """End this process some seconds after a second signal, if the block has not ended then: a thread sees to it.
 
-    Python handles signals between its own instructions; a socket is told of them at once.
+    Python handles signals between its own instructions; a pipe is told of them at once.
     """
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     ended = threading.Event()
 
     def watch() -> None:
         times = 0
         while times < 2:
-            told = ours.recv(16)
+            told = os.read(reader, 16)
             times += sum(number in _ASKING for number in told)
             if not told:
                 return
@@ -128,9 +127,9 @@ def _ending_at_the_second() -> Iterator[None]:
     finally:
         ended.set()
         signal.set_wakeup_fd(before)
-        theirs.close()  # which ends the thread
+        os.close(writer)  # which ends the thread
         thread.join()
-        ours.close()
+        os.close(reader)
 
 
 def launch(work: RankMain[Result], ranks: int, *, asks_to_stop: bool = False, gpus: int = 0) -> Result:
