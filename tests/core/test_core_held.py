@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.cut import local_tokens
-from lengthwise.core.held import fullest_tokens, held_at_most, held_by_rank, held_tokens, kept_ratio, rounding_tokens
+from lengthwise.core.held import (
+    fullest_tokens,
+    held_at_most,
+    held_by_rank,
+    held_tokens,
+    kept_ratio,
+    largest,
+    rounding_tokens,
+)
 from lengthwise.core.plan import Microbatch, Piece, Plan
 
 
@@ -47,3 +55,8 @@ def test_held_by_rank_adds_pieces_and_allows_a_token_a_cut_sequence() -> None:
 def test_kept_ratio_keeps_the_first_and_the_last_layer() -> None:
     assert [kept_ratio(offload, 8) for offload in (0.0, 0.5, 1.0)] == [1.0, 0.625, 0.25]
     assert kept_ratio(1.0, 2) == kept_ratio(1.0, 1) == 1.0
+
+
+@given(st.integers(0, 300), st.integers(0, 200), st.integers(0, 200))
+def test_largest_is_the_last_that_fits(limit, most, least):
+    assert largest(lambda number: number <= max(limit, least), most, least=least) == max(least, min(most, limit))

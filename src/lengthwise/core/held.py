@@ -3,12 +3,13 @@
 The cutting rule of `core.cut`, for whole pieces at once, one array operation a sequence. `held_tokens` counts each
 position of a piece, `held_at_most` bounds all of them without counting, `held_by_rank` counts each rank of a
 microbatch. A rank may hold the capacity and `rounding_tokens` more; of what is offloaded, `kept_ratio` counts.
+`largest` finds a capacity.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import numpy as np
@@ -74,3 +75,12 @@ def kept_ratio(offload: float, layers: int) -> float:
     """Return the share of a token's activations that stays on the device: first and last layer are not offloaded."""
     layers = max(layers, 2)
     return (2 + (1 - offload) * (layers - 2)) / layers
+
+
+def largest(fits: Callable[[int], bool], most: int, *, least: int = 0) -> int:
+    """Return the largest number from `least` to `most` that fits, where `least` and all below it do."""
+    low, high = least, max(least, most)
+    while low < high:
+        middle = -(-(low + high) // 2)
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

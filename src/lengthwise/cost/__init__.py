@@ -7,7 +7,7 @@ machine at hand; `memory` says what a step holds, `capacity` how many tokens fit
 
 from lengthwise.cost.all_terms import all_terms_cost
 from lengthwise.cost.analytic import analytic_cost, step_flops
-from lengthwise.cost.capacity import RESERVED, capacity_tokens, recompute_capacities, step_memory
+from lengthwise.cost.capacity import RESERVED, STEP_TOKENS, capacity_tokens, recompute_capacities, step_memory
 from lengthwise.cost.choices import Choice, Choices
 from lengthwise.cost.costs import costs
 from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, named_hardware
@@ -24,6 +24,7 @@ __all__ = [
     "LOGITS_AT_ONCE",
     "RESERVED",
     "SHAPE_NAMES",
+    "STEP_TOKENS",
     "WINDOW_LAYERS",
     "Choice",
     "Choices",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lengthwise.core.errors import ConfigError
+from lengthwise.core.held import largest
 from lengthwise.core.names import counted
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import ModelShape
@@ -16,7 +17,7 @@ from lengthwise.cost.hardware import Hardware
 from lengthwise.cost.memory import StepMemory
 
 RESERVED = 0.1  # of device memory: transfers, workspace, fragments
-_STEP_TOKENS = 128
+STEP_TOKENS = 128  # of which capacities are multiples
 
 
 def step_memory(
@@ -42,11 +43,9 @@ def capacity_tokens(memory: StepMemory, hardware: Hardware, *, recompute: str = 
     """
     room = hardware.device_bytes * (1 - RESERVED)
     a_token = memory.saved_bytes(recompute)
-    low, high = 0, 1 + int(max(0.0, room) / a_token / _STEP_TOKENS)
-    while low < high - 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if memory.peak_bytes(middle * _STEP_TOKENS, recompute) <= room else (low, middle)
-    if not low:
+    most = int(max(0.0, room) / a_token / STEP_TOKENS)
+    steps = largest(lambda some: memory.peak_bytes(some * STEP_TOKENS, recompute) <= room, most)
+    if not steps:
         devices = memory.tensor * memory.stages
         expected = f"weights, gradients and optimizer that leave room for 128 tokens on a device of {hardware.name}, "
         expected += f"{hardware.device_bytes / 1e9:.0f} GB less {RESERVED:.0%} kept free"
@@ -54,7 +53,7 @@ def capacity_tokens(memory: StepMemory, hardware: Hardware, *, recompute: str = 
         got += counted(devices, "device")
         remedy = "{make_room|Use more devices a rank, recompute, or give the capacity}."
         raise ConfigError(f"model {memory.shape.name}", expected=expected, got=got, remedy=remedy)
-    return low * _STEP_TOKENS
+    return steps * STEP_TOKENS
 
 
 def recompute_capacities(

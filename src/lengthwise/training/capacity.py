@@ -18,7 +18,7 @@ from lengthwise.attention import BlockKernel
 from lengthwise.comm import Transport
 from lengthwise.core.errors import DataError, MemoryShortage, ModelRefused
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.cost import RESERVED, MicrobatchBytes
+from lengthwise.cost import RESERVED, STEP_TOKENS, MicrobatchBytes
 from lengthwise.engine.activations import measure_microbatch
 from lengthwise.engine.memory import free_bytes
 from lengthwise.engine.optimizer import moment_bytes, step_end_bytes
@@ -28,7 +28,7 @@ from lengthwise.models import check_recompute
 from lengthwise.offload import LEAVING_BYTES
 from lengthwise.report.figures import count
 from lengthwise.training.job import Job
-from lengthwise.training.rank_memory import STEP_TOKENS, Capacities, RankMemory
+from lengthwise.training.rank_memory import Capacities, RankMemory
 
 _RING_RANKS = 3  # from which on a rank of a ring holds no more: its own keys, those it has, those that arrive
 _AMPLE = 2.0  # times what is needed: rings and split heads need less than that more
@@ -59,10 +59,9 @@ def measure_capacities(
     memory = measuring.memory()
     parameters.clear_gradients()
     plain, offloading = ({} for _ in range(2))
-    whole_batch = -(-job.most_tokens // STEP_TOKENS) * STEP_TOKENS
     ratio = planning.offload_ratio
     for kind in memory.layouts:
-        plain[kind] = memory.most_tokens(kind, whole_batch, offload=ratio or 0.0)
+        plain[kind] = memory.most_tokens(kind, job.most_tokens, offload=ratio or 0.0)
         offloading[kind] = plain[kind]
         if measuring.offloads and not ratio:
             offloading[kind] = memory.most_tokens(kind, plain[kind], offload=None)
@@ -189,7 +188,7 @@ def _smaller_loss(measuring: _Measuring, tokens: int) -> list[str]:
         return []
     job = replace(measuring.job, config=config.model_copy(update={"loss": "chunked"}))
     memory = replace(measuring, job=job).memory()
-    held = max(memory.most_tokens(kind, tokens + STEP_TOKENS) for kind in memory.layouts)
+    held = max(memory.most_tokens(kind, tokens) for kind in memory.layouts)
     return [f"loss: chunked (a rank then holds {tokens} tokens)"] if held >= tokens else []
 
 
@@ -199,7 +198,7 @@ def _savers(measuring: _Measuring, tokens: int, capacities: Capacities) -> list[
     memory, said = replace(measuring, asked="auto", offloads=layers > 2).memory(), list[str]()
     memory = replace(memory, leaving_bytes=max(LEAVING_BYTES.values()))  # to whatever store it would be
     others = [kind for kind in memory.layouts if kind not in capacities.plain]
-    by_kind = {kind: memory.most_tokens(kind, tokens + STEP_TOKENS) for kind in others}
+    by_kind = {kind: memory.most_tokens(kind, tokens) for kind in others}
     enough = [kind for kind, held in by_kind.items() if held >= tokens]
     if enough:
         said.append(f"recompute: auto (a rank holds {tokens} tokens with {enough[0]})")

@@ -34,7 +34,6 @@ RankMain = Callable[[World, Callable[[str], None]], Result]
 """What a rank runs: (its world, a function that notes its phase) -> result."""
 
 _GRACE_SECONDS = 3.0
-_INTERRUPTED = 130  # the exit status of a process that Ctrl-C ended
 _ROW_BYTES = 128
 _PR_SET_PDEATHSIG = 1
 _ASKING = (signal.SIGINT, signal.SIGTERM)
@@ -118,7 +117,7 @@ def _ending_at_the_second() -> Iterator[None]:
                 return
         if not ended.wait(_GRACE_SECONDS):
             os.write(2, b"interrupted: within a step, nothing more was saved\n")
-            os._exit(_INTERRUPTED)
+            os._exit(128 + signal.SIGINT)
 
     thread = threading.Thread(target=watch, name="second signal", daemon=True)
     thread.start()

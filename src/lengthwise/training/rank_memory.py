@@ -9,14 +9,13 @@ with a capacity by which the rule is always enough.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from lengthwise.core.held import fullest_tokens, kept_ratio
+from lengthwise.core.held import fullest_tokens, kept_ratio, largest
 from lengthwise.core.plan import Microbatch, Plan
-from lengthwise.cost import MicrobatchBytes, largest_peak
+from lengthwise.cost import STEP_TOKENS, MicrobatchBytes, largest_peak
 
-STEP_TOKENS = 128
 _RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _DIGITS = 4  # of a ratio
 
@@ -38,7 +37,7 @@ class RankMemory:
         return largest_peak(self.layouts[kind], tokens, offload, leaving_bytes=self.leaving_bytes)
 
     def most_tokens(self, kind: str, most: int, *, offload: float | None = 0.0) -> int:
-        """Return the capacity in steps of 128 tokens, up to `most`; 0 where 128 do not fit.
+        """Return the capacity in steps of 128 tokens, the last of which reaches `most`; 0 where 128 do not fit.
 
         offload: the ratio of every microbatch, which then holds more than the capacity; None: any ratio, by the plan
         file's rule.
@@ -50,7 +49,7 @@ class RankMemory:
             tokens = steps * STEP_TOKENS
             return all(self.peak_bytes(kind, int(tokens / kept), ratio) <= self.budget_bytes for ratio, kept in held)
 
-        most_steps, turns = most // STEP_TOKENS, {each.most_rows for each in self.layouts[kind]}
+        most_steps, turns = -(-most // STEP_TOKENS), {each.most_rows for each in self.layouts[kind]}
         for turn in sorted((int(turn) // STEP_TOKENS for turn in turns if turn < math.inf), reverse=True):
             if turn < most_steps and fits(turn + 1):  # a loss in chunks may take less than a whole one of fewer tokens
                 return STEP_TOKENS * largest(fits, most_steps, least=turn + 1)
@@ -59,7 +58,7 @@ class RankMemory:
     def most_held(self, kind: str, ratio: float, most: int) -> int:
         """Return the tokens that a rank holds at most, up to about `most`, where that ratio is offloaded."""
         kept = kept_ratio(ratio, self.layouts[kind][0].layers)
-        return int(self.most_tokens(kind, int(most * kept) + STEP_TOKENS, offload=ratio) / kept)
+        return int(self.most_tokens(kind, math.ceil(most * kept), offload=ratio) / kept)
 
     def with_offload(self, plan: Plan) -> Plan | None:
         """Return a plan whose microbatches offload as much as they need; None: one does not fit with all of it."""
@@ -94,12 +93,3 @@ class Capacities:
     plain: Mapping[str, int]
     offloading: Mapping[str, int]
     memory: RankMemory
-
-
-def largest(fits: Callable[[int], bool], most: int, *, least: int = 0) -> int:
-    """Return the largest number from `least` to `most` that fits, where `least` and all below it do."""
-    low, high = least, max(least, most)
-    while low < high:
-        middle = -(-(low + high) // 2)
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
