@@ -1,12 +1,15 @@
 """`lengthwise profile`, and `plan` and `simulate` with what it wrote."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from cli.plan_calls import plan_without_torch, read_plan, refused
 from cost.measured_samples import measurements_of, samples_of
 from cost.test_cost_fit import machine
+from lengthwise.cli.profile import print_measurements
+from lengthwise.core.measurements import Term
 from lengthwise.cost.measured import read_measurements
 from training.small_runs import call, make_rows, write_run
 
@@ -87,3 +90,13 @@ def test_a_run_file_is_planned_with_measurements_of_its_model(tmp_path, capfd, m
     err = refused(capfd, "--config", other, *rest)
     assert "precision: expected bf16" in err
     assert "leave --measurements out" in err
+
+
+@pytest.mark.parametrize(("error", "said"), [(0.04, "4.0"), (0.9, "not told by these samples"), (None, "unknown")])
+def test_a_term_that_its_samples_do_not_tell_is_named(capsys, error, said):
+    found = measurements_of(samples_of(machine()))
+    terms = {**found.fit.terms, "linear_seconds": Term(value=1e-5, relative_error=error)}
+    print_measurements(replace(found, fit=replace(found.fit, terms=terms)))
+    line = next(line for line in capsys.readouterr().out.splitlines() if "linear_seconds" in line)
+    assert said in line
+    assert ("not told" in line) == (error == 0.9)
