@@ -41,13 +41,21 @@ class RecordingTransport(Around):
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Record, sum and keep a slice."""
+        self.reduce_scatter_async(output, source).wait()
+
+    def reduce_scatter_async(self, output: Tensor, source: Tensor) -> Pending:
+        """Record and begin to sum."""
         self._collective("reduce_scatter")
-        self._inner.reduce_scatter(output, source)
+        return self._inner.reduce_scatter_async(output, source)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Record and concatenate."""
+        self.all_gather_async(output, source).wait()
+
+    def all_gather_async(self, output: Tensor, source: Tensor) -> Pending:
+        """Record and begin to concatenate."""
         self._collective("all_gather")
-        self._inner.all_gather(output, source)
+        return self._inner.all_gather_async(output, source)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Record and overwrite."""

@@ -46,6 +46,27 @@ def test_gloo_moves_messages_and_bytes_and_sums():
         assert result == (True, 6, [3 * 2 * rank, 3 * (2 * rank + 1)], [0, 0, 1, 1, 2, 2])
 
 
+def overlapping(t):
+    """Begin many collectives, wait for them from the last to the first; return whether all came out right."""
+    many = range(12)
+    pieces, everyone = [torch.empty(5) for _ in many], [torch.empty(9) for _ in many]
+    sources = [torch.arange(15.0) * (n + 1) + t.rank for n in many]
+    pending = [t.reduce_scatter_async(piece, source) for piece, source in zip(pieces, sources, strict=True)]
+    del sources  # what is under way is kept for it
+    pending += [t.all_gather_async(all_, torch.full((3,), t.rank + 10.0 * n)) for n, all_ in enumerate(everyone)]
+    for each in reversed(pending):
+        each.wait()
+        each.wait()
+    own = torch.arange(15.0)[5 * t.rank : 5 * t.rank + 5]
+    summed = all(torch.equal(piece, 3 * (n + 1) * own + 3) for n, piece in enumerate(pieces))
+    gathered = [torch.tensor([0.0, 1, 2]).repeat_interleave(3) + 10 * n for n in many]
+    return summed and all(torch.equal(a, b) for a, b in zip(everyone, gathered, strict=True))
+
+
+def test_gloo_has_many_collectives_under_way():
+    assert run_ranks(overlapping, 3) == [True] * 3
+
+
 def test_gloo_order_c_connects_all_edges_at_distance_1_and_2_at_start(monkeypatch):
     """Rule (c): before any ring, one grouped call over the transfer group names every neighbour up to distance 2."""
     calls, groups = [], []
@@ -109,6 +130,7 @@ def test_nccl_path_has_two_eager_groups_and_keeps_host_tensors_on_gloo(gpus_repl
         t.reduce_scatter(piece, torch.arange(6.0))
         t.all_gather(everyone, torch.full((2,), float(t.rank)))
         t.broadcast(out, 1)
+        assert overlapping(t)
         before = t.clock.waited_seconds
         if t.rank == 0:
             time.sleep(0.3)
@@ -205,6 +227,19 @@ def test_gloo_collective_names_the_phase_when_a_rank_stops_answering():
         t.all_reduce(torch.zeros(1))
 
     with pytest.raises(TransferError, match="step end: expected all ranks to answer within 1 s"):
+        run_ranks(work, 2, timeout_seconds=1.0)
+
+
+def test_gloo_collective_under_way_names_the_phase_it_was_posted_in():
+    def work(t):
+        t.phase = "step 3, end"
+        if t.rank == 1:
+            time.sleep(60)
+        pending = t.all_gather_async(torch.zeros(2), torch.zeros(1))
+        t.phase = "step 4"
+        pending.wait()
+
+    with pytest.raises(TransferError, match="rank 0, step 3, end: expected all ranks to answer within 1 s"):
         run_ranks(work, 2, timeout_seconds=1.0)
 
 

@@ -60,6 +60,11 @@ def everything(t):
     t.all_reduce(total)
     piece = on_device(0.0)
     t.reduce_scatter(piece, on_device(1.0, 2.0))
+    later, everyone = on_device(0.0), on_device(0.0, 0.0)
+    begun = [t.reduce_scatter_async(later, on_device(1.0, 2.0)), t.all_gather_async(everyone, on_device(3.0 + t.rank))]
+    for each in begun:
+        each.wait()
+    assert (later.tolist(), everyone.tolist()) == (piece.tolist(), [3.0, 4.0])
     shared = on_device(10.0 + t.rank)
     t.broadcast(shared, 1)
     agree(t, b"plan", "plan")

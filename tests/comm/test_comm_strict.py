@@ -148,6 +148,76 @@ def test_strict_finds_a_collective_against_a_transfer():
         StrictWorld(2).run(work)
 
 
+def test_strict_has_several_collectives_under_way_and_waits_for_them_in_any_order():
+    def work(t):
+        pieces, everyone = [torch.empty(1) for _ in range(3)], [torch.empty(3) for _ in range(3)]
+        pending = [t.reduce_scatter_async(piece, torch.arange(3.0) * n) for n, piece in enumerate(pieces)]
+        pending += [t.all_gather_async(all_, full(t.rank + 3.0 * n, 1)) for n, all_ in enumerate(everyone)]
+        for each in reversed(pending) if t.rank == 1 else pending:
+            each.wait()
+            each.wait()
+        t.exchange([(full(1), (t.rank + 1) % 3)], [(full(0), (t.rank - 1) % 3)]).wait()
+        return torch.cat(pieces).tolist(), torch.cat(everyone).tolist()
+
+    for rank, found in enumerate(StrictWorld(3).run(work)):
+        assert found == ([0.0, 3.0 * rank, 6.0 * rank], [float(n) for n in range(9)])
+
+
+def test_strict_refuses_collectives_under_way_in_another_order():
+    def work(t):
+        kinds = [t.reduce_scatter_async, t.all_gather_async]
+        for call in kinds if t.rank == 0 else reversed(kinds):
+            call(full(1, 2 if call == t.all_gather_async else 1), full(1, 1 if call == t.all_gather_async else 2))
+        return t.all_reduce(full(1))
+
+    with pytest.raises(TransferError, match="the same collective calls in the same order"):
+        StrictWorld(2).run(work)
+
+
+@pytest.mark.parametrize("under_way", ["reduce_scatter_async", "all_gather_async"])
+def test_strict_refuses_a_transfer_while_a_collective_is_under_way(under_way):
+    """Both ranks do the same, so it would go well here; on NCCL it holds up whoever is not there yet."""
+
+    def work(t):
+        t.phase = f"publishing {t.rank}"
+        sizes = (1, 2) if under_way == "reduce_scatter_async" else (2, 1)
+        getattr(t, under_way)(*(full(1, size) for size in sizes))
+        t.exchange([(full(1), 1 - t.rank)], [(full(0), 1 - t.rank)])
+
+    with pytest.raises(TransferError, match=r"no collective under way .*; got 1 not waited for, .* publishing [01]\."):
+        StrictWorld(2).run(work)
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        lambda t: t.reduce_scatter_async(full(1, 1), full(1)),
+        lambda t: t.all_gather_async(full(1), full(1, 1)),
+        lambda t: t.all_reduce(full(1)),
+        lambda t: t.broadcast(full(1), 0),
+    ],
+)
+def test_strict_refuses_a_collective_before_a_ranks_last_transfer_is_over(collective):
+    def work(t):
+        t.exchange([(full(1), 1 - t.rank)], [(full(0), 1 - t.rank)])
+        collective(t)
+
+    with pytest.raises(TransferError, match="no transfer under way when a collective is posted"):
+        StrictWorld(2).run(work)
+
+
+def test_strict_refused_rank_releases_those_that_wait_and_is_the_one_told_of():
+    def work(t):
+        t.phase = f"on {t.rank}"
+        if t.rank == 2:
+            t.all_gather_async(full(1, 3), full(1, 1))
+            t.exchange([(full(1), 0)], [])
+        t.exchange([], [(full(0), 2)]).wait()
+
+    with pytest.raises(TransferError, match="rank 2, on 2: expected no collective under way"):
+        StrictWorld(3).run(work)
+
+
 def test_strict_refuses_different_collectives_on_different_ranks():
     def work(t):
         if t.rank == 0:
@@ -227,6 +297,9 @@ def test_world_of_one_needs_no_one():
     t.all_reduce(out)
     t.broadcast(out, 0)
     assert out.tolist() == [0, 1, 2]
+    pending = t.reduce_scatter_async(out, torch.arange(3.0) + 1), t.all_gather_async(everyone := torch.empty(3), out)
+    assert [each.wait() for each in pending] == [None, None]
+    assert out.tolist() == everyone.tolist() == [1, 2, 3]
     t.exchange([], []).wait()
     with pytest.raises(AssertionError, match="world of one"):
         t.exchange([(out, 0)], [])

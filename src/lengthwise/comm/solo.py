@@ -34,9 +34,19 @@ class SoloTransport:
         """Copy the only summand."""
         output.copy_(source)
 
+    def reduce_scatter_async(self, output: Tensor, source: Tensor) -> Pending:
+        """Copy the only summand, at once."""
+        self.reduce_scatter(output, source)
+        return Done()
+
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Copy the only part."""
         output.copy_(source)
+
+    def all_gather_async(self, output: Tensor, source: Tensor) -> Pending:
+        """Copy the only part, at once."""
+        self.all_gather(output, source)
+        return Done()
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Leave the tensor as it is."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lengthwise.comm.transport import Around, Message, Pending, Transport, lies_on_a_device
+from lengthwise.comm.transport import Around, Done, Message, Pending, Transport, lies_on_a_device
 
 
 class StagedTransport(Around):
@@ -40,11 +40,21 @@ class StagedTransport(Around):
         self._inner.reduce_scatter(host, self._copied_out(source))
         _copy_in(output, host)
 
+    def reduce_scatter_async(self, output: Tensor, source: Tensor) -> Pending:
+        """Sum over all ranks and keep this rank's slice, at once."""
+        self.reduce_scatter(output, source)
+        return Done()
+
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Concatenate the tensors of all ranks."""
         host = self._host_tensor(output)
         self._inner.all_gather(host, self._copied_out(source))
         _copy_in(output, host)
+
+    def all_gather_async(self, output: Tensor, source: Tensor) -> Pending:
+        """Concatenate the tensors of all ranks, at once."""
+        self.all_gather(output, source)
+        return Done()
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite with the tensor of rank `source`."""

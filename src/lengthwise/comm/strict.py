@@ -2,7 +2,8 @@
 
 Real tensors move by the rules of `program.order.StrictMatcher`: groups of a rank run one after the other, messages
 match in the order posted, in shape and dtype, and a collective needs the same call on all ranks. When every rank waits
-and nothing can move, all of them raise at once and name what they wait in: a hang becomes a failed test.
+and nothing can move, all of them raise at once and name what they wait in: a hang becomes a failed test. A rank with
+collectives under way may post no transfer, and no collective with transfers under way, even where it would go well.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lengthwise.comm.transport import Clock, Message, Pending
+from lengthwise.comm.transport import Clock, Done, Message, Pending
 from lengthwise.core.errors import TransferError
 from lengthwise.program.order import Group, Operation, StrictMatcher
 
@@ -67,6 +68,12 @@ class StrictWorld:
             self._moved.notify_all()
             return group
 
+    def fail(self, reason: str) -> None:
+        """Let every rank that waits raise, with this reason."""
+        with self._moved:
+            self._failure = self._failure or reason
+            self._moved.notify_all()
+
     def wait(self, rank: int, group: Group) -> None:
         """Block until `group` is complete."""
         with self._moved:
@@ -101,6 +108,7 @@ class StrictTransport:
         self.phase = "start"
         self.clock = Clock()
         self._world = world
+        self._under_way: dict[str, list[_StrictPending]] = {"transfer": [], "collective": []}
 
     def connect(self, peers: Sequence[int]) -> None:
         """Exchange one number with each of these ranks."""
@@ -111,47 +119,72 @@ class StrictTransport:
         """Post one grouped call (see `Transport.exchange`)."""
         operations = [Operation(kind="send", peer=peer, size=_size(t), payload=t) for t, peer in sends]
         operations += [Operation(kind="receive", peer=peer, size=_size(t), payload=t) for t, peer in receives]
-        return _StrictPending(self, self._world.post(self.rank, self.phase, operations))
+        return self._post("transfer", operations) if operations else Done()
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over all ranks, in place."""
-        self._collective("all_reduce", tensor, tensor, lambda tensors: [_sum(tensors)] * len(tensors))
+        self._collective("all_reduce", tensor, tensor, lambda tensors: [_sum(tensors)] * len(tensors)).wait()
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Sum over all ranks and keep this rank's slice."""
-        self._collective("reduce_scatter", output, source, lambda tensors: _sum(tensors).chunk(self.world_size))
+        self.reduce_scatter_async(output, source).wait()
+
+    def reduce_scatter_async(self, output: Tensor, source: Tensor) -> Pending:
+        """Begin a `reduce_scatter` (see `Transport.reduce_scatter_async`)."""
+        return self._collective("reduce_scatter", output, source, lambda each: _sum(each).chunk(self.world_size))
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Concatenate the tensors of all ranks."""
-        self._collective("all_gather", output, source, lambda tensors: [torch.cat(tensors)] * len(tensors))
+        self.all_gather_async(output, source).wait()
+
+    def all_gather_async(self, output: Tensor, source: Tensor) -> Pending:
+        """Begin an `all_gather` (see `Transport.reduce_scatter_async`)."""
+        return self._collective("all_gather", output, source, lambda tensors: [torch.cat(tensors)] * len(tensors))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite with the tensor of rank `source`."""
         self._collective(
             f"broadcast from {source}", tensor, tensor, lambda tensors: [tensors[source].clone()] * len(tensors)
-        )
+        ).wait()
 
     def close(self) -> None:
         """Nothing to leave: the thread ends."""
 
     def _collective(
         self, name: str, output: Tensor, source: Tensor, combine: Callable[[list[Tensor]], Sequence[Tensor]]
-    ) -> None:
+    ) -> Pending:
         size = (name, _size(output), _size(source))
         operation = Operation(kind="collective", size=size, payload=(output, source, combine))
-        self._wait(self._world.post(self.rank, self.phase, [operation]))
+        return self._post("collective", [operation])
 
-    def _wait(self, group: Group) -> None:
-        with self.clock.waiting():
-            self._world.wait(self.rank, group)
+    def _post(self, kind: str, operations: Sequence[Operation]) -> Pending:
+        """Queue a group.
+
+        Raises:
+            TransferError: calls of the other kind have not been waited for (order rule 4).
+        """
+        other = "collective" if kind == "transfer" else "transfer"
+        if unfinished := self._under_way[other]:
+            where, expected = f"rank {self.rank}, {self.phase}", f"no {other} under way when a {kind} is posted"
+            got = f"{len(unfinished)} not waited for, the first of them posted in {unfinished[0].group.label}"
+            error = TransferError(where, expected=expected, got=got, remedy=f"Wait for every {other} first.")
+            self._world.fail(str(error))
+            raise error
+        pending = _StrictPending(self, self._world.post(self.rank, self.phase, operations), self._under_way[kind])
+        self._under_way[kind].append(pending)
+        return pending
 
 
 class _StrictPending:
-    def __init__(self, transport: StrictTransport, group: Group) -> None:
-        self._transport, self._group = transport, group
+    def __init__(self, transport: StrictTransport, group: Group, under_way: list[_StrictPending]) -> None:
+        self.group = group
+        self._transport, self._under_way = transport, under_way
 
     def wait(self) -> None:
-        self._transport._wait(self._group)
+        if self in self._under_way:
+            self._under_way.remove(self)
+        with self._transport.clock.waiting():
+            self._transport._world.wait(self._transport.rank, self.group)
 
 
 def _size(tensor: Tensor) -> tuple[object, ...]:

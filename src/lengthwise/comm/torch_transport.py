@@ -118,19 +118,29 @@ class TorchTransport:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over all ranks, in place."""
-        self._collective(lambda group: dist.all_reduce(tensor, group=group, async_op=True), tensor)
+        self._collective(lambda group: dist.all_reduce(tensor, group=group, async_op=True), tensor).wait()
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Sum over all ranks and keep this rank's slice."""
-        self._collective(lambda group: _reduce_scatter(output, source, group=group, async_op=True), output, source)
+        self.reduce_scatter_async(output, source).wait()
+
+    def reduce_scatter_async(self, output: Tensor, source: Tensor) -> Pending:
+        """Begin a `reduce_scatter` (see `Transport.reduce_scatter_async`)."""
+        return self._collective(
+            lambda group: _reduce_scatter(output, source, group=group, async_op=True), output, source
+        )
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Concatenate the tensors of all ranks."""
-        self._collective(lambda group: _all_gather(output, source, group=group, async_op=True), output, source)
+        self.all_gather_async(output, source).wait()
+
+    def all_gather_async(self, output: Tensor, source: Tensor) -> Pending:
+        """Begin an `all_gather` (see `Transport.reduce_scatter_async`)."""
+        return self._collective(lambda group: _all_gather(output, source, group=group, async_op=True), output, source)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite with the tensor of rank `source`."""
-        self._collective(lambda group: dist.broadcast(tensor, source, group=group, async_op=True), tensor)
+        self._collective(lambda group: dist.broadcast(tensor, source, group=group, async_op=True), tensor).wait()
 
     def close(self) -> None:
         """Leave the world; without it torch warns at exit."""
@@ -142,24 +152,27 @@ class TorchTransport:
 
     def _collective(
         self, call: Callable[[dist.ProcessGroup | None], dist.Work | None], tensor: Tensor, *others: Tensor
-    ) -> None:
+    ) -> Pending:
         group = self._on_gpus if lies_on_a_device(tensor) else dist.group.WORLD
         work = self._guard(lambda: call(group))
         assert work is not None, "every rank is a member of a group of all ranks"
-        self._pending([work], None, [tensor, *others]).wait()
+        return self._pending([work], None, [tensor, *others])
 
     def _pending(self, works: Sequence[dist.Work], peers: Sequence[int] | None, alive: Sequence[Tensor]) -> Pending:
         if self._watch is None or not any(map(lies_on_a_device, alive)):
-            return _TorchPending(transport=self, works=works, peers=peers, alive=alive)
+            return _TorchPending(transport=self, works=works, peers=peers, phase=self.phase, alive=alive)
         self._watch.add(works, phase=self.phase, others=_named(peers))
-        return _StreamPending(transport=self, works=works, peers=peers, alive=alive)
+        return _StreamPending(transport=self, works=works, peers=peers, phase=self.phase, alive=alive)
 
-    def _guard(self, call: Callable[[], Result], peers: Sequence[int] | None = None) -> Result:
+    def _guard(
+        self, call: Callable[[], Result], peers: Sequence[int] | None = None, *, phase: str | None = None
+    ) -> Result:
         with self.clock.waiting():
             try:
                 return call()
             except (RuntimeError, ValueError) as error:  # DistBackendError is a RuntimeError
-                raise self._transfer_error(self.phase, _named(peers), _without_place(str(error))) from error
+                got = _without_place(str(error))
+                raise self._transfer_error(phase or self.phase, _named(peers), got) from error
 
     def _transfer_error(self, phase: str, others: str, got: str) -> TransferError:
         expected = f"{others} to answer within {self._timeout_seconds:g} s"
@@ -180,18 +193,21 @@ class _TorchPending:
     transport: TorchTransport
     works: Sequence[dist.Work]
     peers: Sequence[int] | None
+    phase: str  # it was posted in; the host may be much further when it waits
     alive: Sequence[Tensor]  # gloo and NCCL read and write them in the background
 
     def wait(self) -> None:
         for work in self.works:
-            self.transport._guard(work.wait, self.peers)
-        self.alive = ()
+            self.transport._guard(work.wait, self.peers, phase=self.phase)
+        self.works = self.alive = ()
 
 
 class _StreamPending(_TorchPending):
     """Makes the current stream wait; how long it then stood still is known when the stream got there."""
 
     def wait(self) -> None:
+        if not self.works:
+            return
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
         super().wait()

@@ -20,10 +20,10 @@ def lies_on_a_device(tensor: Tensor) -> bool:
 
 
 class Pending(Protocol):
-    """A grouped call under way."""
+    """A grouped call or a collective under way; its tensors are not to be touched before `wait`."""
 
     def wait(self) -> None:
-        """Return when every message of the group has arrived and left.
+        """Return when every message has arrived and left; on a GPU, when the current stream is made to wait for them.
 
         Raises:
             TransferError: a peer is gone or the time-out passed; names rank, step and phase.
@@ -31,7 +31,7 @@ class Pending(Protocol):
 
 
 class Done:
-    """A grouped call without a message: nothing to wait for."""
+    """A call that is done already: nothing to wait for."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -96,8 +96,20 @@ class Transport(Protocol):
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Sum `source` over all ranks and put this rank's slice, one world_size-th, into `output`."""
 
+    def reduce_scatter_async(self, output: Tensor, source: Tensor) -> Pending:
+        """Begin a `reduce_scatter`.
+
+        Several collectives may be under way, posted in one order on all ranks. None may be while this rank has a
+        transfer under way, nor the other way round: a rank that waits in one might wait for a rank that waits for it.
+        """
+        ...
+
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Put the `source` of every rank one after the other into `output`."""
+
+    def all_gather_async(self, output: Tensor, source: Tensor) -> Pending:
+        """Begin an `all_gather`, under the rules of `reduce_scatter_async`."""
+        ...
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite `tensor` with that of rank `source`."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lengthwise.comm import Pending, Transport
+from lengthwise.comm import Done, Pending, Transport
 from lengthwise.comm.transport import Around, Message
 from lengthwise.core.measurements import Clock
 
@@ -75,9 +75,19 @@ class WatchedTransport(Around):
         """Sum over all ranks and keep this rank's slice."""
         self.collective_seconds += self._watch.seconds(lambda: self._inner.reduce_scatter(output, source))
 
+    def reduce_scatter_async(self, output: Tensor, source: Tensor) -> Pending:
+        """Sum over all ranks and keep this rank's slice, at once: its seconds are measured alone."""
+        self.reduce_scatter(output, source)
+        return Done()
+
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Concatenate the tensors of all ranks."""
         self.collective_seconds += self._watch.seconds(lambda: self._inner.all_gather(output, source))
+
+    def all_gather_async(self, output: Tensor, source: Tensor) -> Pending:
+        """Concatenate the tensors of all ranks, at once: its seconds are measured alone."""
+        self.all_gather(output, source)
+        return Done()
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite with the tensor of rank `source`."""
