@@ -1,22 +1,24 @@
-"""On a GPU: the chosen kernels, packs and rings against dense attention on the CPU in fp64."""
+"""The chosen kernels, packs and rings against dense attention on the CPU in fp64: on a GPU, and with stand-ins on CPU.
+
+On the CPU the varlen kernel is a reference that refuses what a GPU kernel would misread.
+"""
 
 import pytest
 import torch
 
 from lengthwise.attention import Block, PlannedAttention, ReferenceKernel, Saved, choose_kernel
 from lengthwise.attention.cuda_kernels import EfficientKernel, TorchVarlenOps
-from lengthwise.attention.kernels import BlockMask
+from lengthwise.attention.kernels import BlockMask, FlashCpuKernel
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.comm import StagedTransport, StrictWorld
 from lengthwise.core.plan import Piece
 from lengthwise.program import lower_plan
 from support import dense_attention, make_plan, relative_error
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU (make gpu-check)")]
+from support.varlen import ReferenceVarlenOps
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
 HEADS, KV_HEADS, SCALE = 8, 2, 0.11
-LENGTHS = (700, 1, 2, 127, 128, 129, 33)
+LENGTHS = {"cuda": (700, 1, 2, 127, 128, 129, 33), "cpu": (70, 1, 2, 15, 16, 17, 5)}
 PIECES = [
     [Piece(ranks=(0, 2, 1), sequences=(0,)), Piece(ranks=(1,), sequences=(1, 3, 5))],
     [Piece(ranks=(1, 0), sequences=(4, 2)), Piece(ranks=(2,), sequences=(6,))],
@@ -25,7 +27,14 @@ SPLIT = [
     [Piece(ranks=(0, 1, 2, 3), sequences=(0, 4), heads=2), Piece(ranks=(1,), sequences=(1, 3))],
     [Piece(ranks=(3, 2, 1, 0), sequences=(5, 2), heads=4), Piece(ranks=(2,), sequences=(6,))],
 ]
-PLANS = {"rings": make_plan(3, LENGTHS, PIECES), "split heads": make_plan(4, LENGTHS, SPLIT)}
+PLANS = {"rings": (3, PIECES), "split heads": (4, SPLIT)}
+
+
+def named_kernel(name, device):
+    """Return the kernel of a GPU, or what stands for it on the CPU."""
+    if name == "varlen":
+        return VarlenKernel(TorchVarlenOps() if device.type == "cuda" else ReferenceVarlenOps())
+    return EfficientKernel() if device.type == "cuda" else FlashCpuKernel(token_multiple=128)
 
 
 def draw(tokens, dtype, *, dim=64, seed=0):
@@ -49,20 +58,20 @@ def close(got, wanted, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("dim", [64, 20, 128, 256])
-def test_gpu_blocks_equal_dense(dtype, dim):
-    kernel = choose_kernel(torch.device("cuda"), dtype=dtype, head_dim=dim)
+def test_gpu_blocks_equal_dense(device, dtype, dim):
+    kernel = choose_kernel(device, dtype=dtype, head_dim=dim)
     for tokens in (1, 7, 128, 300):
         rows = draw(tokens, dtype, dim=dim)
-        q, k, v, grad = (x.cuda() for x in rows)
+        q, k, v, grad = (x.to(device) for x in rows)
         out, lse = kernel.forward(Block(q=q, k=k, v=v, causal=True, scale=SCALE))
         grads = kernel.backward(grad, Block(q=q, k=k, v=v, causal=True, scale=SCALE), Saved(out=out, lse=lse))
         assert (out.dtype, lse.dtype) == (dtype, torch.promote_types(dtype, torch.float32))
         close((out, *grads), expected(*rows), dtype)
 
 
-@pytest.mark.parametrize("kernel", [VarlenKernel(TorchVarlenOps()), EfficientKernel()], ids=lambda k: k.name)
+@pytest.mark.parametrize("name", ["varlen", "efficient"])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 200), (200, 1), (130, 64), (64, 130)])
-def test_gpu_blocks_give_their_share_under_the_lse_of_all_keys(kernel, queries, keys):
+def test_gpu_blocks_give_their_share_under_the_lse_of_all_keys(device, name, queries, keys):
     """A full block with out and lse from more keys than its own, as in a ring; the reference says what is right."""
     dtype = torch.bfloat16
     q, _, _, grad = draw(queries, dtype)
@@ -71,21 +80,22 @@ def test_gpu_blocks_give_their_share_under_the_lse_of_all_keys(kernel, queries, 
     out, lse = reference.forward(Block(q=q, k=k, v=v, causal=False, scale=SCALE))
     k, v = k[:keys], v[:keys]
     wanted = reference.backward(grad, Block(q=q, k=k, v=v, causal=False, scale=SCALE), Saved(out=out, lse=lse))
-    q, k, v, grad, out, lse = (x.cuda() for x in (q, k, v, grad, out, lse))
+    q, k, v, grad, out, lse = (x.to(device) for x in (q, k, v, grad, out, lse))
+    kernel = named_kernel(name, device)
     got = kernel.backward(grad, Block(q=q, k=k, v=v, causal=False, scale=SCALE), Saved(out=out, lse=lse))
-    for name, a, b in zip(("dq", "dk", "dv"), got, wanted, strict=True):
-        assert relative_error(a.cpu(), b, floor=0.05 * b.numel() ** 0.5) < 2e-2, name
+    for part, a, b in zip(("dq", "dk", "dv"), got, wanted, strict=True):
+        assert relative_error(a.cpu(), b, floor=0.05 * b.numel() ** 0.5) < 2e-2, part
 
 
 @pytest.mark.parametrize(("queries", "keys", "distance", "window"), [(30, 64, 64, 95), (5, 64, 300, 302), (1, 9, 9, 4)])
-def test_gpu_window_edges_are_where_the_mask_says(queries, keys, distance, window):
+def test_gpu_window_edges_are_where_the_mask_says(device, queries, keys, distance, window):
     dtype = torch.bfloat16
     q, _, _, grad = draw(queries, dtype)
     _, k, v, _ = draw(keys, dtype, seed=1)
     mask = BlockMask(queries=queries, keys=keys, distance=distance, causal=False, window=window)
     results = []
-    for kernel, device in ((ReferenceKernel(), "cpu"), (VarlenKernel(TorchVarlenOps()), "cuda")):
-        a, b, c, d = (x.to(device) for x in (q, k, v, grad))
+    for kernel, there in ((ReferenceKernel(), torch.device("cpu")), (named_kernel("varlen", device), device)):
+        a, b, c, d = (x.to(there) for x in (q, k, v, grad))
         own = BlockMask(queries=queries, keys=keys, distance=distance, causal=False, window=window)
         out, lse = kernel.forward(Block(q=a, k=b, v=c, causal=False, scale=SCALE, mask=own))
         results.append(
@@ -100,7 +110,7 @@ def test_gpu_window_edges_are_where_the_mask_says(queries, keys, distance, windo
         assert relative_error(b.cpu(), a, floor=0.05 * a.numel() ** 0.5) < 2e-2, name
 
 
-def run_rank(transport, plan, rows, kernel, window, sinks):
+def run_rank(transport, plan, rows, kernel, window, sinks, *, device):
     """Return [(sequence, start, stop, [out, dq, dk, dv])] of this rank's segments.
 
     Both passes are called directly: autograd has one thread a device, in which ranks of one process would wait for
@@ -109,7 +119,9 @@ def run_rank(transport, plan, rows, kernel, window, sinks):
     pieces = []
     for program in lower_plan(plan, transport.rank):
         segments = program.segments(transport.rank)
-        q, k, v, grad = (torch.cat([rows[s.sequence][n][s.start : s.stop] for s in segments]).cuda() for n in range(4))
+        q, k, v, grad = (
+            torch.cat([rows[s.sequence][n][s.start : s.stop] for s in segments]).to(device) for n in range(4)
+        )
         planned = PlannedAttention(program, transport, kernel)
         layer = Block(q=q, k=k, v=v, scale=SCALE)
         out, attended = planned.forward(layer, window, sinks)
@@ -125,30 +137,35 @@ def run_rank(transport, plan, rows, kernel, window, sinks):
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(("window", "with_sinks"), [(None, False), (50, False), (200, True), (1, False)])
 @pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
-def test_gpu_rings_and_packs_equal_dense(plan, dtype, window, with_sinks, staged):
-    """Ranks as threads on one GPU: the strict transport copies there; staged, all goes through pinned memory."""
-    kernel = choose_kernel(torch.device("cuda"), dtype=dtype, head_dim=64)
-    rows = [draw(length, dtype, seed=i) for i, length in enumerate(LENGTHS)]
+@pytest.mark.parametrize("kind", PLANS)
+def test_gpu_rings_and_packs_equal_dense(device, kind, dtype, window, with_sinks, staged):
+    """Ranks as threads on one device: the strict transport copies there; staged, all goes through host memory."""
+    packs = device.type == "cpu" and dtype == torch.bfloat16  # no kernel that is chosen there takes any
+    kernel = named_kernel("varlen", device) if packs else choose_kernel(device, dtype=dtype, head_dim=64)
+    lengths, (ranks, pieces) = LENGTHS[device.type], PLANS[kind]
+    plan = make_plan(ranks, lengths, pieces)
+    rows = [draw(length, dtype, seed=i) for i, length in enumerate(lengths)]
     sinks = torch.linspace(-2, 2, HEADS) if with_sinks else None
-    on_gpu = None if sinks is None else sinks.to("cuda", dtype)
+    there = None if sinks is None else sinks.to(device, dtype)
 
     def work(transport):
-        chosen = StagedTransport(transport) if staged else transport
-        return run_rank(chosen, plan, rows, kernel, window, on_gpu)
+        chosen = StagedTransport(transport, stages=lambda _: True) if staged else transport
+        return run_rank(chosen, plan, rows, kernel, window, there, device=device)
 
     whole = [[torch.full_like(row[n], float("nan")) for n in (0, 0, 1, 2)] for row in rows]
-    for sequence, start, stop, results in (piece for pieces in StrictWorld(plan.ranks).run(work) for piece in pieces):
+    for sequence, start, stop, results in (piece for found in StrictWorld(ranks).run(work) for piece in found):
         for into, part in zip(whole[sequence], results, strict=True):
             into[start:stop] = part
     for row, got in zip(rows, whole, strict=True):
         close(got, expected(*row, window=window, sinks=None if sinks is None else sinks.to(dtype).double()), dtype)
 
 
-def test_gpu_kernel_for_bf16_takes_packs_and_says_why():
+def test_gpu_kernel_for_bf16_takes_packs_and_says_why(device):
     said = []
-    kernel = choose_kernel(torch.device("cuda"), dtype=torch.bfloat16, head_dim=128, say=said.append)
-    assert kernel.token_multiple == 128
+    kernel = choose_kernel(device, dtype=torch.bfloat16, head_dim=128, say=said.append)
+    assert kernel.token_multiple == (128 if device.type == "cuda" else 1)
     assert said[0].startswith("attention kernel: ")
+    if device.type == "cpu":
+        return
     if torch.cuda.get_device_capability() >= (8, 0) and torch.backends.cuda.is_flash_attention_available():
         assert isinstance(kernel, VarlenKernel)
