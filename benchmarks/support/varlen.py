@@ -1,7 +1,8 @@
-"""A varlen flash kernel's contract on CPU: refuses what a GPU kernel would misread, computes in plain matrix products.
+"""Contracts of GPU kernels on the CPU: refuse what a kernel would misread, compute in plain matrix products.
 
-The rules are those of `mha_varlen_fwd` and `mha_varlen_bwd` (torch and flash-attn share them): what is a bare pointer
-there must be contiguous here, and windows are rewritten as they rewrite them before a mask is made from them.
+Varlen rules are those of `mha_varlen_fwd` and `mha_varlen_bwd` (torch and flash-attn share them): what is a bare
+pointer there must be contiguous here, and windows are rewritten as they rewrite them before a mask is made from them.
+Dense rules are those of torch's cuDNN plans.
 """
 
 from __future__ import annotations
@@ -59,6 +60,35 @@ class ReferenceVarlenOps:
         return dq, dk, dv
 
 
+class ReferenceDenseOps:
+    """`DenseOps` in any dtype; `shapes` lists (queries, keys, causal) of each call."""
+
+    name = "reference dense"
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, int, bool]] = []
+        self._kernel = ReferenceKernel()
+
+    def forward(self, block: Block) -> tuple[Tensor, Tensor]:
+        """Compute out and lse (see `DenseOps.forward`)."""
+        self._take(block, block.q, block.k, block.v)
+        return self._kernel.forward(block)
+
+    def backward(self, grad_out: Tensor, block: Block, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute gradients (see `DenseOps.backward`)."""
+        self._take(block, grad_out, block.q, block.k, block.v, saved.out, saved.lse)
+        assert saved.lse.shape == (block.q.shape[1], len(block.q)), f"lse {tuple(saved.lse.shape)}"
+        assert saved.lse.isfinite().all(), "weights of rows that were appended must be finite"
+        return self._kernel.backward(grad_out, block, saved)
+
+    def _take(self, block: Block, *tensors: Tensor) -> None:
+        assert block.mask is None, "no masks"
+        assert all(x.is_contiguous() for x in tensors), f"strides {[x.stride() for x in tensors]}"
+        assert all(x.shape[-1] % 8 == 0 for x in (block.q, block.k, block.v)), "heads in multiples of 8"
+        assert not block.causal or len(block.q) == len(block.k), "causal blocks are square"
+        self.shapes.append((len(block.q), len(block.k), block.causal))
+
+
 def _document(block: Block, rows: slice, cols: slice, mask: BlockMask) -> Block:
     return Block(q=block.q[rows], k=block.k[cols], v=block.v[cols], scale=block.scale, causal=False, mask=mask)
 
@@ -83,7 +113,9 @@ def _check(documents: Documents, *tensors: Tensor) -> None:
 
 def _documents(documents: Documents) -> Iterator[tuple[slice, slice, BlockMask]]:
     """Yield (queries, keys, mask) of each document, the mask as the kernels' C++ makes it from their arguments."""
-    left, right = documents.window
+    left, right = (-1 if each is None else each for each in documents.window)
+    if documents.causal:
+        right = 0
     if left >= documents.max_seqlen_k:
         left = -1
     if right >= documents.max_seqlen_k:

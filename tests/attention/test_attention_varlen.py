@@ -7,11 +7,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from lengthwise.attention import Block, PlannedAttention, ReferenceKernel, Saved, choose_kernel, planned_attention
-from lengthwise.attention.choose import GpuAbilities, gpu_kernel
+from lengthwise.attention import Block, PlannedAttention, ReferenceKernel, Saved, planned_attention
 from lengthwise.attention.cuda_kernels import EfficientKernel, FlashAttnOps, TorchVarlenOps, flash_attn_interface
 from lengthwise.attention.kernels import BlockMask
-from lengthwise.attention.packs import PackKernel, pack_of
+from lengthwise.attention.packs import pack_of
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.comm import StrictWorld
 from lengthwise.core.plan import Piece
@@ -172,6 +171,7 @@ def flash_attn_stub():
             cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k,
+            causal=causal,
             window=(window_size_left, 0 if causal else window_size_right),
         )
 
@@ -226,33 +226,3 @@ def test_flash_attn_is_not_taken_where_it_is_missing_or_too_old(monkeypatch):
     for version, taken in (("2.6.3", False), ("2.7.0.post2", False), ("2.7.1", True), ("2.8.3+cu12torch2.7", True)):
         monkeypatch.setattr("importlib.metadata.version", lambda name, version=version: version)
         assert (flash_attn_interface() is not None) == taken, version
-
-
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "capability", "torch_flash", "flash_attn", "name", "reason"),
-    [
-        (torch.bfloat16, 128, (9, 0), True, True, "torch flash attention", "torch has flash attention"),
-        (torch.bfloat16, 128, (8, 0), False, True, "flash-attn", "built without flash attention, and the flash-attn"),
-        (torch.bfloat16, 128, (8, 0), False, False, "torch efficient", "no flash-attn from 2.7.1"),
-        (torch.bfloat16, 320, (9, 0), True, True, "torch efficient", "at most 256, and this model has 320"),
-        (torch.bfloat16, 64, (7, 5), True, True, "reference", "this GPU has 7.5, and efficient attention lacks bf"),
-        (torch.float32, 64, (9, 0), True, True, "torch efficient", "takes bf16, not float32"),
-        (torch.float64, 64, (9, 0), True, True, "reference", "not float64, and efficient attention lacks float64"),
-    ],
-)
-def test_gpu_kernel_is_chosen_and_said_why(
-    monkeypatch, dtype, head_dim, capability, torch_flash, flash_attn, name, reason
-):
-    monkeypatch.setattr("lengthwise.attention.choose.flash_attn_interface", flash_attn_stub)
-    abilities = GpuAbilities(capability=capability, torch_flash=torch_flash, flash_attn=flash_attn)
-    kernel, said = gpu_kernel(abilities, dtype=dtype, head_dim=head_dim)
-    assert name in kernel.name
-    assert reason in said
-    assert kernel.token_multiple == 128
-    assert isinstance(kernel, PackKernel) == ("flash" in name)
-
-
-def test_choose_kernel_says_once_what_and_why():
-    said = []
-    kernel = choose_kernel(CPU, dtype=torch.bfloat16, head_dim=64, say=said.append)
-    assert said == [f"attention kernel: {kernel.name}; because the run computes on the CPU"]

@@ -1,12 +1,14 @@
 """Blockwise attention: kernels that also give the log-sum-exp, the merge of partial results, and the planned ring."""
 
-from lengthwise.attention.choose import choose_kernel
+from lengthwise.attention.abilities import AttentionNeeds
+from lengthwise.attention.choose import check_attention, choose_kernel
 from lengthwise.attention.kernels import Block, BlockKernel, FlashCpuKernel, ReferenceKernel, Saved
 from lengthwise.attention.planned import PlannedAttention, planned_attention
 from lengthwise.attention.recompute import ActivationPolicy, Recomputation
 
 __all__ = [
     "ActivationPolicy",
+    "AttentionNeeds",
     "Block",
     "BlockKernel",
     "FlashCpuKernel",
@@ -14,6 +16,7 @@ __all__ = [
     "Recomputation",
     "ReferenceKernel",
     "Saved",
+    "check_attention",
     "choose_kernel",
     "planned_attention",
 ]

@@ -1,33 +1,34 @@
-"""Which attention kernel a run uses: decided once, from the device, the precision and the head size, and said why."""
+"""Which attention kernel a run uses: decided once, by name or by what is there, and said why.
+
+`auto` takes what `abilities.order_of` names first and nothing speaks against; a name takes that or is refused. On the
+CPU there are torch's flash attention for CPUs and the reference.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
+from torch.nn.attention import list_flash_attention_impls
 
-from lengthwise.attention.cuda_kernels import (
-    LEAST_FLASH_ATTN,
-    EfficientKernel,
-    FlashAttnOps,
-    TorchVarlenOps,
-    flash_attn_interface,
+from lengthwise.attention.abilities import (
+    BY_CAPABILITY,
+    FALLBACKS,
+    AttentionNeeds,
+    GpuAbilities,
+    obstacle,
+    order_of,
 )
+from lengthwise.attention.cuda_kernels import EfficientKernel, FlashAttnOps, TorchVarlenOps, flash_attn_interface
+from lengthwise.attention.cudnn import ByLengthKernel, CudnnOps, DenseKernel
 from lengthwise.attention.kernels import BlockKernel, FlashCpuKernel, ReferenceKernel
-from lengthwise.attention.varlen import MOST_HEAD_DIM, TOKEN_MULTIPLE, VarlenKernel
+from lengthwise.attention.varlen import TOKEN_MULTIPLE, VarlenKernel
+from lengthwise.core.errors import ConfigError
 
-_FLASH_CAPABILITY = (8, 0)
-_FLASH_DTYPES = (torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuAbilities:
-    """What of attention a GPU and the installed libraries have; `capability` is CUDA's (major, minor)."""
-
-    capability: tuple[int, int]
-    torch_flash: bool
-    flash_attn: bool
+_FLASH4_WINDOWS = (2, 13)  # of torch
+_ON_CPU = ("auto", "reference")
 
 
 def choose_kernel(
@@ -35,51 +36,113 @@ def choose_kernel(
     *,
     dtype: torch.dtype = torch.float32,
     head_dim: int = 1,
+    windowed: bool = False,
+    implementation: str = "auto",
     say: Callable[[str], None] | None = None,
 ) -> BlockKernel:
-    """Return the fastest kernel for `device` that takes `dtype` and heads of `head_dim`; `say` hears which, and why."""
+    """Return the fastest kernel for `device` that takes the model, or the one named; `say` hears which, and why.
+
+    Raises:
+        ConfigError: the one named cannot be used here.
+    """
+    needs = AttentionNeeds(dtype=dtype, head_dim=head_dim, windowed=windowed)
     if device.type == "cpu":
-        kernel, reason = FlashCpuKernel(), "the run computes on the CPU"
+        check_attention(implementation, needs, on_gpus=False)
+        kernel = FlashCpuKernel() if implementation == "auto" else ReferenceKernel()
+        reason = "the run computes on the CPU" if implementation == "auto" else "the run file asks for it"
     else:
-        kernel, reason = gpu_kernel(_abilities(device), dtype=dtype, head_dim=head_dim)
+        kernel, reason = gpu_kernel(_abilities(device), needs, implementation=implementation)
     if say is not None:
         say(f"attention kernel: {kernel.name}; because {reason}")
     return kernel
 
 
-def gpu_kernel(abilities: GpuAbilities, *, dtype: torch.dtype, head_dim: int) -> tuple[BlockKernel, str]:
-    """Return the kernel for a GPU with these abilities, and why it is this one."""
-    bits = str(dtype).removeprefix("torch.")
-    against_flash = _against_flash(abilities, dtype=dtype, head_dim=head_dim)
-    if against_flash is None and abilities.torch_flash:
-        return VarlenKernel(TorchVarlenOps()), f"{bits} with heads of {head_dim}, and torch has flash attention"
-    if against_flash is None and abilities.flash_attn:
+def check_attention(implementation: str, needs: AttentionNeeds, *, on_gpus: bool) -> None:
+    """Refuse, without starting CUDA, an implementation that cannot be used whatever the GPU is.
+
+    Raises:
+        ConfigError: with what to set instead.
+    """
+    if on_gpus:
+        against = None if implementation == "auto" else obstacle(implementation, _abilities(None), needs)
+        if against is not None:
+            raise _refuse(implementation, against)
+    elif implementation not in _ON_CPU:
+        expected = f"{' or '.join(_ON_CPU)} on the CPU"
+        remedy = "Set attention: auto, or run on a GPU."
+        raise ConfigError("attention", expected=expected, got=implementation, remedy=remedy)
+
+
+def gpu_kernel(
+    abilities: GpuAbilities, needs: AttentionNeeds, *, implementation: str = "auto"
+) -> tuple[BlockKernel, str]:
+    """Return the kernel for a GPU with these abilities, and why it is this one.
+
+    Raises:
+        ConfigError: the implementation that is named cannot be used there.
+    """
+    assert abilities.capability is not None, "the kernel is chosen on the GPU"
+    if implementation != "auto":
+        against = obstacle(implementation, abilities, needs)
+        if against is not None:
+            raise _refuse(implementation, against)
+        return _build(implementation, abilities), "the run file asks for it"
+    against = {name: obstacle(name, abilities, needs) for name in order_of(abilities.capability)}
+    name = next(name for name, each in against.items() if each is None)
+    return _build(name, abilities), _reason(name, abilities, needs, against)
+
+
+def _reason(name: str, abilities: GpuAbilities, needs: AttentionNeeds, against: dict[str, str | None]) -> str:
+    if name in FALLBACKS:
+        return ", and ".join(str(against[each]) for each in ("flash2", *FALLBACKS[: FALLBACKS.index(name)]))
+    if name == "flash2" and not abilities.torch_flash:
         reason = "this torch was built without flash attention, and the flash-attn package is installed"
-        return VarlenKernel(FlashAttnOps(flash_attn_interface())), reason
-    if against_flash is None:
-        against_flash = (
-            "this torch was built without flash attention, "
-            f"and there is no flash-attn from {'.'.join(map(str, LEAST_FLASH_ATTN))}"
-        )
-    if dtype == torch.float32 or (dtype in _FLASH_DTYPES and abilities.capability >= _FLASH_CAPABILITY):
-        return EfficientKernel(), against_flash
-    return ReferenceKernel(token_multiple=TOKEN_MULTIPLE), f"{against_flash}, and efficient attention lacks {bits} here"
+    else:
+        has = "torch has flash attention" if name == "flash2" else f"this GPU and its libraries have {name}"
+        reason = f"{needs.bits} with heads of {needs.head_dim}, and {has}"
+    tried = list(against)[: list(against).index(name)]
+    return "; ".join([reason, *(f"not {each}: {against[each]}" for each in tried)])
 
 
-def _against_flash(abilities: GpuAbilities, *, dtype: torch.dtype, head_dim: int) -> str | None:
-    if dtype not in _FLASH_DTYPES:
-        return f"flash attention takes bf16, not {str(dtype).removeprefix('torch.')}"
-    if abilities.capability < _FLASH_CAPABILITY:
-        has = ".".join(map(str, abilities.capability))
-        return f"flash attention needs compute capability 8.0, and this GPU has {has}"
-    if head_dim > MOST_HEAD_DIM:
-        return f"flash attention takes heads of at most {MOST_HEAD_DIM}, and this model has {head_dim}"
-    return None
+def _build(name: str, abilities: GpuAbilities) -> BlockKernel:
+    if name == "efficient":
+        return EfficientKernel()
+    if name == "reference":
+        return ReferenceKernel(token_multiple=TOKEN_MULTIPLE)
+    if name in ("flash3", "flash4"):
+        return VarlenKernel(TorchVarlenOps(activated=f"FA{name[-1]}"))
+    ops = TorchVarlenOps() if abilities.torch_flash else FlashAttnOps(flash_attn_interface())
+    varlen = VarlenKernel(ops)
+    return varlen if name == "flash2" else ByLengthKernel(DenseKernel(CudnnOps()), varlen)
 
 
-def _abilities(device: torch.device) -> GpuAbilities:
+def _refuse(implementation: str, against: str) -> ConfigError:
+    known = sorted({name for names in BY_CAPABILITY.values() for name in names} | set(FALLBACKS))
+    others = ", ".join(name for name in known if name != implementation)
+    return ConfigError(
+        "attention",
+        expected="auto, or an implementation that the GPU, its libraries and the model allow",
+        got=f"{implementation}: {against}",
+        remedy=f"Set attention: auto, or another one ({others}).",
+    )
+
+
+def _abilities(device: torch.device | None) -> GpuAbilities:
+    """Look what a GPU and the libraries have; without a device only at what starts no CUDA."""
+    activable = list_flash_attention_impls()
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return GpuAbilities(
-        capability=torch.cuda.get_device_capability(device),
+        capability=None if device is None else torch.cuda.get_device_capability(device),
         torch_flash=torch.backends.cuda.is_flash_attention_available(),
         flash_attn=flash_attn_interface() is not None,
+        flash3="FA3" in activable and _is_installed("flash_attn_interface"),
+        flash4="FA4" in activable and _is_installed("flash_attn.cute"),
+        flash4_windows=version >= _FLASH4_WINDOWS,
+        cudnn=None if device is None else torch.backends.cudnn.version() or 0,
     )
+
+
+def _is_installed(module: str) -> bool:
+    with contextlib.suppress(ImportError):  # of the package that it is in
+        return importlib.util.find_spec(module) is not None
+    return False

@@ -15,21 +15,32 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 
+from lengthwise.attention.abilities import LEAST_FLASH_ATTN
 from lengthwise.attention.kernels import Block, Gradients, ReferenceKernel, Saved, batched, grouped, unbatched
 from lengthwise.attention.varlen import TOKEN_MULTIPLE, Documents
 
-LEAST_FLASH_ATTN = (2, 7, 1)  # older ones have the window as a pair
 _LSE_MULTIPLE = 32
 
 
 class TorchVarlenOps:
-    """Flash attention as torch ships it."""
+    """Flash attention as torch ships it, or what is `activated` in its place: FA3 or FA4 of torch's registry.
 
-    name = "torch flash attention, varlen"
+    torch has one of them at a time, for the process: each call makes sure that it is this one.
+    """
+
+    def __init__(self, *, activated: str | None = None) -> None:
+        self.name = f"torch flash attention{f' {activated[-1]}' if activated else ''}, varlen"
+        self._activated = activated
 
     def forward(self, block: Block, documents: Documents) -> tuple[Tensor, Tensor]:
         """Compute out and lse (see `VarlenOps.forward`)."""
+        _activate(self._activated)
         q, k, v = block.q, block.k, block.v
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, *_borders(documents), 0.0, documents.causal, False, **_scale_and_window(block, documents)
@@ -38,6 +49,7 @@ class TorchVarlenOps:
 
     def backward(self, grad_out: Tensor, block: Block, saved: Saved, documents: Documents) -> Gradients:
         """Compute gradients (see `VarlenOps.backward`)."""
+        _activate(self._activated)
         device = block.q.device
         return torch.ops.aten._flash_attention_backward(
             *(grad_out, block.q, block.k, block.v, saved.out, saved.lse),
@@ -138,13 +150,21 @@ def _borders(documents: Documents) -> tuple[Tensor, Tensor, int, int]:
     return documents.cu_seqlens_q, documents.cu_seqlens_k, documents.max_seqlen_q, documents.max_seqlen_k
 
 
+def _activate(implementation: str | None) -> None:
+    if current_flash_attention_impl() != implementation:
+        if implementation is None:
+            restore_flash_attention_impl()
+        else:
+            activate_flash_attention_impl(implementation)
+
+
 def _scale_and_window(block: Block, documents: Documents) -> dict[str, Any]:
     left, right = documents.window
     return {"scale": block.scale, "window_size_left": left, "window_size_right": right}
 
 
 def _flash_attn_arguments(block: Block, documents: Documents) -> dict[str, Any]:
-    left, right = documents.window
+    left, right = (-1 if each is None else each for each in documents.window)
     return {
         "cu_seqlens_q": documents.cu_seqlens_q,
         "cu_seqlens_k": documents.cu_seqlens_k,

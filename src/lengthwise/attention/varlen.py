@@ -38,9 +38,12 @@ class Documents:
     window_left: int | None
 
     @property
-    def window(self) -> tuple[int, int]:
-        """(left, right) as flash kernels have it, -1 for no limit."""
-        return (-1 if self.window_left is None else self.window_left), (0 if self.causal else -1)
+    def window(self) -> tuple[int | None, int | None]:
+        """(left, right) as flash kernels have it, None for no limit: then `causal` alone says what is seen.
+
+        Flash attention 4 takes -1 and 0 for windows, of which it has none in torch 2.11.
+        """
+        return (None, None) if self.window_left is None else (self.window_left, 0 if self.causal else None)
 
 
 class VarlenOps(Protocol):

@@ -2,6 +2,7 @@
 
 from lengthwise.models.adapter import model_loss, model_router_logits, plain_output, run_layers
 from lengthwise.models.checkpointing import apply_policy, check_recompute
+from lengthwise.models.computing import Computing, check_computing, choose_model_kernel
 from lengthwise.models.double import keep_double
 from lengthwise.models.families import FAMILIES, check_model_config, largest_head_dim, position_limit
 from lengthwise.models.load import (
@@ -22,15 +23,18 @@ __all__ = [
     "DTYPES",
     "FAMILIES",
     "ROUTER_FAMILIES",
+    "Computing",
     "ModelSource",
     "RouterBalance",
     "apply_policy",
     "build_adapted",
     "build_model",
     "check_buildable",
+    "check_computing",
     "check_lora",
     "check_model_config",
     "check_recompute",
+    "choose_model_kernel",
     "coefficient_key",
     "count_choices",
     "count_parameters",

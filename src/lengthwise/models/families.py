@@ -101,6 +101,14 @@ def largest_head_dim(config: Any) -> int:
     return max(sizes) or config.hidden_size // config.num_attention_heads
 
 
+def has_windows(config: Any) -> bool:
+    """Return whether some layer of the model may attend in a sliding window, by what its config says."""
+    layers = getattr(config, "per_layer_config", None) or [config]
+    return any(
+        getattr(layer, "sliding_window", None) and getattr(layer, "use_sliding_window", True) for layer in layers
+    )
+
+
 def rope_kinds(config: Any) -> list[tuple[str, str]]:
     """List (config path, RoPE kind): one for the model, or one for each kind of layer where they differ."""
     rope = getattr(config, "rope_parameters", None) or {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lengthwise.attention import Block, BlockKernel, Saved, choose_kernel
+from lengthwise.attention import Block, BlockKernel, Saved
 from lengthwise.comm import Transport, World
 from lengthwise.config.schema import OptimizerConfig
 from lengthwise.core.errors import MemoryShortage
@@ -36,7 +36,7 @@ from lengthwise.engine.optimizer import ShardedAdamW
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
-from lengthwise.models import DTYPES, ModelSource, build_model, largest_head_dim, position_limit
+from lengthwise.models import DTYPES, Computing, ModelSource, build_model, choose_model_kernel, position_limit
 from lengthwise.offload import ActivationStore, DiskStore, PinnedStore
 from lengthwise.profiler.place import this_place
 from lengthwise.profiler.rehearsal import RehearsedParameters
@@ -55,6 +55,7 @@ class ProfileSettings:
     """How a profile is taken.
 
     seconds: that it may take, about. longest_tokens: no sequence is longer. hardware: whose terms fill the gaps.
+    computing: how the model computes, as a run has it.
     """
 
     seconds: float
@@ -62,6 +63,7 @@ class ProfileSettings:
     precision: Precision
     clock: Clock
     hardware: str
+    computing: Computing = field(default_factory=Computing)
 
 
 def profile(
@@ -155,8 +157,8 @@ class RankProfiler:
         self._plain, self._model = transport, model
         self._watch = Stopwatch(settings.clock, transport, world.device)
         self._transport = WatchedTransport(transport, self._watch)
-        self._kernel: BlockKernel = choose_kernel(
-            world.device, dtype=self._dtype, head_dim=largest_head_dim(self._model.config)
+        self._kernel: BlockKernel = choose_model_kernel(
+            model.config, settings.computing, world.device, dtype=self._dtype
         )
         self._parameters = RehearsedParameters(parameters, self._watch)
         self._optimizer = ShardedAdamW(self._parameters, OptimizerConfig(), self._transport)

@@ -17,8 +17,11 @@ from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
 from lengthwise.engine.batch import StepBatch
 from lengthwise.models import (
+    DTYPES,
+    Computing,
     ModelSource,
     check_buildable,
+    check_computing,
     check_lora,
     check_model_config,
     check_recompute,
@@ -77,6 +80,11 @@ class Job:
     def logits_at_once(self) -> int | None:
         """How many logits the loss makes at once; None: all of a microbatch."""
         return LOGITS_AT_ONCE if self.config.loss == "chunked" else None
+
+    @property
+    def computing(self) -> Computing:
+        """How the model computes, by the run file."""
+        return _computing(self.config)
 
     @property
     def num_heads(self) -> int:
@@ -236,9 +244,15 @@ def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *,
         return None
     if config.recompute != "auto":
         attempt(lambda: check_recompute(model.config, config.recompute))
+    dtype = DTYPES[config.precision]
+    attempt(lambda: check_computing(model.config, _computing(config), dtype=dtype, on_gpus=gpus > 0))
     attempt(lambda: _check_heads(config, model))
     attempt(lambda: _check_offload(config, gpus, model.config.num_hidden_layers))
     return attempt(lambda: check_lora(model, config.lora))
+
+
+def _computing(config: RunConfig) -> Computing:
+    return Computing(attention=config.attention)
 
 
 def _measured_cost(

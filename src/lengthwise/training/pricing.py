@@ -58,6 +58,7 @@ class Pricing:
             precision=job.config.precision,
             clock="wall",
             hardware=job.hardware,
+            computing=job.computing,
         )
         offload = job.config.offload
         disk = offload.path if offload is not None and offload.store == "disk" else None

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from lengthwise.attention import choose_kernel
 from lengthwise.comm import Transport, World, agree, join
 from lengthwise.config import dump_config
 from lengthwise.core.errors import NumericError
@@ -31,7 +30,7 @@ from lengthwise.engine.optimizer import ShardedAdamW, learning_rate
 from lengthwise.engine.parameters import Parameters, largest_magnitude
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import RankResult, run_plan
-from lengthwise.models import DTYPES, build_adapted, has_balance_loss, largest_head_dim, save_adapter, save_model
+from lengthwise.models import DTYPES, build_adapted, choose_model_kernel, has_balance_loss, save_adapter, save_model
 from lengthwise.training.callbacks import Callback, call_back
 from lengthwise.training.capacity import measure_capacities, told
 from lengthwise.training.folder import RunFolder
@@ -106,9 +105,12 @@ class _Trainer:
         self._pricing = pricing
         self._folder = RunFolder(job.config.output)
         dtype = DTYPES[job.config.precision]
-        head_dim = largest_head_dim(job.model.config)
-        self._kernel = choose_kernel(
-            world.device, dtype=dtype, head_dim=head_dim, say=lambda line: call_back(callbacks, "on_note", line)
+        self._kernel = choose_model_kernel(
+            job.model.config,
+            job.computing,
+            world.device,
+            dtype=dtype,
+            say=lambda line: call_back(callbacks, "on_note", line),
         )
         if isinstance(job.config.heads, int) and job.config.heads > job.ranks:
             call_back(callbacks, "on_note", f"heads: {job.config.heads} splits nothing on {job.ranks} ranks")

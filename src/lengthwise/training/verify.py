@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers.models.auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport, World
 from lengthwise.core.plan import Plan
 from lengthwise.data import NO_LOSS, Dataset
@@ -26,10 +25,10 @@ from lengthwise.engine.step import run_plan
 from lengthwise.models import (
     DTYPES,
     build_adapted,
+    choose_model_kernel,
     coefficient_key,
     has_balance_loss,
     keep_double,
-    largest_head_dim,
     plain_attention,
     plain_output,
     token_loss,
@@ -104,7 +103,7 @@ def _compare(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]
     notes: list[str] = []
     transport, batch = connect(world, job, on_phase, notes.append), next(job.batches())
     dtype = DTYPES[job.config.precision]
-    kernel = choose_kernel(world.device, dtype=dtype, head_dim=largest_head_dim(job.model.config), say=notes.append)
+    kernel = choose_model_kernel(job.model.config, job.computing, world.device, dtype=dtype, say=notes.append)
     model = _build(job).to(world.device)
     flat = FlatParameters(model, transport, dtype=dtype)
     offloading = start_offloading(job.config.offload, model, kernel, where=f"rank {world.rank}")

@@ -1,0 +1,144 @@
+"""cuDNN for long blocks on the CPU: its calls on tensors without memory, values through a strict reference."""
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lengthwise.attention import Block, PlannedAttention, ReferenceKernel, Saved, planned_attention
+from lengthwise.attention.cudnn import ByLengthKernel, CudnnOps, DenseKernel
+from lengthwise.attention.kernels import BlockMask
+from lengthwise.attention.packs import PackKernel, pack_of
+from lengthwise.attention.varlen import VarlenKernel
+from lengthwise.comm import StrictWorld
+from lengthwise.core.plan import Piece
+from lengthwise.program import lower_microbatch, lower_plan
+from support import dense_attention, make_plan, relative_error
+from support.varlen import ReferenceDenseOps, ReferenceVarlenOps
+
+CPU = torch.device("cpu")
+
+
+def draw(tokens, heads=(4, 2, 2, 4), dim=8, seed=3):
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randn(tokens, n, dim, generator=random, dtype=torch.float64) for n in heads]
+
+
+def by_length(**limits):
+    dense, varlen = ReferenceDenseOps(), ReferenceVarlenOps()
+    return ByLengthKernel(DenseKernel(dense), VarlenKernel(varlen), **limits), dense, varlen
+
+
+@pytest.mark.parametrize(("queries", "keys", "causal"), [(512, 512, True), (300, 300, True), (128, 300, False)])
+def test_cudnn_calls_fit_the_operators_of_this_torch(queries, keys, causal):
+    kernel = DenseKernel(CudnnOps())
+    q, k, v = (
+        torch.empty(n, h, 64, dtype=torch.bfloat16, device="meta") for n, h in ((queries, 4), (keys, 2), (keys, 2))
+    )
+    block = Block(q=q, k=k, v=v, scale=0.1, causal=causal)
+    out, lse = kernel.forward(block)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (4, queries), torch.float32)
+    grads = kernel.backward(out, block, Saved(out=out, lse=lse))
+    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+
+
+@example(tokens=256, dim=8, heads_first=True)
+@given(tokens=st.integers(1, 300), dim=st.sampled_from([5, 8]), heads_first=st.booleans())
+def test_a_padded_causal_block_gives_what_the_block_gives(tokens, dim, heads_first):
+    """Under out and lse of more keys than its own, as in a ring; operands with gaps are handed over without."""
+    heads = (2, 1, 1, 2)
+    q, k, v, grad = draw(tokens, heads, dim=dim)
+    earlier = draw(7, heads, dim=dim, seed=4)
+    reference, dense = ReferenceKernel(), ReferenceDenseOps()
+    kernel = DenseKernel(dense)
+    block = Block(q=q, k=k, v=v, scale=0.3)
+    wanted = reference.forward(block)
+    out, lse = reference.forward(
+        Block(q=q, k=torch.cat((k, earlier[1])), v=torch.cat((v, earlier[2])), scale=0.3, causal=False)
+    )
+    expected = (*wanted, *reference.backward(grad, block, Saved(out=out, lse=lse)))
+    if heads_first:
+        q, k, v, grad = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v, grad))
+        lse = torch.cat((lse, lse), dim=1)[:, :tokens]
+    block = Block(q=q, k=k, v=v, scale=0.3)
+    got = (*kernel.forward(block), *kernel.backward(grad, block, Saved(out=out, lse=lse)))
+    assert all(a.shape == b.shape and relative_error(a, b) < 1e-12 for a, b in zip(got, expected, strict=True))
+    assert dense.shapes == [(-(-tokens // 256) * 256,) * 2 + (True,)] * 2
+
+
+def test_long_blocks_go_to_one_kernel_and_all_others_to_the_other():
+    kernel, dense, _ = by_length(diagonal_tokens=8, full_tokens=16)
+    assert isinstance(kernel, PackKernel)
+    assert (kernel.name, kernel.token_multiple) == ("reference dense from 8 tokens of one document on, else "
+                                                    "reference varlen", 128)  # fmt: skip
+
+    def where(queries, keys, causal, mask=None):
+        before = len(dense.shapes)
+        q, k = draw(queries)[0], draw(keys)
+        block = Block(q=q, k=k[1], v=k[2], scale=0.3, causal=causal, mask=mask)
+        out, lse = kernel.forward(block)
+        kernel.backward(out, block, Saved(out=out, lse=lse))
+        return ["rest", "long"][(len(dense.shapes) - before) // 2]
+
+    assert where(8, 8, True) == "long"
+    assert where(7, 7, True) == "rest"
+    assert where(16, 17, False) == "long"
+    assert where(15, 64, False) == where(64, 15, False) == "rest"
+    mask = BlockMask(queries=20, keys=20, distance=0, causal=True, window=9)
+    assert where(20, 20, True, mask) == "rest"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert where(8, 8, True) == "rest"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "is_long"),
+    [((20,), None, True), ((20,), 20, True), ((20,), 19, False), ((20, 20), None, False), ((7,), None, False)],
+)
+def test_only_a_pack_of_one_long_document_is_a_long_block(lengths, window, is_long):
+    kernel, dense, _ = by_length(diagonal_tokens=8)
+    program = lower_microbatch(make_plan(1, lengths, [Piece(ranks=(0,), sequences=tuple(range(len(lengths))))]), 0)
+    pack = pack_of(program.tasks(0, 0), window=window, device=CPU)
+    q, k, v, grad = draw(sum(lengths))
+    block = Block(q=q, k=k, v=v, scale=0.3)
+    out, lse = kernel.forward_pack(block, pack)
+    grads = kernel.backward_pack(grad, block, Saved(out=out, lse=lse), pack)
+    assert len(dense.shapes) == (2 if is_long else 0)
+    expected = VarlenKernel(ReferenceVarlenOps())
+    wanted = (*expected.forward_pack(block, pack), *expected.backward_pack(grad, block, Saved(out=out, lse=lse), pack))
+    assert all(relative_error(a, b) < 1e-12 for a, b in zip((out, lse, *grads), wanted, strict=True))
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_rings_and_packs_by_length_equal_dense(window):
+    lengths = (120, 33, 5)
+    pieces = [[Piece(ranks=(0, 1, 2), sequences=(0,))], [Piece(ranks=(1,), sequences=(1,))]]
+    plan = make_plan(3, lengths, [*pieces, [Piece(ranks=(1,), sequences=(2,))]])
+    rows = [draw(length, seed=number) for number, length in enumerate(lengths)]
+    whole = [[torch.empty_like(row[n]) for n in (0, 0, 1, 2)] for row in rows]
+
+    def work(transport):
+        kernel, dense, varlen = by_length(diagonal_tokens=25, full_tokens=20)
+        for program in lower_plan(plan, transport.rank):
+            segments = program.segments(transport.rank)
+            q, k, v, grad = (torch.cat([rows[s.sequence][n][s.start : s.stop] for s in segments]) for n in range(4))
+            planned = PlannedAttention(program, transport, kernel)
+            q, k, v = (x.requires_grad_() for x in (q, k, v))
+            out = planned_attention(q, k, v, planned, scale=0.3, window=window)
+            results, start = (out.detach(), *torch.autograd.grad(out, (q, k, v), grad)), 0
+            for s in segments:
+                for into, part in zip(whole[s.sequence], results, strict=True):
+                    into[s.start : s.stop] = part[start : start + s.num_tokens]
+                start += s.num_tokens
+        return len(dense.shapes), varlen.calls
+
+    counts = StrictWorld(3).run(work)
+    if window is None:
+        assert all(long and rest for long, rest in counts[1:2])
+    for row, got in zip(rows, whole, strict=True):
+        q, k, v = (x.clone().requires_grad_() for x in row[:3])
+        out, _ = dense_attention(q, k, v, scale=0.3, window=window)
+        expected = (out.detach(), *torch.autograd.grad(out, (q, k, v), row[3]))
+        assert all(relative_error(a, b) < 1e-12 for a, b in zip(got, expected, strict=True))

@@ -1,0 +1,70 @@
+"""How a run computes: refused before any process starts, the same in all that runs the model, the same result."""
+
+import json
+
+import pytest
+
+from lengthwise.config import build_config
+from lengthwise.core.errors import ConfigError
+from lengthwise.models import Computing
+from lengthwise.training import pricing
+from lengthwise.training.job import prepare_job
+from training.small_runs import call, losses, make_rows, relative, train, write_run
+
+LENGTHS = (40, 9, 17, 3)
+
+
+def job_of(folder, *, gpus=0, **keys):
+    path = write_run(folder, make_rows(LENGTHS), **keys)
+    return prepare_job(
+        build_config(json.loads(path.read_text()), folder=folder), ranks=2, timeout_seconds=10, gpus=gpus
+    )
+
+
+@pytest.mark.parametrize("name", ["flash2", "flash3", "flash4", "cudnn", "efficient"])
+def test_kernels_of_gpus_are_refused_on_the_cpu_before_any_process_starts(tmp_path, capfd, name):
+    path = write_run(tmp_path, make_rows(LENGTHS), device="cpu")
+    assert call("train", path, "--ranks", 2, "--set", f"attention={name}") == 2
+    expected = f"error[config] attention: expected auto or reference on the CPU; got {name}. Set attention: auto"
+    assert expected in " ".join(capfd.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_kernel_without_its_package_or_precision_is_refused_before_a_gpu_is_touched(tmp_path):
+    with pytest.raises(ConfigError, match="flash3: there is no package flash_attn_interface"):
+        job_of(tmp_path, gpus=1, precision="bf16", attention="flash3")
+    with pytest.raises(ConfigError, match="flash2: flash attention takes bf16, not float64"):
+        job_of(tmp_path, gpus=1, attention="flash2")
+
+
+def test_the_job_hands_all_of_it_on(tmp_path):
+    assert job_of(tmp_path, device="cpu").computing == Computing()
+    assert job_of(tmp_path, attention="reference").computing == Computing(attention="reference")
+
+
+def test_a_run_by_the_reference_is_said_and_gives_the_same(tmp_path, capfd):
+    path = write_run(tmp_path, make_rows(LENGTHS), device="cpu")
+    default = losses(train(path, "--ranks", 2))
+    capfd.readouterr()
+    other = losses(train(path, "--ranks", 2, "--overwrite", "--set", "attention=reference"))
+    said = " ".join("".join(capfd.readouterr()).split())
+    assert "attention kernel: reference (matrix products); because the run file asks for it" in said
+    assert all(relative(a, b) < 1e-12 for a, b in zip(other, default, strict=True))
+    assert call("verify", path, "--ranks", 2, "--set", "attention=reference") == 0
+    said = " ".join("".join(capfd.readouterr()).split())
+    assert "attention kernel: reference" in said
+
+
+def test_what_is_measured_before_the_first_step_computes_as_the_run_does(tmp_path, monkeypatch):
+    job, asked = job_of(tmp_path, attention="reference"), []
+    error = ConfigError("samples", expected="none", got="none", remedy="None.")
+
+    def profile(source, world, transport, settings, **_):
+        asked.append(settings.computing)
+        raise error
+
+    monkeypatch.setattr(pricing, "profile", profile)
+    monkeypatch.setattr(pricing, "open_store", lambda *_, **__: None)
+    world = type("World", (), {"device": None, "rank": 0})()
+    assert "not measured" in pricing.Pricing(job, corrects=False).measure(world, None, None, None)
+    assert asked == [Computing(attention="reference")]
