@@ -5,10 +5,12 @@ import multiprocessing
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from nccl_options import NcclOptions
 
 from lengthwise.comm import TorchTransport, World, agree, broadcast_bytes, join, torch_transport
 from lengthwise.core.errors import DataError, RankError, TransferError
@@ -88,8 +90,11 @@ def test_gloo_order_c_connects_all_edges_at_distance_1_and_2_at_start(monkeypatc
 class _Event:
     """A CUDA event of a stream that is the host itself."""
 
-    def __init__(self, *, enable_timing):
-        assert enable_timing
+    def __init__(self, *, enable_timing=False):
+        self.enable_timing = enable_timing
+
+    def query(self):
+        return bool(self.seconds)
 
     def record(self):
         self.seconds = time.perf_counter()
@@ -98,6 +103,7 @@ class _Event:
         assert self.seconds
 
     def elapsed_time(self, later):
+        assert self.enable_timing, "an event that is no clock"
         return (later.seconds - self.seconds) * 1e3
 
 
@@ -106,12 +112,13 @@ def gpus_replaced(monkeypatch):
     """Take the path of NCCL with gloo in its place: groups, watch, waits of the stream, all but the device itself."""
     groups, new_group = [], dist.new_group
 
-    def gloo_group(*, timeout, backend, device_id):
-        groups.append((backend, str(device_id), timeout.total_seconds()))
+    def gloo_group(*, timeout, backend, device_id=None, pg_options=None):
+        groups.append((backend, str(device_id), timeout.total_seconds(), pg_options))
         return new_group(timeout=timeout, backend="gloo")
 
     monkeypatch.setattr(World, "claim_device", lambda world: None)
     monkeypatch.setattr(dist, "new_group", gloo_group)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), raising=False)
     monkeypatch.setattr(torch_transport, "_zero", lambda device: torch.zeros(1))
     monkeypatch.setattr(torch_transport, "lies_on_a_device", lambda tensor: tensor.dtype != torch.uint8)
     monkeypatch.setattr(torch.cuda, "Event", _Event)
@@ -136,6 +143,12 @@ def test_nccl_path_has_two_eager_groups_and_keeps_host_tensors_on_gloo(gpus_repl
             time.sleep(0.3)
         t.all_reduce(torch.zeros(1))
         waited = t.clock.waited_seconds - before
+        before, slow = t.clock.waited_seconds, dist.batch_isend_irecv
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "batch_isend_irecv", lambda operations: time.sleep(0.3) or slow(operations))
+            pending = t.exchange([(piece, (t.rank + 1) % 3)], [(torch.empty(2), (t.rank - 1) % 3)])
+            assert t.clock.waited_seconds == before, "posting is no waiting: the GPU works on"
+        pending.wait()
         t.close()
         numbers = (total.item(), piece.tolist(), everyone.tolist(), room[0, 0].item(), out[0, 0].item())
         return t.rank, t.shares_gpus, numbers, gpus_replaced, waited > 0.2
@@ -144,7 +157,12 @@ def test_nccl_path_has_two_eager_groups_and_keeps_host_tensors_on_gloo(gpus_repl
         rank, shares, numbers, groups, late = work(world, on_phase)
         assert not shares
         assert numbers == (6, [6 * rank, 6 * rank + 3], [0, 0, 1, 1, 2, 2], (rank - 1) % 3, 1)
-        assert groups == [("nccl", f"cuda:{rank}", 67.0)] * 2, "a minute more than our own time-out"
+        longer = 7.0 + 24 * 3600  # NCCL counts from posting: a day more than our own time-out
+        assert [group[:3] for group in groups] == [("nccl", f"cuda:{rank}", longer)] * 2
+        (*_, ring), (*_, collectives) = groups
+        assert collectives is None, "NCCL's defaults"
+        found = (ring.is_high_priority_stream, ring.config.max_ctas, ring._timeout.total_seconds())
+        assert found == (True, 8, longer)
         assert late == (rank != 0), "waiting is what the stream waited"
         return True
 
@@ -174,7 +192,7 @@ def test_ranks_that_share_a_gpu_move_host_memory_only(gpus_replaced):
         t.close()
         return t.shares_gpus, gpus_replaced
 
-    assert launch(work, 3) == (True, [("gloo", "None", 10.0)])
+    assert launch(work, 3) == (True, [("gloo", "None", 10.0, None)])
 
 
 def test_join_refuses_ranks_of_which_some_have_no_gpu(gpus_replaced):

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from lengthwise.attention import FlashCpuKernel, PlannedAttention, planned_attention
 from lengthwise.comm import StagedTransport, StrictWorld, agree, broadcast_bytes, join
-from lengthwise.comm.watch import Watch
 from lengthwise.program import lower_plan
 from lengthwise.training.launch import launch
 from support import draw_lengths, random_plan, run_ranks
@@ -122,31 +121,3 @@ def test_join_says_which_transport_and_why():
 
     assert launch(work, 2) == ["transfers: gloo; because the run computes on the CPU"]
     assert launch(work, 1) == []
-
-
-class _Work:
-    def __init__(self, *, ends):
-        self.ends = ends
-
-    def is_completed(self):
-        return self.ends
-
-
-def test_watch_tells_once_of_the_oldest_call_that_is_overdue():
-    told = []
-    watch = Watch(0.05, told.append, poll_seconds=0.01)
-    watch.add([_Work(ends=True), _Work(ends=False)], phase="step 1", others="ranks 1")
-    watch.add([_Work(ends=False)], phase="step 2", others="ranks 2")
-    watch._thread.join(10)
-    assert [(posted.phase, posted.others) for posted in told] == [("step 1", "ranks 1")]
-
-
-def test_watch_is_silent_while_calls_end():
-    told = []
-    watch = Watch(0.05, told.append, poll_seconds=0.01)
-    work = _Work(ends=False)
-    watch.add([work], phase="step 1", others="ranks 1")
-    work.ends = True
-    watch._thread.join(0.2)
-    watch.close()
-    assert told == []

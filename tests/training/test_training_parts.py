@@ -64,6 +64,19 @@ def test_step_metrics_by_hand():
     assert found.tokens_per_second == 7.5
 
 
+@given(st.lists(st.floats(0, 8), min_size=1, max_size=4))
+def test_step_metrics_are_never_negative_and_no_rank_is_idle_all_the_time(busy_seconds):
+    """Busy ranks are those of a device's clock, the step's time is the host's: they may differ by a little."""
+    plan = make_plan(1, [10], [Piece(ranks=(0,), sequences=(0,))])
+    found = StepMetrics(
+        plan=plan, step=4, loss=2.0, grad_norm=0.5, lr=0.1, num_loss_tokens=9,
+        busy_seconds=[0.001, *busy_seconds], step_seconds=7.99, plan_seconds=0.25, predicted_step_seconds=7.0,
+        peak_memory_bytes=1, offloaded_bytes=0, offload_wait_seconds=0.0, exposed_ring_seconds=0.0,
+    )  # fmt: skip
+    assert 0 <= found.idle_ratio < 1
+    assert found.imbalance_ratio >= 1 - 1e-9
+
+
 def test_status_board_keeps_the_last_phase_of_each_rank():
     board = StatusBoard(2)
     board.note(1, "step 1, a very long phase " + "x" * 500)

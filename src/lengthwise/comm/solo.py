@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lengthwise.comm.transport import Clock, Done, Message, Pending
+from lengthwise.comm.clock import Clock
+from lengthwise.comm.transport import Done, Message, Pending
 
 
 class SoloTransport:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lengthwise.comm.transport import Clock, Done, Message, Pending
+from lengthwise.comm.clock import Clock
+from lengthwise.comm.transport import Done, Message, Pending
 from lengthwise.core.errors import TransferError
 from lengthwise.program.order import Group, Operation, StrictMatcher
 

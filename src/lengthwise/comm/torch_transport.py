@@ -12,25 +12,27 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lengthwise.comm.clock import Clock
+from lengthwise.comm.groups import gloo_group, nccl_group
 from lengthwise.comm.solo import SoloTransport
 from lengthwise.comm.staged import StagedTransport
-from lengthwise.comm.transport import Clock, Message, Pending, Transport, lies_on_a_device
+from lengthwise.comm.transport import Done, Message, Pending, Transport, lies_on_a_device
 from lengthwise.comm.watch import Posted, Watch
 from lengthwise.comm.world import World
 from lengthwise.core.errors import TransferError
 from lengthwise.program import line_peers
 
 Result = TypeVar("Result")
-
-_NCCL_GRACE_SECONDS = 60.0  # NCCL's own time-out kills the process without a word: `Watch` speaks first
 
 
 def join(
@@ -80,10 +82,11 @@ class TorchTransport:
         self._device = torch.device("cpu") if self.shares_gpus else world.device
         self._on_gpus, self._watch = None, None
         if self._device.type == "cpu":
-            self._transfers = self._guard(lambda: _all_ranks(timeout))
+            self._transfers = self._guard(lambda: gloo_group(timeout))
         else:
-            longer = timeout + timedelta(seconds=_NCCL_GRACE_SECONDS)
-            self._transfers, self._on_gpus = (self._guard(lambda: _all_ranks(longer, self._device)) for _ in range(2))
+            self._transfers, self._on_gpus = (
+                self._guard(partial(nccl_group, timeout, self._device, for_transfers=each)) for each in (True, False)
+            )
             self._watch = Watch(timeout_seconds, self._give_up)
         self._connected: set[int] = set()
         # One collective before the first transfer: NCCL wants all ranks in the first call of a communicator.
@@ -113,8 +116,11 @@ class TorchTransport:
         operations = [dist.P2POp(dist.isend, tensor, peer, group=group) for tensor, peer in sends]
         operations += [dist.P2POp(dist.irecv, tensor, peer, group=group) for tensor, peer in receives]
         peers = sorted({peer for _, peer in (*sends, *receives)})
-        works = self._guard(lambda: dist.batch_isend_irecv(operations), peers) if operations else []
-        return self._pending(works, peers, [tensor for tensor, _ in (*sends, *receives)])
+        if not operations:
+            return Done()
+        return self._post(
+            lambda: dist.batch_isend_irecv(operations), peers, [tensor for tensor, _ in (*sends, *receives)]
+        )
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over all ranks, in place."""
@@ -154,25 +160,37 @@ class TorchTransport:
         self, call: Callable[[dist.ProcessGroup | None], dist.Work | None], tensor: Tensor, *others: Tensor
     ) -> Pending:
         group = self._on_gpus if lies_on_a_device(tensor) else dist.group.WORLD
-        work = self._guard(lambda: call(group))
-        assert work is not None, "every rank is a member of a group of all ranks"
-        return self._pending([work], None, [tensor, *others])
 
-    def _pending(self, works: Sequence[dist.Work], peers: Sequence[int] | None, alive: Sequence[Tensor]) -> Pending:
-        if self._watch is None or not any(map(lies_on_a_device, alive)):
-            return _TorchPending(transport=self, works=works, peers=peers, phase=self.phase, alive=alive)
-        self._watch.add(works, phase=self.phase, others=_named(peers))
-        return _StreamPending(transport=self, works=works, peers=peers, phase=self.phase, alive=alive)
+        def works() -> list[dist.Work]:
+            work = call(group)
+            assert work is not None, "every rank is a member of a group of all ranks"
+            return [work]
+
+        return self._post(works, None, [tensor, *others])
+
+    def _post(
+        self, call: Callable[[], Sequence[dist.Work]], peers: Sequence[int] | None, alive: Sequence[Tensor]
+    ) -> Pending:
+        on_stream = self._watch is not None and any(map(lies_on_a_device, alive))
+        # Posting to a GPU takes the host's time, in which the GPU works on; gloo sends some bytes while it posts.
+        with nullcontext() if on_stream else self.clock.waiting():
+            works = self._guard(call, peers)
+        if self._watch is not None and on_stream:
+            reached = torch.cuda.Event()
+            reached.record()
+            self._watch.add(works, reached=reached, phase=self.phase, others=_named(peers))
+        return _TorchPending(
+            transport=self, works=works, peers=peers, phase=self.phase, alive=alive, on_stream=on_stream
+        )
 
     def _guard(
         self, call: Callable[[], Result], peers: Sequence[int] | None = None, *, phase: str | None = None
     ) -> Result:
-        with self.clock.waiting():
-            try:
-                return call()
-            except (RuntimeError, ValueError) as error:  # DistBackendError is a RuntimeError
-                got = _without_place(str(error))
-                raise self._transfer_error(phase or self.phase, _named(peers), got) from error
+        try:
+            return call()
+        except (RuntimeError, ValueError) as error:  # DistBackendError is a RuntimeError
+            got = _without_place(str(error))
+            raise self._transfer_error(phase or self.phase, _named(peers), got) from error
 
     def _transfer_error(self, phase: str, others: str, got: str) -> TransferError:
         expected = f"{others} to answer within {self._timeout_seconds:g} s"
@@ -188,31 +206,22 @@ class TorchTransport:
 
 @dataclass(kw_only=True)
 class _TorchPending:
-    """Waits on the host until all has arrived."""
+    """A call of torch.distributed; `wait` blocks the host until all has arrived, `on_stream` the current stream."""
 
     transport: TorchTransport
     works: Sequence[dist.Work]
     peers: Sequence[int] | None
     phase: str  # it was posted in; the host may be much further when it waits
     alive: Sequence[Tensor]  # gloo and NCCL read and write them in the background
-
-    def wait(self) -> None:
-        for work in self.works:
-            self.transport._guard(work.wait, self.peers, phase=self.phase)
-        self.works = self.alive = ()
-
-
-class _StreamPending(_TorchPending):
-    """Makes the current stream wait; how long it then stood still is known when the stream got there."""
+    on_stream: bool
 
     def wait(self) -> None:
         if not self.works:
             return
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record()
-        super().wait()
-        after.record()
-        self.transport.clock.note_stream_wait(before, after)
+        with self.transport.clock.waiting(on_stream=self.on_stream):
+            for work in self.works:
+                self.transport._guard(work.wait, self.peers, phase=self.phase)
+        self.works = self.alive = ()
 
 
 def _zero(device: torch.device) -> Tensor:
@@ -226,12 +235,6 @@ def _named(peers: Sequence[int] | None) -> str:
 def _without_place(message: str) -> str:
     """Take gloo's first line without the file and line of its own source in front."""
     return re.sub(r"^\[[^\]]*\.(cc|h|cpp):\d+\] ", "", message.split("\n")[0])
-
-
-def _all_ranks(timeout: timedelta, device: torch.device | None = None) -> dist.ProcessGroup:
-    group = dist.new_group(timeout=timeout, backend="nccl" if device else "gloo", device_id=device)
-    assert isinstance(group, dist.ProcessGroup), f"every rank is a member of a group of all ranks, got {group}"
-    return group
 
 
 # torch 2.13 renames these calls and deprecates the old names.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
+
+from lengthwise.comm.clock import Clock
 
 Message = tuple[Tensor, int]
 """A contiguous tensor and the rank it goes to or comes from."""
@@ -35,36 +34,6 @@ class Done:
 
     def wait(self) -> None:
         """Return at once."""
-
-
-class Clock:
-    """Seconds that a rank spent waiting for others; the rest of a step it was busy."""
-
-    def __init__(self) -> None:
-        self._waited_seconds = 0.0
-        self._stream_waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time inside the block as waiting."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._waited_seconds += time.perf_counter() - start
-
-    def note_stream_wait(self, before: torch.cuda.Event, after: torch.cuda.Event) -> None:
-        """Count the time between two events of the compute stream as waiting, once the stream has got there."""
-        self._stream_waits.append((before, after))
-
-    @property
-    def waited_seconds(self) -> float:
-        """The sum so far; waits for the GPU to reach the events that were noted."""
-        for before, after in self._stream_waits:
-            after.synchronize()
-            self._waited_seconds += before.elapsed_time(after) / 1e3
-        self._stream_waits.clear()
-        return self._waited_seconds
 
 
 class Transport(Protocol):

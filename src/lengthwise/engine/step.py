@@ -7,7 +7,6 @@ instead and goes backward first: a rank of n pays for at most n more forward pas
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -40,7 +39,8 @@ class RankResult:
 
     `router_loss` is its part of the routers' balance loss; the parts of all ranks sum to that of the global batch.
     `ring_wait_seconds` is what it waited for transfers that no work hid, `offload_wait_seconds` for copies of the
-    `offloaded_bytes` of all its microbatches.
+    `offloaded_bytes` of all its microbatches. On a GPU these are seconds of its stream, from when that came to the
+    first microbatch (what the step before left to do is not counted) until it has done the last.
     """
 
     loss_sum: float
@@ -72,7 +72,7 @@ def run_plan(
     Raises:
         MemoryShortage: a microbatch does not fit on the device.
     """
-    start, waited = time.perf_counter(), transport.clock.waited_seconds
+    interval = transport.clock.start(next(model.parameters()).device)
     copied = 0.0 if offloading is None else offloading.store.waited_seconds
     programs, transport.phase = lower_plan(plan, transport.rank), f"{name}, connecting"
     transport.connect(head_peers(programs, transport.rank))
@@ -83,13 +83,12 @@ def run_plan(
         remedy=SMALLER_MICROBATCHES,
     ):
         loss_sum, router_loss = rank.run(plan, train=train).tolist()
-    waited = transport.clock.waited_seconds - waited
-    busy_seconds = time.perf_counter() - start - waited
+    spent = interval.stop()
     return RankResult(
         loss_sum=loss_sum,
         router_loss=router_loss,
-        busy_seconds=busy_seconds,
-        ring_wait_seconds=waited,
+        busy_seconds=spent.busy_seconds,
+        ring_wait_seconds=spent.waited_seconds,
         offloaded_bytes=rank.offloaded_bytes,
         offload_wait_seconds=0.0 if offloading is None else offloading.store.waited_seconds - copied,
     )

@@ -14,8 +14,9 @@ class StepMetrics:
     """One line of metrics.jsonl, from the step's plan and `busy_seconds`, one entry a rank.
 
     `loss` is the mean over the loss tokens of the global batch, before the update, `router_loss` the balance loss over
-    it, before its coefficient (None: there is none). `imbalance_ratio` is the largest over the mean busy time of ranks,
-    `idle_ratio` 1 - mean busy / step time, `ring_token_ratio` the share of tokens in cut sequences.
+    it, before its coefficient (None: there is none). `imbalance_ratio` is the largest over the mean busy time of ranks
+    (busy: in microbatches, not waiting for a transfer; on a GPU by its own clock), `idle_ratio` 1 - mean busy / step
+    time, `ring_token_ratio` the share of tokens in cut sequences.
     `predicted_step_seconds` is what the plan's costs say. Of memory and waits the largest rank counts:
     `peak_memory_bytes` on its GPU, or resident, with the update before this step; `exposed_ring_seconds` for transfers
     that no work hid; `offload_wait_seconds` for copies. `offloaded_bytes` are those of all ranks.
@@ -51,7 +52,7 @@ class StepMetrics:
             "num_tokens": num_tokens,
             "num_microbatches": len(plan.microbatches),
             "tokens_per_second": num_tokens / self.step_seconds,
-            "imbalance_ratio": max(busy_seconds) / mean_busy,
+            "imbalance_ratio": max(busy_seconds) / mean_busy if mean_busy else 1.0,
             "idle_ratio": max(0.0, 1 - mean_busy / self.step_seconds),
             "ring_token_ratio": plan.ring_tokens / num_tokens,
         }

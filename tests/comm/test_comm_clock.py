@@ -1,0 +1,142 @@
+"""Waiting on a device is what its stream waits, counted once; what the host takes to post is none of it."""
+
+import time
+
+import pytest
+import torch
+from fake_device import FakeDevice
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lengthwise.comm.clock import Clock, Spent
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+SECONDS = st.floats(0, 10)
+
+
+@pytest.fixture
+def device():
+    with _Faked() as device:
+        yield device
+
+
+class _Faked:  # no fixture: hypothesis wants a new device for every example
+    def __enter__(self):
+        self.patch, device = pytest.MonkeyPatch(), FakeDevice()
+        self.patch.setattr(torch.cuda, "Event", device.event)
+        self.patch.setattr(time, "perf_counter", lambda: device.host)
+        return device
+
+    def __exit__(self, *_):
+        self.patch.undo()
+
+
+def test_transfer_that_work_hides_counts_nothing(device):
+    clock = Clock()
+    interval = clock.start(CUDA)
+    arrives = device.host + 2.0
+    device.give(3.0)
+    with clock.waiting(on_stream=True):
+        device.wait_for(arrives)
+    assert interval.stop() == Spent(seconds=3.0, waited_seconds=0.0)
+
+
+def test_transfer_counts_the_part_that_no_work_hides_once(device):
+    clock = Clock()
+    interval = clock.start(CUDA)
+    device.give(3.0)
+    device.host += 0.5  # it takes the host a while to post; the device works on
+    with clock.waiting(on_stream=True):
+        device.host += 0.25
+        device.wait_for(5.0)
+    device.give(1.0)
+    spent = interval.stop()
+    assert spent == Spent(seconds=6.0, waited_seconds=2.0)
+    assert spent.busy_seconds == 4.0
+    assert clock.waited_seconds == clock.waited_seconds == 2.0
+
+
+def test_interval_ends_when_the_device_is_done_and_begins_when_it_has_done_the_step_before(device):
+    clock = Clock()
+    device.give(4.0)  # of the update before: the host is ahead
+    with clock.waiting(on_stream=True):
+        device.wait_for(6.0)
+    interval = clock.start(CUDA)
+    assert device.reads == 0, "the host does not wait to begin"
+    device.give(7.0)
+    assert device.host == 0
+    spent = interval.stop()
+    assert (spent.seconds, spent.busy_seconds, device.host) == (7.0, 7.0, 13.0)
+    assert device.reads == 1, "the host waits once"
+
+
+def test_wait_inside_another_is_part_of_it(device):
+    """Messages through the host's memory: the host waits for them while the device computes."""
+    clock = Clock()
+    interval = clock.start(CUDA)
+    device.give(3.0)
+    with clock.waiting(on_stream=True), clock.waiting():
+        device.host += 4.0
+    assert interval.stop().waited_seconds == 1.0
+    with clock.waiting(), clock.waiting():
+        device.host += 4.0
+    assert clock.waited_seconds == 5.0
+
+
+def test_intervals_may_lie_in_one_another_and_be_read_between(device):
+    clock = Clock()
+    outer = clock.start(CUDA)
+    with clock.waiting(on_stream=True):
+        device.wait_for(2.0)
+    inner = clock.start(CUDA)
+    assert clock.waited_seconds == 2.0
+    with clock.waiting(on_stream=True):
+        device.wait_for(5.0)
+    assert inner.stop() == Spent(seconds=3.0, waited_seconds=3.0)
+    assert outer.stop() == Spent(seconds=5.0, waited_seconds=5.0)
+
+
+def test_host_waits_are_seconds_of_the_host(device):
+    clock = Clock()
+    interval = clock.start(CPU)
+    device.host += 2.0
+
+    def fail():
+        with clock.waiting():
+            device.host += 3.0
+            raise ValueError("gone")
+
+    with pytest.raises(ValueError, match="gone"):
+        fail()
+    assert interval.stop() == Spent(seconds=5.0, waited_seconds=3.0)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["compute", "post", "wait", "host"]), SECONDS), max_size=30), st.booleans()
+)  # fmt: skip
+def test_busy_and_waiting_are_what_the_stream_did(does, on_host):
+    """Whatever the host posts, and whenever: the stream's seconds are computing, waiting, or nothing to do."""
+    with _Faked() as device:
+        device.give(1.5)
+        clock, computed, waited, arrives = Clock(), 0.0, 0.0, 0.0
+        interval, begun = clock.start(CUDA), device.stream
+        for what, seconds in does:
+            if what == "compute":
+                device.give(seconds)
+                computed += seconds
+            elif what == "post":
+                device.host += 0.01
+                arrives = device.give() + seconds
+            elif what == "host":
+                device.host += seconds
+            else:
+                waited += max(0.0, arrives - device.give())
+                with clock.waiting(on_stream=True):
+                    device.wait_for(arrives)
+            if on_host and what == "wait":
+                device.host = device.give()
+        spent = interval.stop()
+        assert spent.seconds == pytest.approx(device.stream - begun)
+        assert spent.waited_seconds == pytest.approx(waited)
+        assert 0 <= spent.waited_seconds <= spent.seconds + 1e-9
+        assert spent.busy_seconds >= computed - 1e-9

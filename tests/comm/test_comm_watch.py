@@ -1,0 +1,122 @@
+"""The watch over calls on GPUs: a peer that is gone is told of in time, a host that is far ahead is left alone."""
+
+from fake_device import FakeDevice
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lengthwise.comm.watch import Overdue, Posted, Watch
+
+
+class _Work:
+    """A call that ends at some time of a device."""
+
+    def __init__(self, device, ends):
+        self.device, self.ends = device, ends
+
+    def is_completed(self):
+        return self.device.host >= self.ends
+
+
+def _posted(device, ends, name="a ring"):
+    (event := device.event()).record()
+    return Posted(handle=_Work(device, ends), reached=event, phase=name, others="ranks 1")
+
+
+def _told(overdue, device, until, poll=1.0):
+    """Look until then as the thread of the watch does; return (when, phase) of what it tells, or None."""
+    while device.host < until:
+        device.host += max(0.0, min(poll, overdue.due_in(device.host)))
+        if (late := overdue.look(device.host)) is not None:
+            return device.host, late.phase
+    return None
+
+
+def test_host_100_rings_ahead_is_left_alone():
+    """Each ring takes 9 of the 10 seconds allowed, and the last was posted 900 seconds before it ends."""
+    device, overdue = FakeDevice(), Overdue(10.0)
+    for _ in range(100):
+        device.give(4.0)
+        overdue.add([_posted(device, ends := device.stream + 9.0)])
+        device.wait_for(ends)
+    assert (device.host, device.stream) == (0.0, 1300.0)
+    assert _told(overdue, device, 1300.0) is None
+
+
+def test_ring_posted_behind_long_work_of_the_device_is_left_alone():
+    device, overdue = FakeDevice(), Overdue(10.0)
+    device.give(500.0)
+    overdue.add([_posted(device, ends=505.0)])
+    assert _told(overdue, device, 600.0) is None
+
+
+def test_later_calls_are_given_their_time_from_when_those_before_ended():
+    """Both were begun at once, as two collectives of one communicator are."""
+    device, overdue = FakeDevice(), Overdue(10.0)
+    overdue.add([_posted(device, ends=9.0), _posted(device, ends=18.0)])
+    assert _told(overdue, device, 30.0) is None
+
+
+@given(
+    ahead=st.lists(st.tuples(st.floats(0, 50), st.floats(0, 9)), max_size=20),
+    timeout=st.floats(10, 100),
+    poll=st.floats(0.1, 5),
+)
+def test_peer_that_is_gone_is_told_of_within_the_timeout_and_one_look(ahead, timeout, poll):
+    device, overdue = FakeDevice(), Overdue(timeout)
+    for computes, takes in ahead:
+        device.give(computes)
+        overdue.add([_posted(device, ends := device.stream + takes)])
+        device.wait_for(ends)
+    device.give(3.0)
+    begins = device.stream
+    overdue.add([_posted(device, float("inf"), "the ring of a peer that is gone"), _posted(device, float("inf"))])
+    when, phase = _told(overdue, device, begins + 2 * timeout + 20, poll)
+    assert phase == "the ring of a peer that is gone"
+    assert begins + timeout - 1e-6 <= when <= begins + timeout + poll + 1e-6
+
+
+class _Now:
+    """A call, and an event, of a device that is the host itself."""
+
+    def __init__(self, *, ends=True):
+        self.ends = ends
+
+    def is_completed(self):
+        return self.ends
+
+    def query(self):
+        return True
+
+
+def test_watch_tells_once_of_the_oldest_call_that_is_overdue():
+    told = []
+    watch = Watch(0.05, told.append, poll_seconds=0.01)
+    watch.add([_Now(ends=True), _Now(ends=False)], reached=_Now(), phase="step 1", others="ranks 1")
+    watch.add([_Now(ends=False)], reached=_Now(), phase="step 2", others="ranks 2")
+    watch._thread.join(10)
+    assert [(posted.phase, posted.others) for posted in told] == [("step 1", "ranks 1")]
+
+
+def test_watch_is_silent_while_calls_end():
+    told = []
+    watch = Watch(0.05, told.append, poll_seconds=0.01)
+    work = _Now(ends=False)
+    watch.add([work], reached=_Now(), phase="step 1", others="ranks 1")
+    work.ends = True
+    watch._thread.join(0.2)
+    watch.close()
+    assert told == []
+
+
+def test_watch_leaves_a_device_that_failed_to_the_main_thread():
+    class Failed(_Now):
+        def query(self):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    told = []
+    watch = Watch(0.05, told.append, poll_seconds=0.01)
+    watch.add([_Now(ends=False)], reached=Failed(), phase="step 1", others="ranks 1")
+    watch._thread.join(10)
+    assert not watch._thread.is_alive()
+    watch.close()
+    assert told == []
