@@ -8,8 +8,9 @@ import pytest
 from cli.plan_calls import plan_without_torch, read_plan, refused
 from cost.measured_samples import measurements_of, samples_of
 from cost.test_cost_fit import machine
-from lengthwise.cli.profile import print_measurements
+from lengthwise.cli.profile import Profile, print_measurements
 from lengthwise.core.measurements import Term
+from lengthwise.cost import named_hardware
 from lengthwise.cost.measured import read_measurements
 from training.small_runs import call, make_rows, write_run
 
@@ -100,3 +101,32 @@ def test_a_term_that_its_samples_do_not_tell_is_named(capsys, error, said):
     line = next(line for line in capsys.readouterr().out.splitlines() if "linear_seconds" in line)
     assert said in line
     assert ("not told" in line) == (error == 0.9)
+
+
+def test_profile_describes_the_device_for_other_models(tmp_path, capfd):
+    out, described, lengths = (tmp_path / name for name in ("measurements.json", "mine.json", "lengths.json"))
+    asked = ("profile", "--ranks", 1, "--seconds", 0.5, "--longest", 256, "--device", "cpu", "--out", out)
+    assert call(*asked, "--hardware-out", described, "--node-size", 4) == 0
+    assert "hardware description written to" in capfd.readouterr().out
+    made = named_hardware(str(described))
+    assert made.ranks_per_node == 4
+    assert made.layer_launch_seconds != named_hardware("cpu").layer_launch_seconds
+    assert "Measured by `lengthwise profile`" in made.source
+    lengths.write_text("[3000, 70, 900]")
+    plan = ("plan", "--lengths", lengths, "--ranks", 2, "--capacity", 2048, "--out", tmp_path / "plan.json")
+    assert call(*plan, "--hardware", described) == 0
+    assert call(*asked, "--overwrite", "--node-size", 0) == 2
+    err = capfd.readouterr().err
+    assert "--hardware-out beside it" in err
+    assert "--node-size" in err
+
+
+def test_what_stands_for_a_gpu_that_is_not_described_is_said(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("lengthwise.comm.count_gpus", lambda: 1)
+    monkeypatch.setattr("lengthwise.profiler.place.first_gpu_name", lambda: "NVIDIA A100-SXM4-80GB")
+    asked = Profile(out=tmp_path / "m.json")
+    assert asked._same_hardware() == "h100"
+    assert "what cannot be measured here is that of h100" in capfd.readouterr().out
+    monkeypatch.setattr("lengthwise.profiler.place.first_gpu_name", lambda: "NVIDIA H200")
+    assert asked._same_hardware() == "h200"
+    assert Profile(out=tmp_path / "m.json", device="cpu")._same_hardware() == "cpu"

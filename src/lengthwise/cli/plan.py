@@ -78,8 +78,8 @@ class PlanCommand:
     """Whose costs to plan with: a named shape, llama-7b for example, or a Hugging Face folder or its config.json;
     default: the run file's model, else llama-7b. With --config it needs --hardware."""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE.json", help_behavior_hint="")] = None
-    """What the ranks are: h100, bytescale-gpu or cpu, or a JSON file with the keys of lengthwise/cost/hardware.json;
-    default: cpu with --config (planned as training does), h100 with --lengths."""
+    """What the ranks are: h100, h200, bytescale-gpu or cpu, or a JSON file with the keys of
+    lengthwise/cost/hardware.json; default: cpu with --config (planned as training does), h100 with --lengths."""
     ranks_per_node: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Neighbouring ranks that share a node and its faster link; default: the hardware's."""
     speeds: Annotated[str | None, tyro.conf.arg(metavar="LIST|FILE.json", help_behavior_hint="")] = None

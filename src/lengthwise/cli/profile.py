@@ -45,7 +45,8 @@ class Profile:
     """Which seconds count: wall, or cpu: those in which a rank computes or waits for messages, for machines that do
     other work at the same time (CPU ranks of one thread)."""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
-    """Whose terms stand where nothing can be measured here: h100, bytescale-gpu or cpu; default: cpu, on GPUs h100."""
+    """Whose terms stand where nothing can be measured here: h100, h200, bytescale-gpu or cpu; default: cpu, on GPUs the
+    one of the same name, else h100."""
     disk: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
     """Also measure copies to and from a file in this folder, as with offload: {store: disk, path: DIR}; without, on
     GPUs those to the host's memory."""
@@ -53,22 +54,25 @@ class Profile:
     """Replace an earlier file."""
     out: Annotated[Path, tyro.conf.arg(metavar="MEASUREMENTS.json")]
     """Where the measurements go (JSON)."""
+    hardware_out: Annotated[Path | None, tyro.conf.arg(metavar="HARDWARE.json", help_behavior_hint="")] = None
+    """Also write the device as a description that `--hardware` of `plan` and `simulate` takes, for other models: what
+    was measured here, and of --hardware what was not."""
+    node_size: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Devices of a node in --hardware-out; default: as of --hardware."""
 
     def run(self) -> int:
         """Run the command; return the exit status."""
         longest_tokens = self._read()
 
-        from lengthwise.comm import count_gpus
         from lengthwise.profiler.profile import ProfileSettings
         from lengthwise.training.profiling import profile_model
 
-        on_gpus = self.device != "cpu" and count_gpus() > 0
         settings = ProfileSettings(
             seconds=self.seconds,
             longest_tokens=longest_tokens,
             precision=self.precision,
             clock=self.clock,
-            hardware=self.hardware or ("h100" if on_gpus else "cpu"),
+            hardware=self.hardware or self._same_hardware(),
         )
         found = profile_model(self.model, settings, ranks=self.ranks, device=self.device, disk=self.disk)
         if found is None:  # a torchrun rank other than 0
@@ -76,11 +80,40 @@ class Profile:
         write_atomically(self.out, found.to_json())
         print_measurements(found)
         plain_console().print(f"written to {self.out}")
+        if self.hardware_out is not None:
+            self._write_hardware(found, self.hardware_out)
         return 0
+
+    def _same_hardware(self) -> str:
+        """Return the named hardware of the device that is measured; say so where it is that of another one."""
+        from lengthwise.comm import count_gpus
+        from lengthwise.cost import hardware_of_gpu
+        from lengthwise.profiler.place import first_gpu_name
+
+        if self.device == "cpu" or not count_gpus():
+            return "cpu"
+        name, said = hardware_of_gpu(first_gpu_name() or "a GPU")
+        if said is not None:
+            plain_console().print(f"what cannot be measured here is that of {name}")
+        return name
+
+    def _write_hardware(self, found: Measurements, path: Path) -> None:
+        from lengthwise.cli.machine import memory_bytes
+        from lengthwise.cost.described import hardware_from_measurements, hardware_to_json
+        from lengthwise.profiler.place import device_bytes
+
+        described = hardware_from_measurements(
+            found,
+            device_bytes=device_bytes() if found.place.device != "cpu" else None,
+            host_bytes=memory_bytes(),
+            ranks_per_node=self.node_size,
+        )
+        write_atomically(path, hardware_to_json(described))
+        plain_console().print(f"hardware description written to {path}")
 
     def names(self) -> dict[str, str]:
         """Map names of the library to what the user typed for them."""
-        return named_alike("model ranks device precision clock hardware")
+        return named_alike("model ranks device precision clock hardware node_size")
 
     def _read(self) -> int:
         """Check the command line before torch is imported; return the longest sequence in tokens."""
@@ -88,7 +121,14 @@ class Profile:
         from lengthwise.cost import HARDWARE_NAMES
 
         problems = Collector()
-        problems.attempt(self._check_out)
+        problems.attempt(lambda: self._check_out(self.out, "--out"))
+        if self.hardware_out is not None:
+            path = self.hardware_out
+            problems.attempt(lambda: self._check_out(path, "--hardware-out"))
+        elif self.node_size is not None:
+            expected, remedy = "--hardware-out beside it", "Add it, or leave --node-size out."
+            problems.add(ConfigError("--node-size", expected=expected, got="none", remedy=remedy))
+        problems.attempt(lambda: self.node_size is None or read_whole("node_size", self.node_size, most=MOST_RANKS))
         if self.disk is not None and not self.disk.is_dir():
             expected, got = "an existing folder", f"{self.disk}: {'a file' if self.disk.exists() else 'nothing there'}"
             problems.add(ConfigError("--disk", expected=expected, got=got, remedy="Correct the path."))
@@ -103,11 +143,11 @@ class Profile:
         assert longest is not None, "what is no number of tokens must have been a problem"
         return longest
 
-    def _check_out(self) -> None:
-        refuse_unwritable_file(self.out)
-        if self.out.exists() and not self.overwrite:
-            expected, remedy = "a new file", "Choose another --out, or add --overwrite."
-            raise OutputError(str(self.out), expected=expected, got="one that is there", remedy=remedy)
+    def _check_out(self, path: Path, option: str) -> None:
+        refuse_unwritable_file(path)
+        if path.exists() and not self.overwrite:
+            expected, remedy = "a new file", f"Choose another {option}, or add --overwrite."
+            raise OutputError(str(path), expected=expected, got="one that is there", remedy=remedy)
 
 
 def _sureness(relative_error: float | None) -> str:

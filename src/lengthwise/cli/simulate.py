@@ -83,7 +83,7 @@ class Simulate:
     hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE.json", help_behavior_hint="(default: h100)")] = (
         None
     )
-    """h100, bytescale-gpu or cpu, or a JSON file with the keys of lengthwise/cost/hardware.json."""
+    """h100, h200, bytescale-gpu or cpu, or a JSON file with the keys of lengthwise/cost/hardware.json."""
     measurements: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json", help_behavior_hint="")] = None
     """What `lengthwise profile` measured, in place of --model and --hardware."""
     capacity: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None

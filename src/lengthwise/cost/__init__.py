@@ -10,7 +10,7 @@ from lengthwise.cost.analytic import analytic_cost, step_flops
 from lengthwise.cost.capacity import RESERVED, STEP_TOKENS, capacity_tokens, recompute_capacities, step_memory
 from lengthwise.cost.choices import Choice, Choices
 from lengthwise.cost.costs import costs
-from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, named_hardware
+from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, hardware_of_gpu, named_hardware
 from lengthwise.cost.links import Link
 from lengthwise.cost.memory import DTYPE_BYTES, LOGITS_AT_ONCE, StepMemory, loss_bytes, microbatches_kept, state_bytes
 from lengthwise.cost.microbatch import WINDOW_LAYERS, MicrobatchBytes, Moments, largest_peak
@@ -39,6 +39,7 @@ __all__ = [
     "analytic_cost",
     "capacity_tokens",
     "costs",
+    "hardware_of_gpu",
     "largest_peak",
     "loss_bytes",
     "microbatches_kept",

@@ -19,6 +19,8 @@ from lengthwise.core.package_data import is_path, read_json_object, read_package
 
 _DESCRIPTIONS = read_package_json("lengthwise.cost", "hardware.json")
 HARDWARE_NAMES = tuple(_DESCRIPTIONS)
+_GPUS = ("h200", "h100")  # of these names are the devices that they describe
+_OTHER_GPUS = "h100"
 _MAY_BE_ZERO = ("hop_latency_seconds", "node_hop_latency_seconds", "layer_launch_seconds")
 _NO_NUMBERS = ("name", "source", "block_efficiency", "fused_norms")
 _WHOLE = ("ranks_per_node", "compute_dtype_bytes")
@@ -115,6 +117,16 @@ def named_hardware(name: str) -> Hardware:
     if name not in _DESCRIPTIONS:
         raise unknown_name("hardware", name, HARDWARE_NAMES, others="or the path of a JSON file (with / or .json)")
     return hardware_from_json(_DESCRIPTIONS[name], name)
+
+
+def hardware_of_gpu(device: str) -> tuple[str, str | None]:
+    """Return the named hardware that stands for a GPU of this name, and what to say of it; None: it is this one."""
+    lowered = device.lower()
+    found = next((name for name in _GPUS if name in lowered), None)
+    if found is not None:
+        return found, None
+    said = f"{device} is planned with the figures of {_OTHER_GPUS}: only their ratios matter to a plan"
+    return _OTHER_GPUS, f"{said}; `lengthwise profile` measures this one's"
 
 
 def hardware_from_json(raw: Mapping[str, Any], name: str) -> Hardware:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from lengthwise.core import __version__
 from lengthwise.core.measurements import Clock, Place
+
+Answer = TypeVar("Answer")
 
 
 def processor_name() -> str:
@@ -18,6 +23,16 @@ def processor_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def first_gpu_name() -> str | None:
+    """Return the name of the first GPU, asked in a child; None: it does not say."""
+    return _asked_in_a_child(lambda cuda: str(cuda.get_device_name(0)))
+
+
+def device_bytes(gpu: int = 0) -> float | None:
+    """Return the memory of a GPU, asked in a child; None: it does not say."""
+    return _asked_in_a_child(lambda cuda: float(cuda.get_device_properties(gpu).total_memory))
 
 
 def this_place(*, gpu: int | None, ranks: int, ranks_per_node: int, clock: Clock) -> Place:
@@ -40,3 +55,21 @@ def this_place(*, gpu: int | None, ranks: int, ranks_per_node: int, clock: Clock
             "transformers": str(transformers.__version__),
         },
     )
+
+
+def _asked_in_a_child(ask: Callable[[Any], Answer]) -> Answer | None:
+    """Return what a forked child hears from `torch.cuda`: this process must not start CUDA, it may fork ranks."""
+    import torch
+
+    context = multiprocessing.get_context("fork")
+    our_pipe, their_pipe = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: their_pipe.send(ask(torch.cuda)))
+    child.start()
+    their_pipe.close()
+    try:
+        return our_pipe.recv()
+    except EOFError:  # the driver failed: whoever uses the GPU hears more
+        return None
+    finally:
+        child.join()
+        our_pipe.close()

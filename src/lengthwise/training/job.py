@@ -12,7 +12,7 @@ from lengthwise.comm import world_from_environment
 from lengthwise.config import MEASURE_AT_START, MEASURE_NOTHING, DataSource, RunConfig
 from lengthwise.core.errors import Collector, ConfigError, DataError
 from lengthwise.core.plan import Plan
-from lengthwise.cost import LOGITS_AT_ONCE, Cost, shape_from_config
+from lengthwise.cost import LOGITS_AT_ONCE, Cost, hardware_of_gpu, shape_from_config
 from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
 from lengthwise.engine.batch import StepBatch
@@ -43,9 +43,9 @@ _MEASURED_RUN = 20.0  # times that, from which a run is measured unasked
 class Job:
     """A checked run, the same on every rank.
 
-    `gpus`: how many GPUs of a machine it uses; 0: it computes on the CPU. `adapters`: parameters that train in place of
-    the model's own; None: all train. `measured_cost`: of the run's file of measurements; None: it names none.
-    `measured_capacities`: of `capacity_tokens: auto`, once they are known.
+    `gpus`: how many GPUs of a machine it uses; 0: it computes on the CPU. `gpu_name`: that of the first. `adapters`:
+    parameters that train in place of the model's own; None: all train. `measured_cost`: of the run's file of
+    measurements; None: it names none. `measured_capacities`: of `capacity_tokens: auto`, once they are known.
     """
 
     config: RunConfig
@@ -56,6 +56,7 @@ class Job:
     tokenizer: Tokenizer | None
     timeout_seconds: float
     gpus: int = 0
+    gpu_name: str | None = None
     adapters: int | None = None
     measured_cost: Cost | None = None
     measured_capacities: Capacities | None = None
@@ -146,7 +147,14 @@ class Job:
     @property
     def hardware(self) -> str:
         """The named hardware whose costs count where none were measured."""
-        return "h100" if self.gpus else "cpu"
+        return hardware_of_gpu(self.gpu_name or "a GPU")[0] if self.gpus else "cpu"
+
+    @property
+    def hardware_note(self) -> str | None:
+        """What to say where steps are priced as another device than this one; None: nothing."""
+        if not self.gpus or self.measures:
+            return None
+        return hardware_of_gpu(self.gpu_name or "a GPU")[1]
 
     @property
     def planning(self) -> StepPlanning:
@@ -176,7 +184,9 @@ class Job:
         return plan
 
 
-def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: int = 0) -> Job:
+def prepare_job(
+    config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: int = 0, gpu_name: str | None = None
+) -> Job:
     """Find the model, read the data and check one against the other.
 
     Raises:
@@ -222,6 +232,7 @@ def prepare_job(config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: 
         tokenizer=loaded[0] if loaded else None,
         timeout_seconds=timeout_seconds,
         gpus=gpus,
+        gpu_name=gpu_name,
         adapters=adapters,
         measured_cost=cost,
     )

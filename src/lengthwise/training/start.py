@@ -15,6 +15,7 @@ from lengthwise.comm import World, count_gpus, world_from_environment
 from lengthwise.config import RunConfig, build_config, load_config
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.sizes import MOST_RANKS, read_whole
+from lengthwise.profiler.place import first_gpu_name
 from lengthwise.training.job import Job, prepare_job
 from lengthwise.training.launch import launch
 
@@ -65,7 +66,8 @@ def prepare(
     assert config is not None, "a run file that was not read must have been a problem"
     assert gpus is not None, "a device that is not there must have been a problem"
     number = world.world_size if world is not None else ranks or max(1, gpus)
-    job = prepare_job(config, ranks=number, timeout_seconds=timeout_seconds, gpus=gpus)
+    name = first_gpu_name() if gpus else None
+    job = prepare_job(config, ranks=number, timeout_seconds=timeout_seconds, gpus=gpus, gpu_name=name)
     return Start(job=job, world=replace(world, gpus=gpus) if world is not None else None)
 
 

@@ -112,6 +112,8 @@ class _Trainer:
             dtype=dtype,
             say=lambda line: call_back(callbacks, "on_note", line),
         )
+        if job.hardware_note is not None:
+            call_back(callbacks, "on_note", job.hardware_note)
         if isinstance(job.config.heads, int) and job.config.heads > job.ranks:
             call_back(callbacks, "on_note", f"heads: {job.config.heads} splits nothing on {job.ranks} ranks")
         with reporting_shortage(

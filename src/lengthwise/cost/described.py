@@ -1,0 +1,114 @@
+"""Measurements of one machine as a hardware description, to plan and simulate other models and clusters with.
+
+Arithmetic at the rates that the measured model reached, over the peak of the named device; block curve, overheads,
+links, copies and memory as measured. What one machine does not tell (links to other nodes, their size, loading) is that
+of the named description; `source` says which is which. Costs made from it are those of the fit, term by term.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+from lengthwise.core.errors import ConfigError
+from lengthwise.core.measurements import Measurements
+from lengthwise.cost.analytic import flops_coefficients
+from lengthwise.cost.hardware import Hardware, named_hardware
+from lengthwise.cost.measured import measured_shape
+from lengthwise.cost.memory import DTYPE_BYTES
+
+
+def hardware_from_measurements(
+    found: Measurements,
+    *,
+    device_bytes: float | None = None,
+    host_bytes: float | None = None,
+    ranks_per_node: int | None = None,
+) -> Hardware:
+    """Return the description of the device that was measured.
+
+    Args:
+        found: of a model all of whose parameters trained.
+        device_bytes, host_bytes: memory of a device and of its host; None: as of the file's named hardware.
+        ranks_per_node: devices of a node; None: as there. Its uplink grows with it.
+
+    Raises:
+        ConfigError: measurements of adapters, whose arithmetic is another.
+    """
+    if found.adapters is not None:
+        expected, remedy = "measurements of a model that trains whole", "Profile without {lora}."
+        raise ConfigError("hardware description", expected=expected, got="of adapters", remedy=remedy)
+    base = named_hardware(found.hardware)
+    nodes = ranks_per_node or base.ranks_per_node
+    given: dict[str, Any] = {"device_bytes": device_bytes, "host_bytes": host_bytes}
+    measured = {**_arithmetic(found, base), **_links(found), **{k: v for k, v in given.items() if v is not None}}
+    if copies := measured.get("copy_bytes_per_second"):  # of all ranks at once: the host gives at least as much
+        measured["host_copy_bytes_per_second"] = max(base.host_copy_bytes_per_second, copies * found.place.ranks)
+    assumed = {
+        "ranks_per_node": nodes,
+        "node_uplink_bytes_per_second": base.node_uplink_bytes_per_second / base.ranks_per_node * nodes,
+        "compute_dtype_bytes": DTYPE_BYTES[found.precision],
+    }
+    name = "-".join(found.place.device.lower().split())
+    return replace(base, name=name, **assumed, **measured, source=_source(found, base, tuple(measured)))
+
+
+def hardware_to_json(hardware: Hardware) -> str:
+    """Write a description as `named_hardware` reads it."""
+    values = {key: value for key, value in asdict(hardware).items() if key != "name"}
+    return json.dumps(values, indent=1) + "\n"
+
+
+def _arithmetic(found: Measurements, base: Hardware) -> dict[str, Any]:
+    """Return peak, efficiencies, block curve and overhead; a term of 0 tells no rate."""
+    terms, shape = found.fit.terms, measured_shape(found)
+    rates = {}
+    for name, flops, term in zip(
+        ("linear_efficiency", "attention_efficiency"),
+        flops_coefficients(shape),
+        ("linear_seconds", "quadratic_seconds"),
+        strict=True,
+    ):
+        if term in terms and terms[term].value > 0:
+            rates[name] = flops / terms[term].value
+    peak = max(base.peak_flops_per_second, *rates.values())
+    values: dict[str, Any] = {name: rate / peak for name, rate in rates.items()}
+    if peak > base.peak_flops_per_second:
+        values["peak_flops_per_second"] = peak
+        for name in {"linear_efficiency", "attention_efficiency"} - set(rates):
+            values[name] = getattr(base, name) * base.peak_flops_per_second / peak
+    if found.fit.block_efficiency:
+        values["block_efficiency"] = found.fit.block_efficiency
+    if "fixed_seconds" in terms:
+        values["layer_launch_seconds"] = terms["fixed_seconds"].value / shape.layers
+    return values
+
+
+def _links(found: Measurements) -> dict[str, Any]:
+    """Return rates and latencies of links and copies, where they were measured."""
+    values = {}
+    layers = found.model.layers
+    keys = {
+        "near_bytes_per_second": ("node_link_bytes_per_second", 1),
+        "near_hop_seconds": ("node_hop_latency_seconds", layers),
+        "far_bytes_per_second": ("link_bytes_per_second", 1),
+        "far_hop_seconds": ("hop_latency_seconds", layers),
+        "copy_bytes_per_second": ("copy_bytes_per_second", 1),
+    }
+    for name, term in found.fit.terms.items():
+        if name in keys:
+            key, parts = keys[name]
+            values[key] = term.value / parts
+    return values
+
+
+def _source(found: Measurements, base: Hardware, measured: tuple[str, ...]) -> str:
+    place = found.place
+    versions = ", ".join(f"{name} {version}" for name, version in place.versions.items())
+    return (
+        f"Measured by `lengthwise profile` on {found.date} with {found.model.name} in {found.precision}, "
+        f"{place.ranks} ranks of {place.threads} threads on {place.device} ({place.processor}), {versions}: "
+        f"{', '.join(measured)}. Not measured, as of {base.name}: all other keys, the peak that efficiencies are "
+        "shares of among them if it is not named before."
+    )
