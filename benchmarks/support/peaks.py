@@ -198,7 +198,7 @@ def predicted_at_start(cell: Cell) -> float:
         )
         for position in {0, cell.degree - 1}
     ]
-    return states + max(step_end_bytes(rank.model, rank.parameters), largest_peak(passes, cell.tokens, cell.offload))
+    return states + max(step_end_bytes(rank.parameters), largest_peak(passes, cell.tokens, cell.offload))
 
 
 def predicted_by_formula(cell: Cell) -> float:

@@ -183,11 +183,11 @@ def test_lora_base_is_frozen_narrow_and_that_of_rank_0(folders, precision):
                 parameter.add_(transport.rank)
         flat = FlatParameters(model, transport, dtype=DTYPES[precision])
         assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-        return model, flat.shard_size, {name: p.detach().clone() for name, p in model.named_parameters()}
+        return model, flat.layout, {name: p.detach().clone() for name, p in model.named_parameters()}
 
     results = StrictWorld(3).run(work)
-    for model, size, parameters in results:
-        assert size == -(-sum(p.numel() for p in trained(model).values()) // 3)
+    for model, layout, parameters in results:
+        assert layout.sizes == tuple(p.numel() for p in trained(model).values())
         assert {p.dtype for p in parameters.values()} == {DTYPES[precision]}
         assert all(torch.equal(p, results[0][2][name]) for name, p in parameters.items())
 

@@ -203,6 +203,10 @@ class OptimizerConfig(Settings):
     max_grad_norm: float | None = Field(
         default=1.0, gt=0, description="the global norm gradients are clipped to; null leaves them; default 1.0"
     )
+    fused: bool | None = Field(
+        default=None,
+        description="the whole update in one kernel, which clips, too; rounds otherwise; default null: on GPUs only",
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant",
         description="the learning rate after warm-up: constant, or linear or cosine towards 0 after the last step; "
@@ -344,6 +348,11 @@ class RunConfig(Settings):
     )
     lora: LoraConfig | None = Field(
         default=None, description="{r: 16, ...}: train LoRA adapters on the frozen model; default null (train it all)"
+    )
+    overlap: bool | None = Field(
+        default=None,
+        description="sums of gradients travel while the last backward of a rank runs, and updated parameters while the "
+        "next forward does, where no ring is under way; the same result; default null: on GPUs only",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto (GPUs where there are any), cpu or cuda; default auto"

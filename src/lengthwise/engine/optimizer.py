@@ -1,41 +1,47 @@
 """AdamW on this rank's shards of the master weights, with the gradient clipped by its norm; its learning rate.
 
-Norm and update go over the shards in parts, a 64th of them at a time: what they need beside it is small.
+The norm goes over the shards in parts, a 64th of them at a time, so that what it needs beside them is small. So does
+the update, or it is fused: one kernel for all of a shard, which clips, too, and needs nothing beside it.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lengthwise.comm import Transport
 from lengthwise.config import OptimizerConfig
 from lengthwise.engine.parameters import Parameters
 
-_MOMENTS = 2  # of AdamW, which its first step makes
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch's AdamW has them
 _PARTS = 64  # of a rank's parameters
 _LEAST_PART = 1 << 16  # entries; shorter parts cost more in launches than they save
 
 
 class ShardedAdamW:
-    """torch's AdamW over the shards of each rank; elementwise, so how they are cut changes no result."""
+    """torch's AdamW over the shards of each rank; elementwise, so how they are cut changes no result.
+
+    Its moments are made at once: what does not fit shows before the first step.
+    """
 
     def __init__(self, parameters: Parameters, config: OptimizerConfig, transport: Transport) -> None:
         self._parameters, self._config, self._transport = parameters, config, transport
         groups: dict[bool, list[torch.nn.Parameter]] = {}
         shards = parameters.shards()
         self._part = part_of(sum(len(shard.weights) for shard in shards))
+        on_gpu = any(shard.weights.is_cuda for shard in shards)
+        self.fused = on_gpu if config.fused is None else config.fused
         for shard in shards:
-            for part, gradient in zip(
-                *(each.split(self._part) for each in (shard.weights, shard.gradient)), strict=True
-            ):
+            at_once = len(shard.weights) if self.fused else self._part
+            for part, gradient in zip(*(each.split(at_once) for each in (shard.weights, shard.gradient)), strict=True):
                 weights = torch.nn.Parameter(part)
                 weights.grad = gradient
                 groups.setdefault(shard.decayed, []).append(weights)
         self._weights = [each for group in groups.values() for each in group]
-        self._adamw = None
+        self._adamw: Any = None  # whose divisor of gradients, which GradScaler sets, has no type
         if groups:  # more ranks than parameters leave a rank without any
             self._adamw = torch.optim.AdamW(
                 [
@@ -46,27 +52,54 @@ class ShardedAdamW:
                 betas=config.betas,
                 eps=config.eps,
                 foreach=False,  # which would need as much as all of the shards
+                fused=self.fused,
             )
+            for weights in self._weights:
+                self._adamw.state[weights] = self._first_state(weights)
+
+    def _first_state(self, weights: Tensor) -> dict[str, Tensor]:
+        """Return what torch's AdamW would make in its first step; written, so that the system gives the memory now."""
+        counts_on = weights.device if self.fused else torch.device("cpu")
+        state = {"step": torch.zeros((), dtype=torch.float32, device=counts_on)}
+        return state | {name: torch.empty_like(weights).zero_() for name in _MOMENTS}
 
     def reduce(self) -> float:
         """Sum gradients over all ranks; return their global norm, before clipping."""
         parts = self._parameters.reduce_gradients().split(self._part)
-        squares = torch.stack([part.double().square().sum() for part in parts]).sum().reshape(1)
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+        squares = torch.stack(norms).square().sum().reshape(1)
         self._transport.all_reduce(squares)
         return squares.sqrt().item()
 
     def update(self, lr: float, norm: float) -> None:
         """Clip the gradients of global norm `norm`, update this rank's shards, publish."""
-        limit = self._config.max_grad_norm
-        if limit is not None:  # the formula of torch.nn.utils.clip_grad_norm_
-            for weights in self._weights:
-                assert weights.grad is not None, "gradients are views, which nothing sets to None"
-                weights.grad.mul_(min(1.0, limit / (norm + 1e-6)))
         if self._adamw is not None:
+            self._clip(norm)
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
         self._parameters.publish()
+
+    def _clip(self, norm: float) -> None:
+        """Scale gradients of global norm `norm` as torch.nn.utils.clip_grad_norm_ does, or have the kernel do it."""
+        limit = self._config.max_grad_norm
+        if limit is None:
+            return
+        factor = min(1.0, limit / (norm + 1e-6))
+        if self.fused and self._weights[0].dtype == torch.float32:  # the kernel's divisor is fp32, and fp64 is wider
+            self._adamw.grad_scale = torch.full((), 1 / factor, device=self._weights[0].device)
+            return
+        for weights in self._weights:
+            assert weights.grad is not None, "gradients are views, which nothing sets to None"
+            weights.grad.mul_(factor)
+
+    def rehearse(self) -> None:
+        """Run the end of a step that changes nothing, to the bit; gradients must be zero. Collective."""
+        counts = [state["step"] for state in self._adamw.state.values()] if self._adamw is not None else []
+        before = [count.clone() for count in counts]
+        self.update(0.0, self.reduce())
+        for count, value in zip(counts, before, strict=True):
+            count.copy_(value)
 
 
 def part_of(entries: int) -> int:
@@ -82,17 +115,17 @@ def kept_bytes(model: nn.Module, parameters: Parameters) -> int:
 
 
 def moment_bytes(parameters: Parameters) -> int:
-    """Count the bytes of AdamW's moments on this rank, which its first step makes."""
-    return _MOMENTS * sum(each.weights.nbytes for each in parameters.shards())
+    """Count the bytes of AdamW's moments on this rank."""
+    return len(_MOMENTS) * sum(each.weights.nbytes for each in parameters.shards())
 
 
-def step_end_bytes(model: nn.Module, parameters: Parameters) -> int:
+def step_end_bytes(parameters: Parameters) -> int:
     """Count the bytes that the end of a step needs beside that: for the norm, for the update, and to publish it."""
     weights = [each.weights for each in parameters.shards()]
     entries = sum(map(len, weights))
     part = min(part_of(entries), max(map(len, weights), default=0))
-    narrow, wide = (next(iter(each)).element_size() for each in (model.parameters(), weights or [torch.zeros(0)]))
-    return max(2 * 8 * part, 2 * wide * part, narrow * entries if narrow != wide else 0)
+    wide = weights[0].element_size() if weights else 0
+    return max(2 * 8 * part, 2 * wide * part, parameters.publish_bytes())
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:

@@ -7,6 +7,7 @@ layer's values when its forward runs, and moves gradients on from them, by views
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +34,17 @@ class Parameters(Protocol):
         """Return what the optimizer of this rank updates in place; none where a rank has no parameters."""
         ...
 
+    def reducing_early(self) -> AbstractContextManager[None]:
+        """Sum gradients while the backward inside the block makes them, where that is on.
+
+        The block is this rank's last backward of a step, and it has no transfer left in this step.
+        """
+        ...
+
+    def begin_reducing(self) -> None:
+        """Begin the sum of what is left of the gradients, where early sums are on: before any other collective."""
+        ...
+
     def reduce_gradients(self) -> Tensor:
         """Sum the gradients of all ranks into the shards; return those of this rank, (entries,). Collective."""
         ...
@@ -46,7 +58,18 @@ class Parameters(Protocol):
         ...
 
     def publish(self) -> None:
-        """Make the updated master weights of all ranks the values that forward reads; clear gradients. Collective."""
+        """Make the updated master weights of all ranks the values that forward reads; clear gradients. Collective.
+
+        They may still be on their way: a forward of the model waits for what it reads, all else for `published`.
+        """
+        ...
+
+    def published(self) -> None:
+        """Wait until all values are there: before a transfer, and before they are read outside of a forward."""
+        ...
+
+    def publish_bytes(self) -> int:
+        """Count the bytes that `publish` needs beside what is kept."""
         ...
 
     def tensors(self) -> Sequence[Tensor]:

@@ -2,102 +2,212 @@
 
     values          (compute dtype)   every parameter of the model is a view of it
     grads           (fp32, or fp64)   gradients of all microbatches add up in it
-    master_weights  (fp32, or fp64)   this rank's slice of the exact parameters
+    master_weights  (fp32, or fp64)   this rank's slices of the exact parameters
 
-Once a step: a reduce-scatter of `grads`, AdamW on the slice, an all-gather into `values`. Each of W ranks has 6 + 16/W
-bytes a parameter in bf16, 8 + 16/W in fp32, one rank alone 18 and 16, as its slices are the buffers themselves (10, 8
-+ 4/W while the model is taken in). ZeRO stage 1 (arXiv 1910.02054).
+Once a step: a reduce-scatter of `grads`, AdamW on the slices, an all-gather into `values`, bucket by bucket
+(`engine.flat_layout`). Each of W ranks has 6 + 16/W bytes a parameter in bf16, 8 + 16/W in fp32, one rank alone 18 and
+16, as its slices are the buffers themselves, and no more while it takes the model in. ZeRO stage 1 (arXiv 1910.02054).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
-from lengthwise.comm import Transport
+from lengthwise.comm import Pending, Transport
 from lengthwise.core.errors import ModelRefused
+from lengthwise.engine.flat_layout import BUCKET_ENTRIES, BucketOrder, lay_out
 from lengthwise.engine.parameters import Shard
 
 
 class FlatParameters:
-    """`Parameters` in flat buffers, values and gradients whole on every rank; the model works on views of them."""
+    """`Parameters` in flat buffers, values and gradients whole on every rank; the model works on views of them.
 
-    def __init__(self, model: nn.Module, transport: Transport, *, dtype: torch.dtype) -> None:
+    What rank 0 has of the model counts, wherever it lies; the others' may be without storage (on the meta device).
+    device: where the buffers are; None: where the model is. layers: the decoder's, whose parameters stay together.
+    overlaps: whether sums and values of buckets travel while backward and forward run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        transport: Transport,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        layers: Sequence[nn.Module] = (),
+        bucket_entries: int = BUCKET_ENTRIES,
+        overlaps: bool = False,
+    ) -> None:
         self._transport = transport
-        for parameter in model.parameters():
-            if not parameter.requires_grad:  # the base under adapters: in no buffer, but as narrow, and alike on all
-                parameter.data = parameter.detach().to(dtype).contiguous()
-                transport.broadcast(parameter.data, 0)
+        self._overlaps = overlaps and transport.world_size > 1
+        self._order: BucketOrder | None = None  # of the sums of this step
+        self._sums: list[Pending] = []
+        self._arriving: dict[int, Pending] = {}  # values of buckets
         self.names, parameters = zip(*_trainable(model), strict=True)
+        where: torch.device = parameters[0].device if device is None else device
+        assert where.type != "meta", "a model without storage needs a device"
+        _place_rest(model, transport, dtype=dtype, device=where)
         self._shapes = [parameter.shape for parameter in parameters]
-        sizes = [parameter.numel() for parameter in parameters]
-        self._ends = torch.tensor(sizes).cumsum(0).tolist()
-        wide = torch.promote_types(dtype, torch.float32)
-        self.shard_size = -(-self._ends[-1] // transport.world_size)
-        padded, device = self.shard_size * transport.world_size, parameters[0].device
-
-        exact = torch.zeros(padded, dtype=wide, device=device)
-        for parameter, view in zip(parameters, self.views(exact), strict=True):
-            view.copy_(parameter.detach())
-        transport.broadcast(exact, 0)  # whatever each rank loaded, all train the same model
-        alone = transport.world_size == 1
-        is_exact = dtype == wide
-        self.master_weights = exact if alone and is_exact else exact[self._shard].clone()
-        self.values = exact if is_exact else exact.to(dtype)
-        del exact
-        for parameter, value in zip(parameters, self.views(self.values), strict=True):
-            parameter.data, parameter.grad = value, None
+        layer_of = {id(each): number for number, layer in enumerate(layers) for each in layer.parameters()}
+        self.layout = lay_out(
+            [parameter.numel() for parameter in parameters],
+            [layer_of.get(id(parameter), -1) for parameter in parameters],
+            world_size=transport.world_size,
+            bucket_entries=bucket_entries,
+        )
+        alone, wide = transport.world_size == 1, torch.promote_types(dtype, torch.float32)
+        self._is_exact = dtype == wide
         # What no microbatch or token of this rank reaches stays zero in the sum.
-        self.grads = torch.zeros(padded, dtype=wide, device=device)
-        self.grad_shard = self.grads if alone else torch.zeros(self.shard_size, dtype=wide, device=device)
-        for parameter, grad in zip(parameters, self.views(self.grads), strict=True):
-            if is_exact:
-                parameter.grad = grad  # autograd adds in place
-            else:
-                parameter.register_post_accumulate_grad_hook(_add_to(grad))
+        self.grads = torch.zeros(self.layout.entries, dtype=wide, device=where)
+        self.grad_shard = self.grads if alone else torch.zeros(self.layout.shard_entries, dtype=wide, device=where)
+        self.values = torch.zeros(self.layout.entries, dtype=dtype, device=where)
+        self.master_weights = self.values if alone and self._is_exact else torch.empty_like(self.grad_shard)
+        self._take_in(model, parameters)
+        if self._overlaps:
+            self._wait_before(model, layers)
+
+    def _take_in(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        """Take rank 0's parameters over, whatever each rank loaded; their exact values pass through the gradients'."""
+        layout, rank, views = self.layout, self._transport.rank, self.views(self.values)
+        exact, made = self.views(self.grads), dict[int, nn.Parameter]()
+        for bucket in range(layout.num_buckets):
+            members = [index for index, number in enumerate(layout.bucket_of) if number == bucket]
+            for index in members:
+                if not parameters[index].is_meta:
+                    exact[index].copy_(parameters[index].detach())
+            whole = layout.bucket(bucket)
+            self._transport.broadcast(self.grads[whole], 0)
+            self.values[whole].copy_(self.grads[whole])
+            if self.master_weights is not self.values:
+                self.master_weights[layout.in_shard(bucket)].copy_(self.grads[layout.in_whole(bucket, rank)])
+            for index in members:
+                made[id(parameters[index])] = _as_view(parameters[index], views[index])
+        _replace(model, made)
+        self.clear_gradients()
+        for index, (parameter, grad) in enumerate(zip(parameters, exact, strict=True)):
+            own = made[id(parameter)]
+            if self._is_exact:
+                own.grad = grad  # autograd adds in place
+            if self._overlaps or not self._is_exact:
+                own.register_post_accumulate_grad_hook(partial(self._take_gradient, index, grad))
+
+    def _take_gradient(self, index: int, grad: Tensor, parameter: Tensor) -> None:
+        """Add what a microbatch's backward made of a parameter to the flat gradients; that may complete a bucket."""
+        if not self._is_exact and parameter.grad is not None:
+            grad.add_(parameter.grad)
+            parameter.grad = None
+        if self._order is not None:
+            self._sum(self._order.arrived(index))
+
+    def _wait_before(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+        """Let every layer wait for its values before it runs, and the model for those of no layer."""
+        places = {id(parameter): bucket for parameter, bucket in zip(self._of(model), self.layout.bucket_of, strict=True)}
+        within = {id(parameter) for layer in layers for parameter in layer.parameters()}
+        read_by = [(layer, list(layer.parameters())) for layer in layers]
+        read_by.append((model, [each for each in self._of(model) if id(each) not in within]))
+        for module, parameters in read_by:
+            buckets = sorted({places[id(each)] for each in parameters if id(each) in places})
+            module.register_forward_pre_hook(lambda *_, buckets=buckets: self._arrive(buckets))
+
+    @staticmethod
+    def _of(model: nn.Module) -> list[nn.Parameter]:
+        return [parameter for _, parameter in _trainable(model)]
+
+    def _arrive(self, buckets: Iterable[int]) -> None:
+        for bucket in buckets if self._arriving else ():
+            if bucket in self._arriving:
+                self._arriving.pop(bucket).wait()
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Cut a flat buffer into one view a parameter."""
-        starts = [0, *self._ends[:-1]]
-        return [flat[start:end].view(shape) for start, end, shape in zip(starts, self._ends, self._shapes, strict=True)]
+        places = zip(self.layout.starts, self.layout.sizes, self._shapes, strict=True)
+        return [flat[start : start + size].view(shape) for start, size, shape in places]
 
     def shards(self) -> list[Shard]:
-        """Cut this rank's slice where weight decay changes (see `Parameters.shards`)."""
+        """Cut this rank's slices where weight decay changes (see `Parameters.shards`)."""
         return [
             Shard(weights=self.master_weights[start:stop], gradient=self.grad_shard[start:stop], decayed=decayed)
             for start, stop, decayed in self._segments()
         ]
 
     def _segments(self) -> list[tuple[int, int, bool]]:
-        """Return (start, stop, decayed) within the slice."""
-        low = self._transport.rank * self.shard_size
+        """Return (start, stop, decayed) within the shard; unused entries between two parameters go with them."""
         segments: list[tuple[int, int, bool]] = []
-        for start, end, shape in zip([0, *self._ends[:-1]], self._ends, self._shapes, strict=True):
-            first, last = max(start - low, 0), min(end - low, self.shard_size)
-            if first >= last:
-                continue
-            decayed = len(shape) >= 2
+        for index, first, last in self.layout.runs(self._transport.rank):
+            decayed = len(self._shapes[index]) >= 2
             if segments and segments[-1][2] == decayed:
                 segments[-1] = (segments[-1][0], last, decayed)
             else:
                 segments.append((first, last, decayed))
         return segments
 
+    @contextmanager
+    def reducing_early(self) -> Iterator[None]:
+        """Sum buckets as soon as the backward inside the block has made their gradients, where `overlaps`."""
+        if self._overlaps:
+            self._order = BucketOrder(self.layout.bucket_of)
+        yield
+
+    def begin_reducing(self) -> None:
+        """Begin the sums of all buckets that are left, where `overlaps`."""
+        if self._overlaps:
+            self._sum_rest()
+
     def reduce_gradients(self) -> Tensor:
-        """Sum gradients over all ranks; return this rank's slice of the sum, padded with zeros to `shard_size`."""
-        self._transport.reduce_scatter(self.grad_shard, self.grads)
+        """Sum gradients over all ranks; return this rank's shard of the sum, with zeros where nobody's entries are."""
+        self._sum_rest()
+        for each in self._sums:
+            each.wait()
+        self._sums, self._order = [], None
         return self.grad_shard
+
+    def _sum_rest(self) -> None:
+        self._order = self._order or BucketOrder(self.layout.bucket_of)
+        self._sum(self._order.rest())
+
+    def _sum(self, buckets: Iterable[int]) -> None:
+        layout = self.layout
+        for bucket in buckets:
+            own, all_of_it = self.grad_shard[layout.in_shard(bucket)], self.grads[layout.bucket(bucket)]
+            self._sums.append(self._transport.reduce_scatter_async(own, all_of_it))
 
     def gather_gradients(self) -> dict[str, Tensor]:
         """Return the reduced gradient of every parameter, by name; for checks, not for training."""
         whole = torch.zeros_like(self.grads)
-        self._transport.all_gather(whole, self.grad_shard)
+        for _, pending in self._gather(whole, self.grad_shard):
+            pending.wait()
         return dict(zip(self.names, self.views(whole), strict=True))
 
     def publish(self) -> None:
-        """Give every rank the parameters that each has updated in its slice, and clear the gradients."""
-        self._transport.all_gather(self.values, self.master_weights.to(self.values.dtype))
+        """Give every rank the parameters that each has updated in its shard, and clear the gradients."""
+        self.published()
+        for bucket, pending in self._gather(self.values, self.master_weights):
+            if self._overlaps:
+                self._arriving[bucket] = pending
+            else:
+                pending.wait()
         self.clear_gradients()
+
+    def published(self) -> None:
+        """Wait for the values of all buckets."""
+        self._arrive(range(self.layout.num_buckets))
+
+    def publish_bytes(self) -> int:
+        """Count the bytes of a slice in the compute dtype, where its master weights are not that."""
+        slices = [self.layout.in_shard(bucket) for bucket in range(self.layout.num_buckets)]
+        sizes = [each.stop - each.start for each in slices]
+        return 0 if self._is_exact else self.values.element_size() * (sum if self._overlaps else max)(sizes)
+
+    def _gather(self, whole: Tensor, shard: Tensor) -> Iterator[tuple[int, Pending]]:
+        """Begin to gather one bucket after the other; yield it with what to wait for."""
+        for bucket in range(self.layout.num_buckets):
+            own = shard[self.layout.in_shard(bucket)].to(whole.dtype)
+            yield bucket, self._transport.all_gather_async(whole[self.layout.bucket(bucket)], own)
 
     def clear_gradients(self) -> None:
         """Set the gradients of this rank to zero."""
@@ -111,11 +221,6 @@ class FlatParameters:
         """Return the master weights of this rank; the values of all ranks follow from theirs."""
         return {"master_weights": self.master_weights}
 
-    @property
-    def _shard(self) -> slice:
-        start = self._transport.rank * self.shard_size
-        return slice(start, start + self.shard_size)
-
 
 def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -125,10 +230,41 @@ def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return named
 
 
-def _add_to(grad: Tensor):  # noqa: ANN202 - the hook's type is torch's business
-    def hook(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            grad.add_(parameter.grad)
-            parameter.grad = None
+def _place_rest(model: nn.Module, transport: Transport, *, dtype: torch.dtype, device: torch.device) -> None:
+    """Put what does not train where the model runs: buffers as each rank made them, the base under adapters narrower.
 
-    return hook
+    The base is in no flat buffer, but alike on all ranks.
+    """
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    made: dict[int, nn.Parameter] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            continue
+        if parameter.is_meta:
+            value = torch.empty(parameter.shape, dtype=dtype, device=device)
+        else:
+            value = parameter.detach().to(device, dtype).contiguous()
+        transport.broadcast(value, 0)
+        made[id(parameter)] = _as_view(parameter, value)
+    _replace(model, made)
+
+
+def _as_view(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """Return the parameter with another value; one without storage cannot take it and is made anew."""
+    if parameter.is_meta:
+        return nn.Parameter(value, requires_grad=parameter.requires_grad)
+    parameter.data, parameter.grad = value, None
+    return parameter
+
+
+def _replace(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
+    """Put parameters that were made anew in the place of those of these ids, tied ones in all their places."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in made:
+                module._parameters[name] = made[id(parameter)]
+
+

@@ -8,6 +8,7 @@ instead and goes backward first: a rank of n pays for at most n more forward pas
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -21,6 +22,7 @@ from lengthwise.cost import LOGITS_AT_ONCE
 from lengthwise.engine.activations import Offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_MICROBATCHES, reporting_shortage
+from lengthwise.engine.parameters import Parameters
 from lengthwise.models import (
     RouterBalance,
     apply_policy,
@@ -62,12 +64,14 @@ def run_plan(
     train: bool = True,
     logits_at_once: int | None = LOGITS_AT_ONCE,
     offloading: Offloading | None = None,
+    parameters: Parameters | None = None,
 ) -> RankResult:
     """Run the microbatches of this rank and let gradients add up in the model's parameters.
 
     The loss is divided once, by the loss tokens of the global batch, and made from `logits_at_once` logits at a time
-    (None: all of a microbatch). No collective is issued on the way: a rank can never wait in one for another that waits
-    for its next ring message. `offloading` is what plans that offload need.
+    (None: all of a microbatch). No collective is issued before this rank's last transfer: a rank can never wait in one
+    for another that waits for its next ring message. `offloading` is what plans that offload need. `parameters`: whose
+    values may still arrive, and whose gradients may be summed early, by all ranks alike; None: neither.
 
     Raises:
         MemoryShortage: a microbatch does not fit on the device.
@@ -75,8 +79,11 @@ def run_plan(
     interval = transport.clock.start(next(model.parameters()).device)
     copied = 0.0 if offloading is None else offloading.store.waited_seconds
     programs, transport.phase = lower_plan(plan, transport.rank), f"{name}, connecting"
-    transport.connect(head_peers(programs, transport.rank))
-    rank = _RankStep(model, batch, transport, kernel, programs, name, logits_at_once, offloading)
+    new_peers = head_peers(programs, transport.rank)
+    if new_peers and parameters is not None:
+        parameters.published()
+    transport.connect(new_peers)
+    rank = _RankStep(model, batch, transport, kernel, programs, name, logits_at_once, offloading, parameters)
     with reporting_shortage(
         lambda: f"rank {transport.rank}, {transport.phase}",
         needs=lambda: f"microbatches of up to {rank.most_tokens()} tokens",
@@ -121,6 +128,7 @@ class _RankStep:
     name: str
     logits_at_once: int | None
     offloading: Offloading | None
+    parameters: Parameters | None = None
     offloaded_bytes: int = 0
     windows: frozenset[int | None] = frozenset()  # of the layers that have run: those of the model after a microbatch
 
@@ -144,9 +152,18 @@ class _RankStep:
                     objective = objective + balance.coefficient * share
                     sums[1] += share.detach()
                 self.enter(number, "backward")
-                self._backward(objective, done.saver)
+                with self._reducing(number, last=following is None):
+                    self._backward(objective, done.saver)
             sums[0] += done.loss.detach()
+        if train and self.parameters is not None:
+            self.parameters.begin_reducing()
         return sums
+
+    def _reducing(self, number: int, *, last: bool) -> AbstractContextManager[None]:
+        """Sum gradients while the backward of a microbatch makes them, if it has no transfer and none follows."""
+        if self.parameters is None or not last or self.programs[number].shares(self.transport.rank):
+            return nullcontext()
+        return self.parameters.reducing_early()
 
     def most_tokens(self) -> int:
         """Count the tokens of this rank's largest microbatch."""
@@ -165,6 +182,7 @@ class _RankStep:
         program, router_logits = self.programs[number], list[Tensor]()
         prepared = prepared or self.prepare(number)
         planned = prepared.planned
+        self._meet_values(number)
         hear = router_logits.extend if train and has_balance_loss(self.model.config) else None
         policy = self._policy(program, planned.num_rows) if train else ActivationPolicy()
         with torch.set_grad_enabled(train), apply_policy(self.model, planned, policy):
@@ -173,6 +191,11 @@ class _RankStep:
             )
         self.windows |= planned.windows
         return _Forward(loss=loss, router_logits=router_logits, saver=policy.saver)
+
+    def _meet_values(self, number: int) -> None:
+        """Have all values before a microbatch with transfers: none is posted while a collective is under way."""
+        if self.parameters is not None and self.programs[number].shares(self.transport.rank):
+            self.parameters.published()
 
     def _policy(self, program: MicrobatchProgram, rows: int) -> ActivationPolicy:
         microbatch, saver = program.microbatch, None
@@ -213,5 +236,6 @@ class _RankStep:
     def _router_logits(self, number: int) -> list[Tensor]:
         self.enter(number, "counting")
         prepared = self.prepare(number)
+        self._meet_values(number)
         input_ids, position_ids, _ = prepared.tensors
         return model_router_logits(self.model, prepared.planned, input_ids, position_ids)

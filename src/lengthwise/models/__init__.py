@@ -1,7 +1,7 @@
 """Make a Hugging Face causal language model obey a plan, and refuse by name what a plan would compute wrongly."""
 
 from lengthwise.models.adapter import model_loss, model_router_logits, plain_output, run_layers
-from lengthwise.models.checkpointing import apply_policy, check_recompute
+from lengthwise.models.checkpointing import apply_policy, check_recompute, wrapped_layers
 from lengthwise.models.computing import Computing, check_computing, choose_model_kernel
 from lengthwise.models.double import keep_double
 from lengthwise.models.families import FAMILIES, check_model_config, largest_head_dim, position_limit
@@ -51,4 +51,5 @@ __all__ = [
     "save_adapter",
     "save_model",
     "token_loss",
+    "wrapped_layers",
 ]

@@ -27,7 +27,7 @@ _REMEDY = "This model can only be trained with `recompute: none`."
 
 def check_recompute(config: Any, kind: str) -> None:
     """Raise ModelRefused where the layers of a Hugging Face config have no wrap for recomputation."""
-    if kind != "none" and not _wrapped_layers(build_skeleton(config)):
+    if kind != "none" and not wrapped_layers(build_skeleton(config)):
         expected = "none, or a model with Hugging Face's gradient checkpointing"
         raise ModelRefused("recompute", expected=expected, got=f"{kind} with {config.model_type}", remedy=_REMEDY)
 
@@ -48,7 +48,7 @@ def _recomputing(model: nn.Module, planned: PlannedAttention, policy: Activation
     if policy.recompute == "none":
         yield
         return
-    wrapped = _wrapped_layers(model)
+    wrapped = wrapped_layers(model)
     runs: list[Recomputation] = []
 
     def run(forward: Callable[..., Any], *arguments: Any) -> Any:
@@ -78,7 +78,8 @@ def _recomputing(model: nn.Module, planned: PlannedAttention, policy: Activation
         raise ModelRefused(where, expected=expected, got=f"{attended} that did", remedy=_REMEDY)
 
 
-def _wrapped_layers(model: nn.Module) -> list[Any]:
+def wrapped_layers(model: nn.Module) -> list[Any]:
+    """List the layers that Hugging Face wraps for checkpointing: the decoder's; none for families without the wrap."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 

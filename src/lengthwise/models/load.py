@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from lengthwise.config.schema import TINY_MODEL
@@ -126,16 +128,20 @@ def tiny_config() -> LlamaConfig:
     )
 
 
-def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NAME) -> nn.Module:
+def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NAME, stored: bool = True) -> nn.Module:
     """Build the model in fp32, or fp64 where its weights are: master weights are exact, flat buffers make it narrower.
 
-    Without weights the parameters are drawn from `seed`, the same on every rank and for every precision.
+    Without weights the parameters are drawn from `seed`, the same on every rank and for every precision. `stored`:
+    False leaves the parameters on the meta device, and reads and draws nothing; buffers are there.
 
     Raises:
         ConfigError: weights that cannot be read, or are not exactly those that the config asks for.
     """
     register_attention()
     computing: dict[str, Any] = {"attn_implementation": attention, "experts_implementation": EXPERTS}
+    if not stored:
+        with _parameters_on_meta():
+            return AutoModelForCausalLM.from_config(copy.deepcopy(source.config), **computing).train()
     if not source.weights:
         # The copy: Hugging Face writes the attention's name into the config, and one source may build several models.
         config = copy.deepcopy(source.config)
@@ -158,6 +164,21 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
     model, loading = loaded
     _refuse_other_weights(source.name, loading)
     return model.train()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Let modules that are made inside the block have parameters without storage."""
+
+    def without_storage(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter:
+        return parameter if parameter.is_meta else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    hook: Any = without_storage  # torch's annotation forgets that what it returns replaces the parameter
+    handle = register_module_parameter_registration_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def build_skeleton(config: Any) -> Any:

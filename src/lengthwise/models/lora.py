@@ -77,19 +77,21 @@ def build_adapted(
     seed: int,
     attention: str = ATTENTION_NAME,
     draws_both: bool = False,
+    stored: bool = True,
 ) -> nn.Module:
     """Build the model as `build_model` does, and freeze it under adapters where `lora` is given.
 
     A starts from `seed`, the same on every rank, and B from zeros, or both from the saved adapter. `draws_both`: B is
-    drawn, too, for checks: as long as B is zero A has no gradient.
+    drawn, too, for checks: as long as B is zero A has no gradient. `stored`: as for `build_model`; where it is False
+    the adapter's values mean nothing.
     """
-    model = build_model(source, seed=seed, attention=attention)
+    model = build_model(source, seed=seed, attention=attention, stored=stored)
     if lora is None:
         return model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         _inject(_peft_config(source, lora, model, draws_both=draws_both), model)
-    if lora.adapter is not None:
+    if lora.adapter is not None and stored:
         saved = load_file(lora.adapter / WEIGHTS_NAME)
         for name, parameter in _adapters(model).items():
             parameter.data = saved[name].to(torch.promote_types(saved[name].dtype, torch.float32))

@@ -36,7 +36,15 @@ from lengthwise.engine.optimizer import ShardedAdamW
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
-from lengthwise.models import DTYPES, Computing, ModelSource, build_model, choose_model_kernel, position_limit
+from lengthwise.models import (
+    DTYPES,
+    Computing,
+    ModelSource,
+    build_model,
+    choose_model_kernel,
+    position_limit,
+    wrapped_layers,
+)
 from lengthwise.offload import ActivationStore, DiskStore, PinnedStore
 from lengthwise.profiler.place import this_place
 from lengthwise.profiler.rehearsal import RehearsedParameters
@@ -127,8 +135,9 @@ def build(
     source: ModelSource, world: World, transport: Transport, precision: Precision
 ) -> tuple[nn.Module, Parameters]:
     """Build a model to be measured, its weights drawn, and its parameters. Collective."""
-    model = build_model(source, seed=0).to(world.device)
-    return model, FlatParameters(model, transport, dtype=DTYPES[precision])
+    model = build_model(source, seed=0, stored=transport.rank == 0)
+    flat = FlatParameters(model, transport, dtype=DTYPES[precision], device=world.device, layers=wrapped_layers(model))
+    return model, flat
 
 
 def open_store(device: torch.device, folder: Path | None, *, where: str) -> ActivationStore | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from torch import Tensor
@@ -26,6 +27,14 @@ class RehearsedParameters:
         kept = self._parameters.shards()
         return [replace(each, weights=each.weights.clone(), gradient=each.gradient.clone()) for each in kept]
 
+    def reducing_early(self) -> AbstractContextManager[None]:
+        """Sum gradients while they are made, where that is on."""
+        return self._parameters.reducing_early()
+
+    def begin_reducing(self) -> None:
+        """Begin the sum of what is left of the gradients, where early sums are on."""
+        self._parameters.begin_reducing()
+
     def reduce_gradients(self) -> Tensor:
         """Sum the gradients of all ranks, timed. Collective."""
         start = self._watch.now()
@@ -42,8 +51,20 @@ class RehearsedParameters:
         self._parameters.clear_gradients()
 
     def publish(self) -> None:
-        """Publish the parameters as they are, and clear gradients, timed. Collective."""
-        self.moved_seconds += self._watch.seconds(self._parameters.publish)
+        """Publish the parameters as they are until they are there, and clear gradients, timed. Collective."""
+
+        def publish() -> None:
+            self._parameters.publish()
+            self._parameters.published()
+
+        self.moved_seconds += self._watch.seconds(publish)
+
+    def published(self) -> None:
+        """Do nothing: all that was published is there."""
+
+    def publish_bytes(self) -> int:
+        """Count the bytes that `publish` needs beside what is kept."""
+        return self._parameters.publish_bytes()
 
     def tensors(self) -> Sequence[Tensor]:
         """Return all tensors that are kept from step to step; the copies are not."""

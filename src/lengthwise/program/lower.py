@@ -53,6 +53,10 @@ class MicrobatchProgram:
         """List (piece index, piece, position of `rank` in it) for the pieces that name `rank`, in plan order."""
         return self._places.get(rank, ())
 
+    def shares(self, rank: int) -> bool:
+        """Whether `rank` shares a sequence with others, so that it has transfers; else it needs nobody."""
+        return any(piece.degree > 1 for _, piece, _ in self.pieces_of(rank))
+
     def segments(self, rank: int) -> tuple[Segment, ...]:
         """List the tokens that `rank` holds in this microbatch, in local order."""
         return tuple(segment for index, _, position in self.pieces_of(rank) for segment in self.shard(index, position))

@@ -21,7 +21,7 @@ from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import RESERVED, STEP_TOKENS, MicrobatchBytes
 from lengthwise.engine.activations import measure_microbatch
 from lengthwise.engine.memory import free_bytes
-from lengthwise.engine.optimizer import moment_bytes, step_end_bytes
+from lengthwise.engine.optimizer import step_end_bytes
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.small_pass import ALONE, Layout
 from lengthwise.models import check_recompute
@@ -44,8 +44,8 @@ def measure_capacities(
         DataError: the longest sequence does not fit all ranks together.
     """
     device = next(model.parameters()).device
-    budget = free_bytes(device, local_ranks) * (1 - RESERVED) - moment_bytes(parameters)
-    if step_end_bytes(model, parameters) > budget:
+    budget = free_bytes(device, local_ranks) * (1 - RESERVED)
+    if step_end_bytes(parameters) > budget:
         budget = 0.0
     planning = job.planning
     measuring = _Measuring(

@@ -30,7 +30,15 @@ from lengthwise.engine.optimizer import ShardedAdamW, learning_rate
 from lengthwise.engine.parameters import Parameters, largest_magnitude
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import RankResult, run_plan
-from lengthwise.models import DTYPES, build_adapted, choose_model_kernel, has_balance_loss, save_adapter, save_model
+from lengthwise.models import (
+    DTYPES,
+    build_adapted,
+    choose_model_kernel,
+    has_balance_loss,
+    save_adapter,
+    save_model,
+    wrapped_layers,
+)
 from lengthwise.training.callbacks import Callback, call_back
 from lengthwise.training.capacity import measure_capacities, told
 from lengthwise.training.folder import RunFolder
@@ -40,7 +48,7 @@ from lengthwise.training.metrics import EvalMetrics, FinishedStep, StepMetrics, 
 from lengthwise.training.planner_process import PlannerProcess
 from lengthwise.training.planning import PlanAhead, PlannedStep, StepSource
 from lengthwise.training.pricing import Pricing
-from lengthwise.training.warmup import check_memory
+from lengthwise.training.warmup import check_memory, check_step_end, reporting_update
 
 
 def connect(
@@ -121,8 +129,19 @@ class _Trainer:
             needs=lambda: "the model, its gradients and its optimizer",
             remedy=SMALLER_STATE,
         ):
-            self._model: Any = build_adapted(job.model, job.config.lora, seed=job.config.seed).to(world.device)
-            self._parameters: Parameters = FlatParameters(self._model, transport, dtype=dtype)
+            transport.phase = "start, taking the model of rank 0 in"
+            self._model: Any = build_adapted(
+                job.model, job.config.lora, seed=job.config.seed, stored=transport.rank == 0
+            )
+            overlap = job.config.overlap
+            self._parameters: Parameters = FlatParameters(
+                self._model,
+                transport,
+                dtype=dtype,
+                device=world.device,
+                layers=wrapped_layers(self._model),
+                overlaps=world.device.type == "cuda" if overlap is None else overlap,
+            )
             self._optimizer = ShardedAdamW(self._parameters, job.config.optimizer, transport)
         if job.config.capacity_tokens == "auto":
             transport.phase = "measuring what fits into memory"
@@ -158,7 +177,9 @@ class _Trainer:
                 self._folder.keep_measurements(self._pricing.measurements)
         if self._checks_memory:
             self._transport.phase = "memory check before the first step"
-            call_back(self._callbacks, "on_note", check_memory(self._model, self._parameters, self._job, self._kernel))
+            said = check_memory(self._model, self._parameters, self._job, self._kernel)
+            check_step_end(self._optimizer, self._transport)
+            call_back(self._callbacks, "on_note", said)
         start, tokens, first_loss, metrics = time.perf_counter(), 0, 0.0, None
         number, planned, stopped_by = 0, self._steps.next("step 1"), None
         while planned is not None and stopped_by is None:
@@ -195,6 +216,7 @@ class _Trainer:
             train=train,
             logits_at_once=self._job.logits_at_once,
             offloading=self._offloading,
+            parameters=self._parameters,
         )
 
     def _step(self, number: int, planned: PlannedStep) -> tuple[StepMetrics, PlannedStep | None, int | None]:
@@ -212,9 +234,10 @@ class _Trainer:
         _refuse_infinite("loss", loss, name, batch)
         _refuse_infinite("router loss", router_loss, name, batch)
         lr = learning_rate(self._job.config.optimizer, number, self._num_steps)
-        grad_norm = self._optimizer.reduce()
-        _refuse_infinite("norm of the gradient", grad_norm, name, batch)
-        self._optimizer.update(lr, grad_norm)
+        with reporting_update(self._transport):
+            grad_norm = self._optimizer.reduce()
+            _refuse_infinite("norm of the gradient", grad_norm, name, batch)
+            self._optimizer.update(lr, grad_norm)
         self._largest = largest_magnitude(self._parameters)
         following = self._steps.next(f"step {number + 1}")
         metrics = StepMetrics(
@@ -282,6 +305,7 @@ class _Trainer:
     def _save(self, number: int) -> None:
         self._transport.phase = "saving the model"
         self._refuse_ruined(number, self._share([self._largest.item()]))
+        self._parameters.published()
         if self._transport.rank == 0:
             with self._folder.saving() as folder:
                 save = save_model if self._job.config.lora is None else save_adapter

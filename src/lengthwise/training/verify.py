@@ -135,7 +135,7 @@ def _compare(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]
     )
 
 
-def _build(job: Job, **options: str) -> nn.Module:
+def _build(job: Job, **options: Any) -> nn.Module:
     """Build the job's model; adapters start from random numbers on both sides, or half of them had no gradient."""
     return build_adapted(job.model, job.config.lora, seed=job.config.seed, draws_both=True, **options)
 

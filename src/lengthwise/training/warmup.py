@@ -7,13 +7,16 @@ finds what cannot work, and does not prove that all will.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 from torch import nn
 
 from lengthwise.attention import BlockKernel
-from lengthwise.comm import SoloTransport
+from lengthwise.comm import SoloTransport, Transport
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.engine.batch import random_batch
-from lengthwise.engine.memory import memory_in_use
+from lengthwise.engine.memory import SMALLER_STATE, memory_in_use, reporting_shortage
+from lengthwise.engine.optimizer import ShardedAdamW
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.step import run_plan
 from lengthwise.training.job import Job
@@ -39,6 +42,26 @@ def check_memory(model: nn.Module, parameters: Parameters, job: Job, kernel: Blo
     run_plan(model, plan, batch, SoloTransport(), kernel, name=name, logits_at_once=at_once)
     parameters.clear_gradients()
     return f"memory check: the largest microbatch, {sum(lengths)} tokens, ran{memory_in_use()}"
+
+
+def check_step_end(optimizer: ShardedAdamW, transport: Transport) -> None:
+    """Run the end of a step that changes nothing, as all ranks do at once. Collective.
+
+    Raises:
+        MemoryShortage: it does not fit.
+    """
+    transport.phase = "memory check before the first step, step end"
+    with reporting_update(transport):
+        optimizer.rehearse()
+
+
+def reporting_update(transport: Transport) -> AbstractContextManager[None]:
+    """Raise MemoryShortage where the end of a step inside the block runs out of device memory."""
+    return reporting_shortage(
+        lambda: f"rank {transport.rank}, {transport.phase}",
+        needs=lambda: "the sum of gradients and the update",
+        remedy=SMALLER_STATE,
+    )
 
 
 def largest_pack(job: Job) -> tuple[int, ...]:

@@ -1,0 +1,93 @@
+"""The step's end: fused and not, moments there from the start, and a rehearsal that changes no bit."""
+
+import pytest
+import torch
+from torch import nn
+
+from lengthwise.comm import SoloTransport, StrictWorld
+from lengthwise.config.schema import OptimizerConfig
+from lengthwise.engine.live_bytes import LiveBytes
+from lengthwise.engine.optimizer import ShardedAdamW, kept_bytes, step_end_bytes
+from lengthwise.engine.replicated import FlatParameters
+
+TOLERANCES = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
+
+
+def make(transport, dtype, config, *, width=300):
+    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 3))
+    random = torch.Generator().manual_seed(0)  # of its own: ranks of a strict world are threads
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.05, generator=random)
+    flat = FlatParameters(model, transport, dtype=dtype, layers=[*model], bucket_entries=1)
+    return model, flat, ShardedAdamW(flat, config, transport)
+
+
+def train(model, flat, optimizer, steps=3):
+    dtype = model[0].weight.dtype
+    for step in range(steps):
+        x = torch.randn(9, 300, generator=torch.Generator().manual_seed(step)).to(dtype)
+        model(x).square().mean().backward()
+        optimizer.update(1e-2, optimizer.reduce())
+    return flat.master_weights.clone()
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1e-3, 1e6])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_fused_update_is_the_same_with_clipping_in_it(dtype, max_grad_norm):
+    """Gradients so large that clipping matters; Adam alone would hide a factor: eps is large, too."""
+    config = {"max_grad_norm": max_grad_norm, "eps": 1e-3, "weight_decay": 0.3}
+    apart, fused = (
+        train(*make(SoloTransport(), dtype, OptimizerConfig(**config, fused=fused))) for fused in (False, True)
+    )
+    torch.testing.assert_close(fused, apart, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype] * 1e-2)
+    assert not torch.equal(apart, make(SoloTransport(), dtype, OptimizerConfig())[1].master_weights)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_shards_of_several_ranks_make_the_update_of_one(fused):
+    config = OptimizerConfig(fused=fused, max_grad_norm=0.5)
+    whole_model, whole, optimizer = make(SoloTransport(), torch.float64, config)
+    train(whole_model, whole, optimizer)
+
+    def work(transport):
+        model, _, own = make(transport, torch.float64, config)
+        for step in range(3):
+            if transport.rank == step % transport.world_size:
+                x = torch.randn(9, 300, generator=torch.Generator().manual_seed(step)).double()
+                model(x).square().mean().backward()
+            own.update(1e-2, own.reduce())
+        return [each.detach().clone() for each in model.parameters()]
+
+    for found in StrictWorld(3).run(work):
+        for got, wanted in zip(found, whole_model.parameters(), strict=True):
+            torch.testing.assert_close(got, wanted.detach(), rtol=1e-12, atol=1e-14)
+
+
+def test_fused_is_for_gpus_unless_asked_for():
+    assert not make(SoloTransport(), torch.float32, OptimizerConfig())[2].fused
+    assert make(SoloTransport(), torch.float32, OptimizerConfig(fused=True))[2].fused
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_all_that_is_kept_is_there_before_the_first_step_and_its_end_needs_what_is_said(dtype, fused):
+    with LiveBytes() as live:
+        model, flat, optimizer = make(SoloTransport(), dtype, OptimizerConfig(fused=fused), width=1200)
+        live.peak_bytes = before = live.now_bytes
+        optimizer.rehearse()
+        assert live.now_bytes - before < 64
+    assert before - kept_bytes(model, flat) < 1 << 14  # counters of steps
+    assert live.peak_bytes - before <= step_end_bytes(flat) + (1 << 14)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_rehearsed_step_end_changes_no_bit_of_what_follows(fused):
+    config, found = OptimizerConfig(fused=fused, weight_decay=0.5), []
+    for rehearses in (False, True):
+        model, flat, optimizer = make(SoloTransport(), torch.float32, config)
+        if rehearses:
+            before = flat.master_weights.clone()
+            optimizer.rehearse()
+            assert torch.equal(flat.master_weights, before)
+        found.append(train(model, flat, optimizer))
+    assert torch.equal(*found)
