@@ -106,7 +106,9 @@ class FlatParameters:
 
     def _wait_before(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         """Let every layer wait for its values before it runs, and the model for those of no layer."""
-        places = {id(parameter): bucket for parameter, bucket in zip(self._of(model), self.layout.bucket_of, strict=True)}
+        places = {
+            id(parameter): bucket for parameter, bucket in zip(self._of(model), self.layout.bucket_of, strict=True)
+        }
         within = {id(parameter) for layer in layers for parameter in layer.parameters()}
         read_by = [(layer, list(layer.parameters())) for layer in layers]
         read_by.append((model, [each for each in self._of(model) if id(each) not in within]))
@@ -266,5 +268,3 @@ def _replace(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in made:
                 module._parameters[name] = made[id(parameter)]
-
-

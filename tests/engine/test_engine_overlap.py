@@ -1,0 +1,176 @@
+"""Sums and values that travel while backward and forward run: the same bits, and no collective beside a transfer."""
+
+import copy
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from lengthwise.attention import choose_kernel
+from lengthwise.comm import StrictWorld
+from lengthwise.config.schema import OptimizerConfig
+from lengthwise.core.plan import Piece
+from lengthwise.engine.flat_layout import BucketOrder
+from lengthwise.engine.optimizer import ShardedAdamW
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.step import run_plan
+from lengthwise.models import keep_double, wrapped_layers
+from lengthwise.models.adapter import ATTENTION_NAME, register_attention
+from support import RecordingTransport, make_batch, make_plan, run_ranks, tiny_family_config
+
+CPU = torch.device("cpu")
+LENGTHS = (37, 5, 9, 30, 3, 14)
+# Rank 2 ends in a ring, ranks 0 and 1 in microbatches of their own; then a ring of all first; then no ring.
+PLANS = [
+    [
+        [Piece(ranks=(0, 1, 2), sequences=(0,))],
+        [Piece(ranks=(2, 1), sequences=(3,)), Piece(ranks=(0,), sequences=(1, 2))],
+        [Piece(ranks=(1,), sequences=(4,))],
+        [Piece(ranks=(0,), sequences=(5,))],
+    ],
+    [[Piece(ranks=(0, 1, 2), sequences=(0, 1, 2, 3, 4, 5))]],
+    [[Piece(ranks=(0,), sequences=(0, 1))], [Piece(ranks=(1,), sequences=(2, 3, 4, 5))]],  # and rank 2 has nothing
+]
+
+
+def plans_of(recompute):
+    plans = [make_plan(3, LENGTHS, each) for each in PLANS]
+    return [
+        replace(plan, microbatches=tuple(replace(each, recompute=recompute) for each in plan.microbatches))
+        for plan in plans
+    ]
+
+
+@cache
+def built(family):
+    register_attention()
+    config = tiny_family_config(family)
+    if hasattr(config, "num_local_experts"):
+        config.num_local_experts = 8  # some of which no token of a rank reaches
+    config.tie_word_embeddings = family == "qwen2"
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(
+        config, attn_implementation=ATTENTION_NAME, experts_implementation="eager", dtype=torch.float32
+    ).train()
+
+
+def train(inner, family, dtype, recompute, *, overlaps):
+    """Run steps; return the calls of each, the values after it, and how many sums were begun early."""
+    transport = RecordingTransport(inner)
+    model = copy.deepcopy(built(family))
+    flat = FlatParameters(
+        model, transport, dtype=dtype, layers=wrapped_layers(model), bucket_entries=1, overlaps=overlaps
+    )
+    assert flat.layout.num_buckets > 2
+    optimizer = ShardedAdamW(flat, OptimizerConfig(max_grad_norm=0.1), transport)
+    names, values, norms = [], [], []
+    with keep_double(dtype):
+        for number, plan in enumerate(plans_of(recompute)):
+            transport.calls.clear()
+            batch = make_batch(LENGTHS, vocab=48, seed=number)
+            run_plan(model, plan, batch, transport, choose_kernel(CPU), name=f"step {number}", parameters=flat)
+            names.append([(call.name, call.phase) for call in transport.calls])
+            norms.append(optimizer.reduce())
+            optimizer.update(1e-2, norms[-1])
+        flat.published()
+    values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return names, norms, values
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer", "all_but_attention"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
+def test_overlapped_steps_are_those_of_any_other_to_the_bit(family, dtype, recompute):
+    """A strict world: it refuses a transfer posted beside a collective, and ranks whose collectives differ in order."""
+    built(family)
+    apart, overlapped = (
+        StrictWorld(3).run(lambda t, on=on: train(t, family, dtype, recompute, overlaps=on)) for on in (False, True)
+    )
+    for (_, norms, values), (_, other_norms, others) in zip(apart, overlapped, strict=True):
+        assert norms == other_norms
+        assert all(torch.equal(values[name], others[name]) for name in values)
+    begun = [[sum(name == "reduce_scatter" for name, _ in step) for step in names] for names, *_ in overlapped]
+    assert all(len(set(step)) == 1 and step[0] > 2 for step in zip(*begun, strict=True)), "before the step's end"
+    assert not any(name == "reduce_scatter" for names, *_ in apart for step in names for name, _ in step)
+
+
+def test_sums_begin_in_the_last_backward_of_a_rank_without_a_ring_and_only_there():
+    built("llama")
+    found = StrictWorld(3).run(lambda t: train(t, "llama", torch.float32, "none", overlaps=True))
+    for rank, (steps, *_) in enumerate(found):
+        for number, step in enumerate(steps):
+            names = [name for name, _ in step]
+            transfers = [place for place, name in enumerate(names) if name == "exchange"]
+            sums = [place for place, name in enumerate(names) if name == "reduce_scatter"]
+            assert not transfers or transfers[-1] < sums[0], (rank, number)
+    # A rank whose last microbatch is its own has begun sums in that backward, the first of them the last layer's.
+    assert {rank for rank, (steps, *_) in enumerate(found) if steps[0][-1][0] == "reduce_scatter"} == {0, 1, 2}
+
+
+def test_values_are_waited_for_layer_by_layer(monkeypatch):
+    """The forward of a microbatch without a ring begins before all values are there."""
+    built("llama")
+    seen = []
+
+    def work(inner):
+        model = copy.deepcopy(built("llama"))
+        layers = wrapped_layers(model)
+        flat = FlatParameters(model, inner, dtype=torch.float32, layers=layers, bucket_entries=1, overlaps=True)
+        optimizer = ShardedAdamW(flat, OptimizerConfig(), inner)
+        optimizer.rehearse()
+        counts = [len(flat._arriving)]
+        for layer in layers:
+            layer.register_forward_pre_hook(lambda *_: counts.append(len(flat._arriving)))
+        plan, batch = plans_of("none")[2], make_batch(LENGTHS, vocab=48)
+        run_plan(model, plan, batch, inner, choose_kernel(CPU), name="step", parameters=flat)
+        optimizer.reduce()
+        seen.append((inner.rank, counts))
+
+    StrictWorld(3).run(work)
+    assert sorted(seen) == [(0, [4, 1, 0]), (1, [4, 1, 0]), (2, [4])]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_overlapped_steps_on_real_processes(overlaps):
+    built("llama")
+
+    def work(transport):
+        return train(transport, "llama", torch.float64, "none", overlaps=overlaps)[1:]
+
+    wanted = StrictWorld(3).run(lambda t: train(t, "llama", torch.float64, "none", overlaps=False))[0]
+    for norms, values in run_ranks(work, 3):
+        assert norms == pytest.approx(wanted[1], rel=1e-12)
+        for name, value in values.items():
+            torch.testing.assert_close(value, wanted[2][name], rtol=1e-10, atol=1e-12)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.data())
+def test_buckets_are_summed_once_from_the_last_to_the_first_when_complete(drawn, data):
+    bucket_of = sorted(drawn)
+    bucket_of = [sorted(set(bucket_of)).index(each) for each in bucket_of]
+    order, given_ = BucketOrder(bucket_of), []
+    parameters = data.draw(st.permutations(range(len(bucket_of))))
+    have = data.draw(st.integers(0, len(parameters)))
+    arrived = set()
+    for parameter in parameters[:have]:
+        arrived.add(parameter)
+        for bucket in order.arrived(parameter):
+            assert all(index in arrived for index, each in enumerate(bucket_of) if each >= bucket)
+            given_.append(bucket)
+    given_ += order.rest()
+    assert given_ == list(range(max(bucket_of), -1, -1))
+    assert order.rest() == []
+
+
+def test_a_gradient_after_its_sum_is_refused():
+    order = BucketOrder([0, 1])
+    assert order.arrived(1) == [1]
+    with pytest.raises(AssertionError, match="twice"):
+        order.arrived(1)
+    order.rest()
+    with pytest.raises(AssertionError, match="after the sum"):
+        order.arrived(0)
