@@ -1,8 +1,11 @@
 """Which device a run takes, what it says of it, and what is set before torch is there."""
 
 import pytest
+import torch
 
 from lengthwise.cli.machine import prepare_environment
+from lengthwise.cli.train import describe_job
+from lengthwise.comm import devices
 from lengthwise.training import start
 from training.small_runs import call, make_rows, write_run
 
@@ -13,6 +16,60 @@ def test_device_cuda_without_a_gpu_is_told_before_anything_starts(tmp_path, capf
     err = capfd.readouterr().err
     assert "error[config] device: expected a GPU, for device: cuda; got none (torch " in err
     assert not (tmp_path / "out").exists()
+
+
+def _driver_too_old(monkeypatch, tmp_path):
+    """Let torch be one of CUDA on a machine whose driver it cannot use."""
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(devices, "_DRIVER", tmp_path / "nvidiactl")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def fail():
+        raise RuntimeError("The NVIDIA driver is too old (11040).")
+
+    monkeypatch.setattr(torch.cuda, "init", fail)
+
+
+@pytest.mark.parametrize(
+    ("device", "expected", "remedy"),
+    [
+        ("cuda", "a GPU, for device: cuda", "a driver that is new enough"),
+        ("auto", "a GPU that torch can use, because this machine has one", "set device: cpu, to train without it"),
+    ],
+)
+def test_driver_that_torch_cannot_use_is_told_of_in_its_words(tmp_path, monkeypatch, capfd, device, expected, remedy):
+    _driver_too_old(monkeypatch, tmp_path)
+    assert call("train", write_run(tmp_path, make_rows([5]), device=device)) == 2
+    err = capfd.readouterr().err
+    assert f"error[config] device: expected {expected}; got none (The NVIDIA driver is too old (11040))" in err
+    assert remedy in err
+
+
+def test_device_cpu_asks_no_driver(tmp_path, monkeypatch):
+    _driver_too_old(monkeypatch, tmp_path)
+    begun = start.prepare(write_run(tmp_path, make_rows([5]), device="cpu"), (), ranks=None, timeout_seconds=10)
+    assert (begun.job.ranks, begun.job.gpus) == (1, 0)
+
+
+def test_gpu_that_the_user_has_hidden_is_not_missed(tmp_path, monkeypatch):
+    _driver_too_old(monkeypatch, tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    begun = start.prepare(write_run(tmp_path, make_rows([5])), (), ranks=None, timeout_seconds=10)
+    assert begun.job.gpus == 0
+
+
+def test_train_says_that_a_build_without_cuda_leaves_the_gpu_unused(tmp_path, monkeypatch):
+    path = write_run(tmp_path, make_rows([5]))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    described = {}
+    for there in (False, True):
+        monkeypatch.setattr(devices, "_DRIVER", tmp_path / "nvidiactl")
+        begun = start.prepare(path, (), ranks=None, timeout_seconds=10)
+        described[there] = describe_job(begun.job)
+        (tmp_path / "nvidiactl").touch()
+    assert "1 process on CPU, 32 tokens" in described[False]
+    assert "1 process on CPU, as this build of torch has no CUDA, though the machine has a GPU" in described[True]
 
 
 def test_device_of_an_unknown_kind_is_refused(tmp_path, capfd):
@@ -41,7 +98,7 @@ def test_torchrun_ranks_know_their_gpus(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     begun = start.prepare(write_run(tmp_path, make_rows([5, 7])), (), ranks=None, timeout_seconds=10)
     assert begun.world is not None
-    assert str(begun.world.device) == "cuda:1", "the fourth rank shares the second GPU"
+    assert str(begun.world.device) == "cuda:1", "the fourth of four ranks, of two GPUs"
 
 
 def test_train_says_device_kernel_and_transfers_with_reasons(tmp_path, capfd):

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from nccl_options import NcclOptions
 
-from lengthwise.comm import TorchTransport, World, agree, broadcast_bytes, join, torch_transport
+from lengthwise.comm import TorchTransport, World, agree, broadcast_bytes, join, torch_transport, world_from_environment
+from lengthwise.comm import world as comm_world
 from lengthwise.core.errors import DataError, RankError, TransferError
 from lengthwise.training.launch import launch
 from support import run_ranks
@@ -117,6 +118,7 @@ def gpus_replaced(monkeypatch):
         return new_group(timeout=timeout, backend="gloo")
 
     monkeypatch.setattr(World, "claim_device", lambda world: None)
+    monkeypatch.setattr(comm_world, "gpu_of", str)
     monkeypatch.setattr(dist, "new_group", gloo_group)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), raising=False)
     monkeypatch.setattr(torch_transport, "_zero", lambda device: torch.zeros(1))
@@ -193,6 +195,39 @@ def test_ranks_that_share_a_gpu_move_host_memory_only(gpus_replaced):
         return t.shares_gpus, gpus_replaced
 
     assert launch(work, 3) == (True, [("gloo", "None", 10.0, None)])
+
+
+@pytest.mark.parametrize(
+    ("seen", "ids", "expected"),
+    [
+        (1, ["a u0", "a u1", "a u2", "a u3"], (False, [1, 1, 1, 1])),  # one GPU shown to each process
+        (1, ["a u0", "b u0", "c u0", "d u0"], (False, [1, 1, 1, 1])),  # NCCL_HOSTID: taken for machines
+        (4, ["a u0", "a u1", "a u2", "a u3"], (False, [1, 1, 1, 1])),
+        (2, ["a u0", "a u1", "a u0", "a u1"], (True, [2, 2, 2, 2])),
+        (1, ["a u0", "a u0", "a u0", "b u0"], (True, [3, 3, 3, 1])),
+    ],
+)
+def test_ranks_share_a_gpu_where_it_is_the_same_one(gpus_replaced, monkeypatch, seen, ids, expected):
+    def work(world, on_phase):
+        monkeypatch.setattr(comm_world, "gpu_of", lambda device: ids[world.rank])
+        t = TorchTransport(dataclasses.replace(world, gpus=seen), timeout_seconds=10, on_phase=on_phase)
+        numbers = torch.zeros(8)
+        t.all_gather(numbers, torch.tensor([float(t.shares_gpus), float(t.device_ranks)]))
+        t.close()
+        return numbers.tolist()
+
+    found = launch(work, 4)
+    assert (set(found[::2]), found[1::2]) == ({float(expected[0])}, expected[1])
+
+
+def test_ranks_of_torchrun_that_are_shown_one_gpu_each_take_it(monkeypatch):
+    torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+    world = world_from_environment()
+    assert world is not None
+    assert str(dataclasses.replace(world, gpus=1).device) == "cuda:0", "the only one it sees"
+    assert str(dataclasses.replace(world, gpus=8).device) == "cuda:3"
 
 
 def test_join_refuses_ranks_of_which_some_have_no_gpu(gpus_replaced):

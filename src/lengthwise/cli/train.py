@@ -146,7 +146,8 @@ def describe_job(job: Job) -> str:
     most = getattr(job.model.config, "max_position_embeddings", None)
     beyond = f" (beyond the model's max_position_embeddings of {most})" if most and data.lengths.max() > most else ""
     processes = "1 process" if job.ranks == 1 else f"{job.ranks} processes"
-    device = f"{min(job.ranks, job.gpus)} GPU{'s' * (min(job.ranks, job.gpus) > 1)} here" if job.gpus else "CPU"
+    gpus = min(job.ranks, job.gpus)
+    device = f"{gpus} GPU{'s' * (gpus > 1)} here" if gpus else f"CPU{_why_not_on_gpus(config)}"
     return (
         f"model   {job.model.name} ({job.model.config.model_type}), {start}, {config.precision}\n{_lora_line(config)}"
         f"data    {len(data.ids)} sequences, {count(int(data.lengths.sum()))} tokens, "
@@ -155,6 +156,13 @@ def describe_job(job: Job) -> str:
         f"planner {config.planner}\n"
         f"output  {config.output}"
     )
+
+
+def _why_not_on_gpus(config: RunConfig) -> str:
+    from lengthwise.comm import built_for_gpus, has_unused_gpu
+
+    unused = config.device == "auto" and has_unused_gpu() and not built_for_gpus()
+    return ", as this build of torch has no CUDA, though the machine has a GPU" if unused else ""
 
 
 def _capacity(config: RunConfig) -> str:

@@ -4,13 +4,14 @@ One interface (`Transport`), two executors: torch.distributed (gloo, NCCL) and a
 No communicator is ever made for a sequence: all ranks share one global group for collectives and one for transfers.
 """
 
+from lengthwise.comm.devices import built_for_gpus, count_gpus, find_gpus, has_unused_gpu
 from lengthwise.comm.exchange import agree, broadcast_bytes
 from lengthwise.comm.solo import SoloTransport
 from lengthwise.comm.staged import StagedTransport
 from lengthwise.comm.strict import StrictWorld
 from lengthwise.comm.torch_transport import TorchTransport, join
 from lengthwise.comm.transport import Done, Pending, Transport
-from lengthwise.comm.world import World, count_gpus, world_from_environment
+from lengthwise.comm.world import World, world_from_environment
 
 __all__ = [
     "Done",
@@ -23,7 +24,10 @@ __all__ = [
     "World",
     "agree",
     "broadcast_bytes",
+    "built_for_gpus",
     "count_gpus",
+    "find_gpus",
+    "has_unused_gpu",
     "join",
     "world_from_environment",
 ]

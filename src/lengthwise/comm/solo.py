@@ -14,7 +14,7 @@ class SoloTransport:
     """One rank alone; needs no process group."""
 
     def __init__(self) -> None:
-        self.rank, self.world_size = 0, 1
+        self.rank, self.world_size, self.device_ranks = 0, 1, 1
         self.phase = "start"
         self.clock = Clock()
 

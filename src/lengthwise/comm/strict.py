@@ -105,7 +105,7 @@ class StrictTransport:
     """One rank of a `StrictWorld`."""
 
     def __init__(self, world: StrictWorld, rank: int) -> None:
-        self.rank, self.world_size = rank, world.world_size
+        self.rank, self.world_size, self.device_ranks = rank, world.world_size, world.world_size
         self.phase = "start"
         self.clock = Clock()
         self._world = world

@@ -78,7 +78,8 @@ class TorchTransport:
         self.phase = "start"
         self._timeout_seconds = timeout_seconds
         timeout = timedelta(seconds=timeout_seconds)
-        self.shares_gpus = self._guard(lambda: world.connect(timeout))
+        met = self._guard(lambda: world.connect(timeout))
+        self.shares_gpus, self.device_ranks = met.shares_gpus, met.device_ranks
         self._device = torch.device("cpu") if self.shares_gpus else world.device
         self._on_gpus, self._watch = None, None
         if self._device.type == "cpu":

@@ -41,6 +41,7 @@ class Transport(Protocol):
 
     rank: int
     world_size: int
+    device_ranks: int  # that share the memory of this rank's device, this one counted
     clock: Clock
 
     @property
@@ -93,6 +94,7 @@ class Around:
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
         self.rank, self.world_size, self.clock = inner.rank, inner.world_size, inner.clock
+        self.device_ranks = inner.device_ranks
 
     @property
     def phase(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 from dataclasses import dataclass
@@ -14,14 +13,23 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from lengthwise.comm.devices import gpu_of
 from lengthwise.core.errors import ConfigError, RankError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Met:
+    """What a rank knows of the others once all have come: whether any two share a GPU, how many share its device."""
+
+    shares_gpus: bool
+    device_ranks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """One process of a run. `rendezvous` is a file that all local ranks share; None: torchrun's environment.
 
-    `gpus` is how many GPUs of this machine the run uses; 0: it computes on the CPU.
+    `gpus` is how many GPUs of this machine this process sees, and the run uses; 0: it computes on the CPU.
     """
 
     rank: int
@@ -33,7 +41,10 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank; local ranks beyond the number of GPUs share those there are."""
+        """The device of this rank; local ranks beyond the number of GPUs count from the first one again.
+
+        They share it, unless the launcher shows each process other GPUs: ranks that have met know (see `connect`).
+        """
         return torch.device("cuda", self.local_rank % self.gpus) if self.gpus else torch.device("cpu")
 
     def claim_device(self) -> None:
@@ -41,8 +52,8 @@ class World:
         if self.gpus:
             torch.cuda.set_device(self.device)
 
-    def connect(self, timeout: timedelta) -> bool:
-        """Join the process group of all ranks, over gloo; return whether any two of them share a GPU.
+    def connect(self, timeout: timedelta) -> Met:
+        """Join the process group of all ranks, over gloo; return who shares a GPU.
 
         GPUs get groups of their own beside it (see `TorchTransport`); this one is for what lies in host memory.
 
@@ -56,7 +67,7 @@ class World:
             _use_loopback()
             store = FileStore(str(self.rendezvous), self.world_size)
         store.set_timeout(timeout)
-        on_gpu, sharing = self._count(PrefixStore("lengthwise", store), timeout)
+        on_gpu, met = self._meet(PrefixStore("lengthwise", store), timeout)
         if on_gpu not in (0, self.world_size):
             where = f"rank {self.rank}, start"
             got = f"{on_gpu} of {self.world_size} on a GPU; this one {'is' if self.gpus else 'is not'}"
@@ -64,40 +75,23 @@ class World:
             raise RankError(where, expected="all ranks on GPUs, or all on the CPU", got=got, remedy=remedy)
         store = PrefixStore("default_pg", store)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
-        return sharing > 0
+        return met
 
-    def _count(self, store: Store, timeout: timedelta) -> tuple[int, int]:
-        """Return how many ranks are on a GPU, and how many share theirs with one before them; the same on all ranks.
+    def _meet(self, store: Store, timeout: timedelta) -> tuple[int, Met]:
+        """Return how many ranks are on a GPU, and who shares one; the former the same on all ranks, as `shares_gpus`.
 
-        Which transport a run takes follows from it, and must be known before the first group is made.
+        Which transport a run takes follows from it, and must be known before the first group is made. Each rank adds
+        itself to the count of its GPU, and says so where it is not the first there.
         """
         store.add("on_gpu", int(self.gpus > 0))
-        store.add("sharing", int(0 < self.gpus <= self.local_rank))
+        mine = f"on {gpu_of(self.device)}" if self.gpus else None
+        if mine is not None and store.add(mine, 1) > 1:
+            store.add("sharing", 1)
         if store.add("here", 1) == self.world_size:
             store.set("everyone", "is here")
         store.wait(["everyone"], timeout)
-        return store.add("on_gpu", 0), store.add("sharing", 0)
-
-
-def count_gpus() -> int:
-    """Count the CUDA devices, in a child process: where NVML is missing, counting starts the driver in the process.
-
-    A process that started it cannot fork ranks that use a GPU.
-    """
-    if torch.version.cuda is None and torch.version.hip is None:
-        return 0
-    context = multiprocessing.get_context("fork")
-    our_pipe, their_pipe = context.Pipe(duplex=False)
-    child = context.Process(target=lambda: their_pipe.send(torch.cuda.device_count()))
-    child.start()
-    their_pipe.close()
-    try:
-        return int(our_pipe.recv())
-    except EOFError:  # the driver itself failed: as good as no GPU, and torch says more when one is asked for
-        return 0
-    finally:
-        child.join()
-        our_pipe.close()
+        device_ranks = self.local_size if mine is None else store.add(mine, 0)
+        return store.add("on_gpu", 0), Met(shares_gpus=store.add("sharing", 0) > 0, device_ranks=device_ranks)
 
 
 def world_from_environment() -> World | None:

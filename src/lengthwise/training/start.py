@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from lengthwise.comm import World, count_gpus, world_from_environment
+from lengthwise.comm import World, built_for_gpus, count_gpus, find_gpus, has_unused_gpu, world_from_environment
 from lengthwise.config import RunConfig, build_config, load_config
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.sizes import MOST_RANKS, read_whole
@@ -116,15 +116,24 @@ def run_ranks(
 
 
 def count_used_gpus(device: str) -> int:
-    """Count the GPUs that a run with this `device` uses on this machine."""
-    gpus = 0 if device == "cpu" else count_gpus()
-    if device == "cuda" and not gpus:
-        import torch
+    """Count the GPUs that a run with this `device` uses on this machine.
 
-        got = f"none (torch {torch.__version__} was built {'with' if torch.version.cuda else 'without'} CUDA)"
-        remedy = "Set device: auto or cpu, or install a CUDA build of torch and a driver."
+    Raises:
+        ConfigError: there is none for `cuda`; or none that torch can use for `auto`, though the machine has one and
+            torch was built for it: training on the CPU would take many times as long.
+    """
+    gpus = 0 if device == "cpu" else count_gpus()
+    if gpus or device == "cpu":
+        return gpus
+    got = f"none ({find_gpus().why_none})"
+    if device == "cuda":
+        remedy = "Set device: auto or cpu, or install a CUDA build of torch and a driver that is new enough for it."
         raise ConfigError("device", expected="a GPU, for device: cuda", got=got, remedy=remedy)
-    return gpus
+    if has_unused_gpu() and built_for_gpus():
+        expected = "a GPU that torch can use, because this machine has one"
+        remedy = "Mend the driver or the build of torch; or set device: cpu, to train without it."
+        raise ConfigError("device", expected=expected, got=got, remedy=remedy)
+    return 0
 
 
 def quiet_libraries() -> None:

@@ -145,7 +145,7 @@ class _Trainer:
             self._optimizer = ShardedAdamW(self._parameters, job.config.optimizer, transport)
         if job.config.capacity_tokens == "auto":
             transport.phase = "measuring what fits into memory"
-            ranks = world.local_size if world.device.type == "cpu" else -(-world.local_size // max(1, job.gpus))
+            ranks = transport.device_ranks
             found = measure_capacities(job, self._model, self._parameters, self._kernel, transport, local_ranks=ranks)
             self._job = job = job.with_capacities(found)
             pricing.plan_for(job)

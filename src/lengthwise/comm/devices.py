@@ -1,0 +1,87 @@
+"""Which GPUs a process may use, and why none, asked in a child process.
+
+Counting them without a look at the driver is not enough: one that is too old for this torch is counted, or not counted
+at all, and torch trains on the CPU without a word. So the child starts CUDA, as a rank would, and brings torch's own
+words back. A process that has started CUDA itself cannot fork ranks that use a GPU.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import warnings
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+_DRIVER = Path("/dev/nvidiactl")  # there where the NVIDIA driver, or a container that was given it, is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpus:
+    """How many GPUs this process may use; `why_none` in words where it is none."""
+
+    number: int
+    why_none: str = ""
+
+
+def find_gpus() -> Gpus:
+    """Count the GPUs that torch can start, in a child process."""
+    if not built_for_gpus():
+        return Gpus(number=0, why_none=f"torch {torch.__version__} was built without CUDA")
+    if torch.cuda.is_initialized():  # by whoever calls us: a fork of this process could not even ask
+        return Gpus(number=torch.cuda.device_count())
+    context = multiprocessing.get_context("fork")
+    our_pipe, their_pipe = context.Pipe(duplex=False)
+    child = context.Process(target=_start_cuda, args=(their_pipe,))
+    child.start()
+    their_pipe.close()
+    try:
+        return our_pipe.recv()
+    except EOFError:
+        child.join()
+        return Gpus(number=0, why_none=f"the driver ended the process that asked it (exit code {child.exitcode})")
+    finally:
+        child.join()
+        our_pipe.close()
+
+
+def count_gpus() -> int:
+    """Count the GPUs that this process may use."""
+    return find_gpus().number
+
+
+def built_for_gpus() -> bool:
+    """Whether this build of torch can use any GPU."""
+    return torch.version.cuda is not None or torch.version.hip is not None
+
+
+def has_unused_gpu() -> bool:
+    """Whether the machine has an NVIDIA GPU that was not hidden from this process on purpose."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = visible is not None and not visible.split(",")[0].strip().startswith(("GPU", "MIG", *"0123456789"))
+    return _DRIVER.exists() and not hidden
+
+
+def gpu_of(device: torch.device) -> str:
+    """Name the GPU behind a device, alike in all processes that use it and in no others that NCCL can tell apart.
+
+    A process that a launcher shows one GPU calls it 0, as its neighbours call theirs; NCCL_HOSTID is for NCCL, and
+    therefore here, the name of the machine.
+    """
+    host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
+    return f"{host} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def _start_cuda(pipe: Connection) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch warns of, it also raises
+            torch.cuda.init()
+            found = Gpus(number=torch.cuda.device_count())
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason
+        found = Gpus(number=0, why_none=(str(error).splitlines() or [repr(error)])[0].rstrip("."))
+    pipe.send(found)

@@ -1,0 +1,86 @@
+"""Which GPUs a process may use: asked of torch itself, and never guessed from a count."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lengthwise.comm import devices
+from lengthwise.comm.devices import Gpus, count_gpus, find_gpus, gpu_of, has_unused_gpu
+
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040).\nPlease update your GPU driver."
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Make torch one of CUDA; returned is what its parts do, to be changed."""
+    parts = SimpleNamespace(init=lambda: None, number=3, initialized=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", lambda: parts.init())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: parts.number)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: parts.initialized)
+    return parts
+
+
+def _raise(error):
+    raise error
+
+
+def test_gpus_that_torch_starts_are_counted(cuda):
+    assert find_gpus() == Gpus(number=3)
+    assert count_gpus() == 3
+
+
+def test_torch_is_started_in_a_child_only(cuda, tmp_path):
+    cuda.init = lambda: (tmp_path / "pid").write_text(str(os.getpid()))
+    assert count_gpus() == 3
+    assert int((tmp_path / "pid").read_text()) != os.getpid()
+
+
+def test_process_that_has_started_cuda_asks_no_child(cuda):
+    cuda.initialized, cuda.number = True, 2
+    cuda.init = lambda: _raise(RuntimeError("Cannot re-initialize CUDA in forked subprocess"))
+    assert find_gpus() == Gpus(number=2)
+
+
+def test_driver_that_is_too_old_is_no_gpu_and_says_so(cuda):
+    """It is counted all the same, where NVML does the counting."""
+    cuda.init = lambda: _raise(RuntimeError(TOO_OLD))
+    assert find_gpus() == Gpus(number=0, why_none="The NVIDIA driver on your system is too old (found version 11040)")
+
+
+def test_driver_that_kills_whoever_asks_is_no_gpu_and_says_so(cuda):
+    cuda.init = lambda: os._exit(7)
+    assert find_gpus() == Gpus(number=0, why_none="the driver ended the process that asked it (exit code 7)")
+
+
+def test_build_without_cuda_has_no_gpus(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None, raising=False)
+    assert find_gpus() == Gpus(number=0, why_none=f"torch {torch.__version__} was built without CUDA")
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [(None, True), ("0", True), ("3,1", True), ("GPU-8932f937", True), ("MIG-7d3", True)]
+    + [(hidden, False) for hidden in ("", "-1", "NoDevFiles", " ")],
+)
+def test_unused_gpu_is_one_that_nobody_has_hidden(monkeypatch, tmp_path, visible, expected):
+    monkeypatch.setattr(devices, "_DRIVER", tmp_path / "nvidiactl")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert not has_unused_gpu(), "no driver"
+    Path(tmp_path / "nvidiactl").touch()
+    assert has_unused_gpu() == expected
+
+
+def test_gpu_is_named_by_its_machine_and_uuid(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"u{device.index}"))
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    monkeypatch.setattr(devices.socket, "gethostname", lambda: "alice")
+    assert gpu_of(torch.device("cuda", 1)) == "alice u1"
+    monkeypatch.setenv("NCCL_HOSTID", "bob")
+    assert gpu_of(torch.device("cuda", 1)) == "bob u1", "as NCCL sees it"
