@@ -20,10 +20,10 @@ ROOT = Path(__file__).parents[1]
 MOST_SECONDS = 600
 
 SCRIPTS: dict[str, dict[str, float]] = {
-    "contact": {"place": 60, "ceilings": 60, "test_gpu_kernels": 150},
+    "contact": {"place": 60, "ceilings": 60, "test_gpu_nccl": 180, "test_gpu_kernels": 150},
 }
 """The parts of each script and the seconds that each may take: tables of `gpu_step.py`, and files of tests/gpu."""
-_TINY_TESTS = {"test_gpu_kernels": "windows_edges or kernel_for"}
+_TINY_TESTS = {"test_gpu_kernels": "windows_edges or kernel_for", "test_gpu_nccl": "moves_and_sums and 2]"}
 
 
 def parts_of(script: str, folder: Path, *, device: str, tiny: bool) -> list[Part]:
