@@ -20,10 +20,22 @@ ROOT = Path(__file__).parents[1]
 MOST_SECONDS = 600
 
 SCRIPTS: dict[str, dict[str, float]] = {
-    "contact": {"place": 60, "ceilings": 60, "test_gpu_nccl": 180, "test_gpu_kernels": 150},
+    "contact": {
+        "place": 30,
+        "ceilings": 50,
+        "test_gpu_nccl": 150,
+        "test_gpu_kernels": 130,
+        "test_gpu_offload": 40,
+        "test_gpu_runs": 180,
+    },
+    "steps": {"replay": 280, "steps": 220, "steps_liger": 90},
 }
 """The parts of each script and the seconds that each may take: tables of `gpu_step.py`, and files of tests/gpu."""
-_TINY_TESTS = {"test_gpu_kernels": "windows_edges or kernel_for", "test_gpu_nccl": "moves_and_sums and 2]"}
+_TINY_TESTS = {
+    "test_gpu_kernels": "kernel_for",
+    "test_gpu_nccl": "moves_and_sums and 2]",
+    "test_gpu_runs": "too_small",
+}
 
 
 def parts_of(script: str, folder: Path, *, device: str, tiny: bool) -> list[Part]:

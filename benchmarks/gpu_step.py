@@ -25,6 +25,9 @@ from lengthwise.comm import count_gpus
 TABLES = {
     "place": "",
     "ceilings": "gpu.ceilings",
+    "replay": "gpu.replay",
+    "steps": "gpu.steps",
+    "steps_liger": "gpu.steps",
 }
 """The module of each table, whose function has the table's name; `place` is written before every one."""
 

@@ -1,0 +1,207 @@
+"""Whole plans of many ranks on one device: each rank's microbatches run one rank after the other, and are put together.
+
+1. Costs are fitted on this device; links are those of the hardware description.
+2. A rank's program runs with transfers that return at once: what arrives is a copy of what it sends, of the right size.
+3. A microbatch's seconds are those between the starts of two on the device.
+4. They take the places that the plan's order gives them: one starts when all its ranks are free, and ends after the
+   slowest of them and what its transfers take beyond computing, which is modelled.
+
+So the makespan has the device's own arithmetic, and the simulator's error can be read beside it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu.batches import plan_for
+from gpu.clock import finish
+from gpu.costs_here import cost_of, profile_loop
+from gpu.loops import OurLoop
+from gpu.records import Records
+from gpu.sizes import Sizes
+from lengthwise.comm import Done, Pending, SoloTransport
+from lengthwise.comm.transport import Around, Message
+from lengthwise.core.plan import Microbatch, Plan
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import Cost
+from lengthwise.engine.batch import StepBatch, random_batch
+from lengthwise.simulator import simulate_plan
+from lengthwise.simulator.rounds import microbatch_clocks
+
+PLANNERS = ("static", "single-degree", "bytescale", "lengthwise")
+Seconds = Mapping[tuple[int, int], float]
+"""Of a rank in a microbatch, by (rank, index of the microbatch)."""
+
+
+def replay(sizes: Sizes, records: Records) -> None:
+    """Write a row `replay` for each number of ranks and planner, of the same batches."""
+    device = torch.device(sizes.device)
+    loop = OurLoop(sizes.replay_model, device, sizes.dtype)
+    config: Any = loop.model.config
+    measured = profile_loop(
+        sizes.replay_model,
+        loop,
+        seconds=sizes.replay_profile_seconds,
+        longest_tokens=sizes.replay_capacity_tokens,
+        precision=sizes.precision,
+    )
+    cost = cost_of(measured, config)
+    records.keep("replay-measurements.json", measured.to_json())
+    for line in loop.said:
+        records.add("note", said=line)
+    for ranks in sizes.replay_ranks:
+        cluster = Cluster(ranks=ranks, capacity_tokens=sizes.replay_capacity_tokens)
+        lengths = sizes.replay_batch(ranks).lengths()
+        batch = random_batch(lengths, vocab=config.vocab_size)
+        for planner in PLANNERS:
+            plan = plan_for(lengths, cost, cluster, planner=planner, layers=config.num_hidden_layers)
+            seconds = replayed_seconds(loop, plan, batch)
+            makespan, simulated = makespan_of(plan, seconds, cost), simulate_plan(plan, cost).work_end_seconds.max()
+            records.add(
+                "replay",
+                ranks=ranks,
+                planner=planner,
+                tokens=sum(lengths),
+                longest_tokens=max(lengths),
+                replayed_seconds=makespan,
+                simulated_seconds=float(simulated),
+                simulation_error=float(simulated) / makespan - 1,
+                computing_share=sum(seconds.values()) / (makespan * ranks),
+                plan=records.keep(f"replay-{ranks}-{planner}.json", plan.to_json()),
+            )
+
+
+class ReplayTransport(Around):
+    """One rank of many without the others; notes when its microbatches begin."""
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        self._device, self._sent, self._marks = device, dict[torch.dtype, Tensor](), list[torch.cuda.Event | float]()
+        super().__init__(SoloTransport())
+        self.rank, self.world_size = rank, world_size
+
+    @property
+    def phase(self) -> str:
+        """Where in the step this rank is, in words."""
+        return self._inner.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._inner.phase = phase
+        if phase.endswith(" forward"):
+            self.mark()
+
+    def mark(self) -> None:
+        """Note the time on the device."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Return the seconds between two marks, of all."""
+        finish(self._device)
+        spans = []
+        for before, after in zip(self._marks, self._marks[1:], strict=False):
+            if isinstance(before, torch.cuda.Event) and isinstance(after, torch.cuda.Event):
+                spans.append(before.elapsed_time(after) / 1e3)
+            else:
+                assert isinstance(before, float), "all marks are of one clock"
+                assert isinstance(after, float), "all marks are of one clock"
+                spans.append(after - before)
+        return spans
+
+    def connect(self, peers: Sequence[int]) -> None:
+        """There is no one to meet."""
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Fill what would arrive with what is sent, or was sent last, of the same type."""
+        self._sent.update({tensor.dtype: tensor for tensor, _ in sends})
+        for into, _ in receives:
+            _fill(into, self._sent.get(into.dtype))
+        return Done()
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Leave the tensor as it is."""
+
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
+        """Copy this rank's part."""
+        output.copy_(source[: len(output)])
+
+    def reduce_scatter_async(self, output: Tensor, source: Tensor) -> Pending:
+        """Copy this rank's part, at once."""
+        self.reduce_scatter(output, source)
+        return Done()
+
+    def all_gather(self, output: Tensor, source: Tensor) -> None:
+        """Copy this rank's part."""
+        output[: len(source)].copy_(source)
+
+    def all_gather_async(self, output: Tensor, source: Tensor) -> Pending:
+        """Copy this rank's part, at once."""
+        self.all_gather(output, source)
+        return Done()
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Leave the tensor as it is."""
+
+
+def _fill(into: Tensor, source: Tensor | None) -> None:
+    """Copy `source` over and over into `into`; values of any kind where there is none."""
+    flat = into.view(-1)
+    if source is None or not source.numel():
+        flat.normal_()
+        return
+    values = source.detach().reshape(-1)
+    for start in range(0, len(flat), len(values)):
+        part = flat[start : start + len(values)]
+        part.copy_(values[: len(part)])
+
+
+def replayed_seconds(loop: OurLoop, plan: Plan, batch: StepBatch) -> Seconds:
+    """Run the microbatches of all ranks, one rank after the other; the first rank twice, to warm up."""
+    found: dict[tuple[int, int], float] = {}
+    for rank in (0, *range(plan.ranks)):
+        transport = ReplayTransport(rank, plan.ranks, loop.device)
+        mine = [index for index, microbatch in enumerate(plan.microbatches) if rank in microbatch.ranks]
+        if not mine:
+            continue
+        finish(loop.device)
+        loop.work(plan, batch, transport=transport)
+        transport.mark()
+        seconds = transport.seconds()
+        assert len(seconds) == len(mine), f"{len(seconds)} microbatches ran on rank {rank}, the plan has {len(mine)}"
+        found.update({(rank, index): each for index, each in zip(mine, seconds, strict=True)})
+        loop.parameters.clear_gradients()
+    return found
+
+
+def makespan_of(plan: Plan, seconds: Seconds, cost: Cost) -> float:
+    """Put measured microbatches in the plan's order, with what transfers take beyond computing by `cost`."""
+    free = [0.0] * plan.ranks
+    for index, microbatch in enumerate(plan.microbatches):
+        clocks = microbatch_clocks(microbatch, plan.tokens, cost)
+        totals = dict(zip(clocks.ranks, clocks.total.tolist(), strict=True))
+        computes = dict(zip(clocks.ranks, clocks.compute.tolist(), strict=True))
+        for together in rings_of(microbatch):
+            exposed = max(totals[rank] for rank in together) - max(computes[rank] for rank in together)
+            slowest = max(seconds[rank, index] for rank in together)
+            end = max(free[rank] for rank in together) + slowest + (max(0.0, exposed) if len(together) > 1 else 0.0)
+            for rank in together:
+                free[rank] = end
+    return max(free)
+
+
+def rings_of(microbatch: Microbatch) -> list[set[int]]:
+    """Return the ranks that wait for each other: those of a piece, and of pieces that share one."""
+    groups: list[set[int]] = []
+    for piece in microbatch.pieces:
+        joined = set(piece.ranks).union(*(group for group in groups if group & set(piece.ranks)))
+        groups = [group for group in groups if not group & joined] + [joined]
+    return groups

@@ -1,0 +1,155 @@
+"""Whole steps of one rank, ours and plain Hugging Face's: tokens a second, MFU, memory beside the state.
+
+Loops are built one after the other and again in the opposite order, so that a drift of the clocks meets all alike.
+`steps` has no fused kernels of Liger; `steps_liger` has rivals with them, in a process of its own, for it changes
+Hugging Face's classes.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gpu.batches import BatchKind, plan_for
+from gpu.clock import seconds_of
+from gpu.costs_here import hardware_here
+from gpu.loops import OurLoop, PlainLoop
+from gpu.models import model_config, peak_flops_per_second, step_flops
+from gpu.place import clocks
+from gpu.records import Records
+from gpu.sizes import Sizes
+from lengthwise.core.errors import MemoryShortage
+from lengthwise.core.plan import Plan
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import shape_from_config
+from lengthwise.cost.measured import base_cost
+from lengthwise.engine.batch import random_batch
+from lengthwise.engine.memory import PeakMemory
+
+OURS = "lengthwise"
+RIVALS: Mapping[str, Mapping[str, bool]] = {
+    "HF one by one": {"packed": False},
+    "HF + varlen": {"packed": True},
+    "HF one by one + Liger": {"packed": False, "liger": True},
+    "HF + varlen + Liger": {"packed": True, "liger": True},
+}
+
+
+def steps(sizes: Sizes, records: Records) -> None:
+    """Write rows `step` of lengthwise and of plain Hugging Face."""
+    _write_steps(sizes, records, [OURS, *(name for name in RIVALS if "Liger" not in name)])
+
+
+def steps_liger(sizes: Sizes, records: Records) -> None:
+    """Write rows `step` of Hugging Face with Liger's kernels; one that says so where they are not installed."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        records.add("note", said="liger-kernel is not installed: no rival has its kernels")
+        return
+    _write_steps(sizes, records, [name for name in RIVALS if "Liger" in name])
+
+
+def _write_steps(sizes: Sizes, records: Records, names: Sequence[str]) -> None:
+    for model, batches in sizes.step_models.items():
+        took: dict[tuple[str, str], list[float]] = {}
+        for turn, loop in enumerate([*names, *reversed(names)]):
+            for kind in batches:
+                row = _time(sizes, model, loop, kind)
+                took.setdefault((loop, kind.name), []).extend(row.pop("all_seconds", []))
+                records.add("step, each turn", turn=turn, model=model, loop=loop, batch=kind.name, **row)
+        for kind in batches:
+            _summary(sizes, records, model, kind, {loop: took[loop, kind.name] for loop in names})
+
+
+def _summary(sizes: Sizes, records: Records, model: str, kind: BatchKind, took: Mapping[str, Sequence[float]]) -> None:
+    """Write the medians of a batch over all turns."""
+    config, lengths = model_config(model), kind.lengths()
+    ours = statistics.median(took[OURS]) if took.get(OURS) else None
+    flops = step_flops(config, _parameters(config), lengths)
+    peak = peak_flops_per_second(torch.device(sizes.device))
+    for loop, seconds in took.items():
+        if not seconds:
+            continue
+        median = statistics.median(seconds)
+        records.add(
+            "step",
+            model=model,
+            batch=kind.name,
+            longest_tokens=max(lengths),
+            recompute=kind.recompute,
+            loop=loop,
+            seconds=median,
+            spread=(max(seconds) - min(seconds)) / median,
+            tokens_per_second=sum(lengths) / median,
+            mfu=flops / median / peak,
+            times_lengthwise=None if ours is None else median / ours,
+        )
+
+
+def _parameters(config: Any) -> int:
+    shape = shape_from_config(config.to_dict())
+    return shape.total_params
+
+
+def _time(sizes: Sizes, model: str, loop_name: str, kind: BatchKind) -> dict[str, Any]:
+    """Build a loop, run a batch and let go of it; seconds, bytes, and the loss of its first step."""
+    try:
+        return _run_batch(sizes, _build(sizes, model, loop_name), kind)
+    except torch.OutOfMemoryError as error:
+        return {"refused": str(error).splitlines()[0][:200]}
+    except MemoryShortage as error:
+        return {"refused": error.got[:200]}
+    finally:
+        gc.collect()
+        if sizes.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _run_batch(sizes: Sizes, loop: OurLoop | PlainLoop, kind: BatchKind) -> dict[str, Any]:
+    device, lengths, memory = torch.device(sizes.device), kind.lengths(), PeakMemory()
+    config: Any = loop.model.config
+    batch, plan = random_batch(lengths, vocab=config.vocab_size), _plan(sizes, config, kind)
+    first_loss = loop.step(plan, batch)
+    state = held_bytes(device)
+    memory.start()
+    seconds = seconds_of(lambda: loop.step(plan, batch), device, repeats=sizes.step_repeats, warm_up=0)
+    return {
+        "all_seconds": seconds,
+        "first_loss": first_loss,
+        "state_bytes": state,
+        "beside_state_bytes": memory.peak_bytes() - state,
+        "num_alloc_retries": alloc_retries(device),
+        "clocks": clocks(),
+        "said": "; ".join(loop.said),
+    }
+
+
+def _build(sizes: Sizes, model: str, name: str) -> OurLoop | PlainLoop:
+    device = torch.device(sizes.device)
+    if name == OURS:
+        return OurLoop(model, device, sizes.dtype)
+    return PlainLoop(model, device, sizes.dtype, pack_tokens=sizes.pack_tokens, **RIVALS[name])
+
+
+def _plan(sizes: Sizes, config: Any, kind: BatchKind) -> Plan:
+    """Plan a batch for one rank that holds its longest document, or a pack."""
+    cost = base_cost(
+        shape_from_config(config.to_dict()), hardware_here(torch.device(sizes.device)), precision=sizes.precision
+    )
+    lengths = kind.lengths()
+    cluster = Cluster(ranks=1, capacity_tokens=max(sizes.pack_tokens, *lengths))
+    return plan_for(lengths, cost, cluster, layers=config.num_hidden_layers, recompute=kind.recompute)
+
+
+def held_bytes(device: torch.device) -> int:
+    """Return the bytes of all tensors on a GPU; 0 on the CPU, which does not count them."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def alloc_retries(device: torch.device) -> int:
+    """Return how often the allocator had to free its cache and try again."""
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
