@@ -2,6 +2,7 @@
 
 from lengthwise.attention.abilities import AttentionNeeds
 from lengthwise.attention.choose import check_attention, choose_kernel
+from lengthwise.attention.copies import to_device
 from lengthwise.attention.kernels import Block, BlockKernel, FlashCpuKernel, ReferenceKernel, Saved
 from lengthwise.attention.planned import PlannedAttention, planned_attention
 from lengthwise.attention.recompute import ActivationPolicy, Recomputation
@@ -19,4 +20,5 @@ __all__ = [
     "check_attention",
     "choose_kernel",
     "planned_attention",
+    "to_device",
 ]

@@ -16,6 +16,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from lengthwise.attention.copies import to_device
 from lengthwise.comm import Done, Pending, Transport
 from lengthwise.core.errors import PlanError
 from lengthwise.program import ALL_HEADS, Content, HeadRange, MicrobatchProgram, RankRound, Transfer
@@ -76,7 +77,6 @@ class HeadExchange:
         self._whole: list[slice] = []  # own tokens of pieces that split nothing, in order
         self._runs: dict[HeadRange, list[range]] = {heads: [] for heads in self.ranges if heads != ALL_HEADS}
         own = program.shard_starts(transport.rank)
-        self._own_tokens = sum(each.num_tokens for each in program.segments(transport.rank))
         for index, piece, position in program.pieces_of(transport.rank) if self._splits else ():
             tokens = slice(own[index], own[index] + program.shard_tokens(index, position))
             heads = heads_of(piece, position)
@@ -123,17 +123,18 @@ class HeadExchange:
             for heads in self.ranges
         }
 
-    def join(self, content: Content, rows: Rows, num_heads: Sequence[int]) -> Sequence[Tensor]:
+    def join(self, content: Content, rows: Rows, num_heads: Sequence[int], *, rows_of_all: int) -> Sequence[Tensor]:
         """Return this rank's own tokens with all their heads, `num_heads` of each tensor; undoes `split`.
 
-        What comes from several ranks is summed. Of one range tensors have one dtype; the widest comes back.
+        They are the first of `rows_of_all`; the others are 0. What comes from several ranks is summed. Of one range
+        tensors have one dtype; the widest comes back.
         """
         if not self._splits:
             return rows[ALL_HEADS]
         kinds = {heads: each[0].dtype for heads, each in rows.items()}
         like = next(iter(rows.values()))[0]
         dtype = reduce(torch.promote_types, kinds.values())
-        own = [like.new_zeros(self._own_tokens, each, like.shape[2], dtype=dtype) for each in num_heads]
+        own = [like.new_zeros(rows_of_all, each, like.shape[2], dtype=dtype) for each in num_heads]
         buffers = {heads: self._by_member(heads, rows[heads]) for heads in self._runs}
         mine = self._round(content)
         arriving = [
@@ -174,7 +175,7 @@ class HeadExchange:
         """Return for each row of a range where it is among the rows exchanged."""
         if heads not in self._orders:
             rows = [torch.arange(run.start, run.stop) for run in self._runs[heads]]
-            self._orders[heads] = torch.cat(rows).to(device)
+            self._orders[heads] = to_device(torch.cat(rows), device)
         return self._orders[heads]
 
     def _by_member(self, heads: HeadRange, rows: Sequence[Tensor]) -> Tensor:
@@ -186,23 +187,26 @@ class HeadExchange:
 def _part(own: Sequence[Tensor], tokens: slice, heads: HeadRange) -> Tensor:
     """Return the heads of a range of some of the own tokens, side by side."""
     num_heads = own[0].shape[1]
-    return torch.cat([x[tokens, _columns(heads_taken(heads, num_heads, x.shape[1]))] for x in own], dim=1)
+    taken = [_columns(heads_taken(heads, num_heads, x.shape[1]), x.device) for x in own]
+    return torch.cat([x[tokens, columns] for x, columns in zip(own, taken, strict=True)], dim=1)
 
 
 def _add(own: Sequence[Tensor], tokens: slice, heads: HeadRange, message: Tensor) -> None:
     """Add to some of the own tokens what was computed of them for a range of heads."""
     taken = [heads_taken(heads, own[0].shape[1], x.shape[1]) for x in own]
     for into, columns, part in zip(own, taken, message.split([len(each) for each in taken], dim=1), strict=True):
-        if isinstance(_columns(columns), slice):
-            into[tokens, _columns(columns)] += part
+        where = _columns(columns, part.device)
+        if isinstance(where, slice):
+            into[tokens, where] += part
         else:
-            into[tokens].index_add_(1, torch.tensor(columns, device=part.device), part.to(into.dtype))
+            into[tokens].index_add_(1, where, part.to(into.dtype))
 
 
-def _columns(taken: tuple[int, ...]) -> slice | list[int]:
+@lru_cache(maxsize=256)
+def _columns(taken: tuple[int, ...], device: torch.device) -> slice | Tensor:
     """Return the index of some heads, a slice where they lie side by side."""
     first, last = taken[0], taken[-1]
-    return slice(first, last + 1) if len(taken) == last - first + 1 else list(taken)
+    return slice(first, last + 1) if len(taken) == last - first + 1 else to_device(torch.tensor(taken), device)
 
 
 def _width(heads: HeadRange, num_heads: Sequence[int]) -> int:

@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from lengthwise.attention.copies import to_device
 from lengthwise.attention.kernels import Block, BlockKernel, Gradients, Saved
 from lengthwise.program import BlockTask
 
@@ -46,14 +47,14 @@ class PackKernel(BlockKernel, Protocol):
         ...
 
 
-def pack_of(tasks: Sequence[BlockTask], *, window: int | None, device: torch.device) -> Pack | None:
+def pack_of(tasks: Sequence[BlockTask], *, window: int | None, device: torch.device, padding: int = 0) -> Pack | None:
     """Join the diagonal blocks of a rank to documents; None when it holds no token.
 
     A window's tiles are joined again: the kernel cuts the window itself. A tile continues the document before it when
-    its first key is not its first query.
+    its first key is not its first query. `padding`: rows after them, which nobody sees, are a document of their own.
     """
     diagonal = sorted((task for task in tasks if task.causal), key=lambda task: task.q_start)
-    if not diagonal:
+    if not diagonal and not padding:
         return None
     borders, stop = [], 0
     for task in diagonal:
@@ -61,9 +62,9 @@ def pack_of(tasks: Sequence[BlockTask], *, window: int | None, device: torch.dev
         if task.distance == 0:
             borders.append(task.q_start)
         stop = task.q_stop
-    borders.append(stop)
+    borders += [stop, stop + padding] if padding else [stop]
     return Pack(
-        cu_seqlens=torch.tensor(borders, dtype=torch.int32, device=device),
+        cu_seqlens=to_device(torch.tensor(borders, dtype=torch.int32), device),
         max_seqlen=max(stop - start for start, stop in pairwise(borders)),
         window=window,
     )

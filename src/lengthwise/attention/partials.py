@@ -1,7 +1,8 @@
 """Results of attention while they grow block by block: of one range of heads, all rows of a rank.
 
 Sums are in fp32 (fp64 under fp64) and cast once. Every query is in one diagonal block, which is its first, so nothing
-is read before it is written; without a window the same holds for every key.
+is read before it is written; without a window the same holds for every key. Rows after the tokens are padding, and 0.
+Where nothing but a pack adds to gradients, they are those of the kernel, not copied.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class PartialOut:
-    """Output and log-sum-exp of the queries of `block`, which `heads` of `ring_steps` will add to."""
+    """Output and log-sum-exp of the first `tokens` queries of `block`, which `heads` of `ring_steps` will add to."""
 
-    def __init__(self, block: Block, heads: HeadRange, ring_steps: Sequence[RingStep]) -> None:
+    def __init__(self, block: Block, heads: HeadRange, ring_steps: Sequence[RingStep], *, tokens: int) -> None:
         q = block.q
         merges = any(not task.causal and task.heads == heads for each in ring_steps for task in each.tasks)
         rows = 0 if heads in ring_steps[0].packs else len(q)  # a pack brings the memory for its results
         self._dtype = q.dtype
         self._out = q.new_empty(rows, *q.shape[1:], dtype=wide(q.dtype) if merges else q.dtype)
         self._lse = q.new_empty(q.shape[1], rows, dtype=wide(q.dtype))
+        _clear(self._out[tokens:], self._lse[:, tokens:])
 
     def take_pack(self, out: Tensor, lse: Tensor) -> None:
         """Take what a pack gave, of all rows."""
@@ -54,16 +56,29 @@ class PartialOut:
 
 
 class PartialGradients:
-    """Gradients of the queries of `block`, and of its keys and values, for which those of other ranks arrive, too."""
+    """Gradients of the first `tokens` queries of `block`, and of its keys and values, to which other ranks add, too.
 
-    def __init__(self, block: Block, *, windowed: bool) -> None:
+    is_of_pack: nothing but a pack adds to them; there are no sums then.
+    """
+
+    def __init__(
+        self, block: Block, heads: HeadRange, ring_steps: Sequence[RingStep], *, windowed: bool, tokens: int
+    ) -> None:
         self._block, self._first_writes = block, not windowed
+        others = [one for each in ring_steps for one in (*each.tasks, *each.sends, *each.receives)]
+        self.is_of_pack = heads in ring_steps[0].packs and not any(one.heads == heads for one in others)
+        if self.is_of_pack:
+            return
         make = torch.zeros if windowed else torch.empty
         self.dq = torch.empty_like(block.q, dtype=wide(block.q.dtype))
         self.dkv = make(2, *block.k.shape, dtype=self.dq.dtype, device=block.k.device)
+        _clear(self.dq[tokens:], self.dkv[:, tokens:])
 
     def take_pack(self, grads: Gradients) -> None:
         """Take what a pack gave, of all rows."""
+        if self.is_of_pack:
+            self._of_pack = grads
+            return
         for total, part in zip((self.dq, *self.dkv), grads, strict=True):
             total.copy_(part)
 
@@ -83,7 +98,14 @@ class PartialGradients:
 
     def done(self, *, widely: bool) -> Gradients:
         """Return (dq, dk, dv) in the dtypes of q, k and v; `widely`: as they were summed."""
-        if widely:
-            return self.dq, self.dkv[0], self.dkv[1]
         block = self._block
-        return self.dq.to(block.q.dtype), self.dkv[0].to(block.k.dtype), self.dkv[1].to(block.v.dtype)
+        dtypes = [wide(x.dtype) if widely else x.dtype for x in (block.q, block.k, block.v)]
+        found = self._of_pack if self.is_of_pack else (self.dq, *self.dkv)
+        dq, dk, dv = (grad.to(dtype) for grad, dtype in zip(found, dtypes, strict=True))
+        return dq, dk, dv
+
+
+def _clear(*padding: Tensor) -> None:
+    for each in padding:
+        if each.numel():
+            each.zero_()

@@ -61,30 +61,34 @@ class PlannedAttention:
             (index, group): slice(start, start + program.ring_tokens(index, group)) for index, group, start in groups
         }
         self._travels = {index: piece.degree > piece.heads for index, piece, *_ in pieces}
-        self._steps: dict[int | None, tuple[list[RingStep], list[RingStep]]] = {}
+        self._steps: dict[tuple[int | None, int], tuple[list[RingStep], list[RingStep]]] = {}
         self._masks: dict[tuple[int, int, int, bool, int | None], BlockMask] = {}
 
     @property
     def windows(self) -> frozenset[int | None]:
         """The windows of the layers that have run; None: a layer sees everything."""
-        return frozenset(self._steps)
+        return frozenset(window for window, _ in self._steps)
 
     def lower(self, windows: Collection[int | None], device: torch.device) -> None:
         """Lower the ring steps of layers with these windows before one of them runs."""
         for window in windows:
-            self._steps_of(window, device)
+            self._steps_of(window, device, self.num_rows)
 
     def forward(
         self, layer: Block, window: int | None = None, sinks: Tensor | None = None
     ) -> tuple[Tensor, dict[HeadRange, Attended]]:
         """Return (out (tokens, heads, head_dim) in q's dtype, and by range of heads what backward needs).
 
-        `layer` holds the queries, keys and values of all tokens of this rank.
+        `layer` holds the queries, keys and values of all tokens of this rank, and of padding after them, if any; what
+        comes back of padding means nothing, and is finite.
         """
-        ring_steps, _ = self._steps_of(window, layer.q.device)
+        rows = len(layer.q)
+        ring_steps, _ = self._steps_of(window, layer.q.device, rows)
         split = self._heads.split(Content.QKV, (layer.q, layer.k, layer.v))
         blocks = {heads: Block(q=q, k=k, v=v, scale=layer.scale) for heads, (q, k, v) in split.items()}
-        parts = {heads: PartialOut(block, heads, ring_steps) for heads, block in blocks.items()}
+        parts = {
+            heads: PartialOut(block, heads, ring_steps, tokens=self._tokens(heads)) for heads, block in blocks.items()
+        }
         held = self._own_keys(blocks)
         for ring_step in ring_steps:
             pending, arriving = self._post(ring_step, held, {}, blocks)
@@ -101,7 +105,7 @@ class PlannedAttention:
             for heads, part in parts.items()
         }
         outs = {heads: (each.saved.out,) for heads, each in attended.items()}
-        (out,) = self._heads.join(Content.OUT, outs, layer.q.shape[1:2])
+        (out,) = self._heads.join(Content.OUT, outs, layer.q.shape[1:2], rows_of_all=rows)
         return out, attended
 
     def read_again(self, layer: Block, out: Tensor, lses: Mapping[HeadRange, Tensor]) -> dict[HeadRange, Attended]:
@@ -124,11 +128,15 @@ class PlannedAttention:
 
         `attended` is what `forward` returned of the same layer, `num_heads` how many heads q, k and v have.
         """
-        _, ring_steps = self._steps_of(window, grad_out.device)
+        rows = len(grad_out)
+        _, ring_steps = self._steps_of(window, grad_out.device, rows)
         split = self._heads.split(Content.GRAD_OUT, (grad_out,))
         blocks = {heads: each.block for heads, each in attended.items()}
-        sums = {heads: PartialGradients(block, windowed=window is not None) for heads, block in blocks.items()}
-        gradients = {shard: sums[self._ranges[shard[0]]].dkv[:, rows] for shard, rows in self._own.items()}
+        sums = {
+            heads: PartialGradients(block, heads, ring_steps, windowed=window is not None, tokens=self._tokens(heads))
+            for heads, block in blocks.items()
+        }
+        gradients = self._own_gradients(sums)
         held = self._own_keys(blocks)
         for ring_step in ring_steps:
             pending, arriving = self._post(ring_step, held, gradients, blocks)
@@ -149,7 +157,7 @@ class PlannedAttention:
                     gradients[shard] = gradients[shard].add_(message) if shard in gradients else message
             _take_over(held, arriving, ring_step)
         done = {heads: each.done(widely=shares_keys(heads, *num_heads[:2])) for heads, each in sums.items()}
-        joined = self._heads.join(Content.DQKV, done, num_heads)
+        joined = self._heads.join(Content.DQKV, done, num_heads, rows_of_all=rows)
         dq, dk, dv = (grad.to(grad_out.dtype) for grad in joined)
         return dq, dk, dv, _sink_gradient(sinks, split, attended)
 
@@ -158,13 +166,23 @@ class PlannedAttention:
         saved = Saved(out=attended.saved.out[rows], lse=attended.saved.lse[:, rows])
         return self._kernel.backward(grad_out[rows], self._block(attended.block, task, held), saved)
 
-    def _steps_of(self, window: int | None, device: torch.device) -> tuple[list[RingStep], list[RingStep]]:
+    def _steps_of(self, window: int | None, device: torch.device, rows: int) -> tuple[list[RingStep], list[RingStep]]:
         """Return this rank's (forward, backward) ring steps for layers with `window`; lowered once a microbatch."""
-        if window not in self._steps:
-            program = self._program.with_window(window)
+        if (window, rows) not in self._steps:
+            program, padding = self._program.with_window(window), rows - self.num_tokens
             packs_on = device if isinstance(self._kernel, PackKernel) else None
-            self._steps[window] = ring_steps_of(program, self._transport.rank, packs_on=packs_on)
-        return self._steps[window]
+            steps = ring_steps_of(program, self._transport.rank, packs_on=packs_on, padding=padding)
+            self._steps[window, rows] = steps
+        return self._steps[window, rows]
+
+    def _tokens(self, heads: HeadRange) -> int:
+        """Count the rows of a range of heads that are tokens; padding is after them."""
+        return sum(rows.stop - rows.start for shard, rows in self._own.items() if self._ranges[shard[0]] == heads)
+
+    def _own_gradients(self, sums: Mapping[HeadRange, PartialGradients]) -> dict[Shard, Tensor]:
+        """Return where the gradients of this rank's own keys and values are summed, of those that are."""
+        own = {shard: (sums[self._ranges[shard[0]]], rows) for shard, rows in self._own.items()}
+        return {shard: each.dkv[:, rows] for shard, (each, rows) in own.items() if not each.is_of_pack}
 
     def _own_keys(self, blocks: Mapping[HeadRange, Block]) -> Held:
         """Copy each ring shard into what will travel; local keys are not copied."""
@@ -303,8 +321,8 @@ def planned_attention(
     """Attend within each sequence of a microbatch, causally, wherever its tokens are.
 
     q is (tokens, heads, head_dim), k and v (tokens, kv_heads, head_dim): this rank's tokens in the order of
-    `MicrobatchProgram.segments`. `window`: a query sees itself and the window - 1 tokens before it. `sinks` (heads,)
-    are logits that take weight and give no value. Returns (tokens, heads, head_dim).
+    `MicrobatchProgram.segments`, and padding after them. `window`: a query sees itself and the window - 1 tokens before
+    it. `sinks` (heads,) are logits that take weight and give no value. Returns (tokens, heads, head_dim).
     """
     planned.layers_run += 1
     return _Attention.apply(q, k, v, sinks, planned, scale, window)

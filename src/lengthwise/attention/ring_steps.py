@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lengthwise.attention.packs import Pack, pack_of
-from lengthwise.program import BlockTask, Content, HeadRange, MicrobatchProgram, RankRound, Transfer
+from lengthwise.program import ALL_HEADS, BlockTask, Content, HeadRange, MicrobatchProgram, RankRound, Transfer
 
 Shard = tuple[int, int]
 """(piece, owner): the tokens of one ring position of one piece."""
@@ -34,19 +34,22 @@ class RingStep:
 
 
 def ring_steps_of(
-    program: MicrobatchProgram, rank: int, *, packs_on: torch.device | None
+    program: MicrobatchProgram, rank: int, *, packs_on: torch.device | None, padding: int = 0
 ) -> tuple[list[RingStep], list[RingStep]]:
     """Return a rank's (forward, backward) ring steps; `packs_on`: where the borders of packs lie, None: no packs.
 
-    Steps in which the rank does nothing stay, for the order.
+    `padding`: rows after the rank's tokens that packs take as a document, where the rank splits no heads. Steps in
+    which the rank does nothing stay, for the order.
     """
     tasks = [program.tasks(rank, number) for number in range(program.ring_steps)]
     packs: dict[HeadRange, Pack] = {}
     if packs_on is not None:
         assert not any(task.causal for each in tasks[1:] for task in each), "a rank's own keys come first"
-        for heads in program.row_starts(rank):
+        ranges = tuple(program.row_starts(rank))
+        padded = padding if ranges == (ALL_HEADS,) else 0  # split heads are rows of tokens only
+        for heads in ranges:
             of_range = [task for task in tasks[0] if task.heads == heads]
-            pack = pack_of(of_range, window=program.window, device=packs_on)
+            pack = pack_of(of_range, window=program.window, device=packs_on, padding=padded)
             packs.update({} if pack is None else {heads: pack})
         tasks[0] = tuple(task for task in tasks[0] if not task.causal)
     passes = (program.forward_rounds_of(rank), program.backward_rounds_of(rank))

@@ -15,7 +15,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, nn
 
-from lengthwise.attention import ActivationPolicy, BlockKernel, PlannedAttention
+from lengthwise.attention import ActivationPolicy, BlockKernel, PlannedAttention, to_device
 from lengthwise.comm import Transport
 from lengthwise.core.plan import Plan
 from lengthwise.cost import LOGITS_AT_ONCE
@@ -217,7 +217,7 @@ class _RankStep:
         planned = PlannedAttention(program, self.transport, self.kernel)
         planned.lower(self.windows, self._device)
         tensors = self.batch.tensors(program.segments(self.transport.rank))
-        return _Prepared(planned=planned, tensors=[each.to(self._device) for each in tensors])
+        return _Prepared(planned=planned, tensors=[to_device(each, self._device) for each in tensors])
 
     def count_routers(self, keeps: Collection[int]) -> tuple[RouterBalance, dict[int, _Forward]]:
         """Sum over all ranks what all tokens choose, after each rank's last ring; keep graphs of these microbatches."""

@@ -7,13 +7,15 @@ each sequence, so RoPE is right wherever a token is; no mask is ever made, becau
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from lengthwise.attention import PlannedAttention, planned_attention
 from lengthwise.core.errors import ModelRefused
@@ -33,6 +35,7 @@ def register_attention() -> None:
     """Make `attn_implementation="lengthwise"` known to Hugging Face; calling it again changes nothing."""
     AttentionInterface.register(ATTENTION_NAME, _attend)
     AttentionMaskInterface.register(ATTENTION_NAME, _mask_asked)
+    _spare_search_for_packs()
 
 
 def model_loss(
@@ -92,7 +95,7 @@ def _run(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, positio
     padding = planned.num_rows - planned.num_tokens
     if padding:
         input_ids, position_ids = (F.pad(x, (0, padding)) for x in (input_ids, position_ids))
-    with sequence_lengths(model, planned.spans):
+    with sequence_lengths(model, planned.spans), _planned_forward():
         output = model(
             input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, lengthwise=planned, **options
         )
@@ -102,6 +105,40 @@ def _run(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, positio
         remedy = "A layer of another kind would be wrong without a word; use another model."
         raise ModelRefused(where, expected=expected, got=f"{planned.layers_run} that did", remedy=remedy)
     return output
+
+
+_here = threading.local()  # ranks of a strict world are threads
+
+
+@contextmanager
+def _planned_forward() -> Iterator[None]:
+    _here.is_planned = True
+    try:
+        yield
+    finally:
+        _here.is_planned = False
+
+
+class _Spared:
+    """A function that returns None in planned forwards."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it, elsewhere."""
+        return None if getattr(_here, "is_planned", False) else self._function(*args, **kwargs)
+
+
+def _spare_search_for_packs() -> None:
+    """Spare planned forwards Hugging Face's look for packs in the positions, once for each mask of each microbatch.
+
+    It reads a number from the device, for which the host waits until all that was posted has run; and it has no say in
+    our masks.
+    """
+    search = getattr(masking_utils, "find_packed_sequence_indices", None)
+    if search is not None and not isinstance(search, _Spared):
+        masking_utils.find_packed_sequence_indices = _Spared(search)
 
 
 def _own_router_logits(output: Any, planned: PlannedAttention) -> list[Tensor]:
@@ -174,11 +211,9 @@ def _attend(
     assert query.shape[2] == lengthwise.num_rows, f"{query.shape[2]} queries in {lengthwise.num_rows} rows"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     head_dim = max(query.shape[-1], value.shape[-1])
-    q, k, v = (_widened(x[0].transpose(0, 1)[: lengthwise.num_tokens], head_dim) for x in (query, key, value))
+    q, k, v = (_widened(x[0].transpose(0, 1), head_dim) for x in (query, key, value))
     out = planned_attention(q, k, v, lengthwise, scale=scale, window=sliding_window, sinks=sinks)
-    out = out[..., : value.shape[-1]]
-    padding = query.shape[2] - len(out)
-    return (F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out)[None], None
+    return out[None, ..., : value.shape[-1]], None
 
 
 def _widened(x: Tensor, head_dim: int) -> Tensor:

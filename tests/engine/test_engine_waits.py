@@ -1,0 +1,86 @@
+"""The host gives a device work without waiting for it: no number is read between microbatches, no copy waited for."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from lengthwise.attention import choose_kernel, to_device
+from lengthwise.comm import SoloTransport
+from lengthwise.config.schema import OptimizerConfig
+from lengthwise.core.plan import Piece
+from lengthwise.engine.optimizer import ShardedAdamW
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.step import run_plan
+from lengthwise.models.adapter import ATTENTION_NAME, register_attention
+from support import make_batch, make_plan, tiny_family_config
+
+LENGTHS = (9, 12, 5, 7, 8, 3)
+READS = ("_local_scalar_dense", "nonzero", "equal", "unique", "masked_select")
+
+
+class Reads(TorchDispatchMode):
+    """Counts operations whose result the host needs, or whose shape depends on values: on a GPU it waits for them."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(name in str(func) for name in READS):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def reads(model_type, microbatches, *, experts="eager"):
+    """Return the reads of the microbatches of a step, and those of its end."""
+    register_attention()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        tiny_family_config(model_type), attn_implementation=ATTENTION_NAME, experts_implementation=experts
+    ).train()
+    transport = SoloTransport()
+    flat = FlatParameters(model, transport, dtype=torch.float32)
+    optimizer = ShardedAdamW(flat, OptimizerConfig(fused=True), transport)
+    plan = make_plan(1, LENGTHS, [[Piece(ranks=(0,), sequences=each)] for each in microbatches])
+    with Reads() as during:
+        run_plan(model, plan, make_batch(LENGTHS, vocab=48), transport, choose_kernel(torch.device("cpu")), name="step")
+    with Reads() as after:
+        norm = optimizer.reduce()
+        optimizer.update(1e-3, norm)
+    return during.found, after.found
+
+
+@pytest.mark.parametrize(
+    ("model_type", "experts"),
+    [("llama", "eager"), ("gemma3_text", "eager"), ("qwen3", "eager"), ("qwen3_moe", "grouped_mm")],
+)
+def test_nothing_is_read_between_microbatches(model_type, experts):
+    """The sums of losses are read once, when all of a step was posted, and once the norm of the gradient."""
+    for microbatches in ([tuple(range(6))], [(0, 1), (2, 3), (4, 5)], [(i,) for i in range(6)]):
+        during, after = reads(model_type, microbatches, experts=experts)
+        assert during == []
+        assert len(after) == 1
+
+
+def test_eager_experts_read_for_each_expert():
+    """So this count sees what there is to see."""
+    during, _ = reads("qwen3_moe", [tuple(range(6))])
+    assert len(during) > 4
+
+
+def test_copies_to_a_gpu_go_through_pinned_memory_and_are_not_waited_for():
+    called = []
+
+    class Host:
+        def pin_memory(self):
+            called.append("pin")
+            return self
+
+        def to(self, device, *, non_blocking=False):
+            called.append((device.type, non_blocking))
+
+    to_device(Host(), torch.device("cuda", 0))
+    assert called == ["pin", ("cuda", True)]
+    here = torch.ones(3)
+    assert to_device(here, torch.device("cpu")) is here
