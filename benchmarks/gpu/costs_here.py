@@ -11,10 +11,12 @@ from gpu.loops import OurLoop
 from gpu.models import model_source
 from gpu.place import device_name
 from lengthwise.comm import World
+from lengthwise.config.schema import OptimizerConfig
 from lengthwise.core.measurements import Measurements, Precision
 from lengthwise.cost import Cost, hardware_of_gpu, shape_from_config
 from lengthwise.cost.fit import with_terms
 from lengthwise.cost.measured import base_cost
+from lengthwise.engine.optimizer import ShardedAdamW
 from lengthwise.profiler.profile import ProfileSettings, profile
 
 
@@ -36,7 +38,10 @@ def profile_loop(
         hardware=hardware_here(loop.device),
         computing=loop.computing,
     )
-    return profile(model_source(name), world, loop.transport, settings, trained=(loop.model, loop.parameters))
+    optimizer = ShardedAdamW(loop.parameters, OptimizerConfig(), loop.transport)  # which has made no step
+    return profile(
+        model_source(name), world, loop.transport, settings, trained=(loop.model, loop.parameters, optimizer)
+    )
 
 
 def cost_of(found: Measurements, config: Any) -> Cost:

@@ -7,6 +7,8 @@ the update, or it is fused: one kernel for all of a shard, which clips, too, and
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,21 +66,29 @@ class ShardedAdamW:
         return state | {name: torch.empty_like(weights).zero_() for name in _MOMENTS}
 
     def reduce(self) -> float:
-        """Sum gradients over all ranks; return their global norm, before clipping."""
-        parts = self._parameters.reduce_gradients().split(self._part)
+        """Sum gradients over all ranks; return their global norm, before clipping. Collective."""
+        return self.norm(self._parameters.reduce_gradients())
+
+    def norm(self, gradients: Tensor) -> float:
+        """Return the global norm of gradients of which each rank has its (entries,). Collective."""
+        parts = gradients.split(self._part)
         norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
         squares = torch.stack(norms).square().sum().reshape(1)
         self._transport.all_reduce(squares)
         return squares.sqrt().item()
 
     def update(self, lr: float, norm: float) -> None:
-        """Clip the gradients of global norm `norm`, update this rank's shards, publish."""
+        """Clip the gradients of global norm `norm`, update this rank's shards, publish. Collective."""
+        self.step(lr, norm)
+        self._parameters.publish()
+
+    def step(self, lr: float, norm: float) -> None:
+        """Clip the gradients of global norm `norm` and update this rank's shards."""
         if self._adamw is not None:
             self._clip(norm)
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
-        self._parameters.publish()
 
     def _clip(self, norm: float) -> None:
         """Scale gradients of global norm `norm` as torch.nn.utils.clip_grad_norm_ does, or have the kernel do it."""
@@ -93,13 +103,19 @@ class ShardedAdamW:
             assert weights.grad is not None, "gradients are views, which nothing sets to None"
             weights.grad.mul_(factor)
 
-    def rehearse(self) -> None:
-        """Run the end of a step that changes nothing, to the bit; gradients must be zero. Collective."""
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Let updates inside the block change nothing, to the bit: before the first step, of gradients and lr 0."""
         counts = [state["step"] for state in self._adamw.state.values()] if self._adamw is not None else []
-        before = [count.clone() for count in counts]
-        self.update(0.0, self.reduce())
-        for count, value in zip(counts, before, strict=True):
-            count.copy_(value)
+        assert not any(counts), "moments that are not zero would fade"
+        yield
+        for count in counts:
+            count.zero_()
+
+    def rehearse(self) -> None:
+        """Run the end of a step that changes nothing; gradients must be zero. Collective."""
+        with self.rehearsing():
+            self.update(0.0, self.reduce())
 
 
 def part_of(entries: int) -> int:

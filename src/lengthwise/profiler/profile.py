@@ -5,7 +5,7 @@
 2. All of them and the messages and the step's end then take turns, so that a drift of the machine meets all alike.
 3. Every rank's seconds are shared; lower quartiles make the samples, `cost.fit` the coefficients.
 
-Costs `seconds`, and for them an optimizer's state once more. On GPUs the device is waited for around each run; that
+Costs `seconds`, and no memory beside that of training. On GPUs the device is waited for around each run; that
 path was not run on one yet.
 """
 
@@ -47,7 +47,6 @@ from lengthwise.models import (
 )
 from lengthwise.offload import ActivationStore, DiskStore, PinnedStore
 from lengthwise.profiler.place import this_place
-from lengthwise.profiler.rehearsal import RehearsedParameters
 from lengthwise.profiler.runs import SHORTEST_TOKENS, Run, copy_runs, local_run, message_runs, packs_up_to, ring_runs
 from lengthwise.profiler.watch import Stopwatch, WatchedTransport
 
@@ -56,6 +55,9 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 3, 25
 _LEAST_TOKENS = 256  # up to here lengths double however long it takes: fewer tell nothing
 _Timed = Callable[[], tuple[float, float, float]]
 """Runs something; returns its seconds on this rank, of these those waited, those before backward (NaN: not apart)."""
+
+Trained = tuple[nn.Module, Parameters, ShardedAdamW]
+"""A model, its parameters and their optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +82,12 @@ def profile(
     transport: Transport,
     settings: ProfileSettings,
     *,
-    trained: tuple[nn.Module, Parameters] | None = None,
+    trained: Trained | None = None,
     store: ActivationStore | None = None,
 ) -> Measurements:
     """Measure a model on all ranks of a world; return the same on each.
 
-    `trained`: a model and its parameters, which stay as they are to the bit; None: built from `source`. `store`: where
+    `trained`: what has not made a step yet, and stays as it is to the bit; None: built from `source`. `store`: where
     activations are offloaded to; None: copies are not measured.
 
     Raises:
@@ -131,13 +133,11 @@ def _adapters(model: nn.Module) -> int | None:
     return sum(each.numel() for each in parameters if each.requires_grad)
 
 
-def build(
-    source: ModelSource, world: World, transport: Transport, precision: Precision
-) -> tuple[nn.Module, Parameters]:
-    """Build a model to be measured, its weights drawn, and its parameters. Collective."""
+def build(source: ModelSource, world: World, transport: Transport, precision: Precision) -> Trained:
+    """Build a model to be measured, its weights drawn, its parameters and optimizer. Collective."""
     model = build_model(source, seed=0, stored=transport.rank == 0)
     flat = FlatParameters(model, transport, dtype=DTYPES[precision], device=world.device, layers=wrapped_layers(model))
-    return model, flat
+    return model, flat, ShardedAdamW(flat, OptimizerConfig(), transport)
 
 
 def open_store(device: torch.device, folder: Path | None, *, where: str) -> ActivationStore | None:
@@ -154,6 +154,7 @@ class RankProfiler:
         self,
         model: nn.Module,
         parameters: Parameters,
+        optimizer: ShardedAdamW,
         shape: ModelShape,
         world: World,
         transport: Transport,
@@ -169,8 +170,7 @@ class RankProfiler:
         self._kernel: BlockKernel = choose_model_kernel(
             model.config, settings.computing, world.device, dtype=self._dtype
         )
-        self._parameters = RehearsedParameters(parameters, self._watch)
-        self._optimizer = ShardedAdamW(self._parameters, OptimizerConfig(), self._transport)
+        self._parameters, self._optimizer = parameters, optimizer
 
     def time_in_turns(self, runs: Sequence[Run]) -> list[Sample]:
         """Run all of them and the step's end in turns while there is time; return a sample of each, ends last."""
@@ -292,15 +292,21 @@ class RankProfiler:
 
     def _end(self) -> tuple[float, float, float]:
         """Do a step's end that changes no weight; return seconds of collectives, update and clearing."""
-        self._transport.collective_seconds = self._parameters.moved_seconds = 0.0
+        parameters, optimizer, watch = self._parameters, self._optimizer, self._watch
+        parameters.clear_gradients()
 
-        def end() -> None:
-            self._optimizer.update(0.0, self._optimizer.reduce())
+        def publish() -> None:
+            parameters.publish()
+            parameters.published()
 
-        whole = self._watch.seconds(end)
-        clear = self._watch.seconds(self._parameters.clear_gradients)
-        collectives = max(0.0, self._transport.collective_seconds + self._parameters.moved_seconds - clear)
-        return collectives, max(whole - collectives - clear, 1e-9), clear
+        with optimizer.rehearsing():
+            collectives, shard = watch.timed(parameters.reduce_gradients)
+            waited = watch.waited
+            update = watch.seconds(lambda: optimizer.step(0.0, optimizer.norm(shard)))
+            waited = watch.waited - waited
+            collectives += waited + watch.seconds(publish)
+        clear = watch.seconds(parameters.clear_gradients)
+        return max(0.0, collectives - clear), max(update - waited, 1e-9), clear
 
     def _meet(self) -> None:
         self._plain.all_reduce(torch.zeros(1))

@@ -1,4 +1,4 @@
-"""A stopwatch over a rank, and a transport that tells it when backward began and what collectives took.
+"""A stopwatch over a rank, and a transport that tells it when backward began.
 
 By the clock "cpu" a rank's seconds are those in which its process computed, and the least that any rank waited for
 messages in any turn: on a machine that does other work at the same time these are the ones that repeat.
@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lengthwise.comm import Done, Pending, Transport
+from lengthwise.comm import Pending, Transport
 from lengthwise.comm.transport import Around, Message
 from lengthwise.core.measurements import Clock
+
+Result = TypeVar("Result")
 
 
 class Stopwatch:
@@ -38,19 +41,22 @@ class Stopwatch:
 
     def seconds(self, run: Callable[[], object]) -> float:
         """Return how long `run` takes, waiting for messages included."""
+        return self.timed(run)[0]
+
+    def timed(self, run: Callable[[], Result]) -> tuple[float, Result]:
+        """Return how long `run` takes, waiting for messages included, and what it returned."""
         start = self.now()
-        run()
-        return self.now() - start
+        result = run()
+        return self.now() - start, result
 
 
 class WatchedTransport(Around):
-    """A transport around another that notes when backward begins, and the seconds of collectives."""
+    """A transport around another that notes when backward begins."""
 
     def __init__(self, inner: Transport, watch: Stopwatch) -> None:
         super().__init__(inner)
         self._watch = watch
         self.backward_began: float | None = None
-        self.collective_seconds = 0.0
 
     @property
     def phase(self) -> str:
@@ -69,25 +75,23 @@ class WatchedTransport(Around):
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over all ranks, in place."""
-        self.collective_seconds += self._watch.seconds(lambda: self._inner.all_reduce(tensor))
+        self._inner.all_reduce(tensor)
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Sum over all ranks and keep this rank's slice."""
-        self.collective_seconds += self._watch.seconds(lambda: self._inner.reduce_scatter(output, source))
+        self._inner.reduce_scatter(output, source)
 
     def reduce_scatter_async(self, output: Tensor, source: Tensor) -> Pending:
-        """Sum over all ranks and keep this rank's slice, at once: its seconds are measured alone."""
-        self.reduce_scatter(output, source)
-        return Done()
+        """Begin a `reduce_scatter`."""
+        return self._inner.reduce_scatter_async(output, source)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Concatenate the tensors of all ranks."""
-        self.collective_seconds += self._watch.seconds(lambda: self._inner.all_gather(output, source))
+        self._inner.all_gather(output, source)
 
     def all_gather_async(self, output: Tensor, source: Tensor) -> Pending:
-        """Concatenate the tensors of all ranks, at once: its seconds are measured alone."""
-        self.all_gather(output, source)
-        return Done()
+        """Begin an `all_gather`."""
+        return self._inner.all_gather_async(output, source)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite with the tensor of rank `source`."""

@@ -12,8 +12,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import nn
-
 from lengthwise.comm import Transport, World
 from lengthwise.core.errors import ConfigError, LengthwiseError
 from lengthwise.core.measurements import Measurements
@@ -21,9 +19,8 @@ from lengthwise.core.plan import Plan
 from lengthwise.cost import Cost
 from lengthwise.cost.measured import measured_cost
 from lengthwise.cost.refit import STEPS, RanStep, rank_speeds, refit
-from lengthwise.engine.parameters import Parameters
 from lengthwise.planner import score
-from lengthwise.profiler.profile import ProfileSettings, open_store, profile
+from lengthwise.profiler.profile import ProfileSettings, Trained, open_store, profile
 from lengthwise.report.figures import percent
 from lengthwise.training.job import MEASURING_SECONDS, Job
 from lengthwise.training.planner_process import PlannerProcess
@@ -46,10 +43,10 @@ class Pricing:
         self.speeds: tuple[float, ...] | None = None
         self.measurements: Measurements | None = None
 
-    def measure(self, world: World, transport: Transport, model: nn.Module, parameters: Parameters) -> str:
+    def measure(self, world: World, transport: Transport, trained: Trained) -> str:
         """Measure before the first step, on all ranks together, and price with what was found; say how it fits.
 
-        Model and parameters stay as they are, to the bit.
+        What is trained stays as it is, to the bit.
         """
         job = self._job
         settings = ProfileSettings(
@@ -64,9 +61,7 @@ class Pricing:
         disk = offload.path if offload is not None and offload.store == "disk" else None
         store = open_store(world.device, disk, where=f"rank {world.rank}")
         try:
-            self.measurements = found = profile(
-                job.model, world, transport, settings, trained=(model, parameters), store=store
-            )
+            self.measurements = found = profile(job.model, world, transport, settings, trained=trained, store=store)
         except ConfigError as error:  # of the samples, which are the same on all ranks
             return f"not measured, planned by estimates for the device: {error}"
         finally:

@@ -154,7 +154,8 @@ class _Trainer:
             self._leave_if_asked("costs")
             transport.phase = "measuring before the first step"
             call_back(callbacks, "on_note", f"measuring the machine, about {MEASURING_SECONDS:.0f} s")
-            call_back(callbacks, "on_note", pricing.measure(world, transport, self._model, self._parameters))
+            trained = (self._model, self._parameters, self._optimizer)
+            call_back(callbacks, "on_note", pricing.measure(world, transport, trained))
         where = f"rank {world.rank}"
         self._offloading = start_offloading(job.config.offload, self._model, self._kernel, where=where)
         self._largest_allowed, self._largest = torch.finfo(dtype).max, torch.zeros(())  # of any parameter of this rank

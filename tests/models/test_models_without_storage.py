@@ -1,0 +1,67 @@
+"""Models of ranks other than 0: no parameter is read, drawn or stored until rank 0's arrive; all else is there."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lengthwise.comm import StrictWorld
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.models import FAMILIES, ModelSource, build_model, find_model, wrapped_layers
+from support import MODEL_TYPES, tiny_family_config
+
+CPU = torch.device("cpu")
+
+
+def tensors_beside_parameters(model):
+    """Map where a tensor is that is no parameter to it: buffers, and attributes that nobody registered."""
+    return {
+        f"{path}.{name}": value
+        for path, module in model.named_modules()
+        for name, value in {**module.__dict__, **module._buffers}.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name in MODEL_TYPES])
+def test_all_but_parameters_is_that_of_any_other_build(model_type):
+    source = ModelSource(name=model_type, config=tiny_family_config(model_type), weights=False)
+    stored, without = (build_model(source, seed=0, stored=stored) for stored in (True, False))
+    assert all(each.is_meta for each in without.parameters())
+    named, others = (
+        {name: (each.shape, each.requires_grad) for name, each in model.named_parameters()}
+        for model in (stored, without)
+    )
+    assert named == others, "tied ones are one"
+    wanted, found = tensors_beside_parameters(stored), tensors_beside_parameters(without)
+    assert wanted.keys() == found.keys()
+    for name, value in wanted.items():
+        assert not found[name].is_meta, name
+        assert torch.equal(found[name], value), name
+    assert len(wrapped_layers(stored)) == len(wrapped_layers(without))
+
+
+def test_only_rank_0_opens_weights(tmp_path, monkeypatch):
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=None, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(copy.deepcopy(config)).save_pretrained(tmp_path)
+    source = find_model(str(tmp_path))
+    read, opened = build_model(source, seed=0), []
+    real = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: opened.append(a) or real(*a, **k))
+    empty = [build_model(source, seed=rank, stored=rank == 0) for rank in range(3)]
+    assert len(opened) == 1
+
+    def work(transport):
+        model = empty[transport.rank]
+        FlatParameters(model, transport, dtype=torch.float32, device=CPU, layers=wrapped_layers(model))
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        return model.state_dict()
+
+    for state in StrictWorld(3).run(work):
+        assert state.keys() == read.state_dict().keys()
+        assert all(torch.equal(state[name], value) for name, value in read.state_dict().items())
