@@ -11,6 +11,7 @@ import tyro
 from lengthwise.cli.train import RunOptions, read_settings
 from lengthwise.report.figures import count
 from lengthwise.report.plans import degrees
+from lengthwise.training.rounding import FACTOR
 
 if TYPE_CHECKING:
     from lengthwise.core.plan import Plan
@@ -78,26 +79,42 @@ def print_expectations(start: Start, plan: Plan) -> None:
 
 def verification_lines(found: VerifyReport) -> list[str]:
     """Say what was compared and how far apart it was."""
+    rounding = found.rounding
     rings = sum(1 for m in found.plan.microbatches for p in m.pieces if p.degree > 1)
-    worst = sorted(found.gradients.items(), key=lambda item: -item[1])[:5]
+    worst = sorted(found.gradients.items(), key=lambda item: -item[1] / found.allowed(item[0]))[:5]
     width = max(len(name) for name, _ in worst)
     router = []  # where the model has a balance loss
     if found.reference_router_loss:
         router.append(
             f"router loss: {found.router_loss:.9f}, one process {found.reference_router_loss:.9f}, "
-            f"difference {found.router_loss_difference:.2e}"
+            f"difference {found.router_loss_difference:.2e}{_beside(rounding and rounding.router_loss)}"
         )
     return [
         *found.notes,
         f"plan: {len(found.plan.microbatches)} microbatches, {rings} rings, "
         f"{count(found.plan.ring_tokens)} tokens in rings",
         _exercised(found.plan),
-        f"loss: {found.loss:.9f}, one process {found.reference_loss:.9f}, difference {found.loss_difference:.2e}",
+        f"loss: {found.loss:.9f}, one process {found.reference_loss:.9f}, difference {found.loss_difference:.2e}"
+        f"{_beside(rounding and rounding.loss)}",
         *router,
         f"gradients: {len(found.gradients)} tensors; the largest differences:",
-        *(f"  {name:<{width}}  {difference:.2e}" for name, difference in worst),
-        f"tolerance {found.tolerance:g}: {'PASS' if found.passed else 'FAIL'}",
+        *(
+            f"  {name:<{width}}  {difference:.2e}{_beside(rounding and rounding.gradients[name])}"
+            for name, difference in worst
+        ),
+        f"{_tolerance(found)}: {'PASS' if found.passed else 'FAIL'}",
     ]
+
+
+def _beside(by_rounding: float | None) -> str:
+    return "" if by_rounding is None else f", plain bf16 {by_rounding:.2e}"
+
+
+def _tolerance(found: VerifyReport) -> str:
+    if found.rounding is None:
+        return f"tolerance {found.tolerance:g}"
+    kernels = " and ".join(found.rounding.kernels)
+    return f"all against fp32; tolerance {FACTOR:g} x plain bf16 (attention {kernels}) + {found.tolerance:g}"
 
 
 def _exercised(plan: Plan) -> str:

@@ -88,9 +88,11 @@ def forecast_verification(
     memory = StepMemory(shape=shape, dtype_bytes=narrow, logits_at_once=logits_at_once)
     model = state_bytes(parameters, dtype_bytes=narrow, ranks=plan.ranks, moments=False)  # there is no optimizer
     tokens = max(lengths := plan.tokens)
+    rounds = precision == "bf16"  # plain models then run in fp32 and, to know what rounding does, twice in bf16
+    widest = wide if rounds else narrow
     scores = 2 * shape.layers * shape.heads * tokens**2 * wide * eager
-    plain = parameters * (narrow + 3 * wide) + scores
-    plain += float(replace(memory, logits_at_once=None).microbatch_bytes(tokens))
+    plain = parameters * (widest + (3 + rounds) * wide) + scores
+    plain += float(replace(memory, dtype_bytes=widest, logits_at_once=None).microbatch_bytes(tokens))
     passes = _BUILD_PASSES * wide * parameters / (speed.copy_bytes_per_second * threads)
     held = max(
         float(memory.microbatch_bytes(fullest_tokens(plan, each), each.recompute, each.offload))
@@ -99,7 +101,7 @@ def forecast_verification(
     return Forecast(
         build_seconds=(passes + parameters / speed.draw_per_second) * (waits + 1),
         planned_seconds=max(_busy_seconds(_as_priced(plan), cost)) * waits,
-        plain_seconds=sum(cost.piece_seconds([length], 1) + cost.fixed_seconds for length in lengths),
+        plain_seconds=(1 + 2 * rounds) * sum(cost.piece_seconds([each], 1) + cost.fixed_seconds for each in lengths),
         planned_bytes=speed.process_bytes + local_ranks * (_RANK_BYTES + model + held),
         plain_bytes=speed.process_bytes + _RANK_BYTES + model + parameters * wide + plain,
         local_ranks=local_ranks,

@@ -1,24 +1,28 @@
 """Is the plan's arithmetic that of one process? The first thing a careful user runs on their own model and data.
 
 The first global batch goes once over N ranks under its plan, through the very path of training up to the reduced
-gradient, and once through the plain Hugging Face model (its own attention, none of ours) one sequence at a time.
+gradient, and once through the plain Hugging Face model (its own attention, none of ours) one sequence at a time. In
+bf16 that model is fp32 at the rounded parameters, and plain bf16 says how far rounding alone leads (`rounding`).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.models.auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lengthwise.comm import SoloTransport, World
 from lengthwise.core.plan import Plan
 from lengthwise.data import NO_LOSS, Dataset
 from lengthwise.engine.activations import start_offloading
+from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import reporting_shortage
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
@@ -34,10 +38,12 @@ from lengthwise.models import (
     token_loss,
 )
 from lengthwise.training.job import Job
+from lengthwise.training.rounding import Difference, Rounding, plain_kernels, rounding_of
 from lengthwise.training.trainer import connect
 
-TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2e-2}
+TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2e-3}  # in bf16 beside what rounding alone does
 _FLOOR = 1e-3
+_NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # the first that can
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +52,8 @@ class VerifyReport:
 
     `router_loss` is the routers' balance loss over the batch, 0 where the model's config asks for none.
     `gradients` maps each parameter to |difference| / max(|reference|, 1e-3 of the median parameter's norm), L2.
-    `notes` say which kernel and transport it was, and why.
+    `rounding` is what it alone does, where it decides (bf16): the tolerance is added to that. `notes` say which kernel
+    and transport it was, and why.
     """
 
     plan: Plan
@@ -56,6 +63,7 @@ class VerifyReport:
     tolerance: float
     router_loss: float = 0.0
     reference_router_loss: float = 0.0
+    rounding: Rounding | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -75,9 +83,19 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
-        """Whether losses and every gradient are within the tolerance."""
-        differences = (self.loss_difference, self.router_loss_difference, self.worst_gradient)
-        return all(difference <= self.tolerance for difference in differences)
+        """Whether losses and every gradient are within what is allowed."""
+        rounding = self.rounding
+        within_loss = self.loss_difference <= self._allowed(rounding and rounding.loss)
+        within_router_loss = self.router_loss_difference <= self._allowed(rounding and rounding.router_loss)
+        gradients = all(difference <= self.allowed(name) for name, difference in self.gradients.items())
+        return within_loss and within_router_loss and gradients
+
+    def allowed(self, parameter: str) -> float:
+        """Return the largest difference that a parameter's gradient may have."""
+        return self._allowed(self.rounding and self.rounding.gradients[parameter])
+
+    def _allowed(self, by_rounding: float | None) -> float:
+        return self.tolerance + (0.0 if self.rounding is None else self.rounding.allows(by_rounding or 0.0))
 
 
 def relative_difference(got: float, expected: float) -> float:
@@ -93,7 +111,7 @@ def verify_rank(job: Job, plan: Plan, world: World, on_phase: Callable[[str], No
     """
     with reporting_shortage(
         lambda: f"rank {world.rank}, verify",
-        needs=lambda: "the planned model and the plain one, with a gradient each,",
+        needs=lambda: "the planned model and the plain one, with a gradient each (in bf16 three of them),",
         remedy="Verify a smaller model of the same kind.",
     ):
         return _compare(job, plan, world, on_phase)
@@ -121,8 +139,8 @@ def _compare(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]
     if world.rank:
         return None
     on_phase("verify, one process")
-    plain = _build(job, attention=plain_attention(job.model)).to(world.device)
-    reference = plain_gradients(plain, job.dataset, batch.ids, dtype)
+    del model, flat, options
+    reference, rounding = _expected(job, batch, world.device)
     return VerifyReport(
         plan=plan,
         loss=losses[0].item() / batch.loss_tokens,
@@ -131,8 +149,34 @@ def _compare(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]
         reference_router_loss=reference.router_loss,
         gradients=gradient_differences(gradients, reference.gradients),
         tolerance=TOLERANCES[job.config.precision],
+        rounding=rounding,
         notes=tuple(notes),
     )
+
+
+def _expected(job: Job, batch: StepBatch, device: torch.device) -> tuple[Reference, Rounding | None]:
+    """Compute what one process gives; in bf16 by fp32 at the rounded parameters, with what rounding does beside it."""
+    first, dtype = plain_attention(job.model), DTYPES[job.config.precision]
+    plain = _build(job, attention=first).to(device)
+    if dtype != torch.bfloat16:
+        return plain_gradients(plain, job.dataset, batch.ids, dtype), None
+    for parameter in plain.parameters():
+        parameter.data = parameter.data.to(dtype).float()
+    reference = plain_gradients(plain, job.dataset, batch.ids, torch.float32)
+    del plain
+    config, found = job.model.config, dict[str, Difference]()
+    size = {"heads": config.num_attention_heads, "layers": config.num_hidden_layers}
+    for name in plain_kernels(first, longest=max(batch.lengths), on_gpu=device.type != "cpu", **size):
+        model = _build(job, attention=first if name == "flash" else name).to(device)
+        with sdpa_kernel(_NOT_CUDNN) if name == "flash" else nullcontext():
+            got = plain_gradients(model, job.dataset, batch.ids, dtype)
+        found[name] = Difference(
+            loss=relative_difference(got.loss, reference.loss),
+            router_loss=relative_difference(got.router_loss, reference.router_loss),
+            gradients=gradient_differences(got.gradients, reference.gradients),
+        )
+        del model, got
+    return reference, rounding_of(found)
 
 
 def _build(job: Job, **options: Any) -> nn.Module:
