@@ -3,12 +3,15 @@
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig
 
 from lengthwise.comm import SoloTransport, StrictWorld
 from lengthwise.config.schema import OptimizerConfig
 from lengthwise.engine.live_bytes import LiveBytes
 from lengthwise.engine.optimizer import ShardedAdamW, kept_bytes, step_end_bytes
 from lengthwise.engine.replicated import FlatParameters
+from lengthwise.models import wrapped_layers
+from lengthwise.models.load import build_skeleton
 
 TOLERANCES = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
@@ -78,6 +81,37 @@ def test_all_that_is_kept_is_there_before_the_first_step_and_its_end_needs_what_
         assert live.now_bytes - before < 64
     assert before - kept_bytes(model, flat) < 1 << 14  # counters of steps
     assert live.peak_bytes - before <= step_end_bytes(flat) + (1 << 14)
+
+
+class Silent(SoloTransport):
+    """A rank of a world in which nobody answers."""
+
+    def all_gather(self, output, source):
+        assert len(output) == len(source) * self.world_size
+
+
+@pytest.mark.parametrize("world_size", [8, 64])
+def test_an_8b_model_starts_and_ends_a_step_within_6_and_16_by_w_bytes_a_parameter_and_one_layer(world_size):
+    """Of Llama 3's shape in bf16, on no device: operations are counted, not run."""
+    config = LlamaConfig(
+        vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, bos_token_id=None, eos_token_id=None, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = build_skeleton(config)
+    parameters = sum(each.numel() for each in model.parameters())
+    assert 8.0e9 < parameters < 8.1e9
+    layers = wrapped_layers(model)
+    layer = sum(each.numel() for each in layers[0].parameters())
+    transport = Silent()
+    transport.world_size = world_size
+    with LiveBytes() as live:
+        flat = FlatParameters(model, transport, dtype=torch.bfloat16, device=torch.device("meta"), layers=layers)
+        optimizer = ShardedAdamW(flat, OptimizerConfig(fused=True), transport)
+        optimizer.step(1e-3, 1.0)
+        flat.publish()
+    kept = parameters * (6 + 16 / world_size)
+    assert kept <= live.now_bytes < kept * 1.001
+    assert live.peak_bytes <= kept + 2 * layer
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -50,7 +50,7 @@ class FlatParameters:
         self._arriving: dict[int, Pending] = {}  # values of buckets
         self.names, parameters = zip(*_trainable(model), strict=True)
         where: torch.device = parameters[0].device if device is None else device
-        assert where.type != "meta", "a model without storage needs a device"
+        assert device is not None or where.type != "meta", "a model without storage needs a device"
         _place_rest(model, transport, dtype=dtype, device=where)
         self._shapes = [parameter.shape for parameter in parameters]
         layer_of = {id(each): number for number, layer in enumerate(layers) for each in layer.parameters()}
