@@ -1,12 +1,14 @@
 """How a run computes: refused before any process starts, the same in all that runs the model, the same result."""
 
 import json
+from functools import partial
 
 import pytest
+from transformers import LlamaConfig, MixtralConfig
 
 from lengthwise.config import build_config
 from lengthwise.core.errors import ConfigError
-from lengthwise.models import Computing
+from lengthwise.models import Computing, computing
 from lengthwise.training import pricing
 from lengthwise.training.job import prepare_job
 from training.small_runs import call, losses, make_rows, relative, train, write_run
@@ -40,6 +42,31 @@ def test_a_kernel_without_its_package_or_precision_is_refused_before_a_gpu_is_to
 def test_the_job_hands_all_of_it_on(tmp_path):
     assert job_of(tmp_path, device="cpu").computing == Computing()
     assert job_of(tmp_path, attention="reference").computing == Computing(attention="reference")
+
+
+def test_experts_in_one_product_are_refused_in_fp64_before_any_process_starts(tmp_path):
+    with pytest.raises(ConfigError, match=r"experts: expected .* got no experts in one parameter"):
+        job_of(tmp_path, experts="grouped_mm", precision="fp32")
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    config = MixtralConfig(**{**LlamaConfig.from_pretrained(tmp_path / "model").to_dict(), **sizes})
+    config.save_pretrained(tmp_path / "mixture")
+    with pytest.raises(ConfigError, match="grouped products take bf16 and fp32, not float64"):
+        job_of(tmp_path, experts="grouped_mm", model=str(tmp_path / "mixture"))
+    assert job_of(tmp_path, experts="grouped_mm", precision="bf16", model=str(tmp_path / "mixture")).computing.experts
+
+
+def test_a_compiled_run_says_so_and_gives_the_same(tmp_path, capfd, monkeypatch):
+    """Ranks are forked, so what is patched here is patched there: the backend that compiles nothing in C++."""
+    path = write_run(tmp_path, make_rows(LENGTHS), device="cpu", recompute="layer")
+    default = losses(train(path, "--ranks", 2))
+    capfd.readouterr()
+    monkeypatch.setattr(computing, "compile_layers", partial(computing.compile_layers, backend="eager"))
+    other = losses(train(path, "--ranks", 2, "--overwrite", "--set", "compile=true"))
+    said = " ".join("".join(capfd.readouterr()).split())
+    assert "compile: 2 layers are compiled around their attention" in said
+    assert all(relative(a, b) < 1e-12 for a, b in zip(other, default, strict=True))
+    assert call("verify", path, "--ranks", 2, "--set", "compile=true") == 0
+    assert "compile: 2 layers are compiled" in " ".join("".join(capfd.readouterr()).split())
 
 
 def test_a_run_by_the_reference_is_said_and_gives_the_same(tmp_path, capfd):

@@ -338,6 +338,16 @@ class RunConfig(Settings):
         "allow), on GPUs flash2, flash3, flash4, cudnn (for long documents, flash2 for the others) or efficient, "
         "anywhere reference (plain matrix products, slow); default auto",
     )
+    compile: bool = Field(
+        default=False,
+        description="true compiles decoder layers around their attention (torch.compile), some seconds at the first "
+        "step, not those of mixtures of experts; default false",
+    )
+    experts: Literal["auto", "eager", "grouped_mm"] = Field(
+        default="auto",
+        description="how a mixture's experts compute: eager (one by one), grouped_mm (all in one product, bf16 and "
+        "fp32), or auto: grouped_mm in bf16 on GPUs, else eager; default auto",
+    )
     loss: Literal["chunked", "whole"] = Field(
         default="chunked",
         description="chunked (logits are made for a few tokens at a time, the same result) or whole (for all tokens of "

@@ -2,7 +2,7 @@
 
 from lengthwise.models.adapter import model_loss, model_router_logits, plain_output, run_layers
 from lengthwise.models.checkpointing import apply_policy, check_recompute, wrapped_layers
-from lengthwise.models.computing import Computing, check_computing, choose_model_kernel
+from lengthwise.models.computing import Computing, check_computing, choose_model_kernel, compute_so
 from lengthwise.models.double import keep_double
 from lengthwise.models.families import FAMILIES, check_model_config, largest_head_dim, position_limit
 from lengthwise.models.load import (
@@ -36,6 +36,7 @@ __all__ = [
     "check_recompute",
     "choose_model_kernel",
     "coefficient_key",
+    "compute_so",
     "count_choices",
     "count_parameters",
     "find_model",

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
@@ -33,9 +34,15 @@ _WITHOUT_EFFECT = frozenset(
 
 def register_attention() -> None:
     """Make `attn_implementation="lengthwise"` known to Hugging Face; calling it again changes nothing."""
-    AttentionInterface.register(ATTENTION_NAME, _attend)
+    if ATTENTION_NAME not in AttentionInterface():
+        AttentionInterface.register(ATTENTION_NAME, _attend)
     AttentionMaskInterface.register(ATTENTION_NAME, _mask_asked)
     _spare_search_for_packs()
+
+
+def leave_attention_eager() -> None:
+    """Make the attention function a break in whatever `torch.compile` traces: rings and packs are no graph."""
+    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(_attend))
 
 
 def model_loss(

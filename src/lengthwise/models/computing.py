@@ -1,6 +1,7 @@
 """How a model computes, chosen once for a run: all that runs it (training, `verify`, profiles, memory) sees the same.
 
-The keys are those of the run file. What they change is speed and memory, never what is computed but by rounding.
+The keys are those of the run file. What they change is speed and memory, never what is computed but by rounding. The
+attention kernel is chosen apart, because it is no part of the model; `compute_so` changes a model in place.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from typing import Any
 import torch
 
 from lengthwise.attention import AttentionNeeds, BlockKernel, check_attention, choose_kernel
+from lengthwise.models.compiled import compile_layers
+from lengthwise.models.experts import choose_experts, experts_of, needs_of
 from lengthwise.models.families import has_windows, largest_head_dim
+from lengthwise.models.load import build_skeleton
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +24,8 @@ class Computing:
     """The run file's keys of the same names, with their defaults."""
 
     attention: str = "auto"
+    compile: bool = False
+    experts: str = "auto"
 
 
 def check_computing(config: Any, computing: Computing, *, dtype: torch.dtype, on_gpus: bool) -> None:
@@ -30,6 +36,8 @@ def check_computing(config: Any, computing: Computing, *, dtype: torch.dtype, on
     """
     needs = AttentionNeeds(dtype=dtype, head_dim=largest_head_dim(config), windowed=has_windows(config))
     check_attention(computing.attention, needs, on_gpus=on_gpus)
+    if computing.experts != "auto":
+        choose_experts(computing.experts, needs_of(build_skeleton(config), dtype, on_gpu=on_gpus, capability=None))
 
 
 def choose_model_kernel(
@@ -53,3 +61,28 @@ def choose_model_kernel(
         implementation=computing.attention,
         say=say,
     )
+
+
+def compute_so(
+    model: Any,
+    computing: Computing,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    say: Callable[[str], None] | None = None,
+) -> None:
+    """Let a model compute on `device`, in `dtype`, as asked; `say` hears what was done where there was a choice.
+
+    Raises:
+        ConfigError: experts that cannot compute as the run file says on this GPU.
+    """
+    hear = say or (lambda _: None)
+    if experts_of(model):
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        needs = needs_of(model, dtype, on_gpu=device.type == "cuda", capability=capability)
+        implementation, reason = choose_experts(computing.experts, needs)
+        if needs.replaceable:
+            model.set_experts_implementation(implementation)
+        hear(f"experts: {implementation}; because {reason}")
+    if computing.compile:
+        hear(f"compile: {compile_layers(model)}")

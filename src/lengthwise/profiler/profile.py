@@ -42,6 +42,7 @@ from lengthwise.models import (
     ModelSource,
     build_model,
     choose_model_kernel,
+    compute_so,
     position_limit,
     wrapped_layers,
 )
@@ -94,7 +95,7 @@ def profile(
         LengthwiseError: a rank was lost, or what was timed makes no costs.
     """
     shape = shape_from_config(source.config.to_dict(), name=source.name)
-    trained = trained or build(source, world, transport, settings.precision)
+    trained = trained or build(source, world, transport, settings.precision, settings.computing)
     devices = [world.device] if world.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         rank = RankProfiler(*trained, shape, world, transport, settings, store)
@@ -133,9 +134,16 @@ def _adapters(model: nn.Module) -> int | None:
     return sum(each.numel() for each in parameters if each.requires_grad)
 
 
-def build(source: ModelSource, world: World, transport: Transport, precision: Precision) -> Trained:
+def build(
+    source: ModelSource,
+    world: World,
+    transport: Transport,
+    precision: Precision,
+    computing: Computing | None = None,
+) -> Trained:
     """Build a model to be measured, its weights drawn, its parameters and optimizer. Collective."""
     model = build_model(source, seed=0, stored=transport.rank == 0)
+    compute_so(model, computing or Computing(), world.device, dtype=DTYPES[precision])
     flat = FlatParameters(model, transport, dtype=DTYPES[precision], device=world.device, layers=wrapped_layers(model))
     return model, flat, ShardedAdamW(flat, OptimizerConfig(), transport)
 

@@ -263,7 +263,7 @@ def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *,
 
 
 def _computing(config: RunConfig) -> Computing:
-    return Computing(attention=config.attention)
+    return Computing(attention=config.attention, compile=config.compile, experts=config.experts)
 
 
 def _measured_cost(

@@ -34,6 +34,7 @@ from lengthwise.models import (
     DTYPES,
     build_adapted,
     choose_model_kernel,
+    compute_so,
     has_balance_loss,
     save_adapter,
     save_model,
@@ -113,13 +114,8 @@ class _Trainer:
         self._pricing = pricing
         self._folder = RunFolder(job.config.output)
         dtype = DTYPES[job.config.precision]
-        self._kernel = choose_model_kernel(
-            job.model.config,
-            job.computing,
-            world.device,
-            dtype=dtype,
-            say=lambda line: call_back(callbacks, "on_note", line),
-        )
+        say = partial(call_back, callbacks, "on_note")
+        self._kernel = choose_model_kernel(job.model.config, job.computing, world.device, dtype=dtype, say=say)
         if job.hardware_note is not None:
             call_back(callbacks, "on_note", job.hardware_note)
         if isinstance(job.config.heads, int) and job.config.heads > job.ranks:
@@ -133,6 +129,7 @@ class _Trainer:
             self._model: Any = build_adapted(
                 job.model, job.config.lora, seed=job.config.seed, stored=transport.rank == 0
             )
+            compute_so(self._model, job.computing, world.device, dtype=dtype, say=say)
             overlap = job.config.overlap
             self._parameters: Parameters = FlatParameters(
                 self._model,

@@ -31,6 +31,7 @@ from lengthwise.models import (
     build_adapted,
     choose_model_kernel,
     coefficient_key,
+    compute_so,
     has_balance_loss,
     keep_double,
     plain_attention,
@@ -123,6 +124,7 @@ def _compare(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]
     dtype = DTYPES[job.config.precision]
     kernel = choose_model_kernel(job.model.config, job.computing, world.device, dtype=dtype, say=notes.append)
     model = _build(job).to(world.device)
+    compute_so(model, job.computing, world.device, dtype=dtype, say=notes.append)
     flat = FlatParameters(model, transport, dtype=dtype)
     offloading = start_offloading(job.config.offload, model, kernel, where=f"rank {world.rank}")
     options = {"logits_at_once": job.logits_at_once, "offloading": offloading}

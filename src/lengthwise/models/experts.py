@@ -1,0 +1,90 @@
+"""How a mixture's experts compute: one by one, or all in one grouped matrix product (transformers' own code for both).
+
+One by one asks the device how many tokens each expert has: for 48 layers of 128 experts some 6,000 waits a pass. The
+grouped product (`torch.nn.functional.grouped_mm`) reads it on the device; it knows bf16 and fp32, and wants rows on
+16-byte borders. Its speed was not measured on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lengthwise.core.errors import ConfigError
+
+ONE_BY_ONE, GROUPED = "eager", "grouped_mm"  # as transformers calls them
+
+_LEAST_CAPABILITY = (8, 0)
+_ROW_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsNeeds:
+    """What decides how experts compute.
+
+    rows_bytes: of one row of each weight. replaceable: the family hands its experts to transformers' interface.
+    capability: of the GPU; None: not known yet, or none.
+    """
+
+    dtype: torch.dtype
+    rows_bytes: Sequence[int]
+    replaceable: bool
+    on_gpu: bool
+    capability: tuple[int, int] | None = None
+
+
+def experts_of(model: Any) -> list[Tensor]:
+    """List the weights that a model keeps for many experts in one parameter."""
+    modules = (module for module in model.modules() if type(module).__name__.endswith("Experts"))
+    return [weight for module in modules for weight in module.parameters(recurse=False) if weight.dim() == 3]
+
+
+def needs_of(model: Any, dtype: torch.dtype, *, on_gpu: bool, capability: tuple[int, int] | None) -> ExpertsNeeds:
+    """Read from a model, perhaps one without storage, what decides."""
+    weights = experts_of(model)
+    return ExpertsNeeds(
+        dtype=dtype,
+        rows_bytes=sorted({size * dtype.itemsize for weight in weights for size in weight.shape[1:]}),
+        replaceable=bool(weights) and model._can_set_experts_implementation(),
+        on_gpu=on_gpu,
+        capability=capability,
+    )
+
+
+def choose_experts(asked: str, needs: ExpertsNeeds) -> tuple[str, str]:
+    """Return (implementation, why) for `auto` or the one that is asked for.
+
+    Raises:
+        ConfigError: it cannot be had here.
+    """
+    against = _against_grouped(needs)
+    if asked == GROUPED and against is not None:
+        remedy = "Set experts: auto, or eager."
+        raise ConfigError(
+            "experts", expected="auto, eager, or a model and precision for it", got=against, remedy=remedy
+        )
+    if asked != "auto":
+        return asked, "the run file asks for it"
+    if against is not None:
+        return ONE_BY_ONE, against
+    if needs.on_gpu and needs.dtype == torch.bfloat16:
+        return GROUPED, "experts in bf16 on a GPU"
+    return ONE_BY_ONE, "this is not bf16 on a GPU"
+
+
+def _against_grouped(needs: ExpertsNeeds) -> str | None:
+    if not needs.rows_bytes:
+        return "no experts in one parameter"
+    if not needs.replaceable:
+        return "this family computes its experts itself"
+    if needs.dtype not in (torch.bfloat16, torch.float32):
+        return f"grouped products take bf16 and fp32, not {str(needs.dtype).removeprefix('torch.')}"
+    if any(each % _ROW_BYTES for each in needs.rows_bytes):
+        return f"grouped products want rows of whole {_ROW_BYTES} bytes, and this model's have {needs.rows_bytes}"
+    if needs.capability is not None and needs.capability < _LEAST_CAPABILITY:
+        return f"grouped products need compute capability 8.0, and this GPU has {'.'.join(map(str, needs.capability))}"
+    return None

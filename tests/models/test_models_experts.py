@@ -1,0 +1,138 @@
+"""Experts in one grouped product: which runs may, and that it gives what experts one by one give."""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+
+from lengthwise.attention import choose_kernel
+from lengthwise.comm import SoloTransport
+from lengthwise.core.errors import ConfigError
+from lengthwise.core.plan import Piece
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.step import run_plan
+from lengthwise.models import DTYPES, Computing, ModelSource, build_model, check_computing, compute_so
+from lengthwise.models.experts import ExpertsNeeds, choose_experts, experts_of, needs_of
+from lengthwise.models.families import FAMILIES
+from lengthwise.models.load import build_skeleton
+from support import make_batch, make_plan
+from support.tiny import VOCAB, tiny_family_config
+
+CPU = torch.device("cpu")
+LENGTHS = (21, 1, 8, 13)
+PIECES = [Piece(ranks=(0,), sequences=(0, 1)), Piece(ranks=(0,), sequences=(2, 3))]
+BARS = {"fp32": 3e-6, "bf16": 1e-2}
+
+
+@cache
+def has_experts(family):
+    return bool(experts_of(build_skeleton(tiny_family_config(family))))
+
+
+@cache
+def built(family):
+    model = build_model(ModelSource(name=family, config=tiny_family_config(family), weights=False), seed=3)
+    random = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(3)
+        else:
+            parameter.data.add_(torch.rand(parameter.shape, generator=random) * 0.2)
+    return model
+
+
+def run(family, experts, precision):
+    """Return (loss, gradients, what was said) of a step of one rank."""
+    model, said = copy.deepcopy(built(family)), []
+    compute_so(model, Computing(experts=experts), CPU, dtype=DTYPES[precision], say=said.append)
+    flat = FlatParameters(model, SoloTransport(), dtype=DTYPES[precision])
+    plan = make_plan(1, LENGTHS, PIECES, layers=model.config.num_hidden_layers)
+    batch = make_batch(LENGTHS, vocab=VOCAB)
+    work = run_plan(model, plan, batch, SoloTransport(), choose_kernel(CPU), name="test")
+    flat.reduce_gradients()
+    return work.loss_sum, flat.gather_gradients(), said
+
+
+@pytest.mark.parametrize("precision", BARS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_grouped_products_give_what_experts_one_by_one_give(family, precision):
+    """Every family with experts that the interface takes; in bf16 grouped ones are no further from fp32 than others."""
+    if not has_experts(family):
+        with pytest.raises(ConfigError, match="got no experts in one parameter"):
+            check_computing(
+                tiny_family_config(family), Computing(experts="grouped_mm"), dtype=torch.float32, on_gpus=False
+            )
+        return
+    if not needs_of(built(family), DTYPES[precision], on_gpu=False, capability=None).replaceable:
+        with pytest.raises(ConfigError, match="this family computes its experts itself"):
+            run(family, "grouped_mm", precision)
+        return
+    one_by_one, grouped = (run(family, experts, precision) for experts in ("eager", "grouped_mm"))
+    assert [each[2] for each in (one_by_one, grouped)] == [
+        ["experts: eager; because the run file asks for it"],
+        ["experts: grouped_mm; because the run file asks for it"],
+    ]
+    exact = one_by_one if precision == "fp32" else run(family, "eager", "fp32")
+    errors = [distance(each, exact) for each in (one_by_one, grouped)]
+    assert errors[1] <= 3 * errors[0] + BARS[precision]
+    assert precision == "bf16" or distance(grouped, one_by_one) > 0, "the same code ran twice"
+
+
+def distance(got, want):
+    """The relative L2 difference of all gradients together, or of the losses, whichever is larger."""
+    rows = [torch.cat([each.flatten().double() for each in found[1].values()]) for found in (got, want)]
+    return max((rows[0] - rows[1]).norm() / rows[1].norm(), abs(got[0] - want[0]) / abs(want[0]))
+
+
+def needs(**changes):
+    values = {"dtype": torch.bfloat16, "rows_bytes": (64, 96), "replaceable": True, "on_gpu": True, **changes}
+    return ExpertsNeeds(**{"capability": (9, 0) if values["on_gpu"] else None, **values})
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes", "implementation", "reason"),
+    [
+        ("auto", {}, "grouped_mm", "experts in bf16 on a GPU"),
+        ("auto", {"on_gpu": False}, "eager", "this is not bf16 on a GPU"),
+        ("auto", {"dtype": torch.float32}, "eager", "this is not bf16 on a GPU"),
+        ("auto", {"dtype": torch.float64}, "eager", "grouped products take bf16 and fp32, not float64"),
+        ("auto", {"rows_bytes": (60, 64)}, "eager", "want rows of whole 16 bytes, and this model's have (60, 64)"),
+        ("auto", {"capability": (7, 5)}, "eager", "need compute capability 8.0, and this GPU has 7.5"),
+        ("auto", {"replaceable": False}, "eager", "this family computes its experts itself"),
+        ("grouped_mm", {"on_gpu": False}, "grouped_mm", "the run file asks for it"),
+        ("eager", {}, "eager", "the run file asks for it"),
+    ],
+)
+def test_which_experts_and_why(asked, changes, implementation, reason):
+    found, said = choose_experts(asked, needs(**changes))
+    assert found == implementation
+    assert said.endswith(reason)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dtype": torch.float64}, {"rows_bytes": (60,)}, {"capability": (7, 5)}, {"replaceable": False}]
+)
+def test_grouped_products_that_cannot_be_are_refused(changes):
+    with pytest.raises(ConfigError, match=r"Set experts: auto, or eager\."):
+        choose_experts("grouped_mm", needs(**changes))
+
+
+def test_grouped_products_are_refused_before_any_process_starts():
+    mixture, dense = (tiny_family_config(family) for family in ("mixtral", "llama"))
+    with pytest.raises(ConfigError, match="bf16 and fp32, not float64"):
+        check_computing(mixture, Computing(experts="grouped_mm"), dtype=torch.float64, on_gpus=False)
+    with pytest.raises(ConfigError, match=r"experts: expected .* got no experts in one parameter"):
+        check_computing(dense, Computing(experts="grouped_mm"), dtype=torch.float32, on_gpus=False)
+    check_computing(mixture, Computing(experts="grouped_mm"), dtype=torch.float32, on_gpus=False)
+    check_computing(dense, Computing(), dtype=torch.float64, on_gpus=False)
+
+
+def test_only_this_model_changes():
+    """`verify` builds a plain model from the same source."""
+    source = ModelSource(name="mixtral", config=tiny_family_config("mixtral"), weights=False)
+    model, plain = build_model(source, seed=3), build_model(source, seed=3, attention="sdpa")
+    compute_so(model, Computing(experts="grouped_mm"), CPU, dtype=torch.float32)
+    assert model.config._experts_implementation == "grouped_mm"
+    assert plain.config._experts_implementation == "eager"
+    assert build_model(source, seed=3).config._experts_implementation == "eager"
