@@ -23,10 +23,11 @@ SCRIPTS: dict[str, dict[str, float]] = {
     "contact": {
         "place": 30,
         "ceilings": 50,
-        "test_gpu_nccl": 150,
-        "test_gpu_kernels": 130,
+        "test_gpu_nccl": 140,
+        "test_gpu_kernels": 120,
+        "test_gpu_engine": 40,
         "test_gpu_offload": 40,
-        "test_gpu_runs": 180,
+        "test_gpu_runs": 170,
     },
     "steps": {"replay": 280, "steps": 220, "steps_liger": 90},
 }

@@ -1,0 +1,99 @@
+"""A rank's step on a device: its memory from the start on, no wait of the host between microbatches, the fused end."""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lengthwise.attention import choose_kernel
+from lengthwise.comm import SoloTransport
+from lengthwise.config.schema import OptimizerConfig
+from lengthwise.core.plan import Piece
+from lengthwise.engine.optimizer import ShardedAdamW, kept_bytes
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.step import run_plan
+from lengthwise.models import wrapped_layers
+from lengthwise.models.adapter import ATTENTION_NAME, register_attention
+from support import LiveBytes, make_batch, make_plan
+
+LENGTHS = (300, 128, 1, 40, 129, 64)
+
+
+def make(device, dtype, *, hidden=128, **optimizer):
+    register_attention()
+    config = LlamaConfig(
+        vocab_size=48, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32).train()
+    flat = FlatParameters(model, SoloTransport(), dtype=dtype, device=device, layers=wrapped_layers(model))
+    return model, flat, ShardedAdamW(flat, OptimizerConfig(max_grad_norm=0.1, **optimizer), SoloTransport())
+
+
+def run(model, flat, device, dtype, *, name="step"):
+    kernel = choose_kernel(device, dtype=dtype, head_dim=model.config.head_dim)
+    plan = make_plan(1, LENGTHS, [[Piece(ranks=(0,), sequences=each)] for each in ((0,), (1, 2), (3, 4, 5))])
+    return run_plan(model, plan, make_batch(LENGTHS, vocab=48), SoloTransport(), kernel, name=name, parameters=flat)
+
+
+@contextlib.contextmanager
+def telling_waits(device, told):
+    """Append what torch says of every wait of the host for the device; on the CPU there is none to tell of."""
+    if device.type == "cpu":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+        told += [str(each.message) for each in caught if "synchron" in str(each.message).lower()]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gpu_host_waits_once_for_the_microbatches_of_a_step(device, dtype):
+    model, flat, optimizer = make(device, dtype)
+    run(model, flat, device, dtype, name="warm-up")
+    optimizer.update(1e-3, optimizer.reduce())
+    told = []
+    with telling_waits(device, told):
+        run(model, flat, device, dtype)
+    assert len(told) <= 1, told  # where the sum of the losses is read
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gpu_start_holds_what_is_kept_and_no_more(device, dtype):
+    """In what the allocator gave at most, where there is one; the model itself stays in host memory until taken."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model, flat, _ = make(device, dtype, hidden=512)
+        peak = torch.cuda.max_memory_allocated() - before
+    else:
+        with LiveBytes() as live:
+            model, flat, _ = make(device, dtype, hidden=512)
+        peak = live.now_bytes
+    kept = kept_bytes(model, flat)
+    assert kept <= peak <= 1.01 * kept + (1 << 20)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gpu_updates_are_those_of_the_cpu(device, fused):
+    found = []
+    for where, own in ((torch.device("cpu"), False), (device, fused)):
+        model, flat, optimizer = make(where, torch.float32, fused=own)
+        for step in range(3):
+            run(model, flat, where, torch.float32, name=f"step {step}")
+            optimizer.update(1e-2, optimizer.reduce())
+        found.append(flat.master_weights.cpu())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=2e-5)
+
+
+def test_gpu_takes_the_fused_update_by_itself(device):
+    assert make(device, torch.float32)[2].fused == (device.type == "cuda")
