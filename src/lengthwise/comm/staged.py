@@ -1,44 +1,74 @@
 """A transport through host memory: what lies on a GPU is copied out, sent from there, and copied in again.
 
 NCCL takes one rank a device. With this, two or four processes can share one GPU, which is what checks on a small
-machine need; it is not fast. A message's bytes are the same, so results are those of any other transport.
+machine need; it is not fast. Messages and collectives are cut into chunks that fit a few pinned slabs (`slabs`); two
+rounds of chunks are under way at a time, so one is copied while another travels. A message's bytes are the same, so
+results are those of any other transport; sums may round otherwise where gloo's order of ranks follows the position.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
+from lengthwise.comm.slabs import Round, Slabs, cut_into_rounds
 from lengthwise.comm.transport import Around, Done, Message, Pending, Transport, lies_on_a_device
+
+_ROUNDS_UNDER_WAY = 2
 
 
 class StagedTransport(Around):
     """A transport around one that moves host memory. `stages` says which tensors are copied; the others pass."""
 
-    def __init__(self, inner: Transport, *, stages: Callable[[Tensor], bool] = lies_on_a_device) -> None:
+    def __init__(
+        self,
+        inner: Transport,
+        *,
+        stages: Callable[[Tensor], bool] = lies_on_a_device,
+        slabs: Slabs | None = None,
+    ) -> None:
         super().__init__(inner)
         self._stages = stages
+        self._slabs = Slabs() if slabs is None else slabs
+        self._under_way: deque[_StagedPending] = deque()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Post one grouped call (see `Transport.exchange`); messages to send are copied out before it."""
-        host_sends = [(self._copied_out(tensor), peer) for tensor, peer in sends]
-        arriving = [(self._host_tensor(tensor), peer) for tensor, peer in receives]
-        arrivals = [(tensor, host) for (tensor, _), (host, _) in zip(receives, arriving, strict=True)]
-        return _StagedPending(self._inner.exchange(host_sends, arriving), arrivals)
+        """Post one grouped call (see `Transport.exchange`): two rounds of it, the others once it is waited for.
+
+        Calls complete in the order posted. Under the strict rules, by which plans are checked, no more is needed.
+        """
+        rounds = cut_into_rounds(sends, receives, self._slabs)
+        if not rounds:
+            return Done()
+        on_gpu = any(tensor.is_cuda for tensor, _ in (*sends, *receives))
+        pending = _StagedPending(self, rounds, on_gpu=on_gpu)
+        self._under_way.append(pending)
+        self._post_in_order()
+        return pending
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over all ranks, in place."""
-        host = self._copied_out(tensor)
-        self._inner.all_reduce(host)
-        _copy_in(tensor, host)
+        self._in_place(tensor, self._inner.all_reduce)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite with the tensor of rank `source`."""
+        self._in_place(tensor, lambda host: self._inner.broadcast(host, source))
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Sum over all ranks and keep this rank's slice."""
-        host = self._host_tensor(output)
-        self._inner.reduce_scatter(host, self._copied_out(source))
-        _copy_in(output, host)
+        self._refuse_sizes(whole=source, part=output)
+        if not self._stages(output):
+            self._inner.reduce_scatter(output, source)
+            return
+        whole, part = source.detach().view(self.world_size, -1), output.detach().view(-1)
+        for start, stop in self._slabs.chunks(part, parts=self.world_size):
+            host_whole, host_part = self._copied_out(whole[:, start:stop]), self._slabs.take(part[start:stop])
+            with self.clock.waiting(on_stream=output.is_cuda):
+                self._inner.reduce_scatter(host_part, host_whole)
+            self._copy_in(part[start:stop], host_part)
+            self._slabs.give(host_whole)
 
     def reduce_scatter_async(self, output: Tensor, source: Tensor) -> Pending:
         """Sum over all ranks and keep this rank's slice, at once."""
@@ -47,46 +77,104 @@ class StagedTransport(Around):
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Concatenate the tensors of all ranks."""
-        host = self._host_tensor(output)
-        self._inner.all_gather(host, self._copied_out(source))
-        _copy_in(output, host)
+        self._refuse_sizes(whole=output, part=source)
+        if not self._stages(output):
+            self._inner.all_gather(output, source)
+            return
+        whole, part = output.detach().view(self.world_size, -1), source.detach().view(-1)
+        for start, stop in self._slabs.chunks(part, parts=self.world_size):
+            host_part, host_whole = self._copied_out(part[start:stop]), self._slabs.take(whole[:, start:stop])
+            with self.clock.waiting(on_stream=output.is_cuda):
+                self._inner.all_gather(host_whole, host_part)
+            self._copy_in(whole[:, start:stop], host_whole)
+            self._slabs.give(host_part)
 
     def all_gather_async(self, output: Tensor, source: Tensor) -> Pending:
         """Concatenate the tensors of all ranks, at once."""
         self.all_gather(output, source)
         return Done()
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite with the tensor of rank `source`."""
-        host = self._copied_out(tensor)
-        self._inner.broadcast(host, source)
-        _copy_in(tensor, host)
-
-    def _host_tensor(self, tensor: Tensor) -> Tensor:
+    def _in_place(self, tensor: Tensor, call: Callable[[Tensor], None]) -> None:
         if not self._stages(tensor):
-            return tensor
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            call(tensor)
+            return
+        flat = tensor.detach().view(-1)
+        for start, stop in self._slabs.chunks(flat):
+            host = self._copied_out(flat[start:stop])
+            with self.clock.waiting(on_stream=tensor.is_cuda):
+                call(host)
+            self._copy_in(flat[start:stop], host)
+
+    def _refuse_sizes(self, *, whole: Tensor, part: Tensor) -> None:
+        expected, got = self.world_size * part.numel(), whole.numel()
+        assert got == expected, f"{self.world_size} ranks of {part.numel()} elements: {expected}, got {got}"
 
     def _copied_out(self, tensor: Tensor) -> Tensor:
-        host = self._host_tensor(tensor)
-        if host is not tensor:
-            # Not non_blocking: the copy must have ended, and what it reads must have been computed, before it is sent.
-            host.copy_(tensor.detach())
+        """Return the elements of a tensor in host memory, in one dimension."""
+        host = self._slabs.take(tensor)
+        # Not non_blocking: the copy must have ended, and what it reads must have been computed, before it is sent.
+        host.view(tensor.shape).copy_(tensor)
         return host
 
+    def _copy_in(self, tensor: Tensor, host: Tensor) -> None:
+        """Copy what arrived into a tensor, and give its room back."""
+        tensor.copy_(host.view(tensor.shape))
+        self._slabs.give(host)
 
-@torch.no_grad()
-def _copy_in(tensor: Tensor, host: Tensor) -> None:
-    if host is not tensor:
-        tensor.copy_(host)
+    def _post_in_order(self) -> None:
+        """Post what may be: between two ranks messages match in their order, so a call waits for those before it."""
+        for pending in self._under_way:
+            if not pending.post():
+                return
+
+    def _post(self, each: Round) -> _RoundUnderWay:
+        sends = [(self._copied_out(tensor) if self._stages(tensor) else tensor, peer) for tensor, peer in each.sends]
+        rooms = [self._slabs.take(tensor) if self._stages(tensor) else tensor for tensor, _ in each.receives]
+        receives = [(room, peer) for room, (_, peer) in zip(rooms, each.receives, strict=True)]
+        arrivals = [
+            (tensor, room) for (tensor, _), room in zip(each.receives, rooms, strict=True) if room is not tensor
+        ]
+        return _RoundUnderWay(self._inner.exchange(sends, receives), [host for host, _ in sends], arrivals)
+
+    def _finish(self, pending: _StagedPending) -> None:
+        """Wait for a call, and for all that were posted before it."""
+        while pending in self._under_way:
+            first = self._under_way[0]
+            first.finish()
+            self._under_way.popleft()
+            self._post_in_order()
+
+
+class _RoundUnderWay:
+    def __init__(self, pending: Pending, sent: Sequence[Tensor], arrivals: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.pending, self.sent, self.arrivals = pending, sent, arrivals
 
 
 class _StagedPending:
-    def __init__(self, pending: Pending, arrivals: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._pending, self._arrivals = pending, arrivals
+    """A grouped call, of which some rounds are under way and others have not been posted."""
+
+    def __init__(self, transport: StagedTransport, rounds: Sequence[Round], *, on_gpu: bool) -> None:
+        self._transport, self._on_gpu = transport, on_gpu
+        self._to_post, self._posted = deque(rounds), deque[_RoundUnderWay]()
 
     def wait(self) -> None:
-        self._pending.wait()
-        for tensor, host in self._arrivals:
-            _copy_in(tensor, host)
-        self._arrivals = ()
+        self._transport._finish(self)
+
+    def post(self) -> bool:
+        """Post as many rounds as may be under way; return whether that were the last."""
+        while self._to_post and len(self._posted) < _ROUNDS_UNDER_WAY:
+            self._posted.append(self._transport._post(self._to_post.popleft()))
+        return not self._to_post
+
+    def finish(self) -> None:
+        """Post and wait for all of it."""
+        transport = self._transport
+        while self._posted or self._to_post:
+            self.post()
+            done = self._posted.popleft()
+            with transport.clock.waiting(on_stream=self._on_gpu):
+                done.pending.wait()
+            for host in done.sent:
+                transport._slabs.give(host)
+            for tensor, host in done.arrivals:
+                transport._copy_in(tensor, host)
