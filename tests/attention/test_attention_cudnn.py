@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -109,6 +110,24 @@ def test_only_a_pack_of_one_long_document_is_a_long_block(lengths, window, is_lo
     expected = VarlenKernel(ReferenceVarlenOps())
     wanted = (*expected.forward_pack(block, pack), *expected.backward_pack(grad, block, Saved(out=out, lse=lse), pack))
     assert all(relative_error(a, b) < 1e-12 for a, b in zip((out, lse, *grads), wanted, strict=True))
+
+
+def test_padding_after_one_long_document_keeps_it_a_long_block():
+    """Rows are rounded up to a multiple, so nearly every document has padding behind it."""
+    kernel, dense, _ = by_length(diagonal_tokens=8)
+    program = lower_microbatch(make_plan(1, (20,), [Piece(ranks=(0,), sequences=(0,))]), 0)
+    found = []
+    for padding in (0, 12):
+        pack = pack_of(program.tasks(0, 0), window=None, device=CPU, padding=padding)
+        beyond = zip(draw(20), (9, 9, 9, 0), strict=True)
+        q, k, v, grad = (F.pad(x, (0, 0, 0, 0, 0, padding), value=value) for x, value in beyond)
+        block = Block(q=q, k=k, v=v, scale=0.3)
+        out, lse = kernel.forward_pack(block, pack)
+        grads = kernel.backward_pack(grad, block, Saved(out=out, lse=lse), pack)
+        assert not any(each[20:].any() for each in grads)
+        found.append([each[:20] for each in (out, *grads)])
+    assert len(dense.shapes) == 4
+    assert all(relative_error(a, b) < 1e-12 for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("window", [None, 50])

@@ -127,7 +127,9 @@ class ByLengthKernel:
         return is_long and block.mask is None and not torch.are_deterministic_algorithms_enabled()
 
     def _is_one(self, block: Block, pack: Pack) -> bool:
-        is_whole = len(pack.cu_seqlens) == 2 and (pack.window is None or pack.window >= pack.max_seqlen)
+        # Padding after it is hidden by causality, and what its queries see of the document nobody reads.
+        documents = len(pack.cu_seqlens) - 1 - (pack.padding > 0)
+        is_whole = documents == 1 and (pack.window is None or pack.window >= pack.max_seqlen)
         return is_whole and self._is_long(replace(block, causal=True))
 
 

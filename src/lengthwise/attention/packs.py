@@ -27,11 +27,13 @@ class Pack:
     cu_seqlens: (documents + 1,) int32 on the device: where each starts, and the end of the last.
     max_seqlen: tokens of the longest.
     window: a query sees itself and the window - 1 tokens before it; None: all before it.
+    padding: rows of the last document, if nobody wants what they give; 0: it is one like the others.
     """
 
     cu_seqlens: Tensor
     max_seqlen: int
     window: int | None
+    padding: int = 0
 
 
 @runtime_checkable
@@ -67,4 +69,5 @@ def pack_of(tasks: Sequence[BlockTask], *, window: int | None, device: torch.dev
         cu_seqlens=to_device(torch.tensor(borders, dtype=torch.int32), device),
         max_seqlen=max(stop - start for start, stop in pairwise(borders)),
         window=window,
+        padding=padding,
     )
