@@ -28,6 +28,11 @@ TABLES = {
     "replay": "gpu.replay",
     "steps": "gpu.steps",
     "steps_liger": "gpu.steps",
+    "staged": "gpu.staged",
+    "shares": "gpu.shares",
+    "switches": "gpu.switches",
+    "costs": "gpu.costs",
+    "longest": "gpu.longest",
 }
 """The module of each table, whose function has the table's name; `place` is written before every one."""
 

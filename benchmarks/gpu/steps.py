@@ -20,6 +20,7 @@ from gpu.clock import seconds_of
 from gpu.costs_here import hardware_here
 from gpu.loops import OurLoop, PlainLoop
 from gpu.models import model_config, peak_flops_per_second, step_flops
+from gpu.peaks import alloc_retries, held_bytes
 from gpu.place import clocks
 from gpu.records import Records
 from gpu.sizes import Sizes
@@ -143,13 +144,3 @@ def _plan(sizes: Sizes, config: Any, kind: BatchKind) -> Plan:
     lengths = kind.lengths()
     cluster = Cluster(ranks=1, capacity_tokens=max(sizes.pack_tokens, *lengths))
     return plan_for(lengths, cost, cluster, layers=config.num_hidden_layers, recompute=kind.recompute)
-
-
-def held_bytes(device: torch.device) -> int:
-    """Return the bytes of all tensors on a GPU; 0 on the CPU, which does not count them."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def alloc_retries(device: torch.device) -> int:
-    """Return how often the allocator had to free its cache and try again."""
-    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
