@@ -30,6 +30,8 @@ SCRIPTS: dict[str, dict[str, float]] = {
         "test_gpu_runs": 170,
     },
     "steps": {"replay": 280, "steps": 220, "steps_liger": 90},
+    "limits": {"longest": 240, "staged": 200, "shares": 60, "profile": 60},
+    "switches": {"switches": 360, "parity": 120, "costs": 110},
 }
 """The parts of each script and the seconds that each may take: tables of `gpu_step.py`, and files of tests/gpu."""
 _TINY_TESTS = {

@@ -33,6 +33,8 @@ TABLES = {
     "switches": "gpu.switches",
     "costs": "gpu.costs",
     "longest": "gpu.longest",
+    "parity": "gpu.parity",
+    "profile": "gpu.profiled",
 }
 """The module of each table, whose function has the table's name; `place` is written before every one."""
 

@@ -11,9 +11,29 @@ TITLES = {
     "copy": "Copies on the device",
     "matrix product": "Matrix products",
     "attention": "Attention, causal, forward and backward",
+    "replay": "Whole plans of many ranks, replayed on this device",
+    "step": "Whole steps of one rank, beside plain Hugging Face",
+    "switch": "Each switch alone",
+    "share": "Where a step's seconds go",
+    "kernel": "The longest kernels",
+    "hardware": "The device as `--hardware` describes it (`hardware.json` of the folder)",
+    "term": "Terms of the costs, fitted by `lengthwise profile`",
+    "costs": "Costs and bytes predicted for microbatches that were not fitted",
+    "longest": "The longest document of one rank",
+    "staged": "Ranks that share the GPU, with rings",
+    "kernel parity": "Kernels against fp32",
+    "ring parity": "Rings in bf16 beside one call, both against fp32",
+    "logits": "Over 2^31 logits",
+}
+_NOTES = {
+    "replay": "Arithmetic measured, transfers modelled; *simulation error* is of the simulator's makespan against this "
+    "one (aim: 5 %).",
+    "step": "MFU by the bf16 rate of the data sheet, recomputation not counted (`benchmarks/gpu/models.py`); *times "
+    "lengthwise* above 1: slower than ours.",
+    "costs": "Aim: 5 %.",
 }
 _HIDDEN = ("table", "part")
-_NOT_TABLES = ("place", "end", "part")
+_NOT_TABLES = ("place", "end", "part", "note", "step, each turn", "held-out microbatch", "fit")
 
 
 def page_of(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -23,7 +43,8 @@ def page_of(rows: Sequence[Mapping[str, Any]]) -> str:
     for name in (*TITLES, *sorted(names - set(TITLES))):
         of_table = [row for row in rows if row["table"] == name]
         if of_table:
-            lines += [f"### {TITLES.get(name, name)}", "", *markdown_table(of_table), ""]
+            note = [_NOTES[name], ""] if name in _NOTES else []
+            lines += [f"### {TITLES.get(name, name.capitalize())}", "", *note, *markdown_table(of_table), ""]
     return "\n".join(lines)
 
 
@@ -44,7 +65,7 @@ def _cell(key: str, value: object) -> str:
     if key.endswith(("_bytes", "_per_second")):
         return count(float(value)) + "B" * ("bytes" in key) + "/s" * key.endswith("_per_second")
     if key.endswith(("share", "spread", "error", "mfu")):
-        return f"{100 * value:.1f} %"
+        return f"{100 * value:.1f} %" if abs(value) >= 1e-3 or not value else f"{value:.1e}"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 

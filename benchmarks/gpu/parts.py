@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import Popen
 
 _GRACE_SECONDS = 5.0
 
@@ -56,7 +57,7 @@ def run_parts(script: str, parts: Sequence[Part], folder: Path) -> list[str]:
 def _run(part: Part, log: Path) -> int | None:
     """Return the exit status; None: it was ended at its limit, with all that it had started."""
     with log.open("w", encoding="utf-8") as out:
-        process = subprocess.Popen(
+        process = Popen(
             part.command,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -71,7 +72,7 @@ def _run(part: Part, log: Path) -> int | None:
             _end_group(process)
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
+def _end_group(process: Popen[bytes]) -> None:
     """End what is left of a part's session: ranks that it forked hold a GPU's memory."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:

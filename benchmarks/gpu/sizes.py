@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from gpu.batches import BatchKind
+from lengthwise.cost import LOGITS_AT_ONCE
 
 _K = 1024
 _PACKS = BatchKind(name="uniform", tokens=32 * _K, longest_tokens=16 * _K)
@@ -63,6 +64,9 @@ class Sizes:
     staged_steps: int = 4
     share_model: str = "llama-1b"
     share_batch: BatchKind = _PACKS
+    profile_model: str = "llama-1b"
+    profile_seconds: float = 30.0
+    profile_tokens: int = 16 * _K
     cost_model: str = "llama-1b"
     cost_fitted: int = 40
     cost_held_out: int = 30
@@ -77,6 +81,7 @@ class Sizes:
     parity_rings: tuple[tuple[int, int], ...] = ((2, 8 * _K), (3, 32 * _K), (3, 48 * _K), (5, 40 * _K))
     logits_model: str = "wide words"
     logits_tokens: int = 17 * _K
+    logits_at_once: int = LOGITS_AT_ONCE
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,6 +122,9 @@ TINY = replace(
     staged_steps=2,
     share_model="tiny",
     share_batch=BatchKind(name="uniform", tokens=64, longest_tokens=32),
+    profile_model="tiny",
+    profile_seconds=0.5,
+    profile_tokens=64,
     cost_model="tiny",
     cost_fitted=6,
     cost_held_out=3,
@@ -131,6 +139,7 @@ TINY = replace(
     parity_rings=((3, 50),),
     logits_model="wide words, tiny",
     logits_tokens=40,
+    logits_at_once=4 * 512,
 )
 
 

@@ -6,14 +6,14 @@ On the CPU the varlen kernel is a reference that refuses what a GPU kernel would
 import pytest
 import torch
 
-from lengthwise.attention import Block, PlannedAttention, ReferenceKernel, Saved, choose_kernel
+from lengthwise.attention import Block, ReferenceKernel, Saved, choose_kernel
 from lengthwise.attention.cuda_kernels import EfficientKernel, TorchVarlenOps
 from lengthwise.attention.kernels import BlockMask, FlashCpuKernel
 from lengthwise.attention.varlen import VarlenKernel
-from lengthwise.comm import StagedTransport, StrictWorld
+from lengthwise.comm import StagedTransport
 from lengthwise.core.plan import Piece
-from lengthwise.program import lower_plan
 from support import dense_attention, make_plan, relative_error
+from support.attention_ranks import attend_on_ranks
 from support.varlen import ReferenceVarlenOps
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -110,30 +110,6 @@ def test_gpu_window_edges_are_where_the_mask_says(device, queries, keys, distanc
         assert relative_error(b.cpu(), a, floor=0.05 * a.numel() ** 0.5) < 2e-2, name
 
 
-def run_rank(transport, plan, rows, kernel, window, sinks, *, device):
-    """Return [(sequence, start, stop, [out, dq, dk, dv])] of this rank's segments.
-
-    Both passes are called directly: autograd has one thread a device, in which ranks of one process would wait for
-    each other for ever.
-    """
-    pieces = []
-    for program in lower_plan(plan, transport.rank):
-        segments = program.segments(transport.rank)
-        q, k, v, grad = (
-            torch.cat([rows[s.sequence][n][s.start : s.stop] for s in segments]).to(device) for n in range(4)
-        )
-        planned = PlannedAttention(program, transport, kernel)
-        layer = Block(q=q, k=k, v=v, scale=SCALE)
-        out, attended = planned.forward(layer, window, sinks)
-        *grads, sink_grad = planned.backward(grad, attended, (HEADS, KV_HEADS, KV_HEADS), window, sinks)
-        assert (sink_grad is None) == (sinks is None)
-        results, start = [out, *grads], 0
-        for s in segments:
-            pieces.append((s.sequence, s.start, s.stop, [x[start : start + s.num_tokens].cpu() for x in results]))
-            start += s.num_tokens
-    return pieces
-
-
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(("window", "with_sinks"), [(None, False), (50, False), (200, True), (1, False)])
 @pytest.mark.parametrize("staged", [False, True])
@@ -148,14 +124,10 @@ def test_gpu_rings_and_packs_equal_dense(device, kind, dtype, window, with_sinks
     sinks = torch.linspace(-2, 2, HEADS) if with_sinks else None
     there = None if sinks is None else sinks.to(device, dtype)
 
-    def work(transport):
-        chosen = StagedTransport(transport, stages=lambda _: True) if staged else transport
-        return run_rank(chosen, plan, rows, kernel, window, there, device=device)
+    def around(transport):
+        return StagedTransport(transport, stages=lambda _: True) if staged else transport
 
-    whole = [[torch.full_like(row[n], float("nan")) for n in (0, 0, 1, 2)] for row in rows]
-    for sequence, start, stop, results in (piece for found in StrictWorld(ranks).run(work) for piece in found):
-        for into, part in zip(whole[sequence], results, strict=True):
-            into[start:stop] = part
+    whole = attend_on_ranks(plan, rows, kernel, scale=SCALE, window=window, sinks=there, device=device, around=around)
     for row, got in zip(rows, whole, strict=True):
         close(got, expected(*row, window=window, sinks=None if sinks is None else sinks.to(dtype).double()), dtype)
 
