@@ -1,5 +1,6 @@
 """The scripts of a GPU machine without one: all parts run tiny, what fails or hangs stops no other, a page is made."""
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -8,11 +9,13 @@ import sys
 import time
 
 import pytest
+import torch
 
 import gpu_check
 import gpu_page
 import gpu_step
 from gpu import parts
+from gpu.models import draw_model
 from gpu.page import TITLES
 from gpu.parts import Part, run_parts
 from gpu.records import Records, middle, read_rows
@@ -69,6 +72,9 @@ def test_all_four_scripts_run_tiny_on_the_cpu_and_make_the_page(tmp_path, monkey
     scripts["contact"] |= {"no such table": 60.0, "hangs": 0.3}
     monkeypatch.setattr(gpu_check, "SCRIPTS", scripts)
     monkeypatch.setattr(parts, "Popen", Forked)
+    for module in filter(None, gpu_step.TABLES.values()):  # once, for all that are forked
+        importlib.import_module(module)
+    draw_model("tiny", torch.device("cpu"))
     folder, page = tmp_path / "found", tmp_path / "page.md"
     page.write_text(PAGE)
     with pytest.raises(SystemExit, match="gpu_check: no such table, hangs failed"):
