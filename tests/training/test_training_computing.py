@@ -55,6 +55,16 @@ def test_experts_in_one_product_are_refused_in_fp64_before_any_process_starts(tm
     assert job_of(tmp_path, experts="grouped_mm", precision="bf16", model=str(tmp_path / "mixture")).computing.experts
 
 
+def test_layers_by_liger_are_refused_on_the_cpu_before_any_process_starts(tmp_path, capfd):
+    path = write_run(tmp_path, make_rows(LENGTHS), device="cpu", precision="fp32")
+    assert call("train", path, "--ranks", 2, "--set", "fused_layers=liger") == 2
+    expected = (
+        "error[config] fused_layers: expected auto, off, or what Liger can run; got Liger's kernels are for GPUs."
+    )
+    assert expected in " ".join(capfd.readouterr().err.split())
+    assert job_of(tmp_path, fused_layers="off").computing == Computing(fused_layers="off")
+
+
 def test_a_compiled_run_says_so_and_gives_the_same(tmp_path, capfd, monkeypatch):
     """Ranks are forked, so what is patched here is patched there: the backend that compiles nothing in C++."""
     path = write_run(tmp_path, make_rows(LENGTHS), device="cpu", recompute="layer")

@@ -343,6 +343,11 @@ class RunConfig(Settings):
         description="true compiles decoder layers around their attention (torch.compile), some seconds at the first "
         "step, not those of mixtures of experts; default false",
     )
+    fused_layers: Literal["auto", "off", "liger"] = Field(
+        default="auto",
+        description="norms, RoPE and MLPs by Liger Kernel's fused functions: liger (on GPUs, in families known to be "
+        "right, not beside compile), off, or auto: where that can be and liger-kernel is installed; default auto",
+    )
     experts: Literal["auto", "eager", "grouped_mm"] = Field(
         default="auto",
         description="how a mixture's experts compute: eager (one by one), grouped_mm (all in one product, bf16 and "

@@ -16,6 +16,7 @@ from lengthwise.attention import AttentionNeeds, BlockKernel, check_attention, c
 from lengthwise.models.compiled import compile_layers
 from lengthwise.models.experts import choose_experts, experts_of, needs_of
 from lengthwise.models.families import has_windows, largest_head_dim
+from lengthwise.models.fused_layers import FusedNeeds, choose_fused, fuse_layers, installed_liger, liger_kernels
 from lengthwise.models.load import build_skeleton
 
 
@@ -25,6 +26,7 @@ class Computing:
 
     attention: str = "auto"
     compile: bool = False
+    fused_layers: str = "auto"
     experts: str = "auto"
 
 
@@ -36,6 +38,7 @@ def check_computing(config: Any, computing: Computing, *, dtype: torch.dtype, on
     """
     needs = AttentionNeeds(dtype=dtype, head_dim=largest_head_dim(config), windowed=has_windows(config))
     check_attention(computing.attention, needs, on_gpus=on_gpus)
+    choose_fused(computing.fused_layers, _fused_needs(config, computing, dtype=dtype, on_gpu=on_gpus))
     if computing.experts != "auto":
         choose_experts(computing.experts, needs_of(build_skeleton(config), dtype, on_gpu=on_gpus, capability=None))
 
@@ -74,15 +77,28 @@ def compute_so(
     """Let a model compute on `device`, in `dtype`, as asked; `say` hears what was done where there was a choice.
 
     Raises:
-        ConfigError: experts that cannot compute as the run file says on this GPU.
+        ConfigError: layers or experts that cannot compute as the run file says on this device.
     """
-    hear = say or (lambda _: None)
+    hear, on_gpu = say or (lambda _: None), device.type == "cuda"
     if experts_of(model):
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        needs = needs_of(model, dtype, on_gpu=device.type == "cuda", capability=capability)
+        capability = torch.cuda.get_device_capability(device) if on_gpu else None
+        needs = needs_of(model, dtype, on_gpu=on_gpu, capability=capability)
         implementation, reason = choose_experts(computing.experts, needs)
         if needs.replaceable:
             model.set_experts_implementation(implementation)
         hear(f"experts: {implementation}; because {reason}")
+    fused, reason = choose_fused(
+        computing.fused_layers, _fused_needs(model.config, computing, dtype=dtype, on_gpu=on_gpu)
+    )
+    if fused == "liger":
+        hear(f"fused layers: liger ({fuse_layers(model, liger_kernels())}); because {reason}")
+    elif on_gpu:  # on the CPU there are none to go without
+        hear(f"fused layers: off; because {reason}")
     if computing.compile:
         hear(f"compile: {compile_layers(model)}")
+
+
+def _fused_needs(config: Any, computing: Computing, *, dtype: torch.dtype, on_gpu: bool) -> FusedNeeds:
+    return FusedNeeds(
+        family=config.model_type, dtype=dtype, on_gpu=on_gpu, compiled=computing.compile, liger=installed_liger()
+    )

@@ -263,7 +263,12 @@ def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *,
 
 
 def _computing(config: RunConfig) -> Computing:
-    return Computing(attention=config.attention, compile=config.compile, experts=config.experts)
+    return Computing(
+        attention=config.attention,
+        compile=config.compile,
+        fused_layers=config.fused_layers,
+        experts=config.experts,
+    )
 
 
 def _measured_cost(

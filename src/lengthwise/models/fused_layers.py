@@ -1,0 +1,190 @@
+"""Norms, RoPE and gated MLPs by Liger Kernel's fused functions, in one model and no other.
+
+Liger's own patches replace functions of transformers' modules, for every model of the process; here each module of the
+model gets a forward of its own. RoPE, a function of the module, is exchanged in a copy of the attention's forward.
+Never Liger's loss: docs/decisions/own-chunked-loss.md. Saves passes over memory on GPUs (not measured). Source: Liger
+Kernel (arXiv 2410.10989), whose choices for each family stand below. docs/decisions/fused-layers.md.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.core.errors import ConfigError
+
+LEAST_LIGER = (0, 8, 5)  # the one whose functions were read and run
+
+_ROPE = "apply_rotary_pos_emb"
+_INSTALL = f"pip install 'liger-kernel>={'.'.join(map(str, LEAST_LIGER))}'"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """How the norms of a family go: their weight is `offset` + w, and `casting` says where fp32 ends."""
+
+    offset: float = 0.0
+    casting: str = "llama"
+
+
+_LIKE_LLAMA, _WIDE_WEIGHTS, _GEMMA = Kind(), Kind(casting="gemma"), Kind(offset=1.0, casting="gemma")
+FUSED_FAMILIES: Mapping[str, Kind] = {
+    **dict.fromkeys(("granite", "llama", "mistral", "mixtral", "olmoe", "phi3", "qwen2", "qwen3"), _LIKE_LLAMA),
+    **dict.fromkeys(("qwen3_moe", "smollm3"), _LIKE_LLAMA),
+    "olmo2": _WIDE_WEIGHTS,
+    **dict.fromkeys(("gemma", "gemma3_text"), _GEMMA),
+}
+_GATES = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedKernels:
+    """rms_norm(x, weight, eps, offset, casting, in_place), swiglu(a, b), geglu(a, b), rope(q, k, cos, sin)."""
+
+    rms_norm: Callable[..., Tensor]
+    swiglu: Callable[[Tensor, Tensor], Tensor]
+    geglu: Callable[[Tensor, Tensor], Tensor]
+    rope: Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedNeeds:
+    """What decides about fused layers. `liger`: the installed version; None: not installed."""
+
+    family: str
+    dtype: torch.dtype
+    on_gpu: bool
+    compiled: bool
+    liger: str | None
+
+
+def choose_fused(asked: str, needs: FusedNeeds) -> tuple[str, str]:
+    """Return (`liger` or `off`, why) for `auto` or the one that is asked for.
+
+    Raises:
+        ConfigError: Liger's layers cannot be had here.
+    """
+    if asked == "off":
+        return "off", "the run file asks for it"
+    against = _against_liger(needs)
+    if against is None:
+        return "liger", f"liger-kernel {needs.liger} is installed"
+    if asked == "auto":
+        return "off", against[0]
+    raise ConfigError("fused_layers", expected="auto, off, or what Liger can run", got=against[0], remedy=against[1])
+
+
+def _against_liger(needs: FusedNeeds) -> tuple[str, str] | None:
+    """Return (what speaks against Liger's layers, what to do about it), or None."""
+    off = "Set fused_layers: auto."
+    if not needs.on_gpu:
+        return "Liger's kernels are for GPUs", off
+    if needs.compiled:
+        return "compile: true joins the same operations", "Set one of the two."
+    if needs.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"Liger's kernels compute in fp32, and this run in {str(needs.dtype).removeprefix('torch.')}", off
+    if needs.family not in FUSED_FAMILIES:
+        return f"{needs.family} is none of the families known to be right ({', '.join(sorted(FUSED_FAMILIES))})", off
+    if needs.liger is None:
+        return "liger-kernel is not installed", f"{_INSTALL}, or set fused_layers: auto."
+    if _version(needs.liger) < LEAST_LIGER:
+        least = ".".join(map(str, LEAST_LIGER))
+        return f"liger-kernel {needs.liger} is older than {least}", f"{_INSTALL}, or set fused_layers: auto."
+    return None
+
+
+def installed_liger() -> str | None:
+    """Return the version of liger-kernel, or None; nothing is imported."""
+    try:
+        return importlib.metadata.version("liger-kernel")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def liger_kernels() -> FusedKernels:
+    """Import Liger's functions."""
+    functional: Any = importlib.import_module("liger_kernel.transformers.functional")
+    return FusedKernels(
+        rms_norm=functional.liger_rms_norm,
+        swiglu=functional.liger_swiglu,
+        geglu=functional.liger_geglu,
+        rope=functional.liger_rope,
+    )
+
+
+def fuse_layers(model: Any, kernels: FusedKernels) -> str:
+    """Let the norms, MLPs and attentions of a model of a known family run fused; return what was exchanged."""
+    kind, gate = FUSED_FAMILIES[model.config.model_type], _gate(model.config)
+    found = Counter[str]()
+    # Partial functions, not closures: a copy of the model then runs its own modules.
+    for module in model.modules():
+        name = type(module).__name__
+        if name.endswith("RMSNorm"):
+            module.forward = partial(_norm, module, kernels.rms_norm, kind)
+            found["norms"] += 1
+        elif gate is not None and name.endswith("MLP") and hasattr(module, "down_proj"):
+            halves = _halves_of_one if hasattr(module, "gate_up_proj") else _two_halves
+            module.forward = partial(_gated, module, getattr(kernels, gate), halves)
+            found["gated MLPs"] += 1
+        elif _ROPE in _names(module):
+            module.forward = partial(_with_global(type(module).forward, _ROPE, partial(_rope, kernels.rope)), module)
+            found["attentions (RoPE)"] += 1
+    return ", ".join(f"{number} {what}" for what, number in found.items())
+
+
+def _gate(config: Any) -> str | None:
+    """Return the fused gate that fits the activation of a config's MLPs; None: there is none."""
+    return _GATES.get(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", ""))
+
+
+def _norm(module: Any, rms_norm: Callable[..., Tensor], kind: Kind, x: Tensor) -> Tensor:
+    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    # Not in place: beside a residual the gradient that comes in belongs to others, too.
+    return rms_norm(x, module.weight, eps, kind.offset, kind.casting, False)
+
+
+def _gated(
+    module: Any, gate: Callable[[Tensor, Tensor], Tensor], halves: Callable[..., tuple[Tensor, Tensor]], x: Tensor
+) -> Tensor:
+    return module.down_proj(gate(*halves(module, x)))
+
+
+def _two_halves(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return module.gate_proj(x), module.up_proj(x)
+
+
+def _halves_of_one(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = module.gate_up_proj(x).chunk(2, dim=-1)
+    return gate, up
+
+
+def _rope(
+    rope: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+
+def _names(module: nn.Module) -> tuple[str, ...]:
+    """Return the global names that a module's forward uses; none of one that is wrapped in another function."""
+    forward: Any = type(module).forward
+    return forward.__code__.co_names if isinstance(forward, FunctionType) and not forward.__closure__ else ()
+
+
+def _with_global(function: Any, name: str, value: Any) -> Any:
+    """Copy a function, one of whose globals is another one."""
+    names = {**function.__globals__, name: value}
+    copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) if part.isdigit() else 0 for part in text.split("+")[0].split(".")[:3])

@@ -1,0 +1,199 @@
+"""Fused layers: which runs have them, what is exchanged in which model; plain functions stand for Liger's."""
+
+import copy
+import sys
+from collections import Counter
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.llama import modeling_llama
+
+from lengthwise.core.errors import ConfigError
+from lengthwise.core.plan import Piece
+from lengthwise.models import Computing, check_computing, compute_so
+from lengthwise.models.families import FAMILIES
+from lengthwise.models.fused_layers import (
+    FUSED_FAMILIES,
+    FusedKernels,
+    FusedNeeds,
+    choose_fused,
+    fuse_layers,
+    installed_liger,
+    liger_kernels,
+)
+from support import build_pair, family_difference, make_plan, tiny_family_config
+
+CPU = torch.device("cpu")
+LENGTHS = (13, 1, 8)
+PLAN = make_plan(2, LENGTHS, [Piece(ranks=(0, 1), sequences=(0,)), Piece(ranks=(0,), sequences=(1, 2))], layers=2)
+MOE = ("mixtral", "olmoe")
+NORMS = {"qwen3": 9, "qwen3_moe": 9, "olmoe": 9, "olmo2": 9, "gemma3_text": 13}
+
+
+class PlainKernels:
+    """Liger's functions by their published signatures and formulas, in any dtype; `calls` counts them."""
+
+    def __init__(self):
+        self.calls = Counter()
+        self.kernels = FusedKernels(
+            rms_norm=self.liger_rms_norm, swiglu=self.liger_swiglu, geglu=self.liger_geglu, rope=self.liger_rope
+        )
+
+    def __deepcopy__(self, _memo):  # as functions, it is not copied with a model
+        return self
+
+    def liger_rms_norm(self, X, W, eps, offset=0.0, casting_mode="llama", in_place=True):
+        self.calls["norm"] += 1
+        assert casting_mode in ("llama", "gemma")
+        assert not in_place, "the gradient that comes in may belong to others, too"
+        return X * torch.rsqrt(X.square().mean(-1, keepdim=True) + eps) * (offset + W)
+
+    def liger_swiglu(self, a, b):
+        self.calls["swiglu"] += 1
+        return F.silu(a) * b
+
+    def liger_geglu(self, a, b):
+        self.calls["geglu"] += 1
+        return F.gelu(a, approximate="tanh") * b
+
+    def liger_rope(self, q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
+        self.calls["rope"] += 1
+        assert position_ids is None
+        dim = cos.shape[-1]
+
+        def turned(x):
+            x, rest = x[..., :dim], x[..., dim:]
+            half = torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), dim=-1)
+            return torch.cat((x * cos.unsqueeze(unsqueeze_dim) + half * sin.unsqueeze(unsqueeze_dim), rest), dim=-1)
+
+        return turned(q), turned(k)
+
+
+@pytest.mark.parametrize("family", FUSED_FAMILIES)
+def test_fused_layers_of_a_family_give_what_plain_hugging_face_gives(family):
+    """In fp64, over a ring and a pack: each formula, offset and epsilon, and that each module was exchanged."""
+    pair, plain = build_pair(family, tiny_family_config(family)), PlainKernels()
+    said = fuse_layers(pair["planned"], plain.kernels)
+    found = family_difference(pair, PLAN, LENGTHS, precision="fp64")
+    assert found.loss < 1e-13
+    assert found.gradient < 1e-12
+    norms, gates = NORMS.get(family, 5), {"qwen3_moe": 1, **dict.fromkeys(MOE, 0)}.get(family, 2)
+    words = [f"{gates} gated MLPs"] if gates else []
+    assert sorted(said.split(", ")) == sorted([*words, "2 attentions (RoPE)", f"{norms} norms"])
+    passes = plain.calls["rope"] // 2  # of the two layers
+    gate = "geglu" if family.startswith("gemma") else "swiglu"
+    assert plain.calls == Counter({"rope": 2 * passes, "norm": norms * passes, gate: gates * passes})
+
+
+@pytest.mark.parametrize("recompute", ["layer", "all_but_attention"])
+def test_fused_layers_run_again_in_backward(recompute):
+    pair, plain = build_pair("qwen3", tiny_family_config("qwen3")), PlainKernels()
+    fuse_layers(pair["planned"], plain.kernels)
+    microbatches = tuple(replace(each, recompute=recompute) for each in PLAN.microbatches)
+    found = family_difference(pair, replace(PLAN, microbatches=microbatches), LENGTHS, precision="fp64")
+    assert found.gradient < 1e-12
+    assert plain.calls["norm"] == 3 * 9 + 3 * 8, "three forwards of 9 norms, and those of the layers once more"
+
+
+def test_only_this_model_is_changed_and_a_copy_runs_its_own_modules():
+    """`verify` has a plain model beside it, and Liger's own patches would change both."""
+    pair, plain, rope = (
+        build_pair("llama", tiny_family_config("llama")),
+        PlainKernels(),
+        modeling_llama.apply_rotary_pos_emb,
+    )
+    fuse_layers(pair["planned"], plain.kernels)
+    assert modeling_llama.apply_rotary_pos_emb is rope
+    assert not any("forward" in vars(module) for module in pair["plain"].modules())
+    other = copy.deepcopy(pair["planned"])
+    norm = other.model.norm
+    norm.weight.data.zero_()
+    assert not norm(torch.ones(3, norm.weight.numel())).any()
+    assert pair["planned"].model.norm(torch.ones(3, norm.weight.numel())).any()
+
+
+def needs(**changes):
+    values = {"family": "llama", "dtype": torch.bfloat16, "on_gpu": True, "compiled": False, "liger": "0.8.5"}
+    return FusedNeeds(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"on_gpu": False}, "Liger's kernels are for GPUs"),
+        ({"compiled": True}, "compile: true joins the same operations"),
+        ({"dtype": torch.float64}, "Liger's kernels compute in fp32, and this run in float64"),
+        ({"family": "gpt_oss"}, "gpt_oss is none of the families known to be right (gemma, gemma3_text, granite,"),
+        ({"liger": None}, "liger-kernel is not installed"),
+        ({"liger": "0.8.4"}, "liger-kernel 0.8.4 is older than 0.8.5"),
+        ({"liger": "0.7.0.dev20260101+cu13"}, "liger-kernel 0.7.0.dev20260101+cu13 is older than 0.8.5"),
+    ],
+)
+def test_auto_goes_without_and_a_name_is_refused_with_the_reason(changes, reason):
+    name, said = choose_fused("auto", needs(**changes))
+    assert (name, said[: len(reason)]) == ("off", reason)
+    with pytest.raises(ConfigError) as refused:
+        choose_fused("liger", needs(**changes))
+    assert refused.value.got.startswith(reason)
+    assert refused.value.remedy.startswith(("Set ", "pip install 'liger-kernel>=0.8.5'"))
+
+
+def test_liger_is_taken_where_it_is_installed_on_a_gpu():
+    for version in ("0.8.5", "0.9", "1.0.0+cu130"):
+        for asked in ("auto", "liger"):
+            assert choose_fused(asked, needs(liger=version)) == ("liger", f"liger-kernel {version} is installed")
+    assert choose_fused("off", needs()) == ("off", "the run file asks for it")
+
+
+def test_every_family_of_the_table_is_one_that_is_proved():
+    assert set(FUSED_FAMILIES) <= set(FAMILIES)
+
+
+def test_a_run_on_the_cpu_has_none_and_says_nothing():
+    model, said = build_pair("llama", tiny_family_config("llama"))["planned"], []
+    compute_so(model, Computing(), CPU, dtype=torch.float32, say=said.append)
+    assert said == []
+    assert not any("forward" in vars(module) for module in model.modules())
+    with pytest.raises(ConfigError, match="Liger's kernels are for GPUs"):
+        compute_so(model, Computing(fused_layers="liger"), CPU, dtype=torch.float32)
+
+
+def test_a_run_on_a_gpu_says_what_is_exchanged_and_by_what(monkeypatch):
+    """The device is only looked at: the module of Liger's functions is a stub."""
+    stub, plain = ModuleType("liger_kernel.transformers.functional"), PlainKernels()
+    for name in ("liger_rms_norm", "liger_swiglu", "liger_geglu", "liger_rope"):
+        setattr(stub, name, getattr(plain, name))
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", stub)
+    monkeypatch.setattr("lengthwise.models.computing.installed_liger", lambda: "0.8.5")
+    pair, said = build_pair("llama", tiny_family_config("llama")), []
+    compute_so(pair["planned"], Computing(), torch.device("cuda"), dtype=torch.bfloat16, say=said.append)
+    exchanged = "2 attentions (RoPE), 2 gated MLPs, 5 norms"
+    assert said == [f"fused layers: liger ({exchanged}); because liger-kernel 0.8.5 is installed"]
+    assert family_difference(pair, PLAN, LENGTHS, precision="fp64").gradient < 1e-12
+    assert plain.calls["norm"]
+    assert liger_kernels().rope == plain.liger_rope
+    compute_so(
+        pair["plain"],
+        Computing(compile=False, fused_layers="off"),
+        torch.device("cuda"),
+        dtype=torch.bfloat16,
+        say=said.append,
+    )
+    assert said[1:] == ["fused layers: off; because the run file asks for it"]
+
+
+def test_liger_is_refused_before_any_process_starts():
+    config = tiny_family_config("llama")
+    with pytest.raises(ConfigError, match="Liger's kernels are for GPUs"):
+        check_computing(config, Computing(fused_layers="liger"), dtype=torch.bfloat16, on_gpus=False)
+    if installed_liger() is None:
+        with pytest.raises(ConfigError, match=r"liger-kernel is not installed\. pip install"):
+            check_computing(config, Computing(fused_layers="liger"), dtype=torch.bfloat16, on_gpus=True)
+    both = Computing(fused_layers="liger", compile=True)
+    with pytest.raises(ConfigError, match="compile: true joins the same"):
+        check_computing(config, both, dtype=torch.bfloat16, on_gpus=True)
