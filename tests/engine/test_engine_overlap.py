@@ -20,6 +20,7 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import keep_double, wrapped_layers
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
+from lengthwise.models.compiled import compile_layers
 from support import RecordingTransport, make_batch, make_plan, run_ranks, tiny_family_config
 
 CPU = torch.device("cpu")
@@ -48,7 +49,10 @@ def plans_of(recompute):
 @cache
 def built(family):
     register_attention()
+    family, _, balanced = family.partition(" ")
     config = tiny_family_config(family)
+    if balanced:  # counts of the routers are summed between the forwards and the backwards of a step
+        config.output_router_logits, config.router_aux_loss_coef = True, 0.5
     if hasattr(config, "num_local_experts"):
         config.num_local_experts = 8  # some of which no token of a rank reaches
     config.tie_word_embeddings = family == "qwen2"
@@ -58,10 +62,12 @@ def built(family):
     ).train()
 
 
-def train(inner, family, dtype, recompute, *, overlaps):
+def train(inner, family, dtype, recompute, *, overlaps, compiles=False):
     """Run steps; return the calls of each, the values after it, and how many sums were begun early."""
     transport = RecordingTransport(inner)
     model = copy.deepcopy(built(family))
+    if compiles:
+        compile_layers(model, backend="eager")
     flat = FlatParameters(
         model, transport, dtype=dtype, layers=wrapped_layers(model), bucket_entries=1, overlaps=overlaps
     )
@@ -83,7 +89,7 @@ def train(inner, family, dtype, recompute, *, overlaps):
 
 @pytest.mark.parametrize("recompute", ["none", "layer", "all_but_attention"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral", "mixtral balanced"])
 def test_overlapped_steps_are_those_of_any_other_to_the_bit(family, dtype, recompute):
     """A strict world: it refuses a transfer posted beside a collective, and ranks whose collectives differ in order."""
     built(family)
@@ -134,14 +140,15 @@ def test_values_are_waited_for_layer_by_layer(monkeypatch):
     assert sorted(seen) == [(0, [4, 1, 0]), (1, [4, 1, 0]), (2, [4])]
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_overlapped_steps_on_real_processes(overlaps):
+@pytest.mark.parametrize(("overlaps", "compiles"), [(False, False), (True, False), (True, True)])
+def test_overlapped_steps_on_real_processes(overlaps, compiles):
+    """Compiled layers wait for their values, too: before the graph, not in it."""
     built("llama")
 
     def work(transport):
-        return train(transport, "llama", torch.float64, "none", overlaps=overlaps)[1:]
+        return train(transport, "llama", torch.float64, "layer", overlaps=overlaps, compiles=compiles)[1:]
 
-    wanted = StrictWorld(3).run(lambda t: train(t, "llama", torch.float64, "none", overlaps=False))[0]
+    wanted = StrictWorld(3).run(lambda t: train(t, "llama", torch.float64, "layer", overlaps=False))[0]
     for norms, values in run_ranks(work, 3):
         assert norms == pytest.approx(wanted[1], rel=1e-12)
         for name, value in values.items():
