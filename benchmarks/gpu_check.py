@@ -29,7 +29,7 @@ SCRIPTS: dict[str, dict[str, float]] = {
         "test_gpu_offload": 40,
         "test_gpu_runs": 170,
     },
-    "steps": {"replay": 280, "steps": 220, "steps_liger": 90},
+    "steps": {"replay": 220, "steps": 280, "steps_liger": 90},
     "limits": {"longest": 240, "staged": 200, "shares": 60, "profile": 60},
     "switches": {"switches": 360, "parity": 120, "costs": 110},
 }

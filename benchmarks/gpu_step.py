@@ -56,7 +56,7 @@ def main() -> None:
 
     sizes, records = sizes_of(arguments.device, tiny=arguments.tiny), Records(arguments.out, arguments.table)
     torch.manual_seed(0)
-    add_place(records, torch.device(sizes.device))
+    add_place(records, sizes.where)
     if module := TABLES[arguments.table]:
         getattr(importlib.import_module(module), arguments.table)(sizes, records)
     records.add("end", clocks=clocks())

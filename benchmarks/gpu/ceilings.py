@@ -31,7 +31,7 @@ def ceilings(sizes: Sizes, records: Records) -> None:
 
 
 def _copy(sizes: Sizes, records: Records) -> None:
-    device = torch.device(sizes.device)
+    device = sizes.where
     source = torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     took = middle(seconds_of(lambda: target.copy_(source), device, repeats=sizes.repeats))
@@ -39,14 +39,14 @@ def _copy(sizes: Sizes, records: Records) -> None:
 
 
 def _product(sizes: Sizes, records: Records, size: int) -> None:
-    device = torch.device(sizes.device)
+    device = sizes.where
     a, b = (torch.randn(size, size, dtype=sizes.dtype, device=device) for _ in range(2))
     took = middle(seconds_of(lambda: a @ b, device, repeats=sizes.repeats, warm_up=2))
     records.add("matrix product", size=size, flops_per_second=2 * size**3 / took["seconds"], **took)
 
 
 def _attention(sizes: Sizes, records: Records, tokens: int, name: str, backend: SDPBackend) -> None:
-    device, heads, dim = torch.device(sizes.device), sizes.attention_heads, 128
+    device, heads, dim = sizes.where, sizes.attention_heads, 128
     q, k, v = (
         torch.randn(1, heads, tokens, dim, dtype=sizes.dtype, device=device, requires_grad=True) for _ in range(3)
     )

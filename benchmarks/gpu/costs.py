@@ -33,7 +33,7 @@ from lengthwise.profiler.runs import local_run
 
 def costs(sizes: Sizes, records: Records) -> None:
     """Write a row `held-out microbatch` for each, and `costs` with the errors of all."""
-    device = torch.device(sizes.device)
+    device = sizes.where
     loop = OurLoop(sizes.cost_model, device, sizes.dtype)
     config: Any = loop.model.config
     shape = shape_from_config(config.to_dict(), name=sizes.cost_model)

@@ -28,7 +28,7 @@ _AROUND = 1.25  # times the prediction, and one over that: where it is searched
 
 def longest(sizes: Sizes, records: Records) -> None:
     """Write a row `longest` for each kind of recomputation and loss."""
-    device = torch.device(sizes.device)
+    device = sizes.where
     loop = OurLoop(sizes.longest_model, device, sizes.dtype)
     warm = _attempt(sizes, loop, "none", LOGITS_AT_ONCE)
     warm(min(128, sizes.longest_most_tokens))
@@ -37,7 +37,7 @@ def longest(sizes: Sizes, records: Records) -> None:
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(min(1.0, sizes.longest_budget_bytes / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, sizes.longest_budget_bytes / total))
     for recompute in RECOMPUTE_KINDS:
         for loss, logits_at_once in LOSSES.items():
             most = sizes.longest_most_tokens

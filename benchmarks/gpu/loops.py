@@ -27,7 +27,7 @@ from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.optimizer import ShardedAdamW
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
-from lengthwise.models import Computing, choose_model_kernel, plain_attention
+from lengthwise.models import Computing, choose_model_kernel, compute_so, plain_attention
 
 VARLEN = "torch_varlen"
 
@@ -45,6 +45,7 @@ class OurLoop:
         self.optimizer = ShardedAdamW(self.parameters, OptimizerConfig(), self.transport)
         config: Any = self.model.config
         self.computing = computing or Computing()
+        compute_so(self.model, self.computing, device, dtype=dtype, say=self.said.append)
         self.kernel = choose_model_kernel(config, self.computing, device, dtype=dtype, say=self.said.append)
 
     def work(self, plan: Plan, batch: StepBatch, *, transport: Transport | None = None) -> float:

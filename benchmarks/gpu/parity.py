@@ -58,7 +58,7 @@ def parity(sizes: Sizes, records: Records) -> None:
 
 
 def _kernel(sizes: Sizes, records: Records, name: str, dtype: torch.dtype, head_dim: int) -> BlockKernel | None:
-    device = torch.device(sizes.device)
+    device = sizes.where
     try:
         return choose_kernel(device, dtype=dtype, head_dim=head_dim, implementation=name)
     except ConfigError as error:
@@ -124,7 +124,7 @@ def _one_call(
 
 def _ring(sizes: Sizes, records: Records, degree: int, tokens: int) -> bool:
     """Hold a ring of threads on the device to one call of the same kernel, both against fp32."""
-    device, head_dim = torch.device(sizes.device), sizes.parity_heads[0][2]
+    device, head_dim = sizes.where, sizes.parity_heads[0][2]
     shape = (tokens, *sizes.parity_heads[0])
     rows, scale = _draw(sizes, torch.bfloat16, shape), head_dim**-0.5
     kernel = choose_kernel(device, dtype=torch.bfloat16, head_dim=head_dim)
@@ -142,7 +142,7 @@ def _ring(sizes: Sizes, records: Records, degree: int, tokens: int) -> bool:
 
 def _logits(sizes: Sizes, records: Records) -> bool:
     """Compare loss and gradients of whole logits and of chunks; of so many tokens that their number passes 2^31."""
-    device, tokens = torch.device(sizes.device), sizes.logits_tokens
+    device, tokens = sizes.where, sizes.logits_tokens
     loop = OurLoop(sizes.logits_model, device, sizes.dtype)
     config: Any = loop.model.config
     piece, layers = Piece(ranks=(0,), sequences=(0,)), config.num_hidden_layers

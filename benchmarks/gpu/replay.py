@@ -40,7 +40,7 @@ Seconds = Mapping[tuple[int, int], float]
 
 def replay(sizes: Sizes, records: Records) -> None:
     """Write a row `replay` for each number of ranks and planner, of the same batches."""
-    device = torch.device(sizes.device)
+    device = sizes.where
     loop = OurLoop(sizes.replay_model, device, sizes.dtype)
     config: Any = loop.model.config
     measured = profile_loop(

@@ -35,7 +35,7 @@ _LONGEST = 12
 
 def shares(sizes: Sizes, records: Records) -> None:
     """Write rows `share` of one step, and `kernel` for the longest kernels."""
-    device = torch.device(sizes.device)
+    device = sizes.where
     loop = OurLoop(sizes.share_model, device, sizes.dtype)
     config: Any = loop.model.config
     lengths = sizes.share_batch.lengths()

@@ -15,13 +15,13 @@ _K = 1024
 _PACKS = BatchKind(name="uniform", tokens=32 * _K, longest_tokens=16 * _K)
 _STEPS = {
     "llama-1b": (
-        BatchKind(name="uniform", tokens=64 * _K, longest_tokens=16 * _K),
-        BatchKind(name="github", tokens=64 * _K, longest_tokens=64 * _K, recompute="layer"),
-        BatchKind(name="prolong", tokens=64 * _K, longest_tokens=64 * _K, recompute="layer"),
-        BatchKind(name="one long", tokens=80 * _K, longest_tokens=64 * _K, recompute="layer"),
+        BatchKind(name="uniform", tokens=32 * _K, longest_tokens=16 * _K),
+        BatchKind(name="github", tokens=32 * _K, longest_tokens=32 * _K, recompute="layer"),
+        BatchKind(name="prolong", tokens=32 * _K, longest_tokens=32 * _K, recompute="layer"),
+        BatchKind(name="one long", tokens=72 * _K, longest_tokens=64 * _K, recompute="layer"),
     ),
-    "llama-3b": (BatchKind(name="uniform", tokens=32 * _K, longest_tokens=16 * _K, recompute="layer"),),
-    "llama-8b, 8 layers": (BatchKind(name="uniform", tokens=32 * _K, longest_tokens=16 * _K),),
+    "llama-8b, 8 layers": (BatchKind(name="uniform", tokens=16 * _K, longest_tokens=16 * _K),),
+    "llama-3b": (BatchKind(name="uniform", tokens=16 * _K, longest_tokens=16 * _K, recompute="layer"),),
 }
 _TINY_STEPS = {
     "tiny": (
@@ -48,12 +48,14 @@ class Sizes:
     replay_model: str = "llama-1b"
     replay_ranks: tuple[int, ...] = (8, 16, 32)
     replay_capacity_tokens: int = 16 * _K
-    replay_tokens_a_rank: int = 24 * _K
+    replay_tokens_a_rank: int = 20 * _K
     replay_profile_seconds: float = 20.0
     step_models: Mapping[str, tuple[BatchKind, ...]] = field(default_factory=lambda: _STEPS)
     step_repeats: int = 2
+    step_compiled: bool = True
     pack_tokens: int = 16 * _K
     switch_model: str = "llama-1b"
+    experts_model: str = "mixture"
     switch_batch: BatchKind = _PACKS
     switch_steps: int = 6
     staged_model: str = "llama-1b"
@@ -84,6 +86,11 @@ class Sizes:
     logits_at_once: int = LOGITS_AT_ONCE
 
     @property
+    def where(self) -> torch.device:
+        """The device itself; some calls of torch want the number of a GPU."""
+        return torch.device("cuda", 0) if self.device == "cuda" else torch.device("cpu")
+
+    @property
     def dtype(self) -> torch.dtype:
         """What is computed in."""
         return {"bf16": torch.bfloat16, "fp32": torch.float32}[self.precision]
@@ -110,8 +117,10 @@ TINY = replace(
     replay_profile_seconds=1.0,
     step_models=_TINY_STEPS,
     step_repeats=1,
+    step_compiled=False,
     pack_tokens=64,
     switch_model="tiny",
+    experts_model="mixture, tiny",
     switch_batch=BatchKind(name="uniform", tokens=64, longest_tokens=32),
     switch_steps=3,
     staged_model="tiny",

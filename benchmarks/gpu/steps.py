@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +31,9 @@ from lengthwise.cost import shape_from_config
 from lengthwise.cost.measured import base_cost
 from lengthwise.engine.batch import random_batch
 from lengthwise.engine.memory import PeakMemory
+from lengthwise.models import Computing
 
-OURS = "lengthwise"
+OURS, COMPILED = "lengthwise", "lengthwise, compiled"
 RIVALS: Mapping[str, Mapping[str, bool]] = {
     "HF one by one": {"packed": False},
     "HF + varlen": {"packed": True},
@@ -43,7 +44,8 @@ RIVALS: Mapping[str, Mapping[str, bool]] = {
 
 def steps(sizes: Sizes, records: Records) -> None:
     """Write rows `step` of lengthwise and of plain Hugging Face."""
-    _write_steps(sizes, records, [OURS, *(name for name in RIVALS if "Liger" not in name)])
+    ours = [OURS, COMPILED] if sizes.step_compiled else [OURS]
+    _write_steps(sizes, records, [*ours, *(name for name in RIVALS if "Liger" not in name)])
 
 
 def steps_liger(sizes: Sizes, records: Records) -> None:
@@ -58,12 +60,19 @@ def _write_steps(sizes: Sizes, records: Records, names: Sequence[str]) -> None:
     for model, batches in sizes.step_models.items():
         took: dict[tuple[str, str], list[float]] = {}
         for turn, loop in enumerate([*names, *reversed(names)]):
-            for kind in batches:
-                row = _time(sizes, model, loop, kind)
+            for kind, row in _rows_of(sizes, model, loop, batches):
                 took.setdefault((loop, kind.name), []).extend(row.pop("all_seconds", []))
                 records.add("step, each turn", turn=turn, model=model, loop=loop, batch=kind.name, **row)
+            _let_go(sizes)
         for kind in batches:
-            _summary(sizes, records, model, kind, {loop: took[loop, kind.name] for loop in names})
+            _summary(sizes, records, model, kind, {loop: took.get((loop, kind.name), []) for loop in names})
+
+
+def _let_go(sizes: Sizes) -> None:
+    """Give back what a loop held, which nobody has any more."""
+    gc.collect()
+    if sizes.device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _summary(sizes: Sizes, records: Records, model: str, kind: BatchKind, took: Mapping[str, Sequence[float]]) -> None:
@@ -71,7 +80,7 @@ def _summary(sizes: Sizes, records: Records, model: str, kind: BatchKind, took: 
     config, lengths = model_config(model), kind.lengths()
     ours = statistics.median(took[OURS]) if took.get(OURS) else None
     flops = step_flops(config, _parameters(config), lengths)
-    peak = peak_flops_per_second(torch.device(sizes.device))
+    peak = peak_flops_per_second(sizes.where)
     for loop, seconds in took.items():
         if not seconds:
             continue
@@ -96,22 +105,25 @@ def _parameters(config: Any) -> int:
     return shape.total_params
 
 
-def _time(sizes: Sizes, model: str, loop_name: str, kind: BatchKind) -> dict[str, Any]:
-    """Build a loop, run a batch and let go of it; seconds, bytes, and the loss of its first step."""
-    try:
-        return _run_batch(sizes, _build(sizes, model, loop_name), kind)
-    except torch.OutOfMemoryError as error:
-        return {"refused": str(error).splitlines()[0][:200]}
-    except MemoryShortage as error:
-        return {"refused": error.got[:200]}
-    finally:
-        gc.collect()
-        if sizes.device == "cuda":
-            torch.cuda.empty_cache()
+def _rows_of(
+    sizes: Sizes, model: str, loop_name: str, batches: Sequence[BatchKind]
+) -> Iterator[tuple[BatchKind, dict[str, Any]]]:
+    """Build a loop and run every batch; yield seconds, bytes and the loss of the first step, or why there are none."""
+    loop = _build(sizes, model, loop_name)
+    for kind in batches:
+        try:
+            row = _run_batch(sizes, loop, kind)
+        except torch.OutOfMemoryError as error:
+            row = {"refused": str(error).splitlines()[0][:200]}
+        except MemoryShortage as error:
+            row = {"refused": error.got[:200]}
+        loop.parameters.clear_gradients()
+        yield kind, row
+        _let_go(sizes)
 
 
 def _run_batch(sizes: Sizes, loop: OurLoop | PlainLoop, kind: BatchKind) -> dict[str, Any]:
-    device, lengths, memory = torch.device(sizes.device), kind.lengths(), PeakMemory()
+    device, lengths, memory = sizes.where, kind.lengths(), PeakMemory()
     config: Any = loop.model.config
     batch, plan = random_batch(lengths, vocab=config.vocab_size), _plan(sizes, config, kind)
     first_loss = loop.step(plan, batch)
@@ -130,17 +142,15 @@ def _run_batch(sizes: Sizes, loop: OurLoop | PlainLoop, kind: BatchKind) -> dict
 
 
 def _build(sizes: Sizes, model: str, name: str) -> OurLoop | PlainLoop:
-    device = torch.device(sizes.device)
-    if name == OURS:
-        return OurLoop(model, device, sizes.dtype)
+    device = sizes.where
+    if name in (OURS, COMPILED):
+        return OurLoop(model, device, sizes.dtype, computing=Computing(compile=name == COMPILED))
     return PlainLoop(model, device, sizes.dtype, pack_tokens=sizes.pack_tokens, **RIVALS[name])
 
 
 def _plan(sizes: Sizes, config: Any, kind: BatchKind) -> Plan:
     """Plan a batch for one rank that holds its longest document, or a pack."""
-    cost = base_cost(
-        shape_from_config(config.to_dict()), hardware_here(torch.device(sizes.device)), precision=sizes.precision
-    )
+    cost = base_cost(shape_from_config(config.to_dict()), hardware_here(sizes.where), precision=sizes.precision)
     lengths = kind.lengths()
     cluster = Cluster(ranks=1, capacity_tokens=max(sizes.pack_tokens, *lengths))
     return plan_for(lengths, cost, cluster, layers=config.num_hidden_layers, recompute=kind.recompute)
