@@ -169,8 +169,10 @@ class _Trainee:
 
     def __init__(self, transport: Transport, source: ModelSource, *, plain: bool) -> None:
         self._transport = transport
-        attention = {"attention": plain_attention(source)} if plain else {}
-        self._model = build_model(source, seed=0, **attention)
+        if plain:
+            self._model = build_model(source, seed=0, attention=plain_attention(source))
+        else:
+            self._model = build_model(source, seed=0)
         self._parameters = FlatParameters(self._model, transport, dtype=torch.float32)
         self._config = OptimizerConfig()
         self._optimizer = ShardedAdamW(self._parameters, self._config, transport)

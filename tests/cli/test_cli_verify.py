@@ -8,12 +8,14 @@ import torch
 
 from lengthwise.attention import heads, partials
 from lengthwise.cli import calibrate
+from lengthwise.comm import StagedTransport, join
+from lengthwise.comm.slabs import Slabs
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.engine import batch as batches
 from lengthwise.engine import step as work
 from lengthwise.models import adapter
 from lengthwise.program import MicrobatchProgram
-from lengthwise.training import verify
+from lengthwise.training import trainer, verify
 from training.small_runs import call, make_rows, write_model, write_run
 
 
@@ -173,6 +175,20 @@ def test_verify_fails_when_partial_results_are_averaged(run_file, capsys, monkey
 def tokens_as_they_arrive(piece, lengths, position, inner=heads.group_runs):
     """What it would be to leave the tokens of a group member by member."""
     return sorted(inner(piece, lengths, position), key=lambda run: (run.position, run.start))
+
+
+def test_verify_passes_through_host_memory_in_chunks(run_file, capsys, monkeypatch):
+    """As where ranks share a GPU: every message and gradient in pieces of at most 1,024 bytes."""
+
+    def joined(*arguments, **keys):
+        slabs = Slabs(slab_bytes=1024, pin=lambda size: torch.empty(size, dtype=torch.uint8))
+        return StagedTransport(join(*arguments, **keys), stages=torch.is_floating_point, slabs=slabs)
+
+    monkeypatch.setattr(trainer, "join", joined)
+    assert call("verify", run_file, "--ranks", 3) == 0
+    out = capsys.readouterr().out
+    assert "exercised: rings of " in out
+    assert "PASS" in out
 
 
 @pytest.fixture

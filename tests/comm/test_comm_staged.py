@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from lengthwise.attention import FlashCpuKernel, PlannedAttention, planned_attention
 from lengthwise.comm import StagedTransport, StrictWorld, agree, broadcast_bytes, join
+from lengthwise.comm.slabs import Slabs
 from lengthwise.program import lower_plan
 from lengthwise.training.launch import launch
 from support import draw_lengths, random_plan, run_ranks
@@ -94,7 +95,9 @@ def test_staged_rings_are_those_of_any_other_transport_bit_for_bit(choose, ranks
         return results
 
     plain = StrictWorld(ranks).run(work)
-    through = StrictWorld(ranks).run(lambda t: work(StagedTransport(t, stages=lambda tensor: True)))
+    through = StrictWorld(ranks).run(
+        lambda t: work(StagedTransport(t, stages=lambda tensor: True, slabs=Slabs(slab_bytes=256)))
+    )
     assert all(torch.equal(a, b) for x, y in zip(plain, through, strict=True) for a, b in zip(x, y, strict=True))
 
 
