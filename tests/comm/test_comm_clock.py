@@ -1,5 +1,6 @@
 """Waiting on a device is what its stream waits, counted once; what the host takes to post is none of it."""
 
+import threading
 import time
 
 import pytest
@@ -8,7 +9,9 @@ from fake_device import FakeDevice
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lengthwise.comm import StagedTransport, StrictWorld
 from lengthwise.comm.clock import Clock, Spent
+from support import run_ranks
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 SECONDS = st.floats(0, 10)
@@ -38,7 +41,7 @@ def test_transfer_that_work_hides_counts_nothing(device):
     device.give(3.0)
     with clock.waiting(on_stream=True):
         device.wait_for(arrives)
-    assert interval.stop() == Spent(seconds=3.0, waited_seconds=0.0)
+    assert interval.stop() == Spent(seconds=3.0, transfer_seconds=0.0, collective_seconds=0.0)
 
 
 def test_transfer_counts_the_part_that_no_work_hides_once(device):
@@ -51,7 +54,7 @@ def test_transfer_counts_the_part_that_no_work_hides_once(device):
         device.wait_for(5.0)
     device.give(1.0)
     spent = interval.stop()
-    assert spent == Spent(seconds=6.0, waited_seconds=2.0)
+    assert spent == Spent(seconds=6.0, transfer_seconds=2.0, collective_seconds=0.0)
     assert spent.busy_seconds == 4.0
     assert clock.waited_seconds == clock.waited_seconds == 2.0
 
@@ -68,6 +71,24 @@ def test_interval_ends_when_the_device_is_done_and_begins_when_it_has_done_the_s
     spent = interval.stop()
     assert (spent.seconds, spent.busy_seconds, device.host) == (7.0, 7.0, 13.0)
     assert device.reads == 1, "the host waits once"
+
+
+def test_waiting_in_collectives_is_told_apart(device):
+    """Parameters that still arrive in a rank's first forward are no transfers of a ring."""
+    clock = Clock()
+    with clock.waiting(on_stream=True, in_collective=True):
+        device.wait_for(5.0)
+    interval = clock.start(CUDA)
+    with clock.waiting(on_stream=True, in_collective=True):
+        device.wait_for(7.0)
+    with clock.waiting(on_stream=True), clock.waiting(in_collective=True):
+        device.wait_for(10.0)
+    with clock.waiting(in_collective=True):
+        device.host += 0.5
+    spent = interval.stop()
+    assert spent == Spent(seconds=5.0, transfer_seconds=3.0, collective_seconds=2.5)
+    assert (spent.waited_seconds, clock.waited_seconds) == (5.5, 10.5)
+    assert spent.busy_seconds == 0.0
 
 
 def test_wait_inside_another_is_part_of_it(device):
@@ -92,8 +113,8 @@ def test_intervals_may_lie_in_one_another_and_be_read_between(device):
     assert clock.waited_seconds == 2.0
     with clock.waiting(on_stream=True):
         device.wait_for(5.0)
-    assert inner.stop() == Spent(seconds=3.0, waited_seconds=3.0)
-    assert outer.stop() == Spent(seconds=5.0, waited_seconds=5.0)
+    assert inner.stop() == Spent(seconds=3.0, transfer_seconds=3.0, collective_seconds=0.0)
+    assert outer.stop() == Spent(seconds=5.0, transfer_seconds=5.0, collective_seconds=0.0)
 
 
 def test_host_waits_are_seconds_of_the_host(device):
@@ -108,7 +129,7 @@ def test_host_waits_are_seconds_of_the_host(device):
 
     with pytest.raises(ValueError, match="gone"):
         fail()
-    assert interval.stop() == Spent(seconds=5.0, waited_seconds=3.0)
+    assert interval.stop() == Spent(seconds=5.0, transfer_seconds=3.0, collective_seconds=0.0)
 
 
 @given(
@@ -140,3 +161,20 @@ def test_busy_and_waiting_are_what_the_stream_did(does, on_host):
         assert spent.waited_seconds == pytest.approx(waited)
         assert 0 <= spent.waited_seconds <= spent.seconds + 1e-9
         assert spent.busy_seconds >= computed - 1e-9
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("run", [lambda work: StrictWorld(2).run(work), lambda work: run_ranks(work, 2)])
+def test_transports_tell_waiting_for_a_transfer_from_waiting_in_a_collective(run, staged):
+    def work(inner):
+        t = StagedTransport(inner, stages=lambda tensor: True) if staged else inner
+        interval, event = t.clock.start(CPU), threading.Event()
+        event.wait(0.3 if t.rank else 0.0)
+        t.exchange([(torch.ones(2), 1 - t.rank)], [(torch.zeros(2), 1 - t.rank)]).wait()
+        event.wait(0.6 if t.rank else 0.0)
+        t.all_gather_async(torch.zeros(4), torch.ones(2)).wait()
+        return interval.stop()
+
+    spent, _ = run(work)
+    assert spent.transfer_seconds > 0.2
+    assert spent.collective_seconds > 0.5

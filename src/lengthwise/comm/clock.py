@@ -18,10 +18,16 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """Seconds of an interval, and the part of them that was waiting for other ranks."""
+    """Seconds of an interval, and the parts of them that were waiting for other ranks: in transfers, in collectives."""
 
     seconds: float
-    waited_seconds: float
+    transfer_seconds: float
+    collective_seconds: float
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds of waiting, of both kinds."""
+        return self.transfer_seconds + self.collective_seconds
 
     @property
     def busy_seconds(self) -> float:
@@ -31,25 +37,30 @@ class Spent:
 
 @dataclass(slots=True, kw_only=True)
 class _Waited:
-    """What had been waited for at some point; of streams it is known once the device has come there."""
+    """What had been waited for at some point, (in transfers, in collectives); of streams known once one came there."""
 
-    host_seconds: float
-    stream_seconds: float = 0.0
+    host_seconds: list[float]
+    stream_seconds: list[float]
+
+    def seconds(self, in_collectives: bool) -> float:
+        """Return the sum of both."""
+        return self.host_seconds[in_collectives] + self.stream_seconds[in_collectives]
 
 
 class Clock:
     """Seconds that a rank spent waiting for others; the rest of a step it was busy."""
 
     def __init__(self) -> None:
-        self._waited = _Waited(host_seconds=0.0)
-        self._noted: list[tuple[torch.cuda.Event, torch.cuda.Event] | _Waited] = []
+        self._waited = _Waited(host_seconds=[0.0, 0.0], stream_seconds=[0.0, 0.0])
+        self._noted: list[tuple[torch.cuda.Event, torch.cuda.Event, bool] | _Waited] = []
         self._is_waiting = False
 
     @contextmanager
-    def waiting(self, *, on_stream: bool = False) -> Iterator[None]:
+    def waiting(self, *, on_stream: bool = False, in_collective: bool = False) -> Iterator[None]:
         """Count the time inside the block as waiting; a block inside another is part of it.
 
         `on_stream`: what the current stream takes from one end of the block to the other, not what the host takes.
+        `in_collective`: not for a transfer.
         """
         if self._is_waiting:
             yield
@@ -61,24 +72,30 @@ class Clock:
         finally:
             self._is_waiting = False
             if before is None:
-                self._waited.host_seconds += time.perf_counter() - start
+                self._waited.host_seconds[in_collective] += time.perf_counter() - start
             else:
-                self._noted.append((before, _recorded()))
+                self._noted.append((before, _recorded(), in_collective))
 
     @property
     def waited_seconds(self) -> float:
         """The sum so far; waits for the device to reach the end of every wait."""
+        self.read()
+        return self._waited.seconds(False) + self._waited.seconds(True)
+
+    def read(self) -> _Waited:
+        """Read the events of all waits so far."""
         for noted in self._noted:
             if isinstance(noted, _Waited):
-                noted.stream_seconds = self._waited.stream_seconds
+                noted.stream_seconds = list(self._waited.stream_seconds)
             else:
-                self._waited.stream_seconds += _seconds_between(*noted)
+                before, after, in_collective = noted
+                self._waited.stream_seconds[in_collective] += _seconds_between(before, after)
         self._noted.clear()
-        return self._waited.host_seconds + self._waited.stream_seconds
+        return self._waited
 
     def start(self, device: torch.device) -> Interval:
         """Begin to measure what this rank does on `device`, without waiting for what it was given before."""
-        before = _Waited(host_seconds=self._waited.host_seconds)
+        before = _Waited(host_seconds=list(self._waited.host_seconds), stream_seconds=[0.0, 0.0])
         self._noted.append(before)
         return Interval(self, before, None if device.type == "cpu" else _recorded())
 
@@ -95,8 +112,9 @@ class Interval:
             seconds = time.perf_counter() - self._start_seconds
         else:
             seconds = _seconds_between(self._start, _recorded())
-        waited, before = self._clock.waited_seconds, self._before
-        return Spent(seconds=seconds, waited_seconds=waited - before.host_seconds - before.stream_seconds)
+        waited = self._clock.read()
+        transfers, collectives = (waited.seconds(kind) - self._before.seconds(kind) for kind in (False, True))
+        return Spent(seconds=seconds, transfer_seconds=transfers, collective_seconds=collectives)
 
 
 def _recorded() -> torch.cuda.Event:

@@ -65,7 +65,7 @@ class StagedTransport(Around):
         whole, part = source.detach().view(self.world_size, -1), output.detach().view(-1)
         for start, stop in self._slabs.chunks(part, parts=self.world_size):
             host_whole, host_part = self._copied_out(whole[:, start:stop]), self._slabs.take(part[start:stop])
-            with self.clock.waiting(on_stream=output.is_cuda):
+            with self.clock.waiting(on_stream=output.is_cuda, in_collective=True):
                 self._inner.reduce_scatter(host_part, host_whole)
             self._copy_in(part[start:stop], host_part)
             self._slabs.give(host_whole)
@@ -84,7 +84,7 @@ class StagedTransport(Around):
         whole, part = output.detach().view(self.world_size, -1), source.detach().view(-1)
         for start, stop in self._slabs.chunks(part, parts=self.world_size):
             host_part, host_whole = self._copied_out(part[start:stop]), self._slabs.take(whole[:, start:stop])
-            with self.clock.waiting(on_stream=output.is_cuda):
+            with self.clock.waiting(on_stream=output.is_cuda, in_collective=True):
                 self._inner.all_gather(host_whole, host_part)
             self._copy_in(whole[:, start:stop], host_whole)
             self._slabs.give(host_part)
@@ -101,7 +101,7 @@ class StagedTransport(Around):
         flat = tensor.detach().view(-1)
         for start, stop in self._slabs.chunks(flat):
             host = self._copied_out(flat[start:stop])
-            with self.clock.waiting(on_stream=tensor.is_cuda):
+            with self.clock.waiting(on_stream=tensor.is_cuda, in_collective=True):
                 call(host)
             self._copy_in(flat[start:stop], host)
 

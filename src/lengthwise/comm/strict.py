@@ -184,7 +184,8 @@ class _StrictPending:
     def wait(self) -> None:
         if self in self._under_way:
             self._under_way.remove(self)
-        with self._transport.clock.waiting():
+        is_collective = self.group.operations[0].kind == "collective"
+        with self._transport.clock.waiting(in_collective=is_collective):
             self._transport._world.wait(self._transport.rank, self.group)
 
 

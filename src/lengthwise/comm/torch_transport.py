@@ -174,7 +174,7 @@ class TorchTransport:
     ) -> Pending:
         on_stream = self._watch is not None and any(map(lies_on_a_device, alive))
         # Posting to a GPU takes the host's time, in which the GPU works on; gloo sends some bytes while it posts.
-        with nullcontext() if on_stream else self.clock.waiting():
+        with nullcontext() if on_stream else self.clock.waiting(in_collective=peers is None):
             works = self._guard(call, peers)
         if self._watch is not None and on_stream:
             reached = torch.cuda.Event()
@@ -219,7 +219,7 @@ class _TorchPending:
     def wait(self) -> None:
         if not self.works:
             return
-        with self.transport.clock.waiting(on_stream=self.on_stream):
+        with self.transport.clock.waiting(on_stream=self.on_stream, in_collective=self.peers is None):
             for work in self.works:
                 self.transport._guard(work.wait, self.peers, phase=self.phase)
         self.works = self.alive = ()

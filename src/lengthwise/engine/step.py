@@ -40,7 +40,8 @@ class RankResult:
     """What a rank did: its summed loss, and seconds in which it did not wait for another rank.
 
     `router_loss` is its part of the routers' balance loss; the parts of all ranks sum to that of the global batch.
-    `ring_wait_seconds` is what it waited for transfers that no work hid, `offload_wait_seconds` for copies of the
+    `ring_wait_seconds` is what it waited for transfers that no work hid (`busy_seconds` leave out what it waited in
+    collectives, too, for parameters that still arrived, say), `offload_wait_seconds` for copies of the
     `offloaded_bytes` of all its microbatches. On a GPU these are seconds of its stream, from when that came to the
     first microbatch (what the step before left to do is not counted) until it has done the last.
     """
@@ -95,7 +96,7 @@ def run_plan(
         loss_sum=loss_sum,
         router_loss=router_loss,
         busy_seconds=spent.busy_seconds,
-        ring_wait_seconds=spent.waited_seconds,
+        ring_wait_seconds=spent.transfer_seconds,
         offloaded_bytes=rank.offloaded_bytes,
         offload_wait_seconds=0.0 if offloading is None else offloading.store.waited_seconds - copied,
     )
