@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from transformers import AttentionInterface
 
 from lengthwise.attention import heads, partials
 from lengthwise.cli import calibrate
@@ -344,7 +345,7 @@ def test_verify_refuses_dropout_by_name(tmp_path, capfd):
 
 
 def test_verify_refuses_an_attention_argument_it_does_not_know(run_file, capfd, monkeypatch):
-    attend = adapter._attend
-    monkeypatch.setattr(adapter, "_attend", lambda *arguments, **keys: attend(*arguments, softcap=3.0, **keys))
+    attend, functions = adapter._attend, AttentionInterface._global_mapping  # where other tests left it registered
+    monkeypatch.setitem(functions, adapter.ATTENTION_NAME, lambda *given, **keys: attend(*given, softcap=3.0, **keys))
     assert call("verify", run_file, "--ranks", 2) == 2
     assert "softcap=3.0" in capfd.readouterr().err
