@@ -14,20 +14,19 @@ import argparse
 import sys
 from pathlib import Path
 
-from gpu.parts import Part, run_parts
+from gpu.parts import ROOT, Part, python_path, run_parts
 
-ROOT = Path(__file__).parents[1]
 MOST_SECONDS = 600
 
 SCRIPTS: dict[str, dict[str, float]] = {
     "contact": {
-        "place": 30,
+        "place": 45,
         "ceilings": 50,
         "test_gpu_nccl": 140,
         "test_gpu_kernels": 120,
         "test_gpu_engine": 40,
         "test_gpu_offload": 40,
-        "test_gpu_runs": 170,
+        "test_gpu_runs": 155,
     },
     "steps": {"replay": 220, "steps": 280, "steps_liger": 90},
     "limits": {"longest": 240, "staged": 200, "shares": 60, "profile": 60},
@@ -45,7 +44,7 @@ def parts_of(script: str, folder: Path, *, device: str, tiny: bool) -> list[Part
     """Return the parts of a script."""
     environment = {
         "LENGTHWISE_TEST_GPU": "1" if device == "cuda" else "",
-        "PYTHONPATH": ":".join(str(ROOT / each) for each in ("src", "benchmarks", "tests")),
+        "PYTHONPATH": python_path(),
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
     }

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).parents[1] / "src"))  # runs from a tree that is not installed, too
 
+from gpu.parts import python_path
 from gpu.place import add_place, clocks
 from gpu.records import Records
 from gpu.sizes import sizes_of
@@ -48,6 +50,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="sizes for a test")
     arguments = parser.parse_args()
     prepare_environment()
+    os.environ["PYTHONPATH"] = python_path()  # for the commands that tables start
     if arguments.device == "cuda" and not count_gpus():
         print("gpu_step: no GPU that torch can use on this machine; nothing was measured or written", file=sys.stderr)
         raise SystemExit(2)

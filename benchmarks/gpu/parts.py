@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
 
+ROOT = Path(__file__).parents[2]
 _GRACE_SECONDS = 5.0
 
 
@@ -26,6 +27,14 @@ class Part:
     command: tuple[str, ...]
     limit_seconds: float
     environment: Mapping[str, str]
+
+
+def python_path() -> str:
+    """Return PYTHONPATH with this tree before what is there: nothing of it need be installed."""
+    there = os.environ.get("PYTHONPATH")
+    return os.pathsep.join(
+        [*(str(ROOT / each) for each in ("src", "benchmarks", "tests")), *([there] if there else [])]
+    )
 
 
 def run_parts(script: str, parts: Sequence[Part], folder: Path) -> list[str]:

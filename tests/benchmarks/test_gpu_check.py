@@ -28,6 +28,7 @@ def part(name, code, *, limit_seconds=60.0):
 
 
 def call(module, monkeypatch, *arguments):
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # which a table sets
     monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
     module.main()
 
@@ -154,6 +155,14 @@ def test_tests_run_by_their_command_line(tmp_path, monkeypatch):
     made = gpu_check.parts_of("contact", tmp_path, device="cpu", tiny=True)
     assert run_parts("contact", [each for each in made if each.name == "test_gpu_kernels"], tmp_path) == []
     assert "1 passed" in (tmp_path / "test_gpu_kernels.log").read_text()
+
+
+def test_packages_unpacked_on_the_path_stay_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/wheels")
+    (made, *_) = gpu_check.parts_of("contact", tmp_path, device="cuda", tiny=False)
+    *tree, last = made.environment["PYTHONPATH"].split(os.pathsep)
+    assert last == "/wheels"
+    assert [os.path.basename(each) for each in tree] == ["src", "benchmarks", "tests"]
 
 
 def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch, capsys):

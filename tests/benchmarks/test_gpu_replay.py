@@ -76,3 +76,35 @@ def test_every_microbatch_of_every_rank_is_timed_and_leaves_no_gradient():
     assert (
         makespan_of(plan, found, all_terms_cost(named_shape("tiny"), named_hardware("cpu"))) < sum(found.values()) + 1
     )
+
+
+class ManualEvent:
+    """An event of a device whose clock is turned by hand, in milliseconds."""
+
+    now = 0.0
+
+    def __init__(self, *, enable_timing):
+        assert enable_timing, "an event without timing has no elapsed time"
+
+    def record(self):
+        self.at = ManualEvent.now
+
+    def elapsed_time(self, later):
+        return later.at - self.at
+
+
+def test_on_a_gpu_microbatches_are_timed_by_events_of_its_stream(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "Event", ManualEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(device))
+    gpu = torch.device("cuda", 0)
+    transport = ReplayTransport(0, 2, gpu)
+    for phase, milliseconds in (("start", 5), ("microbatch 1 of 2 forward", 20), ("microbatch 1 of 2 backward", 30)):
+        transport.phase = phase
+        ManualEvent.now += milliseconds
+    transport.phase = "microbatch 2 of 2 forward"
+    ManualEvent.now += 7
+    transport.mark()
+    assert not waited, "the host does not wait between microbatches"
+    assert transport.seconds() == pytest.approx([0.050, 0.007])
+    assert waited == [gpu]

@@ -1,13 +1,14 @@
 """What the other tables of a GPU decide: searches, draws, kinds of kernels, and that a wrong kernel is a failure."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu import parity
+from gpu import parity, place
 from gpu.costs import draw_packs
 from gpu.longest import search
 from gpu.loops import OurLoop
@@ -78,6 +79,24 @@ class WrongKernel(ReferenceKernel):
         return dq, dk, dv * 0.99
 
 
+class BrokenKernel(ReferenceKernel):
+    """Ends with an error of its own."""
+
+    def forward(self, block):
+        if block.q.dtype == torch.bfloat16:
+            raise RuntimeError("CUDA error: an illegal memory access")
+        return super().forward(block)
+
+
+def test_a_broken_kernel_stops_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(parity, "choose_kernel", lambda *_, **__: BrokenKernel())
+    monkeypatch.setattr(parity, "_ring", lambda *_: True)
+    with pytest.raises(SystemExit, match=r"auto torch\.bfloat16"):
+        parity.parity(TINY, Records(tmp_path, "parity"))
+    rows = [row for row in read_rows(tmp_path) if row["table"] == "kernel parity"]
+    assert {row["dtype"]: row["passed"] for row in rows} == {"bfloat16": False, "float32": True}
+
+
 def test_a_wrong_kernel_fails_the_parity_part(tmp_path, monkeypatch):
     monkeypatch.setattr(parity, "choose_kernel", lambda *_, **__: WrongKernel())
     with pytest.raises(SystemExit, match=r"reference torch\.float32"):
@@ -85,6 +104,26 @@ def test_a_wrong_kernel_fails_the_parity_part(tmp_path, monkeypatch):
     rows = read_rows(tmp_path)
     assert {row["passed"] for row in rows if row["table"] == "kernel parity" and row["dtype"] == "float32"} == {False}
     assert any(row["table"] == "logits" and row["passed"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "found"),
+    [
+        ("1980 MHz, 1980 MHz, 3201 MHz, 120.5 W, 700.00 W, 31, 580.65", 0, "1980 MHz"),
+        ("", 9, None),
+        ("no devices were found", 0, None),
+    ],
+)
+def test_clocks_are_read_where_there_is_a_driver(monkeypatch, line, status, found):
+    monkeypatch.setattr(place.shutil, "which", lambda _: "/usr/bin/nvidia-smi")
+    done = SimpleNamespace(returncode=status, stdout=line)
+    monkeypatch.setattr(place.subprocess, "run", lambda *_, **__: done)
+    assert place.clocks().get("clocks.sm") == found
+
+
+def test_sizes_on_a_gpu_name_its_number():
+    assert sizes_of("cuda", tiny=False).where == torch.device("cuda", 0)
+    assert TINY.where == torch.device("cpu")
 
 
 def test_logits_of_the_table_are_over_2_to_the_31():
