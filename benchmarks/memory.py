@@ -32,6 +32,7 @@ from lengthwise.engine.activations import Offloading
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import ModelSource, build_model
+from lengthwise.models.adapter import ATTENTION_NAME
 from lengthwise.offload import DiskStore
 from lengthwise.report.figures import count
 from pages import Findings, add_out
@@ -74,8 +75,8 @@ class Way:
     def __init__(
         self, config: LlamaConfig, folder: Path, *, plain: bool = False, recompute: str = "none", offload: float = 0.0
     ) -> None:
-        attention = {"attention": "sdpa"} if plain else {}
-        self.model: Any = build_model(ModelSource(name="llama", config=config, weights=False), seed=0, **attention)
+        source = ModelSource(name="llama", config=config, weights=False)
+        self.model: Any = build_model(source, seed=0, attention="sdpa" if plain else ATTENTION_NAME)
         self.plain, self.recompute, self.offload = plain, recompute, offload
         self.store = DiskStore(folder, where="benchmark")
         self.parameters = sum(each.numel() for each in self.model.parameters())

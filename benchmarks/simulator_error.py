@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from lengthwise.attention import choose_kernel
 from lengthwise.cli import main as lengthwise
 from lengthwise.cli.machine import machine_lines
-from lengthwise.config.schema import OptimizerConfig
+from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.cost import Cost, Link, all_terms_cost, named_hardware, named_shape
 from lengthwise.engine.optimizer import ShardedAdamW

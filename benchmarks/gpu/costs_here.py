@@ -11,7 +11,7 @@ from gpu.loops import OurLoop
 from gpu.models import model_source
 from gpu.place import device_name
 from lengthwise.comm import World
-from lengthwise.config.schema import OptimizerConfig
+from lengthwise.config import OptimizerConfig
 from lengthwise.core.measurements import Measurements, Precision
 from lengthwise.cost import Cost, hardware_of_gpu, shape_from_config
 from lengthwise.cost.fit import with_terms

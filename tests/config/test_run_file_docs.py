@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from lengthwise.config.schema import DataSource, EvalConfig, GlobalBatch, LoraConfig, OptimizerConfig, RunConfig
+from lengthwise.config import DataSource, EvalConfig, GlobalBatch, LoraConfig, OptimizerConfig, RunConfig
 from lengthwise.planner import PLANNERS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "run-file.md").read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from lengthwise.comm import SoloTransport, StrictWorld
-from lengthwise.config.schema import OptimizerConfig
+from lengthwise.config import OptimizerConfig
 from lengthwise.engine.live_bytes import LiveBytes
 from lengthwise.engine.optimizer import ShardedAdamW, kept_bytes, step_end_bytes
 from lengthwise.engine.replicated import FlatParameters

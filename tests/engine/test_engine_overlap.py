@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import StrictWorld
-from lengthwise.config.schema import OptimizerConfig
+from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
 from lengthwise.engine.flat_layout import BucketOrder
 from lengthwise.engine.optimizer import ShardedAdamW

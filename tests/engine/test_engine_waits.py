@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from lengthwise.attention import choose_kernel, to_device
 from lengthwise.comm import SoloTransport
-from lengthwise.config.schema import OptimizerConfig
+from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
 from lengthwise.engine.optimizer import ShardedAdamW
 from lengthwise.engine.replicated import FlatParameters

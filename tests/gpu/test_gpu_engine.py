@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport
-from lengthwise.config.schema import OptimizerConfig
+from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
 from lengthwise.engine.optimizer import ShardedAdamW, kept_bytes
 from lengthwise.engine.replicated import FlatParameters

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lengthwise.comm import SoloTransport, World
-from lengthwise.config.schema import OptimizerConfig
+from lengthwise.config import OptimizerConfig
 from lengthwise.core.shape import Cluster
 from lengthwise.cost.measured import measured_cost, read_measurements
 from lengthwise.engine.optimizer import ShardedAdamW

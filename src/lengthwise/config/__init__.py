@@ -5,21 +5,14 @@ First on the way of the data: whatever a run does is decided by the `RunConfig` 
 
 from lengthwise.config.document import dump_values as _dump_values
 from lengthwise.config.load import build_config, load_config
-from lengthwise.config.schema import (
-    MEASURE_AT_START,
-    MEASURE_NOTHING,
-    DataSource,
-    GlobalBatch,
-    LoraConfig,
-    OffloadConfig,
-    OptimizerConfig,
-    RunConfig,
-)
+from lengthwise.config.schema import MEASURE_AT_START, MEASURE_NOTHING, RunConfig
+from lengthwise.config.sections import DataSource, EvalConfig, GlobalBatch, LoraConfig, OffloadConfig, OptimizerConfig
 
 __all__ = [
     "MEASURE_AT_START",
     "MEASURE_NOTHING",
     "DataSource",
+    "EvalConfig",
     "GlobalBatch",
     "LoraConfig",
     "OffloadConfig",

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from lengthwise.config.schema import SECTIONS, RunConfig, Settings
+from lengthwise.config.schema import SECTIONS, RunConfig
+from lengthwise.config.settings import Settings
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import did_you_mean
 

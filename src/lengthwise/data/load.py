@@ -19,7 +19,7 @@ from lengthwise.data.sources import list_source, read_rows
 from lengthwise.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from lengthwise.config.schema import DataSource
+    from lengthwise.config import DataSource
 
 _SHOWN = 20
 _LINE = re.compile(r":\d+$")  # of a row's place in its file

@@ -21,7 +21,7 @@ from lengthwise.core.names import counted
 from lengthwise.data.rows import Row, RowParser, decode_utf8
 
 if TYPE_CHECKING:
-    from lengthwise.config.schema import DataSource
+    from lengthwise.config import DataSource
 
 _HEAD = 4096  # bytes of a file that are looked at for its kind
 # Not the library itself: its tests, and what is installed or compiled beside it.

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lengthwise.config import LoraConfig
-from lengthwise.config.schema import ALL_LINEAR
+from lengthwise.config.sections import ALL_LINEAR
 from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.names import did_you_mean
 from lengthwise.models.adapter import ATTENTION_NAME

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lengthwise.attention import Block, BlockKernel, Saved
 from lengthwise.comm import Transport, World
-from lengthwise.config.schema import OptimizerConfig
+from lengthwise.config import OptimizerConfig
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.measurements import Clock, Kind, Measurements, Precision, Sample
 from lengthwise.core.shape import ModelShape

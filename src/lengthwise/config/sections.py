@@ -1,0 +1,199 @@
+"""The sections of a run file, below the run itself; each description is the help that a user reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from lengthwise.config.settings import Fraction, PathSetting, Settings, Tokens
+from lengthwise.core.errors import ConfigError
+
+ALL_LINEAR = "all-linear"
+
+
+class DataSource(Settings):
+    """Where sequences come from: one file, one folder, or the Python standard library."""
+
+    path: PathSetting | None = Field(
+        default=None,
+        description="a file of JSON lines, or a folder of text files (one file one document; links and hidden files "
+        "are left out); relative to the run file's folder",
+    )
+    python_stdlib: bool = Field(
+        default=False,
+        description="true reads the .py files of the running Python's standard library, tests left out; default false",
+    )
+    max_tokens: Tokens | None = Field(
+        default=None, description="the longest sequence to take, in tokens, 8192 or 8K; default null (no limit)"
+    )
+    too_long: Literal["error", "skip"] = Field(
+        default="error",
+        description="a sequence over max_tokens stops the run (error) or is left out and counted (skip); default error",
+    )
+    empty: Literal["error", "skip"] = Field(
+        default="error",
+        description="an empty row or file stops the run (error) or is left out and counted (skip); default error for "
+        "a path, skip for the standard library, which has empty files on purpose",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_empty(cls, values: object) -> object:
+        if isinstance(values, dict) and values.get("python_stdlib") is True and "empty" not in values:
+            return {**values, "empty": "skip"}
+        return values
+
+    @classmethod
+    def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
+        """Ask for exactly one source, and for a limit where too long ones are to be skipped."""
+        found = []
+        has_path, stdlib = values.get("path") is not None, values.get("python_stdlib") or False
+        # A value of a wrong type, such as `yes`, is reported as such, and says nothing of what was meant.
+        if isinstance(stdlib, bool) and has_path == stdlib:
+            expected, got = "exactly one of `path` and `python_stdlib: true`", "both" if has_path else "neither"
+            remedy = "Split the source in two." if has_path else "Add one of the two."
+            found.append(ConfigError("", expected=expected, got=got, remedy=remedy))
+        if values.get("too_long") == "skip" and values.get("max_tokens") is None:
+            expected, got = "`max_tokens` beside `too_long: skip`", "no max_tokens, so nothing could be too long"
+            remedy = "Set max_tokens, or take too_long out."
+            found.append(ConfigError("too_long", expected=expected, got=got, remedy=remedy))
+        return found
+
+
+class EvalConfig(Settings):
+    """What the model is tried on while it trains, and how often."""
+
+    data: tuple[DataSource, ...] = Field(
+        strict=False, min_length=1, description="a list of sources, like the run's own data"
+    )
+    every_steps: int = Field(default=50, ge=1, description="optimizer steps between two evaluations; default 50")
+
+
+class GlobalBatch(Settings):
+    """How much one optimizer step takes."""
+
+    sequences: int | None = Field(default=None, ge=1, description="sequences a step")
+    tokens: Tokens | None = Field(
+        default=None, description="tokens a step, 262144 or 256K: as many whole sequences as fit, at least one"
+    )
+
+    @classmethod
+    def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
+        """Ask for exactly one of the two measures."""
+        given = [name for name in ("sequences", "tokens") if values.get(name) is not None]
+        if len(given) == 1:
+            return []
+        expected, got = "exactly one of `sequences` and `tokens`", "both" if given else "neither"
+        remedy = (
+            "Write {sequences: 64} or {tokens: 262144}; "
+            "on the command line --set global_batch='{tokens: 262144}' replaces both."
+        )
+        return [ConfigError("", expected=expected, got=got, remedy=remedy)]
+
+
+class OffloadConfig(Settings):
+    """Which share of a microbatch's activations is elsewhere until its backward, and where."""
+
+    ratio: Literal["auto", "off"] | Annotated[float, Field(ge=0, le=1)] = Field(
+        default="auto",
+        description="auto (of each microbatch as much as it needs, where that pays), off, or the share of every "
+        "microbatch, 0 to 1, of all layers but two; default auto",
+    )
+    store: Literal["host", "disk"] = Field(
+        default="host", description="host (memory beside GPUs) or disk (a folder, on any machine); default host"
+    )
+    path: PathSetting | None = Field(
+        default=None, description="the folder of store disk; relative to the run file's folder; default null"
+    )
+
+    @classmethod
+    def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
+        """Ask for a folder where there is a disk, and for none elsewhere."""
+        on_disk, has_path = values.get("store", "host") == "disk", values.get("path") is not None
+        if on_disk == has_path:
+            return []
+        expected = "`path` beside `store: disk`" if on_disk else "`path` only beside `store: disk`"
+        got, remedy = ("none", "Add a folder.") if on_disk else ("a path", "Add `store: disk`, or take it out.")
+        return [ConfigError("path", expected=expected, got=got, remedy=remedy)]
+
+
+class OptimizerConfig(Settings):
+    """AdamW and its learning-rate schedule."""
+
+    name: Literal["adamw"] = Field(default="adamw", description="the optimizer; adamw is the only one; default adamw")
+    lr: float = Field(default=3e-4, ge=0, description="peak learning rate, per step; default 3e-4")
+    betas: tuple[Fraction, Fraction] = Field(
+        default=(0.9, 0.95),
+        strict=False,
+        description="a list of two: decay of the first and second moment, each from 0 to below 1; default [0.9, 0.95]",
+    )
+    eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment; default 1e-8")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="decay times lr a step, on parameters of 2 or more dimensions; default 0.1"
+    )
+    max_grad_norm: float | None = Field(
+        default=1.0, gt=0, description="the global norm gradients are clipped to; null leaves them; default 1.0"
+    )
+    fused: bool | None = Field(
+        default=None,
+        description="the whole update in one kernel, which clips, too; rounds otherwise; default null: on GPUs only",
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant",
+        description="the learning rate after warm-up: constant, or linear or cosine towards 0 after the last step; "
+        "default constant",
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="steps over which the learning rate grows from 0; default 0 (none)"
+    )
+
+
+class LoraConfig(Settings):
+    """Low-rank adapters on a frozen base model; keys and defaults are those of peft's `LoraConfig`."""
+
+    r: int | None = Field(default=None, ge=1, description="rank of the adapters; default 8")
+    lora_alpha: int | None = Field(
+        default=None, ge=1, description="adapters are scaled by lora_alpha / r, or / sqrt(r) with use_rslora; default 8"
+    )
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
+        default=None,
+        strict=False,
+        description="all-linear (every linear layer but the output head), or a list of module names as in the model: "
+        "[q_proj, v_proj]; default all-linear",
+    )
+    use_rslora: bool | None = Field(default=None, description="scale by lora_alpha / sqrt(r); default false")
+    adapter: PathSetting | None = Field(
+        default=None,
+        description="the folder of a saved LoRA adapter to go on from; it brings all keys above; default null",
+    )
+    lora_dropout: float = Field(
+        default=0.0, ge=0, le=0, description="0: what is drawn at random in training is not supported yet"
+    )
+    bias: Literal["none"] = Field(default="none", description="none: only adapters are trained")
+    use_dora: Literal[False] = Field(default=False, description="false: DoRA is not supported")
+    modules_to_save: None = Field(default=None, description="null: only adapters are trained")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_adapter(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        if isinstance(values.get("target_modules"), str):
+            values = {**values, "target_modules": [values["target_modules"]]}
+        if values.get("adapter") is not None:
+            return values
+        given = {key: value for key, value in values.items() if value is not None}
+        return {"r": 8, "lora_alpha": 8, "target_modules": [ALL_LINEAR], "use_rslora": False, **given}
+
+    @classmethod
+    def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
+        """Let an adapter that is there say what it is."""
+        keys = ("r", "lora_alpha", "target_modules", "use_rslora")
+        given = [key for key in keys if values.get(key) is not None]
+        if values.get("adapter") is None or not given:
+            return []
+        remedy = "Take them out: the adapter's own are used."
+        expected = f"no {' or '.join(keys)} beside it"
+        return [ConfigError("adapter", expected=expected, got=", ".join(given), remedy=remedy)]

@@ -1,0 +1,49 @@
+"""What all sections of a run file are: strict, immutable records, and the types that give way a little."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from lengthwise.core.errors import ConfigError
+from lengthwise.core.sizes import parse_tokens
+
+
+def _read_tokens(value: object) -> object:
+    """Read 8K or 2M as the command line does; anything else stays as it is, for the type to take or refuse."""
+    if isinstance(value, str) and not value.strip().isdecimal():
+        with contextlib.suppress(ConfigError):
+            return parse_tokens(value, "")
+    return value
+
+
+# A YAML list is what a user can write for a tuple, and text for a path: the two places where strict types give way.
+PathSetting = Annotated[Path, Field(strict=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Tokens = Annotated[int, Field(ge=1), BeforeValidator(_read_tokens)]
+
+
+class Settings(BaseModel):
+    """A section of the run file: immutable, no unknown keys, no silent casts, no NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
+        """Return what the type of one field cannot say, each with its key ("": the section) for the place.
+
+        `values` may be raw, and wrong in other ways too.
+        """
+        del values
+        return []
+
+    @model_validator(mode="after")
+    def _obey_rules(self) -> Self:
+        for rule in self.broken_rules(self.__dict__):
+            raise PydanticCustomError("rule", "{rule}", {"rule": str(rule)})
+        return self
