@@ -23,6 +23,8 @@ SWITCHES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("attention: cudnn", {"attention": "cudnn"}),
     ("attention: efficient", {"attention": "efficient"}),
     ("compile: true", {"compile": True}),
+    ("fused_layers: off", {"fused_layers": "off"}),
+    ("fused_layers: liger", {"fused_layers": "liger"}),
     ("optimizer.fused: false", {"optimizer": {"fused": False}}),
     ("loss: whole", {"loss": "whole"}),
     ("recompute: layer", {"recompute": "layer"}),

@@ -65,9 +65,10 @@ def test_layers_by_liger_are_refused_on_the_cpu_before_any_process_starts(tmp_pa
     assert job_of(tmp_path, fused_layers="off").computing == Computing(fused_layers="off")
 
 
-def test_a_compiled_run_says_so_and_gives_the_same(tmp_path, capfd, monkeypatch):
+@pytest.mark.parametrize("lora", [None, {"r": 4}])
+def test_a_compiled_run_says_so_and_gives_the_same(tmp_path, capfd, monkeypatch, lora):
     """Ranks are forked, so what is patched here is patched there: the backend that compiles nothing in C++."""
-    path = write_run(tmp_path, make_rows(LENGTHS), device="cpu", recompute="layer")
+    path = write_run(tmp_path, make_rows(LENGTHS), device="cpu", recompute="layer", lora=lora)
     default = losses(train(path, "--ranks", 2))
     capfd.readouterr()
     monkeypatch.setattr(computing, "compile_layers", partial(computing.compile_layers, backend="eager"))
