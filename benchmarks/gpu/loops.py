@@ -73,12 +73,12 @@ class PlainLoop:
         pack_tokens: int,
         liger: bool = False,
     ) -> None:
-        if liger:
-            _apply_liger()
         if packed:
             register_varlen()
         self.device, self.said, self._packed, self._pack_tokens = device, list[str](), packed, pack_tokens
         self.model = draw_model(name, device, attention=VARLEN if packed else plain_attention(model_source(name)))
+        if liger:
+            _apply_liger(self.model)
         self.parameters = FlatParameters(self.model, SoloTransport(), dtype=dtype)
         self._end = _PlainEnd(self.parameters, fused=device.type == "cuda")
 
@@ -192,5 +192,6 @@ class _PlainEnd:
         self._parameters.publish()
 
 
-def _apply_liger() -> None:
-    importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama()
+def _apply_liger(model: nn.Module) -> None:
+    """Give a model all of Liger's kernels, its loss among them, as Hugging Face's Trainer does."""
+    importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=model)

@@ -1,8 +1,8 @@
 """Whole steps of one rank, ours and plain Hugging Face's: tokens a second, MFU, memory beside the state.
 
 Loops are built one after the other and again in the opposite order, so that a drift of the clocks meets all alike.
-`steps` has no fused kernels of Liger; `steps_liger` has rivals with them, in a process of its own, for it changes
-Hugging Face's classes.
+In `steps` nobody has fused kernels of Liger; in `steps_liger`, a process of its own, all have them, for rotary
+positions are changed for all models of a process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lengthwise.engine.batch import random_batch
 from lengthwise.engine.memory import PeakMemory
 from lengthwise.models import Computing
 
-OURS, COMPILED = "lengthwise", "lengthwise, compiled"
+OURS, COMPILED, OURS_LIGER = "lengthwise", "lengthwise, compiled", "lengthwise + Liger"
 RIVALS: Mapping[str, Mapping[str, bool]] = {
     "HF one by one": {"packed": False},
     "HF + varlen": {"packed": True},
@@ -49,11 +49,11 @@ def steps(sizes: Sizes, records: Records) -> None:
 
 
 def steps_liger(sizes: Sizes, records: Records) -> None:
-    """Write rows `step` of Hugging Face with Liger's kernels; one that says so where they are not installed."""
+    """Write rows `step` of all with Liger's kernels; one that says so where they are not installed."""
     if importlib.util.find_spec("liger_kernel") is None:
         records.add("note", said="liger-kernel is not installed: no rival has its kernels")
         return
-    _write_steps(sizes, records, [name for name in RIVALS if "Liger" in name])
+    _write_steps(sizes, records, [OURS_LIGER, *(name for name in RIVALS if "Liger" in name)])
 
 
 def _write_steps(sizes: Sizes, records: Records, names: Sequence[str]) -> None:
@@ -78,7 +78,8 @@ def _let_go(sizes: Sizes) -> None:
 def _summary(sizes: Sizes, records: Records, model: str, kind: BatchKind, took: Mapping[str, Sequence[float]]) -> None:
     """Write the medians of a batch over all turns."""
     config, lengths = model_config(model), kind.lengths()
-    ours = statistics.median(took[OURS]) if took.get(OURS) else None
+    first = next(iter(took.values()))  # ours
+    ours = statistics.median(first) if first else None
     flops = step_flops(config, _parameters(config), lengths)
     peak = peak_flops_per_second(sizes.where)
     for loop, seconds in took.items():
@@ -143,8 +144,10 @@ def _run_batch(sizes: Sizes, loop: OurLoop | PlainLoop, kind: BatchKind) -> dict
 
 def _build(sizes: Sizes, model: str, name: str) -> OurLoop | PlainLoop:
     device = sizes.where
-    if name in (OURS, COMPILED):
-        return OurLoop(model, device, sizes.dtype, computing=Computing(compile=name == COMPILED))
+    if name in (OURS, COMPILED, OURS_LIGER):
+        fused = "liger" if name == OURS_LIGER and device.type == "cuda" else "off"
+        computing = Computing(compile=name == COMPILED, fused_layers=fused)
+        return OurLoop(model, device, sizes.dtype, computing=computing)
     return PlainLoop(model, device, sizes.dtype, pack_tokens=sizes.pack_tokens, **RIVALS[name])
 
 

@@ -70,7 +70,7 @@ def _switches_of(
             "switch",
             switch=label,
             seconds=statistics.median(ran.seconds),
-            spread=(max(ran.seconds) - min(ran.seconds)) / min(ran.seconds),
+            spread=(max(ran.seconds) - min(ran.seconds)) / statistics.median(ran.seconds),
             tokens_per_second=ran.tokens_per_second,
             peak_bytes=ran.peak_bytes,
             last_loss=ran.losses[-1],

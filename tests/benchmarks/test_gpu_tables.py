@@ -1,6 +1,7 @@
 """What the other tables of a GPU decide: searches, draws, kinds of kernels, and that a wrong kernel is a failure."""
 
 import json
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -17,9 +18,11 @@ from gpu.records import Records, read_rows
 from gpu.runs import train_run, write_inputs
 from gpu.shares import kind_of
 from gpu.sizes import FULL, sizes_of
+from gpu.switches import EXPERTS, SWITCHES
 from lengthwise.attention import ReferenceKernel
 from lengthwise.cost import LOGITS_AT_ONCE
 from lengthwise.engine.batch import random_batch
+from lengthwise.models import Computing
 from lengthwise.profiler.runs import local_run
 
 TINY = sizes_of("cpu", tiny=True)
@@ -69,6 +72,11 @@ def test_packs_to_fit_and_to_predict_are_all_different(number, seed):
 )
 def test_kernels_are_told_apart_by_their_names(name, kind):
     assert kind_of(name) == kind
+
+
+def test_every_key_of_speed_has_a_line_of_its_own():
+    changed = {key for _, changes in (*SWITCHES, *EXPERTS) for key in changes}
+    assert {field.name for field in fields(Computing)} | {"loss", "recompute", "optimizer"} <= changed
 
 
 class WrongKernel(ReferenceKernel):
