@@ -326,6 +326,16 @@ def test_verify_counts_nan_as_a_failure(run_file, capsys, monkeypatch, place):
         assert "nan" in worst, "a NaN is the largest difference there is"
 
 
+def test_verify_judges_by_torchs_own_flash_attention(run_file, capsys, monkeypatch):
+    """What the planned model activated serves all who call flash attention in the process, the plain model, too."""
+    order = []
+    real = verify.plain_gradients
+    monkeypatch.setattr(verify, "activate_flash", order.append)
+    monkeypatch.setattr(verify, "plain_gradients", lambda *each: order.append("plain") or real(*each))
+    assert call("verify", run_file, "--ranks", 1, "--set", "capacity_tokens=128") == 0
+    assert order == [None, "plain"]
+
+
 def test_verify_floors_differences_by_the_median_norm():
     """A tensor whose gradient is tiny is measured against 1e-3 of the median norm, not against itself."""
     one = torch.ones(4, dtype=torch.float64)

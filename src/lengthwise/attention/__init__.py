@@ -3,6 +3,7 @@
 from lengthwise.attention.abilities import AttentionNeeds
 from lengthwise.attention.choose import check_attention, choose_kernel
 from lengthwise.attention.copies import to_device
+from lengthwise.attention.cuda_kernels import activate_flash
 from lengthwise.attention.kernels import Block, BlockKernel, FlashCpuKernel, ReferenceKernel, Saved
 from lengthwise.attention.planned import PlannedAttention, planned_attention
 from lengthwise.attention.recompute import ActivationPolicy, Recomputation
@@ -17,6 +18,7 @@ __all__ = [
     "Recomputation",
     "ReferenceKernel",
     "Saved",
+    "activate_flash",
     "check_attention",
     "choose_kernel",
     "planned_attention",

@@ -40,7 +40,7 @@ class TorchVarlenOps:
 
     def forward(self, block: Block, documents: Documents) -> tuple[Tensor, Tensor]:
         """Compute out and lse (see `VarlenOps.forward`)."""
-        _activate(self._activated)
+        activate_flash(self._activated)
         q, k, v = block.q, block.k, block.v
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, *_borders(documents), 0.0, documents.causal, False, **_scale_and_window(block, documents)
@@ -49,7 +49,7 @@ class TorchVarlenOps:
 
     def backward(self, grad_out: Tensor, block: Block, saved: Saved, documents: Documents) -> Gradients:
         """Compute gradients (see `VarlenOps.backward`)."""
-        _activate(self._activated)
+        activate_flash(self._activated)
         device = block.q.device
         return torch.ops.aten._flash_attention_backward(
             *(grad_out, block.q, block.k, block.v, saved.out, saved.lse),
@@ -150,7 +150,8 @@ def _borders(documents: Documents) -> tuple[Tensor, Tensor, int, int]:
     return documents.cu_seqlens_q, documents.cu_seqlens_k, documents.max_seqlen_q, documents.max_seqlen_k
 
 
-def _activate(implementation: str | None) -> None:
+def activate_flash(implementation: str | None) -> None:
+    """Let torch's flash attention be FA3 or FA4 in this process, for all who call it; None: torch's own."""
     if current_flash_attention_impl() != implementation:
         if implementation is None:
             restore_flash_attention_impl()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.models.auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from lengthwise.attention import activate_flash
 from lengthwise.comm import SoloTransport, World
 from lengthwise.core.plan import Plan
 from lengthwise.data import NO_LOSS, Dataset
@@ -159,6 +160,7 @@ def _compare(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]
 def _expected(job: Job, batch: StepBatch, device: torch.device) -> tuple[Reference, Rounding | None]:
     """Compute what one process gives; in bf16 by fp32 at the rounded parameters, with what rounding does beside it."""
     first, dtype = plain_attention(job.model), DTYPES[job.config.precision]
+    activate_flash(None)  # what the planned model activated would judge itself, as plain models call it, too
     plain = _build(job, attention=first).to(device)
     if dtype != torch.bfloat16:
         return plain_gradients(plain, job.dataset, batch.ids, dtype), None
