@@ -8,6 +8,7 @@ import torch
 
 from lengthwise.config import build_config
 from lengthwise.profiler.place import device_bytes, first_gpu_name
+from lengthwise.training import job as jobs
 from lengthwise.training.job import prepare_job
 from training.small_runs import make_rows, write_run
 
@@ -33,6 +34,14 @@ def test_a_run_is_priced_as_its_gpu(tmp_path, where, hardware, said):
     assert job.hardware == hardware
     assert hardware in job.planning.cost.version
     assert job.hardware_note is None if said is None else job.hardware_note.startswith(said)
+
+
+def test_ranks_of_different_gpus_agree_whether_to_measure(tmp_path, monkeypatch):
+    """A rank that measured alone would wait for the others for ever."""
+    monkeypatch.setattr(jobs, "hardware_of_gpu", lambda name: ("cpu" if name == "slow" else "h100", None))
+    slow, fast = (job_of(tmp_path / name, gpus=1, gpu_name=name) for name in ("slow", "fast"))
+    assert (slow.hardware, fast.hardware) == ("cpu", "h100")
+    assert slow._estimated_seconds == fast._estimated_seconds > 0
 
 
 def test_the_gpu_is_asked_in_a_child(monkeypatch):

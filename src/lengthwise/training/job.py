@@ -36,6 +36,7 @@ from lengthwise.training.step_planning import StepPlanning
 
 _UNMEASURED_TOKENS = 4096
 MEASURING_SECONDS = 8.0  # that measuring before the first step takes, about
+_ANY_GPU = "h100"
 _MEASURED_RUN = 20.0  # times that, from which a run is measured unasked
 
 
@@ -126,7 +127,7 @@ class Job:
     def measures_at_start(self) -> bool:
         """Whether the machine is measured before the first step: where that is asked for, or a small part of the run.
 
-        The same on all ranks: a run's seconds are estimated from lengths and a named device.
+        The same on all ranks: a run's seconds are estimated from lengths and a device that is the same for all.
         """
         asked, is_long = self.config.measurements, self._estimated_seconds > _MEASURED_RUN * MEASURING_SECONDS
         return asked == MEASURE_AT_START or (asked is None and is_long)
@@ -138,10 +139,13 @@ class Job:
 
     @property
     def _estimated_seconds(self) -> float:
-        """What all steps compute, by estimates for the device, evenly over all ranks."""
+        """What all steps compute, by estimates for one kind of GPU or the CPU, evenly over all ranks."""
         lengths, asked = self.dataset.lengths[self.dataset.ids], self.config.global_batch
         sequences = asked.sequences or asked.tokens / lengths.mean()
-        once = float(self.planning.cost.compute_seconds(lengths).sum()) / len(lengths)
+        shape = shape_from_config(self.model.config.to_dict())
+        device = _ANY_GPU if self.gpus else "cpu"  # not this rank's own: ranks may have different ones
+        cost = base_cost(shape, device, precision=self.config.precision, adapters=self.adapters)
+        once = float(cost.compute_seconds(lengths).sum()) / len(lengths)
         return once * sequences * self.num_steps / self.ranks
 
     @property
