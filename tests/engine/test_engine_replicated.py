@@ -116,7 +116,7 @@ def test_flat_start_needs_no_more_than_is_kept(dtype, a_parameter, world_size):
 
 
 def test_flat_takes_rank_0s_model_into_ranks_without_storage():
-    """Only rank 0 reads weights; tied parameters stay one, buffers are each rank's own."""
+    """Only rank 0 reads weights, and buffers may be weights; tied parameters stay one."""
 
     def build(rank):
         with torch.device("cpu" if rank == 0 else "meta"):
@@ -125,13 +125,16 @@ def test_flat_takes_rank_0s_model_into_ranks_without_storage():
         model[2].weight.requires_grad_(True)
         model[1].weight.requires_grad_(False)
         model.register_buffer("own", torch.full((2,), float(rank), device="cpu"))
+        model.register_buffer("is_on", torch.tensor(rank > 0, device="cpu"))
+        model.register_buffer("scale", torch.tensor(rank, dtype=torch.float64, device="cpu"), persistent=False)
         return model
 
     def work(transport):
         model = build(transport.rank)
         FlatParameters(model, transport, dtype=torch.float64, device=torch.device("cpu"))
         assert model[2].weight is model[0].weight
-        assert model.own.tolist() == [transport.rank] * 2
+        assert model.own.tolist() == [0.0] * 2
+        assert (model.is_on.item(), model.scale.item()) == (False, 0.0)
         model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
         return {name: each.tolist() for name, each in model.named_parameters()}
 

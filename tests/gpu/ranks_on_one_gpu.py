@@ -35,7 +35,7 @@ NUM_ELEMENTS, NUM_HOPS = 1 << 16, 4
 def check_transport(world: World, on_phase: Callable[[str], None]) -> str:
     """Run every call on this rank; return what was checked, in a line."""
     os.environ.update(NCCL_OF_ONE_MACHINE, NCCL_HOSTID=f"rank{world.rank}")
-    transport = TorchTransport(world, timeout_seconds=50, on_phase=on_phase)
+    transport = TorchTransport(world, timeout_seconds=20, on_phase=on_phase)
     assert not transport.shares_gpus, "by NCCL_HOSTID each rank is a machine"
     interval = transport.clock.start(world.device)
     if world.world_size > 1 or world.gpus:

@@ -13,7 +13,7 @@ from lengthwise.core.plan import Piece
 from lengthwise.engine import step as work
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import DTYPES, build_model
-from lengthwise.training import trainer, warmup
+from lengthwise.training import building, warmup
 from lengthwise.training.job import prepare_job
 from lengthwise.training.warmup import check_memory, largest_pack
 from support import make_batch, make_plan
@@ -130,7 +130,7 @@ def test_a_microbatch_that_does_not_fit_is_named_with_step_and_tokens(monkeypatc
 
 
 def test_a_model_that_does_not_fit_is_told_at_the_start(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(trainer, "FlatParameters", out_of_memory)
+    monkeypatch.setattr(building, "FlatParameters", out_of_memory)
     assert call("train", write_run(tmp_path, make_rows([30, 12])), "--ranks", 1) == 1
     err = capfd.readouterr().err
     assert err.startswith(

@@ -27,7 +27,8 @@ from lengthwise.engine.parameters import Shard
 class FlatParameters:
     """`Parameters` in flat buffers, values and gradients whole on every rank; the model works on views of them.
 
-    What rank 0 has of the model counts, wherever it lies; the others' may be without storage (on the meta device).
+    What rank 0 has of the model counts, buffers as well, wherever it lies; the others' parameters may be without
+    storage (on the meta device).
     device: where the buffers are; None: where the model is. layers: the decoder's, whose parameters stay together.
     overlaps: whether sums and values of buckets travel while backward and forward run.
     """
@@ -233,14 +234,16 @@ def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _place_rest(model: nn.Module, transport: Transport, *, dtype: torch.dtype, device: torch.device) -> None:
-    """Put what does not train where the model runs: buffers as each rank made them, the base under adapters narrower.
+    """Put what does not train where the model runs: buffers, and the base under adapters in the compute dtype.
 
-    The base is in no flat buffer, but alike on all ranks.
+    They are in no flat buffer, but those of rank 0 on all ranks: buffers may be weights, too, which it alone reads.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+                module._buffers[name] = value = buffer.to(device).contiguous()
+                if value.numel():
+                    transport.broadcast(value.view(-1).view(torch.uint8), 0)
     made: dict[int, nn.Parameter] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -27,19 +26,10 @@ from lengthwise.engine.activations import start_offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_STATE, PeakMemory, reporting_shortage
 from lengthwise.engine.optimizer import ShardedAdamW, learning_rate
-from lengthwise.engine.parameters import Parameters, largest_magnitude
-from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.parameters import largest_magnitude
 from lengthwise.engine.step import RankResult, run_plan
-from lengthwise.models import (
-    DTYPES,
-    build_adapted,
-    choose_model_kernel,
-    compute_so,
-    has_balance_loss,
-    save_adapter,
-    save_model,
-    wrapped_layers,
-)
+from lengthwise.models import DTYPES, choose_model_kernel, has_balance_loss, save_adapter, save_model
+from lengthwise.training.building import build_trained
 from lengthwise.training.callbacks import Callback, call_back
 from lengthwise.training.capacity import measure_capacities, told
 from lengthwise.training.folder import RunFolder
@@ -125,20 +115,7 @@ class _Trainer:
             needs=lambda: "the model, its gradients and its optimizer",
             remedy=SMALLER_STATE,
         ):
-            transport.phase = "start, taking the model of rank 0 in"
-            self._model: Any = build_adapted(
-                job.model, job.config.lora, seed=job.config.seed, stored=transport.rank == 0
-            )
-            compute_so(self._model, job.computing, world.device, dtype=dtype, say=say)
-            overlap = job.config.overlap
-            self._parameters: Parameters = FlatParameters(
-                self._model,
-                transport,
-                dtype=dtype,
-                device=world.device,
-                layers=wrapped_layers(self._model),
-                overlaps=world.device.type == "cuda" if overlap is None else overlap,
-            )
+            self._model, self._parameters = build_trained(job, world, transport, say=say)
             self._optimizer = ShardedAdamW(self._parameters, job.config.optimizer, transport)
         if job.config.capacity_tokens == "auto":
             transport.phase = "measuring what fits into memory"

@@ -32,13 +32,13 @@ from lengthwise.models import (
     build_adapted,
     choose_model_kernel,
     coefficient_key,
-    compute_so,
     has_balance_loss,
     keep_double,
     plain_attention,
     plain_output,
     token_loss,
 )
+from lengthwise.training.building import build_trained
 from lengthwise.training.job import Job
 from lengthwise.training.rounding import Difference, Rounding, plain_kernels, rounding_of
 from lengthwise.training.trainer import connect
@@ -124,11 +124,9 @@ def _compare(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]
     transport, batch = connect(world, job, on_phase, notes.append), next(job.batches())
     dtype = DTYPES[job.config.precision]
     kernel = choose_model_kernel(job.model.config, job.computing, world.device, dtype=dtype, say=notes.append)
-    model = _build(job).to(world.device)
-    compute_so(model, job.computing, world.device, dtype=dtype, say=notes.append)
-    flat = FlatParameters(model, transport, dtype=dtype)
+    model, flat = build_trained(job, world, transport, say=notes.append, draws_both=True)
     offloading = start_offloading(job.config.offload, model, kernel, where=f"rank {world.rank}")
-    options = {"logits_at_once": job.logits_at_once, "offloading": offloading}
+    options = {"logits_at_once": job.logits_at_once, "offloading": offloading, "parameters": flat}
     with keep_double(dtype):
         work = run_plan(model, plan, batch, transport, kernel, name="verify", **options)
     if offloading is not None:
