@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from lengthwise.config import load_config
 from lengthwise.cost import shape_from_config
 from lengthwise.cost.measured import base_cost, read_measurements
-from lengthwise.training import pricing
+from lengthwise.training import building, pricing
 from lengthwise.training.job import prepare_job
 from training.small_runs import (
     DTYPES,
@@ -73,18 +73,16 @@ def test_lora_is_priced_as_adapters_by_estimates_and_by_what_was_measured(tmp_pa
 
 def test_lora_verify_would_notice_adapters_that_are_scaled_otherwise(tmp_path, capsys, monkeypatch):
     """Both sides are built from one config; here the planned one is scaled a little more, on all ranks alike."""
-    from lengthwise.training import verify
-
-    build = verify.build_adapted
+    build = building.build_adapted
 
     def scaled(*arguments, **options):
         model = build(*arguments, **options)
         for module in model.modules():
-            if "attention" not in options and hasattr(module, "scaling") and isinstance(module.scaling, dict):
+            if hasattr(module, "scaling") and isinstance(module.scaling, dict):
                 module.scaling["default"] *= 1.0001
         return model
 
-    monkeypatch.setattr(verify, "build_adapted", scaled)
+    monkeypatch.setattr(building, "build_adapted", scaled)
     assert call("verify", run_file(tmp_path), "--ranks", 2) == 1
     assert "FAIL" in capsys.readouterr().out
 
