@@ -2,18 +2,22 @@
 
 What backward computes again need not be kept: a rank then holds several times the tokens, so sequences need fewer
 ranks, or no ring at all, for a third more of forward work. The capacity is one number a plan, so it is one kind a step.
-Every kind is planned and the plan that ends first is kept, the kind named first of equal ones.
+The plan that ends first is kept, the kind named first of equal ones; a kind whose arithmetic alone, spread evenly over
+all ranks, takes as long as the best plan before it is not planned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
+
+import numpy as np
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost
+from lengthwise.cost import Choices, Cost
 from lengthwise.planner.api import plan_step
 from lengthwise.planner.options import DEFAULT, PlanOptions
 
@@ -35,14 +39,26 @@ def plan_recomputed(
         PlanError: as `plan_step` does, with the kind of the largest capacity; kinds that cannot hold a sequence which
             another one holds are not chosen.
     """
-    plans: list[Plan] = []
+    best: Plan | None = None
+    least = inf
     refused: dict[str, PlanError] = {}
     for kind, capacity in capacities.items():
+        if options.speeds is None and _arithmetic_seconds(tokens, cost, kind) >= least * ranks:
+            continue
         cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
         try:
-            plans.append(plan_step(tokens, cluster, cost, replace(options, recompute=kind)))
+            plan = plan_step(tokens, cluster, cost, replace(options, recompute=kind))
         except PlanError as error:
             refused[kind] = error
-    if not plans:
+            continue
+        if (seconds := float(plan.notes["predicted_seconds"])) < least:
+            best, least = plan, seconds
+    if best is None:
         raise refused[max(refused, key=lambda kind: capacities[kind])]
-    return min(plans, key=lambda plan: float(plan.notes["predicted_seconds"]))
+    return best
+
+
+def _arithmetic_seconds(tokens: Sequence[int], cost: Cost, kind: str) -> float:
+    """Return what no plan of these ranks together can take less than."""
+    priced = cost.choosing(Choices(recompute=kind, layers=max(1, cost.layers)))
+    return float(priced.compute_seconds(np.array(tokens, dtype=np.int64)).sum())

@@ -2,7 +2,7 @@
 
 from lengthwise.program.check import check_plan
 from lengthwise.program.edges import head_peers, line_peers
-from lengthwise.program.features import Feature, refuse_unsupported
+from lengthwise.program.features import Feature, features_of, refuse_unsupported, trains
 from lengthwise.program.lower import MicrobatchProgram, last_on_all_ranks, lower_microbatch, lower_plan
 from lengthwise.program.order import check_order
 from lengthwise.program.records import (
@@ -30,6 +30,7 @@ __all__ = [
     "Transfer",
     "check_order",
     "check_plan",
+    "features_of",
     "head_peers",
     "last_on_all_ranks",
     "line_peers",
@@ -37,4 +38,5 @@ __all__ = [
     "lower_plan",
     "refuse_unsupported",
     "ring_order",
+    "trains",
 ]

@@ -9,7 +9,7 @@ A reader that learns a feature adds it to its set here. Cost: one pass over the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -31,6 +31,7 @@ class Feature(StrEnum):
 
 REQUIRED = frozenset(map(Feature, KNOWN_FEATURES))  # must stand in `requires` of a plan that uses them
 ENGINE = frozenset({Feature.HEADS, Feature.OFFLOAD, Feature.RECOMPUTE, Feature.SHARES, Feature.SPEEDS})
+ENGINE_DEVICES = 1  # of a rank: no tensor parallelism and no stages yet
 SIMULATOR = frozenset(Feature) - {Feature.SPEEDS}
 FIVE_COEFFICIENTS = frozenset(Feature) - {Feature.HEADS, Feature.OFFLOAD, Feature.SHARES}
 
@@ -48,6 +49,11 @@ class Use:
     feature: Feature
     microbatch: int | None = None
     value: object = None
+
+
+def trains(features: Collection[str], *, devices: int = 1) -> bool:
+    """Return whether the engine of this version runs plans that use no other features, on ranks of so many devices."""
+    return devices <= ENGINE_DEVICES and ENGINE.issuperset(features)
 
 
 def features_of(plan: Plan) -> frozenset[Feature]:

@@ -18,6 +18,7 @@ from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.timeline import Timeline
 from lengthwise.cost import Cost, Hardware, analytic_cost, microbatches_kept, step_flops, step_memory
 from lengthwise.planner import PlanOptions, plan_recomputed
+from lengthwise.program import features_of
 from lengthwise.simulator.loading import loading_seconds, waits_seconds
 from lengthwise.simulator.step import simulate_plan
 
@@ -53,7 +54,8 @@ class SimulatedStep:
     """One planner on one batch: times in seconds, ratios of all ranks' time, memory of the fullest device in bytes.
 
     loader_seconds: of the step, what all ranks wait for their data. bound_seconds: of the plan, without step's end.
-    ideal_seconds: of the batch on these devices. recompute: the kind that the plan has, or chose.
+    ideal_seconds: of the batch on these devices. recompute: the kind that the plan has, or chose. most_degree,
+    most_heads, most_offload: of any of its pieces and microbatches. features: that the plan uses.
     """
 
     step_seconds: float
@@ -67,6 +69,10 @@ class SimulatedStep:
     num_tokens: int
     flops: float
     recompute: str
+    most_degree: int
+    most_heads: int
+    most_offload: float
+    features: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +217,10 @@ def _steps(simulated: Sequence[tuple[Plan, Timeline]], setting: Setting) -> tupl
             num_tokens=sum(plan.tokens),
             flops=step_flops(setting.shape, plan.tokens),
             recompute=plan.microbatches[0].recompute,
+            most_degree=max(piece.degree for each in plan.microbatches for piece in each.pieces),
+            most_heads=max(piece.heads for each in plan.microbatches for piece in each.pieces),
+            most_offload=max(each.offload for each in plan.microbatches),
+            features=features_of(plan),
         )
         for plan, timeline in simulated
     )

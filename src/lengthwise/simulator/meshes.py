@@ -1,0 +1,311 @@
+"""The best mesh of each planner, searched alike for all: what a competent user would have found by trying.
+
+A mesh is how many devices make a rank (tensor x pipeline stages) and how many tokens a rank may hold; context
+parallelism, heads, offload and recomputation are chosen by every planner within it. For each planner, on the batch of
+most work:
+
+1. every number of tensor-parallel devices that memory allows, ranks holding all that fits;
+2. from the best, half of the capacity, and half again (rings of more ranks), while that ends sooner;
+3. from the best, twice the stages, while that ends sooner;
+4. at the best, offload.
+
+Those that end within a few percent of the best run all batches, and the least mean is taken. A mesh whose arithmetic
+alone would take longer than the best so far is not planned. Some ten to twenty plans a planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+
+import numpy as np
+
+from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError
+from lengthwise.core.plan import RECOMPUTE_KINDS
+from lengthwise.core.shape import Cluster, ModelShape
+from lengthwise.cost import STEP_TOKENS, Cost, Hardware, all_terms_cost, recompute_capacities, step_memory
+from lengthwise.planner import PlanOptions
+from lengthwise.program import trains
+from lengthwise.simulator.study import PlannerResult, Setting, compare_planners, ideal_seconds
+
+_NEAR = 1.03  # of the best on one batch: run on all
+_MOST_NEAR = 2  # of them
+_MOST_STAGES = 8
+_LEAST_SHARE = 1 / 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Devices of a rank, and what it may do beside cutting sequences.
+
+    capacity_share: of the tokens that fit by estimate. heads, offload: as of `PlanOptions`.
+    """
+
+    tensor: int = 1
+    stages: int = 1
+    capacity_share: float = 1.0
+    heads: str | int = "off"
+    offload: str = "off"
+
+    @property
+    def devices(self) -> int:
+        """Of a rank."""
+        return self.tensor * self.stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshQuestion:
+    """What is asked: a model on so many devices of a hardware, and the meshes that may be tried.
+
+    tensors, stages: of a rank, ascending. kinds: of recomputation, chosen for each step. capacity_tokens: of a rank
+    (default: what fits, by estimate). heads, offload: what planners may choose. cost: of ranks of one device, measured
+    (default: made from the hardware). mode, virtual: of `PlanOptions`; ranks of several stages are pipelines.
+    context_tokens, loader: of `Setting`.
+    """
+
+    shape: ModelShape
+    hardware: Hardware
+    devices: int
+    context_tokens: int
+    tensors: tuple[int, ...] = (1,)
+    stages: tuple[int, ...] = (1,)
+    kinds: tuple[str, ...] = RECOMPUTE_KINDS
+    capacity_tokens: int | None = None
+    heads: str | int = "auto"
+    offload: str = "auto"
+    cost: Cost | None = None
+    loader: str = "none"
+    mode: str = "free"
+    virtual: int | None = None
+
+    def setting(self, mesh: Mesh) -> Setting:
+        """Return what is simulated on a mesh.
+
+        Raises:
+            ConfigError: weights and optimizer leave no room on it, or the mesh does not fit model or node.
+        """
+        ranks = self.devices // mesh.devices
+        cost = self.cost or all_terms_cost(self.shape, self.hardware, tensor=mesh.tensor, stages=mesh.stages)
+        if self.capacity_tokens is not None:
+            capacities = dict.fromkeys(self.kinds, self.capacity_tokens)
+        else:
+            memory = step_memory(
+                self.shape, self.hardware, ranks, tensor=mesh.tensor, stages=mesh.stages, virtual=self.virtual or 1
+            )
+            fitting = recompute_capacities(memory, self.hardware, kinds=self.kinds)
+            shared = {kind: int(held * mesh.capacity_share) for kind, held in fitting.items()}
+            capacities = {kind: held // STEP_TOKENS * STEP_TOKENS for kind, held in shared.items()}
+            capacities = {kind: held for kind, held in capacities.items() if held}
+            if not capacities:
+                raise ConfigError(
+                    "capacity", expected=f"at least {STEP_TOKENS} tokens", got="less", remedy="Take a larger share."
+                )
+        return Setting(
+            shape=self.shape,
+            hardware=self.hardware,
+            cost=cost,
+            cluster=Cluster(ranks=ranks, capacity_tokens=max(capacities.values())),
+            context_tokens=self.context_tokens,
+            devices=mesh.devices,
+            loader=self.loader,
+            capacities=capacities,
+        )
+
+    def options(self, mesh: Mesh) -> PlanOptions:
+        """Return how steps are planned on a mesh."""
+        is_pipeline = mesh.stages > 1
+        return PlanOptions(
+            mode="pipeline" if is_pipeline else self.mode,
+            stages=mesh.stages if is_pipeline else None,
+            virtual=self.virtual if is_pipeline else None,
+            heads=mesh.heads,
+            offload=mesh.offload,
+        )
+
+    def trained_today(self) -> MeshQuestion | None:
+        """Return the question with the meshes alone that the engine runs; None: there are none."""
+        tensors = tuple(each for each in self.tensors if trains(frozenset(), devices=each))
+        stages = tuple(each for each in self.stages if trains(frozenset(), devices=each))
+        if not tensors or not stages or self.mode != "free":
+            return None
+        return replace(self, tensors=tensors, stages=stages)
+
+
+def powers_that_divide(devices: int, most: int) -> tuple[int, ...]:
+    """List 1, 2, 4, ... up to `most`, as far as they divide the devices."""
+    return tuple(each for each in (2**power for power in range(most.bit_length())) if devices % each == 0)
+
+
+def tensors_to_try(shape: ModelShape, hardware: Hardware, devices: int) -> tuple[int, ...]:
+    """List numbers of tensor-parallel devices of a rank: powers of two inside a node that divide heads and devices."""
+    return tuple(t for t in powers_that_divide(devices, hardware.ranks_per_node) if shape.heads % t == 0)
+
+
+def stages_to_try(shape: ModelShape, devices: int) -> tuple[int, ...]:
+    """List numbers of pipeline stages of a rank: powers of two that divide layers and devices."""
+    return tuple(p for p in powers_that_divide(devices, _MOST_STAGES) if shape.layers % p == 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A planner on its best mesh, all batches; `trains`: whether the engine of this version runs these plans."""
+
+    planner: str
+    mesh: Mesh
+    setting: Setting
+    result: PlannerResult
+    trains: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The best that a planner can do: on the meshes that the engine runs, and on all; tried: plans made for it.
+
+    today: None where no such mesh holds these sequences; refused: why, in one line.
+    """
+
+    planner: str
+    today: Found | None
+    any_mesh: Found | None
+    tried: int
+    refused: str = ""
+
+    @property
+    def only_planned(self) -> Found | None:
+        """The best mesh, where it is another than the best that the engine runs."""
+        is_other = self.any_mesh is not None and (self.today is None or self.any_mesh.mesh != self.today.mesh)
+        return self.any_mesh if is_other else None
+
+
+def best_meshes(
+    planners: Sequence[str],
+    batches: Sequence[Sequence[int]],
+    question: MeshQuestion,
+    *,
+    progress: Callable[[str, Mesh, int], None] = lambda planner, mesh, tried: None,
+) -> list[Best]:
+    """Search the best mesh of each planner; before each plan, call `progress` with how many were tried before.
+
+    Raises:
+        LengthwiseError: no planner has a mesh that holds these sequences: that of the last mesh tried.
+    """
+    found: list[Best] = []
+    refusal: LengthwiseError | None = None
+    for planner in planners:
+        search = _Search(planner=planner, batches=batches, question=question, progress=progress)
+        narrow = question.trained_today()
+        today = search.best(narrow) if narrow else None
+        any_mesh = today if narrow == question else search.best(question)
+        refusal = refusal or (search.refusal if any_mesh is None else None)
+        found.append(
+            Best(
+                planner=planner,
+                today=today,
+                any_mesh=any_mesh,
+                tried=search.tried,
+                refused="" if today or search.refusal is None else str(search.refusal),
+            )
+        )
+    if refusal is not None and all(each.any_mesh is None for each in found):
+        raise refusal
+    return found
+
+
+@dataclass(slots=True, kw_only=True)
+class _Search:
+    """The tries of one planner; each mesh is planned once, whoever asks for it."""
+
+    planner: str
+    batches: Sequence[Sequence[int]]
+    question: MeshQuestion
+    progress: Callable[[str, Mesh, int], None]
+    seconds: dict[Mesh, float] = field(default_factory=dict)  # on the batch of most work
+    finished: dict[Mesh, Found] = field(default_factory=dict)
+    refusal: LengthwiseError | None = None
+    tried: int = 0
+
+    def best(self, question: MeshQuestion) -> Found | None:
+        """Return the best of a question's meshes; None: none holds the sequences."""
+        self._walk(question)
+        if not self.seconds:
+            return None
+        ordered = sorted(self.seconds, key=self.seconds.__getitem__)
+        near = [mesh for mesh in ordered[:_MOST_NEAR] if self.seconds[mesh] <= _NEAR * self.seconds[ordered[0]]]
+        return min(map(self._finish, near), key=lambda each: each.result.mean_seconds)
+
+    def _walk(self, question: MeshQuestion) -> None:
+        """Try meshes in the order of the module's list."""
+        for stages in question.stages:
+            for tensor in question.tensors:
+                if question.devices % (tensor * stages) == 0:
+                    self._try(Mesh(tensor=tensor, stages=stages, heads=question.heads))
+            if self.seconds:
+                break
+        if not self.seconds:
+            return
+        if question.capacity_tokens is None:
+            self._descend(lambda m: replace(m, capacity_share=m.capacity_share / 2))
+        if question.stages[1:]:
+            self._descend(lambda m: replace(m, stages=2 * m.stages))
+        if question.offload != "off":
+            self._try(replace(self._first, offload=question.offload))
+
+    @property
+    def _first(self) -> Mesh:
+        """The mesh that ends first, of those tried."""
+        return min(self.seconds, key=self.seconds.__getitem__)
+
+    def _descend(self, step: Callable[[Mesh], Mesh]) -> None:
+        """From the best so far, go on by steps while they end sooner."""
+        while (following := step(mesh := self._first)) not in self.seconds:
+            is_within = following.stages <= self.question.stages[-1] and following.capacity_share >= _LEAST_SHARE
+            if not is_within or self.question.devices % following.devices:
+                return
+            self._try(following)
+            if self._first == mesh:
+                return
+
+    def _try(self, mesh: Mesh) -> None:
+        """Note what the batch of most work takes on a mesh, unless it cannot run there or its arithmetic is more."""
+        if mesh in self.seconds:
+            return
+        try:
+            setting = self.question.setting(mesh)
+            heaviest = max(self.batches, key=lambda tokens: ideal_seconds(tokens, setting))
+            if _arithmetic_seconds(heaviest, setting) >= min(self.seconds.values(), default=inf):
+                return
+            self.progress(self.planner, mesh, self.tried)
+            self.tried += 1
+            self.seconds[mesh] = self._run(mesh, setting, [heaviest]).mean_seconds
+        except (ConfigError, PlanError) as error:
+            self.refusal = error
+
+    def _finish(self, mesh: Mesh) -> Found:
+        """Run all batches on a mesh."""
+        if mesh not in self.finished:
+            self.progress(self.planner, mesh, self.tried)
+            setting = self.question.setting(mesh)
+            result = self._run(mesh, setting, self.batches)
+            features = frozenset[str]().union(*(step.features for step in result.steps))
+            self.finished[mesh] = Found(
+                planner=self.planner,
+                mesh=mesh,
+                setting=setting,
+                result=result,
+                trains=trains(features, devices=mesh.devices),
+            )
+        return self.finished[mesh]
+
+    def _run(self, mesh: Mesh, setting: Setting, batches: Sequence[Sequence[int]]) -> PlannerResult:
+        options = self.question.options(mesh)
+        (result,) = compare_planners(
+            [self.planner], batches, setting, progress=lambda *_: None, options=options
+        )
+        return result
+
+
+def _arithmetic_seconds(tokens: Sequence[int], setting: Setting) -> float:
+    """Bound a step on a mesh from below: its arithmetic there, spread evenly, nothing computed again."""
+    alone = setting.cost.compute_seconds(np.array(tokens, dtype=np.int64))
+    return float(alone.sum()) / setting.cluster.ranks
