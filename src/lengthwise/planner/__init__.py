@@ -9,7 +9,7 @@ from lengthwise.planner.problem.bounds import bound_seconds
 from lengthwise.planner.problem.choices import split_heads
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import Score, score
-from lengthwise.planner.recomputation import plan_recomputed
+from lengthwise.planner.recomputation import arithmetic_seconds, plan_recomputed
 from lengthwise.planner.registry import PLANNERS, planner_names, register_planner
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "PlanOptions",
     "PlanRequest",
     "Score",
+    "arithmetic_seconds",
     "bound_seconds",
     "plan_recomputed",
     "plan_step",

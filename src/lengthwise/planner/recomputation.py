@@ -43,7 +43,7 @@ def plan_recomputed(
     least = inf
     refused: dict[str, PlanError] = {}
     for kind, capacity in capacities.items():
-        if options.speeds is None and _arithmetic_seconds(tokens, cost, kind) >= least * ranks:
+        if options.speeds is None and arithmetic_seconds(tokens, cost, kind) >= least * ranks:
             continue
         cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
         try:
@@ -58,7 +58,7 @@ def plan_recomputed(
     return best
 
 
-def _arithmetic_seconds(tokens: Sequence[int], cost: Cost, kind: str) -> float:
-    """Return what no plan of these ranks together can take less than."""
-    priced = cost.choosing(Choices(recompute=kind, layers=max(1, cost.layers)))
+def arithmetic_seconds(tokens: Sequence[int], cost: Cost, recompute: str) -> float:
+    """Return the arithmetic of a step with a kind of recomputation: all ranks together take no less."""
+    priced = cost.choosing(Choices(recompute=recompute, layers=max(1, cost.layers)))
     return float(priced.compute_seconds(np.array(tokens, dtype=np.int64)).sum())

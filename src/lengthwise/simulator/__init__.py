@@ -1,6 +1,8 @@
 """Plans x costs -> a timeline: what a step would take on machines that nobody here has. Pure: no torch, no clock."""
 
+from lengthwise.simulator.gains import MODEL_ERROR, Gain, gain_over, gain_text
 from lengthwise.simulator.loading import LOADERS, loading_seconds, waits_seconds
+from lengthwise.simulator.meshes import Best, Found, Mesh, MeshQuestion, best_meshes, stages_to_try, tensors_to_try
 from lengthwise.simulator.rounds import microbatch_clocks
 from lengthwise.simulator.step import simulate_plan
 from lengthwise.simulator.study import PlannerResult, Setting, compare_planners
@@ -8,13 +10,24 @@ from lengthwise.simulator.trace import chosen_ranks, chrome_trace
 
 __all__ = [
     "LOADERS",
+    "MODEL_ERROR",
+    "Best",
+    "Found",
+    "Gain",
+    "Mesh",
+    "MeshQuestion",
     "PlannerResult",
     "Setting",
+    "best_meshes",
     "chosen_ranks",
     "chrome_trace",
     "compare_planners",
+    "gain_over",
+    "gain_text",
     "loading_seconds",
     "microbatch_clocks",
     "simulate_plan",
+    "stages_to_try",
+    "tensors_to_try",
     "waits_seconds",
 ]

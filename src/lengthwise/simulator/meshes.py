@@ -5,7 +5,7 @@ parallelism, heads, offload and recomputation are chosen by every planner within
 most work:
 
 1. every number of tensor-parallel devices that memory allows, ranks holding all that fits;
-2. from the best, half of the capacity, and half again (rings of more ranks), while that ends sooner;
+2. from the best two, half of the capacity, and half again (rings of more ranks), while that ends sooner;
 3. from the best, twice the stages, while that ends sooner;
 4. at the best, offload.
 
@@ -19,13 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-import numpy as np
-
 from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.cost import STEP_TOKENS, Cost, Hardware, all_terms_cost, recompute_capacities, step_memory
-from lengthwise.planner import PlanOptions
+from lengthwise.planner import PlanOptions, arithmetic_seconds
 from lengthwise.program import trains
 from lengthwise.simulator.study import PlannerResult, Setting, compare_planners, ideal_seconds
 
@@ -178,12 +176,16 @@ class Best:
         return self.any_mesh if is_other else None
 
 
+def _say_nothing(planner: str, mesh: Mesh, tried: int) -> None:
+    """Report no progress."""
+
+
 def best_meshes(
     planners: Sequence[str],
     batches: Sequence[Sequence[int]],
     question: MeshQuestion,
     *,
-    progress: Callable[[str, Mesh, int], None] = lambda planner, mesh, tried: None,
+    progress: Callable[[str, Mesh, int], None] = _say_nothing,
 ) -> list[Best]:
     """Search the best mesh of each planner; before each plan, call `progress` with how many were tried before.
 
@@ -245,26 +247,28 @@ class _Search:
         if not self.seconds:
             return
         if question.capacity_tokens is None:
-            self._descend(lambda m: replace(m, capacity_share=m.capacity_share / 2))
+            for start in self._ordered()[:2]:
+                self._descend(start, lambda m: replace(m, capacity_share=m.capacity_share / 2))
         if question.stages[1:]:
-            self._descend(lambda m: replace(m, stages=2 * m.stages))
+            self._descend(self._ordered()[0], lambda m: replace(m, stages=2 * m.stages))
         if question.offload != "off":
-            self._try(replace(self._first, offload=question.offload))
+            self._try(replace(self._ordered()[0], offload=question.offload))
 
-    @property
-    def _first(self) -> Mesh:
-        """The mesh that ends first, of those tried."""
-        return min(self.seconds, key=self.seconds.__getitem__)
+    def _ordered(self) -> list[Mesh]:
+        """List the meshes tried without offload, the one that ends first at the front."""
+        return sorted((mesh for mesh in self.seconds if mesh.offload == "off"), key=self.seconds.__getitem__)
 
-    def _descend(self, step: Callable[[Mesh], Mesh]) -> None:
-        """From the best so far, go on by steps while they end sooner."""
-        while (following := step(mesh := self._first)) not in self.seconds:
+    def _descend(self, mesh: Mesh, step: Callable[[Mesh], Mesh]) -> None:
+        """Go on by steps while they end sooner."""
+        while True:
+            following = step(mesh)
             is_within = following.stages <= self.question.stages[-1] and following.capacity_share >= _LEAST_SHARE
             if not is_within or self.question.devices % following.devices:
                 return
             self._try(following)
-            if self._first == mesh:
+            if self.seconds.get(following, inf) >= self.seconds[mesh]:
                 return
+            mesh = following
 
     def _try(self, mesh: Mesh) -> None:
         """Note what the batch of most work takes on a mesh, unless it cannot run there or its arithmetic is more."""
@@ -273,11 +277,12 @@ class _Search:
         try:
             setting = self.question.setting(mesh)
             heaviest = max(self.batches, key=lambda tokens: ideal_seconds(tokens, setting))
-            if _arithmetic_seconds(heaviest, setting) >= min(self.seconds.values(), default=inf):
+            kinds = _worth_planning(heaviest, setting, mesh, min(self.seconds.values(), default=inf))
+            if not kinds:
                 return
             self.progress(self.planner, mesh, self.tried)
             self.tried += 1
-            self.seconds[mesh] = self._run(mesh, setting, [heaviest]).mean_seconds
+            self.seconds[mesh] = self._run(mesh, replace(setting, capacities=kinds), [heaviest]).mean_seconds
         except (ConfigError, PlanError) as error:
             self.refusal = error
 
@@ -299,13 +304,22 @@ class _Search:
 
     def _run(self, mesh: Mesh, setting: Setting, batches: Sequence[Sequence[int]]) -> PlannerResult:
         options = self.question.options(mesh)
-        (result,) = compare_planners(
-            [self.planner], batches, setting, progress=lambda *_: None, options=options
-        )
+        (result,) = compare_planners([self.planner], batches, setting, progress=lambda *_: None, options=options)
         return result
 
 
-def _arithmetic_seconds(tokens: Sequence[int], setting: Setting) -> float:
-    """Bound a step on a mesh from below: its arithmetic there, spread evenly, nothing computed again."""
-    alone = setting.cost.compute_seconds(np.array(tokens, dtype=np.int64))
-    return float(alone.sum()) / setting.cluster.ranks
+def _worth_planning(tokens: Sequence[int], setting: Setting, mesh: Mesh, least: float) -> dict[str, int]:
+    """Return the capacities of those kinds whose arithmetic, spread evenly, takes less than the best so far.
+
+    A kind that cannot hold the longest sequence is left out, unless none can: that is for the planner to refuse.
+    """
+    capacities = setting.capacities or {}
+    holding = {
+        kind: held for kind, held in capacities.items()
+        if mesh.offload != "off" or setting.cluster.ranks * held >= max(tokens)
+    }  # fmt: skip
+    return {
+        kind: held
+        for kind, held in (holding or capacities).items()
+        if arithmetic_seconds(tokens, setting.cost, kind) < least * setting.cluster.ranks
+    }
