@@ -27,7 +27,7 @@ import lengthwise.planner
 from batches import sequences_batch, tiny_batch, tokens_batch, ugly_batch
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import PLANNERS, PlanOptions, plan_step, score
+from lengthwise.planner import CUTTING_PLANNERS, PlanOptions, plan_step, score
 from pages import Findings, add_out
 from planners import COMPUTE, TERMS
 from speeds import draw_speeds
@@ -157,7 +157,7 @@ def _of_seed(seed: int) -> Iterator[Batch]:
             for cost in (TERMS, full):
                 yield Batch(tokens=tokens, cluster=cluster, cost=cost, options=unequal)
         yield Batch(tokens=tokens, cluster=cluster, cost=full, options=chosen)
-        for planner in PLANNERS:
+        for planner in CUTTING_PLANNERS:
             if planner != "lengthwise":
                 yield Batch(tokens=tokens, cluster=cluster, cost=TERMS, options=PlanOptions(planner=planner))
 

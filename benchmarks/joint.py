@@ -22,7 +22,7 @@ from lengthwise.core.plan import RECOMPUTE_KINDS, Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.sizes import parse_tokens
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, recompute_capacities, step_memory
-from lengthwise.planner import PLANNERS, PlanOptions, plan_recomputed, plan_step
+from lengthwise.planner import CUTTING_PLANNERS, PlanOptions, plan_recomputed, plan_step
 from lengthwise.program import check_plan
 from pages import Findings, add_out
 
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="256,1024")
     parser.add_argument("--capacities", default="8K,16K")
     parser.add_argument("--lengths", default="github,byted")
-    parser.add_argument("--planners", default=",".join(PLANNERS))
+    parser.add_argument("--planners", default=",".join(CUTTING_PLANNERS))
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--full-heads", action="store_true", help="32 KV heads in place of 8")
     add_out(parser, "joint")

@@ -28,7 +28,7 @@ from judge import Coefficients, judge
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
+from lengthwise.planner import CUTTING_PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
 from pages import Findings, add_out
@@ -54,7 +54,7 @@ class Row:
     most_ms: float
     sequences: int | None = None
     tokens: int | None = None
-    planners: tuple[str, ...] = PLANNERS
+    planners: tuple[str, ...] = CUTTING_PLANNERS
 
     def batch(self, seed: int) -> list[int]:
         if self.sequences is not None:
@@ -257,13 +257,13 @@ def tiny_table(cases: int) -> Iterator[str]:
     from exact.flexsp import plan_flexsp
     from exact.oracle import plan_oracle
 
-    gaps: dict[str, list[float]] = {name: [] for name in (*PLANNERS, "flexsp")}
+    gaps: dict[str, list[float]] = {name: [] for name in (*CUTTING_PLANNERS, "flexsp")}
     proven = 0
     for seed in range(cases):
         tokens, cluster = tiny_batch(seed)
         best = plan_oracle(tokens, cluster, TERMS)
         proven += best.bound_seconds >= best.makespan_seconds * (1 - 2e-3)
-        plans = {name: plan_step(tokens, cluster, TERMS, PlanOptions(planner=name)) for name in PLANNERS}
+        plans = {name: plan_step(tokens, cluster, TERMS, PlanOptions(planner=name)) for name in CUTTING_PLANNERS}
         request = PlanRequest(tokens=best.plan.tokens, cluster=cluster, cost=TERMS)
         plans["flexsp"] = replace(best.plan, microbatches=tuple(plan_flexsp(request)))
         for name, plan in plans.items():
@@ -286,7 +286,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--ugly-batches", type=int, default=500)
     parser.add_argument("--tiny-cases", type=int, default=200)
-    parser.add_argument("--planners", default=",".join(PLANNERS))
+    parser.add_argument("--planners", default=",".join(CUTTING_PLANNERS))
     parser.add_argument("--lone-bound", action="store_true", help="one bound for every plan, that of lone rings")
     add_out(parser, "planners")
     arguments = parser.parse_args()

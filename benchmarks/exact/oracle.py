@@ -45,7 +45,7 @@ from lengthwise.core.held import held_tokens
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
-from lengthwise.planner import PLANNERS, PlanOptions, plan_step
+from lengthwise.planner import CUTTING_PLANNERS, PlanOptions, plan_step
 from lengthwise.planner.problem.score import score
 from lengthwise.program.check import check_plan
 
@@ -82,7 +82,7 @@ def plan_oracle(
             got=f"{cluster.ranks} ranks and {len(tokens)} sequences",
             remedy="Compare larger steps with bound_seconds.",
         )
-    plans = [plan_step(tokens, cluster, cost, PlanOptions(planner=name)) for name in PLANNERS]
+    plans = [plan_step(tokens, cluster, cost, PlanOptions(planner=name)) for name in CUTTING_PLANNERS]
     incumbent = min(plans, key=lambda plan: score(plan, cost).makespan_seconds)
     unit = score(incumbent, cost).makespan_seconds
     model = _Model(incumbent, cost, unit)

@@ -6,6 +6,9 @@ import random
 from collections.abc import Sequence
 
 from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.core.shape import Cluster
+from lengthwise.planner import CUTTING_PLANNERS, PLANNERS
+from lengthwise.planner.baselines.packed_dp import PACKED_DP
 
 PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
 
@@ -33,6 +36,16 @@ def draw_lengths(choose: random.Random, ranks: int, count: int) -> list[int]:
     """Draw the lengths that break things: 1, 2, fewer than ranks, primes, 2d - 1, 2d + 1, and some longer ones."""
     kinds = (1, 2, max(1, ranks - 1), 2 * ranks - 1, 2 * ranks, 2 * ranks + 1, choose.choice(PRIMES))
     return [choose.choice((*kinds, choose.randint(1, 40))) for _ in range(count)]
+
+
+def clip_for(planner: str, tokens: Sequence[int], capacity_tokens: int) -> list[int]:
+    """Return lengths that a planner takes: `packed-dp` refuses those that one rank does not hold."""
+    return [min(length, capacity_tokens) if planner == PACKED_DP else length for length in tokens]
+
+
+def planners_of(tokens: Sequence[int], cluster: Cluster) -> tuple[str, ...]:
+    """List the planners that plan these lengths without offload."""
+    return PLANNERS if max(tokens) <= cluster.capacity_tokens else CUTTING_PLANNERS
 
 
 def random_plan(

@@ -104,7 +104,7 @@ def test_config_empty_rows_are_skipped_only_in_the_standard_library(folder):
         ("optimizer.max_grad_norm=0", "optimizer.max_grad_norm", "more than 0"),
         ("optimizer=adamw", "optimizer", "a mapping of keys"),
         ("precision=fp23", "precision", "Did you mean `fp32`?"),
-        ("planner=fastest", "planner", "'bytescale' or 'power-of-two'"),
+        ("planner=fastest", "planner", "'power-of-two' or 'packed-dp'"),
         ("model=", "model", "got null"),
         ("model=''", "model", "text that is not empty"),
         ("output=", "output", "expected a path; got null"),

@@ -14,9 +14,10 @@ from lengthwise.core.held import held_tokens
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
-from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
+from lengthwise.planner import PlanOptions, bound_seconds, plan_step, score
 from lengthwise.program import check_plan
 from planner.partitions import partitions
+from support.plans import planners_of
 
 COSTS = st.builds(
     Cost,
@@ -163,7 +164,7 @@ def test_oracle_is_valid_above_the_bound_and_behind_no_planner(tokens: list[int]
     assert score(best.plan, cost).makespan_seconds == best.makespan_seconds
     assert best.bound_seconds <= best.makespan_seconds
     assert bound_seconds(tokens, cluster, cost, lone_rings=False) <= best.makespan_seconds * (1 + 1e-9)
-    for name in PLANNERS:
+    for name in planners_of(tokens, cluster):
         assert (
             best.makespan_seconds
             <= plan_step(tokens, cluster, cost, PlanOptions(planner=name)).notes["predicted_seconds"]

@@ -14,7 +14,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.program import check_plan
-from support.plans import draw_lengths, random_plan
+from support.plans import clip_for, draw_lengths, random_plan
 
 FOUR = st.tuples(
     st.sampled_from([0.0, 1.0]),
@@ -76,7 +76,7 @@ def test_judge_agrees_with_what_planners_predict(
     tokens: list[int], ranks: int, four: tuple[float, float, float, float], planner: str
 ) -> None:
     cluster, (cost, coefficients) = Cluster(ranks=ranks, capacity_tokens=97), _costs(four)
-    tokens = [min(length, cluster.longest_tokens) for length in tokens]
+    tokens = clip_for(planner, [min(length, cluster.longest_tokens) for length in tokens], 97)
     plan = plan_step(tokens, cluster, cost, PlanOptions(planner=planner))
     assert judge(_file(plan), coefficients) == pytest.approx(plan.notes["predicted_seconds"], rel=1e-12)
 

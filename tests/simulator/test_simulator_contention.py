@@ -16,6 +16,7 @@ from lengthwise.program import ring_order
 from lengthwise.simulator import microbatch_clocks, simulate_plan
 from lengthwise.simulator.contention import Uplinks, node_bytes
 from lengthwise.simulator.piece_layers import piece_layer
+from support.plans import clip_for
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 NODES_OF_4 = replace(HARDWARE, ranks_per_node=4, node_uplink_bytes_per_second=4 * HARDWARE.link_bytes_per_second)
@@ -111,7 +112,7 @@ def test_the_steps_end_takes_no_more_than_the_uplinks() -> None:
     nics=st.sampled_from([1.0, 0.05]),
 )
 def test_contention_never_makes_a_step_faster(tokens, ranks, planner, uplink, nics) -> None:
-    tokens = [min(length, ranks * 8000) for length in tokens]
+    tokens = clip_for(planner, [min(length, ranks * 8000) for length in tokens], 8000)
     slow = replace(NODES_OF_4, link_bytes_per_second=nics * NODES_OF_4.link_bytes_per_second)
     alone = replace(all_terms_cost(SHAPE, slow), uplink_bytes_per_second=float("inf"))
     shared = replace(alone, uplink_bytes_per_second=uplink * slow.link_bytes_per_second)
@@ -132,7 +133,7 @@ def test_contention_never_makes_a_step_faster(tokens, ranks, planner, uplink, ni
     kv_heads=st.sampled_from([8, 32]),
 )
 def test_simulated_steps_end_no_earlier_than_the_bound(tokens, ranks, planner, kv_heads) -> None:
-    tokens = [min(length, ranks * 8000) for length in tokens]
+    tokens = clip_for(planner, [min(length, ranks * 8000) for length in tokens], 8000)
     cost = all_terms_cost(replace(SHAPE, kv_heads=kv_heads), HARDWARE)
     # The formula adds a hop's latency, the simulator hides it behind blocks like bytes: so its bound is that of none.
     instant = replace(cost, near=replace(cost.near, hop_seconds=0.0), far=replace(cost.far, hop_seconds=0.0))

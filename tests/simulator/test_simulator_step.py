@@ -14,6 +14,7 @@ from lengthwise.cost import all_terms_cost, analytic_cost, named_hardware, named
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PLANNERS, PlanOptions, plan_step, score
 from lengthwise.simulator import microbatch_clocks, simulate_plan
+from support.plans import clip_for
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 COST = all_terms_cost(SHAPE, HARDWARE)
@@ -26,7 +27,7 @@ def _local(*lengths: int, ranks: int = 2, **changes) -> Plan:
 
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_simulated_step_is_near_the_score(planner: str) -> None:
-    tokens = draw_lengths("github", 2_000_000, 1, longest_tokens=200_000)
+    tokens = clip_for(planner, draw_lengths("github", 2_000_000, 1, longest_tokens=200_000), 8192)
     plan = plan_step(tokens, Cluster(ranks=32, capacity_tokens=8192), COST, PlanOptions(planner=planner, layers=32))
     timeline = simulate_plan(plan, COST)
     assert timeline.work_end_seconds.max() == pytest.approx(score(plan, COST).makespan_seconds, rel=0.05)

@@ -57,6 +57,10 @@ def test_little_memory_makes_more_rings_or_another_recomputation(tmp_path, monke
     refused = capsys.readouterr().err
     assert "error[data] data: expected sequences that all ranks together hold; got 700 tokens; 2 ranks hold" in refused
     assert "recompute: auto" in refused
+    run(tmp_path, rows=rows, status=2, recompute="none", planner="packed-dp", output="packed")
+    refused = capsys.readouterr().err
+    assert "expected sequences that one rank holds, for packed-dp; got 700 tokens" in refused
+    assert "a planner that cuts sequences" in refused
     plans = plans_of(run(tmp_path, rows=rows, recompute="auto"))
     assert {each.recompute for plan in plans for each in plan.microbatches} & {"layer", "all_but_attention"}
 

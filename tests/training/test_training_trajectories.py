@@ -69,6 +69,23 @@ def test_train_static_planner_gives_the_same_losses(tmp_path):
     assert found[0] == pytest.approx(found[1], rel=1e-11)
 
 
+def test_train_packed_dp_gives_the_same_losses_and_refuses_longer_sequences_before_any_process(tmp_path, capfd):
+    write_model(tmp_path / "model", num_hidden_layers=4)
+    write_run(tmp_path, lively_rows())
+    found = []
+    for planner, capacity in (("lengthwise", 20), ("packed-dp", 60)):
+        path = write_run(tmp_path, steps=5, planner=planner, output=planner, capacity_tokens=capacity)
+        assert call("train", path, "--ranks", 3) == 0
+        found.append(losses(tmp_path / planner))
+    assert found[0] == pytest.approx(found[1], rel=1e-11)
+    for keys in ({}, {"offload": {"store": "disk", "path": str(tmp_path), "ratio": 0.0}}):
+        path = write_run(tmp_path, steps=5, planner="packed-dp", output="none", capacity_tokens=20, **keys)
+        assert call("train", path, "--ranks", 3) == 2
+        told = " ".join(capfd.readouterr().err.split())
+        assert "at most 20 tokens" in told
+        assert "a planner that cuts sequences" in told
+
+
 def test_train_fresh_weights_come_from_the_seed_whatever_the_ranks(tmp_path):
     write_model(tmp_path / "bare", weights=False)
     found = {}

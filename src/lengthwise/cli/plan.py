@@ -67,8 +67,8 @@ class PlanCommand:
     out: Annotated[Path, tyro.conf.arg(metavar="PLAN.json")]
     """Where the plan file goes (JSON)."""
     planner: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
-    """lengthwise, static, single-degree, bytescale-naive, bytescale, power-of-two, or one that a package registers;
-    default: the run file's, else lengthwise."""
+    """lengthwise, static, single-degree, bytescale-naive, bytescale, power-of-two, packed-dp, or one that a package
+    registers; default: the run file's, else lengthwise."""
     stages: Annotated[int | None, tyro.conf.arg(metavar="P", help_behavior_hint="")] = None
     """Pipeline stages of a rank, for mode pipeline; --cost is then that of one stage."""
     recompute: Annotated[str | None, tyro.conf.arg(metavar="KIND|auto", help_behavior_hint="")] = None

@@ -72,14 +72,14 @@ class RunConfig(Settings):
         "free at the start holds; default auto",
     )
     planner: Annotated[
-        Literal["lengthwise", "static", "single-degree", "bytescale-naive", "bytescale", "power-of-two"],
+        Literal["lengthwise", "static", "single-degree", "bytescale-naive", "bytescale", "power-of-two", "packed-dp"],
         WrapValidator(_take_planner),
         PlainSerializer(str),
     ] = Field(
         default="lengthwise",
         description="lengthwise plans each step from its lengths; static (one fixed mesh), single-degree, "
-        "bytescale-naive, bytescale and power-of-two are there to compare with, and packages may register others; "
-        "default lengthwise",
+        "bytescale-naive, bytescale, power-of-two and packed-dp (no sequence is cut) are there to compare with, and "
+        "packages may register others; default lengthwise",
     )
     recompute: Literal["auto", "none", "layer", "all_but_attention"] = Field(
         default="auto",

@@ -185,13 +185,19 @@ def _as_bytes(values: np.ndarray) -> memoryview:
     return np.ascontiguousarray(values, dtype=np.int32).view(np.uint8).data
 
 
-def check_fits(dataset: Dataset, *, ranks: int, capacity_tokens: int, held_tokens: int | None = None) -> None:
-    """Raise DataError for sequences of more tokens than all ranks hold.
+def check_fits(
+    dataset: Dataset, *, ranks: int, capacity_tokens: int, held_tokens: int | None = None, cuts: bool = True
+) -> None:
+    """Raise DataError for sequences of more tokens than all ranks hold, or than one does where none is cut.
 
     The message names the longest five and what would hold them all. `held_tokens`: what a rank of this capacity holds
     with what it offloads; None: no more.
     """
     held_tokens = held_tokens or capacity_tokens
+    if not cuts:
+        instead = "Raise capacity_tokens, set recompute: layer, take a planner that cuts sequences (lengthwise), or"
+        _refuse_longer(dataset, held_tokens, "what one rank holds: the planner cuts no sequence", instead)
+        return
     limit, longest = ranks * held_tokens, int(dataset.lengths.max(initial=0))
     enough = -(-longest * capacity_tokens // (ranks * held_tokens))
     offloads = f" (of {held_tokens} tokens each, with offload)" if held_tokens > capacity_tokens else ""

@@ -10,6 +10,7 @@ from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
+from lengthwise.planner.baselines.packed_dp import PACKED_DP, refuse_cut
 from lengthwise.planner.options import DEFAULT, PlanOptions
 from lengthwise.planner.portfolio import choose_plan
 from lengthwise.planner.problem.bounds import has_lone_rings, shares_launches_only
@@ -41,7 +42,10 @@ def plan_step(tokens: Sequence[int], cluster: Cluster, cost: Cost, options: Plan
     asked = options.checked(cluster.ranks, cost)
     lengths, paces = read_tokens(tokens), asked.speeds
     widest, relative = at_mean_speed(cost.choosing(asked.choices(cluster.capacity_tokens)), paces)
-    refuse_unheld(lengths, replace(cluster, capacity_tokens=widest.most_held_tokens(cluster.capacity_tokens)))
+    held_tokens = widest.most_held_tokens(cluster.capacity_tokens)
+    refuse_unheld(lengths, replace(cluster, capacity_tokens=held_tokens))
+    if asked.planner == PACKED_DP:
+        refuse_cut(lengths, held_tokens)
     request = PlanRequest(
         tokens=lengths,
         cluster=cluster,

@@ -17,6 +17,7 @@ from lengthwise.core.names import PLANNER_GROUP
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.planner.baselines.bytescale import plan_bytescale
 from lengthwise.planner.baselines.bytescale_naive import plan_bytescale_naive
+from lengthwise.planner.baselines.packed_dp import PACKED_DP, plan_packed_dp
 from lengthwise.planner.baselines.power_of_two import plan_power_of_two
 from lengthwise.planner.baselines.single_degree import plan_single_degree
 from lengthwise.planner.baselines.static import plan_static
@@ -34,8 +35,10 @@ _BUILT_IN: Mapping[str, Planner] = {
     "bytescale-naive": plan_bytescale_naive,
     "bytescale": plan_bytescale,
     "power-of-two": plan_power_of_two,
+    PACKED_DP: plan_packed_dp,
 }
 PLANNERS = tuple(_BUILT_IN)
+CUTTING_PLANNERS = tuple(name for name in PLANNERS if name != PACKED_DP)  # these plan any lengths
 BASELINES = (plan_single_degree, plan_static, plan_bytescale, plan_bytescale_naive, plan_power_of_two)
 _registered: dict[str, Planner] = {}
 

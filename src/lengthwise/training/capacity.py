@@ -26,6 +26,7 @@ from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.small_pass import ALONE, Layout
 from lengthwise.models import check_recompute
 from lengthwise.offload import LEAVING_BYTES
+from lengthwise.planner import PACKED_DP
 from lengthwise.report.figures import count
 from lengthwise.training.job import Job
 from lengthwise.training.rank_memory import Capacities, RankMemory
@@ -171,14 +172,18 @@ def _check_longest(measuring: _Measuring, capacities: Capacities) -> None:
     """Refuse data whose longest sequence no plan holds; say what would make it fit."""
     job = measuring.job
     longest, held = job.longest_tokens, job.with_capacities(capacities).planning.most_held_tokens
-    if longest <= held * job.ranks:
+    cuts = job.config.planner != PACKED_DP
+    sharing = job.ranks if cuts else 1
+    if longest <= held * sharing:
         return
     got = f"{longest} tokens; {job.ranks} ranks hold {held} each (measured)"
     shared = "" if job.gpus else " with as much memory each, on further machines: ranks of one share its memory"
-    ranks, tokens = f"{-(-longest // held)} ranks{shared}", -(-longest // job.ranks)
-    remedies = [*_savers(measuring, tokens, capacities), *_smaller_loss(measuring, tokens), ranks]
-    remedy = f"Use {', or '.join(remedies)}, or data of at most {held * job.ranks} tokens (too_long: skip)."
-    raise DataError("data", expected="sequences that all ranks together hold", got=got, remedy=remedy)
+    ranks, tokens = f"{-(-longest // held)} ranks{shared}", -(-longest // sharing)
+    last = ranks if cuts else "a planner that cuts sequences (lengthwise)"
+    remedies = [*_savers(measuring, tokens, capacities), *_smaller_loss(measuring, tokens), last]
+    remedy = f"Use {', or '.join(remedies)}, or data of at most {held * sharing} tokens (too_long: skip)."
+    expected = "sequences that all ranks together hold" if cuts else f"sequences that one rank holds, for {PACKED_DP}"
+    raise DataError("data", expected=expected, got=got, remedy=remedy)
 
 
 def _smaller_loss(measuring: _Measuring, tokens: int) -> list[str]:

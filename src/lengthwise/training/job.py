@@ -28,7 +28,7 @@ from lengthwise.models import (
     find_model,
     position_limit,
 )
-from lengthwise.planner import PlanOptions
+from lengthwise.planner import PACKED_DP, PlanOptions
 from lengthwise.program import refuse_unsupported
 from lengthwise.training.launch import threads_of_each
 from lengthwise.training.rank_memory import Capacities
@@ -213,10 +213,10 @@ def prepare_job(
     dataset = read(config.data, "data")
     eval_dataset = read(config.eval.data, "eval.data") if config.eval and config.eval.data else None
     positions = position_limit(model.config) if model else None
-    capacity = config.capacity_tokens
+    capacity, cuts = config.capacity_tokens, config.planner != PACKED_DP
     for each in filter(None, (dataset, eval_dataset)):
         if capacity != "auto" and config.offload is None:
-            attempt(lambda each=each: check_fits(each, ranks=ranks, capacity_tokens=capacity))
+            attempt(lambda each=each: check_fits(each, ranks=ranks, capacity_tokens=capacity, cuts=cuts))
         if positions is not None:
             attempt(lambda each=each: check_positions(each, positions=positions))
     adapters, cost = None, None
@@ -241,9 +241,9 @@ def prepare_job(
         measured_cost=cost,
     )
     if capacity != "auto" and config.offload is not None:  # how much more a rank holds then is the model's matter
-        held = job.planning.most_held_tokens
+        sizes = {"ranks": ranks, "capacity_tokens": capacity, "held_tokens": job.planning.most_held_tokens}
         for each in filter(None, (dataset, eval_dataset)):
-            attempt(lambda each=each: check_fits(each, ranks=ranks, capacity_tokens=capacity, held_tokens=held))
+            attempt(lambda each=each: check_fits(each, **sizes, cuts=cuts))
     collector.raise_all()
     _check_losses(job)
     return job

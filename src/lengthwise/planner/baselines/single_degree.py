@@ -108,11 +108,10 @@ def schedule_at(request: PlanRequest, degree: int) -> SingleDegree:
     packs, _ = level_ends([0.0] * groups, short, capacity_tokens=capacity, launch_seconds=launch)
     alike = [(pack.rank, pack.sequences) for pack in packs]
     first = SingleDegree(degree=degree, packs=alike, makespan_seconds=float(_loads(request, degree, alike).max()))
-    if not (cost.ring_seconds or cost.ring_bytes) or degree == 1:
+    if degree > 1 and not (cost.ring_seconds or cost.ring_bytes):
         return first
 
-    dealt = _deal_packs(request, degree, first_fit_packs(room, capacity))
-    second = SingleDegree(degree=degree, packs=dealt, makespan_seconds=float(_loads(request, degree, dealt).max()))
+    second = _deal_packs(request, degree, first_fit_packs(room, capacity))
     return min(first, second, key=lambda schedule: schedule.makespan_seconds)
 
 
@@ -143,7 +142,7 @@ def _pack_seconds(request: PlanRequest, degree: int, pack: list[int]) -> float:
     return request.cost.fixed_seconds + request.cost.piece_seconds([request.tokens[i] for i in pack], degree)
 
 
-def _deal_packs(request: PlanRequest, degree: int, packs: list[list[int]]) -> list[tuple[int, list[int]]]:
+def _deal_packs(request: PlanRequest, degree: int, packs: list[list[int]]) -> SingleDegree:
     """Give packs to the least loaded group, longest time first."""
     loads = np.zeros(request.cluster.ranks // degree)
     dealt: list[tuple[int, list[int]]] = []
@@ -152,7 +151,7 @@ def _deal_packs(request: PlanRequest, degree: int, packs: list[list[int]]) -> li
         group = int(np.argmin(loads))
         loads[group] += seconds
         dealt.append((group, pack))
-    return dealt
+    return SingleDegree(degree=degree, packs=dealt, makespan_seconds=float(loads.max()))
 
 
 def _loads(request: PlanRequest, degree: int, packs: list[tuple[int, list[int]]]) -> NDArray[np.float64]:
