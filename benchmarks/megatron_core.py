@@ -5,8 +5,10 @@
 `BalancedCPScheduler` is plain Python and needs no GPU: it is given lengths and a stand-in for its process group, which
 it asks for its size only. What it returns, for every sub-batch the samples of each rank, is written as a plan twice: as
 it runs them in 0.16 (`as run`: every sample its own launch, a barrier between sub-batches) and packed as the planner
-`power-of-two` packs (`packed`). Makespans are over the bound, costs those of `planners.py` with all four terms of the
-cost file; plan times are process seconds of one core, for the scheduler alone and for whole plans of ours.
+`power-of-two` packs (`packed`). Makespans are over the bound of the plan's own kind, and in the last columns over those
+of `lengthwise`, with = where they differ by no more than the model's error. Costs are those of `planners.py` with all
+four terms of the cost file; plan times are process seconds of one core, for the scheduler alone and for whole plans of
+ours.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import PlanOptions, bound_seconds, plan_step, score
+from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.planner.baselines.power_of_two import Gang, pack_gangs, write_sub_batch
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
-from pages import Findings, add_out
+from own_bound import own_bound_seconds
+from pages import Findings, add_out, times
 
 COST = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
 CAPACITY = 16_384
@@ -80,7 +83,8 @@ def main() -> None:
     arguments = parser.parse_args()
     scheduler, findings = load_scheduler(), Findings("megatron_core")
     titles = " | ".join(f"{row} (ms)" for row in ROWS)
-    findings.add([f"| recipe | ranks | {titles} |", "|---" * (2 + len(ROWS)) + "|"])
+    over = " | ".join(f"{row} / lengthwise" for row in ROWS[:-1])
+    findings.add([f"| recipe | ranks | {titles} | {over} |", "|---" * (1 + 2 * len(ROWS)) + "|"])
     for recipe in arguments.recipes.split(","):
         for ranks in map(int, arguments.ranks.split(",")):
             entries = measure(scheduler, recipe, Cluster(ranks=ranks, capacity_tokens=CAPACITY), arguments.seeds)
@@ -90,12 +94,12 @@ def main() -> None:
 
 
 def measure(scheduler: Any, recipe: str, cluster: Cluster, seeds: int) -> list[str]:
-    """Plan the same batches four times; return mean makespan / bound and median plan time of each."""
+    """Plan the same batches four times; return mean makespan / bound and median plan time of each, then / ours."""
+    seconds: dict[str, list[float]] = {row: [] for row in ROWS}
     ratios: dict[str, list[float]] = {row: [] for row in ROWS}
     took: dict[str, list[float]] = {row: [] for row in ROWS}
     for seed in range(seeds):
         tokens = draw_lengths(recipe, TOKENS_A_RANK * cluster.ranks, seed, int(0.98 * cluster.longest_tokens))
-        bound = bound_seconds(tokens, cluster, COST)
         request = PlanRequest(tokens=tuple(tokens), cluster=cluster, cost=COST)
         start = time.process_time()
         sub_batches = megatron_sub_batches(scheduler, request.lengths, cluster)
@@ -113,8 +117,13 @@ def measure(scheduler: Any, recipe: str, cluster: Cluster, seeds: int) -> list[s
             took[name].append(time.process_time() - start)
         for name, plan in plans.items():
             check_plan(plan)
-            ratios[name].append(score(plan, COST).makespan_seconds / bound)
-    return [f"{statistics.mean(ratios[row]):.3f} ({1e3 * statistics.median(took[row]):.0f})" for row in ROWS]
+            seconds[name].append(score(plan, COST).makespan_seconds)
+            ratios[name].append(seconds[name][-1] / own_bound_seconds(plan, COST))
+    ours = seconds[ROWS[-1]]
+    return [
+        *(f"{statistics.mean(ratios[row]):.3f} ({1e3 * statistics.median(took[row]):.0f})" for row in ROWS),
+        *(times(statistics.mean(t / o for t, o in zip(seconds[row], ours, strict=True))) for row in ROWS[:-1]),
+    ]
 
 
 def _plan(request: PlanRequest, microbatches: list[Microbatch]) -> Plan:
