@@ -6,7 +6,7 @@
 it asks for its size only. What it returns, for every sub-batch the samples of each rank, is written as a plan twice: as
 it runs them in 0.16 (`as run`: every sample its own launch, a barrier between sub-batches) and packed as the planner
 `power-of-two` packs (`packed`). Makespans are over the bound of the plan's own kind, and in the last columns over those
-of `lengthwise`, with = where they differ by no more than the model's error. Costs are those of `planners.py` with all
+of `lengthwise`, "equal" where the model cannot tell them apart. Costs are those of `planners.py` with all
 four terms of the cost file; plan times are process seconds of one core, for the scheduler alone and for whole plans of
 ours.
 """
@@ -32,8 +32,9 @@ from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.planner.baselines.power_of_two import Gang, pack_gangs, write_sub_batch
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
+from lengthwise.simulator import gain_over, gain_text
 from own_bound import own_bound_seconds
-from pages import Findings, add_out, times
+from pages import Findings, add_out
 
 COST = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
 CAPACITY = 16_384
@@ -119,10 +120,9 @@ def measure(scheduler: Any, recipe: str, cluster: Cluster, seeds: int) -> list[s
             check_plan(plan)
             seconds[name].append(score(plan, COST).makespan_seconds)
             ratios[name].append(seconds[name][-1] / own_bound_seconds(plan, COST))
-    ours = seconds[ROWS[-1]]
     return [
         *(f"{statistics.mean(ratios[row]):.3f} ({1e3 * statistics.median(took[row]):.0f})" for row in ROWS),
-        *(times(statistics.mean(t / o for t, o in zip(seconds[row], ours, strict=True))) for row in ROWS[:-1]),
+        *(gain_text(gain_over(seconds[row], seconds[ROWS[-1]])) for row in ROWS[:-1]),
     ]
 
 

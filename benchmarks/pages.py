@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
 
-MODEL_ERROR = 0.05  # of simulated and modelled seconds: differences up to here are printed as none
 FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
 
 
@@ -58,11 +57,6 @@ class Findings:
 def add_out(parser: argparse.ArgumentParser, name: str) -> None:
     """Add `--out PAGE` to the options of the benchmark `name`."""
     parser.add_argument("--out", type=Path, metavar="PAGE", help=f"a page with its marks, as docs/benchmarks/{name}.md")
-
-
-def times(ratio: float) -> str:
-    """Write by how many times one modelled time exceeds another: = where they differ by less than the model errs."""
-    return "=" if abs(ratio - 1) <= MODEL_ERROR else f"{ratio:.2f}x"
 
 
 def table_rows(page: Path, *, heading: str) -> list[dict[str, str]]:

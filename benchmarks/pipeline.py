@@ -5,8 +5,8 @@
 Each rank is a pipeline of p stages with v virtual ones; 256K tokens a rank and step, capacity 8K (32 full packs), the
 four terms of `planners.py` for one stage. Makespans come from `score`, which runs every stage of every rank on a clock
 (`program.stage_clocks`), over the bound of the plan's own kind, mean over seeds: of mode `pipeline`, of a plan of mode
-`free` and of ByteScale's PP-Balance run through the same stages. The last two are then over the first, with = where
-they differ by no more than the model's error.
+`free` and of ByteScale's PP-Balance run through the same stages. The last two are then over the first, "equal" where
+the model cannot tell them apart.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.program import check_plan
+from lengthwise.simulator import gain_over, gain_text
 from own_bound import own_bound_seconds
-from pages import Findings, add_out, times
+from pages import Findings, add_out
 from planners import TERMS
 
 SOURCES = ("github", "prolong", "wikipedia")
@@ -49,7 +50,8 @@ def table(ranks: Sequence[int], seeds: int) -> Iterator[str]:
                 ]
                 ratios += [each.over_bound["pipeline"] for each in found]
                 cells = [f"{statistics.mean(each.over_bound[name] for each in found):.3f}" for name in PLANS]
-                cells += [times(statistics.mean(each.over_ours(name) for each in found)) for name in PLANS[1:]]
+                seconds = {name: [each.seconds[name] for each in found] for name in PLANS}
+                cells += [gain_text(gain_over(seconds[name], seconds["pipeline"])) for name in PLANS[1:]]
                 ms = statistics.median(each.took_ms for each in found)
                 yield f"| {number} | {source} | {stages}, {virtual} | {' | '.join(cells)} | {ms:.0f} |"
     met = sum(ratio <= TARGET for ratio in ratios)
@@ -65,9 +67,6 @@ class Found:
     seconds: dict[str, float]
     over_bound: dict[str, float]
     took_ms: float
-
-    def over_ours(self, name: str) -> float:
-        return self.seconds[name] / self.seconds["pipeline"]
 
 
 def planned(batch: Sequence[int], cluster: Cluster, stages: int, virtual: int, plain: Plan) -> Found:

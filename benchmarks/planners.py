@@ -4,10 +4,10 @@
 
 Makespans are over the bound of the plan's own kind, which its notes hold (mean over seeds, worst in brackets), and come
 from `judge.py`, which shares no code with the package; `ring-bound-1024` has costs that it does not know and is scored
-by `score`. Bounds of two kinds differ, so the second table holds makespans over those of `lengthwise`, with = where
-they differ by no more than the model's error. Plan times are process seconds of one core for a whole `plan_step`, bound
-and score included (median over seeds); a planner that refuses a batch of a row has - there. Batches on which another
-planner ends before `lengthwise` are counted below the tables, and listed where it is by more than 0.1 %.
+by `score`. Bounds of two kinds differ, so the second table holds makespans over those of `lengthwise`, "equal" where
+the model cannot tell them apart. Plan times are process seconds of one core for a whole `plan_step`, bound and score
+included (median over seeds); a planner that refuses a batch of a row has - there. Batches on which another planner ends
+before `lengthwise` are counted below the tables, and listed where it is by more than 0.1 %.
 `--seeds 1 --rows short-64,launch-32` takes half a minute; everything about half an hour of one core, most of it the
 200 programs of `tiny`.
 """
@@ -30,7 +30,8 @@ from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, PlanOptions, plan_step, score
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
-from pages import Findings, add_out, times
+from lengthwise.simulator import gain_over, gain_text
+from pages import Findings, add_out
 
 OURS = "lengthwise"
 COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
@@ -220,7 +221,7 @@ def main_tables(
             yield table_line(row, found, planners)
             compared.append(compared_line(row, found, others))
     if OURS in planners and others:
-        yield from ("", f"Makespans over those of `{OURS}`, mean over seeds:", "")
+        yield from ("", f"Makespans over those of `{OURS}`:", "")
         yield "| case | " + " | ".join(others) + " |"
         yield "|---" * (1 + len(others)) + "|"
         yield from compared
@@ -229,12 +230,7 @@ def main_tables(
 def compared_line(row: Row, found: dict[str, Found], others: Sequence[str]) -> str:
     """Write one row of the second table: by how much longer each other planner takes than ours."""
     ours = found[OURS].seconds if OURS in found else []
-    cells = [
-        times(statistics.mean(theirs / mine for theirs, mine in zip(found[name].seconds, ours, strict=True)))
-        if name in found and ours
-        else "-"
-        for name in others
-    ]
+    cells = [gain_text(gain_over(found[name].seconds, ours)) if name in found and ours else "-" for name in others]
     return "| " + " | ".join([row.title, *cells]) + " |"
 
 

@@ -6,8 +6,8 @@
 random 0.6 times as fast; `one`: a single rank of 0.7. 128K tokens a rank, capacity 8K, lengths clipped as in
 `planners.py`. *four terms* are the costs of `planners.py`, which know no shares: a ring is as slow as its slowest rank.
 *all terms* (7B on h100) price shares. Makespans are over the bound of the plan's own kind, which knows the speeds.
-*blind*: the plan for equal ranks, scored with the speeds, over that makespan; = where they differ by no more than the
-model's error. Plan times are process seconds.
+*blind*: the plan for equal ranks, scored with the speeds, over that makespan; "equal" where the model cannot tell them
+apart. Plan times are process seconds.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from batches import tokens_batch
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.program import check_plan
-from pages import Findings, add_out, times
+from lengthwise.simulator import gain_over, gain_text
+from pages import Findings, add_out
 from planners import TERMS
 
 TOKENS_A_RANK, CAPACITY_TOKENS, RANKS_A_NODE = 131_072, 8192, 8
@@ -59,15 +61,17 @@ def table(ranks: list[int], seeds: int) -> Iterator[str]:
         of_kind: list[float] = []
         for kind in ("halves", "uniform", "nodes", "one"):
             for source in SOURCES:
-                cells, ratios, blind, took_ms = [name, kind, source], list[float](), list[float](), list[float]()
+                cells, ratios, took_ms = [name, kind, source], list[float](), list[float]()
+                ours, blind = list[float](), list[float]()
                 for count in ranks:
-                    found = [_ratios(source, kind, count, seed, cost) for seed in range(seeds)]
-                    cells.append(f"{statistics.mean(ours for ours, _, _ in found):.4f}")
-                    ratios += [ours for ours, _, _ in found]
-                    blind += [other for _, other, _ in found]
-                    took_ms += [ms for _, _, ms in found]
+                    found = [planned(source, kind, count, seed, cost) for seed in range(seeds)]
+                    cells.append(f"{statistics.mean(each.over_bound for each in found):.4f}")
+                    ratios += [each.over_bound for each in found]
+                    ours += [each.seconds for each in found]
+                    blind += [each.blind_seconds for each in found]
+                    took_ms += [each.took_ms for each in found]
                 of_kind += ratios
-                yield "| " + " | ".join([*cells, times(statistics.mean(blind)), f"{max(took_ms):.0f}"]) + " |"
+                yield ("| " + " | ".join([*cells, gain_text(gain_over(blind, ours)), f"{max(took_ms):.0f}"]) + " |")
         mean = statistics.mean(of_kind)
         verdict = "met" if mean <= AIM else "**missed**"
         yield f"| {name} | all | mean {mean:.4f}, worst {max(of_kind):.4f}; aim {AIM} {verdict} |" + " |" * (
@@ -75,8 +79,18 @@ def table(ranks: list[int], seeds: int) -> Iterator[str]:
         )
 
 
-def _ratios(source: str, kind: str, ranks: int, seed: int, cost: Cost) -> tuple[float, float, float]:
-    """Plan one batch; return makespan / bound, the makespan of the plan for equal ranks / ours, and plan time in ms."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One batch: the makespan of its plan, over the bound of its kind too, and that of the plan for equal ranks."""
+
+    seconds: float
+    over_bound: float
+    blind_seconds: float
+    took_ms: float
+
+
+def planned(source: str, kind: str, ranks: int, seed: int, cost: Cost) -> Found:
+    """Plan one batch with the speeds and without."""
     cluster, speeds = Cluster(ranks=ranks, capacity_tokens=CAPACITY_TOKENS), draw_speeds(kind, ranks, seed)
     tokens = tokens_batch(source, ranks * TOKENS_A_RANK, seed, cluster)
     start = time.process_time()
@@ -85,7 +99,7 @@ def _ratios(source: str, kind: str, ranks: int, seed: int, cost: Cost) -> tuple[
     check_plan(plan)
     ours = score(plan, cost).makespan_seconds
     blind = score(plan_step(tokens, cluster, cost), cost, speeds=speeds).makespan_seconds
-    return ours / plan.notes["bound_seconds"], blind / ours, took_ms
+    return Found(seconds=ours, over_bound=ours / plan.notes["bound_seconds"], blind_seconds=blind, took_ms=took_ms)
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.planner import PLANNERS, PlanOptions, plan_step, score
 from own_bound import own_bound_seconds
-from pages import times
 from planners import TERMS
 
 CLUSTER = Cluster(ranks=4, capacity_tokens=8192)
@@ -36,8 +35,3 @@ def test_own_bound_of_cut_packs_is_below_that_of_lone_rings() -> None:
 
 def _plan(tokens: list[int], *microbatches: Microbatch) -> Plan:
     return Plan(ranks=4, layers=1, capacity=16_384, tokens=tuple(tokens), microbatches=microbatches)
-
-
-@pytest.mark.parametrize(("ratio", "written"), [(1.051, "1.05x"), (1.049, "="), (0.951, "="), (0.94, "0.94x")])
-def test_times_within_the_models_error_are_equal(ratio: float, written: str) -> None:
-    assert times(ratio) == written
