@@ -27,7 +27,7 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import PLANNERS, PlanOptions, plan_step, score
+from lengthwise.planner import CUTTING_PLANNERS, PLANNERS, PlanOptions, plan_step, score
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
 from lengthwise.simulator import gain_over, gain_text
@@ -306,7 +306,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--ugly-batches", type=int, default=500)
     parser.add_argument("--tiny-cases", type=int, default=200)
-    parser.add_argument("--planners", default=",".join(PLANNERS))
+    parser.add_argument("--planners", default=",".join(CUTTING_PLANNERS))
     add_out(parser, "planners")
     arguments = parser.parse_args()
     asked = arguments.rows.split(",") if arguments.rows else names

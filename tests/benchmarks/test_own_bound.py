@@ -6,7 +6,7 @@ import pytest
 
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.planner import PLANNERS, PlanOptions, plan_step, score
+from lengthwise.planner import CUTTING_PLANNERS, PlanOptions, plan_step, score
 from own_bound import own_bound_seconds
 from planners import TERMS
 
@@ -14,7 +14,7 @@ CLUSTER = Cluster(ranks=4, capacity_tokens=8192)
 LENGTHS = [20_000, 9000, 5000, 3000, *[400] * 30]
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("planner", CUTTING_PLANNERS)
 @pytest.mark.parametrize("options", [PlanOptions(), PlanOptions(mode="pipeline", stages=2, virtual=2)])
 def test_own_bound_is_the_one_in_the_notes(planner, options) -> None:
     asked = replace(options, planner=planner, layers=32)
