@@ -32,9 +32,8 @@ from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.planner.baselines.power_of_two import Gang, pack_gangs, write_sub_batch
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
-from lengthwise.simulator import gain_over, gain_text
 from own_bound import own_bound_seconds
-from pages import Findings, add_out
+from pages import Findings, add_out, modelled_gain
 
 COST = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
 CAPACITY = 16_384
@@ -122,7 +121,7 @@ def measure(scheduler: Any, recipe: str, cluster: Cluster, seeds: int) -> list[s
             ratios[name].append(seconds[name][-1] / own_bound_seconds(plan, COST))
     return [
         *(f"{statistics.mean(ratios[row]):.3f} ({1e3 * statistics.median(took[row]):.0f})" for row in ROWS),
-        *(gain_text(gain_over(seconds[row], seconds[ROWS[-1]])) for row in ROWS[:-1]),
+        *(modelled_gain(seconds[row], seconds[ROWS[-1]]) for row in ROWS[:-1]),
     ]
 
 

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
 
+from lengthwise.simulator import gain_over, gain_text
+
 FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
 
 
@@ -57,6 +59,14 @@ class Findings:
 def add_out(parser: argparse.ArgumentParser, name: str) -> None:
     """Add `--out PAGE` to the options of the benchmark `name`."""
     parser.add_argument("--out", type=Path, metavar="PAGE", help=f"a page with its marks, as docs/benchmarks/{name}.md")
+
+
+def modelled_gain(other_seconds: Sequence[float], our_seconds: Sequence[float]) -> str:
+    """Write by how much longer these batches take in another way: `equal` where that is within the model's error.
+
+    Of these batches and no others, so that what they differ by is no error.
+    """
+    return gain_text(gain_over([sum(other_seconds)], [sum(our_seconds)]))
 
 
 def table_rows(page: Path, *, heading: str) -> list[dict[str, str]]:

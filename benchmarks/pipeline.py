@@ -22,9 +22,8 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.program import check_plan
-from lengthwise.simulator import gain_over, gain_text
 from own_bound import own_bound_seconds
-from pages import Findings, add_out
+from pages import Findings, add_out, modelled_gain
 from planners import TERMS
 
 SOURCES = ("github", "prolong", "wikipedia")
@@ -51,7 +50,7 @@ def table(ranks: Sequence[int], seeds: int) -> Iterator[str]:
                 ratios += [each.over_bound["pipeline"] for each in found]
                 cells = [f"{statistics.mean(each.over_bound[name] for each in found):.3f}" for name in PLANS]
                 seconds = {name: [each.seconds[name] for each in found] for name in PLANS}
-                cells += [gain_text(gain_over(seconds[name], seconds["pipeline"])) for name in PLANS[1:]]
+                cells += [modelled_gain(seconds[name], seconds["pipeline"]) for name in PLANS[1:]]
                 ms = statistics.median(each.took_ms for each in found)
                 yield f"| {number} | {source} | {stages}, {virtual} | {' | '.join(cells)} | {ms:.0f} |"
     met = sum(ratio <= TARGET for ratio in ratios)

@@ -30,8 +30,7 @@ from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import CUTTING_PLANNERS, PLANNERS, PlanOptions, plan_step, score
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
-from lengthwise.simulator import gain_over, gain_text
-from pages import Findings, add_out
+from pages import Findings, add_out, modelled_gain
 
 OURS = "lengthwise"
 COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
@@ -230,7 +229,7 @@ def main_tables(
 def compared_line(row: Row, found: dict[str, Found], others: Sequence[str]) -> str:
     """Write one row of the second table: by how much longer each other planner takes than ours."""
     ours = found[OURS].seconds if OURS in found else []
-    cells = [gain_text(gain_over(found[name].seconds, ours)) if name in found and ours else "-" for name in others]
+    cells = [modelled_gain(found[name].seconds, ours) if name in found and ours else "-" for name in others]
     return "| " + " | ".join([row.title, *cells]) + " |"
 
 

@@ -24,8 +24,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.program import check_plan
-from lengthwise.simulator import gain_over, gain_text
-from pages import Findings, add_out
+from pages import Findings, add_out, modelled_gain
 from planners import TERMS
 
 TOKENS_A_RANK, CAPACITY_TOKENS, RANKS_A_NODE = 131_072, 8192, 8
@@ -71,7 +70,7 @@ def table(ranks: list[int], seeds: int) -> Iterator[str]:
                     blind += [each.blind_seconds for each in found]
                     took_ms += [each.took_ms for each in found]
                 of_kind += ratios
-                yield ("| " + " | ".join([*cells, gain_text(gain_over(blind, ours)), f"{max(took_ms):.0f}"]) + " |")
+                yield ("| " + " | ".join([*cells, modelled_gain(blind, ours), f"{max(took_ms):.0f}"]) + " |")
         mean = statistics.mean(of_kind)
         verdict = "met" if mean <= AIM else "**missed**"
         yield f"| {name} | all | mean {mean:.4f}, worst {max(of_kind):.4f}; aim {AIM} {verdict} |" + " |" * (

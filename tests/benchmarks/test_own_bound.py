@@ -8,6 +8,7 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.planner import CUTTING_PLANNERS, PlanOptions, plan_step, score
 from own_bound import own_bound_seconds
+from pages import modelled_gain
 from planners import TERMS
 
 CLUSTER = Cluster(ranks=4, capacity_tokens=8192)
@@ -35,3 +36,10 @@ def test_own_bound_of_cut_packs_is_below_that_of_lone_rings() -> None:
 
 def _plan(tokens: list[int], *microbatches: Microbatch) -> Plan:
     return Plan(ranks=4, layers=1, capacity=16_384, tokens=tuple(tokens), microbatches=microbatches)
+
+
+@pytest.mark.parametrize(
+    ("other", "written"), [(1.06, "1.06x"), (1.04, "equal (1.04x)"), (0.96, "equal (0.96x)"), (0.94, "0.94x")]
+)
+def test_gains_within_the_models_error_are_equal_however_batches_differ(other: float, written: str) -> None:
+    assert modelled_gain([other - 0.9, 0.9, other], [0.1, 0.9, 1.0]) == written
