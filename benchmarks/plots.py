@@ -271,7 +271,7 @@ def emulate() -> str:
     rows = table_rows(FOLDER / "emulate.md", heading="Simulator against emulation")
     names = list(dict.fromkeys(row["planner"] for row in rows))[::-1]
     sheet = Sheet(520, 412, "Emulated against simulated seconds of a step")
-    sheet.text(16, 24, "Seconds of a step on 16, 32 and 64 processes", size=14, bold=True)
+    sheet.text(16, 24, "Seconds of a step on 16 and 32 processes", size=14, bold=True)
     low, high = math.log(15), math.log(120)
 
     def place(seconds: float) -> float:
