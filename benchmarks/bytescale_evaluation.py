@@ -1,190 +1,180 @@
-"""ByteScale's published evaluation beside the same rows simulated: nothing here is measured.
+"""ByteScale's evaluation, twice: every planner at its best on H100s, and the published setting as a surface.
 
-    python benchmarks/bytescale_evaluation.py [--models llama-7b,...] [--contexts 256K,...] [--rows FILE] [--out PAGE]
+    python benchmarks/bytescale_evaluation.py [--models llama-7b,...] [--contexts 2M,...] [--planners ...] [--rows FILE]
+        [--parts best,published,surface] [--batches 2] [--published-batches 4] [--out PAGE]
 
-Published (arXiv 2502.21231): speed-ups of ByteScale over a static mesh at 2M tokens on GitHub lengths, "up to 4.26x" on
-Byted, and an ablation of 7B on Byted at 2M on 1,024 GPUs. Simulated: `bytescale` over `static` here, step times summed
-over batches of 32M tokens that are cut from one draw of all of them: a 2M sequence is in one batch of some, not in all.
-Hardware `bytescale-gpu`. Not published with them, so ours: the mesh (1,024 ranks of 1 to 8 tensor-parallel devices, for
-8x22B 768 of 8 x 2 stages), the 8,192 tokens that a rank holds, and the network, which is that of h100 nodes. Other
-assumptions: --capacity, --tensor (devices of a rank, for all models) and --link (bytes/s), with a --rows file of their
-own.
+Nothing here is measured: all is simulated. Steps of 32M tokens, cut from one draw of all batches: a 2M sequence is in
+one batch of github of some, not in all, so that one batch alone says little.
 
-What planners may choose: `ring` (plain rings, no offload), `heads` (every ring splits heads if that is quicker),
-`auto` (that, and offload where a rank holds more than its capacity). `offload` (without heads) is there for the
-ablation. --rows keeps what is done, a line for each planner, so that a run can be taken up again; lines hold the
-seconds of every batch, tables are made from them. --out writes them between the marks of a page.
+    best       1,024 H100s; each planner on the best mesh that `lengthwise.simulator.best_meshes` finds, alike for all
+    published  `bytescale-gpu` and the GPUs of arXiv 2502.21231; one mesh for all, plain rings. Not published, so ours:
+               tensor-parallel devices of a rank, tokens that a rank holds, links between nodes
+    surface    those three varied for 7B: `static` over `bytescale`
+
+--rows keeps what is done, a line for each planner, so that a run can be taken up again; tables are made of all lines
+there are, and with --tables-only nothing is simulated. A line of `best` takes 20 to 90 s of one core, others 2 to 10 s.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-from bytescale_report import PLANNERS, Key, Row, report
-from lengthwise.core.shape import Cluster, ModelShape
+from bytescale_report import PublishedRow, Rows, report
+from lengthwise.core.shape import Cluster
 from lengthwise.core.sizes import parse_tokens
-from lengthwise.cost import Cost, Hardware, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import PlanOptions, plan_step
-from lengthwise.simulator import loading_seconds, simulate_plan
+from lengthwise.planner import PLANNERS, PlanOptions, plan_step
+from lengthwise.simulator import MeshQuestion, simulate_plan, stages_to_try, tensors_to_try
+from mesh_rows import MeshRow, add_line, read_lines, search
 from pages import Findings, add_out
 
-MESHES = {  # model: ranks, tensor parallel devices, pipeline stages; GPUs as published, the split of them ours
+MODELS = ("llama-7b", "llama-70b", "mixtral-8x7b", "llama-13b", "llama-30b", "mixtral-8x22b")
+DEVICES = 1024  # of `best`
+PUBLISHED_MESHES = {  # GPUs as published, then tensor-parallel devices and pipeline stages of a rank: ours
     "llama-7b": (1024, 1, 1),
-    "llama-13b": (1024, 2, 1),
-    "llama-30b": (1024, 4, 1),
-    "llama-70b": (1024, 8, 1),
-    "mixtral-8x7b": (1024, 8, 1),
-    "mixtral-8x22b": (768, 8, 2),
+    "llama-13b": (2048, 2, 1),
+    "llama-30b": (4096, 4, 1),
+    "llama-70b": (8192, 8, 1),
+    "mixtral-8x7b": (8192, 8, 1),
+    "mixtral-8x22b": (12288, 8, 2),
 }
-CHOICES = {
-    "ring": {},
-    "heads": {"heads": "auto"},
-    "auto": {"offload": "auto", "heads": "auto"},
-    "offload": {"offload": "auto"},
-}
-ABLATION = ("llama-7b", "byted", "2M")
+CAPACITY, LINK = "8K", 50e9  # tokens of a rank and bytes/s between nodes, of `published`
+SURFACE_TENSORS, SURFACE_CAPACITIES, SURFACE_LINKS = (1, 2, 4, 8), ("16K", "8K", "4K"), (12.5e9, 50e9, 200e9)
+SURFACE_PLANNERS = ("static", "bytescale")
 BATCH_TOKENS = 32 * 2**20
-BATCHES = {"2M": 4}  # of other contexts: 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assumed:
-    """What was not published; `tensor` and `link_bytes_per_second` take the place of those of mesh and hardware."""
-
-    hardware: str
-    capacity: int
-    tensor: int | None
-    link_bytes_per_second: float | None
+LONGEST = 2**21  # tokens, of `published` and `surface`
 
 
 def main() -> None:
-    """Simulate all rows, print the tables and write them to --out."""
+    """Simulate all rows that are asked for, print the tables and write them to --out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MESHES))
+    parser.add_argument("--parts", default="best,published,surface")
+    parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--recipes", default="github,byted")
-    parser.add_argument("--contexts", default="256K,512K,1M,2M")
-    parser.add_argument("--choices", default="ring,heads,auto,offload")
-    parser.add_argument("--planners", default=",".join(PLANNERS))
-    parser.add_argument("--hardware", default="bytescale-gpu")
+    parser.add_argument("--contexts", default="2M", help="of `best`")
+    parser.add_argument("--planners", default=",".join(PLANNERS), help="of `best` and `published`")
+    parser.add_argument("--batches", type=int, default=2, help="of `best`")
+    parser.add_argument("--published-batches", type=int, default=4, help="of `published` and `surface`")
     parser.add_argument("--rows", type=Path, default=Path("runs/bytescale_evaluation.jsonl"))
-    parser.add_argument("--capacity", default="8K", help="tokens that a rank holds")
-    parser.add_argument("--tensor", type=int, help="tensor-parallel devices of a rank, of as many GPUs in all")
-    parser.add_argument("--link", type=float, help="bytes a second of a link between nodes")
+    parser.add_argument("--tables-only", action="store_true", help="of the rows that there are")
     add_out(parser, "bytescale_evaluation")
     arguments = parser.parse_args()
-    assumed = Assumed(
-        hardware=arguments.hardware,
-        capacity=parse_tokens(arguments.capacity, "--capacity"),
-        tensor=arguments.tensor,
-        link_bytes_per_second=arguments.link,
+    parts = [] if arguments.tables_only else arguments.parts.split(",")
+    published_file = arguments.rows.with_suffix(".published.jsonl")
+    rows = Rows(
+        best=[MeshRow.from_json(line) for line in read_lines(arguments.rows)],
+        published=[PublishedRow(**line) for line in read_lines(published_file)],
+        default=(CAPACITY, LINK),
+        tensors={model: tensor for model, (_, tensor, _) in PUBLISHED_MESHES.items()},
     )
-    arguments.rows.parent.mkdir(parents=True, exist_ok=True)
-    lines = arguments.rows.read_text().splitlines() if arguments.rows.exists() else []
-    known = {row.key: row for row in (Row.from_json(json.loads(line)) for line in lines)}
-    for key in asked_rows(arguments):
-        if key in known:
-            continue
-        known[key] = simulate_row(key, assumed)
-        with arguments.rows.open("a") as file:
-            file.write(json.dumps(asdict(known[key])) + "\n")
-        print(*key, f"{np.mean(known[key].seconds):.3f} s", flush=True)
-    places = {name: place for place, name in enumerate((*MESHES, "github", "byted", "256K", "512K", "1M", "2M"))}
-    ordered = sorted(known.values(), key=lambda row: [places[name] for name in row.key[:3]])
-    settings = dict.fromkeys(row.key[:3] for row in ordered)
+    if "published" in parts:
+        _add_published(rows, published_keys(arguments), arguments.published_batches, published_file)
+    if "surface" in parts:
+        _add_published(rows, surface_keys(arguments.recipes.split(",")), arguments.published_batches, published_file)
+    if "best" in parts:
+        _add_best(rows, arguments)
     findings = Findings("bytescale_evaluation")
-    findings.add(report(ordered, {place: ideal_seconds(*place, assumed) for place in settings}))
-    findings.sign("Simulated", f"hardware {assumed.hardware}, rows {arguments.rows}")
+    findings.add(report(rows))
+    findings.sign("Simulated", f"tables of all rows that this and earlier runs left in {arguments.rows}")
     findings.write(arguments.out)
 
 
-def asked_rows(arguments: argparse.Namespace) -> Iterator[Key]:
-    """List what is to be simulated: at contexts below 2M without planners and choices that no table asks for."""
-    models, recipes, contexts, choices, planners = (
-        getattr(arguments, name).split(",") for name in ("models", "recipes", "contexts", "choices", "planners")
+def _add_best(rows: Rows, arguments: argparse.Namespace) -> None:
+    known = {(row.place, row.planner) for row in rows.best}
+    asked = (arguments.contexts, arguments.models, arguments.recipes, arguments.planners)
+    for context, model, recipe, planner in product(*(each.split(",") for each in asked)):
+        place = (model, recipe, context)
+        if (place, planner) in known:
+            continue
+        longest = parse_tokens(context, "--contexts")
+        batches = cut_batches(recipe, arguments.batches, longest)
+        row = search(place, planner, batches, mesh_question(model, longest))
+        rows.best.append(row)
+        add_line(arguments.rows, row)
+        print(*place, planner, row.best and f"{row.best.mean_seconds:.3f} s", flush=True)
+
+
+def mesh_question(model: str, longest_tokens: int) -> MeshQuestion:
+    """Return what is asked of every planner: this model on 1,024 H100s, all meshes that it could run on."""
+    shape, hardware = named_shape(model), named_hardware("h100")
+    return MeshQuestion(
+        shape=shape,
+        hardware=hardware,
+        devices=DEVICES,
+        context_tokens=longest_tokens,
+        tensors=tensors_to_try(shape, hardware, DEVICES),
+        stages=stages_to_try(shape, DEVICES),
     )
-    for model, recipe, context, choice, planner in product(models, recipes, contexts, choices, planners):
-        if choice == "offload" and (model, recipe, context) != ABLATION:
-            continue
-        if context != "2M" and (choice == "heads" or planner in ("single-degree", "bytescale-naive")):
-            continue
-        yield Key(model, recipe, context, choice, planner)
 
 
+def _add_published(rows: Rows, keys: Iterator[PublishedRow], batches: int, file: Path) -> None:
+    known = {row.key for row in rows.published}
+    for key in keys:
+        if key.key in known:
+            continue
+        row = simulate_published(key, batches)
+        known.add(row.key)
+        rows.published.append(row)
+        add_line(file, row)
+        print(*row.key, f"{row.mean_seconds:.3f} s", flush=True)
+
+
+def published_keys(arguments: argparse.Namespace) -> Iterator[PublishedRow]:
+    """List the rows of the published table, without their seconds: at 2M, one mesh a model."""
+    asked = (arguments.models, arguments.recipes, arguments.planners)
+    for model, recipe, planner in product(*(each.split(",") for each in asked)):
+        if planner == "packed-dp":  # 2M tokens fit on no rank
+            continue
+        _, tensor, _ = PUBLISHED_MESHES[model]
+        yield PublishedRow(model=model, recipe=recipe, planner=planner, tensor=tensor, capacity=CAPACITY, link=LINK)
+
+
+def surface_keys(recipes: Sequence[str]) -> Iterator[PublishedRow]:
+    """List the rows of the surface, without their seconds: 7B on 1,024 GPUs at 2M, where all ranks hold a sequence."""
+    devices = PUBLISHED_MESHES["llama-7b"][0]
+    settings = product(SURFACE_CAPACITIES, recipes, SURFACE_TENSORS, SURFACE_LINKS, SURFACE_PLANNERS)
+    for capacity, recipe, tensor, link, planner in settings:
+        if devices // tensor * parse_tokens(capacity, "capacity") < LONGEST:
+            continue
+        yield PublishedRow(
+            model="llama-7b", recipe=recipe, planner=planner, tensor=tensor, capacity=capacity, link=link
+        )
+
+
+def simulate_published(key: PublishedRow, batches: int) -> PublishedRow:
+    """Plan and simulate all batches with one planner, plain rings; return the row with its seconds."""
+    devices, _, stages = PUBLISHED_MESHES[key.model]
+    shape, hardware = named_shape(key.model), named_hardware("bytescale-gpu")
+    uplink = key.link * hardware.ranks_per_node
+    hardware = replace(hardware, link_bytes_per_second=key.link, node_uplink_bytes_per_second=uplink)
+    cost = all_terms_cost(shape, hardware, tensor=key.tensor, stages=stages)
+    cluster = Cluster(ranks=devices // key.tensor // stages, capacity_tokens=parse_tokens(key.capacity, "capacity"))
+    seconds, ideal = [], []
+    for tokens in cut_batches(key.recipe, batches, LONGEST):
+        context = LONGEST if key.planner == "static" else None
+        options = PlanOptions(planner=key.planner, layers=shape.layers, context_tokens=context)
+        plan = plan_step(tokens, cluster, cost, options)
+        seconds.append(simulate_plan(plan, cost).step_seconds)
+        lengths = np.array(tokens, dtype=np.float64)
+        work = cost.quadratic_seconds * float(lengths @ lengths) + cost.linear_seconds * float(lengths.sum())
+        ideal.append(work / cluster.ranks)
+    return replace(key, seconds=seconds, ideal_seconds=ideal)
+
+
+@cache
 def cut_batches(recipe: str, batches: int, longest_tokens: int) -> list[list[int]]:
     """Draw the lengths of all batches together and deal them out in order, so that rare lengths are in some only."""
     lengths = np.array(draw_lengths(recipe, batches * BATCH_TOKENS, 0, longest_tokens=longest_tokens))
     numbers = np.minimum((np.cumsum(lengths) - 1) // BATCH_TOKENS, batches - 1)
     return [part.tolist() for part in np.split(lengths, np.flatnonzero(np.diff(numbers)) + 1)]
-
-
-def simulate_row(key: Key, assumed: Assumed) -> Row:
-    """Plan and simulate all batches with one planner."""
-    shape, hardware, cost = _described(key.model, assumed)
-    ranks, tensor, stages = _mesh(key.model, assumed)
-    cluster, longest = Cluster(ranks=ranks, capacity_tokens=assumed.capacity), parse_tokens(key.context, "--contexts")
-    seconds, loads, bounds = [], [], []
-    for tokens in cut_batches(key.recipe, BATCHES.get(key.context, 2), longest):
-        plan = plan_step(
-            tokens,
-            cluster,
-            cost,
-            PlanOptions(
-                planner=key.planner,
-                layers=shape.layers,
-                context_tokens=longest if key.planner == "static" else None,
-                **CHOICES[key.choice],
-            ),
-        )
-        seconds.append(simulate_plan(plan, cost).step_seconds)
-        bounds.append(float(plan.notes["bound_seconds"]) + cost.step_end_seconds(ranks))
-        read = {
-            loader: loading_seconds(
-                plan,
-                loader,
-                tokens_per_second=hardware.loader_tokens_per_second,
-                ranks_per_node=cost.ranks_per_node,
-                devices=tensor * stages,
-                stages=stages,
-                fixed_mesh=key.planner == "static",
-            )
-            for loader in ("local", "remote")
-        }
-        loads.append(read)
-    return Row(*key, seconds=seconds, bound_seconds=bounds, loads_seconds=loads)
-
-
-def ideal_seconds(model: str, recipe: str, context: str, assumed: Assumed) -> float:
-    """Return the mean seconds of a step if all ranks shared its work evenly, at full speed, with nothing exposed."""
-    _, _, cost = _described(model, assumed)
-    seconds = [
-        cost.quadratic_seconds * float((lengths**2).sum()) + cost.linear_seconds * float(lengths.sum())
-        for lengths in map(np.array, cut_batches(recipe, BATCHES.get(context, 2), parse_tokens(context, "--contexts")))
-    ]
-    return float(np.mean(seconds)) / _mesh(model, assumed)[0]
-
-
-def _mesh(model: str, assumed: Assumed) -> tuple[int, int, int]:
-    """Return ranks, tensor-parallel devices and pipeline stages; other devices a rank leave as many GPUs in all."""
-    ranks, tensor, stages = MESHES[model]
-    return (ranks * tensor // assumed.tensor, assumed.tensor, stages) if assumed.tensor else (ranks, tensor, stages)
-
-
-@cache
-def _described(model: str, assumed: Assumed) -> tuple[ModelShape, Hardware, Cost]:
-    shape, hardware, (_, tensor, stages) = named_shape(model), named_hardware(assumed.hardware), _mesh(model, assumed)
-    if link := assumed.link_bytes_per_second:
-        uplink = link * hardware.ranks_per_node
-        hardware = replace(hardware, link_bytes_per_second=link, node_uplink_bytes_per_second=uplink)
-    return shape, hardware, all_terms_cost(shape, hardware, tensor=tensor, stages=stages)
 
 
 if __name__ == "__main__":

@@ -1,78 +1,95 @@
-"""Every planner with the best mesh that a user could pick for it: nothing here is measured, all is simulated.
+"""Every planner with the best mesh that a competent user could find for it: all is simulated, nothing measured.
 
-    python benchmarks/meshes.py [--settings 64:256K:4M,...] [--planners static,...] [--batches 2] [--folder DIR]
+    python benchmarks/meshes.py [--settings 64:256K:4M,...] [--recipes github,prolong] [--planners static,...]
+        [--batches 4] [--rows FILE] [--out PAGE]
 
-A setting is GPUs : longest sequence : tokens of a step, of a 7B Llama on H100s and lengths as of GitHub files. For each
-of 1, 2, 4 and 8 tensor-parallel devices a rank `lengthwise simulate` is run as a user would run it, twice: *plain*
-(rings only, everything kept for backward) and *auto* (split heads and activation checkpointing where they end a step
-sooner, for all planners alike). Capacity is what memory leaves by estimate; a mesh that cannot hold the longest
-sequence has no figure. *best* is the least of the eight. What this version trains is the first: plain, without tensor
-parallelism. A setting takes one to ten minutes of one core.
+A setting is GPUs : longest sequence : tokens of a step, of a 7B Llama on H100s; lengths are as of GitHub files and of
+ProLong's mix for fine-tuning. `lengthwise.simulator.best_meshes` searches for all planners alike: tensor-parallel
+devices and pipeline stages of a rank, recomputation, heads, offload, and how much of what memory leaves a rank may
+hold. The first table has the meshes that the engine runs (asked of `lengthwise.program`), the second all. --rows keeps
+what is done, a line for each planner, so that a run can be taken up again; --tables-only simulates nothing. A setting
+takes two to five minutes of one core.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
+from best_tables import Aim, best_tables
+from lengthwise.core.sizes import parse_tokens
+from lengthwise.cost import named_hardware, named_shape
+from lengthwise.data.recipes import draw_lengths
+from lengthwise.simulator import MeshQuestion, stages_to_try, tensors_to_try
+from mesh_rows import OURS, MeshRow, add_line, read_lines, search, whole_places
 from pages import Findings, add_out
 
-MODEL, LENGTHS, TENSOR = "llama-7b", "github", (1, 2, 4, 8)
-CHOICES = {"plain": (), "auto": ("--heads", "auto", "--recompute", "auto")}
-SETTINGS = "32:128K:1M,64:256K:4M,128:512K:4M,256:1M:8M"
-PLANNERS = "static,single-degree,power-of-two,bytescale,lengthwise"
-
-
-def simulated_seconds(arguments: Sequence[str], folder: Path) -> dict[str, float]:
-    """Run `lengthwise simulate`, unless `folder` holds its result; return each planner's mean step seconds, or none."""
-    file = folder / "simulation.json"
-    if not file.exists():
-        command = [sys.executable, "-m", "lengthwise", "simulate", *arguments, "--out", str(folder)]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        if done.returncode == 2 and "expected at most" in done.stderr:  # the mesh does not hold the longest sequence
-            return {}
-        if done.returncode:
-            raise SystemExit(done.stderr)
-    return {name: each["mean_seconds"] for name, each in json.loads(file.read_text())["planners"].items()}
-
-
-def table(settings: Sequence[str], planners: str, batches: int, folder: Path) -> Iterator[str]:
-    """Yield one line a setting and planner as they are found."""
-    meshes = [(choice, tensor) for choice in CHOICES for tensor in TENSOR]
-    heads = ["GPUs", "longest", "step", "planner", *(f"{choice}, TP {tensor}" for choice, tensor in meshes), "best"]
-    yield "| " + " | ".join(heads) + " |"
-    yield "|---" * len(heads) + "|"
-    for setting in settings:
-        gpus, context, tokens = setting.split(":")
-        common = ["--model", MODEL, "--lengths", LENGTHS, "--context", context, "--batch-tokens", tokens]
-        common += ["--gpus", gpus, "--planners", planners, "--batches", str(batches)]
-        found: list[dict[str, float]] = []
-        for choice, tensor in meshes:
-            place = folder / f"{gpus}-{context}-{tokens}-{choice}-{tensor}"
-            found.append(simulated_seconds([*common, "--tp", str(tensor), *CHOICES[choice]], place))
-        for planner in planners.split(","):
-            seconds = [each.get(planner, math.inf) for each in found]
-            cells = ["-" if math.isinf(each) else f"{each:.2f}" for each in (*seconds, min(seconds))]
-            yield "| " + " | ".join([gpus, context, tokens, planner, *cells]) + " |"
+MODEL, HARDWARE = "llama-7b", "h100"
+SETTINGS = "8:64K:1M,16:64K:2M,32:128K:2M,64:256K:4M,128:512K:4M,256:1M:8M"
+RIVALS = ("packed-dp", "static", "single-degree", "power-of-two", "bytescale", OURS)
+OTHERS = ("packed-dp", "static")  # that the aim is over
+HEADS = ("set", "GPUs", "longest", "step")
 
 
 def main() -> None:
-    """Print the table, and write it into a page if asked."""
+    """Search what is asked for, print the tables, and write them into a page if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", default=SETTINGS)
-    parser.add_argument("--planners", default=PLANNERS)
-    parser.add_argument("--batches", type=int, default=2)
-    parser.add_argument("--folder", type=Path, default=Path("runs/meshes"), help="simulations, taken up again")
+    parser.add_argument("--recipes", default="github,prolong")
+    parser.add_argument("--planners", default=",".join(RIVALS))
+    parser.add_argument("--batches", type=int, default=4)
+    parser.add_argument("--rows", type=Path, default=Path("runs/meshes.jsonl"))
+    parser.add_argument("--tables-only", action="store_true", help="of the rows that there are")
     add_out(parser, "meshes")
     arguments, findings = parser.parse_args(), Findings("meshes")
-    findings.add(table(arguments.settings.split(","), arguments.planners, arguments.batches, arguments.folder))
-    findings.sign("Simulated", f"seconds of a step, mean of {arguments.batches} batches")
+    rows = [MeshRow.from_json(line) for line in read_lines(arguments.rows)]
+    known = {(row.place, row.planner) for row in rows}
+    asked = (arguments.settings, arguments.recipes, arguments.planners)
+    for setting, recipe, planner in product(*(each.split(",") for each in asked)):
+        place = (recipe, *setting.split(":"))
+        if arguments.tables_only or (place, planner) in known:
+            continue
+        rows.append(_search(place, planner, arguments.batches))
+        add_line(arguments.rows, rows[-1])
+        print(*place, planner, rows[-1].best and f"{rows[-1].best.mean_seconds:.3f} s", flush=True)
+    places = [
+        (recipe, *setting.split(":"))
+        for recipe, setting in product(arguments.recipes.split(","), arguments.settings.split(","))
+    ]
+    whole = whole_places(rows, RIVALS)
+    shown = [row for place in places for row in whole if row.place == place]
+    findings.add(best_tables(shown, HEADS, _aims(places)))
+    batches = " or ".join(map(str, sorted({len(row.best.seconds) for row in shown if row.best})))
+    findings.sign("Simulated", f"means of {batches} batches; tables of all rows in {arguments.rows}")
     findings.write(arguments.out)
+
+
+def _aims(places: Sequence[tuple[str, ...]]) -> list[Aim]:
+    recipes = dict.fromkeys(place[0] for place in places)
+    few = {recipe: [place for place in places if place[0] == recipe and int(place[1]) <= 64] for recipe in recipes}
+    return [
+        Aim(name=f"{recipe}, 8 to 64 GPUs, over packed-dp and static", places=each, least_gain=1.2, others=OTHERS)
+        for recipe, each in few.items()
+    ]
+
+
+def _search(place: Sequence[str], planner: str, batches: int) -> MeshRow:
+    recipe, gpus, context, step = place
+    shape, hardware = named_shape(MODEL), named_hardware(HARDWARE)
+    devices, longest = int(gpus), parse_tokens(context, "--settings")
+    question = MeshQuestion(
+        shape=shape,
+        hardware=hardware,
+        devices=devices,
+        context_tokens=longest,
+        tensors=tensors_to_try(shape, hardware, devices),
+        stages=stages_to_try(shape, devices),
+    )
+    tokens = parse_tokens(step, "--settings")
+    drawn = [draw_lengths(recipe, tokens, seed, longest_tokens=longest) for seed in range(batches)]
+    return search(tuple(place), planner, drawn, question)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@
     zigzag    how a sequence is cut over ranks
     planners  makespans over the bound           (docs/benchmarks/planners.md)
     meshes    planners, each with its best mesh  (docs/benchmarks/meshes.md)
+    surface   static over bytescale, by setting  (docs/benchmarks/bytescale_evaluation.md)
     emulate   emulated against simulated seconds (docs/benchmarks/emulate.md)
 
 Grey levels and shapes carry the meaning, so that prints and readers without colour lose nothing; the paper is white in
@@ -18,14 +19,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from lengthwise.data.recipes import draw_lengths
+from lengthwise.planner import PLANNERS
 from pages import FOLDER, table_rows
 
 PICTURES = FOLDER.parent / "pictures"
@@ -231,39 +234,80 @@ def planners() -> str:
 
 def meshes() -> str:
     """Draw, for each setting, the best mesh of every planner over what `lengthwise` ends at today."""
-    rows = table_rows(FOLDER / "meshes.md", heading="Every planner with its best mesh")
-    settings = list(dict.fromkeys((row["GPUs"], row["longest"]) for row in rows))
-    names = list(dict.fromkeys(row["planner"] for row in rows))
-    fills = dict(zip(names, ("white", FAINT, LIGHT, MIDDLE, DARK), strict=True))
-    right = 60 + 150 * len(settings)
-    sheet = Sheet(
-        max(640, right), 300, "Step seconds of each planner with its best mesh over those of lengthwise today"
-    )
-    sheet.text(16, 24, "Step time of each planner with its best of eight meshes (simulated);", size=14, bold=True)
-    sheet.text(16, 42, "1: what Lengthwise trains today, without tensor parallelism or split heads", size=14, bold=True)
+    page, words = FOLDER / "meshes.md", ("set", "GPUs", "longest", "step")
+    today = table_rows(page, heading="What the engine runs today")
+    best = table_rows(page, heading="Best of all meshes")
+    shown = [
+        (row, float(ours["lengthwise"])) for row, ours in zip(best, today, strict=True) if ours["lengthwise"] != "-"
+    ]
+    names = [name for name in best[0] if name not in words and name in PLANNERS]
+    fills = dict(zip(names, ("white", FAINT, "#d0dae2", LIGHT, MIDDLE, DARK), strict=True))
+    per_column = -(-len(shown) // 2)
+    sheet = Sheet(760, 90 + (18 * len(names) + 4) * per_column, "Step seconds of each planner with its best mesh")
+    sheet.text(16, 24, "Step time of each planner with its best of all meshes (simulated);", size=14, bold=True)
+    sheet.text(16, 42, "1: what Lengthwise trains today, without tensor parallelism or pipelines", size=14, bold=True)
     legend(sheet, 16, 64, [(fills[name], name) for name in names])
-    most = max(float(row["best"]) / today(rows, row) for row in rows)
-    for number, setting in enumerate(settings):
-        x = 50 + number * 150
-        for place, row in enumerate(row for row in rows if (row["GPUs"], row["longest"]) == setting):
-            ratio = float(row["best"]) / today(rows, row)
-            height = 160 * ratio / most
-            sheet.box(x + place * 25, 262 - height, 22, height, fills[row["planner"]], line="#5c656d")
-            sheet.text(x + place * 25 + 11, 257 - height, f"{ratio:.2f}", size=9.5, anchor="middle")
-        sheet.text(x + 61, 280, f"{setting[0]} GPUs, {setting[1]}", size=12, anchor="middle")
-    sheet.line(40, 262, right - 10, 262, ink=INK)
-    sheet.line(40, 262 - 160 / most, right - 10, 262 - 160 / most, ink=INK, dashed=True)
+    most = 2.0  # a bar that would be longer ends there; its figure says how long
+    for number, (row, ours) in enumerate(shown):
+        x, y = 130 + 370 * (number // per_column), 84 + (18 * len(names) + 4) * (number % per_column)
+        sheet.text(x - 8, y + 22, f"{row['set']}", size=11, anchor="end", bold=True)
+        sheet.text(x - 8, y + 38, f"{row['GPUs']} GPUs, {row['longest']}", size=11, anchor="end")
+        for place, name in enumerate(names):
+            top, ratio = y + 16 * place, float(row[name]) / ours if row[name] != "-" else 0.0
+            width = 190 * min(ratio, most) / most
+            sheet.box(x, top, width, 14, fills[name], line="#5c656d")
+            sheet.text(x + width + 5, top + 11, f"{ratio:.2f}" if ratio else "does not fit", size=9.5)
+        sheet.line(x + 190 / most, y - 3, x + 190 / most, y + 16 * len(names) + 2, ink=INK, dashed=True)
     return sheet.svg()
 
 
-def today(rows: Iterable[Mapping[str, str]], like: Mapping[str, str]) -> float:
-    """Return the seconds of `lengthwise` with plain rings and no tensor parallelism in the setting of a row."""
-    (ours,) = (
-        row
-        for row in rows
-        if row["planner"] == "lengthwise" and (row["GPUs"], row["longest"]) == (like["GPUs"], like["longest"])
+def surface() -> str:
+    """Draw `static` over `bytescale` by link, capacity and tensor-parallel devices, on logarithmic axes."""
+    rows = table_rows(FOLDER / "bytescale_evaluation.md", heading="static over bytescale")
+    links = [float(title.split()[0]) for title in rows[0] if title.endswith("GB/s")]
+    titles = [title for title in rows[0] if title.endswith("GB/s")]
+    capacities = list(dict.fromkeys(row["tokens of a rank"] for row in rows))
+    tensors = list(dict.fromkeys(row["mesh of both"] for row in rows))
+    sheet = Sheet(800, 470, "static over bytescale by link, tokens of a rank and tensor-parallel devices of a rank")
+    sheet.text(
+        16, 24, "static over bytescale, 7B, 2M, 1,024 GPUs (simulated), by what was not published", size=14, bold=True
     )
-    return float(ours["plain, TP 1"])
+    for shape, capacity in enumerate(capacities):
+        sheet.mark(24 + 150 * shape, 44, shape)
+        sheet.text(36 + 150 * shape, 48, f"{capacity} tokens of a rank", size=11)
+    sheet.line(480, 44, 510, 44, ink=INK, dashed=True)
+    sheet.text(516, 48, "published", size=11)
+    most, least = 20.0, 0.8
+    for number, recipe in enumerate(PUBLISHED_RATIOS):
+        for place, tensor in enumerate(tensors):
+            left, top, width, height = 60 + 186 * place, 80 + 190 * number, 150, 140
+
+            def at(link: float, ratio: float, left: float = left, top: float = top) -> tuple[float, float]:
+                share = math.log(link / links[0]) / math.log(links[-1] / links[0])
+                return left + 10 + 130 * share, top + 140 * math.log(most / ratio) / math.log(most / least)
+
+            sheet.text(left, top - 6, f"{recipe}, {tensor}", size=12, bold=True)
+            for ratio in (1, 2, 4, 8, 16):
+                y = at(links[0], ratio)[1]
+                sheet.line(left, y, left + width, y)
+                sheet.text(left - 6, y + 4, f"{ratio}", size=10, anchor="end")
+            for link in links:
+                sheet.text(at(link, 1)[0], top + height + 16, f"{link:g}", size=10, anchor="middle")
+            y = at(links[0], PUBLISHED_RATIOS[recipe])[1]
+            sheet.line(left, y, left + width, y, ink=INK, dashed=True)
+            for row in (row for row in rows if (row["set"], row["mesh of both"]) == (recipe, tensor)):
+                points = [
+                    at(link, float(row[title])) for link, title in zip(links, titles, strict=True) if row[title] != "-"
+                ]
+                for (x, y), (to_x, to_y) in pairwise(points):
+                    sheet.line(x, y, to_x, to_y, ink=MIDDLE)
+                for x, y in points:
+                    sheet.mark(x, y, capacities.index(row["tokens of a rank"]))
+    sheet.text(400, 456, "GB/s of a link between nodes", size=12, anchor="middle")
+    return sheet.svg()
+
+
+PUBLISHED_RATIOS = {"github": 7.89, "byted": 3.69}  # of ByteScale over a static mesh, arXiv 2502.21231
 
 
 def emulate() -> str:
@@ -303,6 +347,7 @@ CHARTS: dict[str, Callable[[], str]] = {
     "zigzag": zigzag,
     "planners": planners,
     "meshes": meshes,
+    "surface": surface,
     "emulate": emulate,
 }
 
