@@ -47,7 +47,7 @@ PUBLISHED_MESHES = {  # GPUs as published, then tensor-parallel devices and pipe
     "mixtral-8x22b": (12288, 8, 2),
 }
 CAPACITY, LINK = "8K", 50e9  # tokens of a rank and bytes/s between nodes, of `published`
-SURFACE_TENSORS, SURFACE_CAPACITIES, SURFACE_LINKS = (1, 2, 4, 8), ("16K", "8K", "4K"), (12.5e9, 50e9, 200e9)
+SURFACE_TENSORS, SURFACE_CAPACITIES, SURFACE_LINKS = (1, 2, 4, 8), ("16K", "8K"), (12.5e9, 50e9, 200e9)
 SURFACE_PLANNERS = ("static", "bytescale")
 BATCH_TOKENS = 32 * 2**20
 LONGEST = 2**21  # tokens, of `published` and `surface`
