@@ -25,6 +25,7 @@ Links, one of three ways:
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -140,9 +141,13 @@ def main() -> None:
     print(*machine_lines()[1:], sep="\n")
     titles = "ranks | planner | measured, s | simulated, s | error | speed-up measured | speed-up simulated"
     findings.add([f"| {titles} | tokens in split heads |", "|---" * 8 + "|"])
+    before = os.getloadavg()[0]
     findings.add(table(arguments))
+    about = (
+        f"{arguments.recipe}, steps: {arguments.steps}; load before and after: {before:.1f}, {os.getloadavg()[0]:.1f}"
+    )
     slept = "compute slept, bytes real" if arguments.real_bytes else "sleeps, not work"
-    findings.sign(f"Emulated ({slept}) and simulated", f"mean of {arguments.steps} steps of {arguments.recipe}")
+    findings.sign(f"Emulated ({slept}) and simulated", about)
     findings.write(arguments.out)
 
 
