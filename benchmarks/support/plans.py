@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.planner import CUTTING_PLANNERS, PLANNERS
-from lengthwise.planner.baselines.packed_dp import PACKED_DP
+from lengthwise.planner import CUTTING_PLANNERS, PACKED_DP, PLANNERS
 
 PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
 

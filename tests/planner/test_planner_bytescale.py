@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, analytic_cost, named_hardware, named_shape
+from lengthwise.cost import Choices, Cost, all_terms_cost, analytic_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.planner.baselines import bytescale
-from lengthwise.planner.baselines.bytescale import equal_buckets
+from lengthwise.planner.baselines.bytescale import degrees_to_try, equal_buckets
+from lengthwise.planner.problem.request import PlanRequest
 
 COST = Cost(linear_seconds=1.0)
 
@@ -131,3 +132,28 @@ def test_bytescale_balances_what_naive_does_not(recipe: str) -> None:
         for name in ("bytescale-naive", "bytescale")
     }
     assert took["bytescale"] < took["bytescale-naive"]
+
+
+def test_bytescale_takes_more_ranks_than_the_fewest_where_heads_then_split() -> None:
+    """11 ranks hold it, and no group of heads divides 11."""
+    cost = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
+    cluster, tokens = Cluster(ranks=16, capacity_tokens=1024), [11 * 1024, 700, 300]
+    plans = {
+        heads: plan_step(tokens, cluster, cost, PlanOptions(planner="bytescale", heads=heads, layers=32))
+        for heads in ("off", "auto")
+    }
+    (plain,) = [piece for each in plans["off"].microbatches for piece in each.pieces if 0 in piece.sequences]
+    (split,) = [piece for each in plans["auto"].microbatches for piece in each.pieces if 0 in piece.sequences]
+    assert (plain.degree, plain.heads) == (11, 1)
+    assert split.degree == 16
+    assert split.heads > 1
+    assert plans["auto"].notes["predicted_seconds"] < 0.9 * plans["off"].notes["predicted_seconds"]
+
+
+def test_degrees_to_try_are_the_fewest_without_heads_and_rounded_up_with_them() -> None:
+    cost = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
+    cluster = Cluster(ranks=20, capacity_tokens=100)
+    for splits, expected in ((False, [[1, 9, 17]]), (True, [[1, 9, 17], [1, 16, 20], [1, 16, 20]])):
+        choosing = cost.choosing(Choices(splits_heads=splits))
+        request = PlanRequest(tokens=(100, 900, 1700), cluster=cluster, cost=choosing)
+        assert [degrees.tolist() for degrees in degrees_to_try(request)] == expected

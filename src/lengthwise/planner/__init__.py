@@ -4,7 +4,7 @@ The same lengths, cluster, costs and planner give the same plan, in any process 
 """
 
 from lengthwise.planner.api import plan_step
-from lengthwise.planner.baselines.packed_dp import PACKED_DP
+from lengthwise.planner.baselines.single_degree import PACKED_DP
 from lengthwise.planner.options import MODES, PlanOptions
 from lengthwise.planner.problem.bounds import bound_seconds
 from lengthwise.planner.problem.choices import split_heads

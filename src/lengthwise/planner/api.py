@@ -10,7 +10,7 @@ from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
-from lengthwise.planner.baselines.packed_dp import PACKED_DP, refuse_cut
+from lengthwise.planner.baselines.single_degree import PACKED_DP, refuse_cut
 from lengthwise.planner.options import DEFAULT, PlanOptions
 from lengthwise.planner.portfolio import choose_plan
 from lengthwise.planner.problem.bounds import has_lone_rings, shares_launches_only

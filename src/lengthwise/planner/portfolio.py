@@ -75,7 +75,7 @@ def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selec
     )
     selection = Selection(plan=empty, cost=cost, options=options)
     longest = max(request.tokens)
-    decides_heads = options.planner == "lengthwise" and request.planning_seconds >= OTHERS_SECONDS
+    decides_heads = options.planner != "lengthwise" or request.planning_seconds >= OTHERS_SECONDS
     for variant in choice_variants(request.cost, longest, request.cluster, decides_heads=decides_heads):
         asked = request if variant == request.cost else replace(request, cost=variant)
         if options.mode == "waves":

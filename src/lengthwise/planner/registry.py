@@ -17,9 +17,8 @@ from lengthwise.core.names import PLANNER_GROUP
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.planner.baselines.bytescale import plan_bytescale
 from lengthwise.planner.baselines.bytescale_naive import plan_bytescale_naive
-from lengthwise.planner.baselines.packed_dp import PACKED_DP, plan_packed_dp
 from lengthwise.planner.baselines.power_of_two import plan_power_of_two
-from lengthwise.planner.baselines.single_degree import plan_single_degree
+from lengthwise.planner.baselines.single_degree import PACKED_DP, plan_packed_dp, plan_single_degree
 from lengthwise.planner.baselines.static import plan_static
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.search import plan_lengthwise

@@ -1,6 +1,7 @@
 """A baseline: ByteScale's balance scheduler, the best published one of hybrid data parallelism.
 
-1. Each sequence takes the fewest ranks that hold it, offload that compute hides counted.
+1. Each sequence takes the fewest ranks that hold it, offload that compute hides counted; or so many, rounded up, that
+   heads split well.
 2. Longest first, sequences form buckets of about equal FLOPs.
 3. Ranks that lag behind the busiest by more than delta get sequences of one bucket, until all are level again.
    DP-Balance takes the first bucket that is not empty, PP-Balance all in turn.
@@ -11,10 +12,11 @@ docs/decisions/baselines-in-their-favour.md.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 from typing import Literal
 
 import numpy as np
@@ -43,23 +45,32 @@ class Work:
 
 
 def plan_bytescale(request: PlanRequest) -> list[Microbatch]:
-    """Plan one step with the fewest ranks a sequence, balanced bucket by bucket."""
+    """Plan one step with the fewest ranks a sequence, or few that split heads well, balanced bucket by bucket."""
     flops = request.cost.compute_seconds(request.lengths)
     delta = DELTA * float(flops.sum()) / request.cluster.ranks
     strategies = STRATEGIES if request.stages == 1 else STRATEGIES[1:]
-    best: tuple[float, list[Microbatch]] | None = None
-    for count in BUCKETS:
-        buckets = [_make_work(request, bucket) for bucket in equal_buckets(request.lengths, flops, count)]
+    best, least, known = list[Microbatch](), math.inf, dict[tuple[int, ...], float]()
+    for degrees, count in product(degrees_to_try(request), BUCKETS):
+        buckets = [
+            _make_work(request, bucket, degrees, known) for bucket in equal_buckets(request.lengths, flops, count)
+        ]
         longest = max((work.seconds for bucket in buckets for work in bucket if work.is_long), default=0.0)
+        if least <= longest:
+            continue  # the longest sequence at its degree: no order ends earlier
         for strategy in strategies[: len(buckets)]:  # one bucket is the same in both
             makespan, microbatches = assign(buckets, request.cluster.ranks, delta, strategy)
-            if best is None or makespan < best[0]:
-                best = makespan, microbatches
-        assert best is not None, "no strategy was tried"
-        if best[0] <= longest:
-            break  # the longest sequence at its fewest ranks: no order ends earlier
-    assert best is not None, "no bucket count was tried"
-    return best[1]
+            if makespan < least:
+                best, least = microbatches, makespan
+    return best
+
+
+def degrees_to_try(request: PlanRequest) -> list[NDArray[np.int64]]:
+    """List the degrees of all sequences: the fewest; where heads may be split, rounded up to what groups divide."""
+    fewest, ranks, group = request.hidden_degrees, request.cluster.ranks, math.gcd(request.cost.heads, 8)
+    if not request.cost.choices.splits_heads:
+        return [fewest]
+    multiples = np.where(fewest > 1, np.minimum(-(-fewest // group) * group, ranks), 1)
+    return [fewest, power_of_two_degrees(fewest, ranks), multiples]
 
 
 def assign(
@@ -109,22 +120,27 @@ def equal_buckets(lengths: NDArray[np.int64], flops: NDArray[np.float64], count:
     return [part.tolist() for part in np.split(order, np.flatnonzero(np.diff(numbers)) + 1)]
 
 
-def _make_work(request: PlanRequest, bucket: list[int]) -> list[Work]:
-    """Make rings of the long and packs of the short sequences of a bucket, longest first."""
+def power_of_two_degrees(least: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
+    """Round the ranks that memory needs up to a power of two, or to all ranks where that is more than there are."""
+    rounded = np.array([1 << (int(degree) - 1).bit_length() for degree in least], dtype=np.int64)
+    return np.minimum(rounded, ranks)
+
+
+def _make_work(
+    request: PlanRequest, bucket: list[int], degrees: NDArray[np.int64], known: dict[tuple[int, ...], float]
+) -> list[Work]:
+    """Make rings of the long and packs of the short sequences of a bucket, longest first; `known` keeps prices."""
     capacity, cost, tokens = request.cluster.capacity_tokens, request.cost, request.tokens
-    degrees = request.hidden_degrees
     short = [i for i in bucket if tokens[i] <= capacity][::-1]
     pieces = [(int(degrees[i]), [i]) for i in bucket if tokens[i] > capacity]
     pieces += [(1, pack) for pack in full_packs(short, [tokens[i] for i in short], capacity)]
-    return [
-        Work(
-            degree=degree,
-            sequences=sequences,
-            seconds=cost.fixed_seconds + cost.piece_seconds([tokens[i] for i in sequences], degree),
-            is_long=tokens[sequences[0]] > capacity,
-        )
-        for degree, sequences in pieces
-    ]
+    works: list[Work] = []
+    for degree, sequences in pieces:
+        key = (degree, *(tokens[i] for i in sequences))
+        if key not in known:
+            known[key] = cost.fixed_seconds + cost.piece_seconds(key[1:], degree)
+        works.append(Work(degree=degree, sequences=sequences, seconds=known[key], is_long=key[1] > capacity))
+    return works
 
 
 def _longest_run(lagging: NDArray[np.bool_]) -> int:

@@ -20,11 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch, Piece
-from lengthwise.planner.baselines.bytescale import equal_buckets
+from lengthwise.planner.baselines.bytescale import equal_buckets, power_of_two_degrees
 from lengthwise.planner.baselines.single_degree import first_fit_packs, room_tokens
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import ring_order
 
+Whole, Floats = NDArray[np.int64], NDArray[np.float64]
 DELTA = 0.05  # of the busiest rank's work: ranks within it are level
 
 
@@ -52,19 +53,7 @@ def plan_power_of_two(request: PlanRequest) -> list[Microbatch]:
     return microbatches
 
 
-def power_of_two_degrees(least: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
-    """Round the ranks that memory needs up to a power of two, or to all ranks where that is more than there are."""
-    rounded = np.array([1 << (int(degree) - 1).bit_length() for degree in least], dtype=np.int64)
-    return np.minimum(rounded, ranks)
-
-
-def next_sub_batch(
-    sequences: Sequence[int],
-    lengths: NDArray[np.int64],
-    degrees: NDArray[np.int64],
-    work: NDArray[np.float64],
-    ranks: int,
-) -> list[Gang]:
+def next_sub_batch(sequences: Sequence[int], lengths: Whole, degrees: Whole, work: Floats, ranks: int) -> list[Gang]:
     """Form one sub-batch from sequences given longest first; its gangs take the ranks in this order, from rank 0."""
     some = np.array(sequences, dtype=np.int64)
     count = len(np.unique(degrees[some]))
@@ -77,9 +66,7 @@ def next_sub_batch(
     return gangs
 
 
-def _fill_gangs(
-    buckets: list[deque[int]], degrees: NDArray[np.int64], work: NDArray[np.float64], ranks: int
-) -> list[Gang]:
+def _fill_gangs(buckets: list[deque[int]], degrees: Whole, work: Floats, ranks: int) -> list[Gang]:
     """Place the heads of buckets until ranks are level or nothing has a place."""
     gangs: list[Gang] = []
     loads: dict[int, list[tuple[float, int]]] = {}  # by degree: (work, gang), least first
@@ -109,7 +96,7 @@ def _fill_gangs(
             return gangs
 
 
-def _trim(gangs: list[Gang], work: NDArray[np.float64]) -> None:
+def _trim(gangs: list[Gang], work: Floats) -> None:
     """Give back the last sequence of the busiest gang while that brings ranks closer together."""
     while True:
         busiest = max(gangs, key=lambda gang: gang.work)

@@ -1,9 +1,9 @@
-"""A baseline: the best one degree for each step, as careful users do without a planner.
+"""Baselines: the best one degree for each step, as careful users do without a planner, and packed data parallelism.
 
 1. The line of ranks is N // d groups; all sequences are cut by the same degree d, each d that holds the longest.
 2. The better of two ways: sequences to the least loaded group, longest first; or packs filled in data order, where
    attention of the long hides transfers of the short.
-3. The least makespan is kept; of equal ones the smallest d.
+3. The least makespan is kept; of equal ones the smallest d. `packed-dp` is d = 1 alone: no sequence is cut.
 
 A degree is scheduled only if a lower bound of it is below the best so far: a few dozen schedules of O(n log p) for n
 sequences in p packs. docs/decisions/baselines-in-their-favour.md.
@@ -12,11 +12,13 @@ sequences in p packs. docs/decisions/baselines-in-their-favour.md.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lengthwise.core.errors import PlanError
 from lengthwise.core.held import held_at_most, rounding_tokens
 from lengthwise.core.plan import Microbatch
 from lengthwise.planner.placement.level_ends import level_ends
@@ -24,6 +26,7 @@ from lengthwise.planner.placement.short_sequences import ShortSequences
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import interval_microbatch
 
+PACKED_DP = "packed-dp"
 _STRIDE = 1.05  # between degrees at which all sequences are priced together
 
 
@@ -55,6 +58,24 @@ def plan_single_degree(request: PlanRequest) -> list[Microbatch]:
             best = tried
     assert best is not None, f"no degree from {least} to {cluster.ranks} was tried"
     return [interval_microbatch(group * best.degree, best.degree, pack) for group, pack in best.packs]
+
+
+def plan_packed_dp(request: PlanRequest) -> list[Microbatch]:
+    """Plan one step of whole sequences; one longer than the capacity is alone in its pack, for offload to hold."""
+    return [interval_microbatch(rank, 1, pack) for rank, pack in schedule_at(request, 1).packs]
+
+
+def refuse_cut(tokens: Sequence[int], held_tokens: int) -> None:
+    """Refuse sequences that one rank does not hold with a PlanError that says what would."""
+    longest, more = max(tokens), sum(length > held_tokens for length in tokens) - 1
+    if more >= 0:
+        raise PlanError(
+            f"sequence {tokens.index(longest)}",
+            expected=f"at most {held_tokens} tokens, what one rank holds: planner {PACKED_DP} cuts no sequence",
+            got=f"{longest} tokens" + (f", and {more} more that are too long" if more else ""),
+            remedy=f"Raise {{capacity_tokens}} to {longest} (more tensor-parallel devices a rank or {{recompute}} make "
+            "room), or take a planner that cuts sequences, lengthwise for example.",
+        )
 
 
 def least_seconds(request: PlanRequest, degree: int) -> float:
@@ -106,13 +127,11 @@ def schedule_at(request: PlanRequest, degree: int) -> SingleDegree:
     seconds = cost.ring_piece_seconds(lengths, np.full_like(lengths, degree)) - cost.hops_seconds(degree)
     short = ShortSequences(ascending.tolist(), room[ascending].tolist(), seconds[ascending].tolist())
     packs, _ = level_ends([0.0] * groups, short, capacity_tokens=capacity, launch_seconds=launch)
-    alike = [(pack.rank, pack.sequences) for pack in packs]
-    first = SingleDegree(degree=degree, packs=alike, makespan_seconds=float(_loads(request, degree, alike).max()))
-    if degree > 1 and not (cost.ring_seconds or cost.ring_bytes):
-        return first
-
-    second = _deal_packs(request, degree, first_fit_packs(room, capacity))
-    return min(first, second, key=lambda schedule: schedule.makespan_seconds)
+    ways = [[(pack.rank, pack.sequences) for pack in packs]]
+    if degree == 1 or cost.ring_seconds or cost.ring_bytes:
+        ways.append(_deal_packs(request, degree, first_fit_packs(room, capacity)))
+    ends = [_makespan(request, degree, way) for way in ways]
+    return SingleDegree(degree=degree, packs=ways[ends.index(min(ends))], makespan_seconds=min(ends))
 
 
 def first_fit_packs(room: NDArray[np.int64], capacity_tokens: int) -> list[list[int]]:
@@ -142,24 +161,24 @@ def _pack_seconds(request: PlanRequest, degree: int, pack: list[int]) -> float:
     return request.cost.fixed_seconds + request.cost.piece_seconds([request.tokens[i] for i in pack], degree)
 
 
-def _deal_packs(request: PlanRequest, degree: int, packs: list[list[int]]) -> SingleDegree:
+def _deal_packs(request: PlanRequest, degree: int, packs: list[list[int]]) -> list[tuple[int, list[int]]]:
     """Give packs to the least loaded group, longest time first."""
-    loads = np.zeros(request.cluster.ranks // degree)
+    groups = [(0.0, group) for group in range(request.cluster.ranks // degree)]
     dealt: list[tuple[int, list[int]]] = []
     timed = [(_pack_seconds(request, degree, pack), pack) for pack in packs]
     for seconds, pack in sorted(timed, key=lambda entry: (-entry[0], entry[1])):
-        group = int(np.argmin(loads))
-        loads[group] += seconds
+        load, group = groups[0]
+        heapq.heapreplace(groups, (load + seconds, group))
         dealt.append((group, pack))
-    return SingleDegree(degree=degree, packs=dealt, makespan_seconds=float(loads.max()))
+    return dealt
 
 
-def _loads(request: PlanRequest, degree: int, packs: list[tuple[int, list[int]]]) -> NDArray[np.float64]:
-    """Return when each group is done."""
+def _makespan(request: PlanRequest, degree: int, packs: list[tuple[int, list[int]]]) -> float:
+    """Return when the last group is done."""
     loads = np.zeros(request.cluster.ranks // degree)
     for group, pack in packs:
         loads[group] += _pack_seconds(request, degree, pack)
-    return loads
+    return float(loads.max())
 
 
 def room_tokens(lengths: NDArray[np.int64], degree: int) -> NDArray[np.int64]:
