@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 class PlanChoices:
     """How ranks run beside each other, and what may be chosen for each microbatch."""
 
-    mode: Annotated[str, tyro.conf.arg(metavar="free|waves|pipeline", help_behavior_hint="(default: free)")] = "free"
-    """How ranks run beside each other: free (each goes on when its own partners are ready; what this version trains),
-    waves (all in lock-step, for parameters sharded over all ranks; planner lengthwise only), or pipeline (each rank is
-    a pipeline of stages; other planners plan free and run that through the stages)."""
+    mode: Annotated[str | None, tyro.conf.arg(metavar="free|waves|pipeline", help_behavior_hint="(default: free)")] = (
+        None
+    )
+    """How ranks run beside each other: free (each goes on when its own partners are ready; what this version trains;
+    the default, of `simulate` for ranks of one stage), waves (all in lock-step, for parameters sharded over all ranks;
+    planner lengthwise only), or pipeline (each rank is a pipeline of stages; other planners plan free and run that
+    through the stages)."""
+
     virtual: Annotated[int | None, tyro.conf.arg(metavar="V", help_behavior_hint="")] = None
     """Chunks of layers of a stage (interleaved 1F1B), for mode pipeline; default: 1."""
     offload: Annotated[str | None, tyro.conf.arg(metavar="off|auto", help_behavior_hint="(default: off)")] = None
@@ -37,8 +41,8 @@ class PlanChoices:
         """Return the options of the planner that these are, with all others by name."""
         from lengthwise.planner import PlanOptions
 
-        others = {"heads": self.heads or "off", "offload": self.offload or "off", **others}
-        return PlanOptions(mode=self.mode, virtual=self.virtual, **others)
+        own = {"mode": self.mode or "free", "heads": self.heads or "off", "offload": self.offload or "off"}
+        return PlanOptions(**{**own, "virtual": self.virtual, **others})
 
 
 def named_alike(names: str) -> dict[str, str]:

@@ -21,8 +21,8 @@ from lengthwise.core.sizes import written_tokens
 from lengthwise.core.timeline import Timeline
 from lengthwise.report.drawing import Span, bar_chart, scatter_chart, span_chart
 from lengthwise.report.figures import count, percent, seconds
-from lengthwise.report.simulation import COLUMNS, result_rows
-from lengthwise.simulator import PlannerResult, chosen_ranks
+from lengthwise.report.simulation import COLUMNS, result_rows, shown_of, tables_of
+from lengthwise.simulator import Best, Found, PlannerResult, chosen_ranks
 
 _SHOWN_RANKS, _SHOWN_WHOLE, _SHOWN_CUT = 16, 200, 600
 _GAP = 1e-4  # of the step: shorter gaps cannot be seen
@@ -48,45 +48,53 @@ svg{width:100%;min-width:36rem;height:auto}.small{font-size:10px;fill:currentCol
 
 
 def simulation_page(
-    results: Sequence[PlannerResult],
+    found: Sequence[Best],
     batches: Sequence[Sequence[int]],
     *,
     about: str,
-    sentence: str,
+    sentences: str,
     remarks: Sequence[str] = (),
 ) -> str:
-    """Write the page; ranks are shown for the first and the last planner, on one scale of time."""
+    """Write the page; ranks are shown of the best other planner and of ours, on one scale of time."""
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
-    shown = [results[0], results[-1]] if len(results) > 1 else [results[0]]
+    *others, ours = (each.result for each in shown_of(found))
+    shown = [*sorted(others, key=lambda each: each.mean_seconds)[:1], ours]
     most = max(each.first.step_seconds for each in shown)
-    stages = results[0].first.stages
-    stage = f", stage 0 of {stages}" if stages > 1 else ""
     ranks = [
         f"<h2>Ranks over time: {escape(each.planner)}</h2>{_scrolling(_ranks_chart(each, most))}"
         f"<p class=key>Blue: packs on one rank. Orange: rings. Grey: the step's end. Empty: waiting. "
-        f"{len(_ranks_of(each.first))} of {each.first.ranks} ranks{stage}, the first batch: "
+        f"{len(_ranks_of(each.first))} of {each.first.ranks} ranks{_stage(each.first)}, the first batch: "
         f"{escape(seconds(each.first.step_seconds))}, {escape(percent(each.first.idle_ratio))} idle.</p>"
         for each in shown
     ]
     said = "".join(f"<p class=key>{escape(each)}</p>" for each in remarks)
     words = "".join(f"<p class=key>{escape(each)}</p>" for each in _WORDS)
-    costs = str(results[0].first_plan.notes["cost"])
+    costs = "; ".join(dict.fromkeys(str(each.first_plan.notes["cost"]) for each in shown))
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
         f"<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'sha256-{digest}'\">"
         '<meta name=viewport content="width=device-width, initial-scale=1">'
         f"<title>Lengthwise: simulated steps</title><style>{_STYLE}</style></head><body>"
-        f"<h1>What these lengths cost</h1><p>{escape(sentence)}</p><p class=key>{escape(about)}</p>"
-        f"{_table(results)}{said}{words}<h2>Lengths</h2>{_histogram(batches)}"
-        f"<h2>Ranks a sequence: {escape(results[-1].planner)}</h2>{_degrees(results[-1].first_plan)}"
+        f"<h1>What these lengths cost</h1><p>{escape(sentences)}</p><p class=key>{escape(about)}</p>"
+        f"{_tables(found)}{said}{words}<h2>Lengths</h2>{_histogram(batches)}"
+        f"<h2>Ranks a sequence: {escape(ours.planner)}</h2>{_degrees(ours.first_plan)}"
         f"{''.join(ranks)}<p class=key>Simulated by lengthwise, not measured: costs {escape(costs)}.</p>"
         "</body></html>\n"
     )
 
 
-def _table(results: Sequence[PlannerResult]) -> str:
+def _stage(timeline: Timeline) -> str:
+    return f", stage 0 of {timeline.stages}" if timeline.stages > 1 else ""
+
+
+def _tables(found: Sequence[Best]) -> str:
+    """Write what trains first, then, where that is another, the best of all meshes tried."""
+    return "".join(f"<h2>{escape(title)}</h2>{_table(each)}" for title, each in tables_of(found))
+
+
+def _table(found: Sequence[Found]) -> str:
     head = "".join(f"<th>{escape(column)}</th>" for column in COLUMNS)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in result_rows(results))
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in result_rows(found))
     return _scrolling(f"<table><tr>{head}</tr>{rows}</table>")
 
 

@@ -1,4 +1,8 @@
-"""A simulation as a table for the terminal, as JSON for tools, and as one plain sentence."""
+"""A simulation as tables for the terminal, as JSON for tools, and as plain sentences.
+
+Each planner appears twice where that differs: on the best mesh that the engine of this version runs, which comes first,
+and on the best of all that were tried.
+"""
 
 from __future__ import annotations
 
@@ -9,70 +13,134 @@ from typing import Any
 from lengthwise.core.names import counted
 from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.tables import ColumnTable
-from lengthwise.simulator import PlannerResult
+from lengthwise.simulator import MODEL_ERROR, Best, Found, Gain, PlannerResult, gain_over, gain_text
 
 SCHEMA = "lengthwise.simulation/1"
+OURS = "lengthwise"
 COLUMNS = (
     "planner", "step time", "speed-up", "of ideal", "median", "slowest", "tokens/s", "MFU", "idle", "exposed", "memory",
+    "devices a rank", "ranks a ring", "heads split", "recomputes", "offloads", "tokens a rank", "trains today",
 )  # fmt: skip
+MOST_MFU = 0.75  # of a device's peak: no training has been published above it
 
 
-def result_rows(results: Sequence[PlannerResult]) -> list[tuple[str, ...]]:
+def result_rows(found: Sequence[Found]) -> list[tuple[str, ...]]:
     """Write one row a planner, in the order of `COLUMNS`; speed-ups are over the first planner."""
     return [
         (
             each.planner,
-            seconds(each.mean_seconds),
-            f"{results[0].mean_seconds / each.mean_seconds:.2f}x",
-            percent(each.ideal_ratio),
-            seconds(each.percentile_seconds(50)),
-            seconds(each.percentile_seconds(100)),
-            count(each.tokens_per_second),
-            percent(each.flops_ratio),
-            percent(each.mean("idle_ratio")),
-            percent(each.mean("exposed_ratio")),
-            _gigabytes(most_memory_bytes(each)),
+            seconds(each.result.mean_seconds),
+            gain_text(_gain(found[0], each)) if each is not found[0] else "1.00x",
+            percent(each.result.ideal_ratio),
+            seconds(each.result.percentile_seconds(50)),
+            seconds(each.result.percentile_seconds(100)),
+            count(each.result.tokens_per_second),
+            mfu_text(each.result.flops_ratio),
+            percent(each.result.mean("idle_ratio")),
+            percent(each.result.mean("exposed_ratio")),
+            _gigabytes(most_memory_bytes(each.result)),
+            *_mesh_cells(each),
+            "yes" if each.trains else "no",
         )
-        for each in results
+        for each in found
     ]
 
 
-def simulation_table(results: Sequence[PlannerResult], *, title: str) -> ColumnTable:
+def mfu_text(ratio: float) -> str:
+    """Write a share of the peak, with a flag where no machine is known to reach it."""
+    return f"{percent(ratio)}{' (above what is known to be reached)' * (ratio > MOST_MFU)}"
+
+
+def _mesh_cells(found: Found) -> tuple[str, ...]:
+    """Write devices of a rank, then the most that any of its plans uses of the rest."""
+    steps, mesh = found.result.steps, found.mesh
+    heads, offload = max(step.most_heads for step in steps), max(step.most_offload for step in steps)
+    kinds = dict.fromkeys(step.recompute for step in steps)
+    held = [(found.setting.capacities or {}).get(kind, found.setting.cluster.capacity_tokens) for kind in kinds]
+    return (
+        f"TP {mesh.tensor}, PP {mesh.stages}" if mesh.devices > 1 else "1",
+        f"up to {max(step.most_degree for step in steps):,}",
+        f"up to {heads}" if heads > 1 else "no",
+        _kinds(found.result),
+        f"up to {percent(offload)}" if offload else "no",
+        " and ".join(f"{tokens:,}" for tokens in held),
+    )
+
+
+def mesh_text(found: Found) -> str:
+    """Say in a few words which mesh a planner took, and what it used on it."""
+    devices, ring, heads, recompute, offload, tokens = _mesh_cells(found)
+    words = [devices if found.mesh.devices > 1 else "one GPU a rank", f"rings of {ring}", f"{tokens} tokens a rank"]
+    words += [f"heads split over {heads}"] * (heads != "no")
+    words += [f"{recompute} computed again"] * (recompute != "none")
+    words += [f"{offload} offloaded"] * (offload != "no")
+    return ", ".join(words)
+
+
+def simulation_table(found: Sequence[Found], *, title: str) -> ColumnTable:
     """Compare planners, one column each."""
-    return ColumnTable(rows=list(zip(COLUMNS, *result_rows(results), strict=True)), title=title)
+    return ColumnTable(rows=list(zip(COLUMNS, *result_rows(found), strict=True)), title=title)
 
 
-def simulation_json(
-    results: Sequence[PlannerResult], facts: dict[str, Any], chosen: Sequence[PlannerResult] = ()
-) -> dict[str, Any]:
+def tables_of(found: Sequence[Best]) -> list[tuple[str, list[Found]]]:
+    """Group planners as the engine runs them, then, where that is another, on the best mesh of each; with titles."""
+    today = [each.today for each in found if each.today is not None]
+    tables = [("one step, mean of batches, as this version trains it (simulated, not measured)", today)]
+    if any(each.only_planned for each in found):
+        planned = [each.any_mesh for each in found if each.any_mesh is not None]
+        tables.append(("the same on the best of all meshes tried, which this version does not all train", planned))
+    return [(title, each) for title, each in tables if each]
+
+
+def simulation_tables(found: Sequence[Best]) -> list[ColumnTable]:
+    """Write `tables_of` for a terminal."""
+    return [simulation_table(each, title=title) for title, each in tables_of(found)]
+
+
+def simulation_json(found: Sequence[Best], facts: dict[str, Any]) -> dict[str, Any]:
     """Write all figures, those of single batches too; ratios are of all ranks' time, times in seconds.
 
-    `chosen`: as for `closing_sentence`.
+    `planners`: on the best mesh of each; `trained_today`: on the best that the engine of this version runs.
     """
+    planned = [each.any_mesh for each in found if each.any_mesh is not None]
+    today = [each.today for each in found if each.today is not None]
     return {
         "schema": SCHEMA,
         **facts,
-        "chosen_seconds": {each.planner: each.mean_seconds for each in chosen},
-        "planners": {
-            each.planner: {
-                "step_seconds": [step.step_seconds for step in each.steps],
-                "loader_seconds": [step.loader_seconds for step in each.steps],
-                "mean_seconds": each.mean_seconds,
-                "p50_seconds": each.percentile_seconds(50),
-                "p99_seconds": each.percentile_seconds(99),
-                "bound_seconds": [step.bound_seconds for step in each.steps],
-                "tokens_per_second": each.tokens_per_second,
-                "mfu": each.flops_ratio,
-                "compute_ratio": each.mean("compute_ratio"),
-                "idle_ratio": each.mean("idle_ratio"),
-                "exposed_ratio": each.mean("exposed_ratio"),
-                "memory_bytes": most_memory_bytes(each),
-                "recompute": [step.recompute for step in each.steps],
-                "speedup_over_first": results[0].mean_seconds / each.mean_seconds,
-                "ideal_ratio": each.ideal_ratio,
-            }
-            for each in results
-        },
+        "plans_tried": {each.planner: each.tried for each in found},
+        "refused": {each.planner: each.refused for each in found if each.any_mesh is None},
+        "planners": {each.planner: _figures(each, planned[0]) for each in planned},
+        "trained_today": {each.planner: _figures(each, today[0]) for each in today},
+    }
+
+
+def _figures(found: Found, first: Found) -> dict[str, Any]:
+    result, mesh = found.result, found.mesh
+    return {
+        "tensor": mesh.tensor,
+        "stages": mesh.stages,
+        "heads": mesh.heads,
+        "offload": mesh.offload,
+        "capacities_tokens": dict(found.setting.capacities or {}),
+        "trains_today": found.trains,
+        "most_degree": [step.most_degree for step in result.steps],
+        "most_heads": [step.most_heads for step in result.steps],
+        "most_offload": [step.most_offload for step in result.steps],
+        "step_seconds": [step.step_seconds for step in result.steps],
+        "loader_seconds": [step.loader_seconds for step in result.steps],
+        "mean_seconds": result.mean_seconds,
+        "p50_seconds": result.percentile_seconds(50),
+        "p99_seconds": result.percentile_seconds(99),
+        "bound_seconds": [step.bound_seconds for step in result.steps],
+        "tokens_per_second": result.tokens_per_second,
+        "mfu": result.flops_ratio,
+        "compute_ratio": result.mean("compute_ratio"),
+        "idle_ratio": result.mean("idle_ratio"),
+        "exposed_ratio": result.mean("exposed_ratio"),
+        "memory_bytes": most_memory_bytes(result),
+        "recompute": [step.recompute for step in result.steps],
+        "speedup_over_first": first.result.mean_seconds / result.mean_seconds,
+        "ideal_ratio": result.ideal_ratio,
     }
 
 
@@ -81,18 +149,23 @@ def most_memory_bytes(result: PlannerResult) -> float:
     return max(step.memory_bytes for step in result.steps)
 
 
-def remarks(results: Sequence[PlannerResult], *, device_bytes: float, chose_recompute: bool) -> list[str]:
-    """Say what the table does not: who needs more memory than a device has, and which recomputation was chosen."""
+def remarks(found: Sequence[Best], *, device_bytes: float) -> list[str]:
+    """Say what the tables do not: who needs more memory than a device has, and who has no mesh."""
     said = []
-    if chose_recompute:
-        kinds = [f"{each.planner} {_kinds(each)}" for each in results]
-        said.append(f"recomputation chosen: {', '.join(kinds)}")
-    full = [each.planner for each in results if most_memory_bytes(each) > device_bytes]
+    full = [
+        each.planner
+        for each in found
+        if any(most_memory_bytes(one.result) > device_bytes for one in (each.today, each.any_mesh) if one)
+    ]
     if full:
         said.append(
             f"more memory than the {_gigabytes(device_bytes)} that a device has: {', '.join(full)}; "
             "lower --capacity, or use more devices a rank (--tp, --pp)"
         )
+    for each in found:
+        if each.today is None:
+            none = "no mesh" if each.any_mesh is None else "no mesh that this version trains"
+            said.append(f"{each.planner}: {none} holds these sequences. The last tried: {each.refused}")
     return said
 
 
@@ -108,37 +181,84 @@ def _gigabytes(quantity_bytes: float) -> str:
     return f"{quantity_bytes / 1e9:.1f} GB"
 
 
-def closing_sentence(
-    results: Sequence[PlannerResult], mesh: str, *, chosen: Sequence[PlannerResult] = (), unit: str = "tokens"
+def shown_of(found: Sequence[Best]) -> list[Found]:
+    """Return the plans to look at: of our planner what it trains today, of all others their best, ours last."""
+    name = _our_name(found)
+    others = [each.any_mesh for each in found if each.planner != name]
+    ours = [_ours(each) for each in found if each.planner == name]
+    return [each for each in (*others, *ours) if each is not None]
+
+
+def _our_name(found: Sequence[Best]) -> str:
+    names = [each.planner for each in found if each.any_mesh is not None]
+    return OURS if OURS in names else names[-1]
+
+
+def _ours(best: Best) -> Found | None:
+    return best.today or best.any_mesh
+
+
+def closing_sentences(
+    found: Sequence[Best],
+    devices: str,
+    *,
+    one_mesh: bool = False,
+    unit: str = "tokens",
+    model_error: float = MODEL_ERROR,
 ) -> str:
-    """Say in one sentence or two what a step takes with the first planner, and what the last one saves at least.
+    """Say what a step takes with our planner as it trains today, and what it saves over the best other plan.
 
-    `mesh`: all devices, and how many of them make a rank: no other was compared. `chosen`: the first and the last
-    planner again, on the first batch, heads and recomputation chosen for both; the smaller saving is claimed. `unit`:
-    what lengths were counted in.
+    Ours is `lengthwise`, or the last planner. It is said how far model and batches may be off, and where no gain can be
+    told, or there is none, that is what is said.
+
+    Args:
+        found: by planner.
+        devices: how many of what.
+        one_mesh: whether all planners were given one mesh.
+        unit: what lengths were counted in.
+        model_error: of the model, a share of a ratio of step times.
     """
-    first, last = results[0], results[-1]
-    step = f"{seconds(first.mean_seconds)} with {first.planner}, {percent(first.ideal_ratio)} of the ideal"
-    caveat = f"simulated, not measured{'; lengths in bytes, not tokens' * (unit == 'bytes')}"
-    if len(results) == 1:
-        return f"On {mesh} a step takes {step} ({caveat})."
-    ratio = first.mean_seconds / last.mean_seconds
-    also = ""
-    if chosen:
-        again, ours = (each.mean_seconds for each in chosen)
-        ratio = min(ratio, again / ours)
-        also = f"; with heads and recomputation chosen for both, {seconds(again)} and {seconds(ours)} (first batch)"
-    least = " at least" * bool(chosen)
-    return (
-        f"On {mesh} a step takes {step}, and {seconds(last.mean_seconds)} with {last.planner}{also}. On this mesh, the "
-        f"only one compared, the same training needs {_saved(ratio, least)} ({caveat})."
-    )
+    name = _our_name(found)
+    best = next(each for each in found if each.planner == name)
+    ours = _ours(best)
+    assert ours is not None, f"{name} was chosen because it has a mesh"
+    caveat = f"Simulated, not measured{'; lengths in bytes, not tokens' * (unit == 'bytes')}."
+    runs = "which this version trains" if ours.trains else "planned only: this version does not train it"
+    step = f"On {devices} a step takes {seconds(ours.result.mean_seconds)} with {name}"
+    step += f" ({mesh_text(ours)}; {runs}), {percent(ours.result.ideal_ratio)} of the ideal"
+    others = [each.any_mesh for each in found if each.planner != name and each.any_mesh is not None]
+    if not others:
+        return f"{step}. {caveat}"
+    other = min(others, key=lambda each: each.result.mean_seconds)
+    gain = _gain(other, ours, model_error)
+    what = f"{seconds(other.result.mean_seconds)} with {other.planner}, the best other plan ({mesh_text(other)})"
+    only = " All on one mesh, the only one compared: others may be better for either." * one_mesh
+    also = _planned_sentence(best, ours, other, model_error)
+    return f"{step}, and {what}. {_verdict(name, other.planner, gain, model_error)}{also}{only} {caveat}"
 
 
-def _saved(ratio: float, least: str) -> str:
-    """Say what a step that is `ratio` times as fast saves."""
-    if f"{ratio:.2f}" == "1.00":
-        return "as many GPU hours, to half a percent"
-    if ratio > 1:
-        return f"{least} {percent(1 - 1 / ratio)} fewer GPU hours".strip()
-    return f"{percent(1 / ratio - 1)} more GPU hours"
+def _gain(other: Found, ours: Found, model_error: float = MODEL_ERROR) -> Gain:
+    pair = ([step.step_seconds for step in each.result.steps] for each in (other, ours))
+    return gain_over(*pair, model_error=model_error)
+
+
+def _verdict(name: str, other: str, gain: Gain, model_error: float) -> str:
+    """Say what a ratio of step times is worth, with its bounds."""
+    of_batches = f"the spread of {gain.batches} batches" if gain.batches > 1 else "no spread known of one batch"
+    error = f"{gain.low:.2f}x to {gain.high:.2f}x with an error of {model_error:.0%} of the model and {of_batches}"
+    if gain.is_equal:
+        return f"That is {gain.ratio:.2f}x ({error}): no gain that can be told from none."
+    if gain.ratio < 1:
+        return f"{name} does not help here: {other} needs {percent(1 - gain.ratio)} fewer GPU hours ({error})."
+    saved = f"{percent(1 - 1 / gain.ratio)} fewer GPU hours"
+    return f"The same training needs {saved} ({gain.ratio:.2f}x; {error})."
+
+
+def _planned_sentence(best: Best, ours: Found, other: Found, model_error: float) -> str:
+    """Say what our planner would gain on a mesh that this version does not train, where that is more than the error."""
+    planned = best.only_planned
+    if planned is None or planned is ours or _gain(ours, planned, model_error).is_equal:
+        return ""
+    gain = _gain(other, planned, model_error)
+    time = f"{seconds(planned.result.mean_seconds)} with {best.planner} ({mesh_text(planned)})"
+    return f" Planned only, not trained by this version: {time}, {gain_text(gain)} over that plan."

@@ -2,7 +2,16 @@
 
 from lengthwise.simulator.gains import MODEL_ERROR, Gain, gain_over, gain_text
 from lengthwise.simulator.loading import LOADERS, loading_seconds, waits_seconds
-from lengthwise.simulator.meshes import Best, Found, Mesh, MeshQuestion, best_meshes, stages_to_try, tensors_to_try
+from lengthwise.simulator.meshes import (
+    Best,
+    Found,
+    Mesh,
+    MeshQuestion,
+    best_meshes,
+    on_one_mesh,
+    stages_to_try,
+    tensors_to_try,
+)
 from lengthwise.simulator.rounds import microbatch_clocks
 from lengthwise.simulator.step import simulate_plan
 from lengthwise.simulator.study import PlannerResult, Setting, compare_planners
@@ -26,6 +35,7 @@ __all__ = [
     "gain_text",
     "loading_seconds",
     "microbatch_clocks",
+    "on_one_mesh",
     "simulate_plan",
     "stages_to_try",
     "tensors_to_try",

@@ -51,6 +51,12 @@ class Mesh:
         """Of a rank."""
         return self.tensor * self.stages
 
+    def __str__(self) -> str:
+        rank = f"TP {self.tensor} x PP {self.stages} devices a rank" if self.devices > 1 else "one device a rank"
+        share = f", {self.capacity_share:g} of the tokens that fit" if self.capacity_share != 1 else ""
+        choices = [f"{name} {each}" for name, each in (("heads", self.heads), ("offload", self.offload))]
+        return f"{rank}{share}, {', '.join(choices)}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshQuestion:
@@ -58,8 +64,8 @@ class MeshQuestion:
 
     tensors, stages: of a rank, ascending. kinds: of recomputation, chosen for each step. capacity_tokens: of a rank
     (default: what fits, by estimate). heads, offload: what planners may choose. cost: of ranks of one device, measured
-    (default: made from the hardware). mode, virtual: of `PlanOptions`; ranks of several stages are pipelines.
-    context_tokens, loader: of `Setting`.
+    (default: made from the hardware). mode, virtual: of `PlanOptions` (default: `pipeline` for ranks of several stages,
+    else `free`). context_tokens, loader: of `Setting`.
     """
 
     shape: ModelShape
@@ -74,7 +80,7 @@ class MeshQuestion:
     offload: str = "auto"
     cost: Cost | None = None
     loader: str = "none"
-    mode: str = "free"
+    mode: str | None = None
     virtual: int | None = None
 
     def setting(self, mesh: Mesh) -> Setting:
@@ -112,9 +118,10 @@ class MeshQuestion:
 
     def options(self, mesh: Mesh) -> PlanOptions:
         """Return how steps are planned on a mesh."""
-        is_pipeline = mesh.stages > 1
+        mode = self.mode or ("pipeline" if mesh.stages > 1 else "free")
+        is_pipeline = mode == "pipeline"
         return PlanOptions(
-            mode="pipeline" if is_pipeline else self.mode,
+            mode=mode,
             stages=mesh.stages if is_pipeline else None,
             virtual=self.virtual if is_pipeline else None,
             heads=mesh.heads,
@@ -125,7 +132,7 @@ class MeshQuestion:
         """Return the question with the meshes alone that the engine runs; None: there are none."""
         tensors = tuple(each for each in self.tensors if trains(frozenset(), devices=each))
         stages = tuple(each for each in self.stages if trains(frozenset(), devices=each))
-        if not tensors or not stages or self.mode != "free":
+        if not tensors or not stages or not trains({self.mode or "free"} - {"free"}):
             return None
         return replace(self, tensors=tensors, stages=stages)
 
@@ -174,6 +181,31 @@ class Best:
         """The best mesh, where it is another than the best that the engine runs."""
         is_other = self.any_mesh is not None and (self.today is None or self.any_mesh.mesh != self.today.mesh)
         return self.any_mesh if is_other else None
+
+
+def found_on(mesh: Mesh, planner: str, batches: Sequence[Sequence[int]], question: MeshQuestion) -> Found:
+    """Run all batches of one planner on one mesh.
+
+    Raises:
+        LengthwiseError: of `MeshQuestion.setting` or `plan_step`.
+    """
+    setting = question.setting(mesh)
+    result = _run(planner, batches, setting, question.options(mesh))
+    features = frozenset[str]().union(*(step.features for step in result.steps))
+    runs = trains(features, devices=mesh.devices)
+    return Found(planner=planner, mesh=mesh, setting=setting, result=result, trains=runs)
+
+
+def on_one_mesh(mesh: Mesh, planner: str, batches: Sequence[Sequence[int]], question: MeshQuestion) -> Best:
+    """Do `found_on` where that is the only mesh there is."""
+    found = found_on(mesh, planner, batches, question)
+    refused = "" if found.trains else f"{mesh}, the only one compared"
+    return Best(planner=planner, today=found if found.trains else None, any_mesh=found, tried=1, refused=refused)
+
+
+def _run(planner: str, batches: Sequence[Sequence[int]], setting: Setting, options: PlanOptions) -> PlannerResult:
+    (result,) = compare_planners([planner], batches, setting, progress=lambda *_: None, options=options)
+    return result
 
 
 def _say_nothing(planner: str, mesh: Mesh, tried: int) -> None:
@@ -282,7 +314,9 @@ class _Search:
                 return
             self.progress(self.planner, mesh, self.tried)
             self.tried += 1
-            self.seconds[mesh] = self._run(mesh, replace(setting, capacities=kinds), [heaviest]).mean_seconds
+            self.seconds[mesh] = _run(
+                self.planner, [heaviest], replace(setting, capacities=kinds), self.question.options(mesh)
+            ).mean_seconds
         except (ConfigError, PlanError) as error:
             self.refusal = error
 
@@ -290,22 +324,8 @@ class _Search:
         """Run all batches on a mesh."""
         if mesh not in self.finished:
             self.progress(self.planner, mesh, self.tried)
-            setting = self.question.setting(mesh)
-            result = self._run(mesh, setting, self.batches)
-            features = frozenset[str]().union(*(step.features for step in result.steps))
-            self.finished[mesh] = Found(
-                planner=self.planner,
-                mesh=mesh,
-                setting=setting,
-                result=result,
-                trains=trains(features, devices=mesh.devices),
-            )
+            self.finished[mesh] = found_on(mesh, self.planner, self.batches, self.question)
         return self.finished[mesh]
-
-    def _run(self, mesh: Mesh, setting: Setting, batches: Sequence[Sequence[int]]) -> PlannerResult:
-        options = self.question.options(mesh)
-        (result,) = compare_planners([self.planner], batches, setting, progress=lambda *_: None, options=options)
-        return result
 
 
 def _worth_planning(tokens: Sequence[int], setting: Setting, mesh: Mesh, least: float) -> dict[str, int]:

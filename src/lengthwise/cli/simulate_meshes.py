@@ -1,0 +1,201 @@
+"""On what `lengthwise simulate` runs: the machine, and its meshes: the best of each planner, or one for all.
+
+What is given on the command line stays as given for all planners; the rest is searched, for all alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from rich.console import Console
+
+from lengthwise.cli.options import PlanChoices, refuse_beside, refuse_but_one, refuse_recompute
+from lengthwise.core.errors import Collector, ConfigError
+from lengthwise.core.names import counted, unknown_name
+from lengthwise.core.plan import RECOMPUTE_KINDS
+from lengthwise.core.sizes import MOST_RANKS, parse_tokens, read_whole
+
+if TYPE_CHECKING:
+    from lengthwise.core.shape import ModelShape
+    from lengthwise.cost import Cost, Hardware
+    from lengthwise.planner import PlanOptions
+    from lengthwise.simulator import Best, Mesh, MeshQuestion
+
+MESHES = ("best", "same")
+_MANY_DEVICES = 2048  # above, a planner takes seconds for each of its tries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meshes:
+    """A question and how it is answered; `same`: the one mesh of all planners, None: the best of each.
+
+    cost: of one of the meshes, to check options with before any plan.
+    """
+
+    question: MeshQuestion
+    same: Mesh | None
+    cost: Cost
+
+    def compare(self, planners: Sequence[str], batches: Sequence[Sequence[int]]) -> list[Best]:
+        """Plan and simulate; a line on a terminal says how far it is.
+
+        Raises:
+            LengthwiseError: no planner has a mesh that holds these sequences, or, on one mesh, one has not.
+        """
+        from lengthwise.simulator import best_meshes, on_one_mesh
+
+        progress = Console(stderr=True, highlight=False)
+        if self.question.devices > _MANY_DEVICES:
+            what = "each planner" if self.same else "each planner (--mesh same tries one mesh)"
+            progress.print(f"{counted(self.question.devices, 'device')}: this can take minutes for {what}")
+        with progress.status("planning") as status:
+
+            def tell(planner: str, mesh: Mesh, tried: int) -> None:
+                place = f"planner {planners.index(planner) + 1} of {len(planners)}"
+                status.update(f"{place}, {planner}: {mesh}; plans tried: {tried}")
+
+            if self.same is None:
+                return best_meshes(planners, batches, self.question, progress=tell)
+            return [on_one_mesh(self.same, planner, batches, self.question) for planner in planners]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshChoices:
+    """Model, machine, and what may be chosen of its meshes."""
+
+    model: Annotated[str | None, tyro.conf.arg(metavar="NAME|FOLDER", help_behavior_hint="(required)")] = None
+    """A named shape, llama-7b for example, or a Hugging Face folder or its config.json."""
+    ranks: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Model replicas, of --tp x --pp devices each (default: 1 x 1, not searched)."""
+    gpus: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Devices in all, in place of --ranks."""
+    hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE.json", help_behavior_hint="(default: h100)")] = (
+        None
+    )
+    """h100, h200, bytescale-gpu or cpu, or a JSON file with the keys of lengthwise/cost/hardware.json."""
+    measurements: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json", help_behavior_hint="")] = None
+    """What `lengthwise profile` measured, in place of --model and --hardware."""
+    mesh: Annotated[str, tyro.conf.arg(metavar="best|same")] = "best"
+    """best: each planner on the best of the meshes that it can be given, searched alike for all (--tp, --pp,
+    --capacity, --heads, --offload, --recompute, as far as they are not given); same: one for all, as given."""
+    tp: Annotated[int | None, tyro.conf.arg(metavar="T", help_behavior_hint="(default: searched; same: 1)")] = None
+    """Devices that split every layer of a rank (tensor parallelism)."""
+    pp: Annotated[int | None, tyro.conf.arg(metavar="P", help_behavior_hint="(default: searched; same: 1)")] = None
+    """Pipeline stages of a rank."""
+    capacity: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
+    """Tokens that one rank holds in a microbatch; default: what fits beside weights and optimizer, by estimate, and
+    parts of it."""
+    recompute: Annotated[
+        str | None, tyro.conf.arg(metavar="KIND|auto", help_behavior_hint="(default: auto; same: none)")
+    ] = None
+    """What backward computes again: none, layer, all_but_attention, or auto: for each planner and step the kind that
+    ends first, with the capacity that it leaves (no --capacity then)."""
+
+    def read(self, planning: PlanChoices, loader: str, problems: Collector) -> Meshes | None:
+        """Read all of it; None where something is wrong, which `problems` then holds."""
+        attempt, before = problems.attempt, len(problems.problems)
+        for option, value in (("--tp", self.tp), ("--pp", self.pp)):
+            if value is not None:
+                attempt(partial(read_whole, option, value))
+        if self.mesh not in MESHES:
+            problems.add(unknown_name("--mesh", self.mesh, MESHES))
+        attempt(partial(refuse_recompute, self.recompute, self.capacity))
+        capacity = None if self.capacity is None else attempt(partial(parse_tokens, self.capacity, "--capacity"))
+        devices = attempt(self._devices) if (self.tp or 1) > 0 and (self.pp or 1) > 0 else None
+        described = self._priced(planning, problems) if self.measurements is None else attempt(self._measured)
+        if len(problems.problems) > before or not described or not devices:
+            return None
+        meshes = attempt(partial(self._meshes, planning, loader, capacity, devices, described))
+        if meshes is not None and meshes.same is not None:
+            attempt(partial(meshes.question.setting, meshes.same))
+        return meshes
+
+    def _meshes(
+        self,
+        planning: PlanChoices,
+        loader: str,
+        capacity: int | None,
+        devices: int,
+        described: tuple[ModelShape, Hardware, Cost],
+    ) -> Meshes:
+        from lengthwise.simulator import Mesh, MeshQuestion, stages_to_try, tensors_to_try
+
+        shape, hardware, cost = described
+        is_same, is_one_device = self.mesh == "same", self.measurements is not None
+        is_fixed = is_same or is_one_device or self.ranks is not None
+        tensors: tuple[int, ...] = (self.tp or 1,) if is_fixed or self.tp else tensors_to_try(shape, hardware, devices)
+        stages: tuple[int, ...] = (self.pp or 1,) if is_fixed or self.pp else stages_to_try(shape, devices)
+        if planning.mode in ("free", "waves") and not self.pp:
+            stages = (1,)
+        if planning.mode == "pipeline" and not self.pp and not is_fixed:
+            stages = stages[1:] or (2,)  # an odd number of devices: no mesh holds it, which the search tells
+        recompute = self.recompute or ("none" if is_same or capacity else "auto")
+        question = MeshQuestion(
+            shape=shape, hardware=hardware, devices=devices, context_tokens=1, tensors=tensors, stages=stages,
+            kinds=RECOMPUTE_KINDS if recompute == "auto" else (recompute,), capacity_tokens=capacity,
+            heads=planning.heads or ("off" if is_same else "auto"), loader=loader,
+            offload=planning.offload or ("off" if is_same else "auto"), mode=planning.mode, virtual=planning.virtual,
+            cost=cost if is_one_device else None,
+        )  # fmt: skip
+        same = Mesh(tensor=tensors[0], stages=stages[0], heads=question.heads, offload=question.offload)
+        return Meshes(question=question, same=same if is_same else None, cost=cost)
+
+    def options(self, planning: PlanChoices) -> PlanOptions:
+        """Return the options that all planners get, to be checked before any plan."""
+        stages = self._stages(planning.mode)
+        is_pipeline = planning.mode == "pipeline" or (planning.mode is None and (stages or 1) > 1)
+        return planning.options(**({"mode": "pipeline", "stages": stages} if is_pipeline else {}))
+
+    def _devices(self) -> int:
+        """Return how many there are in all."""
+        refuse_but_one("simulate", {"--ranks": self.ranks is not None, "--gpus": self.gpus is not None})
+        of_rank = (self.tp or 1) * (self.pp or 1)
+        if self.ranks is not None:
+            return read_whole("--ranks", self.ranks, most=MOST_RANKS) * of_rank
+        assert self.gpus is not None, "one of the two was checked to be given"
+        read_whole("--gpus", self.gpus, most=MOST_RANKS)
+        if self.gpus % of_rank:
+            expected, remedy = f"a multiple of --tp x --pp = {of_rank}", "Give all devices of whole ranks."
+            raise ConfigError("--gpus", expected=expected, got=str(self.gpus), remedy=remedy)
+        return self.gpus
+
+    def _stages(self, mode: str | None) -> int | None:
+        """Return the stages with which options are checked: those given, or the fewest of a pipeline."""
+        return self.pp or (2 if mode == "pipeline" and self.mesh == "best" else None)
+
+    def _priced(self, planning: PlanChoices, problems: Collector) -> tuple[ModelShape, Hardware, Cost] | None:
+        """Find the model and the hardware, and make their costs; None: there is a problem, which is kept."""
+        from lengthwise.cost import all_terms_cost, named_hardware, named_shape
+
+        if self.model is None:
+            got, remedy = "neither", "Give exactly one."
+            problems.add(ConfigError("simulate", expected="one of --model and --measurements", got=got, remedy=remedy))
+        shape = problems.attempt(partial(named_shape, self.model)) if self.model is not None else None
+        hardware = problems.attempt(partial(named_hardware, self.hardware or "h100"))
+        tensor, stages = self.tp or 1, self._stages(planning.mode) or 1
+        if shape is None or hardware is None or tensor < 1 or stages < 1:
+            return None
+        cost = problems.attempt(partial(all_terms_cost, shape, hardware, tensor=tensor, stages=stages))
+        return None if cost is None else (shape, hardware, cost)
+
+    def _measured(self) -> tuple[ModelShape, Hardware, Cost]:
+        """Read the model, the hardware of what was not measured, and the costs from a file of measurements."""
+        from lengthwise.cost import named_hardware
+        from lengthwise.cost.measured import measured_cost, measured_shape, read_measurements
+
+        assert self.measurements is not None, "only asked for where there is a file"
+        problems = Collector()
+        meshes = {"--tp": self.tp, "--pp": self.pp}
+        unused = {"--model": self.model, "--hardware": self.hardware}
+        unused |= {option: number for option, number in meshes.items() if number != 1}
+        expected = "nothing beside --measurements, which are of one model, one device a rank"
+        problems.attempt(partial(refuse_beside, unused, expected, "Leave out {option} or --measurements."))
+        found = problems.attempt(partial(read_measurements, self.measurements))
+        problems.raise_all()
+        assert found is not None, "a file that was not read must have been a problem"
+        return measured_shape(found), named_hardware(found.hardware), measured_cost(found)
