@@ -100,7 +100,7 @@ class Simulate:
         about = self._about(meshes, batches, known)
         devices = f"{counted(question.devices, 'device')} of {question.hardware.name}"
         sentences = closing_sentences(found, devices, one_mesh=meshes.same is not None, unit=known.unit)
-        beside = remarks(found, device_bytes=question.hardware.device_bytes)
+        beside = remarks(found, device_bytes=question.hardware.device_bytes, names=self.names())
         traces = {
             each.planner: chrome_trace(
                 each.result.first_plan,

@@ -5,9 +5,14 @@ What is given on the command line stays as given for all planners; the rest is s
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,21 +52,50 @@ class Meshes:
         Raises:
             LengthwiseError: no planner has a mesh that holds these sequences, or, on one mesh, one has not.
         """
-        from lengthwise.simulator import best_meshes, on_one_mesh
+        from lengthwise.simulator import on_one_mesh, refuse_unheld
 
         progress = Console(stderr=True, highlight=False)
         if self.question.devices > _MANY_DEVICES:
             what = "each planner" if self.same else "each planner (--mesh same tries one mesh)"
             progress.print(f"{counted(self.question.devices, 'device')}: this can take minutes for {what}")
+        if self.same is not None:
+            with progress.status("planning"):
+                return [on_one_mesh(self.same, planner, batches, self.question) for planner in planners]
+        found = _searched(planners, batches, self.question, progress)
+        refuse_unheld(found)
+        return found
+
+
+def _searched(
+    planners: Sequence[str], batches: Sequence[Sequence[int]], question: MeshQuestion, progress: Console
+) -> list[Best]:
+    """Search for each planner; in as many processes as there are cores, where a fork is safe."""
+    from lengthwise.simulator import best_mesh
+
+    workers = min(os.cpu_count() or 1, len(planners))
+    if workers == 1 or sys.platform != "linux" or threading.active_count() > 1:
         with progress.status("planning") as status:
 
             def tell(planner: str, mesh: Mesh, tried: int) -> None:
                 place = f"planner {planners.index(planner) + 1} of {len(planners)}"
                 status.update(f"{place}, {planner}: {mesh}; plans tried: {tried}")
 
-            if self.same is None:
-                return best_meshes(planners, batches, self.question, progress=tell)
-            return [on_one_mesh(self.same, planner, batches, self.question) for planner in planners]
+            return [best_mesh(planner, batches, question, progress=tell) for planner in planners]
+    done: dict[str, Best] = {}
+    search = partial(best_mesh, batches=batches, question=question)
+    with get_context("fork").Pool(workers, initializer=_ignore_interrupt) as pool:  # leaving it ends the processes
+        finished = pool.imap_unordered(search, planners)
+        with progress.status("planning") as status:
+            for each in finished:
+                done[each.planner] = each
+                left = [planner for planner in planners if planner not in done]
+                status.update(f"{len(done)} of {len(planners)} planners done; to come: {', '.join(left)}")
+    return [done[planner] for planner in planners]
+
+
+def _ignore_interrupt() -> None:
+    """Leave Ctrl-C, which a terminal sends to all processes, to the one that ends the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @dataclass(frozen=True, kw_only=True)

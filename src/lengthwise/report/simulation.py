@@ -7,7 +7,7 @@ and on the best of all that were tried.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lengthwise.core.names import counted
@@ -108,7 +108,7 @@ def simulation_json(found: Sequence[Best], facts: dict[str, Any]) -> dict[str, A
         "schema": SCHEMA,
         **facts,
         "plans_tried": {each.planner: each.tried for each in found},
-        "refused": {each.planner: each.refused for each in found if each.any_mesh is None},
+        "refused": {each.planner: str(each.refusal) for each in found if each.any_mesh is None},
         "planners": {each.planner: _figures(each, planned[0]) for each in planned},
         "trained_today": {each.planner: _figures(each, today[0]) for each in today},
     }
@@ -149,8 +149,11 @@ def most_memory_bytes(result: PlannerResult) -> float:
     return max(step.memory_bytes for step in result.steps)
 
 
-def remarks(found: Sequence[Best], *, device_bytes: float) -> list[str]:
-    """Say what the tables do not: who needs more memory than a device has, and who has no mesh."""
+def remarks(found: Sequence[Best], *, device_bytes: float, names: Mapping[str, str]) -> list[str]:
+    """Say what the tables do not: who needs more memory than a device has, and who has no mesh.
+
+    `names`: what the user typed for names of the library, as for `LengthwiseError.render`.
+    """
     said = []
     full = [
         each.planner
@@ -165,7 +168,8 @@ def remarks(found: Sequence[Best], *, device_bytes: float) -> list[str]:
     for each in found:
         if each.today is None:
             none = "no mesh" if each.any_mesh is None else "no mesh that this version trains"
-            said.append(f"{each.planner}: {none} holds these sequences. The last tried: {each.refused}")
+            why = f" ({each.refusal.render(names)})" if each.refusal else ""
+            said.append(f"{each.planner}: {none} holds these sequences{why}")
     return said
 
 
@@ -245,7 +249,7 @@ def _gain(other: Found, ours: Found, model_error: float = MODEL_ERROR) -> Gain:
 def _verdict(name: str, other: str, gain: Gain, model_error: float) -> str:
     """Say what a ratio of step times is worth, with its bounds."""
     of_batches = f"the spread of {gain.batches} batches" if gain.batches > 1 else "no spread known of one batch"
-    error = f"{gain.low:.2f}x to {gain.high:.2f}x with an error of {model_error:.0%} of the model and {of_batches}"
+    error = f"{gain.low:.2f}x to {gain.high:.2f}x with an error of {percent(model_error)} of the model and {of_batches}"
     if gain.is_equal:
         return f"That is {gain.ratio:.2f}x ({error}): no gain that can be told from none."
     if gain.ratio < 1:

@@ -167,14 +167,14 @@ class Found:
 class Best:
     """The best that a planner can do: on the meshes that the engine runs, and on all; tried: plans made for it.
 
-    today: None where no such mesh holds these sequences; refused: why, in one line.
+    today, any_mesh: None where no such mesh holds these sequences; refusal: why, of the last mesh that did not.
     """
 
     planner: str
     today: Found | None
     any_mesh: Found | None
     tried: int
-    refused: str = ""
+    refusal: LengthwiseError | None = None
 
     @property
     def only_planned(self) -> Found | None:
@@ -199,8 +199,7 @@ def found_on(mesh: Mesh, planner: str, batches: Sequence[Sequence[int]], questio
 def on_one_mesh(mesh: Mesh, planner: str, batches: Sequence[Sequence[int]], question: MeshQuestion) -> Best:
     """Do `found_on` where that is the only mesh there is."""
     found = found_on(mesh, planner, batches, question)
-    refused = "" if found.trains else f"{mesh}, the only one compared"
-    return Best(planner=planner, today=found if found.trains else None, any_mesh=found, tried=1, refused=refused)
+    return Best(planner=planner, today=found if found.trains else None, any_mesh=found, tried=1)
 
 
 def _run(planner: str, batches: Sequence[Sequence[int]], setting: Setting, options: PlanOptions) -> PlannerResult:
@@ -212,6 +211,29 @@ def _say_nothing(planner: str, mesh: Mesh, tried: int) -> None:
     """Report no progress."""
 
 
+def best_mesh(
+    planner: str,
+    batches: Sequence[Sequence[int]],
+    question: MeshQuestion,
+    *,
+    progress: Callable[[str, Mesh, int], None] = _say_nothing,
+) -> Best:
+    """Search the best mesh of one planner; before each plan, call `progress` with how many were tried before."""
+    search = _Search(planner=planner, batches=batches, question=question, progress=progress)
+    narrow = question.trained_today()
+    today = search.best(narrow) if narrow else None
+    any_mesh = today if narrow == question else search.best(question)
+    return Best(planner=planner, today=today, any_mesh=any_mesh, tried=search.tried, refusal=search.refusal)
+
+
+def refuse_unheld(found: Sequence[Best]) -> None:
+    """Raise the LengthwiseError of the last planner where none has a mesh that holds the sequences."""
+    if all(each.any_mesh is None for each in found):
+        refusal = found[-1].refusal
+        assert refusal is not None, "a planner without a mesh was refused one"
+        raise refusal
+
+
 def best_meshes(
     planners: Sequence[str],
     batches: Sequence[Sequence[int]],
@@ -219,30 +241,13 @@ def best_meshes(
     *,
     progress: Callable[[str, Mesh, int], None] = _say_nothing,
 ) -> list[Best]:
-    """Search the best mesh of each planner; before each plan, call `progress` with how many were tried before.
+    """Do `best_mesh` for each planner.
 
     Raises:
-        LengthwiseError: no planner has a mesh that holds these sequences: that of the last mesh tried.
+        LengthwiseError: no planner has a mesh that holds these sequences.
     """
-    found: list[Best] = []
-    refusal: LengthwiseError | None = None
-    for planner in planners:
-        search = _Search(planner=planner, batches=batches, question=question, progress=progress)
-        narrow = question.trained_today()
-        today = search.best(narrow) if narrow else None
-        any_mesh = today if narrow == question else search.best(question)
-        refusal = refusal or (search.refusal if any_mesh is None else None)
-        found.append(
-            Best(
-                planner=planner,
-                today=today,
-                any_mesh=any_mesh,
-                tried=search.tried,
-                refused="" if today or search.refusal is None else str(search.refusal),
-            )
-        )
-    if refusal is not None and all(each.any_mesh is None for each in found):
-        raise refusal
+    found = [best_mesh(planner, batches, question, progress=progress) for planner in planners]
+    refuse_unheld(found)
     return found
 
 
