@@ -18,8 +18,7 @@ from itertools import product
 from batches import STDLIB, sequences_batch
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import PlanOptions, plan_step
-from lengthwise.training.step_planning import PLANNING_SHARE
+from lengthwise.planner import PLANNING_SHARE, PlanOptions, plan_step
 from pages import Findings, add_out
 
 LIMITS = (0.1, 1.0, 10.0, float("inf"))  # seconds of a step, by which the table groups them

@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
-from lengthwise.planner import PlanOptions, plan_step
+from lengthwise.planner import PLANNING_SHARE, PlanOptions, plan_step
 from lengthwise.simulator import simulate_plan
-from lengthwise.training.step_planning import PLANNING_SHARE
 
 PADDING, PACKED, LENGTHWISE = "padding", "packed DP", "lengthwise"
 WAYS = (PADDING, PACKED, "static", "single-degree", "bytescale", LENGTHWISE)

@@ -3,7 +3,7 @@
 import pytest
 
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import PlanOptions, plan_recomputed
+from lengthwise.planner import PLANNING_SHARE, PlanOptions, plan_recomputed
 from lengthwise.training import step_planning
 from lengthwise.training.step_planning import StepPlanning
 
@@ -63,5 +63,5 @@ def test_steps_of_a_run_are_planned_with_a_share_of_their_time(monkeypatch):
 
     monkeypatch.setattr(step_planning, "plan_recomputed", noted)
     planning({"none": 200}).plan(LENGTHS)
-    assert seen == [step_planning.PLANNING_SHARE]
-    assert 0 < step_planning.PLANNING_SHARE <= 0.2
+    assert seen == [PLANNING_SHARE]
+    assert 0 < PLANNING_SHARE <= 0.2

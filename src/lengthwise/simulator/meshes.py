@@ -23,7 +23,7 @@ from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.cost import STEP_TOKENS, Cost, Hardware, all_terms_cost, recompute_capacities, step_memory
-from lengthwise.planner import PlanOptions, arithmetic_seconds
+from lengthwise.planner import PLANNING_SHARE, PlanOptions, arithmetic_seconds
 from lengthwise.program import trains
 from lengthwise.simulator.study import PlannerResult, Setting, compare_planners, ideal_seconds
 
@@ -117,7 +117,7 @@ class MeshQuestion:
         )
 
     def options(self, mesh: Mesh) -> PlanOptions:
-        """Return how steps are planned on a mesh."""
+        """Return how steps are planned on a mesh: with the tries that training has."""
         mode = self.mode or ("pipeline" if mesh.stages > 1 else "free")
         is_pipeline = mode == "pipeline"
         return PlanOptions(
@@ -126,6 +126,7 @@ class MeshQuestion:
             virtual=self.virtual if is_pipeline else None,
             heads=mesh.heads,
             offload=mesh.offload,
+            planning_share=PLANNING_SHARE,
         )
 
     def trained_today(self) -> MeshQuestion | None:
@@ -183,28 +184,29 @@ class Best:
         return self.any_mesh if is_other else None
 
 
-def found_on(mesh: Mesh, planner: str, batches: Sequence[Sequence[int]], question: MeshQuestion) -> Found:
-    """Run all batches of one planner on one mesh.
+def found_on(
+    mesh: Mesh, setting: Setting, planner: str, batches: Sequence[Sequence[int]], question: MeshQuestion
+) -> Found:
+    """Run batches of one planner on one mesh, whose setting it is.
 
     Raises:
-        LengthwiseError: of `MeshQuestion.setting` or `plan_step`.
+        LengthwiseError: of `plan_step`.
     """
-    setting = question.setting(mesh)
-    result = _run(planner, batches, setting, question.options(mesh))
+    options = question.options(mesh)
+    (result,) = compare_planners([planner], batches, setting, progress=lambda *_: None, options=options)
     features = frozenset[str]().union(*(step.features for step in result.steps))
     runs = trains(features, devices=mesh.devices)
     return Found(planner=planner, mesh=mesh, setting=setting, result=result, trains=runs)
 
 
 def on_one_mesh(mesh: Mesh, planner: str, batches: Sequence[Sequence[int]], question: MeshQuestion) -> Best:
-    """Do `found_on` where that is the only mesh there is."""
-    found = found_on(mesh, planner, batches, question)
+    """Run all batches of one planner where that is the only mesh there is.
+
+    Raises:
+        LengthwiseError: of `MeshQuestion.setting` or `plan_step`.
+    """
+    found = found_on(mesh, question.setting(mesh), planner, batches, question)
     return Best(planner=planner, today=found if found.trains else None, any_mesh=found, tried=1)
-
-
-def _run(planner: str, batches: Sequence[Sequence[int]], setting: Setting, options: PlanOptions) -> PlannerResult:
-    (result,) = compare_planners([planner], batches, setting, progress=lambda *_: None, options=options)
-    return result
 
 
 def _say_nothing(planner: str, mesh: Mesh, tried: int) -> None:
@@ -259,19 +261,21 @@ class _Search:
     batches: Sequence[Sequence[int]]
     question: MeshQuestion
     progress: Callable[[str, Mesh, int], None]
-    seconds: dict[Mesh, float] = field(default_factory=dict)  # on the batch of most work
+    first: dict[Mesh, Found] = field(default_factory=dict)  # on the batch of most work
     finished: dict[Mesh, Found] = field(default_factory=dict)
     refusal: LengthwiseError | None = None
     tried: int = 0
 
     def best(self, question: MeshQuestion) -> Found | None:
-        """Return the best of a question's meshes; None: none holds the sequences."""
+        """Return the best of a question's meshes and of those tried before; None: none holds the sequences."""
         self._walk(question)
-        if not self.seconds:
-            return None
-        ordered = sorted(self.seconds, key=self.seconds.__getitem__)
-        near = [mesh for mesh in ordered[:_MOST_NEAR] if self.seconds[mesh] <= _NEAR * self.seconds[ordered[0]]]
-        return min(map(self._finish, near), key=lambda each: each.result.mean_seconds)
+        ordered = sorted(self.first, key=self._seconds)
+        near = [mesh for mesh in ordered[:_MOST_NEAR] if self._seconds(mesh) <= _NEAR * self._seconds(ordered[0])]
+        return min(map(self._finish, near), key=lambda each: each.result.mean_seconds, default=None)
+
+    def _seconds(self, mesh: Mesh) -> float:
+        """Return what the batch of most work takes on a mesh; inf where it was not planned."""
+        return self.first[mesh].result.mean_seconds if mesh in self.first else inf
 
     def _walk(self, question: MeshQuestion) -> None:
         """Try meshes in the order of the module's list."""
@@ -279,21 +283,21 @@ class _Search:
             for tensor in question.tensors:
                 if question.devices % (tensor * stages) == 0:
                     self._try(Mesh(tensor=tensor, stages=stages, heads=question.heads))
-            if self.seconds:
+            if self.first:
                 break
-        if not self.seconds:
-            return
         if question.capacity_tokens is None:
-            for start in self._ordered()[:2]:
+            for start in self._without_offload()[:2]:
                 self._descend(start, lambda m: replace(m, capacity_share=m.capacity_share / 2))
         if question.stages[1:]:
-            self._descend(self._ordered()[0], lambda m: replace(m, stages=2 * m.stages))
+            for start in self._without_offload()[:1]:
+                self._descend(start, lambda m: replace(m, stages=2 * m.stages))
         if question.offload != "off":
-            self._try(replace(self._ordered()[0], offload=question.offload))
+            for start in self._without_offload()[:1]:
+                self._try(replace(start, offload=question.offload))
 
-    def _ordered(self) -> list[Mesh]:
+    def _without_offload(self) -> list[Mesh]:
         """List the meshes tried without offload, the one that ends first at the front."""
-        return sorted((mesh for mesh in self.seconds if mesh.offload == "off"), key=self.seconds.__getitem__)
+        return sorted((mesh for mesh in self.first if mesh.offload == "off"), key=self._seconds)
 
     def _descend(self, mesh: Mesh, step: Callable[[Mesh], Mesh]) -> None:
         """Go on by steps while they end sooner."""
@@ -303,33 +307,35 @@ class _Search:
             if not is_within or self.question.devices % following.devices:
                 return
             self._try(following)
-            if self.seconds.get(following, inf) >= self.seconds[mesh]:
+            if self._seconds(following) >= self._seconds(mesh):
                 return
             mesh = following
 
     def _try(self, mesh: Mesh) -> None:
-        """Note what the batch of most work takes on a mesh, unless it cannot run there or its arithmetic is more."""
-        if mesh in self.seconds:
+        """Run the batch of most work on a mesh, unless it cannot be held there or its arithmetic takes longer."""
+        if mesh in self.first:
             return
         try:
             setting = self.question.setting(mesh)
             heaviest = max(self.batches, key=lambda tokens: ideal_seconds(tokens, setting))
-            kinds = _worth_planning(heaviest, setting, mesh, min(self.seconds.values(), default=inf))
+            kinds = _worth_planning(heaviest, setting, mesh, min(map(self._seconds, self.first), default=inf))
             if not kinds:
                 return
             self.progress(self.planner, mesh, self.tried)
             self.tried += 1
-            self.seconds[mesh] = _run(
-                self.planner, [heaviest], replace(setting, capacities=kinds), self.question.options(mesh)
-            ).mean_seconds
+            worth = replace(setting, capacities=kinds)
+            self.first[mesh] = found_on(mesh, worth, self.planner, [heaviest], self.question)
         except (ConfigError, PlanError) as error:
             self.refusal = error
 
     def _finish(self, mesh: Mesh) -> Found:
-        """Run all batches on a mesh."""
+        """Run all batches on a mesh that was tried."""
+        if len(self.batches) == 1:
+            return self.first[mesh]
         if mesh not in self.finished:
             self.progress(self.planner, mesh, self.tried)
-            self.finished[mesh] = found_on(mesh, self.planner, self.batches, self.question)
+            setting = self.question.setting(mesh)
+            self.finished[mesh] = found_on(mesh, setting, self.planner, self.batches, self.question)
         return self.finished[mesh]
 
 

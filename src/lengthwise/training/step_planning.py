@@ -12,11 +12,9 @@ from dataclasses import dataclass, replace
 from lengthwise.core.held import kept_ratio
 from lengthwise.core.plan import Plan
 from lengthwise.cost import Cost
-from lengthwise.planner import PlanOptions, plan_recomputed
+from lengthwise.planner import PLANNING_SHARE, PlanOptions, plan_recomputed
 from lengthwise.program import check_plan
 from lengthwise.training.rank_memory import Capacities
-
-PLANNING_SHARE = 0.1  # a plan that takes longer than its step is waited for, and planning takes a core from ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
