@@ -201,7 +201,7 @@ def test_drawn_batches_take_every_sequence_before_any_twice() -> None:
         (["--lengths", "github", "--tp", "3"], "--tp: expected a divisor"),
         (["--lengths", "github", "--batches", "0"], "--batches"),
         (["--lengths", "github", "--loader", "remot"], "Did you mean `remote`"),
-        (["--lengths", "github", "--context", "2M", "--offload", "off"], "256 ranks"),
+        (["--lengths", "github", "--context", "2M", "--planners", "static", "--offload", "off"], "256 ranks"),
     ],
 )
 def test_simulate_refuses_what_it_cannot(tmp_path, capsys, arguments, told) -> None:

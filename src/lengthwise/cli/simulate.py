@@ -18,7 +18,7 @@ from lengthwise.core.errors import Collector, ConfigError, raise_problems
 from lengthwise.core.names import counted, unknown_name
 from lengthwise.core.sizes import parse_tokens, read_whole
 
-_PLANNERS = "static,single-degree,power-of-two,bytescale,lengthwise"
+_PLANNERS = "packed-dp,static,single-degree,power-of-two,bytescale,lengthwise"
 
 _NAMES = named_alike("mode virtual offload heads recompute hardware model tokenizer capacity ranks data") | {
     "planner": "--planners",

@@ -50,7 +50,7 @@ class Meshes:
         """Plan and simulate; a line on a terminal says how far it is.
 
         Raises:
-            LengthwiseError: no planner has a mesh that holds these sequences, or, on one mesh, one has not.
+            LengthwiseError: no planner has a mesh that holds these sequences.
         """
         from lengthwise.simulator import on_one_mesh, refuse_unheld
 
@@ -60,8 +60,9 @@ class Meshes:
             progress.print(f"{counted(self.question.devices, 'device')}: this can take minutes for {what}")
         if self.same is not None:
             with progress.status("planning"):
-                return [on_one_mesh(self.same, planner, batches, self.question) for planner in planners]
-        found = _searched(planners, batches, self.question, progress)
+                found = [on_one_mesh(self.same, planner, batches, self.question) for planner in planners]
+        else:
+            found = _searched(planners, batches, self.question, progress)
         refuse_unheld(found)
         return found
 

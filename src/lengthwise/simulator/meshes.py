@@ -200,12 +200,11 @@ def found_on(
 
 
 def on_one_mesh(mesh: Mesh, planner: str, batches: Sequence[Sequence[int]], question: MeshQuestion) -> Best:
-    """Run all batches of one planner where that is the only mesh there is.
-
-    Raises:
-        LengthwiseError: of `MeshQuestion.setting` or `plan_step`.
-    """
-    found = found_on(mesh, question.setting(mesh), planner, batches, question)
+    """Run all batches of one planner where that is the only mesh there is."""
+    try:
+        found = found_on(mesh, question.setting(mesh), planner, batches, question)
+    except (ConfigError, PlanError) as error:
+        return Best(planner=planner, today=None, any_mesh=None, tried=1, refusal=error)
     return Best(planner=planner, today=found if found.trains else None, any_mesh=found, tried=1)
 
 
