@@ -73,6 +73,14 @@ def megatron_sub_batches(scheduler: Any, lengths: NDArray[np.int64], cluster: Cl
     return sub_batches
 
 
+def plan_megatron(scheduler: Any, request: PlanRequest) -> list[Microbatch]:
+    """Plan one step by the real scheduler, packed as `power-of-two` packs."""
+    microbatches: list[Microbatch] = []
+    for gangs in megatron_sub_batches(scheduler, request.lengths, request.cluster):
+        microbatches += write_sub_batch(gangs, pack_gangs(request, gangs), is_first=not microbatches)
+    return microbatches
+
+
 def main() -> None:
     """Print the table, and write it into a page if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -3,8 +3,8 @@
 An option is one setting for all batches, as in a run. Each is planned, and simulated with the costs that all planners
 get; the least sum of step seconds is taken. Planners: a fixed mesh over its degrees, `single-degree`, `bytescale` over
 its capacities, `lengthwise` with the tries that a run gives it; all with and without split heads. Packed data
-parallelism, in data order and longest first; padding, which has no plan, by likeness of length. Costs a few plans a way
-and batch.
+parallelism: `packed-dp`, in data order, and longest first by tokens; padding, which has no plan, by likeness of length.
+Costs a few plans a way and batch.
 """
 
 from __future__ import annotations
@@ -143,6 +143,8 @@ def _options(name: str, longest: int, cluster: Cluster, cost: Cost, layers: int)
         for part in (1, 2, 4, 8):  # smaller packs are more even
             room = one.capacity_tokens // part
             yield f"longest first, up to {room}", lambda lengths, room=room: pack_step(lengths, one, layers, room)
+        ours = PlanOptions(planner="packed-dp", layers=layers)
+        yield "level by seconds", lambda lengths: plan_step(lengths, one, cost, ours)
         in_order = PlanOptions(planner="static", layers=layers, context_tokens=one.capacity_tokens)
         yield "in data order", lambda lengths: plan_step(lengths, one, cost, in_order)
         return
