@@ -16,7 +16,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, product
+from itertools import groupby
 from typing import Literal
 
 import numpy as np
@@ -50,17 +50,17 @@ def plan_bytescale(request: PlanRequest) -> list[Microbatch]:
     delta = DELTA * float(flops.sum()) / request.cluster.ranks
     strategies = STRATEGIES if request.stages == 1 else STRATEGIES[1:]
     best, least, known = list[Microbatch](), math.inf, dict[tuple[int, ...], float]()
-    for degrees, count in product(degrees_to_try(request), BUCKETS):
-        buckets = [
-            _make_work(request, bucket, degrees, known) for bucket in equal_buckets(request.lengths, flops, count)
-        ]
-        longest = max((work.seconds for bucket in buckets for work in bucket if work.is_long), default=0.0)
-        if least <= longest:
-            continue  # the longest sequence at its degree: no order ends earlier
-        for strategy in strategies[: len(buckets)]:  # one bucket is the same in both
-            makespan, microbatches = assign(buckets, request.cluster.ranks, delta, strategy)
-            if makespan < least:
-                best, least = microbatches, makespan
+    for degrees in degrees_to_try(request):
+        for count in BUCKETS:
+            divided = equal_buckets(request.lengths, flops, count)
+            buckets = [_make_work(request, bucket, degrees, known) for bucket in divided]
+            for strategy in strategies[: len(buckets)]:  # one bucket is the same in both
+                makespan, microbatches = assign(buckets, request.cluster.ranks, delta, strategy)
+                if makespan < least:
+                    best, least = microbatches, makespan
+            longest = max((work.seconds for bucket in buckets for work in bucket if work.is_long), default=0.0)
+            if least <= longest:
+                break  # the longest sequence at its degree: no order ends earlier
     return best
 
 
