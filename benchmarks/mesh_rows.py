@@ -101,9 +101,8 @@ def search(place: tuple[str, ...], planner: str, batches: Sequence[Sequence[int]
     except LengthwiseError as error:
         return MeshRow(place=place, planner=planner, today=None, any_mesh=None, tried=0, refused=str(error))
     sides = (_taken(best.today), _taken(best.any_mesh))
-    return MeshRow(
-        place=place, planner=planner, today=sides[0], any_mesh=sides[1], tried=best.tried, refused=best.refused
-    )
+    refused = "" if best.refusal is None else str(best.refusal)
+    return MeshRow(place=place, planner=planner, today=sides[0], any_mesh=sides[1], tried=best.tried, refused=refused)
 
 
 def _taken(found: Found | None) -> Taken | None:
