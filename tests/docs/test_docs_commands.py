@@ -21,6 +21,7 @@ import tyro
 import plots
 from lengthwise.cli import Command
 from lengthwise.cli.options import PlanChoices
+from lengthwise.cli.simulate_meshes import MeshChoices
 from lengthwise.config import load_config
 from lengthwise.core.plan import Plan
 
@@ -110,8 +111,8 @@ def refuse_verb(words: list[str], *, whole: bool) -> None:
         tyro.cli(Command, args=words)
         return
     options = {field.name for field in fields(VERB_TYPES[words[0]])}
-    if "planning" in options:
-        options |= {field.name for field in fields(PlanChoices)}
+    for group, choices in (("planning", PlanChoices), ("machine", MeshChoices)):
+        options |= {field.name for field in fields(choices)} if group in options else set()
     for word in words[1:]:
         if word.startswith("--"):
             assert word[2:].partition("=")[0].replace("-", "_") in options, f"{words[0]} has no option {word}"
