@@ -222,9 +222,15 @@ def best_mesh(
     """Search the best mesh of one planner; before each plan, call `progress` with how many were tried before."""
     search = _Search(planner=planner, batches=batches, question=question, progress=progress)
     narrow = question.trained_today()
-    today = search.best(narrow) if narrow else None
-    any_mesh = today if narrow == question else search.best(question)
-    return Best(planner=planner, today=today, any_mesh=any_mesh, tried=search.tried, refusal=search.refusal)
+    both = [search.best(each) for each in dict.fromkeys((narrow, question)) if each is not None]
+    found = sorted((each for each in both if each is not None), key=lambda each: each.result.mean_seconds)
+    return Best(
+        planner=planner,
+        today=next((each for each in found if each.trains), None),
+        any_mesh=next(iter(found), None),
+        tried=search.tried,
+        refusal=search.refusal,
+    )
 
 
 def refuse_unheld(found: Sequence[Best]) -> None:
