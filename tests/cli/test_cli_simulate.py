@@ -101,6 +101,33 @@ def test_simulate_takes_what_is_given_as_given(tmp_path, capsys) -> None:
         assert set(found["capacities_tokens"].values()) == {9000}
 
 
+def test_simulate_refuses_devices_that_no_mesh_has_room_on(tmp_path, capsys) -> None:
+    rest = (
+        "--lengths",
+        "prolong",
+        "--context",
+        "4K",
+        "--batch-tokens",
+        "16K",
+        "--batches",
+        1,
+        "--out",
+        tmp_path / "out",
+    )
+    status, _, error = simulate(capsys, "--model", "llama-70b", "--gpus", 2, *rest)
+    assert status == 2
+    assert "Use more --gpus: all meshes of these were tried" in error
+    status, _, error = simulate(capsys, "--model", "llama-70b", "--gpus", 2, "--tp", 2, *rest)
+    assert status == 2
+    assert "Use more devices a rank (--tp, --pp)" in error
+    status, _, error = simulate(capsys, "--model", "llama-7b", "--gpus", 7, "--mode", "pipeline", *rest)
+    assert status == 2
+    assert "--mode: expected devices and layers that 2 divides, not 7 and 32" in error
+    status, said, _ = simulate(capsys, "--model", "llama-7b", "--gpus", 7, "--planners", "packed-dp", *rest)
+    assert status == 0
+    assert "no sequence cut" in said
+
+
 def test_simulate_says_who_has_no_mesh_and_refuses_where_nobody_has(tmp_path, capsys) -> None:
     lengths, out = tmp_path / "lengths.json", tmp_path / "out"
     lengths.write_text("[200000, 500]")

@@ -129,6 +129,11 @@ class Simulate:
             | ({"ranks": "--gpus"} if self.machine.gpus is not None else {})
             | ({} if self.context else {"context_tokens": "--context (by itself, the longest sequence)"})
             | ({"clip": "clip them with --context"} if self.lengths in RECIPES else {})
+            | (
+                {"make_room": "Use more --gpus: all meshes of these were tried"}
+                if self.machine.searches_devices
+                else {}
+            )
         )
 
     def _read(self) -> Asked:

@@ -131,6 +131,12 @@ class MeshChoices:
     """What backward computes again: none, layer, all_but_attention, or auto: for each planner and step the kind that
     ends first, with the capacity that it leaves (no --capacity then)."""
 
+    @property
+    def searches_devices(self) -> bool:
+        """Whether the devices of a rank are searched, all numbers of them."""
+        given = (self.ranks, self.measurements, self.tp, self.pp)
+        return self.mesh == "best" and all(each is None for each in given)
+
     def read(self, planning: PlanChoices, loader: str, problems: Collector) -> Meshes | None:
         """Read all of it; None where something is wrong, which `problems` then holds."""
         attempt, before = problems.attempt, len(problems.problems)
@@ -168,7 +174,11 @@ class MeshChoices:
         if planning.mode in ("free", "waves") and not self.pp:
             stages = (1,)
         if planning.mode == "pipeline" and not self.pp and not is_fixed:
-            stages = stages[1:] or (2,)  # an odd number of devices: no mesh holds it, which the search tells
+            stages = stages[1:]
+            if not stages:
+                expected = f"devices and layers that 2 divides, not {devices} and {shape.layers}"
+                remedy = "Give other --gpus, --pp, or --mode free."
+                raise ConfigError("--mode", expected=expected, got="pipeline", remedy=remedy)
         recompute = self.recompute or ("none" if is_same or capacity else "auto")
         question = MeshQuestion(
             shape=shape, hardware=hardware, devices=devices, context_tokens=1, tensors=tensors, stages=stages,

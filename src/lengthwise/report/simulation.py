@@ -54,12 +54,13 @@ def mfu_text(ratio: float) -> str:
 def _mesh_cells(found: Found) -> tuple[str, ...]:
     """Write devices of a rank, then the most that any of its plans uses of the rest."""
     steps, mesh = found.result.steps, found.mesh
+    degree = max(step.most_degree for step in steps)
     heads, offload = max(step.most_heads for step in steps), max(step.most_offload for step in steps)
     kinds = dict.fromkeys(step.recompute for step in steps)
     held = [(found.setting.capacities or {}).get(kind, found.setting.cluster.capacity_tokens) for kind in kinds]
     return (
         f"TP {mesh.tensor}, PP {mesh.stages}" if mesh.devices > 1 else "1",
-        f"up to {max(step.most_degree for step in steps):,}",
+        f"up to {degree:,}" if degree > 1 else "1",
         f"up to {heads}" if heads > 1 else "no",
         _kinds(found.result),
         f"up to {percent(offload)}" if offload else "no",
@@ -70,7 +71,8 @@ def _mesh_cells(found: Found) -> tuple[str, ...]:
 def mesh_text(found: Found) -> str:
     """Say in a few words which mesh a planner took, and what it used on it."""
     devices, ring, heads, recompute, offload, tokens = _mesh_cells(found)
-    words = [devices if found.mesh.devices > 1 else "one GPU a rank", f"rings of {ring}", f"{tokens} tokens a rank"]
+    rings = f"rings of {ring}" if ring != "1" else "no sequence cut"
+    words = [devices if found.mesh.devices > 1 else "one GPU a rank", rings, f"{tokens} tokens a rank"]
     words += [f"heads split over {heads}"] * (heads != "no")
     words += [f"{recompute} computed again"] * (recompute != "none")
     words += [f"{offload} offloaded"] * (offload != "no")
