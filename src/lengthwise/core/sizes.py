@@ -11,6 +11,7 @@ _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?)\s*", re.IGNORECASE)
 MOST = 2**53  # what every JSON reader keeps exact
 MOST_RANKS = 2**18  # on a command line: 20 times the largest cluster planned for; a typing error more takes all memory
+PLANNING_SHARE = 0.1  # of a step, for tries: a plan that takes longer is waited for, and planning takes a core
 
 
 def parse_tokens(text: str, where: str) -> int:

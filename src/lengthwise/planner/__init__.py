@@ -3,9 +3,10 @@
 The same lengths, cluster, costs and planner give the same plan, in any process and on any machine.
 """
 
+from lengthwise.core.sizes import PLANNING_SHARE
 from lengthwise.planner.api import plan_step
 from lengthwise.planner.baselines.single_degree import PACKED_DP
-from lengthwise.planner.options import MODES, PLANNING_SHARE, PlanOptions
+from lengthwise.planner.options import MODES, PlanOptions
 from lengthwise.planner.problem.bounds import bound_seconds
 from lengthwise.planner.problem.choices import split_heads
 from lengthwise.planner.problem.request import PlanRequest

@@ -21,7 +21,6 @@ from lengthwise.planner.problem.speeds import read_speeds
 from lengthwise.planner.registry import PLANNERS, planner_names
 
 MODES = ("free", "waves", "pipeline")
-PLANNING_SHARE = 0.1  # in training: a plan that takes longer than its step is waited for, and takes a core from ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
