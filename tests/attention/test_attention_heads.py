@@ -4,7 +4,7 @@ from math import gcd, prod
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.attention import FlashCpuKernel, PlannedAttention, ReferenceKernel, planned_attention
@@ -100,7 +100,6 @@ def run_strict(plan, rows, kernel=None, **options):
     return StrictWorld(plan.ranks).run(lambda transport: run_rank(transport, plan, rows, kernel, **options))
 
 
-@settings(max_examples=100)
 @given(
     choose=st.randoms(use_true_random=False),
     ranks=st.sampled_from([2, 3, 4, 5, 6, 8]),

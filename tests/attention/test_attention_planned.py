@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.attention import FlashCpuKernel, PlannedAttention, ReferenceKernel, planned_attention
@@ -11,6 +11,7 @@ from lengthwise.comm import StrictWorld
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.plan import Piece
 from lengthwise.program import lower_plan
+from properties import costly
 from support import (
     RecordingTransport,
     dense_attention,
@@ -97,7 +98,7 @@ def check(got, rows, dtype):
             assert error < TOLERANCES[dtype], f"{name} of sequence {i}, {len(a)} tokens: {error}"
 
 
-@settings(max_examples=60)
+@costly
 @given(
     choose=st.randoms(use_true_random=False),
     ranks=st.sampled_from([1, 2, 3, 5, 7]),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.attention import FlashCpuKernel, PlannedAttention, ReferenceKernel, planned_attention
@@ -10,6 +10,7 @@ from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.comm import StrictWorld
 from lengthwise.core.plan import Piece
 from lengthwise.program import lower_plan
+from properties import costly
 from support import dense_attention, draw_lengths, make_plan, random_plan, relative_error, rounding_floor
 from support.varlen import ReferenceVarlenOps
 
@@ -63,7 +64,7 @@ def largest_error(plan, rows, sinks, window, kernel):
     return max(errors)
 
 
-@settings(max_examples=60)
+@costly
 @given(
     choose=st.randoms(use_true_random=False),
     ranks=st.sampled_from([1, 2, 3, 5, 7]),

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.comm import StagedTransport, StrictWorld
@@ -34,7 +34,6 @@ def _drawn(rank, number, size, dtype):
     return torch.randn(size, generator=torch.Generator().manual_seed(1000 * rank + number), dtype=dtype)
 
 
-@settings(max_examples=50)
 @given(
     choose=st.randoms(use_true_random=False), ranks=st.integers(2, 4), calls=st.integers(1, 4), most=st.integers(0, 6)
 )
@@ -76,7 +75,6 @@ def test_messages_of_any_size_arrive_whole_in_a_few_slabs(choose, ranks, calls, 
     assert all(len(each.slabs) <= most for each in pinned)
 
 
-@settings(max_examples=30)
 @given(ranks=st.integers(1, 5), size=st.integers(0, 60), dtype=st.sampled_from(DTYPES), most=st.integers(0, 3))
 def test_collectives_in_chunks_are_those_of_whole_tensors(ranks, size, dtype, most):
     pinned = [Pinned() for _ in range(ranks)]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.attention import FlashCpuKernel, PlannedAttention, planned_attention
@@ -10,6 +10,7 @@ from lengthwise.comm import StagedTransport, StrictWorld, agree, broadcast_bytes
 from lengthwise.comm.slabs import Slabs
 from lengthwise.program import lower_plan
 from lengthwise.training.launch import launch
+from properties import costly
 from support import draw_lengths, random_plan, run_ranks
 
 
@@ -78,7 +79,7 @@ def test_staged_transport_moves_and_sums(run):
         assert got == [[2.0 - rank, 5.0], [8.0 - rank], [3.0], [2.0 * (1 + rank)], [11.0]]
 
 
-@settings(max_examples=20)
+@costly
 @given(choose=st.randoms(use_true_random=False), ranks=st.sampled_from([1, 2, 3, 5]), count=st.integers(1, 4))
 def test_staged_rings_are_those_of_any_other_transport_bit_for_bit(choose, ranks, count):
     plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count))

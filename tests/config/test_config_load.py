@@ -336,7 +336,7 @@ NAMES = st.text(st.characters(min_codepoint=33, exclude_characters="/~", exclude
 FLOATS = st.floats(min_value=0, max_value=0.99)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     model=NAMES | st.sampled_from(["3e-4", "no", "0o17", "null", "1:30", "2020-01-01", "=", "<<", "1_0"]),
     lr=st.floats(min_value=0, allow_nan=False, allow_infinity=False) | st.integers(0, 10**6),

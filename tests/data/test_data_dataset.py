@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.config import GlobalBatch
@@ -49,7 +49,6 @@ class ListedDataset:
         return "data.0"
 
 
-@settings(deadline=None)
 @given(rows=ROWS, own_labels=st.booleans())
 def test_dataset_counts_and_reads_what_was_added(rows, own_labels):
     dataset = build(rows, own_labels=own_labels)

@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.config import DataSource
@@ -279,7 +279,6 @@ def test_rows_bad_ones_of_all_sources_come_together(tmp_path):
 IDS = st.lists(st.integers(0, 299), min_size=1, max_size=20)
 
 
-@settings(max_examples=60, deadline=None)
 @given(rows=st.lists(st.tuples(IDS, st.booleans()), min_size=1, max_size=20))
 def test_rows_come_back_as_written(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("rows") / "train.jsonl"
@@ -294,7 +293,6 @@ def test_rows_come_back_as_written(tmp_path_factory, rows):
         assert dataset.loss_tokens[row] == len(values["input_ids"]) - 1
 
 
-@settings(max_examples=200, deadline=None)
 @given(line=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
 def test_rows_any_line_is_a_row_or_an_error_of_ours(line):
     with contextlib.suppress(LengthwiseError):

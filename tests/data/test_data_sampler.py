@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.config import GlobalBatch
@@ -83,7 +83,6 @@ BATCH = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(lengths=LENGTHS, batch=BATCH, epochs=st.integers(1, 3), seed=st.integers(0, 2**63 - 1))
 def test_batches_of_each_epoch_are_one_permutation_cut_in_steps(lengths, batch, epochs, seed):
     batches = batches_of(lengths, epochs=epochs, seed=seed, **batch)
@@ -106,7 +105,6 @@ def test_batches_of_each_epoch_are_one_permutation_cut_in_steps(lengths, batch, 
             assert following is None or tokens + lengths[following[0]] > batch["tokens"]
 
 
-@settings(max_examples=50, deadline=None)
 @given(lengths=LENGTHS, batch=BATCH, steps=st.integers(1, 60))
 def test_batches_of_steps_start_like_those_of_epochs(lengths, batch, steps):
     counted = batches_of(lengths, steps=steps, **batch)

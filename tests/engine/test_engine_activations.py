@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
@@ -18,6 +18,7 @@ from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, apply_policy, keep_double, run_layers
 from lengthwise.offload import ActivationSaver, DiskStore, parameter_storages
 from lengthwise.program import lower_plan
+from properties import costliest
 from support import CountingStore, DelayedStore, build_pair, draw_lengths, make_batch, make_plan, random_plan, run_ranks
 
 CPU = torch.device("cpu")
@@ -115,7 +116,7 @@ def test_offloading_changes_no_bit(family, precision):
         assert same_bits(got, kept), kinds
 
 
-@settings(max_examples=20)
+@costliest
 @given(
     choose=st.randoms(use_true_random=False),
     ranks=st.sampled_from([1, 2, 3, 5, 8]),

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from exact.flexsp import equal_runs, plan_flexsp
@@ -17,6 +17,7 @@ from lengthwise.planner import score
 from lengthwise.planner.baselines.single_degree import room_tokens
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
+from properties import costly
 
 COSTS = st.builds(
     Cost,
@@ -56,7 +57,7 @@ def _least_seconds(tokens: Sequence[int], ranks: int, capacity: int, cost: Cost)
     return best
 
 
-@settings(max_examples=15)
+@costly
 @given(tokens=st.lists(st.integers(1, 40), min_size=1, max_size=4), cost=COSTS)
 def test_flexsp_finds_the_best_groups_of_one_micro_batch(tokens: list[int], cost: Cost) -> None:
     plan = _plan(tokens, 4, 100, cost)
@@ -80,7 +81,7 @@ def test_equal_runs_have_the_least_largest_sum() -> None:
     assert [sum(lengths[run]) for run in equal_runs(np.arange(6), lengths, 3)] == [9, 12, 9]
 
 
-@settings(max_examples=12)
+@costly
 @given(
     tokens=st.lists(st.integers(1, 9) | st.integers(1, 120), min_size=1, max_size=12),
     ranks=st.sampled_from([1, 2, 3, 5, 6, 8]),

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from exact.oracle import Best, plan_oracle
@@ -17,6 +17,7 @@ from lengthwise.cost import Cost
 from lengthwise.planner import PlanOptions, bound_seconds, plan_step, score
 from lengthwise.program import check_plan
 from planner.partitions import partitions
+from properties import costly
 from support.plans import planners_of
 
 COSTS = st.builds(
@@ -87,7 +88,7 @@ def _least(tokens: Sequence[int], ranks: int, capacity: int, cost: Cost) -> floa
     return min(score(plan, cost).makespan_seconds for plan in _every_plan(tokens, ranks, capacity))
 
 
-@settings(max_examples=40)
+@costly
 @given(tokens=st.lists(st.integers(1, 30), min_size=1, max_size=3), capacity=st.integers(10, 30), cost=COSTS)
 def test_oracle_finds_the_best_of_all_plans_on_two_ranks(tokens: list[int], capacity: int, cost: Cost) -> None:
     tokens = [min(length, 2 * capacity) for length in tokens]
@@ -96,7 +97,7 @@ def test_oracle_finds_the_best_of_all_plans_on_two_ranks(tokens: list[int], capa
     assert best.bound_seconds == pytest.approx(best.makespan_seconds, rel=1e-6)
 
 
-@settings(max_examples=12)
+@costly
 @given(tokens=st.lists(st.integers(1, 45), min_size=2, max_size=3), capacity=st.integers(10, 30), cost=COSTS)
 def test_oracle_finds_the_best_of_all_plans_on_three_ranks(tokens: list[int], capacity: int, cost: Cost) -> None:
     tokens = [min(length, 3 * capacity) for length in tokens]
@@ -150,7 +151,7 @@ def test_oracle_finds_the_best_of_all_plans_where_rings_must_be(tokens: list[int
     assert best.makespan_seconds == pytest.approx(_least(tokens, 2, capacity, cost), rel=1e-6)
 
 
-@settings(max_examples=25)
+@costly
 @given(
     tokens=st.lists(st.integers(1, 10) | st.integers(1, 300), min_size=1, max_size=5),
     ranks=st.sampled_from([1, 2, 3, 5]),

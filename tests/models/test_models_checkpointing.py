@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.attention import ActivationPolicy, PlannedAttention, choose_kernel
@@ -28,6 +28,7 @@ from models.test_models_parity import (
     run_planned,
     run_rank,
 )
+from properties import costly
 from support import (
     LiveBytes,
     RecordingTransport,
@@ -105,7 +106,7 @@ def test_recomputing_changes_no_bit_of_a_router_balance_loss(kind):
     assert same_bits(got, kept)
 
 
-@settings(max_examples=25)
+@costly
 @given(choose=st.randoms(use_true_random=False), ranks=st.sampled_from([1, 2, 3, 5]), count=st.integers(1, 6))
 def test_any_plan_with_any_recomputation_gives_the_same_bits(choose, ranks, count):
     lengths = [*draw_lengths(choose, ranks, count), 3]  # one sequence at least has a loss

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen3Config
 
@@ -34,6 +34,7 @@ from models.test_models_parity import (
     run_planned,
     run_rank,
 )
+from properties import costliest
 from support import (
     CountingStore,
     RecordingTransport,
@@ -112,7 +113,7 @@ def test_latent_attention_with_split_heads_equals_plain_hugging_face(model_type)
     assert found.gradient <= 1e-12
 
 
-@settings(max_examples=10)
+@costliest
 @given(choose=st.randoms(use_true_random=False), ranks=st.sampled_from([2, 3, 4, 5, 6, 8]))
 def test_any_plan_with_split_heads_equals_plain_hugging_face(choose, ranks):
     plan = random_plan(choose, ranks, LENGTHS, layers=2, num_heads=MANY_HEADS)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -13,6 +13,7 @@ from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.models import adapter, check_model_config, plain_output
 from lengthwise.models.rope import sequence_lengths
+from properties import costliest
 from support import VARIANTS, build_pair, family_difference, make_plan, tiny_family_config
 
 KINDS = ("llama, rope dynamic", "llama, rope longrope", "phi3, rope longrope")
@@ -36,7 +37,7 @@ def test_frequencies_are_those_of_each_sequence(variant, ranks):
     assert found.gradient <= 1e-12
 
 
-@settings(max_examples=8)
+@costliest
 @given(st.lists(st.sampled_from([1, 2, 3, 15, 16, 17, 18, 37]), min_size=1, max_size=4), st.sampled_from([1, 2, 3]))
 def test_any_lengths_have_their_own_frequencies(lengths, ranks):
     lengths = (*lengths, 2)  # one has something to learn

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import MemoryShortage
@@ -20,7 +20,6 @@ def random_bytes(size, seed=0):
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=25)
 @given(
     rounds=st.lists(st.lists(st.integers(1, 20_000), min_size=1, max_size=8), min_size=1, max_size=4),
     fetches=st.randoms(use_true_random=False),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import PlanError
@@ -14,6 +14,7 @@ from lengthwise.cost import Choice, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, PlanOptions, plan_step, score
 from lengthwise.planner.problem.degrees import DegreeTable
 from lengthwise.program import check_plan, ring_order
+from properties import costly
 from support.plans import clip_for
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
@@ -22,7 +23,7 @@ FULL_HEADS = all_terms_cost(replace(SHAPE, kv_heads=32), HARDWARE)
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-@settings(max_examples=25, deadline=None)
+@costly
 @given(
     tokens=st.lists(st.one_of(st.integers(1, 300), st.integers(1, 60_000)), min_size=1, max_size=25),
     ranks=st.sampled_from([8, 9, 12, 24]),

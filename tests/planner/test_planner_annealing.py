@@ -1,7 +1,7 @@
 """Tiny steps: what no rule finds, found by trying."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import PlanError
@@ -12,6 +12,7 @@ from lengthwise.planner import PlanOptions, bound_seconds, plan_step, score
 from lengthwise.planner.placement.annealing import MOST_WORK, Annealing, anneal
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_order, check_plan
+from properties import costly
 
 ALL_FOUR = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
 
@@ -54,7 +55,7 @@ def test_tiny_steps_on_ranks_of_unequal_speed_are_annealed_too(
     assert plan.notes["predicted_seconds"] >= plan.notes["bound_seconds"]
 
 
-@settings(max_examples=15, deadline=None)
+@costly
 @given(
     ranks=st.integers(1, 6),
     tokens=st.lists(st.sampled_from([1, 2, 5, 40, 41, 79]) | st.integers(1, 200), min_size=1, max_size=9),

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lengthwise.core.cut import local_tokens
@@ -16,6 +16,7 @@ from lengthwise.planner import bound_seconds, score
 from lengthwise.planner.problem.bounds import has_lone_rings, shares_launches_only
 from lengthwise.program import check_plan
 from planner.partitions import partitions
+from properties import costly
 
 Held = tuple[tuple[int, ...], tuple[int, ...]]  # ranks, lengths
 
@@ -83,7 +84,6 @@ def _least_makespan(
     return best
 
 
-@settings(max_examples=60, deadline=None)
 @given(lengths=LENGTHS, capacity=st.integers(10, 30), cost=COSTS)
 @example(lengths=[1, 2, 30], capacity=29, cost=Cost(quadratic_seconds=1.0, linear_seconds=1.0, ring_seconds=200.0))
 def test_bound_is_below_every_plan_on_two_ranks(lengths: list[int], capacity: int, cost: Cost) -> None:
@@ -94,7 +94,6 @@ def test_bound_is_below_every_plan_on_two_ranks(lengths: list[int], capacity: in
         assert bound_seconds(lengths, cluster, cost, lone_rings=lone) <= best * (1 + 1e-9)
 
 
-@settings(max_examples=20, deadline=None)
 @given(lengths=LENGTHS, capacity=st.integers(10, 30), cost=COSTS)
 @example(lengths=[10, 22], capacity=10, cost=Cost(linear_seconds=1.0, fixed_seconds=3000.0))
 def test_bound_is_below_every_plan_of_lone_rings_on_three_ranks(lengths: list[int], capacity: int, cost: Cost) -> None:
@@ -103,7 +102,6 @@ def test_bound_is_below_every_plan_of_lone_rings_on_three_ranks(lengths: list[in
     assert bound_seconds(lengths, cluster, cost) <= best * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
 @given(lengths=LENGTHS, capacity=st.integers(10, 30), cost=COSTS)
 @example(lengths=[12, 12, 8], capacity=10, cost=Cost(linear_seconds=1.0, fixed_seconds=3000.0))
 def test_bound_of_shared_launches_is_below_every_such_plan(lengths: list[int], capacity: int, cost: Cost) -> None:
@@ -184,7 +182,7 @@ def test_weaker_bound_knows_that_allowances_of_short_sequences_save_launches_of_
     assert bound_seconds(plan.tokens, cluster, cost, lone_rings=False) <= score(plan, cost).makespan_seconds
 
 
-@settings(max_examples=30, deadline=None)
+@costly
 @given(
     lengths=st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 15)),
     capacity=st.integers(5, 14),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.plan import Microbatch, Piece, Plan
@@ -20,6 +20,7 @@ from lengthwise.planner.problem.degrees import (
     useful_degrees,
 )
 from lengthwise.program import check_plan, ring_order
+from properties import costly
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 SLOW = all_terms_cost(SHAPE, replace(HARDWARE, link_bytes_per_second=3e9))
@@ -39,7 +40,7 @@ def _taken(cost: Cost, length: int, degree: int) -> float:
     return degree * (cost.piece_seconds([length], degree) + cost.fixed_seconds)
 
 
-@settings(max_examples=25)
+@costly
 @given(lengths=LENGTHS, cost=st.sampled_from(COSTS))
 def test_cheapest_degrees_are_found_by_trying_all(lengths: list[int], cost: Cost) -> None:
     many = np.array(lengths)
@@ -69,7 +70,7 @@ def test_cheapest_degrees_above_64_are_exact() -> None:
         assert _taken(cost, length, best) == pytest.approx(min(tried), rel=1e-12)
 
 
-@settings(max_examples=25)
+@costly
 @given(lengths=LENGTHS, cost=st.sampled_from(COSTS), share=st.floats(0.02, 1.2))
 def test_degrees_within_a_limit_are_the_cheapest(lengths: list[int], cost: Cost, share: float) -> None:
     many = np.array(lengths)
@@ -92,7 +93,6 @@ def test_degrees_within_a_limit_are_the_cheapest(lengths: list[int], cost: Cost,
         assert found > CLUSTER.ranks or found in within
 
 
-@settings(max_examples=25)
 @given(lengths=LENGTHS)
 def test_hidden_degrees_are_the_fewest_with_copies_that_hide(lengths: list[int]) -> None:
     cost, many = _joint(terms=replace(SLOW, copy_bytes_per_second=8e9)), np.array(lengths)
@@ -143,7 +143,6 @@ def test_groups_of_heads_stay_in_their_node_where_they_can() -> None:
         assert all(ring[i] // 8 == ring[i - i % heads] // 8 for i in range(32))
 
 
-@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=5),
     degree=st.integers(1, 6),

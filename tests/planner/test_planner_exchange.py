@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import ConfigError
@@ -12,11 +12,12 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PlanOptions, plan_step, score, split_heads
 from lengthwise.program import check_plan, ring_order
+from properties import costly
 
 COST = all_terms_cost(replace(named_shape("llama-7b"), kv_heads=32), named_hardware("h100"))
 
 
-@settings(deadline=None, max_examples=30)
+@costly
 @given(
     tokens=st.lists(st.integers(1, 90_000), min_size=1, max_size=12),
     ranks=st.sampled_from([12, 16, 24]),

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError
@@ -16,6 +16,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import CUTTING_PLANNERS, PLANNERS, PlanOptions, plan_step, score
 from lengthwise.program import check_plan
+from properties import costliest
 from support.plans import clip_for, planners_of
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
@@ -49,7 +50,7 @@ def _seconds(plan: Plan) -> float:
 
 @pytest.mark.parametrize("mode", ["free", "waves"])
 @pytest.mark.parametrize("recompute", ["none", "layer", "all_but_attention"])
-@settings(deadline=None, max_examples=5)
+@costliest
 @given(step=steps(), cost=st.sampled_from(COSTS), planner=st.sampled_from(PLANNERS))
 def test_more_choice_gives_valid_plans_that_never_end_later(mode, recompute, step, cost, planner) -> None:
     tokens, cluster = clip_for(planner, step[0], step[1].capacity_tokens), step[1]
@@ -68,7 +69,7 @@ def test_more_choice_gives_valid_plans_that_never_end_later(mode, recompute, ste
         assert took[offload, "auto"] <= took[offload, heads] * SOONER
 
 
-@settings(deadline=None, max_examples=6)
+@costliest
 @given(step=steps(), cost=st.sampled_from(COSTS), choice=st.sampled_from(CHOICES))
 def test_no_planner_ends_before_lengthwise_on_small_steps(step, cost, choice) -> None:
     tokens, cluster = step

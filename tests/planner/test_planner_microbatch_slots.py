@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.planner.schedules.microbatch_slots import Bundle, MicrobatchSlots, bundle_rings
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(1, 200), st.integers(2, 5)), max_size=20),
     most_seconds=st.floats(1, 100),
@@ -24,7 +23,6 @@ def test_bundles_hold_each_ring_once_within_room_and_time(rows: list[tuple[int, 
         assert len(bundle.sequences) == 1 or (bundle.held_tokens <= 100 and bundle.seconds <= most_seconds * 1.02)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     ranks=st.integers(1, 6),
     degrees=st.lists(st.integers(1, 6), max_size=12),

@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import ConfigError, Problems
@@ -18,6 +18,7 @@ from lengthwise.planner.problem.bounds import least_makespan
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_order, check_plan, ring_order
 from lengthwise.program.stage_order import stage_order
+from properties import costliest
 from support.stage_actions import check_stage_actions, device_actions
 
 COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
@@ -32,7 +33,7 @@ COSTS = (
 CAPACITY = 97
 
 
-@settings(max_examples=15, deadline=None)
+@costliest
 @given(
     ranks=st.sampled_from((1, 2, 3, 5, 12)),
     tokens=st.lists(st.sampled_from([1, 2, 96, 97, 98, 194, 195, 1009]) | st.integers(1, 900), min_size=1, max_size=25),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lengthwise.core.plan import Plan
@@ -18,6 +18,7 @@ from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import score
 from lengthwise.program import check_plan
 from lengthwise.program.ring_order import interval_microbatch
+from properties import costliest, costly
 from support.plans import planners_of
 
 COSTS = st.builds(
@@ -29,7 +30,7 @@ COSTS = st.builds(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@costly
 @given(
     ranks=st.sampled_from([1, 2, 3, 5, 7, 12, 24]),
     capacity=st.sampled_from([1, 7, 64, 1000]),
@@ -52,7 +53,7 @@ def test_no_planner_ends_sooner(ranks: int, capacity: int, shares: list[float], 
     assert seconds["lengthwise"] <= min(seconds.values()) * 1.0006
 
 
-@settings(max_examples=15, deadline=None)
+@costliest
 @given(
     ranks=st.sampled_from([1, 2, 3, 5, 7]),
     capacity=st.sampled_from([1, 7, 64, 1000]),
@@ -85,7 +86,7 @@ def test_no_planner_ends_sooner_through_stages(
     assert plans["lengthwise"].notes["bound_seconds"] <= seconds["lengthwise"] * (1 + 1e-9)
 
 
-@settings(max_examples=15, deadline=None)
+@costliest
 @given(
     ranks=st.sampled_from([1, 2, 3, 5, 7]),
     shares=st.lists(st.floats(0, 1), min_size=1, max_size=12),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.plan import Plan
@@ -20,6 +20,7 @@ from lengthwise.planner.schedules.pipeline import pipeline_schedule
 from lengthwise.planner.schedules.shelves import Shelving, plan_shelves, write_shelves
 from lengthwise.planner.search import plan_lengthwise
 from lengthwise.program import check_plan
+from properties import costly
 
 TERMS = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
 
@@ -30,7 +31,7 @@ def _plans(request: PlanRequest) -> list[Plan]:
     return [replace(request.draft(each), layers=64, schedule=schedule, requires=("pipeline",)) for each in found]
 
 
-@settings(max_examples=60, deadline=None)
+@costly
 @given(
     ranks=st.sampled_from((1, 2, 3, 5, 7, 24)),
     tokens=st.lists(st.sampled_from([1, 2, 96, 97, 98, 194, 195, 1009]) | st.integers(1, 900), min_size=1, max_size=25),

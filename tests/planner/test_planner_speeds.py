@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from judge import Coefficients, judge
@@ -21,6 +21,7 @@ from lengthwise.planner.problem.speeds import noted_speeds, read_speeds, speed_r
 from lengthwise.planner.problem.topology import levelled
 from lengthwise.program import check_order, check_plan, ring_order
 from lengthwise.simulator import simulate_plan
+from properties import costliest, costly
 from support.plans import clip_for
 
 CAPACITY = 29
@@ -41,7 +42,7 @@ def uneven_steps(draw: st.DrawFn, most_ranks: int = 13) -> tuple[list[int], Clus
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-@settings(max_examples=40, deadline=None)
+@costly
 @given(step=uneven_steps(), cost=st.sampled_from([COST, HOPS, ALL_TERMS]))
 def test_planners_hold_every_rule_on_ranks_of_unequal_speed(
     planner: str, step: tuple[list[int], Cluster, list[float]], cost: Cost
@@ -67,7 +68,7 @@ def test_planners_hold_every_rule_on_ranks_of_unequal_speed(
     assert all(len(met) <= 4 for met in peers.values())
 
 
-@settings(max_examples=20, deadline=None)
+@costliest
 @given(step=uneven_steps(7), cost=st.sampled_from([COST, ALL_TERMS]))
 def test_ranks_of_unequal_speed_never_wait_for_each_other_for_ever(
     step: tuple[list[int], Cluster, list[float]], cost: Cost
@@ -91,7 +92,6 @@ def test_equal_speeds_plan_the_same_bytes(planner: str) -> None:
     assert quick.notes["bound_seconds"] == twice.notes["bound_seconds"]
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data(), ranks=st.integers(1, 9), cost=st.sampled_from([COST, HOPS, ALL_TERMS]))
 def test_no_plan_of_lone_rings_beats_the_bound_of_unequal_speeds(data: st.DataObject, ranks: int, cost: Cost) -> None:
     """Plans at random: any intervals, any order, and where costs price them any shares that ranks can hold."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError, Problems
@@ -39,7 +39,6 @@ RANKS = (1, 2, 3, 5, 6, 7, 12, 13, 97)
 UGLY = st.sampled_from([1, 2, 3, 89, CAPACITY - 1, CAPACITY, CAPACITY + 1, 2 * CAPACITY, 2 * CAPACITY + 1, 1009])
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     ranks=st.sampled_from(RANKS),
     tokens=st.lists(UGLY | st.integers(1, 2000), min_size=1, max_size=40),

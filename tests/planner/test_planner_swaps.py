@@ -5,7 +5,7 @@ from __future__ import annotations
 import tracemalloc
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.planner.placement.swaps import Bin, level_by_swaps
@@ -47,7 +47,6 @@ def test_thousands_of_sequences_a_rank_are_not_compared_all_with_all() -> None:
     assert peak < 50e6
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_properties(data: st.DataObject) -> None:
     capacity = 20

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.plan import Microbatch, Piece, Plan
@@ -12,6 +12,7 @@ from lengthwise.cost import Choice, Cost, all_terms_cost, named_hardware, named_
 from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.program import ring_order
 from lengthwise.simulator import simulate_plan
+from properties import costliest
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 
@@ -31,7 +32,6 @@ def _alone(length: int, degree: int, heads: int) -> Plan:
     return Plan(ranks=degree, layers=32, capacity=10**7, tokens=(length,), microbatches=(Microbatch(pieces=(piece,)),))
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     length=st.integers(20_000, 2_000_000),
     nodes=st.integers(1, 7),
@@ -65,7 +65,7 @@ def test_enough_uplink_for_all_leaves_costs_as_they_were() -> None:
 LENGTHS = st.lists(st.one_of(st.integers(1, 9_000), st.integers(9_000, 120_000)), min_size=1, max_size=8)
 
 
-@settings(deadline=None, max_examples=15)
+@costliest
 @given(tokens=LENGTHS, ranks=st.sampled_from([3, 5, 8, 12]), nics=st.sampled_from([0.5, 1.0, 2.0]))
 def test_split_heads_simulate_no_later_than_plain_rings(tokens: list[int], ranks: int, nics: float) -> None:
     cost, cluster = _cost(nics), Cluster(ranks=ranks, capacity_tokens=8192)

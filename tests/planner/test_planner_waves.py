@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import ConfigError
@@ -13,6 +13,7 @@ from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, bound_seconds, plan_step, score
 from lengthwise.program import check_order, check_plan, ring_order
+from properties import costly
 
 COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0)
 ALL_FOUR = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
@@ -27,7 +28,7 @@ COSTS = (
 CAPACITY = 97
 
 
-@settings(max_examples=60, deadline=None)
+@costly
 @given(
     ranks=st.sampled_from((1, 2, 3, 5, 7, 12)),
     tokens=st.lists(st.sampled_from([1, 2, 96, 97, 98, 194, 195, 1009]) | st.integers(1, 900), min_size=1, max_size=25),

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from judge import Coefficients, judge
@@ -12,6 +12,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.program import check_order, check_plan
+from properties import costliest, costly
 from support.plans import clip_for
 
 CAPACITY = 29
@@ -37,7 +38,7 @@ def steps(draw: st.DrawFn, ranks: st.SearchStrategy[int]) -> tuple[list[int], Cl
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-@settings(max_examples=30)
+@costly
 @given(step=steps(st.sampled_from(RANKS)))
 def test_planners_plan_every_sequence_once_within_capacity_and_above_the_bound(
     planner: str, step: tuple[list[int], Cluster]
@@ -55,7 +56,7 @@ def test_planners_plan_every_sequence_once_within_capacity_and_above_the_bound(
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-@settings(max_examples=10)
+@costliest
 @given(step=steps(st.sampled_from([1, 2, 3, 5, 6, 7])))
 def test_planners_never_let_ranks_wait_for_each_other_for_ever(planner: str, step: tuple[list[int], Cluster]) -> None:
     tokens, cluster = step
@@ -67,7 +68,7 @@ def test_planners_never_let_ranks_wait_for_each_other_for_ever(planner: str, ste
 
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("cost", [COST, ALL_TERMS], ids=["four-terms", "all-terms"])
-@settings(max_examples=10)
+@costliest
 @given(step=steps(st.sampled_from(RANKS)))
 def test_planners_meet_four_neighbours_at_most(planner: str, cost: Cost, step: tuple[list[int], Cluster]) -> None:
     tokens, cluster = step

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.plan import Piece
@@ -20,6 +20,7 @@ from lengthwise.program import (
 )
 from lengthwise.program.heads import group_of, group_runs
 from lengthwise.program.order import rank_groups
+from properties import costly
 from support import draw_lengths, make_plan, random_plan, visible_pairs
 
 HEADS = 840  # divided by every degree up to 8
@@ -36,7 +37,6 @@ def drawn(choose, ranks, count):
     return random_plan(choose, ranks, draw_lengths(choose, ranks, count), num_heads=HEADS)
 
 
-@settings(max_examples=200)
 @given(
     choose=st.randoms(use_true_random=False),
     ranks=st.integers(1, 9),
@@ -89,7 +89,6 @@ def test_keys_travel_where_there_are_blocks_for_them_and_no_further(choose, rank
             assert goes_on or program.window is None or (t.target, t.piece, t.owner) in used
 
 
-@settings(max_examples=60)
 @given(
     choose=st.randoms(use_true_random=False),
     ranks=st.integers(1, 8),
@@ -181,7 +180,7 @@ def test_groups_exchange_every_part_of_every_token_once_and_bring_it_home(choose
             assert len(transfers) == len(expected)
 
 
-@settings(max_examples=50)
+@costly
 @given(choose=st.randoms(use_true_random=False), ranks=st.integers(1, 8), count=st.integers(1, 6))
 def test_any_plan_with_split_heads_and_any_recomputation_completes(choose, ranks, count):
     plan = drawn(choose, ranks, count)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import lengthwise
@@ -30,7 +30,6 @@ def receive(peer, size=1):
     return Operation(kind="receive", peer=peer, size=size)
 
 
-@settings(max_examples=50)
 @given(choose=st.randoms(use_true_random=False), ranks=st.integers(2, 7), count=st.integers(1, 5))
 def test_order_a_each_round_is_one_grouped_call_with_the_same_pairing_on_both_sides(choose, ranks, count):
     plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count))
@@ -125,7 +124,6 @@ def test_order_d_a_collective_before_the_last_round_deadlocks():
     assert matcher.stuck() == {0: "step end", 1: "microbatch 0, layer 0, backward, ring step 0"}
 
 
-@settings(max_examples=50)
 @given(choose=st.randoms(use_true_random=False), ranks=st.integers(1, 7), count=st.integers(1, 6))
 def test_order_d_counting_is_a_sub_step_with_its_rings_before_its_collective(choose, ranks, count):
     plan, windows = random_plan(choose, ranks, draw_lengths(choose, ranks, count)), [None, 5]
@@ -184,7 +182,6 @@ def test_order_e_recomputation_runs_the_forward_rounds_again_before_each_layers_
     assert not any("again" in label for label in labels if label.startswith("microbatch 1"))
 
 
-@settings(max_examples=30)
 @given(choose=st.randoms(use_true_random=False), ranks=st.integers(2, 7), count=st.integers(1, 5))
 def test_order_e_any_plan_with_any_recomputation_completes(choose, ranks, count):
     plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count))

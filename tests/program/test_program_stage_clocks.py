@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.plan import Microbatch, Piece
@@ -36,7 +36,6 @@ def test_one_microbatch_takes_its_time_once_a_stage() -> None:
         assert clocks.end.max() == pytest.approx(4 * 3)
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     rows=st.lists(
         st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(1, 50), st.integers(1, 50), st.integers(0, 20)),

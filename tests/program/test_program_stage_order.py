@@ -1,7 +1,7 @@
 """Interleaved 1F1B as data: one order for all pipelines, whatever rings they share, and no message out of turn."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import PlanError
@@ -26,7 +26,6 @@ intervals = st.integers(0, RANKS - 1).flatmap(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(ranks_of=st.lists(intervals, min_size=1, max_size=14), stages=STAGES, virtual=st.sampled_from([1, 2, 3]))
 def test_any_rings_run_through_all_stages_and_every_message_is_received(
     ranks_of: list[tuple[int, ...]], stages: int, virtual: int
@@ -40,7 +39,6 @@ def test_any_rings_run_through_all_stages_and_every_message_is_received(
     assert sent == sum(map(len, ranks_of)) * (2 * stages * virtual - 1 - turns)
 
 
-@settings(max_examples=100, deadline=None)
 @given(ranks_of=st.lists(intervals, min_size=1, max_size=14), stages=STAGES, virtual=st.sampled_from([1, 2, 3]))
 def test_ticks_rise_along_every_chain_and_never_meet_on_a_stage(
     ranks_of: list[tuple[int, ...]], stages: int, virtual: int

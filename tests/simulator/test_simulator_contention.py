@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import ConfigError
@@ -16,6 +16,7 @@ from lengthwise.program import ring_order
 from lengthwise.simulator import microbatch_clocks, simulate_plan
 from lengthwise.simulator.contention import Uplinks, node_bytes
 from lengthwise.simulator.piece_layers import piece_layer
+from properties import costly
 from support.plans import clip_for
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
@@ -103,7 +104,7 @@ def test_the_steps_end_takes_no_more_than_the_uplinks() -> None:
         replace(cost, uplink_bytes_per_second=0.0)
 
 
-@settings(deadline=None, max_examples=25)
+@costly
 @given(
     tokens=st.lists(st.one_of(st.integers(1, 60), st.integers(1, 60_000)), min_size=1, max_size=10),
     ranks=st.sampled_from([1, 2, 3, 5, 12, 17]),
@@ -125,7 +126,6 @@ def test_contention_never_makes_a_step_faster(tokens, ranks, planner, uplink, ni
     assert simulate_plan(plan, enough).end.tolist() == free.end.tolist()
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     tokens=st.lists(st.one_of(st.integers(1, 60), st.integers(1, 60_000)), min_size=1, max_size=10),
     ranks=st.sampled_from([1, 2, 3, 5, 12]),

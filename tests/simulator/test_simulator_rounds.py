@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import PlanError
@@ -31,7 +31,6 @@ def _squared_tokens(task) -> int:
     return queries * keys if task.causal else 2 * queries * keys
 
 
-@settings(deadline=None)
 @given(lengths=LENGTHS, degree=st.integers(1, 7), uneven=st.booleans())
 def test_blocks_and_shards_are_those_of_the_lowered_program(lengths: list[int], degree: int, uneven: bool) -> None:
     shares = tuple(float(1 + j) for j in range(degree)) if uneven else None
@@ -46,7 +45,6 @@ def test_blocks_and_shards_are_those_of_the_lowered_program(lengths: list[int], 
             assert seconds == pytest.approx(worth, rel=1e-9, abs=1e-6)
 
 
-@settings(deadline=None)
 @given(lengths=LENGTHS, groups=st.integers(1, 5), heads=st.sampled_from([2, 4, 16]))
 def test_blocks_and_shards_of_split_heads_are_those_of_the_lowered_program(lengths, groups, heads) -> None:
     piece = Piece(ranks=ring_order(heads, groups * heads, heads), sequences=tuple(range(len(lengths))), heads=heads)
@@ -117,7 +115,6 @@ def _slow_clocks(microbatch: Microbatch, tokens: list[int], cost: Cost, ranks: i
     return ends[0], ends[-1]
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     lengths=LENGTHS,
     degree=st.integers(2, 6),
@@ -183,7 +180,6 @@ def test_uplinks_carry_what_comes_in_as_well() -> None:
     assert clocks.total == pytest.approx([total[rank] for rank in clocks.ranks], rel=1e-9)
 
 
-@settings(deadline=None)
 @given(
     length=st.integers(1, 2 * 10**6),
     degree=st.sampled_from([1, 2, 5, 8, 16, 24]),
@@ -239,7 +235,6 @@ def test_blocks_sum_to_the_costs_attention() -> None:
         assert blocks == pytest.approx(COST.attention_seconds(np.array(lengths, dtype=float), degree / heads).sum())
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     degree=st.sampled_from([2, 3, 4, 5, 7, 16, 33]),
     tokens_a_rank=st.integers(300, 16_000),

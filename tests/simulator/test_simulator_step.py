@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import PlanError
@@ -14,6 +14,7 @@ from lengthwise.cost import all_terms_cost, analytic_cost, named_hardware, named
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PLANNERS, PlanOptions, plan_step, score
 from lengthwise.simulator import microbatch_clocks, simulate_plan
+from properties import costly
 from support.plans import clip_for
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
@@ -37,7 +38,7 @@ def test_simulated_step_is_near_the_score(planner: str) -> None:
     assert timeline.most_held_tokens <= 8192 + len(tokens)
 
 
-@settings(deadline=None, max_examples=30)
+@costly
 @given(
     tokens=st.lists(st.integers(1, 40_000), min_size=1, max_size=12),
     ranks=st.sampled_from([5, 8, 11]),
