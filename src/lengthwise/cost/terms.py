@@ -181,7 +181,7 @@ class Cost:
 
     def piece_seconds(
         self,
-        lengths: Sequence[int],
+        lengths: Sequence[int] | Floats,
         degree: int,
         choice: Choice | None = None,
         *,
@@ -204,17 +204,17 @@ class Cost:
         """
         if not self.prices_choices:
             return self._plain_seconds(lengths, degree)
+        tokens = np.asarray(lengths, dtype=np.float64)
         if choice is None and self.chooses:
-            tokens, degrees = np.array([float(sum(lengths))]), np.array([degree])
-            offload = float(self.choices.offload_needed(tokens, degrees, len(lengths))[0])
+            together, degrees = np.array([float(tokens.sum())]), np.array([degree])
+            offload = float(self.choices.offload_needed(together, degrees, len(tokens))[0])
             each = (Choice(heads=u, offload=offload, recompute=self.choices.recompute) for u in self._groups(degree))
-            return min(self.piece_seconds(lengths, degree, one) for one in each if degree % one.heads == 0)
+            return min(self.piece_seconds(tokens, degree, one) for one in each if degree % one.heads == 0)
         choice = choice or _AS_CUT
         if degree % choice.heads or self.heads % choice.heads:
             expected = f"a divisor of the {degree} ranks and of the model's {self.heads} heads"
             remedy = "Split heads over fewer ranks."
             raise PlanError("heads", expected=expected, got=str(choice.heads), remedy=remedy)
-        tokens = np.array(lengths, dtype=np.float64)
         attention, total = float(self.attention_seconds(tokens, degree / choice.heads).sum()), float(tokens.sum())
         parts, held = (1.0 / degree, total / degree) if shares is None else parts_by_shares(lengths, degree, shares)
         speed: Numbers = 1.0 if speeds is None else np.array(speeds)

@@ -26,21 +26,21 @@ CHOICES = ("off", "auto")
 _DIGITS = 6  # of an offload ratio; rounded up
 
 
-def choice_variants(widest: Cost, longest_tokens: int, cluster: Cluster, *, decides_heads: bool) -> Iterator[Cost]:
+def choice_variants(widest: Cost, longest_tokens: int, cluster: Cluster, *, heads: Sequence[bool]) -> Iterator[Cost]:
     """Yield the costs to plan with, those of fewest choices first.
 
     Args:
         widest: costs with every choice that there is.
         longest_tokens: of the step; nothing that a device holds by itself is worth offloading.
         cluster: ranks and capacity.
-        decides_heads: whether the planner chooses degrees for the sake of split heads.
+        heads: whether degrees are chosen for the sake of split heads, each way that is worth a try.
     """
     if not widest.chooses:
         yield widest
         return
     offloads = [False] * (longest_tokens <= cluster.longest_tokens)
     offloads += [True] * (widest.choices.offloads and longest_tokens > cluster.capacity_tokens)
-    for splits_heads in [False] + [True] * (widest.choices.splits_heads and decides_heads):
+    for splits_heads in heads if widest.choices.splits_heads else (False,):
         for offload in offloads:
             variant = replace(widest, choices=replace(widest.choices, splits_heads=splits_heads))
             yield variant if offload else variant.without_copies()

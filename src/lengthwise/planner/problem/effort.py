@@ -5,8 +5,11 @@ What other ways take is counted in the seconds that they took on one core, never
 
 GOOD_ENOUGH = 1.0005  # of the bound; further tries could gain no more than this
 FAR = 1.01  # of the bound; above it other ways are worth several times the time
-SMALL_STEP = 50_000  # sequences x ranks, up to which all ways together cost some 0.1 s
-OTHERS_SECONDS = 0.1  # plans of all other planners, and those made for the sake of split heads
+SMALL_STEP = 50_000  # sequences x ranks
+HEADS_SECONDS = 0.1  # plans made for the sake of split heads
+SEQUENCE_SECONDS = 3e-4  # a sequence in the plans of all other planners
+WAVE_SECONDS = 7e-4  # a rank in one microbatch of the plan in lock-step
+HEADS_FACTOR = 3.5  # of both, where each piece may split heads
 TABLE_SECONDS = 0.025  # all levels of one table of degrees
 CHANGE_SECONDS = 2e-5  # one piece of one change, of which there may be one a sequence
 LARGE_STEP = 1_000_000  # sequences x ranks, above which only what a step asks for is tried
