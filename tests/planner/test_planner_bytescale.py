@@ -153,7 +153,7 @@ def test_bytescale_takes_more_ranks_than_the_fewest_where_heads_then_split() -> 
 def test_degrees_to_try_are_the_fewest_without_heads_and_rounded_up_with_them() -> None:
     cost = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
     cluster = Cluster(ranks=20, capacity_tokens=100)
-    for splits, expected in ((False, [[1, 9, 17]]), (True, [[1, 9, 17], [1, 16, 20], [1, 16, 20]])):
+    for splits, expected in ((False, [[1, 9, 17]]), (True, [[1, 9, 17], [1, 16, 20]])):
         choosing = cost.choosing(Choices(splits_heads=splits))
         request = PlanRequest(tokens=(100, 900, 1700), cluster=cluster, cost=choosing)
         assert [degrees.tolist() for degrees in degrees_to_try(request)] == expected

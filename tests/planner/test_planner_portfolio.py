@@ -8,12 +8,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lengthwise.core.plan import Plan
+from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Choices, Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import PlanOptions, plan_step
-from lengthwise.planner.portfolio import Selection, is_worth_others
+from lengthwise.planner import PlanOptions, plan_step, register_planner, registry
+from lengthwise.planner.portfolio import Selection, is_worth_others, others_seconds
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import score
 from lengthwise.program import check_plan
@@ -125,18 +125,56 @@ def test_the_candidate_that_ends_first_is_taken_and_the_first_of_equal_ones() ->
     assert selection.seconds == score(selection.plan, cost).makespan_seconds == pytest.approx(5 + 3e-3)
 
 
+def _others_are_asked(request: PlanRequest, seconds: float, options: PlanOptions | None = None) -> bool:
+    empty = Plan(ranks=1, layers=1, capacity=1, tokens=request.tokens, microbatches=())
+    selection = Selection(plan=empty, cost=request.cost, options=options or PlanOptions(), seconds=seconds)
+    return is_worth_others(request, selection)
+
+
 def test_other_planners_are_left_out_near_the_bound_and_for_large_steps() -> None:
     cluster, cost = Cluster(ranks=100, capacity_tokens=100), Cost(linear_seconds=1.0)
     small = PlanRequest(tokens=(1,) * 400, cluster=cluster, cost=cost)
-    assert is_worth_others(small, small.bound_seconds * 1.001)
-    assert not is_worth_others(small, small.bound_seconds * 1.0005)
+    assert _others_are_asked(small, small.bound_seconds * 1.001)
+    assert not _others_are_asked(small, small.bound_seconds * 1.0005)
     medium = PlanRequest(tokens=(1,) * 600, cluster=cluster, cost=cost)
-    assert not is_worth_others(medium, medium.bound_seconds * 1.009)
-    assert is_worth_others(medium, medium.bound_seconds * 1.011)
-    assert not is_worth_others(PlanRequest(tokens=(1,) * 10_001, cluster=cluster, cost=cost), float("inf"))
+    assert not _others_are_asked(medium, medium.bound_seconds * 1.009)
+    assert _others_are_asked(medium, medium.bound_seconds * 1.011)
+    assert not _others_are_asked(PlanRequest(tokens=(1,) * 10_001, cluster=cluster, cost=cost), float("inf"))
     staged = replace(small, stages=2)
-    assert not is_worth_others(replace(staged, tokens=(1,) * 501), float("inf"))
-    assert is_worth_others(replace(staged, tokens=(1,) * 500), staged.bound_seconds)
+    assert not _others_are_asked(replace(staged, tokens=(1,) * 501), float("inf"))
+    assert _others_are_asked(replace(staged, tokens=(1,) * 500), staged.bound_seconds)
+
+
+def test_other_planners_are_asked_with_choices_a_percent_above_the_bound_and_as_far_as_the_step_pays_for_them() -> None:
+    cost = all_terms_cost(named_shape("llama-7b"), named_hardware("h100")).choosing(Choices(splits_heads=True))
+    request = PlanRequest(tokens=(9000,) * 400, cluster=Cluster(ranks=100, capacity_tokens=16_384), cost=cost)
+    assert not _others_are_asked(request, request.bound_seconds * 1.009)
+    assert _others_are_asked(request, request.bound_seconds * 1.011)
+    assert _others_are_asked(request, request.bound_seconds, PlanOptions(heads=8))  # whether that is quicker or not
+    counted = others_seconds(request)
+    for share, asked in ((1.01, True), (0.99, False)):
+        some = replace(request, planning_share=share * counted / request.bound_seconds)
+        assert _others_are_asked(some, request.bound_seconds * 1.011) == asked
+    whole = replace(request, cost=cost.choosing(Choices()))
+    assert counted > others_seconds(whole)  # each piece has several prices
+    assert others_seconds(replace(whole, tokens=(9000,) * 4000)) > 9 * others_seconds(whole)
+
+
+def test_rivals_choose_degrees_for_split_heads_and_on_small_steps_in_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+    cost = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
+    asked: list[bool] = []
+
+    def watching(request: PlanRequest) -> list[Microbatch]:
+        asked.append(request.cost.choices.splits_heads)
+        return [interval_microbatch(0, 1, [i]) for i in range(len(request.tokens))]
+
+    register_planner("watching", watching)
+    cluster, options = Cluster(ranks=100, capacity_tokens=100), PlanOptions(planner="watching", heads="auto")
+    for count, expected in ((100, [False, True]), (501, [True])):
+        plan_step([10] * count, cluster, cost, options)
+        assert asked == expected
+        asked.clear()
 
 
 def test_free_ends_no_later_than_waves_where_one_ring_takes_nearly_all_the_time() -> None:

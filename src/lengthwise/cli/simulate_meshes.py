@@ -10,9 +10,10 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import TimeoutError, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,12 +27,15 @@ from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.sizes import MOST_RANKS, parse_tokens, read_whole
 
 if TYPE_CHECKING:
+    from multiprocessing.queues import SimpleQueue
+
     from lengthwise.core.shape import ModelShape
     from lengthwise.cost import Cost, Hardware
     from lengthwise.planner import PlanOptions
     from lengthwise.simulator import Best, Mesh, MeshQuestion
 
 MESHES = ("best", "same")
+_TOLD_EVERY_SECONDS = 0.2
 _MANY_DEVICES = 2048  # above, a planner takes seconds for each of its tries
 
 
@@ -79,24 +83,52 @@ def _searched(
 
             def tell(planner: str, mesh: Mesh, tried: int) -> None:
                 place = f"planner {planners.index(planner) + 1} of {len(planners)}"
-                status.update(f"{place}, {planner}: {mesh}; plans tried: {tried}")
+                status.update(f"{place}, {planner}: {_doing(mesh, tried)}")
 
             return [best_mesh(planner, batches, question, progress=tell) for planner in planners]
     done: dict[str, Best] = {}
-    search = partial(best_mesh, batches=batches, question=question)
-    with get_context("fork").Pool(workers, initializer=_ignore_interrupt) as pool:  # leaving it ends the processes
-        finished = pool.imap_unordered(search, planners)
+    at_work: dict[str, str] = {}
+    context = get_context("fork")
+    told = context.SimpleQueue()
+    search = partial(_search_and_tell, batches=batches, question=question)
+    with context.Pool(workers, initializer=_start_worker, initargs=(told,)) as pool:  # leaving it ends the processes
+        finished = pool.imap_unordered(search, reversed(planners))  # the quick ones, named first, fill up the end
         with progress.status("planning") as status:
-            for each in finished:
-                done[each.planner] = each
-                left = [planner for planner in planners if planner not in done]
-                status.update(f"{len(done)} of {len(planners)} planners done; to come: {', '.join(left)}")
+            while len(done) < len(planners):
+                with suppress(TimeoutError):
+                    found = finished.next(timeout=_TOLD_EVERY_SECONDS)
+                    done[found.planner] = found
+                while not told.empty():
+                    planner, doing = told.get()
+                    at_work[planner] = doing
+                now = [f"{planner}: {doing}" for planner, doing in at_work.items() if planner not in done]
+                status.update("; ".join([f"{len(done)} of {len(planners)} planners done", *now]))
     return [done[planner] for planner in planners]
 
 
-def _ignore_interrupt() -> None:
+_told: SimpleQueue[tuple[str, str]] | None = None  # of a worker: what it is at
+
+
+def _start_worker(told: SimpleQueue[tuple[str, str]]) -> None:
     """Leave Ctrl-C, which a terminal sends to all processes, to the one that ends the others."""
+    global _told
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _told = told
+
+
+def _search_and_tell(planner: str, batches: Sequence[Sequence[int]], question: MeshQuestion) -> Best:
+    """Search for one planner in a worker, and tell what is planned."""
+    from lengthwise.simulator import best_mesh
+
+    told = _told
+    assert told is not None, "a worker that was not started"
+    return best_mesh(
+        planner, batches, question, progress=lambda name, mesh, tried: told.put((name, _doing(mesh, tried)))
+    )
+
+
+def _doing(mesh: Mesh, tried: int) -> str:
+    return f"{mesh}; plans tried: {tried}"
 
 
 @dataclass(frozen=True, kw_only=True)

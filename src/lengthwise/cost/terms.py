@@ -181,7 +181,7 @@ class Cost:
 
     def piece_seconds(
         self,
-        lengths: Sequence[int] | Floats,
+        lengths: Sequence[int] | Whole | Floats,
         degree: int,
         choice: Choice | None = None,
         *,
@@ -216,7 +216,11 @@ class Cost:
             remedy = "Split heads over fewer ranks."
             raise PlanError("heads", expected=expected, got=str(choice.heads), remedy=remedy)
         attention, total = float(self.attention_seconds(tokens, degree / choice.heads).sum()), float(tokens.sum())
-        parts, held = (1.0 / degree, total / degree) if shares is None else parts_by_shares(lengths, degree, shares)
+        parts, held = (
+            (1.0 / degree, total / degree)
+            if shares is None
+            else parts_by_shares([int(each) for each in lengths], degree, shares)
+        )
         speed: Numbers = 1.0 if speeds is None else np.array(speeds)
         part = _Part(held, attention * parts / speed, self.linear_seconds * held / speed)
         return float(np.max(self._seconds(part, total, degree, choice, self.reach(degree, choice.heads, ranks))))
@@ -348,7 +352,7 @@ class Cost:
             return reach_of(ranks, heads, node, shares_uplinks=shared)
         return least_reach(degree, heads, node, crosses=self.crosses_node, shares_uplinks=shared)
 
-    def _plain_seconds(self, lengths: Sequence[int], degree: int) -> float:
+    def _plain_seconds(self, lengths: Sequence[int] | Whole | Floats, degree: int) -> float:
         total = sum(lengths)
         pairs = sum(length * length for length in lengths)
         if self.windows:

@@ -19,7 +19,7 @@ from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.cost import Cost
 from lengthwise.planner.options import PlanOptions
 from lengthwise.planner.placement.annealing import MOST_WORK, anneal
-from lengthwise.planner.problem.choices import choice_variants, split_heads, write_offload
+from lengthwise.planner.problem.choices import CHOICES, choice_variants, split_heads, write_offload
 from lengthwise.planner.problem.effort import (
     FAR,
     GOOD_ENOUGH,
@@ -124,7 +124,7 @@ def _offer_searched(request: PlanRequest, selection: Selection) -> None:
     """Offer the plan of the search and, of small steps, those of all other planners, and anneal the best."""
     made = [find_planner("lengthwise")(request)]
     selection.offer(made[0])
-    if is_worth_others(request, selection.seconds):
+    if is_worth_others(request, selection):
         others = request if request.context_tokens is None else replace(request, context_tokens=None)
         for planner in (*BASELINES, plan_waves):  # in lock-step, which ends no later without the lock
             made.append(planner(others))
@@ -138,15 +138,16 @@ def _offer_searched(request: PlanRequest, selection: Selection) -> None:
                 selection.offer(anneal(request, made[start], ends[start]))
 
 
-def is_worth_others(request: PlanRequest, makespan_seconds: float) -> bool:
+def is_worth_others(request: PlanRequest, selection: Selection) -> bool:
     """Return whether the other planners could end enough earlier than the search to be asked.
 
-    Where choices, stages or links couple what pieces take, no bound tells it: the step's size decides alone.
+    Where stages couple what pieces take, or heads are split whether that is quicker or not, no bound tells it: the
+    step's size decides alone.
     """
-    size = len(request.tokens) * request.cluster.ranks
+    size, makespan_seconds = len(request.tokens) * request.cluster.ranks, selection.seconds
     if request.planning_seconds < others_seconds(request):
         return False
-    if request.priced_stages > 1:
+    if request.priced_stages > 1 or selection.options.heads not in CHOICES:
         return size <= SMALL_STEP
     if size > SMALL_STEP:
         return size <= LARGE_STEP and not request.cost.chooses and makespan_seconds > request.bound_seconds * FAR

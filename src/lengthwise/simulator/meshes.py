@@ -7,7 +7,7 @@ most work:
 1. every number of tensor-parallel devices that memory allows, ranks holding all that fits;
 2. from the best two, half of the capacity, and half again (rings of more ranks), while that ends sooner;
 3. from the best, twice the stages, while that ends sooner;
-4. at the best, offload.
+4. at the best, offload, which is kept if it ends sooner.
 
 Those that end within a few percent of the best run all batches, and the least mean is taken. A mesh whose arithmetic
 alone would take longer than the best so far is not planned. Some ten to twenty plans a planner.
@@ -274,9 +274,19 @@ class _Search:
     def best(self, question: MeshQuestion) -> Found | None:
         """Return the best of a question's meshes and of those tried before; None: none holds the sequences."""
         self._walk(question)
-        ordered = sorted(self.first, key=self._seconds)
+        ordered = sorted(filter(self._is_kept, self.first), key=self._seconds)
         near = [mesh for mesh in ordered[:_MOST_NEAR] if self._seconds(mesh) <= _NEAR * self._seconds(ordered[0])]
         return min(map(self._finish, near), key=lambda each: each.result.mean_seconds, default=None)
+
+    def _is_kept(self, mesh: Mesh) -> bool:
+        """Return whether a mesh ends sooner than the same one with, or without, offload; of equal ones the one without.
+
+        With offload a planner takes the better of both, so one of the two is enough.
+        """
+        offload = self.question.offload
+        if mesh.offload == "off":
+            return offload == "off" or self._seconds(replace(mesh, offload=offload)) >= self._seconds(mesh)
+        return self._seconds(replace(mesh, offload="off")) > self._seconds(mesh)
 
     def _seconds(self, mesh: Mesh) -> float:
         """Return what the batch of most work takes on a mesh; inf where it was not planned."""

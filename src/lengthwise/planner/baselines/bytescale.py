@@ -65,12 +65,13 @@ def plan_bytescale(request: PlanRequest) -> list[Microbatch]:
 
 
 def degrees_to_try(request: PlanRequest) -> list[NDArray[np.int64]]:
-    """List the degrees of all sequences: the fewest; where heads may be split, rounded up to what groups divide."""
+    """List the degrees of all sequences: the fewest, or rounded up to what groups of split heads divide."""
     fewest, ranks, group = request.hidden_degrees, request.cluster.ranks, math.gcd(request.cost.heads, 8)
     if not request.cost.choices.splits_heads:
         return [fewest]
     multiples = np.where(fewest > 1, np.minimum(-(-fewest // group) * group, ranks), 1)
-    return [fewest, power_of_two_degrees(fewest, ranks), multiples]
+    ways = [fewest, power_of_two_degrees(fewest, ranks), multiples]
+    return list({degrees.tobytes(): degrees for degrees in ways}.values())
 
 
 def assign(

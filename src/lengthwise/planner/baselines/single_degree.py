@@ -103,7 +103,8 @@ def _rough_bounds(request: PlanRequest, least: int) -> dict[int, float]:
 def _seconds_together(request: PlanRequest, degree: int) -> float:
     """Return how long one piece of all sequences would take, without copies, launch and hops."""
     cost = request.cost.without_copies()
-    return cost.piece_seconds(request.tokens, degree) - cost.hops_seconds(degree)
+    tokens = request.lengths if cost.prices_choices else request.tokens  # whose squares, as whole numbers, may overflow
+    return cost.piece_seconds(tokens, degree) - cost.hops_seconds(degree)
 
 
 def _bound_from(request: PlanRequest, degree: int, together_seconds: float) -> float:

@@ -234,6 +234,9 @@ def earliest_interval(free: NDArray[np.float64], degree: int) -> tuple[int, floa
 
     Returns its first rank and when it starts.
     """
+    if degree == 1:  # never waits
+        first = int(np.argmin(free))
+        return first, float(free[first])
     starts, idle = _starts_and_idle(free, degree)
     soonest = np.flatnonzero(starts == starts.min())
     first = int(soonest[np.argmin(idle[soonest])])
