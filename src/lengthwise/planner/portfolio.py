@@ -84,6 +84,8 @@ def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selec
     )
     selection = Selection(plan=empty, cost=cost, options=options)
     longest = max(request.tokens)
+    if options.planner == "static" and request.context_tokens is not None:
+        longest = max(longest, request.context_tokens)  # what its mesh has to hold
     for variant in choice_variants(request.cost, longest, request.cluster, heads=_ways_of_heads(request, options)):
         if options.planner == "lengthwise" and selection.seconds <= request.bound_seconds * GOOD_ENOUGH:
             break  # more choices could gain no more than that

@@ -4,18 +4,17 @@ A mesh is how many devices make a rank (tensor x pipeline stages) and how many t
 parallelism, heads, offload and recomputation are chosen by every planner within it. For each planner, on the batch of
 most work:
 
-1. every number of tensor-parallel devices that memory allows, ranks holding all that fits;
-2. from the best two, half of the capacity, and half again (rings of more ranks), while that ends sooner;
-3. from the best, twice the stages, while that ends sooner;
-4. at the best, offload, which is kept if it ends sooner.
+1. every number of tensor-parallel devices that memory allows, ranks holding all that fits, then half of it, half again
+   and so on (rings of more ranks), until two in a row end no sooner;
+2. from the best, twice the stages, while that ends sooner.
 
-Those that end within a few percent of the best run all batches, and the least mean is taken. A mesh whose arithmetic
-alone would take longer than the best so far is not planned. Some ten to twenty plans a planner.
+Those that end within a few percent of the best, two at most, run all batches, and the least mean is taken. A mesh whose
+arithmetic alone would take longer than the best so far is not planned. Some ten to twenty plans a planner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -29,6 +28,7 @@ from lengthwise.simulator.study import PlannerResult, Setting, compare_planners,
 
 _NEAR = 1.03  # of the best on one batch: run on all
 _MOST_NEAR = 2  # of them
+_PATIENCE = 2  # halvings in a row that may end no sooner
 _MOST_STAGES = 8
 _LEAST_SHARE = 1 / 64
 
@@ -83,28 +83,23 @@ class MeshQuestion:
     mode: str | None = None
     virtual: int | None = None
 
-    def setting(self, mesh: Mesh) -> Setting:
-        """Return what is simulated on a mesh.
+    def setting(self, mesh: Mesh, *, is_given: bool = False) -> Setting:
+        """Return what is simulated on a mesh; `is_given`: a given capacity is taken also where it does not fit.
 
         Raises:
-            ConfigError: weights and optimizer leave no room on it, or the mesh does not fit model or node.
+            ConfigError: weights and optimizer leave no room on it, or less than the capacity that is given, by
+                estimate, or the mesh does not fit model or node.
         """
         ranks = self.devices // mesh.devices
         cost = self.cost or all_terms_cost(self.shape, self.hardware, tensor=mesh.tensor, stages=mesh.stages)
-        if self.capacity_tokens is not None:
+        if self.capacity_tokens is not None and is_given:
             capacities = dict.fromkeys(self.kinds, self.capacity_tokens)
         else:
             memory = step_memory(
                 self.shape, self.hardware, ranks, tensor=mesh.tensor, stages=mesh.stages, virtual=self.virtual or 1
             )
             fitting = recompute_capacities(memory, self.hardware, kinds=self.kinds)
-            shared = {kind: int(held * mesh.capacity_share) for kind, held in fitting.items()}
-            capacities = {kind: held // STEP_TOKENS * STEP_TOKENS for kind, held in shared.items()}
-            capacities = {kind: held for kind, held in capacities.items() if held}
-            if not capacities:
-                raise ConfigError(
-                    "capacity", expected=f"at least {STEP_TOKENS} tokens", got="less", remedy="Take a larger share."
-                )
+            capacities = self._capacities(fitting, mesh)
         return Setting(
             shape=self.shape,
             hardware=self.hardware,
@@ -115,6 +110,23 @@ class MeshQuestion:
             loader=self.loader,
             capacities=capacities,
         )
+
+    def _capacities(self, fitting: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
+        """Return the capacity that is given, or the mesh's share of what fits, for each kind that leaves so much."""
+        if self.capacity_tokens is not None:
+            capacities = {kind: self.capacity_tokens for kind, held in fitting.items() if held >= self.capacity_tokens}
+            expected, remedy = "what fits beside weights and optimizer", "Give a smaller {capacity}."
+            wanted = self.capacity_tokens
+        else:
+            shared = {kind: int(held * mesh.capacity_share) for kind, held in fitting.items()}
+            capacities = {kind: held // STEP_TOKENS * STEP_TOKENS for kind, held in shared.items()}
+            capacities = {kind: held for kind, held in capacities.items() if held}
+            expected, remedy = "what fits", "Take a larger share."
+            wanted = STEP_TOKENS
+        if not capacities:
+            most = max(fitting.values())
+            raise ConfigError("capacity", expected=f"{expected}: at most {most} tokens", got=str(wanted), remedy=remedy)
+        return capacities
 
     def options(self, mesh: Mesh) -> PlanOptions:
         """Return how steps are planned on a mesh: with the tries that training has."""
@@ -202,7 +214,7 @@ def found_on(
 def on_one_mesh(mesh: Mesh, planner: str, batches: Sequence[Sequence[int]], question: MeshQuestion) -> Best:
     """Run all batches of one planner where that is the only mesh there is."""
     try:
-        found = found_on(mesh, question.setting(mesh), planner, batches, question)
+        found = found_on(mesh, question.setting(mesh, is_given=True), planner, batches, question)
     except (ConfigError, PlanError) as error:
         return Best(planner=planner, today=None, any_mesh=None, tried=1, refusal=error)
     return Best(planner=planner, today=found if found.trains else None, any_mesh=found, tried=1)
@@ -274,19 +286,9 @@ class _Search:
     def best(self, question: MeshQuestion) -> Found | None:
         """Return the best of a question's meshes and of those tried before; None: none holds the sequences."""
         self._walk(question)
-        ordered = sorted(filter(self._is_kept, self.first), key=self._seconds)
+        ordered = sorted(self.first, key=self._seconds)
         near = [mesh for mesh in ordered[:_MOST_NEAR] if self._seconds(mesh) <= _NEAR * self._seconds(ordered[0])]
         return min(map(self._finish, near), key=lambda each: each.result.mean_seconds, default=None)
-
-    def _is_kept(self, mesh: Mesh) -> bool:
-        """Return whether a mesh ends sooner than the same one with, or without, offload; of equal ones the one without.
-
-        With offload a planner takes the better of both, so one of the two is enough.
-        """
-        offload = self.question.offload
-        if mesh.offload == "off":
-            return offload == "off" or self._seconds(replace(mesh, offload=offload)) >= self._seconds(mesh)
-        return self._seconds(replace(mesh, offload="off")) > self._seconds(mesh)
 
     def _seconds(self, mesh: Mesh) -> float:
         """Return what the batch of most work takes on a mesh; inf where it was not planned."""
@@ -297,34 +299,28 @@ class _Search:
         for stages in question.stages:
             for tensor in question.tensors:
                 if question.devices % (tensor * stages) == 0:
-                    self._try(Mesh(tensor=tensor, stages=stages, heads=question.heads))
+                    whole = Mesh(tensor=tensor, stages=stages, heads=question.heads, offload=question.offload)
+                    self._halve(whole, question)
             if self.first:
                 break
-        if question.capacity_tokens is None:
-            for start in self._without_offload()[:2]:
-                self._descend(start, lambda m: replace(m, capacity_share=m.capacity_share / 2))
-        if question.stages[1:]:
-            for start in self._without_offload()[:1]:
-                self._descend(start, lambda m: replace(m, stages=2 * m.stages))
-        if question.offload != "off":
-            for start in self._without_offload()[:1]:
-                self._try(replace(start, offload=question.offload))
+        best = min(self.first, key=self._seconds, default=None)
+        while best is not None:
+            more = replace(best, stages=2 * best.stages)
+            is_within = more.stages <= question.stages[-1] and question.devices % more.devices == 0
+            if is_within:
+                self._try(more)
+            best = more if is_within and self._seconds(more) < self._seconds(best) else None
 
-    def _without_offload(self) -> list[Mesh]:
-        """List the meshes tried without offload, the one that ends first at the front."""
-        return sorted((mesh for mesh in self.first if mesh.offload == "off"), key=self._seconds)
-
-    def _descend(self, mesh: Mesh, step: Callable[[Mesh], Mesh]) -> None:
-        """Go on by steps while they end sooner."""
-        while True:
-            following = step(mesh)
-            is_within = following.stages <= self.question.stages[-1] and following.capacity_share >= _LEAST_SHARE
-            if not is_within or self.question.devices % following.devices:
-                return
-            self._try(following)
-            if self._seconds(following) >= self._seconds(mesh):
-                return
-            mesh = following
+    def _halve(self, mesh: Mesh, question: MeshQuestion) -> None:
+        """Try a mesh, and smaller capacities until so many in a row end no sooner."""
+        least, waited = inf, 0
+        while waited < _PATIENCE and mesh.capacity_share >= _LEAST_SHARE:
+            self._try(mesh)
+            if mesh not in self.first or question.capacity_tokens is not None:
+                return  # arithmetic takes too long, or a rank holds too little: with less room it does, too
+            waited = 0 if self._seconds(mesh) < least else waited + 1
+            least = min(least, self._seconds(mesh))
+            mesh = replace(mesh, capacity_share=mesh.capacity_share / 2)
 
     def _try(self, mesh: Mesh) -> None:
         """Run the batch of most work on a mesh, unless it cannot be held there or its arithmetic takes longer."""
