@@ -358,7 +358,8 @@ def test_simulate_remedies_name_its_own_options(tmp_path, capsys) -> None:
     path = tmp_path / "lengths.json"
     path.write_text("[40000]")
     rest = (*OWN, "--lengths", path, "--out", tmp_path / "out")
-    _, _, static = simulate(capsys, *rest[:-3], "github", "--context", "64K", *rest[-2:], "--planners", "static")
+    mesh = ("--context", "64K", "--planners", "static", "--offload", "off")
+    _, _, static = simulate(capsys, *rest[:-3], "github", *rest[-2:], *mesh)
     assert "--context: expected at most 32768 tokens" in static
     assert "Use 8 ranks, raise --capacity to 16384, or take a shorter context." in static
     small = ("--model", "llama-7b", "--ranks", 4, "--capacity", "8K", "--batches", 1, "--out", tmp_path / "out")
@@ -368,7 +369,7 @@ def test_simulate_remedies_name_its_own_options(tmp_path, capsys) -> None:
     assert "Give --planners lengthwise, or --mode free." in waves
     _, _, modes = simulate(capsys, *rest, "--mode", "fre")
     assert modes.count("--mode: expected one of free") == 1, "told once, not for each planner"
-    _, _, ours = simulate(capsys, *rest, "--planners", "lengthwise")
+    _, _, ours = simulate(capsys, *rest, "--planners", "lengthwise", "--offload", "off")
     assert "raise --capacity to 10000, or leave such sequences out." in ours
     assert "capacity_tokens" not in static + ours
     assert "context_tokens" not in static + ours

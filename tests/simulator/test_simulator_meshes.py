@@ -111,10 +111,11 @@ def test_capacities_are_shares_of_what_fits_or_as_given() -> None:
     assert whole["layer"] > most
     for given, expected in ((1000, {"none": 1000, "layer": 1000}), (most + 1, {"layer": most + 1})):
         assert replace(QUESTION, capacity_tokens=given).setting(Mesh()).capacities == expected
-    too_much = replace(QUESTION, capacity_tokens=whole["layer"] + 1)
-    with pytest.raises(ConfigError, match=f"at most {whole['layer']} tokens"):
+    more = whole["layer"] + 1
+    too_much = replace(QUESTION, capacity_tokens=more)
+    with pytest.raises(ConfigError, match=f"at most {more - 1} tokens"):
         too_much.setting(Mesh())
-    assert too_much.setting(Mesh(), is_given=True).capacities == dict.fromkeys(QUESTION.kinds, whole["layer"] + 1)
+    assert replace(too_much, tensors=(1,)).setting(Mesh()).capacities == {"none": more, "layer": more}
     with pytest.raises(ConfigError, match="room for 128 tokens"):
         replace(QUESTION, shape=named_shape("llama-70b")).setting(Mesh())
 

@@ -83,8 +83,8 @@ class MeshQuestion:
     mode: str | None = None
     virtual: int | None = None
 
-    def setting(self, mesh: Mesh, *, is_given: bool = False) -> Setting:
-        """Return what is simulated on a mesh; `is_given`: a given capacity is taken also where it does not fit.
+    def setting(self, mesh: Mesh) -> Setting:
+        """Return what is simulated on a mesh; where devices are not searched, a given capacity is taken as it is.
 
         Raises:
             ConfigError: weights and optimizer leave no room on it, or less than the capacity that is given, by
@@ -92,7 +92,7 @@ class MeshQuestion:
         """
         ranks = self.devices // mesh.devices
         cost = self.cost or all_terms_cost(self.shape, self.hardware, tensor=mesh.tensor, stages=mesh.stages)
-        if self.capacity_tokens is not None and is_given:
+        if self.capacity_tokens is not None and len(self.tensors) == len(self.stages) == 1:
             capacities = dict.fromkeys(self.kinds, self.capacity_tokens)
         else:
             memory = step_memory(
@@ -214,7 +214,7 @@ def found_on(
 def on_one_mesh(mesh: Mesh, planner: str, batches: Sequence[Sequence[int]], question: MeshQuestion) -> Best:
     """Run all batches of one planner where that is the only mesh there is."""
     try:
-        found = found_on(mesh, question.setting(mesh, is_given=True), planner, batches, question)
+        found = found_on(mesh, question.setting(mesh), planner, batches, question)
     except (ConfigError, PlanError) as error:
         return Best(planner=planner, today=None, any_mesh=None, tried=1, refusal=error)
     return Best(planner=planner, today=found if found.trains else None, any_mesh=found, tried=1)

@@ -31,15 +31,16 @@ def choice_variants(widest: Cost, longest_tokens: int, cluster: Cluster, *, head
 
     Args:
         widest: costs with every choice that there is.
-        longest_tokens: of the step; nothing that a device holds by itself is worth offloading.
+        longest_tokens: that must be held; nothing that a device holds by itself is worth offloading.
         cluster: ranks and capacity.
         heads: whether degrees are chosen for the sake of split heads, each way that is worth a try.
     """
     if not widest.chooses:
         yield widest
         return
-    offloads = [False] * (longest_tokens <= cluster.longest_tokens)
-    offloads += [True] * (widest.choices.offloads and longest_tokens > cluster.capacity_tokens)
+    may_offload = widest.choices.offloads
+    offloads = [False] * (longest_tokens <= cluster.longest_tokens or not may_offload)
+    offloads += [True] * (may_offload and longest_tokens > cluster.capacity_tokens)
     for splits_heads in heads if widest.choices.splits_heads else (False,):
         for offload in offloads:
             variant = replace(widest, choices=replace(widest.choices, splits_heads=splits_heads))
