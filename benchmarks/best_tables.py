@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lengthwise.report.simulation import MOST_MFU
 from lengthwise.simulator import gain_text
-from mesh_rows import MOST_FLOPS_RATIO, OURS, MeshRow, Taken, best_other, gain_of
+from mesh_rows import OURS, MeshRow, Taken, best_other, gain_of
 
 _ORDER = ("packed-dp", "static", "single-degree", "power-of-two", "bytescale-naive", "bytescale", OURS)
 Sides = Mapping[str, Taken | None]
@@ -151,6 +152,6 @@ def _mesh_lines(best: Sequence[MeshRow]) -> Iterator[list[str]]:
         for each in taken:
             if each is None:
                 continue
-            flag = " (!)" if each.flops_ratio > MOST_FLOPS_RATIO else ""
+            flag = " (!)" if each.flops_ratio > MOST_MFU else ""
             cells = [f"{each.mean_seconds:.2f}", f"{each.ideal_ratio:.3f}", f"{each.flops_ratio:.2f}{flag}"]
             yield [*row.place, row.planner, "yes" if each.trains else "no", *cells, each.mesh]

@@ -21,7 +21,6 @@ from lengthwise.core.errors import LengthwiseError
 from lengthwise.simulator import Found, Gain, MeshQuestion, best_meshes, gain_over
 
 OURS = "lengthwise"
-MOST_FLOPS_RATIO = 0.75  # of the peak: more than this is not believed without a word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,11 @@ def test_simulate_own_data_on_gpus(tmp_path, capsys) -> None:
     assert all((each["tensor"], each["stages"]) == (4, 2) for each in written["planners"].values())
     assert written["batch_tokens"][0] >= 100 * 1024
     assert "On 32 devices of h100" in said
-    assert "planned only: this version does not train it" in " ".join(said.split())
+    words = " ".join(said.split())
+    assert "planned only: this version does not train it" in words
+    assert "planned only: this version trains none of it" in words
+    assert "static: planned only" in words
+    assert "the same on the best" not in words
 
 
 def test_simulate_gives_every_planner_its_best_mesh(tmp_path, capsys) -> None:
@@ -186,7 +190,9 @@ def test_simulate_waits_for_its_loader(tmp_path, capsys) -> None:
             capsys, *SMALL, "--lengths", "github", "--context", "64K", "--planners", "lengthwise", "--mesh", "same",
             "--hardware", hardware, "--loader", loader, "--out", out,
         )  # fmt: skip
-        written[loader] = json.loads((out / "simulation.json").read_text())["planners"]["lengthwise"]
+        figures = json.loads((out / "simulation.json").read_text())
+        written[loader] = figures["planners"]["lengthwise"]
+        assert bool(figures["trained_today"]) == (loader != "remote"), "there is no loader service"
         assert ("waiting for data" in (out / "trace-lengthwise.json").read_text()) == (loader == "local")
     assert written["none"]["loader_seconds"] == [0, 0]
     late = [b - a for a, b in zip(written["none"]["step_seconds"], written["local"]["step_seconds"], strict=True)]

@@ -5,15 +5,9 @@ What is given on the command line stays as given for all planners; the rest is s
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import threading
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import TimeoutError, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,21 +15,19 @@ import tyro
 from rich.console import Console
 
 from lengthwise.cli.options import PlanChoices, refuse_beside, refuse_but_one, refuse_recompute
+from lengthwise.cli.simulate_search import search_meshes
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.names import counted, unknown_name
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.sizes import MOST_RANKS, parse_tokens, read_whole
 
 if TYPE_CHECKING:
-    from multiprocessing.queues import SimpleQueue
-
     from lengthwise.core.shape import ModelShape
     from lengthwise.cost import Cost, Hardware
     from lengthwise.planner import PlanOptions
     from lengthwise.simulator import Best, Mesh, MeshQuestion
 
 MESHES = ("best", "same")
-_TOLD_EVERY_SECONDS = 0.2
 _MANY_DEVICES = 2048  # above, a planner takes seconds for each of its tries
 
 
@@ -66,69 +58,15 @@ class Meshes:
             with progress.status("planning"):
                 found = [on_one_mesh(self.same, planner, batches, self.question) for planner in planners]
         else:
-            found = _searched(planners, batches, self.question, progress)
+            found = search_meshes(planners, batches, self.question, progress)
         refuse_unheld(found)
-        return found
+        return [_planned_only(each) for each in found] if self.question.loader == "remote" else found
 
 
-def _searched(
-    planners: Sequence[str], batches: Sequence[Sequence[int]], question: MeshQuestion, progress: Console
-) -> list[Best]:
-    """Search for each planner; in as many processes as there are cores, where a fork is safe."""
-    from lengthwise.simulator import best_mesh
-
-    workers = min(os.cpu_count() or 1, len(planners))
-    if workers == 1 or sys.platform != "linux" or threading.active_count() > 1:
-        with progress.status("planning") as status:
-
-            def tell(planner: str, mesh: Mesh, tried: int) -> None:
-                place = f"planner {planners.index(planner) + 1} of {len(planners)}"
-                status.update(f"{place}, {planner}: {_doing(mesh, tried)}")
-
-            return [best_mesh(planner, batches, question, progress=tell) for planner in planners]
-    done: dict[str, Best] = {}
-    at_work: dict[str, str] = {}
-    context = get_context("fork")
-    told = context.SimpleQueue()
-    search = partial(_search_and_tell, batches=batches, question=question)
-    with context.Pool(workers, initializer=_start_worker, initargs=(told,)) as pool:  # leaving it ends the processes
-        finished = pool.imap_unordered(search, reversed(planners))  # the quick ones, named first, fill up the end
-        with progress.status("planning") as status:
-            while len(done) < len(planners):
-                with suppress(TimeoutError):
-                    found = finished.next(timeout=_TOLD_EVERY_SECONDS)
-                    done[found.planner] = found
-                while not told.empty():
-                    planner, doing = told.get()
-                    at_work[planner] = doing
-                now = [f"{planner}: {doing}" for planner, doing in at_work.items() if planner not in done]
-                status.update("; ".join([f"{len(done)} of {len(planners)} planners done", *now]))
-    return [done[planner] for planner in planners]
-
-
-_told: SimpleQueue[tuple[str, str]] | None = None  # of a worker: what it is at
-
-
-def _start_worker(told: SimpleQueue[tuple[str, str]]) -> None:
-    """Leave Ctrl-C, which a terminal sends to all processes, to the one that ends the others."""
-    global _told
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _told = told
-
-
-def _search_and_tell(planner: str, batches: Sequence[Sequence[int]], question: MeshQuestion) -> Best:
-    """Search for one planner in a worker, and tell what is planned."""
-    from lengthwise.simulator import best_mesh
-
-    told = _told
-    assert told is not None, "a worker that was not started"
-    return best_mesh(
-        planner, batches, question, progress=lambda name, mesh, tried: told.put((name, _doing(mesh, tried)))
-    )
-
-
-def _doing(mesh: Mesh, tried: int) -> str:
-    return f"{mesh}; plans tried: {tried}"
+def _planned_only(best: Best) -> Best:
+    """Mark as not trained what needs a loader service, which this version has not."""
+    planned = None if best.any_mesh is None else replace(best.any_mesh, trains=False)
+    return replace(best, today=None, any_mesh=planned)
 
 
 @dataclass(frozen=True, kw_only=True)

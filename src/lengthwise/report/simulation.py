@@ -90,7 +90,10 @@ def tables_of(found: Sequence[Best]) -> list[tuple[str, list[Found]]]:
     tables = [("one step, mean of batches, as this version trains it (simulated, not measured)", today)]
     if any(each.only_planned for each in found):
         planned = [each.any_mesh for each in found if each.any_mesh is not None]
-        tables.append(("the same on the best of all meshes tried, which this version does not all train", planned))
+        title = "the same on the best of all meshes tried, which this version does not all train"
+        if not today:
+            title = "one step, mean of batches, planned only: this version trains none of it (simulated, not measured)"
+        tables.append((title, planned))
     return [(title, each) for title, each in tables if each]
 
 
@@ -168,10 +171,11 @@ def remarks(found: Sequence[Best], *, device_bytes: float, names: Mapping[str, s
             "lower --capacity, or use more devices a rank (--tp, --pp)"
         )
     for each in found:
-        if each.today is None:
-            none = "no mesh" if each.any_mesh is None else "no mesh that this version trains"
+        if each.any_mesh is None:
             why = f" ({each.refusal.render(names)})" if each.refusal else ""
-            said.append(f"{each.planner}: {none} holds these sequences{why}")
+            said.append(f"{each.planner}: no mesh holds these sequences{why}")
+        elif each.today is None:
+            said.append(f"{each.planner}: planned only: this version trains no mesh tried that holds these sequences")
     return said
 
 

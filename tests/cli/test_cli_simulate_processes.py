@@ -1,0 +1,82 @@
+"""`lengthwise simulate` where a process of its search, the command itself or its output comes to an end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ENDLESS = """
+import sys, time
+from lengthwise import simulator
+simulator.best_mesh = lambda *_, **__: time.sleep(600)
+import os
+os.cpu_count = lambda: 2
+from lengthwise.cli import main
+main(sys.argv[1:])
+"""
+SMALL = ("simulate", "--model", "llama-7b", "--ranks", "4", "--batch-tokens", "4K", "--batches", "1", "--lengths",
+         "prolong", "--context", "4K", "--planners", "packed-dp,lengthwise")  # fmt: skip
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="searches in processes on Linux alone")
+
+
+def children_of(parent: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def waited(is_so: Callable[[], bool], seconds: float = 30) -> bool:
+    until = time.monotonic() + seconds
+    while not (so := is_so()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return so
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("to_child", "sent", "status", "told"),
+    [
+        (True, signal.SIGKILL, 1, "fewer devices or --planners, or --mesh same"),
+        (False, signal.SIGINT, 130, "interrupted"),
+        (False, signal.SIGTERM, -signal.SIGTERM, ""),
+        (False, signal.SIGHUP, -signal.SIGHUP, ""),
+        (False, signal.SIGKILL, -signal.SIGKILL, ""),
+    ],
+)
+def test_simulate_ends_with_all_its_processes(tmp_path, to_child, sent, status, told) -> None:
+    run = [sys.executable, "-c", ENDLESS, *SMALL, "--out", str(tmp_path / "out")]
+    command = subprocess.Popen(run, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        assert waited(lambda: len(children_of(command.pid)) == 2)
+        time.sleep(0.5)
+        children = children_of(command.pid)
+        os.kill(children[0] if to_child else command.pid, sent)
+        said = command.communicate(timeout=30)[1]
+        assert waited(lambda: not any(map(is_running, children)))
+    finally:
+        command.kill()
+        command.communicate()
+    assert command.returncode == status
+    assert told in said
+    assert "Traceback" not in said
+
+
+@linux_only
+def test_simulate_says_that_its_output_is_full(tmp_path) -> None:
+    run = [sys.executable, "-m", "lengthwise", *SMALL, "--mesh", "same", "--out", str(tmp_path / "out")]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(run, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert "error[output] standard output: expected room to print the tables; got No space left" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "out" / "report.html").exists()
