@@ -97,7 +97,14 @@ def _command() -> str:
 
 
 def _commit() -> str:
-    """Return the short name of the commit checked out, with + where files differ from it."""
+    """Return the short name of the newest commit of main that this tree stands on, with + where files differ from it.
+
+    A commit of another branch may be gone once that was rebased.
+    """
     git = ["git", "-C", str(Path(__file__).parent)]
-    named = subprocess.run([*git, "describe", "--always", "--dirty=+"], capture_output=True, text=True)
-    return named.stdout.strip() or "unknown"
+
+    def ask(*words: str) -> str:
+        return subprocess.run([*git, *words], capture_output=True, text=True).stdout.strip()
+
+    base = ask("merge-base", "HEAD", "main") or ask("rev-parse", "HEAD")
+    return (ask("rev-parse", "--short=7", base) or "unknown") + "+" * bool(base and ask("diff", "--name-only", base))

@@ -9,6 +9,7 @@ import importlib
 import json
 import re
 import shlex
+import subprocess
 import textwrap
 import tomllib
 from collections.abc import Iterator
@@ -172,6 +173,21 @@ def test_benchmarks_have_a_page_that_says_how_it_was_made(script: Path) -> None:
     made = " ".join(page.partition(begin)[2].partition(end)[0].rpartition("\n\n")[2].split())
     how = r"(Modelled|Measured|Simulated|Emulated)\b.*"
     assert re.match(rf"{how} by `python benchmarks/{script.name}\b.*` on 20\d\d-\d\d-\d\d, commit", made), made
+
+
+def test_commits_named_in_pages_are_in_the_history() -> None:
+    git = ["git", "-C", str(ROOT)]
+    shallow = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True)
+    if shallow.stdout.strip() != "false":
+        pytest.skip("no whole history here")
+    history = subprocess.run([*git, "log", "--format=%H"], capture_output=True, text=True, check=True).stdout.split()
+    named = {(page.name, each) for page in PAGES for each in re.findall(r"\bcommit ([0-9a-f]{7})\b", _plain(page))}
+    assert named
+    assert not sorted((page, each) for page, each in named if not any(one.startswith(each) for one in history))
+
+
+def _plain(page: Path) -> str:
+    return " ".join(page.read_text(encoding="utf-8").split())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
