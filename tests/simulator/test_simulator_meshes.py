@@ -65,6 +65,20 @@ def test_a_mesh_that_is_sized_for_more_than_a_batch_holds_may_offload_for_it() -
     assert shorter.today.result.mean_seconds < longer.today.result.mean_seconds
 
 
+def test_a_mesh_that_holds_the_batch_of_most_work_but_not_another_is_not_taken() -> None:
+    """One device a rank is quickest for the many of 3,000 tokens, and without a cut does not hold the 9,000."""
+    batches = [[3000] * 320, [9000, 1000]]
+    question = replace(QUESTION, devices=8, kinds=("none",), offload="off", context_tokens=9000)
+    first = best_mesh("packed-dp", batches[:1], question).any_mesh
+    both = best_mesh("packed-dp", batches, question).any_mesh
+    assert first is not None
+    assert both is not None
+    assert first.mesh.tensor < both.mesh.tensor
+    one_device = best_mesh("packed-dp", batches, replace(question, tensors=(1,)))
+    assert one_device.any_mesh is None
+    assert "9000" in str(one_device.refusal)
+
+
 def test_what_trains_is_the_best_of_ranks_of_one_device() -> None:
     found = best_mesh("single-degree", BATCHES, QUESTION)
     narrow = best_mesh("single-degree", BATCHES, replace(QUESTION, tensors=(1,)))

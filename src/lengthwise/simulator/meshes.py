@@ -323,18 +323,21 @@ class _Search:
             mesh = replace(mesh, capacity_share=mesh.capacity_share / 2)
 
     def _try(self, mesh: Mesh) -> None:
-        """Run the batch of most work on a mesh, unless it cannot be held there or its arithmetic takes longer."""
+        """Run the batch of most work on a mesh, unless its arithmetic takes longer or some batch cannot be held."""
         if mesh in self.first:
             return
         try:
             setting = self.question.setting(mesh)
             heaviest = max(self.batches, key=lambda tokens: ideal_seconds(tokens, setting))
-            kinds = _worth_planning(heaviest, setting, mesh, min(map(self._seconds, self.first), default=inf))
+            longest = max(map(max, self.batches))
+            kinds = _worth_planning(heaviest, longest, setting, mesh, min(map(self._seconds, self.first), default=inf))
             if not kinds:
                 return
             self.progress(self.planner, mesh, self.tried)
             self.tried += 1
             worth = replace(setting, capacities=kinds)
+            if longest > max(heaviest):
+                found_on(mesh, setting, self.planner, [[longest]], self.question)  # refused where it is not held
             self.first[mesh] = found_on(mesh, worth, self.planner, [heaviest], self.question)
         except (ConfigError, PlanError) as error:
             self.refusal = error
@@ -350,15 +353,17 @@ class _Search:
         return self.finished[mesh]
 
 
-def _worth_planning(tokens: Sequence[int], setting: Setting, mesh: Mesh, least: float) -> dict[str, int]:
+def _worth_planning(
+    tokens: Sequence[int], longest_tokens: int, setting: Setting, mesh: Mesh, least: float
+) -> dict[str, int]:
     """Return the capacities of those kinds whose arithmetic, spread evenly, takes less than the best so far.
 
-    A kind that cannot hold the longest sequence is left out, unless none can: that is for the planner to refuse.
+    A kind that cannot hold the longest of all sequences is left out, unless none can: for the planner to refuse.
     """
     capacities = setting.capacities or {}
     holding = {
         kind: held for kind, held in capacities.items()
-        if mesh.offload != "off" or setting.cluster.ranks * held >= max(tokens)
+        if mesh.offload != "off" or setting.cluster.ranks * held >= longest_tokens
     }  # fmt: skip
     return {
         kind: held
