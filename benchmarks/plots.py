@@ -150,7 +150,7 @@ def step_data(traces: Mapping[str, Path]) -> str:
 
 
 NAMES = {
-    "static": "One fixed mesh: every sequence over 128 GPUs (the best of eight meshes)",
+    "static": "One fixed split: every sequence over 64 GPUs, on the best mesh found for it",
     "lengthwise": "Lengthwise: each sequence over as many GPUs as pays off",
 }
 
