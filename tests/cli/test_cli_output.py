@@ -2,6 +2,8 @@
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,3 +58,12 @@ def test_step_line_says_loss_speed_imbalance_idle_and_rings():
     )  # fmt: skip
     text = step_line(metrics, 100)
     assert text == "step   7/100  loss 1.2346  12.3K tokens/s  imbalance 1.50  idle 25.0 %  in rings 50.0 %  125 ms"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device here")
+def test_a_full_disk_under_the_output_is_told_without_a_traceback(tmp_path) -> None:
+    command = [sys.executable, "-m", "lengthwise", "simulate", "--help"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error[output] standard output: expected room for what is printed; got a full disk\n"

@@ -1,4 +1,4 @@
-"""`lengthwise simulate` where a process of its search, the command itself or its output comes to an end."""
+"""`lengthwise simulate` where a process of its search or the command itself comes to an end."""
 
 import os
 import signal
@@ -69,14 +69,3 @@ def test_simulate_ends_with_all_its_processes(tmp_path, to_child, sent, status, 
     assert command.returncode == status
     assert told in said
     assert "Traceback" not in said
-
-
-@linux_only
-def test_simulate_says_that_its_output_is_full(tmp_path) -> None:
-    run = [sys.executable, "-m", "lengthwise", *SMALL, "--mesh", "same", "--out", str(tmp_path / "out")]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(run, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 2
-    assert "error[output] standard output: expected room to print the tables; got No space left" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert (tmp_path / "out" / "report.html").exists()

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from lengthwise.planner import PlanOptions
 
 
+_OFF = "(default: off; of simulate --mesh best: auto)"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanChoices:
     """How ranks run beside each other, and what may be chosen for each microbatch."""
@@ -30,10 +33,10 @@ class PlanChoices:
 
     virtual: Annotated[int | None, tyro.conf.arg(metavar="V", help_behavior_hint="")] = None
     """Chunks of layers of a stage (interleaved 1F1B), for mode pipeline; default: 1."""
-    offload: Annotated[str | None, tyro.conf.arg(metavar="off|auto", help_behavior_hint="(default: off)")] = None
+    offload: Annotated[str | None, tyro.conf.arg(metavar="off|auto", help_behavior_hint=_OFF)] = None
     """Whether ranks may keep activations elsewhere to hold longer sequences: auto (as far as it ends the step sooner)
     or off; a run file has its own."""
-    heads: Annotated[str | None, tyro.conf.arg(metavar="off|auto|N", help_behavior_hint="(default: off)")] = None
+    heads: Annotated[str | None, tyro.conf.arg(metavar="off|auto|N", help_behavior_hint=_OFF)] = None
     """Whether rings may split attention heads over groups of ranks: auto (where that is quicker), a number (groups of
     so many ranks, where they divide ring and heads) or off; a run file has its own."""
 

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import sys
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.console import RenderableType
 
 from lengthwise.cli.options import PlanChoices, named_alike, refuse_beside, refuse_but_one
 from lengthwise.cli.output import plain_console
 from lengthwise.cli.simulate_lengths import KnownLengths, lengths_of_data, listed_lengths, refuse_data
 from lengthwise.cli.simulate_meshes import MeshChoices, Meshes
-from lengthwise.core.errors import Collector, ConfigError, OutputError, raise_problems
+from lengthwise.core.errors import Collector, ConfigError, raise_problems
 from lengthwise.core.names import counted, unknown_name
 from lengthwise.core.sizes import parse_tokens, read_whole
 
@@ -106,7 +100,12 @@ class Simulate:
         about = self._about(meshes, batches, known)
         devices = f"{counted(question.devices, 'device')} of {question.hardware.name}"
         sentences = closing_sentences(found, devices, one_mesh=meshes.same is not None, unit=known.unit)
-        beside = remarks(found, device_bytes=question.hardware.device_bytes, names=self.names())
+        beside = remarks(
+            found,
+            device_bytes=question.hardware.device_bytes,
+            names=self.names(),
+            may_train=question.trained_today() is not None,
+        )
         traces = {
             each.planner: chrome_trace(
                 each.result.first_plan,
@@ -121,7 +120,9 @@ class Simulate:
         page = simulation_page(found, batches, about=about, sentences=sentences, remarks=beside)
         write_simulation(self.out, figures, page, traces)
         written = f"written to {self.out}: simulation.json, trace-*.json, report.html"
-        _print_all([about, *simulation_tables(found), *beside, sentences, written], self.out)
+        console = plain_console()
+        for part in (about, *simulation_tables(found), *beside, sentences, written):
+            console.print(part)
         return 0
 
     def names(self) -> dict[str, str]:
@@ -227,19 +228,3 @@ class Simulate:
             "longest_tokens": max(map(max, batches)),
             "loader": self.loader,
         }
-
-
-def _print_all(parts: Sequence[RenderableType], out: Path) -> None:
-    """Print; raise OutputError where the terminal or file cannot take it, which a reader that went away is not."""
-    console = plain_console()
-    try:
-        for part in parts:
-            console.print(part)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        with suppress(io.UnsupportedOperation):  # what is still held back would fail once more at the end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        got, remedy = error.strerror or str(error), f"All of it is in {out}: read report.html there."
-        raise OutputError("standard output", expected="room to print the tables", got=got, remedy=remedy) from None

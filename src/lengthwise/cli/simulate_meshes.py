@@ -6,7 +6,7 @@ What is given on the command line stays as given for all planners; the rest is s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -60,13 +60,7 @@ class Meshes:
         else:
             found = search_meshes(planners, batches, self.question, progress)
         refuse_unheld(found)
-        return [_planned_only(each) for each in found] if self.question.loader == "remote" else found
-
-
-def _planned_only(best: Best) -> Best:
-    """Mark as not trained what needs a loader service, which this version has not."""
-    planned = None if best.any_mesh is None else replace(best.any_mesh, trains=False)
-    return replace(best, today=None, any_mesh=planned)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +175,8 @@ class MeshChoices:
 
     def _stages(self, mode: str | None) -> int | None:
         """Return the stages with which options are checked: those given, or the fewest of a pipeline."""
-        return self.pp or (2 if mode == "pipeline" and self.mesh == "best" else None)
+        is_searched = self.mesh == "best" and self.ranks is None and self.measurements is None
+        return self.pp or (2 if mode == "pipeline" and is_searched else None)
 
     def _priced(self, planning: PlanChoices, problems: Collector) -> tuple[ModelShape, Hardware, Cost] | None:
         """Find the model and the hardware, and make their costs; None: there is a problem, which is kept."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from lengthwise.core.errors import MemoryShortage
+from lengthwise.core.processes import end_with_parent
 
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from lengthwise.simulator import Best, Mesh, MeshQuestion
 
 _TOLD_EVERY_SECONDS = 0.2
-_PR_SET_PDEATHSIG = 1
 
 
 def search_meshes(
@@ -99,7 +98,7 @@ def _start_worker(
     """Leave Ctrl-C, which a terminal sends to all processes, to the command, and end when that does."""
     global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != parent:  # it ended before it was asked to tell
         os._exit(1)
     _work = told, batches, question

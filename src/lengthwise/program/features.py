@@ -32,6 +32,7 @@ class Feature(StrEnum):
 REQUIRED = frozenset(map(Feature, KNOWN_FEATURES))  # must stand in `requires` of a plan that uses them
 ENGINE = frozenset({Feature.HEADS, Feature.OFFLOAD, Feature.RECOMPUTE, Feature.SHARES, Feature.SPEEDS})
 ENGINE_DEVICES = 1  # of a rank: no tensor parallelism and no stages yet
+ENGINE_LOADERS = frozenset({"none", "local"})  # no loader service yet
 SIMULATOR = frozenset(Feature) - {Feature.SPEEDS}
 FIVE_COEFFICIENTS = frozenset(Feature) - {Feature.HEADS, Feature.OFFLOAD, Feature.SHARES}
 
@@ -51,9 +52,9 @@ class Use:
     value: object = None
 
 
-def trains(features: Collection[str], *, devices: int = 1) -> bool:
-    """Return whether the engine of this version runs plans that use no other features, on ranks of so many devices."""
-    return devices <= ENGINE_DEVICES and ENGINE.issuperset(features)
+def trains(features: Collection[str], *, devices: int = 1, loader: str = "none") -> bool:
+    """Return whether this version runs plans that use no other features, on ranks of so many devices, with a loader."""
+    return devices <= ENGINE_DEVICES and loader in ENGINE_LOADERS and ENGINE.issuperset(features)
 
 
 def features_of(plan: Plan) -> frozenset[Feature]:

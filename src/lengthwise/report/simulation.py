@@ -90,10 +90,9 @@ def tables_of(found: Sequence[Best]) -> list[tuple[str, list[Found]]]:
     tables = [("one step, mean of batches, as this version trains it (simulated, not measured)", today)]
     if any(each.only_planned for each in found):
         planned = [each.any_mesh for each in found if each.any_mesh is not None]
-        title = "the same on the best of all meshes tried, which this version does not all train"
-        if not today:
-            title = "one step, mean of batches, planned only: this version trains none of it (simulated, not measured)"
-        tables.append((title, planned))
+        whole = "the same on the best of all meshes tried, which this version does not all train"
+        alone = "one step, mean of batches, which this version does not train (simulated, not measured)"
+        tables.append((whole if today else alone, planned))
     return [(title, each) for title, each in tables if each]
 
 
@@ -154,10 +153,16 @@ def most_memory_bytes(result: PlannerResult) -> float:
     return max(step.memory_bytes for step in result.steps)
 
 
-def remarks(found: Sequence[Best], *, device_bytes: float, names: Mapping[str, str]) -> list[str]:
+def remarks(
+    found: Sequence[Best], *, device_bytes: float, names: Mapping[str, str], may_train: bool = True
+) -> list[str]:
     """Say what the tables do not: who needs more memory than a device has, and who has no mesh.
 
-    `names`: what the user typed for names of the library, as for `LengthwiseError.render`.
+    Args:
+        found: by planner.
+        device_bytes: memory of a device.
+        names: what the user typed for names of the library, as for `LengthwiseError.render`.
+        may_train: whether any mesh that was asked for could be trained.
     """
     said = []
     full = [
@@ -170,12 +175,17 @@ def remarks(found: Sequence[Best], *, device_bytes: float, names: Mapping[str, s
             f"more memory than the {_gigabytes(device_bytes)} that a device has: {', '.join(full)}; "
             "lower --capacity, or use more devices a rank (--tp, --pp)"
         )
+    if not may_train:
+        said.append(
+            "planned only: this version trains ranks of one device (no --tp or --pp), in mode free, "
+            "without a loader service"
+        )
     for each in found:
-        if each.any_mesh is None:
-            why = f" ({each.refusal.render(names)})" if each.refusal else ""
-            said.append(f"{each.planner}: no mesh holds these sequences{why}")
-        elif each.today is None:
-            said.append(f"{each.planner}: planned only: this version trains no mesh tried that holds these sequences")
+        if each.any_mesh is None or (each.today is None and may_train):
+            none = "no mesh" if each.any_mesh is None else "no mesh that this version trains"
+            refusal = each.refusal if each.any_mesh is None else each.refusal_today
+            why = f" ({refusal.render(names)})" if refusal else ""
+            said.append(f"{each.planner}: {none} holds these sequences{why}")
     return said
 
 

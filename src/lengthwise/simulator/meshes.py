@@ -145,7 +145,7 @@ class MeshQuestion:
         """Return the question with the meshes alone that the engine runs; None: there are none."""
         tensors = tuple(each for each in self.tensors if trains(frozenset(), devices=each))
         stages = tuple(each for each in self.stages if trains(frozenset(), devices=each))
-        if not tensors or not stages or not trains({self.mode or "free"} - {"free"}):
+        if not tensors or not stages or not trains({self.mode or "free"} - {"free"}, loader=self.loader):
             return None
         return replace(self, tensors=tensors, stages=stages)
 
@@ -180,7 +180,8 @@ class Found:
 class Best:
     """The best that a planner can do: on the meshes that the engine runs, and on all; tried: plans made for it.
 
-    today, any_mesh: None where no such mesh holds these sequences; refusal: why, of the last mesh that did not.
+    today, any_mesh: None where no such mesh holds these sequences; refusal, refusal_today: why, of the last of all
+    meshes, and of the last that the engine runs, that did not.
     """
 
     planner: str
@@ -188,6 +189,7 @@ class Best:
     any_mesh: Found | None
     tried: int
     refusal: LengthwiseError | None = None
+    refusal_today: LengthwiseError | None = None
 
     @property
     def only_planned(self) -> Found | None:
@@ -207,7 +209,7 @@ def found_on(
     options = question.options(mesh)
     (result,) = compare_planners([planner], batches, setting, progress=lambda *_: None, options=options)
     features = frozenset[str]().union(*(step.features for step in result.steps))
-    runs = trains(features, devices=mesh.devices)
+    runs = trains(features, devices=mesh.devices, loader=question.loader)
     return Found(planner=planner, mesh=mesh, setting=setting, result=result, trains=runs)
 
 
@@ -234,7 +236,9 @@ def best_mesh(
     """Search the best mesh of one planner; before each plan, call `progress` with how many were tried before."""
     search = _Search(planner=planner, batches=batches, question=question, progress=progress)
     narrow = question.trained_today()
-    both = [search.best(each) for each in dict.fromkeys((narrow, question)) if each is not None]
+    both = [] if narrow is None else [search.best(narrow)]
+    refusal_today = search.refusal
+    both.append(search.best(question))
     found = sorted((each for each in both if each is not None), key=lambda each: each.result.mean_seconds)
     return Best(
         planner=planner,
@@ -242,6 +246,7 @@ def best_mesh(
         any_mesh=next(iter(found), None),
         tried=search.tried,
         refusal=search.refusal,
+        refusal_today=refusal_today,
     )
 
 

@@ -8,12 +8,10 @@ rank that was killed is named with the step and phase it was last seen in.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -28,6 +26,7 @@ import torch
 
 from lengthwise.comm import World
 from lengthwise.core.errors import CallbackError, LengthwiseError, RankError, TransferError
+from lengthwise.core.processes import end_with_parent
 
 Result = TypeVar("Result")
 RankMain = Callable[[World, Callable[[str], None]], Result]
@@ -35,7 +34,6 @@ RankMain = Callable[[World, Callable[[str], None]], Result]
 
 _GRACE_SECONDS = 3.0
 _ROW_BYTES = 128
-_PR_SET_PDEATHSIG = 1
 _ASKING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -241,8 +239,7 @@ class _Children:
 
 
 def _child(work: RankMain[Any], world: World, pipe: Connection, board: StatusBoard) -> None:
-    if sys.platform == "linux":  # when the launcher dies, however it dies, so does this rank: none trains on alone
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()  # the launcher
     # A forked child hangs in its first threaded operation if the parent ever ran one: go through one thread first.
     torch.set_num_threads(1)
     torch.set_num_threads(threads_of_each(world.world_size))

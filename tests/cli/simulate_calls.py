@@ -1,0 +1,14 @@
+"""Calls of `lengthwise simulate`, as a user makes them."""
+
+import pytest
+
+from lengthwise.cli import main
+
+OWN = ("--model", "llama-7b", "--ranks", 4, "--batch-tokens", "4K", "--batches", 1, "--capacity", "8K")
+
+
+def simulate(capsys, *arguments) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stopped:
+        main(["simulate", *map(str, arguments)])
+    said = capsys.readouterr()
+    return int(stopped.value.code or 0), said.out, said.err

@@ -1,0 +1,80 @@
+"""`lengthwise simulate --data`: own texts and tokens, several files, and what they are counted in."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.simulate_calls import OWN, simulate
+
+
+def write_rows(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def test_simulate_says_everywhere_that_texts_are_counted_in_bytes(tmp_path, capsys) -> None:
+    rows, out = write_rows(tmp_path / "my.jsonl", ["x" * 900, "y" * 20]), tmp_path / "out"
+    _, said, _ = simulate(capsys, *OWN, "--data", rows, "--out", out, "--planners", "lengthwise")
+    note = "texts counted in bytes, not tokens (English has 4 to 5 bytes a token): --tokenizer counts real tokens"
+    headline, *_, sentence, _ = said.splitlines()
+    assert note in headline
+    assert "lengths in bytes, not tokens" in sentence
+    page = (out / "report.html").read_text()
+    assert note in page
+    assert "lengths in bytes, not tokens" in page
+    figures = json.loads((out / "simulation.json").read_text())
+    assert figures["lengths_in"] == "bytes"
+    assert note in figures["about"]
+
+
+def test_simulate_does_not_speak_of_bytes_where_rows_are_tokens(tmp_path, capsys) -> None:
+    rows, out = tmp_path / "my.jsonl", tmp_path / "out"
+    rows.write_text(json.dumps({"input_ids": [1] * 50}) + "\r\n")
+    _, said, _ = simulate(capsys, *OWN, "--data", rows, "--out", out, "--planners", "lengthwise")
+    assert "bytes" not in said
+    assert json.loads((out / "simulation.json").read_text())["lengths_in"] == "tokens"
+    assert "1 batch of" in said
+
+
+def test_simulate_leaves_empty_rows_out_only_when_told(tmp_path, capsys) -> None:
+    rows, out = write_rows(tmp_path / "my.jsonl", ["x" * 900, "", "y"]), tmp_path / "out"
+    arguments = (*OWN, "--data", rows, "--out", out, "--planners", "lengthwise")
+    status, _, error = simulate(capsys, *arguments)
+    assert status == 2
+    assert "my.jsonl:2" in error
+    assert "--empty skip" in error
+    assert "--data.0" not in error
+    status, said, _ = simulate(capsys, *arguments, "--empty", "skip")
+    assert status == 0
+    assert "1 row left out (empty)" in said
+    figures = json.loads((out / "simulation.json").read_text())
+    assert figures["rows_left_out"] == {"empty": 1}
+    assert figures["longest_tokens"] == 900
+
+
+def test_simulate_refuses_what_would_take_all_memory(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("lengthwise.simulator.best_mesh", lambda *_, **__: pytest.fail("planned"))
+    (tmp_path / "lengths.json").write_text("[1, 2, 900]")
+    rest = ("--model", "llama-7b", "--lengths", tmp_path / "lengths.json", "--out", tmp_path / "out")
+    _, _, error = simulate(capsys, *rest, "--ranks", 8, "--batch-tokens", "4G", "--context", "512")
+    assert "--batch-tokens: expected a batch of at most 4,194,304 sequences" in error
+    assert "--context: expected at least the longest sequence, 900" in error
+    assert "--ranks: expected a whole number from 1 to 262144" in simulate(capsys, *rest, "--ranks", 10**9)[2]
+    assert "--gpus: expected a whole number from 1 to 262144" in simulate(capsys, *rest, "--gpus", 10**9)[2]
+
+
+def test_simulate_takes_several_files_of_data(tmp_path, capsys) -> None:
+    (tmp_path / "shards").mkdir()
+    shards = [write_rows(tmp_path / "shards" / f"{n}.jsonl", ["x" * n, "y"]) for n in (30, 700)]
+    rest = (*OWN, "--planners", "lengthwise", "--out", tmp_path / "out")
+    _, said, _ = simulate(capsys, *rest, "--data", *shards)
+    assert f"{shards[0]} and 1 other, longest 700" in said
+    status, _, error = simulate(capsys, *rest, "--data", tmp_path / "shards")
+    assert status == 2
+    assert "got 2 files of JSON lines (30.jsonl). Name them: --data FOLDER/*.jsonl." in error
+    write_rows(shards[1], ["", "x"])
+    _, _, error = simulate(capsys, *rest, "--data", *shards)
+    assert "700.jsonl:1" in error
+    assert "--empty skip" in error
+    assert "--data.1" not in error
