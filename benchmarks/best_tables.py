@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lengthwise.report.simulation import MOST_MFU
+from lengthwise.report.simulation import MOST_MFU, OURS
 from lengthwise.simulator import gain_text
-from mesh_rows import OURS, MeshRow, Taken, best_other, gain_of
+from mesh_rows import MeshRow, Taken, best_other, gain_of
 
 _ORDER = ("packed-dp", "static", "single-degree", "power-of-two", "bytescale-naive", "bytescale", OURS)
 Sides = Mapping[str, Taken | None]

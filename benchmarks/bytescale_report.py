@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from best_tables import Aim, best_tables, table
-from mesh_rows import OURS, MeshRow, whole_places
+from lengthwise.report.simulation import OURS
+from mesh_rows import MeshRow, whole_places
 
 RIVALS = {"static", "single-degree", "power-of-two", "bytescale", OURS}
 RECIPES: tuple[str, ...] = ("github", "byted")

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 
 from lengthwise.core.errors import LengthwiseError
+from lengthwise.report.simulation import OURS
 from lengthwise.simulator import Found, Gain, MeshQuestion, best_meshes, gain_over
-
-OURS = "lengthwise"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

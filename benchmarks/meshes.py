@@ -22,8 +22,9 @@ from best_tables import Aim, best_tables
 from lengthwise.core.sizes import parse_tokens
 from lengthwise.cost import named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
+from lengthwise.report.simulation import OURS
 from lengthwise.simulator import MeshQuestion, stages_to_try, tensors_to_try
-from mesh_rows import OURS, MeshRow, add_line, read_lines, search, whole_places
+from mesh_rows import MeshRow, add_line, read_lines, search, whole_places
 from pages import Findings, add_out
 
 MODEL, HARDWARE = "llama-7b", "h100"
