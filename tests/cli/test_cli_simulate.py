@@ -382,9 +382,9 @@ def test_simulate_prints_its_table_whole_on_narrow_terminals(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("asked", "title"),
     [
-        (("--gpus", 8, "--pp", 2), "which this version does not train"),
-        (("--gpus", 8, "--mesh", "same", "--tp", 2), "which this version does not train"),
-        (("--gpus", 8, "--loader", "remote"), "which this version does not train"),
+        (("--gpus", 8, "--pp", 2), "planned only: this version trains none of it"),
+        (("--gpus", 8, "--mesh", "same", "--tp", 2), "planned only: this version trains none of it"),
+        (("--gpus", 8, "--loader", "remote"), "planned only: this version trains none of it"),
         (("--gpus", 8), "as this version trains it"),
     ],
 )
@@ -394,7 +394,7 @@ def test_simulate_says_why_nothing_trains(tmp_path, capsys, asked: tuple[object,
     status, said, _ = simulate(capsys, "--model", "llama-7b", *asked, *rest, *planners)
     assert status == 0
     assert title in " ".join(said.split())
-    assert ("planned only: this version trains ranks of one device" in said) == ("not train" in title)
+    assert ("planned only: this version trains ranks of one device" in said) == ("trains none" in title)
     assert "holds these sequences" not in said
 
 

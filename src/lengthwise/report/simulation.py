@@ -91,7 +91,7 @@ def tables_of(found: Sequence[Best]) -> list[tuple[str, list[Found]]]:
     if any(each.only_planned for each in found):
         planned = [each.any_mesh for each in found if each.any_mesh is not None]
         whole = "the same on the best of all meshes tried, which this version does not all train"
-        alone = "one step, mean of batches, which this version does not train (simulated, not measured)"
+        alone = "one step, mean of batches, planned only: this version trains none of it (simulated, not measured)"
         tables.append((whole if today else alone, planned))
     return [(title, each) for title, each in tables if each]
 
