@@ -57,7 +57,7 @@ def test_simulate_own_data_on_gpus(tmp_path, capsys) -> None:
     words = " ".join(said.split())
     assert "planned only: this version does not train it" in words
     assert "planned only: this version trains none of it" in words
-    assert "static: planned only" in words
+    assert "planned only: this version trains ranks of one device" in words
     assert "the same on the best" not in words
 
 
