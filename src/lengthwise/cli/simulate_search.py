@@ -116,4 +116,5 @@ def _search_and_tell(planner: str) -> Best:
 
 
 def _doing(mesh: Mesh, tried: int) -> str:
-    return f"{mesh}; plans tried: {tried}"
+    """Say it in a few words, as a line of a terminal has several of them."""
+    return f"plan {tried + 1} (TP {mesh.tensor}, PP {mesh.stages}, {mesh.capacity_share:g} of what fits)"
