@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 ENDLESS = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # both may be ignored where the tests run in the background
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from lengthwise import simulator
 simulator.best_mesh = lambda *_, **__: time.sleep(600)
 import os

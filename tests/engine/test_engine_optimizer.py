@@ -42,7 +42,7 @@ def test_fused_update_is_the_same_with_clipping_in_it(dtype, max_grad_norm):
     apart, fused = (
         train(*make(SoloTransport(), dtype, OptimizerConfig(**config, fused=fused))) for fused in (False, True)
     )
-    torch.testing.assert_close(fused, apart, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype] * 1e-2)
+    torch.testing.assert_close(fused, apart, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype] * 0.1)  # of steps of 1e-2
     assert not torch.equal(apart, make(SoloTransport(), dtype, OptimizerConfig())[1].master_weights)
 
 

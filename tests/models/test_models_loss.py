@@ -65,8 +65,9 @@ def test_chunked_loss_in_bf16_is_as_near_to_fp64_as_whole(family):
     model = tiny(family).to(torch.bfloat16)
     runs = {tokens: loss_and_gradients(model, tokens_at_once=tokens, dtype=torch.bfloat16) for tokens in (None, 7)}
     wanted, gradients = loss_and_gradients(model, tokens_at_once=None)
+    floor = 1e-3 * max(each.norm().item() for each in gradients.values())  # of keys' biases, whose true gradient is 0
     errors = {
-        tokens: sum(relative_error(found[name], each) ** 2 for name, each in gradients.items()) ** 0.5
+        tokens: sum(relative_error(found[name], each, floor=floor) ** 2 for name, each in gradients.items()) ** 0.5
         for tokens, (_, found) in runs.items()
     }
     assert errors[7] < 1.2 * errors[None]
