@@ -145,7 +145,7 @@ def step_data(traces: Mapping[str, Path]) -> str:
         ranks = [[span for (of, _), span in spans.items() if of == rank] for rank in shown]
         end = max(each["ts"] + each["dur"] for each in events) / 1e6
         planners.append({"name": NAMES.get(name, name), "seconds": round(end, 3), "ranks": ranks})
-    title = "One step of a 7B model on 128 H100s, texts of up to 512K tokens (simulated)"
+    title = "A step of a 7B model on 128 H100s, texts of up to 512K: the first of four (simulated)"
     return json.dumps({"title": title, "planners": planners}, separators=(",", ":")) + "\n"
 
 

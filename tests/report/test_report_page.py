@@ -33,7 +33,13 @@ HOSTILE = '<img src=x onerror="alert(1)">&\'"'
 @pytest.fixture(scope="module")
 def found() -> list[Best]:
     question = MeshQuestion(
-        shape=SHAPE, hardware=HARDWARE, devices=12, context_tokens=60_000, kinds=("none",), capacity_tokens=8192
+        shape=SHAPE,
+        hardware=HARDWARE,
+        devices=12,
+        context_tokens=60_000,
+        kinds=("none",),
+        capacity_tokens=8192,
+        takes_capacity=True,
     )
     return [on_one_mesh(Mesh(), planner, BATCHES, question) for planner in ("static", "lengthwise")]
 

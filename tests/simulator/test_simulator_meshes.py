@@ -129,17 +129,19 @@ def test_capacities_are_shares_of_what_fits_or_as_given() -> None:
     too_much = replace(QUESTION, capacity_tokens=more)
     with pytest.raises(ConfigError, match=f"at most {more - 1} tokens"):
         too_much.setting(Mesh())
-    assert replace(too_much, tensors=(1,)).setting(Mesh()).capacities == {"none": more, "layer": more}
+    assert replace(too_much, takes_capacity=True).setting(Mesh()).capacities == {"none": more, "layer": more}
     with pytest.raises(ConfigError, match="room for 128 tokens"):
         replace(QUESTION, shape=named_shape("llama-70b")).setting(Mesh())
 
 
 def test_nobody_holds_the_sequences_is_an_error_and_somebody_is_not() -> None:
     question = replace(QUESTION, devices=8, tensors=(1,), kinds=("none",), offload="off", capacity_tokens=2048)
+    question = replace(question, takes_capacity=True)
     with pytest.raises(LengthwiseError, match="20000"):
         best_meshes(["static", "lengthwise"], [[20_000, 7]], question)
     alone = best_mesh("static", [[20_000, 7]], question)
     assert alone.any_mesh is None
+    assert alone.tried == 1
     assert "20000" in str(alone.refusal)
 
 

@@ -62,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if error.errno != errno.ENOSPC:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print("error[output] standard output: expected room for what is printed; got a full disk", file=sys.stderr)
+        where = error.filename or "standard output or a file"
+        print(f"error[output] {where}: expected room for what is written; got a full disk", file=sys.stderr)
         status = 1
     raise SystemExit(status)
 

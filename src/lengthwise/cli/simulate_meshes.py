@@ -147,6 +147,7 @@ class MeshChoices:
         question = MeshQuestion(
             shape=shape, hardware=hardware, devices=devices, context_tokens=1, tensors=tensors, stages=stages,
             kinds=RECOMPUTE_KINDS if recompute == "auto" else (recompute,), capacity_tokens=capacity,
+            takes_capacity=is_fixed,
             heads=planning.heads or ("off" if is_same else "auto"), loader=loader,
             offload=planning.offload or ("off" if is_same else "auto"), mode=planning.mode, virtual=planning.virtual,
             cost=cost if is_one_device else None,

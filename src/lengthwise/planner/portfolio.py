@@ -88,7 +88,7 @@ def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selec
         longest = max(longest, request.context_tokens)  # what its mesh has to hold
     for variant in choice_variants(request.cost, longest, request.cluster, heads=_ways_of_heads(request, options)):
         if options.planner == "lengthwise" and selection.seconds <= request.bound_seconds * GOOD_ENOUGH:
-            break  # more choices could gain no more than that
+            break  # of lone rings, more choices could gain no more than that
         asked = request if variant == request.cost else replace(request, cost=variant)
         if options.mode == "waves":
             selection.offer(plan_waves(asked))
@@ -101,10 +101,7 @@ def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selec
 
 
 def _ways_of_heads(request: PlanRequest, options: PlanOptions) -> tuple[bool, ...]:
-    """Return whether degrees are chosen for the sake of split heads: each way that is worth its time.
-
-    On large steps what the other planners make with the prices of whole heads ended 0.01 % sooner at most.
-    """
+    """Return whether degrees are chosen for the sake of split heads: each way that is worth its time."""
     if options.planner == "lengthwise":
         return (False, True) if request.planning_seconds >= HEADS_SECONDS else (False,)
     return (False, True) if len(request.tokens) * request.cluster.ranks <= SMALL_STEP else (True,)

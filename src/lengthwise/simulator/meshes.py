@@ -9,7 +9,7 @@ most work:
 2. from the best, twice the stages, while that ends sooner.
 
 Those that end within a few percent of the best, two at most, run all batches, and the least mean is taken. A mesh whose
-arithmetic alone would take longer than the best so far is not planned. Some ten to twenty plans a planner.
+arithmetic alone would take longer than the best so far is not planned. Some three to thirty plans a planner.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class MeshQuestion:
     """What is asked: a model on so many devices of a hardware, and the meshes that may be tried.
 
     tensors, stages: of a rank, ascending. kinds: of recomputation, chosen for each step. capacity_tokens: of a rank
-    (default: what fits, by estimate). heads, offload: what planners may choose. cost: of ranks of one device, measured
-    (default: made from the hardware). mode, virtual: of `PlanOptions` (default: `pipeline` for ranks of several stages,
-    else `free`). context_tokens, loader: of `Setting`.
+    (default: what fits, by estimate); takes_capacity: whatever the estimate says. heads, offload: what planners may
+    choose. cost: of ranks of one device, measured (default: made from the hardware). mode, virtual: of `PlanOptions`
+    (default: `pipeline` for ranks of several stages, else `free`). context_tokens, loader: of `Setting`.
     """
 
     shape: ModelShape
@@ -76,6 +76,7 @@ class MeshQuestion:
     stages: tuple[int, ...] = (1,)
     kinds: tuple[str, ...] = RECOMPUTE_KINDS
     capacity_tokens: int | None = None
+    takes_capacity: bool = False
     heads: str | int = "auto"
     offload: str = "auto"
     cost: Cost | None = None
@@ -84,7 +85,7 @@ class MeshQuestion:
     virtual: int | None = None
 
     def setting(self, mesh: Mesh) -> Setting:
-        """Return what is simulated on a mesh; where devices are not searched, a given capacity is taken as it is.
+        """Return what is simulated on a mesh.
 
         Raises:
             ConfigError: weights and optimizer leave no room on it, or less than the capacity that is given, by
@@ -92,7 +93,7 @@ class MeshQuestion:
         """
         ranks = self.devices // mesh.devices
         cost = self.cost or all_terms_cost(self.shape, self.hardware, tensor=mesh.tensor, stages=mesh.stages)
-        if self.capacity_tokens is not None and len(self.tensors) == len(self.stages) == 1:
+        if self.capacity_tokens is not None and self.takes_capacity:
             capacities = dict.fromkeys(self.kinds, self.capacity_tokens)
         else:
             memory = step_memory(
@@ -121,7 +122,7 @@ class MeshQuestion:
             shared = {kind: int(held * mesh.capacity_share) for kind, held in fitting.items()}
             capacities = {kind: held // STEP_TOKENS * STEP_TOKENS for kind, held in shared.items()}
             capacities = {kind: held for kind, held in capacities.items() if held}
-            expected, remedy = "what fits", "Take a larger share."
+            expected, remedy = "what fits", "Use more devices a rank, or hardware with more memory."
             wanted = STEP_TOKENS
         if not capacities:
             most = max(fitting.values())
@@ -285,6 +286,7 @@ class _Search:
     progress: Callable[[str, Mesh, int], None]
     first: dict[Mesh, Found] = field(default_factory=dict)  # on the batch of most work
     finished: dict[Mesh, Found] = field(default_factory=dict)
+    left_out: set[Mesh] = field(default_factory=set)  # refused, or their arithmetic takes longer than another step
     refusal: LengthwiseError | None = None
     tried: int = 0
 
@@ -329,7 +331,7 @@ class _Search:
 
     def _try(self, mesh: Mesh) -> None:
         """Run the batch of most work on a mesh, unless its arithmetic takes longer or some batch cannot be held."""
-        if mesh in self.first:
+        if mesh in self.first or mesh in self.left_out:
             return
         try:
             setting = self.question.setting(mesh)
@@ -337,6 +339,7 @@ class _Search:
             longest = max(map(max, self.batches))
             kinds = _worth_planning(heaviest, longest, setting, mesh, min(map(self._seconds, self.first), default=inf))
             if not kinds:
+                self.left_out.add(mesh)
                 return
             self.progress(self.planner, mesh, self.tried)
             self.tried += 1
@@ -345,6 +348,7 @@ class _Search:
                 found_on(mesh, setting, self.planner, [[longest]], self.question)  # refused where it is not held
             self.first[mesh] = found_on(mesh, worth, self.planner, [heaviest], self.question)
         except (ConfigError, PlanError) as error:
+            self.left_out.add(mesh)
             self.refusal = error
 
     def _finish(self, mesh: Mesh) -> Found:

@@ -5,7 +5,7 @@ What other ways take is counted in the seconds that they took on one core, never
 
 GOOD_ENOUGH = 1.0005  # of the bound; further tries could gain no more than this
 FAR = 1.01  # of the bound; above it other ways are worth several times the time
-SMALL_STEP = 50_000  # sequences x ranks
+SMALL_STEP = 50_000  # sequences x ranks, up to which other planners take seconds at most
 HEADS_SECONDS = 0.1  # plans made for the sake of split heads
 SEQUENCE_SECONDS = 3e-4  # a sequence in the plans of all other planners
 WAVE_SECONDS = 7e-4  # a rank in one microbatch of the plan in lock-step
