@@ -98,9 +98,7 @@ def _start_worker(
     """Leave Ctrl-C, which a terminal sends to all processes, to the command, and end when that does."""
     global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()
-    if os.getppid() != parent:  # it ended before it was asked to tell
-        os._exit(1)
+    end_with_parent(parent)
     _work = told, batches, question
 
 

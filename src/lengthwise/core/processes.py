@@ -1,18 +1,56 @@
-"""What every process that we start does first."""
+"""What is done on either side of the start of a process: before the fork, and first of all in the child."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import signal
 import sys
+import threading
+import time
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_THREADS = Path("/proc/self/task")
+_LOOK_SECONDS = 0.01
+_MOST_SECONDS = 1.0
 
 
-def end_with_parent() -> None:
-    """Let this process be killed when the one that started it dies, however it dies: none works on alone.
+def end_with_parent(parent: int) -> None:
+    """Let this process be killed when `parent`, which started it, dies, however it dies: none works on alone.
 
     Linux only; elsewhere nothing happens.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before it was asked to tell
+            os._exit(1)
+
+
+def let_threads_end() -> None:
+    """Wait, before a fork, until no thread of this process is about to end; after a second, go on all the same.
+
+    Python calls a thread ended before the system does. In between, libraries free what they kept for it, under a lock:
+    MKL's memory manager does. A child forked then has that lock held by nobody, and waits in its first product of
+    matrices for ever. Linux only; elsewhere nothing happens.
+    """
+    if sys.platform != "linux":
+        return
+    before, end = None, time.monotonic() + _MOST_SECONDS
+    while time.monotonic() < end:
+        threads = _other_threads()
+        if threads == before and "R" not in threads.values():
+            return
+        before = threads
+        time.sleep(_LOOK_SECONDS)
+
+
+def _other_threads() -> dict[str, str]:
+    """Return the system's state ("R": running) of each thread of this process but this one, by its number."""
+    states = {}
+    for thread in _THREADS.iterdir():
+        if int(thread.name) != threading.get_native_id():
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                states[thread.name] = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+    return states

@@ -26,7 +26,7 @@ import torch
 
 from lengthwise.comm import World
 from lengthwise.core.errors import CallbackError, LengthwiseError, RankError, TransferError
-from lengthwise.core.processes import end_with_parent
+from lengthwise.core.processes import end_with_parent, let_threads_end
 
 Result = TypeVar("Result")
 RankMain = Callable[[World, Callable[[str], None]], Result]
@@ -158,12 +158,15 @@ class _Children:
         self._results: dict[int, Any] = {}
         self._errors: dict[int, LengthwiseError] = {}
         context = multiprocessing.get_context("fork")
+        let_threads_end()
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
             world = World(
                 rank=rank, world_size=ranks, local_rank=rank, local_size=ranks, rendezvous=rendezvous, gpus=gpus
             )
-            process = context.Process(target=_child, args=(work, world, theirs, self._board), name=f"rank {rank}")
+            process = context.Process(
+                target=_child, args=(work, world, theirs, self._board, os.getpid()), name=f"rank {rank}"
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -238,8 +241,8 @@ class _Children:
             pipe.close()
 
 
-def _child(work: RankMain[Any], world: World, pipe: Connection, board: StatusBoard) -> None:
-    end_with_parent()  # the launcher
+def _child(work: RankMain[Any], world: World, pipe: Connection, board: StatusBoard, launcher: int) -> None:
+    end_with_parent(launcher)
     # A forked child hangs in its first threaded operation if the parent ever ran one: go through one thread first.
     torch.set_num_threads(1)
     torch.set_num_threads(threads_of_each(world.world_size))

@@ -1,0 +1,80 @@
+"""Children of a process whose threads ended a moment ago."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from lengthwise.core.processes import end_with_parent, let_threads_end
+from lengthwise.training.launch import launch
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+FORKS_AFTER_THREADS = """
+import os, signal, threading, torch
+from lengthwise.core.processes import let_threads_end
+
+def multiply():
+    for _ in range(30):
+        each = torch.ones(60, 64, dtype=torch.float64)
+        each @ each.T @ each
+
+def forked():
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        torch.set_num_threads(1)
+        multiply()
+        os._exit(0)
+    return child
+
+for _ in range(20):
+    threads = [threading.Thread(target=multiply) for _ in range(3)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    let_threads_end()
+    assert [os.waitpid(child, 0)[1] for child in [forked(), forked(), forked()]] == [0, 0, 0]
+"""
+
+
+def test_a_child_multiplies_after_threads_that_ended_a_moment_ago():
+    """Without the wait, one in eight of them never comes out of its first product (one in 100 with a thread each)."""
+    several = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", FORKS_AFTER_THREADS], capture_output=True, text=True, env=several)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_running_thread_is_waited_for_but_not_for_ever():
+    stop = threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            torch.mm(torch.ones(300, 300), torch.ones(300, 300))
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    begin = time.monotonic()
+    let_threads_end()
+    waited = time.monotonic() - begin
+    stop.set()
+    thread.join()
+    assert 0.01 <= waited < 5, "the second that it is given, on a machine that may be busy"
+
+
+def test_ranks_are_forked_after_the_wait(monkeypatch):
+    waits = []
+    monkeypatch.setattr("lengthwise.training.launch.let_threads_end", lambda: waits.append(os.getpid()))
+    assert launch(lambda world, _: list(waits) if world.rank == 0 else None, 2) == [os.getpid()]
+
+
+def test_a_child_whose_parent_is_gone_ends():
+    child = os.fork()
+    if child == 0:
+        end_with_parent(os.getppid() + 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
