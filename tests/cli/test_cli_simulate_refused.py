@@ -1,0 +1,141 @@
+"""`lengthwise simulate`: what it refuses, and in which words."""
+
+import pytest
+
+from cli.simulate_calls import OWN, SMALL, simulate
+
+
+def test_simulate_refuses_devices_that_no_mesh_has_room_on(tmp_path, capsys) -> None:
+    rest = (
+        "--lengths",
+        "prolong",
+        "--context",
+        "4K",
+        "--batch-tokens",
+        "16K",
+        "--batches",
+        1,
+        "--out",
+        tmp_path / "out",
+    )
+    status, _, error = simulate(capsys, "--model", "llama-70b", "--gpus", 2, *rest)
+    assert status == 2
+    assert "Use more --gpus: all meshes of these were tried" in error
+    status, _, error = simulate(capsys, "--model", "llama-70b", "--gpus", 2, "--tp", 2, *rest)
+    assert status == 2
+    assert "Use more devices a rank (--tp, --pp)" in error
+    status, _, error = simulate(capsys, "--model", "llama-7b", "--gpus", 7, "--mode", "pipeline", *rest)
+    assert status == 2
+    assert "--mode: expected devices and layers that 2 divides, not 7 and 32" in error
+    status, said, _ = simulate(capsys, "--model", "llama-7b", "--gpus", 7, "--planners", "packed-dp", *rest)
+    assert status == 0
+    assert "no sequence cut" in said
+
+
+def test_simulate_says_who_has_no_mesh_and_refuses_where_nobody_has(tmp_path, capsys) -> None:
+    lengths, out = tmp_path / "lengths.json", tmp_path / "out"
+    lengths.write_text("[200000, 500]")
+    rest = ("--model", "llama-7b", "--lengths", lengths, "--batch-tokens", "200K", "--batches", 1, "--out", out)
+    status, _, error = simulate(capsys, *rest, "--ranks", 2, "--capacity", "8K", "--offload", "off")
+    assert status == 2
+    assert "raise --capacity to 100000" in error
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--lengths", "githup"], "Did you mean `github`"),
+        ([], "one of --lengths and --data"),
+        (["--lengths", "github", "--data", "x.jsonl"], "one of --lengths and --data"),
+        (["--lengths", "github", "--context", "2 apples"], "--context"),
+        (["--lengths", "github", "--planners", "statik"], "Did you mean `static`"),
+        (["--lengths", "github", "--planners", "static,static"], "each planner once"),
+        (["--lengths", "github", "--gpus", "16"], "one of --ranks and --gpus"),
+        (["--lengths", "github", "--ranks", "0"], "--ranks: expected a whole number from 1 to 262144"),
+        (["--lengths", "github", "--hardware", "h1000"], "Did you mean `h100`"),
+        (["--lengths", "github", "--tp", "3"], "--tp: expected a divisor"),
+        (["--lengths", "github", "--batches", "0"], "--batches"),
+        (["--lengths", "github", "--loader", "remot"], "Did you mean `remote`"),
+        (["--lengths", "github", "--context", "2M", "--planners", "static", "--offload", "off"], "256 ranks"),
+    ],
+)
+def test_simulate_refuses_what_it_cannot(tmp_path, capsys, arguments, told) -> None:
+    status, _, error = simulate(capsys, *SMALL, *arguments, "--out", tmp_path / "out")
+    assert status == 2
+    assert told in error.replace("\n", " ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_simulate_refuses_an_output_that_is_no_folder_before_it_plans(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("lengthwise.simulator.best_mesh", lambda *_, **__: pytest.fail("planned"))
+    (tmp_path / "file").write_text("")
+    status, _, error = simulate(capsys, *SMALL, "--lengths", "github", "--out", tmp_path / "file" / "out")
+    assert status == 2
+    assert "a folder to write into" in error.replace("\n", " ")
+
+
+def test_simulate_tells_all_that_is_wrong_with_a_command_line_at_once(tmp_path, capsys) -> None:
+    (tmp_path / "out").write_text("")
+    status, _, error = simulate(
+        capsys, "--model", "lama", "--data", tmp_path / "none.jsonl", "--empty", "maybe", "--gpus", 9, "--tp", 2,
+        "--batch-tokens", "x", "--context", "y", "--capacity", "z", "--planners", "statik", "--batches", 0,
+        "--trace-ranks", 0, "--hardware", "h1", "--loader", "far", "--mode", "fre", "--offload", "maybe", "--heads",
+        "maybe", "--virtual", 0, "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert status == 2
+    for option in (
+        "model", "data", "empty", "gpus", "batch-tokens", "context", "capacity", "planners", "batches", "trace-ranks",
+        "hardware", "loader", "mode", "offload", "heads", "virtual",
+    ):  # fmt: skip
+        assert error.count(f"] --{option}:") == 1, option
+    assert f"error[output] {tmp_path}/out" in error
+    assert error.count("\n") == 17
+
+
+def test_simulate_remedies_name_its_own_options(tmp_path, capsys) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text("[40000]")
+    rest = (*OWN, "--lengths", path, "--out", tmp_path / "out")
+    mesh = ("--context", "64K", "--planners", "static", "--offload", "off")
+    _, _, static = simulate(capsys, *rest[:-3], "github", *rest[-2:], *mesh)
+    assert "--context: expected at most 32768 tokens" in static
+    assert "Use 8 ranks, raise --capacity to 16384, or take a shorter context." in static
+    small = ("--model", "llama-7b", "--ranks", 4, "--capacity", "8K", "--batches", 1, "--out", tmp_path / "out")
+    _, _, clipped = simulate(capsys, *small, "--lengths", "github", "--batch-tokens", "4M", "--planners", "lengthwise")
+    assert "or clip them with --context." in clipped
+    _, _, waves = simulate(capsys, *rest, "--mode", "waves", "--planners", "lengthwise,static")
+    assert "Give --planners lengthwise, or --mode free." in waves
+    _, _, modes = simulate(capsys, *rest, "--mode", "fre")
+    assert modes.count("--mode: expected one of free") == 1, "told once, not for each planner"
+    _, _, ours = simulate(capsys, *rest, "--planners", "lengthwise", "--offload", "off")
+    assert "raise --capacity to 10000, or leave such sequences out." in ours
+    assert "capacity_tokens" not in static + ours
+    assert "context_tokens" not in static + ours
+
+
+@pytest.mark.parametrize(
+    ("asked", "title"),
+    [
+        (("--gpus", 8, "--pp", 2), "planned only: this version trains none of it"),
+        (("--gpus", 8, "--mesh", "same", "--tp", 2), "planned only: this version trains none of it"),
+        (("--gpus", 8, "--loader", "remote"), "planned only: this version trains none of it"),
+        (("--gpus", 8), "as this version trains it"),
+    ],
+)
+def test_simulate_says_why_nothing_trains(tmp_path, capsys, asked: tuple[object, ...], title: str) -> None:
+    rest = ("--lengths", "github", "--context", "8K", "--batch-tokens", "64K", "--batches", 1, "--out", tmp_path)
+    planners = ("--planners", "static,lengthwise")
+    status, said, _ = simulate(capsys, "--model", "llama-7b", *asked, *rest, *planners)
+    assert status == 0
+    assert title in " ".join(said.split())
+    assert ("planned only: this version trains ranks of one device" in said) == ("trains none" in title)
+    assert "holds these sequences" not in said
+
+
+def test_simulate_refuses_a_pipeline_of_one_stage_whatever_the_mesh(tmp_path, capsys) -> None:
+    for mesh in ("best", "same"):
+        rest = ("--ranks", 8, "--mode", "pipeline", "--mesh", mesh, "--lengths", "github", "--out", tmp_path)
+        status, _, told = simulate(capsys, "--model", "llama-7b", *rest)
+        assert status == 2
+        assert "--pp: expected a number in mode pipeline" in told
