@@ -80,6 +80,7 @@ def test_simulate_gives_every_planner_its_best_mesh(tmp_path, capsys) -> None:
         assert found["mean_seconds"] >= best["planners"][planner]["mean_seconds"]
     assert all(tried > 1 for tried in best["plans_tried"].values())
     assert said.index("as this version trains it") < said.index("On 16 devices of h100 a step takes")
+    assert "Not compared: packed-dp, single-degree, power-of-two, bytescale; they may be better" in said
 
 
 def test_simulate_takes_what_is_given_as_given(tmp_path, capsys) -> None:

@@ -218,6 +218,10 @@ def test_closing_sentences_say_what_is_saved_and_how_sure_that_is(found) -> None
     mesh = closing_sentences(_compared(found, (4.0, 4.0), (2.5, 2.5)), "12 GPUs", one_mesh=True, unit="bytes")
     assert "All on one mesh, the only one compared" in mesh
     assert "lengths in bytes, not tokens" in mesh
+    few = closing_sentences(
+        _compared(found, (4.0, 4.0), (2.5, 2.5)), "12 GPUs", not_compared=["packed-dp", "bytescale"]
+    )
+    assert "Not compared: packed-dp, bytescale; they may be better than static. Simulated" in few
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,13 @@ class Simulate:
         found, question = meshes.compare(asked.planners, batches), meshes.question
         about = self._about(meshes, batches, known)
         devices = f"{counted(question.devices, 'device')} of {question.hardware.name}"
-        sentences = closing_sentences(found, devices, one_mesh=meshes.same is not None, unit=known.unit)
+        sentences = closing_sentences(
+            found,
+            devices,
+            one_mesh=meshes.same is not None,
+            not_compared=[name for name in _PLANNERS.split(",") if name not in asked.planners],
+            unit=known.unit,
+        )
         beside = remarks(
             found,
             device_bytes=question.hardware.device_bytes,

@@ -223,6 +223,7 @@ def closing_sentences(
     devices: str,
     *,
     one_mesh: bool = False,
+    not_compared: Sequence[str] = (),
     unit: str = "tokens",
     model_error: float = MODEL_ERROR,
 ) -> str:
@@ -235,6 +236,7 @@ def closing_sentences(
         found: by planner.
         devices: how many of what.
         one_mesh: whether all planners were given one mesh.
+        not_compared: planners of the usual comparison that were left out of this one.
         unit: what lengths were counted in.
         model_error: of the model, a share of a ratio of step times.
     """
@@ -253,6 +255,7 @@ def closing_sentences(
     gain = _gain(other, ours, model_error)
     what = f"{seconds(other.result.mean_seconds)} with {other.planner}, the best other plan ({mesh_text(other)})"
     only = " All on one mesh, the only one compared: others may be better for either." * one_mesh
+    only += f" Not compared: {', '.join(not_compared)}; they may be better than {other.planner}." * bool(not_compared)
     also = _planned_sentence(best, ours, other, model_error)
     return f"{step}, and {what}. {_verdict(name, other.planner, gain, model_error)}{also}{only} {caveat}"
 
