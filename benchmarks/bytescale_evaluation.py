@@ -32,8 +32,8 @@ from lengthwise.core.sizes import parse_tokens
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PLANNERS, PlanOptions, plan_step
-from lengthwise.simulator import MeshQuestion, simulate_plan, stages_to_try, tensors_to_try
-from mesh_rows import MeshRow, add_line, read_lines, search
+from lengthwise.simulator import simulate_plan
+from mesh_rows import MeshRow, add_line, mesh_question, read_lines, search
 from pages import Findings, add_out
 
 MODELS = ("llama-7b", "llama-70b", "mixtral-8x7b", "llama-13b", "llama-30b", "mixtral-8x22b")
@@ -96,23 +96,11 @@ def _add_best(rows: Rows, arguments: argparse.Namespace) -> None:
             continue
         longest = parse_tokens(context, "--contexts")
         batches = cut_batches(recipe, arguments.batches, longest)
-        row = search(place, planner, batches, mesh_question(model, longest))
+        question = mesh_question(model, "h100", devices=DEVICES, longest_tokens=longest)
+        row = search(place, planner, batches, question)
         rows.best.append(row)
         add_line(arguments.rows, row)
         print(*place, planner, row.best and f"{row.best.mean_seconds:.3f} s", flush=True)
-
-
-def mesh_question(model: str, longest_tokens: int) -> MeshQuestion:
-    """Return what is asked of every planner: this model on 1,024 H100s, all meshes that it could run on."""
-    shape, hardware = named_shape(model), named_hardware("h100")
-    return MeshQuestion(
-        shape=shape,
-        hardware=hardware,
-        devices=DEVICES,
-        context_tokens=longest_tokens,
-        tensors=tensors_to_try(shape, hardware, DEVICES),
-        stages=stages_to_try(shape, DEVICES),
-    )
 
 
 def _add_published(rows: Rows, keys: Iterator[PublishedRow], batches: int, file: Path) -> None:

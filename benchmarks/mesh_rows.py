@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from lengthwise.core.errors import LengthwiseError
+from lengthwise.cost import named_hardware, named_shape
 from lengthwise.report.simulation import OURS
-from lengthwise.simulator import Found, Gain, MeshQuestion, best_meshes, gain_over
+from lengthwise.simulator import Found, Gain, MeshQuestion, best_meshes, gain_over, stages_to_try, tensors_to_try
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,19 @@ def add_line(file: Path, row: Any) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as opened:
         opened.write(json.dumps(asdict(row)) + "\n")
+
+
+def mesh_question(model: str, hardware_name: str, *, devices: int, longest_tokens: int) -> MeshQuestion:
+    """Return what is asked of every planner: this model on these devices, all meshes that it could run on."""
+    shape, hardware = named_shape(model), named_hardware(hardware_name)
+    return MeshQuestion(
+        shape=shape,
+        hardware=hardware,
+        devices=devices,
+        context_tokens=longest_tokens,
+        tensors=tensors_to_try(shape, hardware, devices),
+        stages=stages_to_try(shape, devices),
+    )
 
 
 def search(place: tuple[str, ...], planner: str, batches: Sequence[Sequence[int]], question: MeshQuestion) -> MeshRow:

@@ -20,11 +20,9 @@ from pathlib import Path
 
 from best_tables import Aim, best_tables
 from lengthwise.core.sizes import parse_tokens
-from lengthwise.cost import named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.report.simulation import OURS
-from lengthwise.simulator import MeshQuestion, stages_to_try, tensors_to_try
-from mesh_rows import MeshRow, add_line, read_lines, search, whole_places
+from mesh_rows import MeshRow, add_line, mesh_question, read_lines, search, whole_places
 from pages import Findings, add_out
 
 MODEL, HARDWARE = "llama-7b", "h100"
@@ -78,16 +76,8 @@ def _aims(places: Sequence[tuple[str, ...]]) -> list[Aim]:
 
 def _search(place: Sequence[str], planner: str, batches: int) -> MeshRow:
     recipe, gpus, context, step = place
-    shape, hardware = named_shape(MODEL), named_hardware(HARDWARE)
-    devices, longest = int(gpus), parse_tokens(context, "--settings")
-    question = MeshQuestion(
-        shape=shape,
-        hardware=hardware,
-        devices=devices,
-        context_tokens=longest,
-        tensors=tensors_to_try(shape, hardware, devices),
-        stages=stages_to_try(shape, devices),
-    )
+    longest = parse_tokens(context, "--settings")
+    question = mesh_question(MODEL, HARDWARE, devices=int(gpus), longest_tokens=longest)
     tokens = parse_tokens(step, "--settings")
     drawn = [draw_lengths(recipe, tokens, seed, longest_tokens=longest) for seed in range(batches)]
     return search(tuple(place), planner, drawn, question)
