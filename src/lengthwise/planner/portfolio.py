@@ -38,6 +38,8 @@ from lengthwise.planner.schedules.pipeline import is_worth_search, pipeline_sche
 from lengthwise.planner.schedules.waves import plan_waves
 from lengthwise.program.features import REQUIRED, features_of
 
+_SPLIT_AT_ONCE = frozenset(("static", "power-of-two", "bytescale", "bytescale-naive"))  # whose degrees memory decides
+
 
 @dataclass(slots=True, kw_only=True)
 class Selection:
@@ -104,7 +106,9 @@ def _ways_of_heads(request: PlanRequest, options: PlanOptions) -> tuple[bool, ..
     """Return whether degrees are chosen for the sake of split heads: each way that is worth its time."""
     if options.planner == "lengthwise":
         return (False, True) if request.planning_seconds >= HEADS_SECONDS else (False,)
-    return (False, True) if len(request.tokens) * request.cluster.ranks <= SMALL_STEP else (True,)
+    is_small = len(request.tokens) * request.cluster.ranks <= SMALL_STEP
+    gains_nothing = options.planner in _SPLIT_AT_ONCE and request.priced_stages == 1
+    return (False, True) if is_small and not gains_nothing else (True,)
 
 
 def _offer_all(request: PlanRequest, selection: Selection) -> None:

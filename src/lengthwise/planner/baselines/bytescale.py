@@ -55,7 +55,7 @@ def plan_bytescale(request: PlanRequest) -> list[Microbatch]:
             divided = equal_buckets(request.lengths, flops, count)
             buckets = [_make_work(request, bucket, degrees, known) for bucket in divided]
             for strategy in strategies[: len(buckets)]:  # one bucket is the same in both
-                makespan, microbatches = assign(buckets, request.cluster.ranks, delta, strategy)
+                makespan, microbatches = assign(buckets, request.cluster.ranks, delta, strategy, least)
                 if makespan < least:
                     best, least = microbatches, makespan
             longest = max((work.seconds for bucket in buckets for work in bucket if work.is_long), default=0.0)
@@ -75,16 +75,25 @@ def degrees_to_try(request: PlanRequest) -> list[NDArray[np.int64]]:
 
 
 def assign(
-    buckets: Sequence[Sequence[Work]], ranks: int, delta: float, strategy: Strategy
+    buckets: Sequence[Sequence[Work]], ranks: int, delta: float, strategy: Strategy, least: float = math.inf
 ) -> tuple[float, list[Microbatch]]:
-    """Give work to ranks that lag by more than `delta` seconds, from bucket to bucket; return the makespan as well."""
+    """Give work to ranks that lag by more than `delta` seconds, from bucket to bucket; return the makespan as well.
+
+    One that cannot end before `least` is left unfinished: its makespan is inf.
+    """
     free = np.zeros(ranks)
+    # Seconds of all ranks that waiting may take before the last end is `least`; sums round.
+    spare = least * ranks * (1 + 1e-9) - sum(work.degree * work.seconds for bucket in buckets for work in bucket)
     microbatches: list[Microbatch] = []
     waiting = deque([deque(run) for _, run in groupby(bucket, lambda work: work.degree)] for bucket in buckets)
     while waiting:
         bucket = waiting.popleft()
         work = _take_next(bucket, free, delta)
         first, start = earliest_interval(free, work.degree)
+        if work.degree > 1:
+            spare -= work.degree * start - float(free[first : first + work.degree].sum())
+        if start + work.seconds >= least or spare < 0:
+            return math.inf, []
         free[first : first + work.degree] = start + work.seconds
         microbatches.append(interval_microbatch(first, work.degree, work.sequences))
         if bucket and strategy == "dp-balance":
