@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 
 from lengthwise.core.errors import ConfigError, LengthwiseError
+from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.simulator import (
@@ -17,6 +18,7 @@ from lengthwise.simulator import (
     stages_to_try,
     tensors_to_try,
 )
+from lengthwise.simulator.study import SimulatedStep, TooLarge, compare_planners
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 BATCHES = [draw_lengths("github", 2**18, seed, 2**16) for seed in range(2)]
@@ -132,6 +134,47 @@ def test_capacities_are_shares_of_what_fits_or_as_given() -> None:
     assert replace(too_much, takes_capacity=True).setting(Mesh()).capacities == {"none": more, "layer": more}
     with pytest.raises(ConfigError, match="room for 128 tokens"):
         replace(QUESTION, shape=named_shape("llama-70b")).setting(Mesh())
+
+
+def test_a_plan_that_needs_more_memory_than_a_device_has_is_no_rival() -> None:
+    """A layer computed again cannot be offloaded: a whole sequence beside it may need more than a device has."""
+    question = replace(QUESTION, tensors=(1,), kinds=RECOMPUTE_KINDS)
+    batches = [[2**17, 2**17, *[3000] * 30]]
+    whole = Mesh(heads="auto", offload="auto")
+    assert on_one_mesh(whole, "packed-dp", batches, question).any_mesh is None
+    taken = on_one_mesh(whole, "packed-dp", batches, replace(question, capacity_tokens=40_000, takes_capacity=True))
+    assert taken.any_mesh is not None
+    assert taken.any_mesh.result.steps[0].memory_bytes > HARDWARE.device_bytes
+    found = best_mesh("packed-dp", batches, question).any_mesh
+    assert found is not None
+    assert found.mesh.capacity_share < 1
+    assert found.result.steps[0].memory_bytes <= HARDWARE.device_bytes
+    longer = best_mesh("packed-dp", [[2**18, 3000]], question)
+    assert longer.any_mesh is None
+    assert "memory of a device" in str(longer.refusal)
+
+
+def test_where_offload_needs_too_much_memory_the_plan_does_without() -> None:
+    question = replace(QUESTION, tensors=(1,), kinds=RECOMPUTE_KINDS)
+    mesh = Mesh(heads="auto", offload="auto")
+    setting = question.setting(mesh)
+    batches = [[2**17, 2**17, *[3000] * 30]]
+
+    def step_on(device_bytes: float) -> SimulatedStep:
+        small = replace(setting, hardware=replace(HARDWARE, device_bytes=device_bytes))
+        (result,) = compare_planners(
+            ["lengthwise"], batches, small, progress=lambda *_: None, options=question.options(mesh)
+        )
+        return result.steps[0]
+
+    most = step_on(HARDWARE.device_bytes)
+    assert most.most_offload > 0
+    less = step_on(most.memory_bytes - 1)
+    assert less.memory_bytes < most.memory_bytes
+    assert less.most_offload == 0
+    assert less.step_seconds >= most.step_seconds
+    with pytest.raises(TooLarge, match=r"1\.0 GB"):
+        step_on(1e9)
 
 
 def test_nobody_holds_the_sequences_is_an_error_and_somebody_is_not() -> None:

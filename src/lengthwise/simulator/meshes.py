@@ -24,7 +24,7 @@ from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.cost import STEP_TOKENS, Cost, Hardware, all_terms_cost, recompute_capacities, step_memory
 from lengthwise.planner import PLANNING_SHARE, PlanOptions, arithmetic_seconds
 from lengthwise.program import trains
-from lengthwise.simulator.study import PlannerResult, Setting, compare_planners, ideal_seconds
+from lengthwise.simulator.study import PlannerResult, Setting, TooLarge, compare_planners, ideal_seconds
 
 _NEAR = 1.03  # of the best on one batch: run on all
 _MOST_NEAR = 2  # of them
@@ -110,6 +110,7 @@ class MeshQuestion:
             devices=mesh.devices,
             loader=self.loader,
             capacities=capacities,
+            must_fit=self.capacity_tokens is None or not self.takes_capacity,
         )
 
     def _capacities(self, fitting: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
@@ -182,7 +183,7 @@ class Best:
     """The best that a planner can do: on the meshes that the engine runs, and on all; tried: plans made for it.
 
     today, any_mesh: None where no such mesh holds these sequences; refusal, refusal_today: why, of the last of all
-    meshes, and of the last that the engine runs, that did not.
+    meshes, and of the last that the engine runs, that did not; or of the first that a device is too small for.
     """
 
     planner: str
@@ -287,6 +288,7 @@ class _Search:
     first: dict[Mesh, Found] = field(default_factory=dict)  # on the batch of most work
     finished: dict[Mesh, Found] = field(default_factory=dict)
     left_out: set[Mesh] = field(default_factory=set)  # refused, or their arithmetic takes longer than another step
+    too_large: set[Mesh] = field(default_factory=set)  # of these: with less room, ranks are given less
     refusal: LengthwiseError | None = None
     tried: int = 0
 
@@ -319,14 +321,17 @@ class _Search:
             best = more if is_within and self._seconds(more) < self._seconds(best) else None
 
     def _halve(self, mesh: Mesh, question: MeshQuestion) -> None:
-        """Try a mesh, and smaller capacities until so many in a row end no sooner."""
+        """Try a mesh, and smaller capacities until so many in a row end no sooner, not counting the too large."""
         least, waited = inf, 0
         while waited < _PATIENCE and mesh.capacity_share >= _LEAST_SHARE:
             self._try(mesh)
-            if mesh not in self.first or question.capacity_tokens is not None:
+            if question.capacity_tokens is not None:
+                return
+            if mesh in self.first:
+                waited = 0 if self._seconds(mesh) < least else waited + 1
+                least = min(least, self._seconds(mesh))
+            elif mesh not in self.too_large:
                 return  # arithmetic takes too long, or a rank holds too little: with less room it does, too
-            waited = 0 if self._seconds(mesh) < least else waited + 1
-            least = min(least, self._seconds(mesh))
             mesh = replace(mesh, capacity_share=mesh.capacity_share / 2)
 
     def _try(self, mesh: Mesh) -> None:
@@ -349,7 +354,9 @@ class _Search:
             self.first[mesh] = found_on(mesh, worth, self.planner, [heaviest], self.question)
         except (ConfigError, PlanError) as error:
             self.left_out.add(mesh)
-            self.refusal = error
+            self.too_large |= {mesh} if isinstance(error, TooLarge) else set()
+            if not isinstance(self.refusal, TooLarge):
+                self.refusal = error
 
     def _finish(self, mesh: Mesh) -> Found:
         """Run all batches on a mesh that was tried."""

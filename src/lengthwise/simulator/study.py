@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.timeline import Timeline
@@ -25,13 +26,18 @@ from lengthwise.simulator.step import simulate_plan
 _DEFAULT = PlanOptions()
 
 
+class TooLarge(PlanError):  # noqa: N818 - the name says what happened
+    """A plan that needs more memory than a device has."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What is simulated: a model on so many ranks of a hardware, `devices` of it a rank.
 
     `context_tokens` sizes the mesh of planners with a fixed one, and is the longest that a sequence may be. `loader` is
     one of `simulator.loading.LOADERS`. `capacities`: tokens of a rank for each kind of recomputation that a step may
-    choose (default: none, with the capacity of the cluster).
+    choose (default: none, with the capacity of the cluster). `must_fit`: plans that need more memory than a device has,
+    by the formulas of `cost.memory`, are refused.
     """
 
     shape: ModelShape
@@ -42,6 +48,7 @@ class Setting:
     devices: int = 1
     loader: str = "none"
     capacities: Mapping[str, int] | None = None
+    must_fit: bool = False
 
     @property
     def peak_flops_per_second(self) -> float:
@@ -159,20 +166,15 @@ def _simulate(
     plans, timelines = [], []
     for number, tokens in enumerate(batches):
         progress(number)
-        plan = plan_recomputed(
-            tokens,
-            setting.cluster.ranks,
-            setting.cost,
-            setting.capacities or {"none": setting.cluster.capacity_tokens},
-            replace(
-                options,
-                planner=planner,
-                layers=setting.shape.layers,
-                context_tokens=max(setting.context_tokens, *tokens) if planner == "static" else None,
-            ),
+        of_step = replace(
+            options,
+            planner=planner,
+            layers=setting.shape.layers,
+            context_tokens=max(setting.context_tokens, *tokens) if planner == "static" else None,
         )
+        plan, timeline = _simulate_step(tokens, setting, of_step)
         plans.append(plan)
-        timelines.append(simulate_plan(plan, setting.cost))
+        timelines.append(timeline)
     loads = [
         loading_seconds(
             plan,
@@ -188,6 +190,46 @@ def _simulate(
     waits = waits_seconds(loads, [timeline.step_seconds for timeline in timelines])
     delayed = [timeline.delayed(wait) for timeline, wait in zip(timelines, waits, strict=True)]
     return list(zip(plans, delayed, strict=True))
+
+
+def _simulate_step(tokens: Sequence[int], setting: Setting, options: PlanOptions) -> tuple[Plan, Timeline]:
+    """Plan and simulate one batch; where plans must fit and this one does not, the better of two that might.
+
+    What a layer computes again cannot be offloaded, which the capacities that planners are given do not know: where a
+    plan does both, a rank may hold more than a device has. Those two do one of them alone.
+
+    Raises:
+        PlanError: of `plan_recomputed`.
+        TooLarge: no plan fits.
+    """
+    capacities = dict(setting.capacities or {"none": setting.cluster.capacity_tokens})
+
+    def simulated(kinds: Mapping[str, int], with_options: PlanOptions) -> tuple[Plan, Timeline]:
+        plan = plan_recomputed(tokens, setting.cluster.ranks, setting.cost, kinds, with_options)
+        return plan, simulate_plan(plan, setting.cost)
+
+    first = simulated(capacities, options)
+    if not setting.must_fit or (needed := _memory_bytes(*first, setting)) <= setting.hardware.device_bytes:
+        return first
+    again = {kind: held for kind, held in capacities.items() if kind != "none"}
+    ways = [({"none": capacities["none"]}, options)] if again and "none" in capacities else []
+    ways += [(again or capacities, replace(options, offload="off"))] if options.offload != "off" else []
+    fitting: list[tuple[Plan, Timeline]] = []
+    for kinds, with_options in ways:
+        try:
+            found = simulated(kinds, with_options)
+        except PlanError:
+            continue
+        if _memory_bytes(*found, setting) <= setting.hardware.device_bytes:
+            fitting.append(found)
+    if not fitting:
+        raise TooLarge(
+            "memory of a device",
+            expected=f"at most {setting.hardware.device_bytes / 1e9:.1f} GB",
+            got=f"{needed / 1e9:.1f} GB",
+            remedy="Use more devices a rank, a smaller {capacity}, or hardware with more memory.",
+        )
+    return min(fitting, key=lambda each: each[1].step_seconds)
 
 
 def ideal_seconds(tokens: Sequence[int], setting: Setting) -> float:
