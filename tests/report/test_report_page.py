@@ -137,10 +137,12 @@ def test_rows_json_and_table_say_the_same(found) -> None:
     assert "as this version trains it (simulated, not measured)" in title
     rows = result_rows(today)
     assert [row[0] for row in rows] == ["static", "lengthwise"]
-    assert rows[0][COLUMNS.index("speed-up")] == "1.00x"
     written = simulation_json(found, {"model": "llama-7b"})
-    ratio = written["planners"]["lengthwise"]["speedup_over_first"]
-    assert rows[1][COLUMNS.index("speed-up")] in (f"{ratio:.2f}x", f"equal ({ratio:.2f}x)")
+    ratios = [written["planners"][name]["speedup_over_best_other"] for name in ("static", "lengthwise")]
+    assert ratios[0] == pytest.approx(1 / ratios[1])
+    for row, ratio in zip(rows, ratios, strict=True):
+        assert row[COLUMNS.index("over best other")] in (f"{ratio:.2f}x", f"equal ({ratio:.2f}x)")
+    assert result_rows(today[:1])[0][COLUMNS.index("over best other")] == "no other"
     assert written["planners"] == written["trained_today"]
     assert written["planners"]["static"]["step_seconds"] == [step.step_seconds for step in today[0].result.steps]
     table = simulation_table(today, title="one step")

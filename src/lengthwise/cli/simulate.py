@@ -67,7 +67,7 @@ class Simulate:
     batch_tokens: Annotated[str, tyro.conf.arg(metavar="TOKENS")] = "32M"
     """Tokens of one step."""
     planners: Annotated[str, tyro.conf.arg(metavar="NAME,...")] = _PLANNERS
-    """Planners to compare; speed-ups are over the first. The last lines compare lengthwise with the best other."""
+    """Planners to compare, each with the best other; the last lines say what lengthwise gains over that."""
     batches: Annotated[int, tyro.conf.arg(metavar="N")] = 4
     """Batches to simulate, each with its own seed."""
     loader: Annotated[str, tyro.conf.arg(metavar="none|local|remote")] = "none"
