@@ -134,10 +134,9 @@ def _taken(found: Found | None) -> Taken | None:
 def mesh_words(found: Found) -> str:
     """Say what a planner took: devices of a rank, tokens that it holds, and what its plans use of what they may."""
     mesh, steps = found.mesh, found.result.steps
-    kinds = dict.fromkeys(step.recompute for step in steps)
-    held = [f"{(found.setting.capacities or {})[kind]:,}" for kind in kinds]
+    held = [f"{tokens:,}" for tokens in found.held_tokens.values()]
     words = [f"TP {mesh.tensor}", *([f"PP {mesh.stages}"] if mesh.stages > 1 else []), f"{' or '.join(held)} tokens"]
-    words += [f"recompute {kind}" for kind in kinds if kind != "none"]
+    words += [f"recompute {kind}" for kind in found.held_tokens if kind != "none"]
     words += ["heads"] if max(step.most_heads for step in steps) > 1 else []
     words += ["offload"] if max(step.most_offload for step in steps) > 0 else []
     return ", ".join([*words, f"degree to {max(step.most_degree for step in steps):,}"])

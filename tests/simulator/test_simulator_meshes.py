@@ -64,7 +64,10 @@ def test_a_mesh_that_is_sized_for_more_than_a_batch_holds_may_offload_for_it() -
     shorter, longer = (best_mesh("static", [[top, 2000, 3000, 1000, 9000]], question) for top in (30_000, 60_000))
     assert shorter.today is not None
     assert longer.today is not None
-    assert shorter.today.result.mean_seconds < longer.today.result.mean_seconds
+    assert shorter.today.result.steps[0].most_offload == 0, "its batch needs none"
+    assert longer.today.result.steps[0].most_offload > 0
+    without = best_mesh("static", [[30_000, 2000, 3000, 1000, 9000]], replace(question, offload="off"))
+    assert without.any_mesh is None, "the mesh holds the context only with it"
 
 
 def test_a_mesh_that_holds_the_batch_of_most_work_but_not_another_is_not_taken() -> None:

@@ -62,15 +62,13 @@ def _mesh_cells(found: Found) -> tuple[str, ...]:
     steps, mesh = found.result.steps, found.mesh
     degree = max(step.most_degree for step in steps)
     heads, offload = max(step.most_heads for step in steps), max(step.most_offload for step in steps)
-    kinds = dict.fromkeys(step.recompute for step in steps)
-    held = [(found.setting.capacities or {}).get(kind, found.setting.cluster.capacity_tokens) for kind in kinds]
     return (
         f"TP {mesh.tensor}, PP {mesh.stages}" if mesh.devices > 1 else "1",
         f"up to {degree:,}" if degree > 1 else "1",
         f"up to {heads}" if heads > 1 else "no",
         _kinds(found.result),
         f"up to {percent(offload)}" if offload else "no",
-        " and ".join(f"{tokens:,}" for tokens in held),
+        " and ".join(f"{tokens:,}" for tokens in found.held_tokens.values()),
     )
 
 

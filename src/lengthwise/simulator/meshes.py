@@ -1,15 +1,14 @@
 """The best mesh of each planner, searched alike for all: what a competent user would have found by trying.
 
-A mesh is how many devices make a rank (tensor x pipeline stages) and how many tokens a rank may hold; context
-parallelism, heads, offload and recomputation are chosen by every planner within it. For each planner, on the batch of
-most work:
+A mesh is how many devices make a rank (tensor x pipeline stages) and how many tokens a rank may hold; each planner
+chooses context parallelism, heads, offload and recomputation within it. For each planner, on the batch of most work:
 
-1. every number of tensor-parallel devices that memory allows, ranks holding all that fits, then half of it, half again
-   and so on (rings of more ranks), until two in a row end no sooner;
+1. every number of tensor-parallel devices that memory allows, ranks holding all that fits, then half of it and so on,
+   until two in a row end no sooner;
 2. from the best, twice the stages, while that ends sooner.
 
-Those that end within a few percent of the best, two at most, run all batches, and the least mean is taken. A mesh whose
-arithmetic alone would take longer than the best so far is not planned. Some three to thirty plans a planner.
+Those within 3 % of the best, two at most, run all batches; the least mean is taken. A mesh whose arithmetic alone takes
+longer than the best so far is not planned. Cost: three to thirty plans a planner.
 """
 
 from __future__ import annotations
@@ -176,6 +175,12 @@ class Found:
     setting: Setting
     result: PlannerResult
     trains: bool
+
+    @property
+    def held_tokens(self) -> dict[str, int]:
+        """The tokens that a rank holds with each kind of recomputation that its plans take."""
+        held, capacities = self.setting.cluster.capacity_tokens, self.setting.capacities or {}
+        return {step.recompute: capacities.get(step.recompute, held) for step in self.result.steps}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
