@@ -177,6 +177,25 @@ def test_rivals_choose_degrees_for_split_heads_and_on_small_steps_in_both_ways(m
         asked.clear()
 
 
+@pytest.mark.parametrize(("stages", "expected"), [(1, [True]), (2, [False, True])])
+def test_planners_whose_degrees_memory_decides_plan_both_ways_in_pipelines_only(
+    monkeypatch: pytest.MonkeyPatch, stages: int, expected: list[bool]
+) -> None:
+    cost = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"), stages=stages)
+    asked: list[bool] = []
+
+    def watching(request: PlanRequest) -> list[Microbatch]:
+        asked.append(request.cost.choices.splits_heads)
+        return [interval_microbatch(0, 1, [i]) for i in range(len(request.tokens))]
+
+    monkeypatch.setitem(registry._BUILT_IN, "static", watching)
+    schedule = {"mode": "pipeline", "stages": stages} if stages > 1 else {}
+    plan_step(
+        [10] * 20, Cluster(ranks=8, capacity_tokens=100), cost, PlanOptions(planner="static", heads="auto", **schedule)
+    )
+    assert asked == expected
+
+
 def test_free_ends_no_later_than_waves_where_one_ring_takes_nearly_all_the_time() -> None:
     """The others must fit what one ring over all ranks leaves, a tenth of the time: it ended 1.036 above the bound."""
     cluster = Cluster(ranks=97, capacity_tokens=16384)

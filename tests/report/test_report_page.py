@@ -132,6 +132,18 @@ def test_page_of_pipelines_cuts_no_label(found) -> None:
     assert "12 of 12 ranks, stage 0 of 4, the first batch" in page
 
 
+def test_each_planner_is_held_against_the_best_of_the_others(found) -> None:
+    """Of three, which take 3, 1 and 2 times as long, the middle one against the last, both others against it."""
+    ((_, (first, _)),) = tables_of(found)
+
+    def taking(times: int) -> Found:
+        steps = tuple(replace(step, step_seconds=times * step.step_seconds) for step in first.result.steps)
+        return replace(first, result=replace(first.result, steps=steps))
+
+    rows = result_rows([taking(3), taking(1), taking(2)])
+    assert [row[COLUMNS.index("over best other")] for row in rows] == ["0.33x", "2.00x", "0.50x"]
+
+
 def test_rows_json_and_table_say_the_same(found) -> None:
     ((title, today),) = tables_of(found)
     assert "as this version trains it (simulated, not measured)" in title
