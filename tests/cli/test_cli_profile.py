@@ -29,9 +29,12 @@ def test_profile_writes_what_plan_and_simulate_read(tmp_path, capfd):
     assert call(*asked) == 0
     said = capfd.readouterr().out
     assert "linear_seconds" in said
-    assert "not measured, as of cpu: far" in said
+    measurements = read_measurements(out)
+    assert measurements.place.ranks == 2
+    # On a busy machine half a second may tell nothing of a link or a copy; of other nodes it never does.
+    assert {"far_bytes_per_second", "far_hop_seconds"} <= set(measurements.fit.not_measured)
+    assert f"not measured, as of cpu: {', '.join(measurements.fit.not_measured)}" in said
     assert "copy_bytes_per_second" in said
-    assert read_measurements(out).place.ranks == 2
     assert call(*asked) == 2
     assert "add --overwrite" in capfd.readouterr().err
     (tmp_path / "lengths.json").write_text("[3000, 70, 900]")
