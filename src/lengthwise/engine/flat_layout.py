@@ -11,10 +11,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
+from typing import NamedTuple
 
 ALIGNMENT = 64  # entries: 128 bytes in the narrowest dtype, which has two
 SLICE_MULTIPLE = 8  # entries of a rank's slice of a bucket: 16 bytes
 BUCKET_ENTRIES = 1 << 24  # of a bucket at least, where the model has as many: shorter messages do not fill a link
+
+
+class Run(NamedTuple):
+    """Entries of a parameter, from `entry` on, at [start, stop) of a rank's shard."""
+
+    parameter: int
+    entry: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +70,24 @@ class FlatLayout:
         size = (last - first) // self.world_size
         return slice(first + rank * size, first + (rank + 1) * size)
 
-    def runs(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (parameter, start, stop) of what a rank's shard has of each parameter, in the order of the shard."""
+    def runs(self, rank: int) -> Iterator[Run]:
+        """Yield what a rank's shard has of each parameter, in the order of the shard."""
         for index, (start, size, bucket) in enumerate(zip(self.starts, self.sizes, self.bucket_of, strict=True)):
             whole, shard = self.in_whole(bucket, rank), self.in_shard(bucket)
             first, last = max(start, whole.start), min(start + size, whole.stop)
             if first < last:
-                yield index, first - whole.start + shard.start, last - whole.start + shard.start
+                moved = shard.start - whole.start
+                yield Run(parameter=index, entry=first - start, start=first + moved, stop=last + moved)
+
+    def owner(self, parameter: int, entry: int) -> tuple[int, int, int]:
+        """Return where an entry of a parameter lies: (rank, place in its shard, how many entries follow it there).
+
+        Those that follow, it included, are to the end of the rank's slice of the bucket.
+        """
+        bucket = self.bucket_of[parameter]
+        shard = self.in_shard(bucket)
+        rank, place = divmod(self.starts[parameter] + entry - self.borders[bucket], shard.stop - shard.start)
+        return rank, shard.start + place, shard.stop - shard.start - place
 
 
 class BucketOrder:

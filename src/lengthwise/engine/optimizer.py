@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lengthwise.comm import Transport
 from lengthwise.config import OptimizerConfig
-from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch's AdamW has them
 _PARTS = 64  # of a rank's parameters
@@ -32,15 +32,22 @@ class ShardedAdamW:
     def __init__(self, parameters: Parameters, config: OptimizerConfig, transport: Transport) -> None:
         self._parameters, self._config, self._transport = parameters, config, transport
         groups: dict[bool, list[torch.nn.Parameter]] = {}
-        shards = parameters.shards()
+        shards, own = parameters.shards(), parameters.state()[MASTER_WEIGHTS]
+        self._moments = {name: torch.empty_like(own).zero_() for name in _MOMENTS}  # written: the memory is there now
+        moments_of: dict[torch.nn.Parameter, dict[str, Tensor]] = {}
         self._part = part_of(sum(len(shard.weights) for shard in shards))
         on_gpu = any(shard.weights.is_cuda for shard in shards)
         self.fused = on_gpu if config.fused is None else config.fused
         for shard in shards:
             at_once = len(shard.weights) if self.fused else self._part
-            for part, gradient in zip(*(each.split(at_once) for each in (shard.weights, shard.gradient)), strict=True):
+            within = slice(shard.start, shard.start + len(shard.weights))
+            beside = (shard.gradient, *(each[within] for each in self._moments.values()))
+            for part, gradient, *moments in zip(
+                *(each.split(at_once) for each in (shard.weights, *beside)), strict=True
+            ):
                 weights = torch.nn.Parameter(part)
                 weights.grad = gradient
+                moments_of[weights] = dict(zip(_MOMENTS, moments, strict=True))
                 groups.setdefault(shard.decayed, []).append(weights)
         self._weights = [each for group in groups.values() for each in group]
         self._adamw: Any = None  # whose divisor of gradients, which GradScaler sets, has no type
@@ -56,14 +63,19 @@ class ShardedAdamW:
                 foreach=False,  # which would need as much as all of the shards
                 fused=self.fused,
             )
-            for weights in self._weights:
-                self._adamw.state[weights] = self._first_state(weights)
+            counts_on = own.device if self.fused else torch.device("cpu")
+            for weights, moments in moments_of.items():  # what torch's AdamW would make in its first step
+                count = torch.zeros((), dtype=torch.float32, device=counts_on)
+                self._adamw.state[weights] = {"step": count, **moments}
 
-    def _first_state(self, weights: Tensor) -> dict[str, Tensor]:
-        """Return what torch's AdamW would make in its first step; written, so that the system gives the memory now."""
-        counts_on = weights.device if self.fused else torch.device("cpu")
-        state = {"step": torch.zeros((), dtype=torch.float32, device=counts_on)}
-        return state | {name: torch.empty_like(weights).zero_() for name in _MOMENTS}
+    def state(self) -> dict[str, Tensor]:
+        """Return the moments of this rank, by name: (entries,) each, in the places of `Parameters.state`."""
+        return self._moments
+
+    def go_on_from(self, step: int) -> None:
+        """Count steps from `step` on, which a checkpoint was saved after."""
+        for state in self._adamw.state.values() if self._adamw is not None else ():
+            state["step"].fill_(step)
 
     def reduce(self) -> float:
         """Sum gradients over all ranks; return their global norm, before clipping. Collective."""
@@ -132,7 +144,7 @@ def kept_bytes(model: nn.Module, parameters: Parameters) -> int:
 
 def moment_bytes(parameters: Parameters) -> int:
     """Count the bytes of AdamW's moments on this rank."""
-    return len(_MOMENTS) * sum(each.weights.nbytes for each in parameters.shards())
+    return len(_MOMENTS) * parameters.state()[MASTER_WEIGHTS].nbytes
 
 
 def step_end_bytes(parameters: Parameters) -> int:

@@ -14,21 +14,34 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lengthwise.engine.flat_layout import FlatLayout
+
+MASTER_WEIGHTS = "master_weights"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
     """A run of parameters that this rank updates: master weights and gradients, both (entries,), in fp32 or wider.
 
-    `decayed`: whether weight decay applies, as it does to parameters of two or more dimensions.
+    `start`: where it begins in the rank's `state`. `decayed`: whether weight decay applies, as it does to parameters
+    of two or more dimensions.
     """
 
+    start: int
     weights: Tensor
     gradient: Tensor
     decayed: bool
 
 
 class Parameters(Protocol):
-    """The trainable parameters of a model on one rank."""
+    """The trainable parameters of a model on one rank.
+
+    names, shapes: of each parameter, in the model's order. layout: where their entries lie in the `state` of all ranks.
+    """
+
+    names: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
+    layout: FlatLayout
 
     def shards(self) -> Sequence[Shard]:
         """Return what the optimizer of this rank updates in place; none where a rank has no parameters."""
@@ -77,7 +90,7 @@ class Parameters(Protocol):
         ...
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return what this rank alone holds of the parameters and cannot be computed anew, by name."""
+        """Return what this rank alone holds of the parameters and cannot be computed anew, by name: (entries,) each."""
         ...
 
 

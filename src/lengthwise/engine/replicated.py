@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lengthwise.comm import Pending, Transport
 from lengthwise.core.errors import ModelRefused
 from lengthwise.engine.flat_layout import BUCKET_ENTRIES, BucketOrder, lay_out
-from lengthwise.engine.parameters import Shard
+from lengthwise.engine.parameters import MASTER_WEIGHTS, Shard
 
 
 class FlatParameters:
@@ -53,7 +53,7 @@ class FlatParameters:
         where: torch.device = parameters[0].device if device is None else device
         assert device is not None or where.type != "meta", "a model without storage needs a device"
         _place_rest(model, transport, dtype=dtype, device=where)
-        self._shapes = [parameter.shape for parameter in parameters]
+        self.shapes = [tuple(parameter.shape) for parameter in parameters]
         layer_of = {id(each): number for number, layer in enumerate(layers) for each in layer.parameters()}
         self.layout = lay_out(
             [parameter.numel() for parameter in parameters],
@@ -128,25 +128,30 @@ class FlatParameters:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Cut a flat buffer into one view a parameter."""
-        places = zip(self.layout.starts, self.layout.sizes, self._shapes, strict=True)
+        places = zip(self.layout.starts, self.layout.sizes, self.shapes, strict=True)
         return [flat[start : start + size].view(shape) for start, size, shape in places]
 
     def shards(self) -> list[Shard]:
         """Cut this rank's slices where weight decay changes (see `Parameters.shards`)."""
         return [
-            Shard(weights=self.master_weights[start:stop], gradient=self.grad_shard[start:stop], decayed=decayed)
+            Shard(
+                start=start,
+                weights=self.master_weights[start:stop],
+                gradient=self.grad_shard[start:stop],
+                decayed=decayed,
+            )
             for start, stop, decayed in self._segments()
         ]
 
     def _segments(self) -> list[tuple[int, int, bool]]:
         """Return (start, stop, decayed) within the shard; unused entries between two parameters go with them."""
         segments: list[tuple[int, int, bool]] = []
-        for index, first, last in self.layout.runs(self._transport.rank):
-            decayed = len(self._shapes[index]) >= 2
+        for run in self.layout.runs(self._transport.rank):
+            decayed = len(self.shapes[run.parameter]) >= 2
             if segments and segments[-1][2] == decayed:
-                segments[-1] = (segments[-1][0], last, decayed)
+                segments[-1] = (segments[-1][0], run.stop, decayed)
             else:
-                segments.append((first, last, decayed))
+                segments.append((run.start, run.stop, decayed))
         return segments
 
     @contextmanager
@@ -222,7 +227,7 @@ class FlatParameters:
 
     def state(self) -> dict[str, Tensor]:
         """Return the master weights of this rank; the values of all ranks follow from theirs."""
-        return {"master_weights": self.master_weights}
+        return {MASTER_WEIGHTS: self.master_weights}
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
