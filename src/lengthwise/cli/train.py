@@ -42,7 +42,7 @@ class RunOptions:
 
     def names(self) -> dict[str, str]:
         """Map names of the library to what the user typed for them."""
-        return named_alike("ranks overwrite timeout_seconds") | {"overrides": "--set"}
+        return named_alike("ranks overwrite resume timeout_seconds") | {"overrides": "--set"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,8 @@ class Train(RunOptions):
 
     overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
     """Delete an earlier run in the output folder first."""
+    resume: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Go on with the run in the output folder, from its newest checkpoint, on any number of ranks."""
 
     def run(self) -> int:
         """Run the command; return the exit status."""
@@ -62,6 +64,7 @@ class Train(RunOptions):
             config,
             ranks=self.ranks,
             overwrite=self.overwrite,
+            resume=self.resume,
             timeout_seconds=self.timeout_seconds,
             callbacks=[PrintedProgress(LiveLine(sys.stdout))],
         )

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PlainSerializer, ValidationError, WrapValidator, model_validator
 
 from lengthwise.config.sections import (
+    CheckpointConfig,
     DataSource,
     EvalConfig,
     GlobalBatch,
@@ -150,6 +151,11 @@ class RunConfig(Settings):
         description="true runs the largest microbatch once before the first step, so that too little memory shows at "
         "once; default null: on GPUs only",
     )
+    checkpoint: CheckpointConfig | None = Field(
+        default=None,
+        description="{every_steps: 50}: save what `--resume` goes on from, also after the last step; default null (the "
+        "model alone is saved, at the end)",
+    )
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="AdamW; every key has a default")
     output: PathSetting = Field(description="the folder this run writes; relative to the run file's folder")
 
@@ -192,4 +198,5 @@ SECTIONS: Mapping[tuple[str, ...], type[Settings]] = {
     ("optimizer",): OptimizerConfig,
     ("lora",): LoraConfig,
     ("offload",): OffloadConfig,
+    ("checkpoint",): CheckpointConfig,
 }

@@ -119,6 +119,19 @@ class OffloadConfig(Settings):
         return [ConfigError("path", expected=expected, got=got, remedy=remedy)]
 
 
+class CheckpointConfig(Settings):
+    """What a run goes on from after a fault: when it is saved, and how many are kept."""
+
+    every_steps: int = Field(default=50, ge=0, description="optimizer steps between two; 0: none by steps; default 50")
+    every_minutes: float = Field(
+        default=0.0, ge=0, description="minutes between two, by rank 0's clock; 0: none by time; default 0"
+    )
+    keep_last: int = Field(default=3, ge=1, description="how many are kept, the newest; default 3")
+    background: bool = Field(
+        default=True, description="true writes a copy while the next steps run; false waits for it; default true"
+    )
+
+
 class OptimizerConfig(Settings):
     """AdamW and its learning-rate schedule."""
 

@@ -36,12 +36,20 @@ class Shard:
 class Parameters(Protocol):
     """The trainable parameters of a model on one rank.
 
-    names, shapes: of each parameter, in the model's order. layout: where their entries lie in the `state` of all ranks.
+    layout: where the entries of each parameter, in the model's order, lie in the `state` of all ranks.
     """
 
-    names: Sequence[str]
-    shapes: Sequence[tuple[int, ...]]
     layout: FlatLayout
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the parameters, in the model's order."""
+        ...
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]:
+        """Their shapes."""
+        ...
 
     def shards(self) -> Sequence[Shard]:
         """Return what the optimizer of this rank updates in place; none where a rank has no parameters."""

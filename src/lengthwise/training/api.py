@@ -29,14 +29,15 @@ def train(
     ranks: int | None = 1,
     overrides: Sequence[str] = (),
     overwrite: bool = False,
+    resume: bool = False,
     timeout_seconds: float = 600.0,
     callbacks: Sequence[Callback] = (),
 ) -> TrainResult:
     """Train a model and save it; return the metrics of the last step and the folder.
 
     `run`: a run file, its values, or a `RunConfig`. `ranks`: processes; None: one a GPU, else 1. `overrides`: texts
-    `key=value` for a run file. `overwrite`: delete an earlier run in the output folder. `timeout_seconds`: how long a
-    rank waits for another.
+    `key=value` for a run file. `overwrite`: delete an earlier run in the output folder. `resume`: go on with it from
+    its newest checkpoint, on any number of ranks. `timeout_seconds`: how long a rank waits for another.
 
     Raises:
         LengthwiseError: a problem with the input, all of them in one error; or what ended the run.
@@ -45,9 +46,10 @@ def train(
     with ExitStack() as claim:
 
         def check(config: RunConfig) -> None:
-            claim.enter_context(RunFolder(config.output).claimed(overwrite=overwrite, inputs=_inputs(config)))
+            folder = RunFolder(config.output)
+            claim.enter_context(folder.claimed(overwrite=overwrite, resume=resume, inputs=_inputs(config)))
 
-        start = prepare(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds, check=check)
+        start = prepare(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds, check=check, resume=resume)
         hearing = callbacks if start.is_first else ()
         call_back(hearing, "on_start", start.job)
         result = run_ranks(

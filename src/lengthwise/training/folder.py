@@ -20,13 +20,15 @@ from typing import TextIO
 from safetensors import SafetensorError
 
 from lengthwise.config import RunConfig, dump_config
+from lengthwise.core.disk import sync
 from lengthwise.core.errors import OutputError
 from lengthwise.core.measurements import Measurements
 from lengthwise.training.callbacks import Callback
 from lengthwise.training.metrics import EvalMetrics, FinishedStep
 
 _FILES = ("config.yaml", "measurements.json", "metrics.jsonl", "ledger.jsonl", "eval.jsonl")
-_FOLDERS = ("plans", "model", "model.unfinished")
+_FOLDERS = ("plans", "model", "model.unfinished", "checkpoints")
+_A_STEP_A_LINE = ("metrics.jsonl", "ledger.jsonl", "eval.jsonl")
 _LOCK = "run.lock"
 
 
@@ -42,8 +44,8 @@ class RunFolder(Callback):
         return self.path / "model"
 
     @contextlib.contextmanager
-    def claimed(self, *, overwrite: bool, inputs: Sequence[Path] = ()) -> Iterator[None]:
-        """Keep other runs out of the folder inside the block; refuse it as `check_free` does.
+    def claimed(self, *, overwrite: bool, resume: bool = False, inputs: Sequence[Path] = ()) -> Iterator[None]:
+        """Keep other runs out of the folder inside the block; refuse it as `check_free` does, but not to `resume`.
 
         Forks of this process hold the claim with it. A folder made for the claim is removed if nothing was written.
 
@@ -56,7 +58,8 @@ class RunFolder(Callback):
             lock = self._lock() if self.path.is_dir() or not self.path.exists() else None
         before = self._model_changed()
         try:
-            self.check_free(overwrite=overwrite, inputs=inputs)
+            if not resume:
+                self.check_free(overwrite=overwrite, inputs=inputs)
             yield
         except KeyboardInterrupt:
             if self._model_changed() in (None, before):
@@ -76,7 +79,7 @@ class RunFolder(Callback):
         if self.path.exists() and not self.path.is_dir():
             raise self._refusal("a folder", "a file", "Choose another output.")
         if there and not overwrite:
-            remedy = "Choose another output, or give {overwrite} to delete that run."
+            remedy = "Choose another output, or give {overwrite} to delete that run, or {resume} to go on with it."
             raise self._refusal("no run in the output folder", ", ".join(there), remedy)
         for path in inputs:
             if any(path.resolve().is_relative_to((self.path / name).resolve()) for name in there):
@@ -92,6 +95,18 @@ class RunFolder(Callback):
                 if (self.path / name).exists():
                     shutil.rmtree(self.path / name)
             (self.path / "plans").mkdir(parents=True)
+            (self.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+
+    def go_on(self, config: RunConfig, step: int) -> None:
+        """Take back what was written after `step`, and the model: the run does these steps again."""
+        with self.writing():
+            shutil.rmtree(self.model, ignore_errors=True)
+            for name in _A_STEP_A_LINE:
+                _cut(self.path / name, step)
+            for path in (self.path / "plans").glob("step-*.json"):
+                if int(path.stem.removeprefix("step-")) > step:
+                    path.unlink()
+            (self.path / "plans").mkdir(exist_ok=True)
             (self.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
 
     def keep_measurements(self, found: Measurements) -> None:
@@ -121,9 +136,9 @@ class RunFolder(Callback):
                 unfinished.mkdir()
                 yield unfinished
                 for path in (*unfinished.rglob("*"), unfinished):
-                    _sync(path)
+                    sync(path)
                 unfinished.rename(self.model)
-                _sync(self.path)
+                sync(self.path)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -174,10 +189,16 @@ class RunFolder(Callback):
         return self.model.stat().st_ctime_ns if self.model.exists() else None
 
 
-def _sync(path: Path) -> None:
-    """Bring a file or folder to the disk itself."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _cut(path: Path, step: int) -> None:
+    """Keep the lines up to `step`; one that a fault left without its end goes."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n") or json.loads(line)["step"] > step:
+            break
+        kept.append(line)
+    other = path.with_name(f"{path.name}.unfinished")
+    other.write_text("".join(kept), encoding="utf-8")
+    sync(other)
+    other.rename(path)

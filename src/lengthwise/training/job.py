@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from lengthwise.planner import PACKED_DP, PlanOptions
 from lengthwise.program import refuse_unsupported
 from lengthwise.training.launch import threads_of_each
 from lengthwise.training.rank_memory import Capacities
+from lengthwise.training.resume import Resume
 from lengthwise.training.step_planning import StepPlanning
 
 _UNMEASURED_TOKENS = 4096
@@ -47,6 +49,7 @@ class Job:
     `gpus`: how many GPUs of a machine it uses; 0: it computes on the CPU. `gpu_name`: that of the first. `adapters`:
     parameters that train in place of the model's own; None: all train. `measured_cost`: of the run's file of
     measurements; None: it names none. `measured_capacities`: of `capacity_tokens: auto`, once they are known.
+    `resume`: what the run goes on from; None: it starts.
     """
 
     config: RunConfig
@@ -61,10 +64,12 @@ class Job:
     adapters: int | None = None
     measured_cost: Cost | None = None
     measured_capacities: Capacities | None = None
+    resume: Resume | None = None
 
-    def batches(self) -> Iterator[StepBatch]:
-        """Yield the global batches of the run, in order."""
-        return (StepBatch(self.dataset, batch.ids) for batch in Batches(self.dataset, self.config))
+    def batches(self, *, after: int = 0) -> Iterator[StepBatch]:
+        """Yield the global batches of the run, in order, those of the first `after` steps left out."""
+        following = islice(Batches(self.dataset, self.config), after, None)
+        return (StepBatch(self.dataset, batch.ids) for batch in following)
 
     @property
     def num_steps(self) -> int:
@@ -189,7 +194,13 @@ class Job:
 
 
 def prepare_job(
-    config: RunConfig, *, ranks: int, timeout_seconds: float, gpus: int = 0, gpu_name: str | None = None
+    config: RunConfig,
+    *,
+    ranks: int,
+    timeout_seconds: float,
+    gpus: int = 0,
+    gpu_name: str | None = None,
+    resume: Resume | None = None,
 ) -> Job:
     """Find the model, read the data and check one against the other.
 
@@ -239,6 +250,7 @@ def prepare_job(
         gpu_name=gpu_name,
         adapters=adapters,
         measured_cost=cost,
+        resume=resume,
     )
     if capacity != "auto" and config.offload is not None:  # how much more a rank holds then is the model's matter
         sizes = {"ranks": ranks, "capacity_tokens": capacity, "held_tokens": job.planning.most_held_tokens}

@@ -32,6 +32,7 @@ from lengthwise.models import DTYPES, choose_model_kernel, has_balance_loss, sav
 from lengthwise.training.building import build_trained
 from lengthwise.training.callbacks import Callback, call_back
 from lengthwise.training.capacity import measure_capacities, told
+from lengthwise.training.checkpoints import Checkpoints
 from lengthwise.training.folder import RunFolder
 from lengthwise.training.job import MEASURING_SECONDS, Job
 from lengthwise.training.launch import StopRequest
@@ -58,6 +59,7 @@ def connect(
     data = hashlib.sha256(dump_config(job.config).encode())
     for dataset in filter(None, (job.dataset, job.eval_dataset)):
         data.update(dataset.digest())
+    data.update(str(job.resume and job.resume.step).encode())
     agree(transport, data.digest(), "run file and data")
     return transport
 
@@ -117,6 +119,19 @@ class _Trainer:
         ):
             self._model, self._parameters = build_trained(job, world, transport, say=say)
             self._optimizer = ShardedAdamW(self._parameters, job.config.optimizer, transport)
+        self._checkpoints = Checkpoints(
+            job.config,
+            transport,
+            self._parameters,
+            self._optimizer,
+            data=lambda: job.dataset.digest().hex(),
+            note=say,
+        )
+        self._done = 0  # steps, before the first of this process
+        if job.resume is not None:
+            self._checkpoints.restore(job.resume)
+            self._done = job.resume.step
+            call_back(callbacks, "on_note", f"going on from {job.resume.folder}, after step {self._done}")
         if job.config.capacity_tokens == "auto":
             transport.phase = "measuring what fits into memory"
             ranks = transport.device_ranks
@@ -136,7 +151,7 @@ class _Trainer:
         self._checks_memory = job.config.memory_check if job.config.memory_check is not None else job.gpus > 0
         self._memory = PeakMemory()
         self._num_steps = job.num_steps
-        self._new_steps, self._steps = steps, steps(job.batches())
+        self._new_steps, self._steps = steps, steps(job.batches(after=self._done))
 
     def _leave_if_asked(self, before: str) -> None:
         """End all ranks where one was asked to stop and nothing was trained yet. Collective."""
@@ -147,7 +162,10 @@ class _Trainer:
     def run(self) -> TrainResult:
         self._leave_if_asked("the first step")
         if self._transport.rank == 0:
-            self._folder.start(self._job.config)
+            if self._done:
+                self._folder.go_on(self._job.config, self._done)
+            else:
+                self._folder.start(self._job.config)
             if self._pricing.measurements is not None:
                 self._folder.keep_measurements(self._pricing.measurements)
         if self._checks_memory:
@@ -156,14 +174,21 @@ class _Trainer:
             check_step_end(self._optimizer, self._transport)
             call_back(self._callbacks, "on_note", said)
         start, tokens, first_loss, metrics = time.perf_counter(), 0, 0.0, None
-        number, planned, stopped_by = 0, self._steps.next("step 1"), None
+        number, planned, stopped_by = self._done, self._steps.next(f"step {self._done + 1}"), None
+        if self._job.resume is not None:
+            first_loss = self._job.resume.manifest.first_loss
         while planned is not None and stopped_by is None:
             number += 1
             metrics, planned, stopped_by = self._step(number, planned)
             tokens, first_loss = tokens + metrics.num_tokens, metrics.loss if number == 1 else first_loss
             self._maybe_evaluate(number)
+            is_last = planned is None or stopped_by is not None
+            if self._checkpoints.is_due(number, asked=is_last or self._asks_for_checkpoint):
+                self._refuse_ruined(number, self._share([self._largest.item()]))
+                self._checkpoints.save(number, first_loss=first_loss)
         assert metrics is not None, "a run has at least one step"
         self._save(number)
+        self._checkpoints.finish()
         return TrainResult(
             steps=number,
             num_tokens=tokens,
@@ -177,6 +202,7 @@ class _Trainer:
 
     def close(self) -> None:
         self._steps.close()
+        self._checkpoints.close()
         if self._offloading is not None:
             self._offloading.store.close()
 
@@ -202,9 +228,12 @@ class _Trainer:
         stop, largest = float(self._stop.signal or 0), self._largest.item()
         numbers = [work.loss_sum, work.busy_seconds, stop, work.router_loss, largest]
         waits = [work.ring_wait_seconds, work.offload_wait_seconds, work.offloaded_bytes]
-        rows = self._share([*numbers, *waits, self._memory.peak_bytes()])
+        saving = [self._checkpoints.progress, self._checkpoints.asks]
+        rows = self._share([*numbers, *waits, self._memory.peak_bytes(), *saving])
         self._memory.start()
         self._refuse_ruined(number - 1, rows[:, 4])
+        self._checkpoints.settle(rows[:, 9])
+        self._asks_for_checkpoint = bool(rows[0, 10])
         loss, router_loss = rows[:, 0].sum().item() / batch.loss_tokens, rows[:, 3].sum().item()
         _refuse_infinite("loss", loss, name, batch)
         _refuse_infinite("router loss", router_loss, name, batch)

@@ -1,0 +1,157 @@
+"""`manifest.json` of a checkpoint: what it is of, where each parameter lies in the ranks' files, and their digests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from lengthwise.config.problems import shown
+from lengthwise.core.errors import OutputError
+from lengthwise.core.strict_json import read_json
+from lengthwise.engine.flat_layout import FlatLayout
+
+SCHEMA = "lengthwise.checkpoint/1"
+NAME = "manifest.json"
+
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+_Count = Annotated[int, Field(ge=1)]
+_FromZero = Annotated[int, Field(ge=0)]
+_Hex = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_REMEDY = "Take an earlier checkpoint: remove this folder."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    """A rank's file: its size and SHA-256."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    num_bytes: _FromZero
+    sha256: _Hex
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A trainable parameter: where it starts in the flat buffer, and in which bucket."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    name: str
+    shape: tuple[_FromZero, ...]
+    entries: _FromZero
+    start: _FromZero
+    bucket: _FromZero
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A checkpoint after `step` updates.
+
+    dtype: of master weights and moments. ranks: that wrote a file each. borders: of the buckets (`FlatLayout`).
+    run: the settings that decide what is trained. data: SHA-256 of the tokens. first_loss: of step 1.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    schema: Literal["lengthwise.checkpoint/1"] = SCHEMA
+    version: str
+    step: _Count
+    ranks: _Count
+    dtype: Literal["float32", "float64"]
+    first_loss: float
+    run: Mapping[str, object]
+    data: _Hex
+    borders: tuple[_FromZero, ...]
+    parameters: tuple[Parameter, ...]
+    files: Mapping[str, File]
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Where every entry lies in the files."""
+        return FlatLayout(
+            sizes=tuple(each.entries for each in self.parameters),
+            starts=tuple(each.start for each in self.parameters),
+            borders=self.borders,
+            bucket_of=tuple(each.bucket for each in self.parameters),
+            world_size=self.ranks,
+        )
+
+    def to_json(self) -> str:
+        """Write the file, canonical."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def parameters_of(layout: FlatLayout, names: list[str], shapes: list[tuple[int, ...]]) -> tuple[Parameter, ...]:
+    """Return the rows of a manifest for parameters that lie so."""
+    rows = zip(names, shapes, layout.sizes, layout.starts, layout.bucket_of, strict=True)
+    return tuple(
+        Parameter(name=name, shape=shape, entries=size, start=start, bucket=bucket)
+        for name, shape, size, start, bucket in rows
+    )
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        OutputError: there is none, or it is broken; names the file and the first thing wrong.
+    """
+    path = folder / NAME
+    try:
+        raw = read_json(path)
+        found = TypeAdapter(Manifest).validate_json(json.dumps(raw))
+    except ValidationError as error:
+        first = error.errors()[0]
+        got = f"{shown(first['input'])} at {'.'.join(map(str, first['loc'])) or 'the top'}"
+        raise OutputError(str(path), expected="a checkpoint's manifest", got=got, remedy=_REMEDY) from None
+    except ValueError as error:
+        raise OutputError(str(path), expected="a checkpoint's manifest", got=str(error), remedy=_REMEDY) from None
+    wrong = next(_contradictions(found), None)
+    if wrong is not None:
+        raise OutputError(str(path), expected="a manifest without contradictions", got=wrong, remedy=_REMEDY)
+    return found
+
+
+def _contradictions(found: Manifest) -> Iterator[str]:
+    """Yield what cannot be so of a manifest; code that reads the files trusts that none of it is."""
+    if list(found.files) != [file_name(rank) for rank in range(found.ranks)]:
+        yield "other files than one of each rank"
+    borders = found.borders
+    if len(borders) < 2 or borders[0] != 0 or any(a >= b or b % found.ranks for a, b in pairwise(borders)):
+        yield "borders that no layout has"
+        return
+    end = 0
+    for each in found.parameters:
+        size = 1
+        for length in each.shape:
+            size *= length
+        within = each.bucket + 1 < len(borders) and borders[each.bucket] <= each.start
+        if each.entries != size or each.start < end or not within or each.start + size > borders[each.bucket + 1]:
+            yield f"parameter {each.name} at a place that it cannot have"
+            return
+        end = each.start + size
+    if len({each.name for each in found.parameters}) < len(found.parameters):
+        yield "a parameter twice"
+
+
+def file_name(rank: int) -> str:
+    """Name a rank's file."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def changed(before: Mapping[str, object], now: Mapping[str, object], prefix: str = "") -> list[str]:
+    """Return what differs between the settings of two runs, as config paths with both values."""
+    found = []
+    for key in sorted({*before, *now}):
+        old, new, path = before.get(key), now.get(key), f"{prefix}{key}"
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += changed(old, new, f"{path}.")
+        elif old != new:
+            found.append(f"{path}: {shown(old)} then, {shown(new)} now")
+    return found

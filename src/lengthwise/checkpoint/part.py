@@ -1,0 +1,130 @@
+"""A rank's file of a checkpoint: written beside its digest, checked before it is believed, read at any number of ranks.
+
+A tensor a state ("master_weights", "exp_avg", "exp_avg_sq"), each (entries,) of the rank's shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lengthwise.checkpoint.manifest import File, Manifest, file_name
+from lengthwise.core.disk import sync
+from lengthwise.core.errors import OutputError
+from lengthwise.core.strict_json import read_json
+from lengthwise.engine.flat_layout import FlatLayout
+
+_DIGEST = ".digest"  # beside a rank's file until the checkpoint is committed
+
+
+def write_part(folder: Path, rank: int, state: Mapping[str, Tensor]) -> None:
+    """Write a rank's file and, beside it, its size and digest; both are on the disk then."""
+    path = folder / file_name(rank)
+    save_file(dict(state), path)
+    sync(path)
+    row = {"num_bytes": path.stat().st_size, "sha256": _sha256(path)}
+    path.with_suffix(_DIGEST).write_text(json.dumps(row), encoding="utf-8")
+    sync(path.with_suffix(_DIGEST))
+
+
+def take_digests(folder: Path, ranks: int) -> dict[str, File]:
+    """Return what all ranks wrote into the folder, by file; the notes beside the files go.
+
+    Raises:
+        OutputError: a rank's file is not there.
+    """
+    found = {}
+    for rank in range(ranks):
+        note = (folder / file_name(rank)).with_suffix(_DIGEST)
+        try:
+            found[file_name(rank)] = File(**read_json(note))
+            note.unlink()
+        except (OSError, ValueError) as error:
+            remedy = "Let all machines write into one shared folder."
+            raise OutputError(str(note), expected=f"what rank {rank} wrote", got=str(error), remedy=remedy) from None
+    return found
+
+
+def broken(folder: Path, manifest: Manifest, *, every: int = 1, first: int = 0) -> str | None:
+    """Return which file is not what was written, and how; None: none. Looks at each `every`-th from `first` on."""
+    for name in list(manifest.files)[first::every]:
+        file, path = manifest.files[name], folder / name
+        try:
+            found = _sha256(path)
+        except OSError as error:
+            return f"{path}: {error.strerror or error}"
+        if found != file.sha256:
+            return f"{path}: SHA-256 {found[:16]}..., not {file.sha256[:16]}..."
+    return None
+
+
+def differences(manifest: Manifest, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: str) -> list[str]:
+    """Return what of a model's trainable parameters is not in a checkpoint, or otherwise, or is there besides."""
+    saved, asked = {each.name: each.shape for each in manifest.parameters}, dict(zip(names, shapes, strict=True))
+    found = [f"{name} is missing" for name in asked if name not in saved]
+    found += [f"{name} is no parameter of the model" for name in saved if name not in asked]
+    found += [
+        f"{name} has shape {list(saved[name])}, not {list(shape)}"
+        for name, shape in asked.items()
+        if name in saved and saved[name] != shape
+    ]
+    return found + ([] if manifest.dtype == dtype else [f"all are {manifest.dtype}, not {dtype}"])
+
+
+class Move(NamedTuple):
+    """Entries [source] of the file of `rank` that are entries [target] of a shard now."""
+
+    rank: int
+    source: slice
+    target: slice
+
+
+def moves(old: FlatLayout, new: FlatLayout, rank: int) -> Iterator[Move]:
+    """Yield what fills the shard of `rank` from the files of other ranks; the parameters are the same, in order."""
+    for run in new.runs(rank):
+        entry, start = run.entry, run.start
+        while start < run.stop:
+            owner, place, follow = old.owner(run.parameter, entry)
+            size = min(follow, run.stop - start)
+            yield Move(rank=owner, source=slice(place, place + size), target=slice(start, start + size))
+            entry, start = entry + size, start + size
+
+
+def read_state(
+    folder: Path, manifest: Manifest, layout: FlatLayout, names: Sequence[str], rank: int, state: Mapping[str, Tensor]
+) -> None:
+    """Fill the state of `rank`, (entries,) each, in a model whose parameters `names` lie as in `layout`.
+
+    Only what this rank needs is read. The files must have been checked (`broken`, `differences`).
+    """
+    order = {each.name: number for number, each in enumerate(manifest.parameters)}
+    saved = manifest.layout
+    places = [order[name] for name in names]
+    old = FlatLayout(
+        sizes=tuple(saved.sizes[place] for place in places),
+        starts=tuple(saved.starts[place] for place in places),
+        borders=saved.borders,
+        bucket_of=tuple(saved.bucket_of[place] for place in places),
+        world_size=saved.world_size,
+    )
+    with ExitStack() as files:
+        opened: dict[int, dict[str, object]] = {}
+        for move in moves(old, layout, rank):
+            if move.rank not in opened:
+                file = files.enter_context(safe_open(folder / file_name(move.rank), "pt"))
+                opened[move.rank] = {name: file.get_slice(name) for name in state}
+            for name, tensor in state.items():
+                tensor[move.target] = opened[move.rank][name][move.source]  # pyright: ignore[reportIndexIssue]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
