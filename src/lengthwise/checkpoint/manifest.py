@@ -54,7 +54,8 @@ class Manifest:
     """A checkpoint after `step` updates.
 
     dtype: of master weights and moments. ranks: that wrote a file each. borders: of the buckets (`FlatLayout`).
-    run: the settings that decide what is trained. data: SHA-256 of the tokens. first_loss: of step 1.
+    run: the settings that decide what is trained. data: SHA-256 of the tokens. first_loss, loss: of step 1 and of
+    `step`.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -65,6 +66,7 @@ class Manifest:
     ranks: _Count
     dtype: Literal["float32", "float64"]
     first_loss: float
+    loss: float
     run: Mapping[str, object]
     data: _Hex
     borders: tuple[_FromZero, ...]
@@ -123,7 +125,7 @@ def _contradictions(found: Manifest) -> Iterator[str]:
     if list(found.files) != [file_name(rank) for rank in range(found.ranks)]:
         yield "other files than one of each rank"
     borders = found.borders
-    if len(borders) < 2 or borders[0] != 0 or any(a >= b or b % found.ranks for a, b in pairwise(borders)):
+    if len(borders) < 2 or borders[0] != 0 or any(a > b or b % found.ranks for a, b in pairwise(borders)):
         yield "borders that no layout has"
         return
     end = 0

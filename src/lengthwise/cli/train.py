@@ -186,6 +186,8 @@ def print_summary(result: TrainResult, *, lora: bool) -> None:
     """Say how the run ended and where its files are."""
     if result.stopped_by is not None:
         print(f"\nstopped by {signal.Signals(result.stopped_by).name} after step {result.steps}; the model is saved")
+    if result.metrics is None:
+        print(f"all {result.steps} steps of this run were done before; the model is saved")
     rate = count(result.num_tokens / result.seconds)
     opened = "peft's PeftModel.from_pretrained on the base model" if lora else "from_pretrained"
     print(

@@ -54,7 +54,7 @@ class Checkpoints:
         self._asked, self._note, self._data = config.checkpoint, note, data
         self._folder = CheckpointFolder(config.output / FOLDER)
         self._step = self._failures = 0  # the step of the one under way; failures in a row
-        self._first_loss = 0.0
+        self._losses = (0.0, 0.0)  # of the first step and of this one
         self._thread: threading.Thread | None = None
         self._error: str | None = None
         self._last = time.monotonic()
@@ -80,12 +80,12 @@ class Checkpoints:
             return False
         return asked or (self._asked.every_steps > 0 and step % self._asked.every_steps == 0)
 
-    def save(self, step: int, *, first_loss: float) -> None:
+    def save(self, step: int, *, first_loss: float, loss: float) -> None:
         """Copy this rank's state after `step` and begin to write it; wait for the one before. Collective."""
         self.finish()
         self._transport.phase = f"step {step}, checkpoint"
         self._last = time.monotonic()
-        self._step, self._first_loss, self._error = step, first_loss, None
+        self._step, self._losses, self._error = step, (first_loss, loss), None
         if self._transport.rank == 0:
             try:
                 self._folder.begin(step)
@@ -155,7 +155,8 @@ class Checkpoints:
                 step=self._step,
                 ranks=ranks,
                 dtype=_name(parameters),  # pyright: ignore[reportArgumentType]
-                first_loss=self._first_loss,
+                first_loss=self._losses[0],
+                loss=self._losses[1],
                 run=run_settings(self._config),
                 data=self._data(),
                 borders=parameters.layout.borders,

@@ -83,18 +83,18 @@ class EvalMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """How a run ended. `metrics`: of its last step. `stopped_by`: the signal that ended it early, or None."""
+    """How a run ended.
+
+    steps: from the first one, those before a checkpoint too; `num_tokens`, `seconds`: of this process alone. metrics:
+    of the last step; None: the run was at its end. stopped_by: the signal that ended it early, or None.
+    """
 
     steps: int
     num_tokens: int
     seconds: float
     first_loss: float
-    metrics: StepMetrics
+    last_loss: float
+    metrics: StepMetrics | None
     parameters: int
     stopped_by: int | None
     folder: Path
-
-    @property
-    def last_loss(self) -> float:
-        """The loss of the last step."""
-        return self.metrics.loss

@@ -33,6 +33,11 @@ class Resume:
         """The steps that are done."""
         return self.manifest.step
 
+    @property
+    def losses(self) -> tuple[float, float]:
+        """The losses of the first step and of the last that is done."""
+        return self.manifest.first_loss, self.manifest.loss
+
 
 def run_settings(config: RunConfig) -> dict[str, object]:
     """Return the settings of a run that decide what is trained."""

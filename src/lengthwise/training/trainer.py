@@ -173,20 +173,19 @@ class _Trainer:
             said = check_memory(self._model, self._parameters, self._job, self._kernel)
             check_step_end(self._optimizer, self._transport)
             call_back(self._callbacks, "on_note", said)
-        start, tokens, first_loss, metrics = time.perf_counter(), 0, 0.0, None
-        number, planned, stopped_by = self._done, self._steps.next(f"step {self._done + 1}"), None
-        if self._job.resume is not None:
-            first_loss = self._job.resume.manifest.first_loss
+        start, tokens, metrics, stopped_by = time.perf_counter(), 0, None, None
+        first_loss, loss = (0.0, 0.0) if self._job.resume is None else self._job.resume.losses
+        number, planned = self._done, self._steps.next(f"step {self._done + 1}")
         while planned is not None and stopped_by is None:
             number += 1
             metrics, planned, stopped_by = self._step(number, planned)
-            tokens, first_loss = tokens + metrics.num_tokens, metrics.loss if number == 1 else first_loss
+            tokens, loss = tokens + metrics.num_tokens, metrics.loss
+            first_loss = loss if number == 1 else first_loss
             self._maybe_evaluate(number)
             is_last = planned is None or stopped_by is not None
             if self._checkpoints.is_due(number, asked=is_last or self._asks_for_checkpoint):
                 self._refuse_ruined(number, self._share([self._largest.item()]))
-                self._checkpoints.save(number, first_loss=first_loss)
-        assert metrics is not None, "a run has at least one step"
+                self._checkpoints.save(number, first_loss=first_loss, loss=loss)
         self._save(number)
         self._checkpoints.finish()
         return TrainResult(
@@ -194,6 +193,7 @@ class _Trainer:
             num_tokens=tokens,
             seconds=time.perf_counter() - start,
             first_loss=first_loss,
+            last_loss=loss,
             metrics=metrics,
             parameters=sum(parameter.numel() for parameter in self._model.parameters()),
             stopped_by=stopped_by,

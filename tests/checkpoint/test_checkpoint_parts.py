@@ -1,0 +1,180 @@
+"""Files of one number of ranks, read by another; and what is no checkpoint."""
+
+import json
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lengthwise.checkpoint import CheckpointFolder, Manifest, broken, differences, parameters_of, read_state, write_part
+from lengthwise.checkpoint.manifest import read_manifest
+from lengthwise.checkpoint.part import take_digests
+from lengthwise.core.errors import OutputError, Problems
+from lengthwise.engine.flat_layout import lay_out
+from properties import costly
+
+RANKS = st.sampled_from([1, 2, 3, 4, 5, 7, 8, 13])
+
+
+def shards(layout, values):
+    """The shard of each rank, in which parameter i has `values[i]`; -1 where no parameter lies."""
+    found = [torch.full((layout.shard_entries,), -1.0) for _ in range(layout.world_size)]
+    for rank, shard in enumerate(found):
+        for run in layout.runs(rank):
+            shard[run.start : run.stop] = values[run.parameter][run.entry : run.entry + run.stop - run.start]
+    return found
+
+
+def save(path, layout, values, *, step=5, names=None):
+    folder = CheckpointFolder(path)
+    folder.begin(step)
+    for rank, shard in enumerate(shards(layout, values)):
+        write_part(folder.unfinished(step), rank, {"master_weights": shard, "exp_avg": shard * 2})
+    names = names or [f"p{index}" for index in range(len(values))]
+    manifest = Manifest(
+        version="0",
+        step=step,
+        ranks=layout.world_size,
+        dtype="float32",
+        first_loss=1.0,
+        loss=0.5,
+        run={"seed": 0},
+        data="0" * 64,
+        borders=layout.borders,
+        parameters=parameters_of(layout, names, [(len(value),) for value in values]),
+        files=take_digests(folder.unfinished(step), layout.world_size),
+    )
+    folder.commit(manifest)
+    return folder, manifest
+
+
+@costly
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=8), st.data())
+def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path_factory, sizes, data):
+    layers = sorted(data.draw(st.lists(st.integers(0, 3), min_size=len(sizes), max_size=len(sizes))))
+    old_ranks, new_ranks = data.draw(RANKS), data.draw(RANKS)
+    old = lay_out(sizes, layers, world_size=old_ranks, bucket_entries=data.draw(st.integers(1, 300)))
+    order = data.draw(st.permutations(range(len(sizes))))  # of the model that reads
+    new = lay_out([sizes[i] for i in order], [0] * len(sizes), world_size=new_ranks)
+    values = [torch.arange(size, dtype=torch.float32) + 1000 * index for index, size in enumerate(sizes)]
+    path = tmp_path_factory.mktemp("checkpoint")
+    save(path, old, values)
+    folder, manifest = CheckpointFolder(path).newest()
+    assert all(broken(folder, manifest, first=rank, every=new_ranks) is None for rank in range(new_ranks))
+    names = [f"p{index}" for index in order]
+    for rank, wanted in enumerate(shards(new, [values[i] for i in order])):
+        state = {"master_weights": torch.full_like(wanted, -1), "exp_avg": torch.full_like(wanted, -2)}
+        read_state(folder, manifest, new, names, rank, state)
+        assert torch.equal(state["master_weights"], wanted)
+        assert torch.equal(state["exp_avg"], wanted * 2)
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    layout = lay_out([100, 7], [0, 1], world_size=2)
+    return save(tmp_path, layout, [torch.arange(100.0), torch.arange(7.0)])
+
+
+def first_byte(path: Path, byte: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(byte)
+        old = file.read(1)[0]
+        file.seek(byte)
+        file.write(bytes([old ^ 1]))
+
+
+@given(st.integers(0, 1), st.floats(0, 1, exclude_max=True))
+def test_a_flipped_bit_anywhere_is_found(tmp_path_factory, rank, place):
+    layout = lay_out([100, 7], [0, 1], world_size=2)
+    folder, manifest = save(tmp_path_factory.mktemp("flip"), layout, [torch.arange(100.0), torch.arange(7.0)])
+    path = folder.at(5) / f"rank-0000{rank}.safetensors"
+    first_byte(path, int(place * path.stat().st_size))
+    assert str(path) in str(broken(folder.at(5), manifest))
+    assert broken(folder.at(5), manifest, first=1 - rank, every=2) is None, "another rank's file"
+    shutil.rmtree(folder.path)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda folder: (folder / "rank-00001.safetensors").unlink(), "No such file"),
+        (lambda folder: (folder / "rank-00001.safetensors").write_bytes(b"x"), "got 1 bytes"),
+        (lambda folder: (folder / "manifest.json").unlink(), "No such file"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "broken JSON"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest"),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole_is_passed_over(saved, tmp_path, change, told):
+    folder, _ = saved
+    layout = lay_out([100, 7], [0, 1], world_size=1)
+    save(tmp_path, layout, [torch.arange(100.0), torch.arange(7.0)], step=3)
+    change(folder.at(5))
+    assert folder.newest()[0] == folder.at(3)
+    shutil.rmtree(folder.at(3))
+    with pytest.raises((OutputError, Problems), match=told):
+        folder.newest()
+
+
+CHANGES = {
+    "schema": "lengthwise.checkpoint/2",
+    "step": 0,
+    "ranks": 3,
+    "dtype": "bfloat16",
+    "first_loss": "NaN",
+    "borders": [0, 64],
+    "data": "../x",
+    "unknown": 1,
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_a_manifest_that_contradicts_itself_is_refused(saved, key):
+    folder, _ = saved
+    path = folder.at(5) / "manifest.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, key: CHANGES[key]}))
+    with pytest.raises(OutputError, match=r"manifest\.json"):
+        read_manifest(folder.at(5))
+
+
+@given(st.data())
+def test_no_manifest_ends_in_a_traceback(saved_text, data):
+    path, text = saved_text
+    start = data.draw(st.integers(0, len(text)))
+    size = data.draw(st.integers(0, 40))
+    path.write_text(text[:start] + data.draw(st.text(max_size=10)) + text[start + size :], encoding="utf-8")
+    with suppress(OutputError):
+        manifest = read_manifest(path.parent)
+        assert sum(run.stop - run.start for rank in range(manifest.ranks) for run in manifest.layout.runs(rank)) == 107
+
+
+@pytest.fixture(scope="module")
+def saved_text(tmp_path_factory):
+    layout = lay_out([100, 7], [0, 1], world_size=2)
+    folder, _ = save(tmp_path_factory.mktemp("text"), layout, [torch.arange(100.0), torch.arange(7.0)])
+    path = folder.at(5) / "manifest.json"
+    return path, path.read_text()
+
+
+def test_only_names_of_ours_are_checkpoints(saved, tmp_path):
+    folder, _ = saved
+    for name in ("step-000009.unfinished", "step-7", "step-000008.old", "notes"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-000010").symlink_to(folder.at(5))
+    assert folder.steps() == [5]
+
+
+def test_differences_are_told_all_at_once(saved):
+    _, manifest = saved
+    assert differences(manifest, ["p0", "p1"], [(100,), (7,)], "float32") == []
+    assert differences(manifest, ["p0", "p2"], [(10, 10), (7,)], "float64") == [
+        "p2 is missing",
+        "p1 is no parameter of the model",
+        "p0 has shape [100], not [10, 10]",
+        "all are float32, not float64",
+    ]

@@ -1,0 +1,258 @@
+"""Runs that go on from a checkpoint: the same to the bit on as many ranks, to rounding on others; what is refused."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import lengthwise
+from lengthwise.core.errors import OutputError
+from lengthwise.training import checkpoints
+from lengthwise.training.callbacks import Callback
+from training.small_runs import (
+    Command,
+    call,
+    count_lines,
+    losses,
+    make_rows,
+    read_lines,
+    steps_of,
+    write_run,
+)
+
+LENGTHS = [30, 12, 5, 60, 1, 2, 33]
+EVERY = {"every_steps": 2, "background": False}
+
+
+class Fault(Exception):
+    pass
+
+
+class FailsAfter(Callback):
+    def __init__(self, step):
+        self._step = step
+
+    def on_step(self, step):
+        if step.metrics.step == self._step:
+            raise Fault
+
+
+def run_of(folder, **keys):
+    return write_run(folder, make_rows(LENGTHS), **{"steps": 7, "capacity_tokens": 64, "checkpoint": EVERY, **keys})
+
+
+def whole(path, ranks=1, **options):
+    lengthwise.train(path, ranks=ranks, overrides=["output=whole"], **options)
+    return path.parent / "whole"
+
+
+def broken_off(path, ranks, after):
+    with pytest.raises(lengthwise.LengthwiseError, match="Fault"):
+        lengthwise.train(path, ranks=ranks, callbacks=[FailsAfter(after)])
+    return path.parent / "out"
+
+
+def model_of(output):
+    folder = output / "model"
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
+
+
+def assert_equal_runs(found, wanted, *, exactly=True):
+    assert steps_of(found) == steps_of(wanted)
+    assert [row["step"] for row in read_lines(found / "metrics.jsonl")] == list(range(1, len(losses(wanted)) + 1))
+    assert len(list((found / "plans").iterdir())) == len(losses(wanted))
+    ours, theirs = model_of(found), model_of(wanted)
+    assert ours.keys() == theirs.keys()
+    if exactly:
+        assert losses(found) == losses(wanted)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    else:
+        assert losses(found) == pytest.approx(losses(wanted), rel=1e-11)
+        for name, value in ours.items():
+            torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("before", [1, 2, 3, 4])
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+def test_a_run_goes_on_at_any_number_of_ranks(tmp_path, before, after):
+    path = run_of(tmp_path)
+    wanted = whole(path, ranks=before)
+    found = broken_off(path, before, after=5)
+    result = lengthwise.train(path, ranks=after, resume=True)
+    assert result.steps == 7
+    assert result.first_loss == losses(wanted)[0]
+    assert_equal_runs(found, wanted, exactly=before == after)
+
+
+@pytest.mark.parametrize("keys", [
+    {"precision": "bf16"},
+    {"precision": "fp32", "overlap": True},
+    {"lora": {"r": 4}},
+    {"optimizer": {"schedule": "cosine", "warmup_steps": 2}},
+    {"eval": {"data": [{"path": "train.jsonl"}], "every_steps": 3}},
+], ids=str)  # fmt: skip
+def test_a_run_that_went_on_is_the_same_to_the_bit(tmp_path, keys):
+    path = run_of(tmp_path, **keys)
+    wanted = whole(path, ranks=2)
+    broken_off(path, 2, after=5)
+    lengthwise.train(path, ranks=2, resume=True)
+    assert_equal_runs(tmp_path / "out", wanted)
+    if "eval" in keys:
+        assert read_lines(tmp_path / "out/eval.jsonl") == read_lines(wanted / "eval.jsonl")
+
+
+@pytest.mark.parametrize("keys", [{"sequences": 3}, {"tokens": 64}], ids=str)
+@pytest.mark.parametrize("after", range(3, 9))
+def test_no_sequence_is_taken_twice_or_left_out(tmp_path, keys, after):
+    """Two faults in one run, at the border of an epoch too; 3 steps an epoch by sequences."""
+    path = run_of(tmp_path, steps=None, epochs=3, global_batch=keys, checkpoint={**EVERY, "every_steps": 1})
+    wanted = whole(path)
+    for last in (2, after):
+        with pytest.raises(lengthwise.LengthwiseError, match="Fault"):
+            lengthwise.train(path, callbacks=[FailsAfter(last)], resume=last != 2)
+    lengthwise.train(path, resume=True)
+    assert_equal_runs(tmp_path / "out", wanted)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_costs_the_steps_since_the_checkpoint(tmp_path, rank):
+    path = run_of(tmp_path, steps=60, precision="fp32", checkpoint={"every_steps": 3, "keep_last": 2})
+    wanted = whole(path, ranks=2)
+    command = Command("train", path, "--ranks", 2)
+    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 10)
+    os.kill(command.ranks()[rank], signal.SIGKILL)
+    status, _, err = command.finish()
+    assert status == 1
+    assert f"rank {rank}" in err
+    kept = sorted(each.name for each in (tmp_path / "out/checkpoints").glob("step-??????"))
+    assert len(kept) == 2
+    lengthwise.train(path, ranks=2, resume=True)
+    assert_equal_runs(tmp_path / "out", wanted)
+
+
+def test_a_stopped_run_is_saved_where_it_stopped(tmp_path):
+    path = run_of(tmp_path, steps=1000, precision="fp32", checkpoint={"every_steps": 0})
+    command = Command("train", path, "--ranks", 2)
+    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 4)
+    command.send(signal.SIGTERM)
+    status, _, _ = command.finish()
+    assert status == 0
+    done = count_lines(tmp_path / "out/metrics.jsonl")
+    assert [each.name for each in (tmp_path / "out/checkpoints").iterdir()] == [f"step-{done:06d}"]
+    with pytest.raises(lengthwise.LengthwiseError, match="Fault"):
+        lengthwise.train(path, ranks=1, resume=True, callbacks=[FailsAfter(done + 3)])
+    assert count_lines(tmp_path / "out/metrics.jsonl") >= done + 2
+
+
+def break_bit(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+def swap(path: Path) -> None:
+    other = path.with_name("rank-00000.safetensors")
+    mine, theirs = path.read_bytes(), other.read_bytes()
+    path.write_bytes(theirs)
+    other.write_bytes(mine)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("damage", [break_bit, swap])
+def test_a_damaged_file_is_named_before_anything_changes(tmp_path, capsys, damage, ranks):
+    path = run_of(tmp_path)
+    broken_off(path, 2, after=5)
+    damage(tmp_path / "out/checkpoints/step-000004/rank-00001.safetensors")
+    before = {each: each.read_bytes() for each in (tmp_path / "out").rglob("*") if each.is_file()}
+    capsys.readouterr()
+    assert call("train", path, "--ranks", ranks, "--resume") == 2
+    told = capsys.readouterr().err
+    assert "SHA-256" in told
+    assert "step-000004/rank-0000" in told
+    after = {each: each.read_bytes() for each in (tmp_path / "out").rglob("*") if each.is_file()}
+    assert after == before
+
+
+def test_what_a_run_is_may_not_change(tmp_path, capsys):
+    path = run_of(tmp_path)
+    broken_off(path, 1, after=3)
+    capsys.readouterr()
+    changes = ["seed=1", "global_batch={tokens: 64}", "optimizer.lr=0.1", "planner=static", "steps=9"]
+    assert call("train", path, "--resume", "--set", *changes) == 2
+    told = capsys.readouterr().err
+    for each in ("seed: 0", "global_batch.", "optimizer.lr", "steps: 7"):
+        assert each in told
+    assert "planner" not in told, "how fast, not what"
+
+
+def test_other_data_is_refused(tmp_path, capsys):
+    path = run_of(tmp_path)
+    broken_off(path, 1, after=3)
+    rows = make_rows(LENGTHS)
+    rows[2]["input_ids"][0] ^= 1
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert call("train", path, "--resume") == 2
+    assert "other data" in capsys.readouterr().err
+
+
+def test_nothing_to_go_on_from_is_said(tmp_path, capsys):
+    path = run_of(tmp_path)
+    assert call("train", path, "--resume") == 2
+    assert "a checkpoint to go on from" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_ended_run_has_nothing_left_to_do(tmp_path, capsys):
+    path = run_of(tmp_path)
+    wanted = whole(path)
+    lengthwise.train(path)
+    assert call("train", path, "--resume") == 0
+    assert "all 7 steps" in capsys.readouterr().out
+    assert_equal_runs(tmp_path / "out", wanted)
+
+
+def test_a_failed_save_is_a_warning_and_the_third_in_a_row_an_error(tmp_path, monkeypatch, capsys):
+    """Of five, the second fails, and then the last three."""
+    path, saves, write = run_of(tmp_path, steps=5, checkpoint={**EVERY, "every_steps": 1}), [], checkpoints.write_part
+
+    def fail_at(numbers):
+        def write_or_fail(folder, rank, state):
+            saves.append(folder.name)
+            if len(saves) in numbers:
+                (folder / "rank-00000.safetensors").write_bytes(b"half")
+                raise OSError(28, "No space left on device")
+            write(folder, rank, state)
+
+        monkeypatch.setattr(checkpoints, "write_part", write_or_fail)
+
+    fail_at({2})
+    assert call("train", path) == 0
+    assert "no checkpoint after step 2: OSError: [Errno 28] No space left" in capsys.readouterr().out
+    names = sorted(each.name for each in (tmp_path / "out/checkpoints").iterdir())
+    assert names == ["step-000003", "step-000004", "step-000005"]
+    saves.clear()
+    fail_at({3, 4, 5})
+    with pytest.raises(OutputError, match="No space left"):
+        lengthwise.train(path, overwrite=True)
+    assert sorted(each.name for each in (tmp_path / "out/checkpoints").iterdir()) == ["step-000001", "step-000002"]
+
+
+def test_the_newest_are_kept(tmp_path):
+    path = run_of(tmp_path, checkpoint={**EVERY, "every_steps": 1, "keep_last": 2})
+    lengthwise.train(path)
+    assert sorted(each.name for each in (tmp_path / "out/checkpoints").iterdir()) == ["step-000006", "step-000007"]
+
+
+def test_saving_in_the_background_changes_nothing(tmp_path):
+    path = run_of(tmp_path)
+    wanted = whole(path, ranks=2)
+    lengthwise.train(path, ranks=2, overrides=["checkpoint.background=true"])
+    assert_equal_runs(tmp_path / "out", wanted)
+    plain = run_of(tmp_path / "plain", checkpoint=None)
+    lengthwise.train(plain, ranks=2)
+    assert losses(tmp_path / "plain/out") == losses(wanted)
