@@ -63,7 +63,8 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path_factory, sizes,
     values = [torch.arange(size, dtype=torch.float32) + 1000 * index for index, size in enumerate(sizes)]
     path = tmp_path_factory.mktemp("checkpoint")
     save(path, old, values)
-    folder, manifest = CheckpointFolder(path).newest()
+    folder, manifest, passed_over = CheckpointFolder(path).newest()
+    assert not passed_over
     assert all(broken(folder, manifest, first=rank, every=new_ranks) is None for rank in range(new_ranks))
     names = [f"p{index}" for index in order]
     for rank, wanted in enumerate(shards(new, [values[i] for i in order])):
@@ -114,7 +115,9 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(saved, tmp_path, change, 
     layout = lay_out([100, 7], [0, 1], world_size=1)
     save(tmp_path, layout, [torch.arange(100.0), torch.arange(7.0)], step=3)
     change(folder.at(5))
-    assert folder.newest()[0] == folder.at(3)
+    found, _, (problem,) = folder.newest()
+    assert found == folder.at(3)
+    assert told in str(problem)
     shutil.rmtree(folder.at(3))
     with pytest.raises((OutputError, Problems), match=told):
         folder.newest()

@@ -26,8 +26,8 @@ LAST = StepMetrics(
     exposed_ring_seconds=0.0,
 )  # fmt: skip
 RESULT = TrainResult(
-    steps=20, num_tokens=300_000, seconds=20.0, first_loss=5.0, last_loss=3.0, metrics=LAST, parameters=1, stopped_by=None,
-    folder=Path("run"),
+    steps=20, num_tokens=300_000, seconds=20.0, first_loss=5.0, last_loss=3.0, metrics=LAST, parameters=1,
+    stopped_by=None, folder=Path("run"),
 )  # fmt: skip
 
 

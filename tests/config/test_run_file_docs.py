@@ -5,7 +5,8 @@ from typing import get_args
 
 import pytest
 
-from lengthwise.config import DataSource, EvalConfig, GlobalBatch, LoraConfig, OptimizerConfig, RunConfig
+from lengthwise.config import OptimizerConfig, RunConfig
+from lengthwise.config.schema import SECTIONS
 from lengthwise.planner import PLANNERS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "run-file.md").read_text(encoding="utf-8")
@@ -13,13 +14,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "run-file.md").read_text(encoding="
 
 @pytest.mark.parametrize(
     "key",
-    sorted(
-        {
-            key
-            for section in (RunConfig, DataSource, EvalConfig, GlobalBatch, LoraConfig, OptimizerConfig)
-            for key in section.model_fields
-        }
-    ),
+    sorted({key for section in SECTIONS.values() for key in section.model_fields}),
 )
 def test_run_file_page_names_every_key(key):
     assert f"`{key}`" in PAGE

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 import lengthwise
+from lengthwise.config import RunConfig
 from lengthwise.core.errors import OutputError
 from lengthwise.training import checkpoints
 from lengthwise.training.callbacks import Callback
+from lengthwise.training.resume import FREE_SETTINGS
 from training.small_runs import (
     Command,
     call,
@@ -24,6 +27,7 @@ from training.small_runs import (
     write_run,
 )
 
+PAGE = (Path(__file__).parents[2] / "docs" / "run-file.md").read_text(encoding="utf-8")
 LENGTHS = [30, 12, 5, 60, 1, 2, 33]
 EVERY = {"every_steps": 2, "background": False}
 
@@ -190,6 +194,11 @@ def test_what_a_run_is_may_not_change(tmp_path, capsys):
     assert "planner" not in told, "how fast, not what"
 
 
+def test_the_page_names_what_may_change():
+    (passage,) = [text for text in PAGE.split("\n\n") if "takes the newest checkpoint" in text]
+    assert set(re.findall(r"`(\w+)`", passage)) & set(RunConfig.model_fields) == FREE_SETTINGS
+
+
 def test_other_data_is_refused(tmp_path, capsys):
     path = run_of(tmp_path)
     broken_off(path, 1, after=3)
@@ -198,6 +207,27 @@ def test_other_data_is_refused(tmp_path, capsys):
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert call("train", path, "--resume") == 2
     assert "other data" in capsys.readouterr().err
+
+
+def test_a_broken_newest_is_passed_over_and_told(tmp_path, capsys):
+    path = run_of(tmp_path)
+    wanted = whole(path)
+    broken_off(path, 1, after=5)
+    file = tmp_path / "out/checkpoints/step-000004/rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert call("train", path, "--resume") == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "passed over, and removed: error[output]" in told
+    assert "step-000002, after step 2" in told
+    assert_equal_runs(tmp_path / "out", wanted)
+
+
+def test_a_run_is_not_both_deleted_and_gone_on_with(tmp_path, capsys):
+    path = run_of(tmp_path)
+    broken_off(path, 1, after=3)
+    assert call("train", path, "--resume", "--overwrite") == 2
+    assert "expected --overwrite or --resume; got both" in capsys.readouterr().err
+    assert (tmp_path / "out/checkpoints/step-000002").is_dir()
 
 
 def test_nothing_to_go_on_from_is_said(tmp_path, capsys):

@@ -74,8 +74,10 @@ class CheckpointFolder:
             if later > step:
                 shutil.rmtree(self.at(later), ignore_errors=True)
 
-    def newest(self) -> tuple[Path, Manifest]:
+    def newest(self) -> tuple[Path, Manifest, list[LengthwiseError]]:
         """Return the newest checkpoint whose manifest can be read and whose files have their sizes.
+
+        Also what newer ones have wrong.
 
         Raises:
             OutputError: there is none; Problems: there are some, and what each has wrong.
@@ -86,7 +88,7 @@ class CheckpointFolder:
             try:
                 manifest = read_manifest(folder)
                 _check_sizes(folder, manifest)
-                return folder, manifest
+                return folder, manifest, problems
             except OutputError as error:
                 problems.append(error)
         if not problems:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lengthwise.config import RunConfig
-from lengthwise.core.errors import PlanError
+from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.program import check_plan, refuse_unsupported
 from lengthwise.training.callbacks import Callback, call_back
@@ -46,6 +46,9 @@ def train(
     with ExitStack() as claim:
 
         def check(config: RunConfig) -> None:
+            if overwrite and resume:
+                got, remedy = "both", "Leave one out: the first deletes the run, the second goes on with it."
+                raise ConfigError("overwrite", expected="{overwrite} or {resume}", got=got, remedy=remedy)
             folder = RunFolder(config.output)
             claim.enter_context(folder.claimed(overwrite=overwrite, resume=resume, inputs=_inputs(config)))
 

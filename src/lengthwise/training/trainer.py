@@ -131,6 +131,8 @@ class _Trainer:
         if job.resume is not None:
             self._checkpoints.restore(job.resume)
             self._done = job.resume.step
+            for each in job.resume.passed_over:
+                call_back(callbacks, "on_note", f"passed over, and removed: {each}")
             call_back(callbacks, "on_note", f"going on from {job.resume.folder}, after step {self._done}")
         if job.config.capacity_tokens == "auto":
             transport.phase = "measuring what fits into memory"
