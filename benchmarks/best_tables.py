@@ -11,7 +11,7 @@ from lengthwise.report.simulation import MOST_MFU, OURS
 from lengthwise.simulator import gain_text
 from mesh_rows import MeshRow, Taken, best_other, gain_of
 
-_ORDER = ("packed-dp", "static", "single-degree", "power-of-two", "bytescale-naive", "bytescale", OURS)
+_ORDER = ("packed-dp", "static", "single-degree", "power-of-two", "megatron-core", "bytescale-naive", "bytescale", OURS)
 Sides = Mapping[str, Taken | None]
 Places = Mapping[tuple[str, ...], Sides]
 

@@ -33,6 +33,7 @@ from planners import COMPUTE, TERMS
 from speeds import draw_speeds
 
 ROOT = Path(lengthwise.planner.__file__).parent
+SOLVED_CELLS = 48  # ranks x sequences: half of what `flexsp` takes
 NEAR_ONE = 0.1  # numbers so near to 1 are changed by their distance from it
 
 PLAIN = PlanOptions()
@@ -128,6 +129,8 @@ def _of_seed(seed: int) -> Iterator[Batch]:
     for number in range(12):
         tokens, cluster = tiny_batch(100 * seed + number)
         yield Batch(tokens=tokens, cluster=cluster, cost=TERMS)
+        if cluster.ranks * len(tokens) <= SOLVED_CELLS:
+            yield Batch(tokens=tokens, cluster=cluster, cost=TERMS, options=PlanOptions(planner="flexsp"))
     beside = all_terms_cost(named_shape("tiny"), named_hardware("cpu"))  # planned beside ranks that take as long
     hurried = PlanOptions(heads="auto", layers=4, planning_share=0.1)
     for ranks, capacity, count in ((2, 1024, 12), (3, 4096, 24), (4, 16384, 48)):

@@ -2,34 +2,27 @@
 
     python benchmarks/megatron_core.py [--ranks 8,64,256] [--seeds 4] [--recipes github,byted]
 
-`BalancedCPScheduler` is plain Python and needs no GPU: it is given lengths and a stand-in for its process group, which
-it asks for its size only. What it returns, for every sub-batch the samples of each rank, is written as a plan twice: as
-it runs them in 0.16 (`as run`: every sample its own launch, a barrier between sub-batches) and packed as the planner
-`power-of-two` packs (`packed`). Makespans are over the bound of the plan's own kind, and in the last columns over those
-of `lengthwise`, "equal" where the model cannot tell them apart. Costs are those of `planners.py` with all
-four terms of the cost file; plan times are process seconds of one core, for the scheduler alone and for whole plans of
-ours.
+What `BalancedCPScheduler` returns, for every sub-batch the samples of each rank, is written as a plan twice: as it runs
+them in 0.16 (`as run`: every sample its own launch, a barrier between sub-batches) and packed as the planner
+`power-of-two` packs (`packed`), which is the planner `megatron-core`. Makespans are over the bound of the plan's own
+kind, and in the last columns over those of `lengthwise`, "equal" where the model cannot tell them apart. Costs are
+those of `planners.py` with all four terms of the cost file; plan times are process seconds of one core, for the
+scheduler alone and for whole plans of ours.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import statistics
 import time
-import warnings
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, plan_step, score
-from lengthwise.planner.baselines.power_of_two import Gang, pack_gangs, write_sub_batch
+from lengthwise.planner.baselines.megatron_core import load_scheduler, megatron_sub_batches
+from lengthwise.planner.baselines.power_of_two import pack_gangs, write_sub_batch
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
 from own_bound import own_bound_seconds
@@ -41,46 +34,6 @@ TOKENS_A_RANK = 125_000
 ROWS = ("megatron as run", "megatron packed", "power-of-two", "lengthwise")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FakeGroup:
-    """All that the scheduler asks of a process group."""
-
-    ranks: int
-
-    def size(self) -> int:
-        return self.ranks
-
-
-def load_scheduler() -> Any:
-    """Import Megatron-Core's scheduler class; without Transformer Engine and Apex it warns of their absence."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return importlib.import_module("megatron.core.pipeline_parallel.hybrid_cp_schedule").BalancedCPScheduler
-
-
-def megatron_sub_batches(scheduler: Any, lengths: NDArray[np.int64], cluster: Cluster) -> list[list[Gang]]:
-    """Run the real scheduler; return the gangs of each sub-batch, in the order of the ranks that they take."""
-    one = scheduler(cluster.capacity_tokens, FakeGroup(ranks=cluster.ranks))
-    _, by_rank = one.get_groups_and_subsamples(list(enumerate(lengths.tolist())), None)
-    sub_batches = []
-    for samples in by_rank:
-        gangs: dict[int, Gang] = {}
-        for held in samples:
-            gang = gangs.setdefault(held[0], Gang(degree=0, sequences=list(held)))
-            assert gang.sequences == list(held), f"ranks share sample {held[0]} but not all: {held}, {gang.sequences}"
-            gang.degree += 1
-        sub_batches.append(list(gangs.values()))
-    return sub_batches
-
-
-def plan_megatron(scheduler: Any, request: PlanRequest) -> list[Microbatch]:
-    """Plan one step by the real scheduler, packed as `power-of-two` packs."""
-    microbatches: list[Microbatch] = []
-    for gangs in megatron_sub_batches(scheduler, request.lengths, request.cluster):
-        microbatches += write_sub_batch(gangs, pack_gangs(request, gangs), is_first=not microbatches)
-    return microbatches
-
-
 def main() -> None:
     """Print the table, and write it into a page if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -89,19 +42,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4)
     add_out(parser, "megatron_core")
     arguments = parser.parse_args()
-    scheduler, findings = load_scheduler(), Findings("megatron_core")
+    findings = Findings("megatron_core")
+    load_scheduler()  # takes seconds, which are not those of planning
     titles = " | ".join(f"{row} (ms)" for row in ROWS)
     over = " | ".join(f"{row} / lengthwise" for row in ROWS[:-1])
     findings.add([f"| recipe | ranks | {titles} | {over} |", "|---" * (1 + 2 * len(ROWS)) + "|"])
     for recipe in arguments.recipes.split(","):
         for ranks in map(int, arguments.ranks.split(",")):
-            entries = measure(scheduler, recipe, Cluster(ranks=ranks, capacity_tokens=CAPACITY), arguments.seeds)
+            entries = measure(recipe, Cluster(ranks=ranks, capacity_tokens=CAPACITY), arguments.seeds)
             findings.add([f"| {recipe} | {ranks} | {' | '.join(entries)} |"])
     findings.sign("Modelled", f"one core, seeds 0 to {arguments.seeds - 1}")
     findings.write(arguments.out)
 
 
-def measure(scheduler: Any, recipe: str, cluster: Cluster, seeds: int) -> list[str]:
+def measure(recipe: str, cluster: Cluster, seeds: int) -> list[str]:
     """Plan the same batches four times; return mean makespan / bound and median plan time of each, then / ours."""
     seconds: dict[str, list[float]] = {row: [] for row in ROWS}
     ratios: dict[str, list[float]] = {row: [] for row in ROWS}
@@ -110,7 +64,7 @@ def measure(scheduler: Any, recipe: str, cluster: Cluster, seeds: int) -> list[s
         tokens = draw_lengths(recipe, TOKENS_A_RANK * cluster.ranks, seed, int(0.98 * cluster.longest_tokens))
         request = PlanRequest(tokens=tuple(tokens), cluster=cluster, cost=COST)
         start = time.process_time()
-        sub_batches = megatron_sub_batches(scheduler, request.lengths, cluster)
+        sub_batches = megatron_sub_batches(request.lengths, cluster.ranks, cluster.capacity_tokens)
         took[ROWS[0]].append(time.process_time() - start)
         took[ROWS[1]].append(took[ROWS[0]][-1])
         as_run, packed = list[Microbatch](), list[Microbatch]()

@@ -28,6 +28,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import CUTTING_PLANNERS, PLANNERS, PlanOptions, plan_step, score
+from lengthwise.planner.baselines.flexsp import plan_flexsp
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
 from pages import Findings, add_out, modelled_gain
@@ -272,7 +273,6 @@ def waves_table(seeds: int) -> Iterator[str]:
 
 def tiny_table(cases: int) -> Iterator[str]:
     """Yield gaps to the oracle, of every planner and of FlexSP, over tiny steps with all four terms."""
-    from exact.flexsp import plan_flexsp
     from exact.oracle import plan_oracle
 
     gaps: dict[str, list[float]] = {name: [] for name in (*PLANNERS, "flexsp")}

@@ -39,13 +39,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from exact.milp import Program
 from lengthwise.core.errors import PlanError
 from lengthwise.core.held import held_tokens
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner import CUTTING_PLANNERS, PlanOptions, plan_step
+from lengthwise.planner.baselines.milp import Program
 from lengthwise.planner.problem.score import score
 from lengthwise.program.check import check_plan
 

@@ -15,6 +15,7 @@ from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, PlanOptions, PlanRequest, plan_step, planner_names, register_planner, registry
+from lengthwise.planner.registry import optional_planners
 
 COST = Cost(linear_seconds=1.0)
 CLUSTER = Cluster(ranks=2, capacity_tokens=10)
@@ -63,7 +64,7 @@ def test_a_registered_planner_plans_and_is_scored() -> None:
     with pytest.raises(ConfigError, match="planner: expected one of lengthwise"):
         _plan("alone")
     register_planner("alone", _alone)
-    assert planner_names() == (*PLANNERS, "alone")
+    assert planner_names() == (*PLANNERS, *optional_planners(), "alone")
     notes = _plan("alone")
     assert (notes["planner"], notes["predicted_seconds"], notes["bound_seconds"]) == ("alone", 18.0, 9.0)
 
@@ -132,7 +133,7 @@ def test_an_exception_of_a_planner_names_it() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_planners_of_installed_packages_have_names() -> None:
-    assert planner_names() == (*PLANNERS, "absent", "in-turn", "missing", "number")
+    assert planner_names() == (*PLANNERS, *optional_planners(), "absent", "in-turn", "missing", "number")
     assert _plan("in-turn")["predicted_seconds"] == 12.0
 
 

@@ -18,7 +18,7 @@ from lengthwise.core.errors import Collector, ConfigError, raise_problems
 from lengthwise.core.names import counted, unknown_name
 from lengthwise.core.sizes import parse_tokens, read_whole
 
-_PLANNERS = "packed-dp,static,single-degree,power-of-two,bytescale,lengthwise"
+_USUAL = ("packed-dp", "static", "single-degree", "power-of-two", "bytescale", "lengthwise")
 
 _NAMES = named_alike("mode virtual offload heads recompute hardware model tokenizer capacity ranks data") | {
     "planner": "--planners",
@@ -66,8 +66,10 @@ class Simulate:
     fixed mesh is sized for it; default: 2M for published sets, else the longest sequence."""
     batch_tokens: Annotated[str, tyro.conf.arg(metavar="TOKENS")] = "32M"
     """Tokens of one step."""
-    planners: Annotated[str, tyro.conf.arg(metavar="NAME,...")] = _PLANNERS
-    """Planners to compare, each with the best other; the last lines say what lengthwise gains over that."""
+    planners: Annotated[str | None, tyro.conf.arg(metavar="NAME,...", help_behavior_hint="")] = None
+    """Planners to compare, each with the best other; the last lines say what lengthwise gains over that. Default:
+    packed-dp,static,single-degree,power-of-two,bytescale,lengthwise, and those whose package is installed:
+    megatron-core (its own scheduler), flexsp (HiGHS; steps of few sequences on few devices, which it can solve)."""
     batches: Annotated[int, tyro.conf.arg(metavar="N")] = 4
     """Batches to simulate, each with its own seed."""
     loader: Annotated[str, tyro.conf.arg(metavar="none|local|remote")] = "none"
@@ -95,15 +97,16 @@ class Simulate:
         asked = self._read()
         known = asked.known or lengths_of_data(self.data, self.tokenizer, self.empty)
         batches, context = known.batches(asked.wanted_tokens, self.batches, asked.context_tokens)
+        planners = [name for name in asked.planners if self.planners or _takes_part(name, asked.meshes, batches)]
         meshes = replace(asked.meshes, question=replace(asked.meshes.question, context_tokens=context))
-        found, question = meshes.compare(asked.planners, batches), meshes.question
+        found, question = meshes.compare(planners, batches), meshes.question
         about = self._about(meshes, batches, known)
         devices = f"{counted(question.devices, 'device')} of {question.hardware.name}"
         sentences = closing_sentences(
             found,
             devices,
             one_mesh=meshes.same is not None,
-            not_compared=[name for name in _PLANNERS.split(",") if name not in asked.planners],
+            not_compared=[name for name in _USUAL if name not in planners],
             unit=known.unit,
         )
         beside = remarks(
@@ -187,8 +190,10 @@ class Simulate:
         return None
 
     def _planner_names(self) -> list[str]:
-        from lengthwise.planner.registry import planner_names
+        from lengthwise.planner.registry import optional_planners, planner_names
 
+        if self.planners is None:
+            return [*_USUAL[:-1], *optional_planners(), _USUAL[-1]]
         names = [name.strip() for name in self.planners.split(",") if name.strip()]
         known = planner_names()
         raise_problems([unknown_name("--planners", name, known) for name in names if name not in known])
@@ -234,3 +239,12 @@ class Simulate:
             "longest_tokens": max(map(max, batches)),
             "loader": self.loader,
         }
+
+
+def _takes_part(planner: str, meshes: Meshes, batches: list[list[int]]) -> bool:
+    """Whether a planner that nobody named is asked: FlexSP only where its program can be solved."""
+    from lengthwise.planner.baselines.flexsp import is_solvable
+
+    question = meshes.question
+    ranks = question.devices // (question.tensors[0] * question.stages[0])
+    return planner != "flexsp" or all(is_solvable(ranks, len(batch)) for batch in batches)

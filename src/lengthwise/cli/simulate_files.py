@@ -13,7 +13,7 @@ from pathlib import Path
 from lengthwise.cli.output import refuse_unwritable, write_atomically
 from lengthwise.core.errors import OutputError
 from lengthwise.core.strict_json import read_json
-from lengthwise.planner.registry import planner_names
+from lengthwise.planner.registry import OPTIONAL_PLANNERS, planner_names
 from lengthwise.report.simulation import SCHEMA
 
 FIGURES, PAGE = "simulation.json", "report.html"
@@ -27,7 +27,7 @@ def trace_name(planner: str) -> str:
 def refuse_others_files(folder: Path) -> None:
     """Raise OutputError for a folder that cannot be written, or where files of our names are not of a simulation."""
     refuse_unwritable(folder)
-    ours = {FIGURES, PAGE, *map(trace_name, planner_names())}
+    ours = {FIGURES, PAGE, *map(trace_name, _known_planners())}
     there = sorted(name for name in ours if (folder / name).exists())
     if there and _earlier_planners(folder) is None:
         where, expected = str(folder), "an empty folder, or that of an earlier simulation, which is then replaced"
@@ -63,4 +63,9 @@ def _earlier_planners(folder: Path) -> list[str] | None:
         return None
     is_ours = isinstance(figures, dict) and figures.get("schema") == SCHEMA
     planners = figures.get("planners") if is_ours else None
-    return [planner for planner in planner_names() if planner in planners] if isinstance(planners, dict) else None
+    return [planner for planner in _known_planners() if planner in planners] if isinstance(planners, dict) else None
+
+
+def _known_planners() -> tuple[str, ...]:
+    """Name all that a simulation may have had, whose packages may be gone since."""
+    return tuple(dict.fromkeys((*planner_names(), *OPTIONAL_PLANNERS)))

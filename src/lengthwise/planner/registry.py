@@ -1,5 +1,7 @@
 """Which planners there are, by name: ours, those that a program registered, and those of installed packages.
 
+Two of ours need a package that Lengthwise does not: they are there where it is.
+
 A planner is one function from a `PlanRequest` to a list of microbatches. Of ours, a new one is a file in `baselines`
 and a line here. A package names its own in its entry points (group `lengthwise.planners`); a program calls
 `register_planner`, which holds in its own process: training plans in another one, and knows entry points alone. What
@@ -9,7 +11,7 @@ such a planner returns is checked; what is wrong with it is a `PlanError` that n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 from typing import TypeAlias
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError, Problems, raise_problems
@@ -17,6 +19,8 @@ from lengthwise.core.names import PLANNER_GROUP
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.planner.baselines.bytescale import plan_bytescale
 from lengthwise.planner.baselines.bytescale_naive import plan_bytescale_naive
+from lengthwise.planner.baselines.flexsp import plan_flexsp
+from lengthwise.planner.baselines.megatron_core import plan_megatron_core
 from lengthwise.planner.baselines.power_of_two import plan_power_of_two
 from lengthwise.planner.baselines.single_degree import PACKED_DP, plan_packed_dp, plan_single_degree
 from lengthwise.planner.baselines.static import plan_static
@@ -36,7 +40,12 @@ _BUILT_IN: Mapping[str, Planner] = {
     "power-of-two": plan_power_of_two,
     PACKED_DP: plan_packed_dp,
 }
+_OPTIONAL: Mapping[str, tuple[str, Planner]] = {  # by name: the distribution that it needs, and the planner
+    "megatron-core": ("megatron-core", plan_megatron_core),
+    "flexsp": ("highspy", plan_flexsp),
+}
 PLANNERS = tuple(_BUILT_IN)
+OPTIONAL_PLANNERS = tuple(_OPTIONAL)
 CUTTING_PLANNERS = tuple(name for name in PLANNERS if name != PACKED_DP)  # these plan any lengths
 BASELINES = (plan_single_degree, plan_static, plan_bytescale, plan_bytescale_naive, plan_power_of_two)
 _registered: dict[str, Planner] = {}
@@ -51,15 +60,20 @@ def register_planner(name: str, function: Planner) -> None:
     if not callable(function):
         expected, got = "a function from a PlanRequest to microbatches", f"a {type(function).__name__}"
         raise ConfigError(f"planner {name}", expected=expected, got=got, remedy="Register a function.")
-    if not name or name in _BUILT_IN:
-        remedy = f"Register it under a name other than {', '.join(PLANNERS)}."
+    if not name or name in _BUILT_IN or name in _OPTIONAL:
+        remedy = f"Register it under a name other than {', '.join((*PLANNERS, *_OPTIONAL))}."
         raise ConfigError("planner", expected="a name of its own", got=repr(name), remedy=remedy)
     _registered[name] = function
 
 
 def planner_names() -> tuple[str, ...]:
     """Return all names that `PlanOptions.planner` may have, ours first."""
-    return tuple(dict.fromkeys((*PLANNERS, *_registered, *sorted(_installed()))))
+    return tuple(dict.fromkeys((*PLANNERS, *optional_planners(), *_registered, *sorted(_installed()))))
+
+
+def optional_planners() -> tuple[str, ...]:
+    """Return those of `planner_names()` that another package is needed for, which is installed."""
+    return tuple(name for name, (package, _) in _OPTIONAL.items() if _is_there(package))
 
 
 def find_planner(name: str) -> Planner:
@@ -94,7 +108,10 @@ def _named(name: str, error: LengthwiseError) -> PlanError:
 
 def _asked(name: str, request: PlanRequest) -> list[Microbatch]:
     """Ask a planner that is not ours; whatever it raises or returns, the error names it."""
-    function = _registered[name] if name in _registered else _loaded(_installed()[name])
+    if name in _OPTIONAL:
+        function = _OPTIONAL[name][1]
+    else:
+        function = _registered[name] if name in _registered else _loaded(_installed()[name])
     try:
         microbatches = list(function(request))
         _refuse_outside(name, microbatches, request)
@@ -137,4 +154,14 @@ def _broken(name: str, expected: str, got: str) -> PlanError:
 
 
 def _installed() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=PLANNER_GROUP) if point.name not in _BUILT_IN}
+    known = {*_BUILT_IN, *_OPTIONAL}
+    return {point.name: point for point in entry_points(group=PLANNER_GROUP) if point.name not in known}
+
+
+def _is_there(package: str) -> bool:
+    """Look it up without importing it: Megatron-Core takes seconds, and torch."""
+    try:
+        distribution(package)
+    except PackageNotFoundError:
+        return False
+    return True

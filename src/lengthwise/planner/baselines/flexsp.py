@@ -1,7 +1,7 @@
 """A baseline for small steps: FlexSP's program, groups of power-of-two degrees chosen micro-batch by micro-batch.
 
 It stands for planning by exact optimization (arXiv 2412.01523), and for its price: every micro-batch is one
-mixed-integer program, solved by HiGHS (`milp`); so it is no planner of `plan_step` and takes small steps only.
+mixed-integer program, solved by HiGHS (`milp`); so it is there where that is installed, and takes small steps only.
 
 1. The batch becomes M micro-batches ("sequence blaster"): sequences by length, cut into M runs whose largest sum of
    tokens is least. M is at least what memory needs; M and the next two numbers are tried, and the best kept.
@@ -10,9 +10,11 @@ mixed-integer program, solved by HiGHS (`milp`); so it is no planner of `plan_st
    gets: sum of d[p] m[p] <= N, tokens of a group <= d[p] x C, T >= seconds of each group.
 3. Micro-batches follow each other on all ranks: each is one microbatch of several pieces.
 
-Where it differs from the paper, and why that is fair: groups take the costs and the ring of all planners here, not
-Ulysses' all-to-all; lengths are exact, not rounded into buckets; all ranks together are a group, too, where their
-number is no power of two; a rank that has no group in a microbatch waits for nobody.
+Where it differs from the paper, and why that is fair: groups take the costs of all planners here, their rings and split
+heads, not Ulysses' all-to-all alone; lengths are exact, not rounded into buckets; all ranks together are a group, too,
+where their number is no power of two; a rank that has no group in a microbatch waits for nobody. Where links are
+priced, the seconds of a group are the sum of those of its sequences alone, as the paper sums them: T is then no less
+than the group takes.
 """
 
 from __future__ import annotations
@@ -22,17 +24,17 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from exact.milp import Program
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.cost import Cost
+from lengthwise.planner.baselines.milp import Program
 from lengthwise.planner.baselines.single_degree import room_tokens
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import ring_order
 
-MOST_RANKS, MOST_SEQUENCES = 16, 64
+_MOST_CELLS = 96  # ranks x sequences of a step: what is solved in seconds of one core
 COUNTS_TRIED = 3  # numbers of micro-batches, from the least that memory allows
-_RELATIVE_GAP, _MOST_NODES = 1e-3, 2000
+_RELATIVE_GAP, _MOST_NODES = 1e-3, 2000  # from the proven bound, and of branch and bound: where a program ends
 
 Group = tuple[int, list[int]]  # degree, sequences
 
@@ -42,21 +44,21 @@ def plan_flexsp(request: PlanRequest) -> list[Microbatch]:
 
     Raises:
         ConfigError: highspy is not installed.
-        PlanError: more ranks or sequences than is small, or costs with more terms than the program holds.
+        PlanError: more ranks and sequences than is small.
     """
-    cluster, cost, lengths = request.cluster, request.cost, request.lengths
-    if cluster.ranks > MOST_RANKS or len(lengths) > MOST_SEQUENCES or cost.prices_choices:
+    cluster, lengths = request.cluster, request.lengths
+    if not is_solvable(cluster.ranks, len(lengths)):
         raise PlanError(
             "flexsp",
-            expected=f"at most {MOST_RANKS} ranks and {MOST_SEQUENCES} sequences, and costs without links",
-            got=f"{cluster.ranks} ranks, {len(lengths)} sequences, {type(cost).__name__}",
+            expected=f"a step whose program is solved in seconds: at most {_MOST_CELLS} ranks x sequences",
+            got=f"{cluster.ranks} ranks x {len(lengths)} sequences",
             remedy="Compare larger steps with the other planners.",
         )
     order = np.lexsort((np.arange(len(lengths)), -lengths))
     tried: list[tuple[float, list[Microbatch]]] = []
-    least = -(-int(lengths.sum()) // cluster.longest_tokens)
+    least = -(-int(lengths.sum()) // (cluster.ranks * request.most_held_tokens))
     for count in range(least, len(lengths) + 1):
-        solved = [_solve(request, cost, run) for run in equal_runs(order, lengths, count)]
+        solved = [_solve(request, run) for run in equal_runs(order, lengths, count)]
         groups = [one for one in solved if one is not None]
         if len(groups) == count:
             microbatches = [write_groups(one) for _, one in groups]
@@ -64,6 +66,11 @@ def plan_flexsp(request: PlanRequest) -> list[Microbatch]:
         if tried and count >= least + COUNTS_TRIED - 1:
             break
     return min(tried, key=lambda plan: plan[0])[1]  # one sequence a micro-batch is always solved
+
+
+def is_solvable(ranks: int, sequences: int) -> bool:
+    """Whether a step is small enough for `plan_flexsp`."""
+    return ranks * sequences <= _MOST_CELLS
 
 
 def equal_runs(order: NDArray[np.int64], lengths: NDArray[np.int64], count: int) -> list[list[int]]:
@@ -87,13 +94,11 @@ def equal_runs(order: NDArray[np.int64], lengths: NDArray[np.int64], count: int)
     return runs_found
 
 
-def _solve(request: PlanRequest, cost: Cost, sequences: Sequence[int]) -> tuple[float, list[Group]] | None:
+def _solve(request: PlanRequest, sequences: Sequence[int]) -> tuple[float, list[Group]] | None:
     """Choose groups for one micro-batch and what each gets; None if no groups hold it."""
-    ranks, capacity = request.cluster.ranks, request.cluster.capacity_tokens
+    ranks, capacity, cost = request.cluster.ranks, request.most_held_tokens, request.cost
     lengths, counts = np.unique(request.lengths[sequences], return_counts=True)
     unit = float(cost.compute_seconds(lengths) @ counts) + cost.fixed_seconds or 1.0
-    attention = (cost.compute_seconds(lengths) - cost.linear_seconds * lengths) / unit
-    linear, transfers = cost.linear_seconds * lengths / unit, cost.ring_seconds * lengths / unit
     program = Program()
     slowest = program.add_variable(cost=1.0)
     degrees = [degree for degree in _degrees(ranks) for _ in range(ranks // degree)]
@@ -103,14 +108,9 @@ def _solve(request: PlanRequest, cost: Cost, sequences: Sequence[int]) -> tuple[
     for p, d in enumerate(degrees):
         room = dict(zip(given[p], room_tokens(lengths, d).astype(float).tolist(), strict=True))
         program.add_row({**room, used[p]: -float(d * capacity)}, at_most=0.0)
-        overhead = (cost.fixed_seconds + cost.hop_seconds * (d - 1)) / unit
-        seconds = {given[p][k]: -float(attention[k] + linear[k]) / d for k in range(len(lengths))}
-        if d > 1:
-            exposed = program.add_variable()
-            hidden = {given[p][k]: float(attention[k] - transfers[k] * (d - 1)) for k in range(len(lengths))}
-            program.add_row({exposed: 1.0, **hidden}, at_least=0.0)
-            seconds[exposed] = -1.0 / d
-        program.add_row({slowest: 1.0, used[p]: -overhead, **seconds}, at_least=0.0)
+        seconds = {used[p]: -(cost.fixed_seconds + cost.hops_seconds(d)) / unit}
+        seconds |= _added_seconds(program, cost, lengths, d, given[p], unit)
+        program.add_row({slowest: 1.0, **seconds}, at_least=0.0)
         if p and degrees[p - 1] == d:  # alike groups are used in order
             program.add_row({used[p - 1]: 1.0, used[p]: -1.0}, at_least=0.0)
     for k, n in enumerate(counts.tolist()):
@@ -126,7 +126,26 @@ def _solve(request: PlanRequest, cost: Cost, sequences: Sequence[int]) -> tuple[
         ]
         if taken:
             groups.append((d, taken))
-    return max(_group_seconds(request, cost, group) for group in groups), groups
+    return max(_group_seconds(request, group) for group in groups), groups
+
+
+def _added_seconds(
+    program: Program, cost: Cost, lengths: NDArray[np.int64], degree: int, given: Sequence[int], unit: float
+) -> dict[int, float]:
+    """Return what sequences add to the seconds of their group, negative, by variable, in parts of `unit`."""
+    if cost.prices_choices:
+        alone = cost.ring_piece_seconds(lengths, np.full(len(lengths), degree)) - cost.hops_seconds(degree)
+        return {given[k]: -float(alone[k]) / unit for k in range(len(lengths))}
+    linear = cost.linear_seconds * lengths / unit
+    attention = cost.compute_seconds(lengths) / unit - linear
+    seconds = {given[k]: -float(attention[k] + linear[k]) / degree for k in range(len(lengths))}
+    if degree > 1:
+        transfers = cost.ring_seconds * lengths / unit
+        exposed = program.add_variable()
+        hidden = {given[k]: float(attention[k] - transfers[k] * (degree - 1)) for k in range(len(lengths))}
+        program.add_row({exposed: 1.0, **hidden}, at_least=0.0)
+        seconds[exposed] = -1.0 / degree
+    return seconds
 
 
 def _degrees(ranks: int) -> list[int]:
@@ -134,8 +153,8 @@ def _degrees(ranks: int) -> list[int]:
     return sorted({ranks, *(1 << power for power in range(ranks.bit_length()) if 1 << power <= ranks)}, reverse=True)
 
 
-def _group_seconds(request: PlanRequest, cost: Cost, group: Group) -> float:
-    degree, sequences = group
+def _group_seconds(request: PlanRequest, group: Group) -> float:
+    cost, (degree, sequences) = request.cost, group
     return cost.fixed_seconds + cost.piece_seconds([request.tokens[i] for i in sequences], degree)
 
 

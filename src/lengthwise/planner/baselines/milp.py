@@ -1,6 +1,6 @@
-"""Mixed-integer linear programs for the planners that need them: `oracle` and `flexsp`. Small cases only.
+"""Mixed-integer linear programs for planners that need them. Small cases only.
 
-Solved by HiGHS (PyPI `highspy`, MIT), which is no dependency of Lengthwise: it is imported when a program is solved.
+Solved by HiGHS (PyPI `highspy`, MIT), which only the extra `bench` installs: it is imported when a program is solved.
 One thread, a fixed seed and a limit in branch-and-bound nodes, not seconds: the same program gives the same answer.
 """
 

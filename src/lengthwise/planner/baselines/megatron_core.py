@@ -1,0 +1,72 @@
+"""A baseline where it is installed: Megatron-Core's own scheduler of hybrid context parallelism, as it is.
+
+`BalancedCPScheduler` is plain Python and needs no GPU: it is given lengths and a stand-in for its process group, of
+which it asks the size only. The samples of each rank and sub-batch that it returns become a plan, packed as
+`power-of-two` packs: run as 0.16 runs them, every sample a launch, they take longer (`benchmarks/megatron_core.py`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lengthwise.core.errors import PlanError
+from lengthwise.core.plan import Microbatch
+from lengthwise.planner.baselines.power_of_two import Gang, pack_gangs, write_sub_batch
+from lengthwise.planner.problem.request import PlanRequest
+
+_SCHEDULER_MODULE = "megatron.core.pipeline_parallel.hybrid_cp_schedule"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FakeGroup:
+    """All that the scheduler asks of a process group."""
+
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+
+def plan_megatron_core(request: PlanRequest) -> list[Microbatch]:
+    """Plan one step by the installed scheduler.
+
+    Raises:
+        PlanError: the installed Megatron-Core has no such scheduler.
+    """
+    microbatches: list[Microbatch] = []
+    for gangs in megatron_sub_batches(request.lengths, request.cluster.ranks, request.most_held_tokens):
+        microbatches += write_sub_batch(gangs, pack_gangs(request, gangs), is_first=not microbatches)
+    return microbatches
+
+
+def megatron_sub_batches(lengths: NDArray[np.int64], ranks: int, most_tokens: int) -> list[list[Gang]]:
+    """Run the scheduler with ranks that hold so many tokens; return each sub-batch's gangs, in the order of ranks."""
+    one = load_scheduler()(most_tokens, _FakeGroup(ranks=ranks))
+    _, by_rank = one.get_groups_and_subsamples(list(enumerate(lengths.tolist())), None)
+    sub_batches = list[list[Gang]]()
+    for samples in by_rank:
+        gangs: dict[int, Gang] = {}
+        for held in samples:
+            gang = gangs.setdefault(held[0], Gang(degree=0, sequences=list(held)))
+            assert gang.sequences == list(held), f"ranks share sample {held[0]} but not all: {held}, {gang.sequences}"
+            gang.degree += 1
+        sub_batches.append(list(gangs.values()))
+    return sub_batches
+
+
+def load_scheduler() -> Any:
+    """Import the scheduler's class; without Transformer Engine and Apex the package warns of their absence."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(_SCHEDULER_MODULE).BalancedCPScheduler
+    except (ImportError, AttributeError) as error:
+        expected, got = f"BalancedCPScheduler in {_SCHEDULER_MODULE}, as Megatron-Core 0.16 has it", str(error)
+        remedy = "pip install --no-deps megatron-core==0.16.1 packaging, or compare without it."
+        raise PlanError("megatron-core", expected=expected, got=got, remedy=remedy) from error
