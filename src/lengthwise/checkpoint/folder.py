@@ -15,6 +15,7 @@ from pathlib import Path
 from lengthwise.checkpoint.manifest import NAME, Manifest, read_manifest
 from lengthwise.core.disk import sync
 from lengthwise.core.errors import LengthwiseError, OutputError, Problems
+from lengthwise.core.faults import fault
 
 _COMMITTED = re.compile(r"step-(\d{6,})")
 _UNFINISHED = ".unfinished"
@@ -52,6 +53,7 @@ class CheckpointFolder:
         (unfinished / NAME).write_text(manifest.to_json(), encoding="utf-8")
         sync(unfinished / NAME)
         sync(unfinished)
+        fault("checkpoint-rename", 0, manifest.step)
         if done.exists():  # of a run that went on from an earlier step
             shutil.rmtree(done)
         unfinished.rename(done)

@@ -29,6 +29,7 @@ from lengthwise.checkpoint import (
 from lengthwise.comm import Transport
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import LengthwiseError, OutputError
+from lengthwise.core.faults import fault
 from lengthwise.engine.optimizer import ShardedAdamW
 from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters
 from lengthwise.training.resume import FOLDER, Resume, run_settings
@@ -92,6 +93,7 @@ class Checkpoints:
             except OSError as error:
                 self._error = str(error)
         self._share()  # nobody writes before the folder is there
+        fault("checkpoint-copy", self._transport.rank, step)
         state = {name: each.detach().to("cpu", copy=True) for name, each in self._state().items()}
         self._thread = threading.Thread(target=self._write, args=(step, state), name=f"checkpoint {step}")
         self._thread.start()
@@ -142,13 +144,16 @@ class Checkpoints:
     def _write(self, step: int, state: dict[str, Tensor]) -> None:
         try:
             if self._error is None:
+                fault("checkpoint-write", self._transport.rank, step)
                 write_part(self._folder.unfinished(step), self._transport.rank, state)
+                fault("checkpoint-written", self._transport.rank, step)
         except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on and says so
             self._error = f"{type(error).__name__}: {error}"
 
     def _commit(self) -> None:
         parameters, ranks = self._parameters, self._transport.world_size
         files = take_digests(self._folder.unfinished(self._step), ranks)
+        fault("checkpoint-manifest", 0, self._step)
         self._folder.commit(
             Manifest(
                 version=__version__,
@@ -164,6 +169,7 @@ class Checkpoints:
                 files=files,
             )
         )
+        fault("checkpoint-committed", 0, self._step)
         assert self._asked is not None, "who saves was asked to"
         self._folder.keep_last(self._asked.keep_last)
 

@@ -43,6 +43,10 @@ class RunFolder(Callback):
         """Where the trained model goes."""
         return self.path / "model"
 
+    @property
+    def _unfinished(self) -> Path:
+        return self.path / "model.unfinished"
+
     @contextlib.contextmanager
     def claimed(self, *, overwrite: bool, resume: bool = False, inputs: Sequence[Path] = ()) -> Iterator[None]:
         """Keep other runs out of the folder inside the block; refuse it as `check_free` does, but not to `resume`.
@@ -100,7 +104,8 @@ class RunFolder(Callback):
     def go_on(self, config: RunConfig, step: int) -> None:
         """Take back what was written after `step`, and the model: the run does these steps again."""
         with self.writing():
-            shutil.rmtree(self.model, ignore_errors=True)
+            for folder in (self.model, self._unfinished):
+                shutil.rmtree(folder, ignore_errors=True)
             for name in _A_STEP_A_LINE:
                 _cut(self.path / name, step)
             for path in (self.path / "plans").glob("step-*.json"):
@@ -130,7 +135,7 @@ class RunFolder(Callback):
         Raises:
             OutputError: it cannot be written.
         """
-        unfinished = self.path / "model.unfinished"
+        unfinished = self._unfinished
         try:
             with self.writing():
                 unfinished.mkdir()

@@ -14,6 +14,7 @@ from typing import TypeVar
 from lengthwise.comm import World, built_for_gpus, count_gpus, find_gpus, has_unused_gpu, world_from_environment
 from lengthwise.config import RunConfig, build_config, load_config
 from lengthwise.core.errors import Collector, ConfigError
+from lengthwise.core.faults import asked_faults
 from lengthwise.core.sizes import MOST_RANKS, read_whole
 from lengthwise.profiler.place import first_gpu_name
 from lengthwise.training.job import Job, prepare_job
@@ -61,6 +62,7 @@ def prepare(
     world = collector.attempt(lambda: _torchrun(ranks))
     collector.attempt(lambda: ranks is None or read_whole("ranks", ranks, most=MOST_RANKS))
     collector.attempt(lambda: _check_timeout(timeout_seconds))
+    collector.attempt(asked_faults)
     config = collector.attempt(lambda: _settings(run, overrides))
     if config is not None and check is not None and (world is None or world.rank == 0):
         collector.attempt(lambda: check(config))

@@ -20,6 +20,7 @@ import torch
 from lengthwise.comm import Transport, World, agree, join
 from lengthwise.config import dump_config
 from lengthwise.core.errors import NumericError
+from lengthwise.core.faults import fault
 from lengthwise.core.plan import Plan
 from lengthwise.cost.refit import RanStep
 from lengthwise.engine.activations import start_offloading
@@ -162,6 +163,7 @@ class _Trainer:
             raise KeyboardInterrupt
 
     def run(self) -> TrainResult:
+        fault("start", self._transport.rank, self._done)
         self._leave_if_asked("the first step")
         if self._transport.rank == 0:
             if self._done:
@@ -225,8 +227,10 @@ class _Trainer:
     def _step(self, number: int, planned: PlannedStep) -> tuple[StepMetrics, PlannedStep | None, int | None]:
         batch, plan = planned.batch, planned.plan
         start, name = time.perf_counter(), f"step {number}"
+        fault("microbatches", self._transport.rank, number)
         work = self._run(plan, batch, name)
         self._transport.phase = f"{name}, step end"
+        fault("step-end", self._transport.rank, number)
         stop, largest = float(self._stop.signal or 0), self._largest.item()
         numbers = [work.loss_sum, work.busy_seconds, stop, work.router_loss, largest]
         waits = [work.ring_wait_seconds, work.offload_wait_seconds, work.offloaded_bytes]
@@ -243,7 +247,9 @@ class _Trainer:
         with reporting_update(self._transport):
             grad_norm = self._optimizer.reduce()
             _refuse_infinite("norm of the gradient", grad_norm, name, batch)
+            fault("update", self._transport.rank, number)
             self._optimizer.update(lr, grad_norm)
+        fault("updated", self._transport.rank, number)
         self._largest = largest_magnitude(self._parameters)
         following = self._steps.next(f"step {number + 1}")
         metrics = StepMetrics(
@@ -316,6 +322,7 @@ class _Trainer:
             with self._folder.saving() as folder:
                 save = save_model if self._job.config.lora is None else save_adapter
                 save(self._model, folder)
+                fault("model-save", 0, number)
                 if self._job.tokenizer is not None:
                     self._job.tokenizer.save(folder)
 

@@ -1,0 +1,92 @@
+"""Faults that a test asks for: `LENGTHWISE_FAULT=point:rank:step:action[,...]` in the environment; nothing without it.
+
+`point` is a place in the code (`POINTS`), `rank` and `step` say whose and when, `action` is one of `kill` (SIGKILL of
+the rank), `stop` (SIGSTOP: it hangs), `term` (SIGTERM), `error` (a failing disk) and `sleep` (a second). Under torchrun
+faults are of the first start alone, so that the restarted ranks get past them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Mapping
+from functools import cache
+from typing import NamedTuple
+
+from lengthwise.core.errors import ConfigError, raise_problems
+
+VARIABLE = "LENGTHWISE_FAULT"
+POINTS: Mapping[str, str] = {
+    "start": "a rank is joined, before the first step (step 0, or the one that the run goes on from)",
+    "microbatches": "before the microbatches of a step",
+    "step-end": "after them, before the numbers of the step are shared",
+    "update": "after the gradients were summed, before the update",
+    "updated": "after the update",
+    "checkpoint-copy": "before a rank copies its state",
+    "checkpoint-write": "before a rank writes its file",
+    "checkpoint-written": "after a rank wrote its file",
+    "checkpoint-manifest": "on rank 0, before it writes the manifest",
+    "checkpoint-rename": "on rank 0, before it renames a whole checkpoint",
+    "checkpoint-committed": "on rank 0, after it did",
+    "model-save": "on rank 0, within the model's folder",
+}
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+ACTIONS = (*_SIGNALS, "error", "sleep")
+_SLEEP_SECONDS = 1.0
+
+
+class _Fault(NamedTuple):
+    point: str
+    rank: int
+    step: int
+    action: str
+
+
+def fault(point: str, rank: int, step: int) -> None:
+    """Do what was asked for at this point, if anything.
+
+    Raises:
+        OSError: `error` was asked for.
+        ConfigError: as `asked_faults` does.
+    """
+    for each in asked_faults():
+        if each[:3] == (point, rank, step):
+            _act(each)
+
+
+def asked_faults() -> tuple[_Fault, ...]:
+    """Return what the environment asks for.
+
+    Raises:
+        ConfigError: it cannot be read; Problems: several of these.
+    """
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0:
+        return ()
+    asked = os.environ.get(VARIABLE)
+    return _read(asked) if asked else ()
+
+
+@cache
+def _read(text: str) -> tuple[_Fault, ...]:
+    problems, found = list[ConfigError](), list[_Fault]()
+    for part in text.split(","):
+        point, rank, step, action = (*part.split(":"), "", "", "", "")[:4]
+        is_whole = part.count(":") == 3 and rank.isdecimal() and step.isdecimal()
+        if not is_whole or point not in POINTS or action not in ACTIONS:
+            expected = f"point:rank:step:action, of points {', '.join(POINTS)} and actions {', '.join(ACTIONS)}"
+            problems.append(ConfigError(VARIABLE, expected=expected, got=repr(part), remedy=f"Unset {VARIABLE}."))
+        else:
+            found.append(_Fault(point, int(rank), int(step), action))
+    raise_problems(problems)
+    return tuple(found)
+
+
+def _act(asked: _Fault) -> None:
+    if asked.action == "error":
+        raise OSError(errno.EIO, f"{os.strerror(errno.EIO)}, as {VARIABLE} asks at {asked.point}")
+    if asked.action == "sleep":
+        time.sleep(_SLEEP_SECONDS)
+        return
+    os.kill(os.getpid(), _SIGNALS[asked.action])
