@@ -1,5 +1,6 @@
 """Faults at named points, of every rank: what is left is whole, and the run goes on to the same bits."""
 
+import re
 import signal
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from lengthwise.core import faults
 from lengthwise.core.errors import ConfigError, Problems
 from lengthwise.core.faults import ACTIONS, POINTS, VARIABLE
 from training.small_runs import Command, call, count_lines
-from training.test_training_resume import assert_equal_runs, run_of, whole
+from training.test_training_resume import PAGE, assert_equal_runs, run_of, whole
 
 OF_RANK_0 = frozenset(("checkpoint-manifest", "checkpoint-rename", "checkpoint-committed", "model-save"))
 OF_SAVING = ("checkpoint-write", "checkpoint-written", "checkpoint-manifest", "checkpoint-rename")
@@ -119,3 +120,9 @@ def test_a_slow_save_holds_nobody_up_in_the_background(tmp_path, monkeypatch, un
     assert CheckpointFolder(tmp_path / "out/checkpoints").steps() == []  # step 3 is done, the save of step 2 is not
     assert command.finish()[0] == 0
     assert_equal_runs(tmp_path / "out", undisturbed)
+
+
+def test_the_page_names_every_point_and_action():
+    (paragraph,) = (part for part in PAGE.split("\n\n") if "`LENGTHWISE_FAULT=" in part)
+    named = set(re.findall(r"`([a-z-]+)`", paragraph))
+    assert named == {*POINTS, *ACTIONS}

@@ -89,7 +89,7 @@ class CheckpointFolder:
             folder = self.at(step)
             try:
                 manifest = read_manifest(folder)
-                _check_sizes(folder, manifest)
+                check_sizes(folder, manifest)
                 return folder, manifest, problems
             except OutputError as error:
                 problems.append(error)
@@ -99,7 +99,8 @@ class CheckpointFolder:
         raise problems[0] if len(problems) == 1 else Problems(problems)
 
 
-def _check_sizes(folder: Path, manifest: Manifest) -> None:
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Raise OutputError for a file of a checkpoint that is not there, is a link, or has another size."""
     for name, file in manifest.files.items():
         path = folder / name
         try:

@@ -57,6 +57,8 @@ def broken(folder: Path, manifest: Manifest, *, every: int = 1, first: int = 0) 
     """Return which file is not what was written, and how; None: none. Looks at each `every`-th from `first` on."""
     for name in list(manifest.files)[first::every]:
         file, path = manifest.files[name], folder / name
+        if path.is_symlink():
+            return f"{path}: a link"
         try:
             found = _sha256(path)
         except OSError as error:

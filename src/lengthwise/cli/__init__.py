@@ -11,6 +11,7 @@ from typing import Annotated, Any, Union
 
 import tyro
 
+from lengthwise.cli.checkpoint import Checkpoint
 from lengthwise.cli.demo import Demo
 from lengthwise.cli.machine import prepare_environment
 from lengthwise.cli.plan import PlanCommand
@@ -30,6 +31,7 @@ _VERBS: dict[str, tuple[type, str | None]] = {
     "simulate": (Simulate, "Simulate steps on machines that you do not have; needs no torch."),
     "verify": (Verify, None),
     "profile": (Profile, None),
+    "checkpoint": (Checkpoint, None),
     "demo": (Demo, "See all of it in a few minutes, with no GPU and no download."),
 }
 Command: Any = Union[  # noqa: UP007 - of a tuple

@@ -26,7 +26,8 @@ from lengthwise.core.measurements import Measurements
 from lengthwise.training.callbacks import Callback
 from lengthwise.training.metrics import EvalMetrics, FinishedStep
 
-_FILES = ("config.yaml", "measurements.json", "metrics.jsonl", "ledger.jsonl", "eval.jsonl")
+CONFIG = "config.yaml"
+_FILES = (CONFIG, "measurements.json", "metrics.jsonl", "ledger.jsonl", "eval.jsonl")
 _FOLDERS = ("plans", "model", "model.unfinished", "checkpoints")
 _A_STEP_A_LINE = ("metrics.jsonl", "ledger.jsonl", "eval.jsonl")
 _LOCK = "run.lock"
@@ -42,10 +43,6 @@ class RunFolder(Callback):
     def model(self) -> Path:
         """Where the trained model goes."""
         return self.path / "model"
-
-    @property
-    def _unfinished(self) -> Path:
-        return self.path / "model.unfinished"
 
     @contextlib.contextmanager
     def claimed(self, *, overwrite: bool, resume: bool = False, inputs: Sequence[Path] = ()) -> Iterator[None]:
@@ -99,12 +96,12 @@ class RunFolder(Callback):
                 if (self.path / name).exists():
                     shutil.rmtree(self.path / name)
             (self.path / "plans").mkdir(parents=True)
-            (self.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+            (self.path / CONFIG).write_text(dump_config(config), encoding="utf-8")
 
     def go_on(self, config: RunConfig, step: int) -> None:
         """Take back what was written after `step`, and the model: the run does these steps again."""
         with self.writing():
-            for folder in (self.model, self._unfinished):
+            for folder in (self.model, _unfinished(self.model)):
                 shutil.rmtree(folder, ignore_errors=True)
             for name in _A_STEP_A_LINE:
                 _cut(self.path / name, step)
@@ -112,7 +109,7 @@ class RunFolder(Callback):
                 if int(path.stem.removeprefix("step-")) > step:
                     path.unlink()
             (self.path / "plans").mkdir(exist_ok=True)
-            (self.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+            (self.path / CONFIG).write_text(dump_config(config), encoding="utf-8")
 
     def keep_measurements(self, found: Measurements) -> None:
         """Write what was measured before the first step, for later runs and for plans."""
@@ -130,22 +127,13 @@ class RunFolder(Callback):
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[Path]:
-        """Give a folder to write the model into; it becomes `model` when the block ends, whole or not at all.
+        """Give a folder to write the model into, as `whole_folder` does.
 
         Raises:
             OutputError: it cannot be written.
         """
-        unfinished = self._unfinished
-        try:
-            with self.writing():
-                unfinished.mkdir()
-                yield unfinished
-                for path in (*unfinished.rglob("*"), unfinished):
-                    sync(path)
-                unfinished.rename(self.model)
-                sync(self.path)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        with self.writing(), whole_folder(self.model) as unfinished:
+            yield unfinished
 
     def on_step(self, step: FinishedStep) -> None:
         """Write one step: its plan, its sequences, its metrics."""
@@ -207,3 +195,22 @@ def _cut(path: Path, step: int) -> None:
     other.write_text("".join(kept), encoding="utf-8")
     sync(other)
     other.rename(path)
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Give a folder to write into; it becomes `path` when the block ends, synced, whole or not at all."""
+    unfinished = _unfinished(path)
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        for each in (*unfinished.rglob("*"), unfinished):
+            sync(each)
+        unfinished.rename(path)
+        sync(path.parent)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f"{path.name}.unfinished")

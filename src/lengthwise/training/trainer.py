@@ -29,11 +29,12 @@ from lengthwise.engine.memory import SMALLER_STATE, PeakMemory, reporting_shorta
 from lengthwise.engine.optimizer import ShardedAdamW, learning_rate
 from lengthwise.engine.parameters import largest_magnitude
 from lengthwise.engine.step import RankResult, run_plan
-from lengthwise.models import DTYPES, choose_model_kernel, has_balance_loss, save_adapter, save_model
+from lengthwise.models import DTYPES, choose_model_kernel, has_balance_loss
 from lengthwise.training.building import build_trained
 from lengthwise.training.callbacks import Callback, call_back
 from lengthwise.training.capacity import measure_capacities, told
 from lengthwise.training.checkpoints import Checkpoints
+from lengthwise.training.export import write_model
 from lengthwise.training.folder import RunFolder
 from lengthwise.training.job import MEASURING_SECONDS, Job
 from lengthwise.training.launch import StopRequest
@@ -320,11 +321,8 @@ class _Trainer:
         self._parameters.published()
         if self._transport.rank == 0:
             with self._folder.saving() as folder:
-                save = save_model if self._job.config.lora is None else save_adapter
-                save(self._model, folder)
+                write_model(self._model, self._job.config, self._job.tokenizer, folder)
                 fault("model-save", 0, number)
-                if self._job.tokenizer is not None:
-                    self._job.tokenizer.save(folder)
 
 
 def _refuse_infinite(what: str, value: float, step: str, batch: StepBatch) -> None:

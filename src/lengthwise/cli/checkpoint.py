@@ -1,0 +1,112 @@
+"""`lengthwise checkpoint`: what a run can go on from, whether it is whole, and a model folder from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from lengthwise.cli.options import named_alike
+from lengthwise.cli.output import plain_console
+from lengthwise.core.errors import ConfigError, OutputError
+from lengthwise.core.names import counted
+from lengthwise.core.sizes import read_whole
+from lengthwise.report.figures import count
+
+if TYPE_CHECKING:
+    from lengthwise.checkpoint import CheckpointFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """List the checkpoints of a run, verify every byte of them, or export one as a Hugging Face folder.
+
+    `verify` exits with 1 where a checkpoint is not what was written.
+    """
+
+    action: Annotated[tyro.conf.Positional[Literal["list", "verify", "export"]], tyro.conf.arg(metavar="ACTION")]
+    """list, verify or export."""
+    output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUTPUT")]
+    """The run's output folder."""
+    step: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """The checkpoint after this step; default: verify all, export the newest."""
+    to: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
+    """Where export writes the model: a new folder."""
+
+    def run(self) -> int:
+        """Run the command; return the exit status."""
+        if self.step is not None:
+            read_whole("--step", self.step)
+        if (self.to is not None) != (self.action == "export"):
+            got, remedy = ("none", "Name a new folder.") if self.to is None else (str(self.to), "Leave it out.")
+            raise ConfigError("--to", expected="a folder for export, and for it alone", got=got, remedy=remedy)
+        if self.action == "list" and self.step is not None:
+            remedy = "Leave it out, or verify."
+            raise ConfigError("--step", expected="none for list", got=str(self.step), remedy=remedy)
+        return {"list": self._list, "verify": self._verify, "export": self._export}[self.action]()
+
+    def names(self) -> dict[str, str]:
+        """Map names of the library to what the user typed for them."""
+        return named_alike("step to") | {"resume": "lengthwise train --resume", "resume|resuming": "--resume"}
+
+    def _folder(self) -> CheckpointFolder:
+        from lengthwise.checkpoint import CheckpointFolder
+        from lengthwise.training.resume import FOLDER
+
+        folder = CheckpointFolder(self.output / FOLDER)
+        if not folder.steps():
+            expected, remedy = "a run's output folder with checkpoints", "Train with `checkpoint: {every_steps: 50}`."
+            raise OutputError(str(folder.path), expected=expected, got="none", remedy=remedy)
+        return folder
+
+    def _list(self) -> int:
+        from lengthwise.checkpoint import check_sizes, read_manifest
+        from lengthwise.report.tables import ColumnTable
+
+        folder, console, wrong = self._folder(), plain_console(), list[str]()
+        rows = [("after step", "ranks", "loss", "bytes", "parameters")]
+        for step in folder.steps():
+            try:
+                manifest = read_manifest(folder.at(step))
+                check_sizes(folder.at(step), manifest)
+            except OutputError as error:
+                wrong.append(str(error))
+                continue
+            num_bytes = sum(file.num_bytes for file in manifest.files.values())
+            entries = sum(each.entries for each in manifest.parameters)
+            rows.append((str(step), str(manifest.ranks), f"{manifest.loss:.4f}", count(num_bytes), count(entries)))
+        console.print(ColumnTable(rows=rows, title=f"{folder.path}, sizes alone checked"))
+        for each in wrong:
+            console.print(each)
+        return int(bool(wrong))
+
+    def _verify(self) -> int:
+        from lengthwise.checkpoint import broken, read_manifest
+
+        folder, bad = self._folder(), 0
+        steps = folder.steps() if self.step is None else [self.step]
+        for step in steps:
+            if step not in folder.steps():
+                got = f"those after {', '.join(map(str, folder.steps()))}"
+                expected, remedy = f"a checkpoint after step {step}", "Take another {step}."
+                raise OutputError(str(folder.path), expected=expected, got=got, remedy=remedy)
+            try:
+                wrong = broken(folder.at(step), read_manifest(folder.at(step)))
+            except OutputError as error:
+                wrong = str(error)
+            bad += wrong is not None
+            print(f"{folder.at(step)}: {'whole' if wrong is None else f'NOT what was written: {wrong}'}", flush=True)
+        print(f"{counted(len(steps), 'checkpoint')}, {bad or 'none'} broken; every byte was read")
+        return int(bad > 0)
+
+    def _export(self) -> int:
+        from lengthwise.training.export import export_checkpoint
+        from lengthwise.training.start import quiet_libraries
+
+        quiet_libraries()
+        assert self.to is not None, "checked before"
+        taken = export_checkpoint(self.output, self.to, step=self.step)
+        print(f"{taken} exported to {self.to}")
+        return 0

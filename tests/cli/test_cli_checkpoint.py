@@ -1,0 +1,134 @@
+"""`lengthwise checkpoint`: what is there, whether it is whole, and a model folder from it."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import lengthwise
+from training.small_runs import call, make_rows, write_run
+
+KEYS = {"steps": 6, "capacity_tokens": 64, "checkpoint": {"every_steps": 2, "background": False}}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    path = write_run(tmp_path_factory.mktemp("run"), make_rows([30, 12, 5, 60]), **KEYS)
+    lengthwise.train(path, ranks=2)
+    return path.parent / "out"
+
+
+def flip(path, place=-3):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A run whose checkpoints a test may harm."""
+    path = write_run(tmp_path, make_rows([30, 12, 5, 60]), **KEYS)
+    lengthwise.train(path, ranks=2)
+    return path.parent / "out"
+
+
+def test_checkpoints_are_listed_and_verified(trained, capsys):
+    assert call("checkpoint", "list", trained) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[:2] for row in rows] == [["2", "2"], ["4", "2"], ["6", "2"]]
+    assert call("checkpoint", "verify", trained) == 0
+    assert "3 checkpoints, none broken; every byte was read" in capsys.readouterr().out
+    assert call("checkpoint", "verify", trained, "--step", 4) == 0
+    assert "1 checkpoint, none broken" in capsys.readouterr().out
+
+
+def test_what_is_broken_is_named_and_the_status_says_it(own, capsys):
+    flip(own / "checkpoints/step-000004/rank-00001.safetensors")
+    (own / "checkpoints/step-000006/manifest.json").write_text("{}")
+    assert call("checkpoint", "verify", own) == 1
+    said = capsys.readouterr().out
+    assert "step-000002: whole" in said
+    assert "step-000004: NOT what was written: " in said
+    assert "rank-00001.safetensors: SHA-256" in said
+    assert "step-000006: NOT what was written: " in said
+    assert "3 checkpoints, 2 broken" in said
+    assert call("checkpoint", "verify", own, "--step", 2) == 0
+    assert call("checkpoint", "list", own) == 1
+    said = capsys.readouterr().out
+    assert "step-000006/manifest.json" in said
+    (own / "checkpoints/step-000002/rank-00000.safetensors").unlink()
+    assert call("checkpoint", "list", own) == 1
+    assert "No such file" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("keys", [
+    {},
+    {"precision": "bf16"},
+    {"lora": {"r": 4}},
+], ids=str)  # fmt: skip
+def test_an_exported_checkpoint_is_the_model_of_a_run_that_ended_there(tmp_path, keys):
+    path = write_run(tmp_path, make_rows([30, 12, 5, 60]), **{**KEYS, **keys})
+    lengthwise.train(path, ranks=2)
+    lengthwise.train(path, ranks=1, overrides=["steps=4", "output=short"])
+    exported = tmp_path / "exported"
+    assert call("checkpoint", "export", tmp_path / "out", "--to", exported) == 0
+    whole = tmp_path / "out/model"
+    assert sorted(each.name for each in exported.iterdir()) == sorted(each.name for each in whole.iterdir())
+    for file in whole.iterdir():
+        assert (exported / file.name).read_bytes() == file.read_bytes(), file.name
+    earlier = tmp_path / "earlier"
+    assert call("checkpoint", "export", tmp_path / "out", "--to", earlier, "--step", 4) == 0
+    (name,) = (each.name for each in earlier.glob("*.safetensors"))
+    ours, theirs = load_file(earlier / name), load_file(tmp_path / "short/model" / name)
+    for key, value in ours.items():
+        tolerance = 2e-2 if keys.get("precision") == "bf16" else 1e-9
+        torch.testing.assert_close(value, theirs[key], rtol=tolerance, atol=tolerance / 10)
+    if "lora" not in keys:
+        AutoModelForCausalLM.from_pretrained(earlier)
+
+
+def test_an_export_of_a_broken_checkpoint_writes_nothing(own, tmp_path, capsys):
+    flip(own / "checkpoints/step-000006/rank-00000.safetensors")
+    assert call("checkpoint", "export", own, "--to", tmp_path / "new") == 2
+    err = capsys.readouterr().err
+    assert "SHA-256" in err
+    assert "--step" in err
+    assert not list(tmp_path.glob("new*"))
+
+
+def test_an_export_does_not_believe_another_runs_settings(own, tmp_path, capsys):
+    config = own / "config.yaml"
+    config.write_text(config.read_text().replace("seed: 0", "seed: 1"))
+    assert call("checkpoint", "export", own, "--to", tmp_path / "new") == 2
+    assert "seed: 0 (a whole number) then, 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (("export", "{out}"), "--to: expected a folder for export"),
+    (("verify", "{out}", "--to", "x"), "--to: expected a folder for export, and for it alone"),
+    (("list", "{out}", "--step", 2), "--step: expected none for list"),
+    (("verify", "{out}", "--step", 0), "--step"),
+    (("verify", "{out}", "--step", 3), "after step 3; got those after 2, 4, 6"),
+    (("export", "{out}", "--to", "{new}", "--step", 3), "after step 3; got those after 2, 4, 6"),
+    (("export", "{out}", "--to", "{out}"), "expected a new folder"),
+    (("list", "{new}"), "expected a run's output folder with checkpoints"),
+    (("export", "{new}", "--to", "{new}/x"), "expected a checkpoint to go on from"),
+], ids=str)  # fmt: skip
+def test_what_is_asked_wrongly_is_told(trained, tmp_path, capsys, arguments, said):
+    places = {"out": trained, "new": tmp_path / "new"}
+    assert call("checkpoint", *(str(each).format(**places) for each in arguments)) in (1, 2)
+    assert said in capsys.readouterr().err
+
+
+def test_a_link_in_a_checkpoint_is_not_followed(own, tmp_path, capsys):
+    file = own / "checkpoints/step-000006/rank-00000.safetensors"
+    elsewhere = tmp_path / "elsewhere"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+    assert call("checkpoint", "list", own) == 1
+    assert "a link" in capsys.readouterr().out
+    assert call("checkpoint", "verify", own, "--step", 6) == 1
+    assert "rank-00000.safetensors: a link" in capsys.readouterr().out
+    assert json.loads((own / "checkpoints/step-000006/manifest.json").read_text())["step"] == 6
