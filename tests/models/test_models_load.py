@@ -6,7 +6,15 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig, modeling_utils
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    modeling_utils,
+)
 from transformers.integrations import hub_kernels
 
 from lengthwise.comm import SoloTransport
@@ -17,6 +25,7 @@ from lengthwise.models import (
     ModelSource,
     build_model,
     check_buildable,
+    check_model_config,
     count_parameters,
     find_model,
     keep_double,
@@ -199,6 +208,7 @@ ENGINE_KEYS = {
     "experts": {"_experts_implementation": "grouped_mm", "experts_implementation": "batched_mm"},
     "by layer": {"per_layer_config": {"1": {"_attn_implementation": "org/kernels"}}},
     "fusion": {"fusion_config": {"patch_embeddings": True}},
+    "outputs": {"output_attentions": True, "output_hidden_states": True, "return_dict": False},
 }
 
 
@@ -227,18 +237,28 @@ def test_config_does_not_choose_how_to_compute(tmp_path, monkeypatch, keys, weig
         layers = {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
         assert layers == {attention}
         assert model.config._experts_implementation == "eager"
+        assert model.config.return_dict
+        assert not model.config.output_attentions
+        assert not model.config.output_hidden_states
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3_moe"])
 def test_config_of_endless_layers_and_experts_is_refused_before_anything_is_built(tmp_path, model_type):
     """Qwen's configs list a type for each layer as they are read, and every model makes its layers one by one."""
     endless = {"num_hidden_layers": 10**12, "num_experts": 10**6}
-    values = {**SIZES, **endless, "nested": [{"n_layer": 10_001}], "model_type": model_type, "hidden_size": 65_536}
+    values = {
+        **SIZES,
+        **endless,
+        "nested": [{"n_layer": 10_001}],
+        "num_labels": 10**9,
+        "model_type": model_type,
+        "hidden_size": 65_536,
+    }
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(Problems) as caught:
         find_model(str(tmp_path))
     lines = str(caught.value).splitlines()
-    keys = ("num_hidden_layers", "num_experts", "n_layer")
+    keys = ("num_hidden_layers", "num_experts", "num_labels", "n_layer")
     assert [line.split(": expected")[0].rpartition(" ")[2] for line in lines] == list(keys)
     assert all("expected at most 10,000; got" in line for line in lines)
 
@@ -249,6 +269,9 @@ def test_config_of_endless_layers_and_experts_is_refused_before_anything_is_buil
         ({"use_cache": "true"}, "'use_cache' expected bool, got str"),
         ({"hidden_size": 1.5}, "'hidden_size' expected int, got float"),
         ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers: expected at least 1; got -1"),
+        ({"vocab_size": 0}, "vocab_size: expected at least 1; got 0"),
+        ({"intermediate_size": 2**70}, "config.json: expected"),
         ({"dtype": "float99"}, "float99"),
         ({"model_type": []}, "unhashable"),
         ({"hidden_act": "rule"}, "rule"),
@@ -266,3 +289,16 @@ def test_config_that_no_model_can_be_built_of_is_one_line_with_file_and_entry(tm
     assert caught.value.where.startswith(str(tmp_path))
     assert "config.json" in caught.value.where
     assert "\n" not in str(caught.value)
+
+
+def test_spread_of_fresh_parameters_that_is_no_number_is_one_line(tmp_path):
+    found = source(MistralConfig, initializer_range=float("nan"))
+    with pytest.raises(ConfigError, match=r"config\.json: expected .*std nan"):
+        build_model(found, seed=0)
+
+
+def test_router_of_a_config_that_cannot_be_built_is_one_line():
+    """The routers are looked at before the model's sizes are."""
+    found = source(MixtralConfig, output_router_logits=True, pad_token_id=99)
+    with pytest.raises(ConfigError, match="Padding_idx"):
+        check_model_config(found.config)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lengthwise.core.errors import ConfigError
-from lengthwise.models import build_model, find_model
+from lengthwise.models import build_model, check_weights, find_model
 
 CONFIG = {
     "vocab_size": 32,
@@ -130,3 +130,66 @@ def test_weights_tied_and_buffers_are_not_missing(tmp_path):
     names = json.loads((tmp_path / INDEX).read_text())["weight_map"]
     assert not any("lm_head" in name or "inv_freq" in name for name in names)
     build_model(find_model(str(tmp_path)), seed=0)
+
+
+def changed(whole, folder, change):
+    """Copy the model in one file, its tensors as `change` makes them."""
+    shutil.copytree(whole / "single", folder)
+    tensors = load_file(folder / SINGLE)
+    change(tensors)
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    return find_model(str(folder))
+
+
+def recast(dtype, *names):
+    def change(tensors):
+        tensors.update({name: tensors[name].to(dtype) for name in names or list(tensors)})
+
+    return change
+
+
+NORM = "model.norm.weight"
+NO_WEIGHTS = {
+    "int64": (recast(torch.int64, NORM), rf"16 to 32 bits.*1 others: {NORM} I64"),
+    "bool": (recast(torch.bool, NORM), "BOOL"),
+    "complex": (recast(torch.complex64, NORM), "C64"),
+    "fp8 without a scale": (recast(torch.float8_e4m3fn), r"\d+ others: .* F8_E4M3"),
+    "wider than the config": (recast(torch.float64), "F64"),
+    "missing": (lambda w: w.pop(NORM), rf"1 missing \({NORM}\)"),
+    "not in the model": (lambda w: w.update(extra=torch.zeros(2)), r"1 not in the model \(extra\)"),
+    "misshapen": (lambda w: w.update({NORM: torch.zeros(3)}), "1 of another shape"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+@pytest.mark.parametrize("kind", NO_WEIGHTS)
+def test_weights_that_would_be_changed_are_refused_before_any_is_read(whole, tmp_path, kind):
+    change, said = NO_WEIGHTS[kind]
+    found = changed(whole, tmp_path / "model", change)
+    for check in (check_weights, lambda source: build_model(source, seed=0)):
+        with pytest.raises(ConfigError, match=said) as caught:
+            check(found)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_of_fewer_bits_are_taken_exactly(whole, tmp_path, dtype):
+    found = changed(whole, tmp_path / "model", recast(dtype))
+    check_weights(found)
+    saved = load_file(tmp_path / "model" / SINGLE)
+    for name, parameter in build_model(found, seed=0).named_parameters():
+        assert torch.equal(parameter, saved[name].float())
+
+
+def test_buffers_of_whole_numbers_that_older_files_have_are_no_weights(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"attn\.bias"])
+    check_weights(changed(whole, tmp_path / "model", lambda w: w.update({"attn.bias": torch.ones(2).bool()})))
+
+
+def test_model_folder_with_an_adapter_is_refused(whole, tmp_path):
+    """Hugging Face would read the base that the adapter names, or put the adapter into the model."""
+    shutil.copytree(whole / "single", tmp_path / "model")
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(whole / "shards")}
+    (tmp_path / "model" / "adapter_config.json").write_text(json.dumps(adapter))
+    with pytest.raises(ConfigError, match=r"got adapter_config\.json.*`lora\.adapter`"):
+        find_model(str(tmp_path / "model"))

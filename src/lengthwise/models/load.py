@@ -20,23 +20,27 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+from transformers.utils.hub import cached_file
+from transformers.utils.import_utils import is_accelerate_available
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from lengthwise.config.schema import TINY_MODEL
 from lengthwise.core.errors import ConfigError, LengthwiseError, OutputError, raise_problems
 from lengthwise.cost import named_shape
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
-from lengthwise.models.weights import first_names, holds_weights
+from lengthwise.models.weights import WEIGHTS_FILES, check_dtypes, first_names, holds_weights
 
 # Experts one by one: Hugging Face's grouped products know no fp64 and round differently with the number of tokens.
 EXPERTS = "eager"
 
-# What Hugging Face would take from a config.json to choose attention and expert kernels, and files of weights.
+# What Hugging Face would take from a config.json to choose kernels, files of weights, and what else forward returns.
 _ENGINE_KEYS = re.compile(
     r"_?(attn|experts|cache)_implementation(_internal|_autoset)?"
     r"|fusion_config|kernel_config|use_kernels|distributed_config|transformers_weights"
+    r"|output_attentions|output_hidden_states|return_dict|torchscript"
 )
 
-_PARTS = re.compile(r"\w*(layers?|blocks?|experts)")  # keys that say how many of them a model has
+_PARTS = re.compile(r"\w*(layers?|blocks?|experts|labels)")  # keys that say how many of them a model has
 _MOST_PARTS = 10_000  # some ten times the deepest model, and the most experts, known today
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -73,6 +77,7 @@ def find_model(name: str, *, weights: Literal["load", "fresh"] | None = None) ->
 def _read_config(name: str) -> Any:
     try:
         values: dict[str, Any] = _without_engine(PreTrainedConfig.get_config_dict(name)[0])
+        _refuse_adapter(name)
         _refuse_endless(values, name)
         found = AutoConfig.from_pretrained(name, trust_remote_code=False)
         return type(found).from_dict({**values, "model_type": found.model_type}, name_or_path=name)
@@ -82,6 +87,14 @@ def _read_config(name: str) -> Any:
         if (Path(name) / "config.json").is_file():
             raise _refuse_config(f"{name}/config.json", error) from error
         raise _unreadable(name, error) from error
+
+
+def _refuse_adapter(name: str) -> None:
+    """Refuse a model with an adapter beside it: Hugging Face would load both, and train neither as it is."""
+    found = find_adapter_config_file(name)
+    if found is not None:
+        expected, remedy = "a model without an adapter", "Give the base model, and the adapter by `lora.adapter`."
+        raise ConfigError(f"model {name}", expected=expected, got=Path(found).name, remedy=remedy)
 
 
 def _refuse_endless(values: Any, name: str) -> None:
@@ -142,28 +155,60 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
     if not stored:
         with _parameters_on_meta():
             return AutoModelForCausalLM.from_config(copy.deepcopy(source.config), **computing).train()
-    if not source.weights:
-        # The copy: Hugging Face writes the attention's name into the config, and one source may build several models.
-        config = copy.deepcopy(source.config)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+    if source.weights:
+        return _load(source, **computing).train()
+    # The copy: Hugging Face writes the attention's name into the config, and one source may build several models.
+    config = copy.deepcopy(source.config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **computing).train()
+        except (ValueError, RuntimeError) as error:  # how parameters are drawn: a spread that is NaN
+            raise _refuse_config(_where(config), error) from error
+
+
+def check_weights(source: ModelSource) -> None:
+    """Refuse weights that `build_model` would refuse, before anything is started; no tensor is read.
+
+    Hugging Face needs accelerate for that, which peft brings; without it rank 0 tells the same when it reads them.
+
+    Raises:
+        ConfigError: as `build_model`.
+    """
+    if source.weights and is_accelerate_available():
+        _load(source, device_map="meta")
+
+
+def _weights_folder(name: str) -> Path:
+    """Return the folder of a model's weights: itself, or where the hub's files were put."""
+    if Path(name).is_dir():
+        return Path(name)
+    found = (cached_file(name, each, _raise_exceptions_for_missing_entries=False) for each in WEIGHTS_FILES)
+    return Path(next(each for each in found if each is not None)).parent
+
+
+def _load(source: ModelSource, **options: Any) -> Any:
+    """Load a model that is exactly what its config says; `options` go to Hugging Face."""
+    dtype = torch.float64 if source.config.dtype == torch.float64 else torch.float32
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.name,
-            config=source.config,  # as read above: the file's own would choose attention
-            dtype=torch.float64 if source.config.dtype == torch.float64 else torch.float32,
+            config=copy.deepcopy(source.config),  # as read above: the file's own would choose attention
+            dtype=dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are listed, and refused below with all others
             use_safetensors=True,
             trust_remote_code=False,
-            **computing,
+            **options,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise _unreadable(source.name, error) from None
     model, loading = loaded
     _refuse_other_weights(source.name, loading)
-    return model.train()
+    whole_numbers = [re.escape(name) for name, buffer in model.named_buffers() if not buffer.is_floating_point()]
+    left_aside = [*whole_numbers, *(model._keys_to_ignore_on_load_unexpected or ())]
+    check_dtypes(_weights_folder(source.name), widest=dtype, but=left_aside)
+    return model
 
 
 @contextmanager
@@ -182,14 +227,29 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def build_skeleton(config: Any) -> Any:
-    """Build the model of a Hugging Face config without storage: its layers can be looked at, at any size."""
-    with torch.device("meta"):  # the copy: Hugging Face writes into the config
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), experts_implementation=EXPERTS)
+    """Build the model of a Hugging Face config without storage: its layers can be looked at, at any size.
+
+    Raises:
+        ConfigError: no model can be built of it.
+    """
+    try:
+        with torch.device("meta"):  # the copy: Hugging Face writes into the config
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), experts_implementation=EXPERTS)
+    except Exception as error:  # the model's own code, with values from outside
+        raise _refuse_config(_where(config), error) from error
 
 
-def check_buildable(config: Any) -> None:
-    """Raise ConfigError for a config whose model cannot be built, or whose heads do not fit each other."""
-    where = f"{config.name_or_path or config.model_type}: config.json"
+def check_buildable(config: Any) -> int:
+    """Return how many parameters a config's model has.
+
+    Raises:
+        ConfigError: it cannot be built, has no layer, word or head, or its heads do not fit each other.
+    """
+    where = _where(config)
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        value = getattr(config, key, None)
+        if isinstance(value, int) and value < 1:
+            raise _refuse_config(f"{where}: {key}", str(value), "at least 1")
     heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
     if heads and kv_heads and heads % kv_heads:
         error = f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
@@ -197,10 +257,7 @@ def check_buildable(config: Any) -> None:
     head_dim = getattr(config, "head_dim", None)
     if head_dim and head_dim % 2 and getattr(config, "rope_parameters", None):
         raise _refuse_config(where, f"head_dim {head_dim} is odd, and rope turns pairs of entries")
-    try:
-        build_skeleton(config)
-    except Exception as error:  # the model's own code, with values from outside
-        raise _refuse_config(where, error) from error
+    return count_parameters(config)
 
 
 def count_parameters(config: Any) -> int:
@@ -261,6 +318,10 @@ def _unreadable(name: str, error: Exception) -> ConfigError:
 def first_line(error: BaseException) -> str:
     """Return the first line of what an error says, or its kind where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _where(config: Any) -> str:
+    return f"{config.name_or_path or config.model_type}: config.json"
 
 
 def _refuse_config(

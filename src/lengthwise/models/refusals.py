@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from lengthwise.core.errors import ModelRefused
+from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.models.load import build_skeleton
 
 _STATE = "the layer's state passed on between the ranks of a ring, and cleared where a document of a pack begins"
@@ -120,9 +120,8 @@ def _reasons(config: Any) -> list[_Reason]:
         return [(f"model config: {', '.join(towers)}", "a model of more than text", _TOWER)]
     try:
         model = build_skeleton(config)
-    except Exception as error:  # noqa: BLE001 - whatever a model that nobody proved does here is reported, not raised
-        said = " ".join(str(error).split()) or type(error).__name__
-        what = f"a family without a proof; its layers cannot be listed ({said[:160]})"
+    except ConfigError as error:  # whatever a model that nobody proved does here is reported, not raised
+        what = f"a family without a proof; its layers cannot be listed ({error.got[:160]})"
         return [("model config: model_type", what, _PROOF)]
     return _layers_of_kinds(model, config) or [_unproved(model)]
 

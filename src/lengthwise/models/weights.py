@@ -8,16 +8,19 @@ download cut short would else train from random numbers. No tensor is read.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from lengthwise.core.errors import ConfigError
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS_FILES = _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes; others (fp8, integers) are no weights without a scale
 _WITHOUT_WEIGHTS = (
     *("config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template*", "*.tiktoken", "spiece.model", "sentencepiece*.model"),
@@ -71,6 +74,31 @@ def _check_shards(folder: Path, weight_map: dict[str, str]) -> None:
     lost = sorted(tensor for tensor, name in weight_map.items() - there)
     if lost:
         raise _refuse(folder, f"{len(lost)} tensors of {_INDEX} not in their files ({first_names(lost)})")
+
+
+def check_dtypes(folder: Path, *, widest: torch.dtype, but: Sequence[str] = ()) -> None:
+    """Refuse weights that loading in `widest` would change: of wider numbers, or of none that are floating-point.
+
+    `but`: regular expressions for names of what is no weight, buffers that older files have.
+
+    Raises:
+        ConfigError: names the first tensors and their dtypes.
+    """
+    whole = (folder / _SINGLE).is_file()
+    files = [_SINGLE] if whole else sorted(set(_read_weight_map(folder).values()))
+    wrong = []
+    for name in files:
+        with safe_open(folder / name, framework="pt") as file:
+            dtypes = {each: str(file.get_slice(each).get_dtype()) for each in file.keys()}  # noqa: SIM118 - no mapping
+        for each, kind in dtypes.items():
+            is_weight = not any(re.search(pattern, each) for pattern in but)
+            if is_weight and not 0 < _WIDTHS.get(kind, 0) <= widest.itemsize:
+                wrong.append(f"{each} {kind}")
+    if wrong:
+        bits, got = 8 * widest.itemsize, f"{len(wrong)} others: {first_names(wrong)}"
+        expected = f"weights of floating-point numbers of 16 to {bits} bits, by the dtype of config.json"
+        remedy = "Convert them to what config.json says."
+        raise ConfigError(f"model {folder}", expected=expected, got=got, remedy=remedy)
 
 
 def _tensor_names(folder: Path, name: str) -> list[str]:

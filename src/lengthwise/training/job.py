@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
+import torch
 
 from lengthwise.comm import world_from_environment
 from lengthwise.config import MEASURE_AT_START, MEASURE_NOTHING, DataSource, RunConfig
@@ -17,6 +18,7 @@ from lengthwise.cost import LOGITS_AT_ONCE, Cost, hardware_of_gpu, shape_from_co
 from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
 from lengthwise.engine.batch import StepBatch
+from lengthwise.engine.memory import free_bytes
 from lengthwise.models import (
     DTYPES,
     Computing,
@@ -26,11 +28,13 @@ from lengthwise.models import (
     check_lora,
     check_model_config,
     check_recompute,
+    check_weights,
     find_model,
     position_limit,
 )
 from lengthwise.planner import PACKED_DP, PlanOptions
 from lengthwise.program import refuse_unsupported
+from lengthwise.report.figures import count
 from lengthwise.training.launch import threads_of_each
 from lengthwise.training.rank_memory import Capacities
 from lengthwise.training.resume import Resume
@@ -266,9 +270,11 @@ def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *,
     attempt, refused = collector.attempt, len(collector.problems)
     attempt(lambda: check_model_config(model.config))
     if len(collector.problems) == refused:
-        attempt(lambda: check_buildable(model.config))
+        parameters = attempt(lambda: check_buildable(model.config))
+        attempt(lambda: _check_room(model, parameters or 0))
     if len(collector.problems) > refused:
         return None
+    attempt(lambda: check_weights(model))
     if config.recompute != "auto":
         attempt(lambda: check_recompute(model.config, config.recompute))
     dtype = DTYPES[config.precision]
@@ -276,6 +282,15 @@ def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *,
     attempt(lambda: _check_heads(config, model))
     attempt(lambda: _check_offload(config, gpus, model.config.num_hidden_layers))
     return attempt(lambda: check_lora(model, config.lora))
+
+
+def _check_room(model: ModelSource, parameters: int) -> None:
+    """Refuse a model whose parameters alone, in fp32 as they are read or drawn, are more than this machine holds."""
+    needed, free = 4 * parameters, free_bytes(torch.device("cpu"), 1)
+    if 0 < free < needed:
+        expected = f"a model whose parameters fit into the {free / 1e9:.1f} GB that are free here"
+        got, remedy = f"{count(parameters)} parameters, {needed / 1e9:.1f} GB in fp32", "Give a smaller model."
+        raise ConfigError(f"model {model.name}", expected=expected, got=got, remedy=remedy)
 
 
 def _computing(config: RunConfig) -> Computing:
