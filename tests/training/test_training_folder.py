@@ -1,9 +1,12 @@
 """The folder of a run: what is refused, one run at a time, and a model that is whole or not there."""
 
 import contextlib
+import errno
 import json
 import os
+import shutil
 import signal
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,9 +15,10 @@ import pytest
 
 from lengthwise.config import load_config
 from lengthwise.core.errors import OutputError
-from lengthwise.training import trainer
+from lengthwise.training import export, trainer, writes
 from lengthwise.training.folder import RunFolder
 from lengthwise.training.metrics import EvalMetrics
+from lengthwise.training.writes import MOST_FAILURES
 from training.small_runs import Command, call, count_lines, make_rows, write_run
 
 
@@ -107,7 +111,7 @@ def test_a_claim_under_which_nothing_was_written_leaves_nothing(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_killed_while_it_saves_leaves_no_model(tmp_path, monkeypatch, ranks):
-    save = trainer.save_model
+    save = export.save_model
 
     def killed_halfway(model, folder):
         save(model, folder)
@@ -115,7 +119,7 @@ def test_a_run_killed_while_it_saves_leaves_no_model(tmp_path, monkeypatch, rank
         os.kill(os.getpid(), signal.SIGKILL)
 
     path = write_run(tmp_path, make_rows([30, 12]))
-    monkeypatch.setattr(trainer, "save_model", killed_halfway)
+    monkeypatch.setattr(export, "save_model", killed_halfway)
     command = Command("train", path, "--ranks", ranks)
     assert command.finish()[0] != 0
     assert not (tmp_path / "out/model").exists()
@@ -134,7 +138,7 @@ def test_an_interrupt_says_whether_the_model_was_saved(tmp_path, monkeypatch, ca
 
     path = write_run(tmp_path, make_rows([30, 12]))
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "save_model", interrupted)
+        patch.setattr(export, "save_model", interrupted)
         assert call("train", path) == 130
     assert capfd.readouterr().err == "interrupted: nothing was saved\n"
     monkeypatch.setattr(trainer._Trainer, "close", interrupted)
@@ -164,3 +168,85 @@ def test_a_saved_model_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypat
         (unfinished / "b").write_text("y")
     assert sorted(done[:2]) == ["a", "b"]
     assert done[2:] == ["model.unfinished", "rename to model", config.output.name]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_whose_terminal_is_gone_saves_its_model(tmp_path, ranks):
+    path = write_run(tmp_path, make_rows([30, 12]), steps=1_000_000)
+    command = Command("train", path, "--ranks", ranks, prepare=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
+    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
+    command.send(signal.SIGHUP, group=True)  # to the planner's process, too
+    status, out, _ = command.finish()
+    assert status == 0
+    assert "stopped by SIGHUP after step" in out
+    assert (tmp_path / "out/model/model.safetensors").exists()
+
+
+def test_a_run_under_nohup_does_not_hear_of_its_terminal(tmp_path):
+    path = write_run(tmp_path, make_rows([30, 12]), steps=60)
+    command = Command("train", path, prepare=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
+    command.send(signal.SIGHUP)
+    assert command.finish()[0] == 0
+    assert count_lines(tmp_path / "out/metrics.jsonl") == 60
+
+
+def test_temporary_folders_of_killed_launchers_go_at_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp/lengthwise-others").mkdir(parents=True)
+    path = write_run(tmp_path, make_rows([30, 12]), steps=1_000_000)
+    killed, living = (Command("train", path, "--ranks", 2, "--set", f"output={name}") for name in ("a", "b"))
+    for command, name in ((killed, "a"), (living, "b")):
+        command.wait_for(lambda name=name: count_lines(tmp_path / name / "metrics.jsonl") >= 2)
+    assert len(list((tmp_path / "tmp").glob("*/lock"))) == 2
+    killed.kill()
+    killed.finish()
+    assert call("train", path, "--ranks", 2, "--set", "output=c", "steps=1") == 0
+    assert len(list((tmp_path / "tmp").glob("*/lock"))) == 1, "that of the run that lives"
+    living.send(signal.SIGTERM)
+    assert living.finish()[0] == 0
+    assert os.listdir(tmp_path / "tmp") == ["lengthwise-others"]
+
+
+def test_a_run_whose_folder_is_removed_writes_all_of_it_again(tmp_path):
+    """Not what was removed, but every line and plan since."""
+    path = write_run(tmp_path, make_rows([30, 12]), steps=1_000_000)
+    command = Command("train", path)
+    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
+    shutil.rmtree(tmp_path / "out")
+    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
+    command.send(signal.SIGTERM)
+    assert command.finish()[0] == 0
+    assert (tmp_path / "out/model/model.safetensors").exists()
+
+
+def test_a_model_that_cannot_be_saved_at_once_is_saved_when_the_disk_has_room(tmp_path, monkeypatch, capfd):
+    tries = []
+
+    def failing(model, config, tokenizer, folder):
+        tries.append(folder)
+        if len(tries) < MOST_FAILURES:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_model(model, config, tokenizer, folder)
+
+    write_model = trainer.write_model
+    monkeypatch.setattr(writes, "_BETWEEN_TRIES_SECONDS", 0.01)
+    monkeypatch.setattr(trainer, "write_model", failing)
+    path = write_run(tmp_path, make_rows([30, 12]))
+    assert call("train", path) == 0
+    assert capfd.readouterr().out.count("the model is not saved yet: ") == MOST_FAILURES - 1
+    assert (tmp_path / "out/model/model.safetensors").exists()
+    monkeypatch.setattr(trainer, "write_model", lambda *given: (tries.clear(), failing(*given)))
+    assert call("train", path, "--overwrite") == 2
+    assert "No space left on device" in capfd.readouterr().err
+    assert not (tmp_path / "out/model").exists()
+
+
+def test_an_interrupt_names_the_newest_checkpoint_where_there_is_no_model(tmp_path, monkeypatch, capfd):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    path = write_run(tmp_path, make_rows([30, 12]), checkpoint={"every_steps": 1, "background": False})
+    monkeypatch.setattr(trainer, "write_model", interrupted)
+    assert call("train", path) == 130
+    assert capfd.readouterr().err == f"interrupted: the newest checkpoint is {tmp_path}/out/checkpoints/step-000003\n"

@@ -24,6 +24,7 @@ from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.names import missing_package
 
 _INTERRUPTED = 130
+_STANDARD_ERROR = 2
 
 _VERBS: dict[str, tuple[type, str | None]] = {
     "train": (Train, "Train a model from a run file."),
@@ -45,6 +46,7 @@ Command: Any = Union[  # noqa: UP007 - of a tuple
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit with its status: 0 done, 1 failed, 2 input to be corrected, 130 interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    _open_closed_streams()
     prepare_environment()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -68,6 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error[output] {where}: expected room for what is written; got a full disk", file=sys.stderr)
         status = 1
     raise SystemExit(status)
+
+
+def _open_closed_streams() -> None:
+    """Let what the caller closed of standard input, output and errors be /dev/null, not the next file that opens."""
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
+        pass
+    os.close(opened)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - for the process's life
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 
 def _status(arguments: list[str]) -> int:

@@ -102,7 +102,7 @@ class PrintedProgress:
     def on_start(self, job: Job) -> None:
         """Show what is about to run."""
         self._lora, self._measures = job.config.lora is not None, job.measures
-        print(describe_job(job), flush=True)
+        self._line.write(describe_job(job))
 
     def on_note(self, line: str) -> None:
         """Show what was decided."""
@@ -129,7 +129,7 @@ class PrintedProgress:
 
     def on_end(self, result: TrainResult) -> None:
         """Show how the run ended and where its files are."""
-        print_summary(result, lora=self._lora)
+        self._line.write(summary(result, lora=self._lora))
 
 
 def step_line(done: StepMetrics, num_steps: int) -> str:
@@ -182,17 +182,22 @@ def _lora_line(config: RunConfig) -> str:
     return f"lora    r {lora.r}, lora_alpha {lora.lora_alpha}, on {', '.join(lora.target_modules or ())}\n"
 
 
-def print_summary(result: TrainResult, *, lora: bool) -> None:
+def summary(result: TrainResult, *, lora: bool) -> str:
     """Say how the run ended and where its files are."""
+    lines = []
     if result.stopped_by is not None:
-        print(f"\nstopped by {signal.Signals(result.stopped_by).name} after step {result.steps}; the model is saved")
+        name = signal.Signals(result.stopped_by).name
+        lines.append(f"\nstopped by {name} after step {result.steps}; the model is saved")
     if result.metrics is None:
-        print(f"all {result.steps} steps of this run were done before; the model is saved")
+        lines.append(f"all {result.steps} steps of this run were done before; the model is saved")
     rate = count(result.num_tokens / result.seconds)
     opened = "peft's PeftModel.from_pretrained on the base model" if lora else "from_pretrained"
-    print(
-        f"done    {result.steps} steps, {count(result.num_tokens)} tokens in {seconds(result.seconds)} "
-        f"({rate} tokens/s), loss {result.first_loss:.4f} -> {result.last_loss:.4f}\n"
-        f"model   {result.folder / 'model'} (open it with {opened})\n"
-        f"steps   {result.folder / 'metrics.jsonl'}, ledger.jsonl, plans/"
+    return "\n".join(
+        [
+            *lines,
+            f"done    {result.steps} steps, {count(result.num_tokens)} tokens in {seconds(result.seconds)} "
+            f"({rate} tokens/s), loss {result.first_loss:.4f} -> {result.last_loss:.4f}",
+            f"model   {result.folder / 'model'} (open it with {opened})",
+            f"steps   {result.folder / 'metrics.jsonl'}, ledger.jsonl, plans/",
+        ]
     )

@@ -44,7 +44,7 @@ def call_back(callbacks: Sequence[Callback], method: str, what: object) -> None:
     for each in callbacks:
         try:
             getattr(each, method)(what)
-        except (LengthwiseError, BrokenPipeError):  # what `| head` does to the progress line has words of its own
+        except LengthwiseError:
             raise
         except Exception as error:
             name = f"callback {type(each).__name__}.{method}"

@@ -1,6 +1,6 @@
 """The output folder of a run: one run at a time, what is written where, and when an earlier run is in the way.
 
-A run claims the folder with a lock on `run.lock`, which its end frees, however it ends. Lines are flushed one by one.
+A run claims the folder with a lock on `run.lock`, which its end frees, however it ends. Lines are written one by one.
 The model is written into `model.unfinished`, synced and renamed, so that `model` is whole or not there.
 """
 
@@ -12,19 +12,22 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
 from safetensors import SafetensorError
 
+from lengthwise.checkpoint import CheckpointFolder
 from lengthwise.config import RunConfig, dump_config
 from lengthwise.core.disk import sync
 from lengthwise.core.errors import OutputError
 from lengthwise.core.measurements import Measurements
 from lengthwise.training.callbacks import Callback
 from lengthwise.training.metrics import EvalMetrics, FinishedStep
+from lengthwise.training.resume import FOLDER as CHECKPOINTS
+from lengthwise.training.writes import Writes, insist
 
 CONFIG = "config.yaml"
 _FILES = (CONFIG, "measurements.json", "metrics.jsonl", "ledger.jsonl", "eval.jsonl")
@@ -34,10 +37,14 @@ _LOCK = "run.lock"
 
 
 class RunFolder(Callback):
-    """Writes one run; every line is flushed, so a run that dies leaves what it has done."""
+    """Writes one run; every line is written at once, so a run that dies leaves what it has done.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    `note` hears of what could not be written yet: the run goes on, and it is tried again.
+    """
+
+    def __init__(self, path: Path, note: Callable[[str], None] = lambda _line: None) -> None:
+        self.path, self._note = path, note
+        self._writes = Writes(path, note)
 
     @property
     def model(self) -> Path:
@@ -57,15 +64,16 @@ class RunFolder(Callback):
         made = [each for each in (self.path, *self.path.parents) if not each.exists()]
         with self.writing():
             lock = self._lock() if self.path.is_dir() or not self.path.exists() else None
-        before = self._model_changed()
+        before = self._saved()
         try:
             if not resume:
                 self.check_free(overwrite=overwrite, inputs=inputs)
             yield
         except KeyboardInterrupt:
-            if self._model_changed() in (None, before):
+            saved = self._saved_since(before)
+            if saved is None:
                 raise
-            raise KeyboardInterrupt(f"the model is saved in {self.model}") from None
+            raise KeyboardInterrupt(saved) from None
         finally:
             if lock is not None:
                 (self.path / _LOCK).unlink(missing_ok=True)
@@ -139,8 +147,7 @@ class RunFolder(Callback):
         """Write one step: its plan, its sequences, its metrics."""
         metrics = step.metrics
         with self.writing():
-            plan = self.path / "plans" / f"step-{metrics.step:06d}.json"
-            plan.write_text(step.plan.to_json(), encoding="utf-8")
+            self._writes.append(f"plans/step-{metrics.step:06d}.json", step.plan.to_json())
         self._append("ledger.jsonl", {"step": metrics.step, "sequences": list(step.sequences)})
         self._append("metrics.jsonl", {key: value for key, value in asdict(metrics).items() if value is not None})
 
@@ -148,9 +155,27 @@ class RunFolder(Callback):
         """Write the result of one evaluation."""
         self._append("eval.jsonl", asdict(metrics))
 
+    def finish(self) -> None:
+        """Write what waits because it could not be written before."""
+        with self.writing():
+            self._writes.finish()
+
+    def save_model(self, write: Callable[[Path], None]) -> None:
+        """Let `write` fill the model's folder, again where the disk fails, at most three times.
+
+        Raises:
+            OutputError: the third failure.
+        """
+
+        def once() -> None:
+            with self.saving() as folder:
+                write(folder)
+
+        insist(once, lambda error: self._note(f"the model is not saved yet: {error}"), OutputError)
+
     def _append(self, name: str, row: dict[str, object]) -> None:
-        with self.writing(), (self.path / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        with self.writing():
+            self._writes.append(name, json.dumps(row) + "\n")
 
     def _lock(self) -> TextIO:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -177,9 +202,18 @@ class RunFolder(Callback):
     def _refusal(self, expected: str, got: str, remedy: str) -> OutputError:
         return OutputError(str(self.path), expected=expected, got=got, remedy=remedy)
 
-    def _model_changed(self) -> int | None:
-        """Return when `model` was last made or renamed, in ns; None: there is none."""
-        return self.model.stat().st_ctime_ns if self.model.exists() else None
+    def _saved(self) -> dict[Path, int]:
+        """Return when the model and each checkpoint were made or renamed, in ns."""
+        checkpoints = CheckpointFolder(self.path / CHECKPOINTS)
+        there = [self.model, *map(checkpoints.at, checkpoints.steps())]
+        return {path: path.stat().st_ctime_ns for path in there if path.exists()}
+
+    def _saved_since(self, before: Mapping[Path, int]) -> str | None:
+        """Say what was saved since: the model, else the newest checkpoint; None: nothing."""
+        new = [path for path, changed in self._saved().items() if before.get(path) != changed]
+        if self.model in new:
+            return f"the model is saved in {self.model}"
+        return f"the newest checkpoint is {new[-1]}" if new else None
 
 
 def _cut(path: Path, step: int) -> None:

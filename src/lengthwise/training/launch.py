@@ -8,9 +8,11 @@ rank that was killed is named with the step and phase it was last seen in.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -34,7 +36,8 @@ RankMain = Callable[[World, Callable[[str], None]], Result]
 
 _GRACE_SECONDS = 3.0
 _ROW_BYTES = 128
-_ASKING = (signal.SIGINT, signal.SIGTERM)
+_PLACE = "lengthwise-"
+_ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StatusBoard:
@@ -55,7 +58,7 @@ class StatusBoard:
 
 
 class StopRequest:
-    """Whether, and how often, someone asked this process to stop (Ctrl-C or SIGTERM).
+    """Whether, and how often, someone asked this process to stop (Ctrl-C, SIGTERM, or SIGHUP: the terminal is gone).
 
     A process without a parent that would end it does so itself when asked twice (`ends_at_the_second`): Python is
     interrupted, and where that cannot be, in minutes of one operation of torch, the process ends three seconds later.
@@ -76,7 +79,8 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.signal(number, self._note) for number in _ASKING}
+        asking = [each for each in _ASKING if each != signal.SIGHUP or not _is_ignored(each)]  # by nohup
+        before = {number: signal.signal(number, self._note) for number in asking}
         for handler in before.values():
             earlier = getattr(handler, "__self__", None)
             if isinstance(earlier, StopRequest):
@@ -93,6 +97,10 @@ class StopRequest:
         self.times += 1
         if self.times > 1 and self._ends_at_the_second:
             raise KeyboardInterrupt
+
+
+def _is_ignored(number: int) -> bool:
+    return signal.getsignal(number) == signal.SIG_IGN
 
 
 @contextlib.contextmanager
@@ -132,7 +140,7 @@ def _ending_at_the_second() -> Iterator[None]:
 def launch(work: RankMain[Result], ranks: int, *, asks_to_stop: bool = False, gpus: int = 0) -> Result:
     """Run `work` on `ranks` local ranks, in this process when it is one, and return the result of rank 0.
 
-    Ctrl-C and SIGTERM end the ranks; with `asks_to_stop`, where `work` listens itself, only the second one does.
+    Ctrl-C, SIGTERM and SIGHUP end the ranks; with `asks_to_stop`, where `work` listens itself, only the second does.
     `gpus`: how many of this machine they use; this process must not have started CUDA, which does not survive a fork.
 
     Raises:
@@ -141,8 +149,23 @@ def launch(work: RankMain[Result], ranks: int, *, asks_to_stop: bool = False, gp
     """
     if ranks == 1:
         return work(World(rank=0, world_size=1, gpus=gpus), lambda _phase: None)
-    with tempfile.TemporaryDirectory(prefix="lengthwise-") as folder, StopRequest().listening() as stop:
-        return _Children(work, ranks, Path(folder) / "rendezvous", gpus).outcome(stop, asks=asks_to_stop)
+    with _meeting_place() as folder, StopRequest().listening() as stop:
+        return _Children(work, ranks, folder / "rendezvous", gpus).outcome(stop, asks=asks_to_stop)
+
+
+@contextlib.contextmanager
+def _meeting_place() -> Iterator[Path]:
+    """Give a temporary folder, locked while its launcher or one of its ranks lives; those of killed ones are removed.
+
+    Nothing removes the folder of a launcher that is killed, but the next one on this machine.
+    """
+    for lock in Path(tempfile.gettempdir()).glob(f"{_PLACE}*/lock"):
+        with contextlib.suppress(OSError), lock.open("rb") as file:  # another user's, or its owner lives
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent)
+    with tempfile.TemporaryDirectory(prefix=_PLACE) as folder, (Path(folder) / "lock").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield Path(folder)
 
 
 def threads_of_each(ranks: int) -> int:
@@ -259,10 +282,7 @@ def _child(work: RankMain[Any], world: World, pipe: Connection, board: StatusBoa
         except BaseException as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
             where, expected = f"rank {world.rank}, {board.last_seen(world.rank)}", "the rank to finish"
             got, remedy = f"{type(error).__name__}: {error}", "This is a defect of lengthwise: please report it."
-            if isinstance(error, BrokenPipeError):  # the reader of our output went away, as `| head` does
-                expected, got, remedy = "a reader of the output", str(error), "Keep the reader, or write to a file."
-            else:
-                traceback.print_exc()
+            traceback.print_exc()
             message = ("error", RankError(where, expected=expected, got=got, remedy=remedy))
         pipe.send(message)
     os._exit(message[1].exit_status if message[0] == "error" else 0)

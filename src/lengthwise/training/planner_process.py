@@ -40,7 +40,7 @@ class PlannerProcess:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         # Ctrl-C is for those who train: they finish their step, and that needs plans. What is blocked stays blocked in
         # the new process, from its first instruction on; the end of its input ends it.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "lengthwise.training.planner_process"],

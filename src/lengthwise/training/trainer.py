@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -74,7 +75,8 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
     """
     pricing = Pricing(job, corrects=job.measures and not world.rank)
     with nullcontext() if world.rank else PlannerProcess() as process:
-        hearing = () if world.rank else (RunFolder(job.config.output), *callbacks)
+        folder = RunFolder(job.config.output, lambda line: call_back(callbacks, "on_note", line))
+        hearing = () if world.rank else (folder, *callbacks)
         transport = connect(
             world, job, on_phase, None if world.rank else lambda line: call_back(hearing, "on_note", line)
         )
@@ -84,7 +86,7 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
             return PlanAhead(batches, planner, transport, timeout_seconds=job.timeout_seconds, num_heads=job.num_heads)
 
         with StopRequest(ends_at_the_second=world.world_size == 1).listening() as stop:
-            trainer = _Trainer(job, world, transport, steps, hearing, stop, pricing)
+            trainer = _Trainer(job, world, transport, steps, hearing, stop, pricing, folder)
             try:
                 result = trainer.run()
             finally:
@@ -103,10 +105,10 @@ class _Trainer:
         callbacks: Sequence[Callback],
         stop: StopRequest,
         pricing: Pricing,
+        folder: RunFolder,
     ) -> None:
         self._job, self._transport, self._callbacks, self._stop = job, transport, callbacks, stop
-        self._pricing = pricing
-        self._folder = RunFolder(job.config.output)
+        self._pricing, self._folder = pricing, folder
         dtype = DTYPES[job.config.precision]
         say = partial(call_back, callbacks, "on_note")
         self._kernel = choose_model_kernel(job.model.config, job.computing, world.device, dtype=dtype, say=say)
@@ -320,9 +322,12 @@ class _Trainer:
         self._refuse_ruined(number, self._share([self._largest.item()]))
         self._parameters.published()
         if self._transport.rank == 0:
-            with self._folder.saving() as folder:
-                write_model(self._model, self._job.config, self._job.tokenizer, folder)
-                fault("model-save", 0, number)
+            self._folder.save_model(partial(self._write_model, number))
+            self._folder.finish()
+
+    def _write_model(self, number: int, folder: Path) -> None:
+        write_model(self._model, self._job.config, self._job.tokenizer, folder)
+        fault("model-save", 0, number)
 
 
 def _refuse_infinite(what: str, value: float, step: str, batch: StepBatch) -> None:

@@ -1,0 +1,86 @@
+"""Writes that a full or failing disk does not take a run with: they wait in memory, in order, and are tried again.
+
+Nothing is lost or out of order: a line that was written in part is taken back first. Three tries in a row that fail,
+some seconds apart, are an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+MOST_FAILURES = 3
+_BETWEEN_TRIES_SECONDS = 10.0
+
+
+class Writes:
+    """Files of one folder that grow, or are written once. `note` hears what could not be written."""
+
+    def __init__(self, folder: Path, note: Callable[[str], None]) -> None:
+        self._folder, self._note = folder, note
+        self._waiting: deque[tuple[str, bytes]] = deque()
+        self._failures, self._next_try = 0, 0.0
+
+    def append(self, name: str, text: str) -> None:
+        """Append a text to a file, now or, after a failure, with one of the next calls.
+
+        Raises:
+            OSError: the third failure in a row.
+        """
+        self._waiting.append((name, text.encode()))
+        if time.monotonic() >= self._next_try:
+            self._try()
+
+    def finish(self) -> None:
+        """Write what waits; try again some seconds later where that fails.
+
+        Raises:
+            OSError: the third failure in a row.
+        """
+        while self._waiting:
+            time.sleep(max(0.0, self._next_try - time.monotonic()))
+            self._try()
+
+    def _try(self) -> None:
+        try:
+            while self._waiting:
+                _append_whole(self._folder / self._waiting[0][0], self._waiting[0][1])
+                self._waiting.popleft()
+        except OSError as error:
+            self._failures += 1
+            self._next_try = time.monotonic() + _BETWEEN_TRIES_SECONDS
+            if self._failures >= MOST_FAILURES:
+                raise
+            self._note(f"not written yet: {self._folder / self._waiting[0][0]}: {error.strerror or error}")
+        else:
+            self._failures, self._next_try = 0, 0.0
+
+
+def insist(write: Callable[[], None], failed: Callable[[Exception], None], kind: type[Exception]) -> None:
+    """Call `write` until it raises no `kind`, at most three times, some seconds apart; `failed` hears of the others."""
+    for _ in range(MOST_FAILURES - 1):
+        try:
+            return write()
+        except kind as error:
+            failed(error)
+            time.sleep(_BETWEEN_TRIES_SECONDS)
+    return write()
+
+
+def _append_whole(path: Path, content: bytes) -> None:
+    """Append all or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # someone may have removed it
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            written = 0
+            while written < len(content):
+                written += file.write(content[written:]) or 0
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(file.fileno(), end)
+            raise
