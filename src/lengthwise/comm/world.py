@@ -63,6 +63,9 @@ class World:
         self.claim_device()
         if self.rendezvous is None:
             store, *_ = next(iter(rendezvous("env://", self.rank, self.world_size, timeout=timeout)))
+            # torchrun keeps one store for all its starts: what ranks wrote that are dead would be met there.
+            start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = PrefixStore(f"start {start} of {self.world_size}", store)
         else:
             _use_loopback()
             store = FileStore(str(self.rendezvous), self.world_size)

@@ -18,6 +18,7 @@ from lengthwise.training.callbacks import Callback, call_back
 from lengthwise.training.folder import RunFolder
 from lengthwise.training.job import Job
 from lengthwise.training.metrics import TrainResult
+from lengthwise.training.resume import Resume, find_resume, has_checkpoint, torchrun_agent
 from lengthwise.training.start import Run, Start, prepare, run_ranks
 from lengthwise.training.trainer import train_rank
 from lengthwise.training.verify import VerifyReport, verify_rank
@@ -37,22 +38,27 @@ def train(
 
     `run`: a run file, its values, or a `RunConfig`. `ranks`: processes; None: one a GPU, else 1. `overrides`: texts
     `key=value` for a run file. `overwrite`: delete an earlier run in the output folder. `resume`: go on with it from
-    its newest checkpoint, on any number of ranks. `timeout_seconds`: how long a rank waits for another.
+    its newest checkpoint, on any number of ranks; a run that torchrun starts again does so by itself, or from its start
+    where it has no checkpoint. `timeout_seconds`: how long a rank waits for another.
 
     Raises:
         LengthwiseError: a problem with the input, all of them in one error; or what ended the run.
         KeyboardInterrupt: a second Ctrl-C; its argument says what was saved. The first one ends the run after its step.
     """
-    with ExitStack() as claim:
+    with ExitStack() as claims:
 
-        def check(config: RunConfig) -> None:
+        def claim(config: RunConfig) -> Resume | None:
             if overwrite and resume:
                 got, remedy = "both", "Leave one out: the first deletes the run, the second goes on with it."
                 raise ConfigError("overwrite", expected="{overwrite} or {resume}", got=got, remedy=remedy)
-            folder = RunFolder(config.output)
-            claim.enter_context(folder.claimed(overwrite=overwrite, resume=resume, inputs=_inputs(config)))
+            folder, deletes, goes_on = RunFolder(config.output), overwrite, resume
+            if folder.is_restart(torchrun_agent()):
+                goes_on = has_checkpoint(config)
+                deletes = not goes_on
+            claims.enter_context(folder.claimed(overwrite=deletes, resume=goes_on, inputs=_inputs(config)))
+            return find_resume(config) if goes_on else None
 
-        start = prepare(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds, check=check, resume=resume)
+        start = prepare(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds, claim=claim)
         hearing = callbacks if start.is_first else ()
         call_back(hearing, "on_start", start.job)
         result = run_ranks(

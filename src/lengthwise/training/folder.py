@@ -30,7 +30,8 @@ from lengthwise.training.resume import FOLDER as CHECKPOINTS
 from lengthwise.training.writes import Writes, insist
 
 CONFIG = "config.yaml"
-_FILES = (CONFIG, "measurements.json", "metrics.jsonl", "ledger.jsonl", "eval.jsonl")
+_AGENT = "torchrun.txt"
+_FILES = (CONFIG, _AGENT, "measurements.json", "metrics.jsonl", "ledger.jsonl", "eval.jsonl")
 _FOLDERS = ("plans", "model", "model.unfinished", "checkpoints")
 _A_STEP_A_LINE = ("metrics.jsonl", "ledger.jsonl", "eval.jsonl")
 _LOCK = "run.lock"
@@ -81,6 +82,20 @@ class RunFolder(Callback):
             with contextlib.suppress(OSError):
                 for each in made:
                     each.rmdir()
+
+    def is_restart(self, agent: str | None) -> bool:
+        """Whether this torchrun agent started the run that is in the folder, and now starts it again."""
+        try:
+            return agent is not None and (self.path / _AGENT).read_text(encoding="utf-8") == agent
+        except (OSError, UnicodeDecodeError):
+            return False
+
+    def note_agent(self, agent: str | None) -> None:
+        """Write which torchrun agent may start the run again; None: there is none."""
+        with self.writing():
+            (self.path / _AGENT).unlink(missing_ok=True)
+            if agent is not None:
+                (self.path / _AGENT).write_text(agent, encoding="utf-8")
 
     def check_free(self, *, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
         """Raise OutputError for a folder that holds a run, unless it may be overwritten and holds no input of this."""

@@ -1,12 +1,21 @@
-"""What a run goes on from: the newest checkpoint in its output folder, of the same settings."""
+"""What a run goes on from: the newest checkpoint in its output folder, of the same settings.
+
+Rank 0 finds it and tells the others, which read the same. Under torchrun a rank that died makes the agent start all
+ranks again, with the command of before: the agent's name in the output folder tells such a start from a first one.
+"""
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lengthwise.checkpoint import CheckpointFolder, Manifest, changed
+import torch
+
+from lengthwise.checkpoint import CheckpointFolder, Manifest, changed, read_manifest
+from lengthwise.comm import Transport
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import LengthwiseError, OutputError
 
@@ -46,6 +55,11 @@ def run_settings(config: RunConfig) -> dict[str, object]:
     return {key: value for key, value in config.model_dump(mode="json").items() if key not in FREE_SETTINGS}
 
 
+def has_checkpoint(config: RunConfig) -> bool:
+    """Whether a checkpoint was ever committed in the run's output folder."""
+    return bool(CheckpointFolder(config.output / FOLDER).steps())
+
+
 def find_resume(config: RunConfig) -> Resume:
     """Return the newest checkpoint in the run's output folder that is whole and of these settings.
 
@@ -58,3 +72,32 @@ def find_resume(config: RunConfig) -> Resume:
         remedy = "Change them back, or train into another output."
         raise OutputError(str(folder), expected="the run's own settings", got="; ".join(different), remedy=remedy)
     return Resume(folder=folder, manifest=manifest, passed_over=passed_over)
+
+
+def told_resume(found: Resume | None, config: RunConfig, transport: Transport) -> Resume | None:
+    """Return what rank 0 goes on from; ranks of other processes read it in the shared folder. Collective.
+
+    Raises:
+        OutputError: this rank cannot read it.
+    """
+    if transport.world_size == 1:
+        return found
+    steps = torch.empty(transport.world_size, dtype=torch.float64)
+    transport.all_gather(steps, torch.tensor([0 if found is None else found.step], dtype=torch.float64))
+    step = int(steps[0])
+    if step == 0 or (found is not None and found.step == step):
+        return found if step else None
+    folder = CheckpointFolder(config.output / FOLDER).at(step)
+    return Resume(folder=folder, manifest=read_manifest(folder))
+
+
+def torchrun_agent() -> str | None:
+    """Name the torchrun agent that started this process, and will again if a rank dies; None: there is none."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    agent = os.getppid()
+    try:  # when it was started: numbers of processes are used again
+        started = Path(f"/proc/{agent}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except OSError:
+        started = "?"
+    return f"{socket.gethostname()}:{agent}:{started}"

@@ -19,7 +19,7 @@ from lengthwise.core.sizes import MOST_RANKS, read_whole
 from lengthwise.profiler.place import first_gpu_name
 from lengthwise.training.job import Job, prepare_job
 from lengthwise.training.launch import launch
-from lengthwise.training.resume import find_resume
+from lengthwise.training.resume import Resume
 
 Result = TypeVar("Result")
 Run = RunConfig | str | Path | Mapping[str, object]
@@ -45,14 +45,13 @@ def prepare(
     *,
     ranks: int | None,
     timeout_seconds: float,
-    check: Callable[[RunConfig], None] | None = None,
-    resume: bool = False,
+    claim: Callable[[RunConfig], Resume | None] | None = None,
 ) -> Start:
     """Read the run file, find the ranks, check the job.
 
-    `check` is what the verb itself asks of the settings, in the first process. `resume`: the job goes on from the
-    newest checkpoint in its output folder. What arguments and settings have wrong is reported in one message; then, as
-    it takes longer to find, what the model and the data have.
+    `claim` is what the verb itself asks of the settings, in the first process; it returns what the job goes on from.
+    What arguments and settings have wrong is reported in one message; then, as it takes longer to find, what the model
+    and the data have.
 
     Raises:
         LengthwiseError: with every problem that was found.
@@ -64,10 +63,10 @@ def prepare(
     collector.attempt(lambda: _check_timeout(timeout_seconds))
     collector.attempt(asked_faults)
     config = collector.attempt(lambda: _settings(run, overrides))
-    if config is not None and check is not None and (world is None or world.rank == 0):
-        collector.attempt(lambda: check(config))
+    found = None
+    if config is not None and claim is not None and (world is None or world.rank == 0):
+        found = collector.attempt(lambda: claim(config))
     gpus = collector.attempt(lambda: count_used_gpus(config.device)) if config is not None else None
-    found = collector.attempt(lambda: find_resume(config)) if config is not None and resume else None
     collector.raise_all()
     assert config is not None, "a run file that was not read must have been a problem"
     assert gpus is not None, "a device that is not there must have been a problem"

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +44,7 @@ from lengthwise.training.metrics import EvalMetrics, FinishedStep, StepMetrics, 
 from lengthwise.training.planner_process import PlannerProcess
 from lengthwise.training.planning import PlanAhead, PlannedStep, StepSource
 from lengthwise.training.pricing import Pricing
+from lengthwise.training.resume import told_resume, torchrun_agent
 from lengthwise.training.warmup import check_memory, check_step_end, reporting_update
 
 
@@ -62,7 +64,6 @@ def connect(
     data = hashlib.sha256(dump_config(job.config).encode())
     for dataset in filter(None, (job.dataset, job.eval_dataset)):
         data.update(dataset.digest())
-    data.update(str(job.resume and job.resume.step).encode())
     agree(transport, data.digest(), "run file and data")
     return transport
 
@@ -85,6 +86,8 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
             planner = None if process is None else partial(pricing.plan, process)
             return PlanAhead(batches, planner, transport, timeout_seconds=job.timeout_seconds, num_heads=job.num_heads)
 
+        transport.phase = "start, what to go on from"
+        job = replace(job, resume=told_resume(job.resume, job.config, transport))
         with StopRequest(ends_at_the_second=world.world_size == 1).listening() as stop:
             trainer = _Trainer(job, world, transport, steps, hearing, stop, pricing, folder)
             try:
@@ -173,6 +176,7 @@ class _Trainer:
                 self._folder.go_on(self._job.config, self._done)
             else:
                 self._folder.start(self._job.config)
+            self._folder.note_agent(torchrun_agent())
             if self._pricing.measurements is not None:
                 self._folder.keep_measurements(self._pricing.measurements)
         if self._checks_memory:
