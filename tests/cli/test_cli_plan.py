@@ -263,3 +263,24 @@ def test_plan_cuts_nothing_on_narrow_terminals(tmp_path, lengths):
         assert "…" not in done.stdout
         said[columns] = sorted(set(done.stdout.split()))
     assert said["20"] == said["40"] == said["200"]
+
+
+@pytest.mark.parametrize("option", ["--lengths", "--cost", "--hardware", "--model-shape", "--speeds", "--measurements"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_plan_refuses_files_without_an_end(tmp_path, capfd, option, kind):
+    (tmp_path / "lengths.json").write_text("[5, 6]")
+    odd = tmp_path / "odd.json"
+    os.mkfifo(odd) if kind == "pipe" else odd.symlink_to("/dev/zero")
+    options = {"--lengths": tmp_path / "lengths.json", "--ranks": 2, "--capacity": 64, "--out": tmp_path / "plan.json"}
+    given = {**options, option: odd}
+    err = refused(capfd, *(each for pair in given.items() for each in pair))
+    assert str(odd) in err
+
+
+def test_plan_into_a_name_that_is_too_long_is_one_line(tmp_path, capfd):
+    (tmp_path / "lengths.json").write_text("[5, 6]")
+    options = ["--lengths", tmp_path / "lengths.json", "--ranks", 2, "--capacity", 64]
+    assert call("plan", *options, "--out", tmp_path / ("x" * 300)) != 0
+    err = capfd.readouterr().err
+    assert "one that is too long" in err
+    assert err.count("\n") == 1

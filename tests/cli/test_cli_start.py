@@ -127,6 +127,7 @@ def test_train_tells_all_problems_of_model_and_data_in_one_message(tmp_path, cap
         (["--ranks", "-2"], "--ranks"),
         (["--timeout-seconds", "0"], "--timeout-seconds"),
         (["--timeout-seconds", "nan"], "--timeout-seconds"),
+        (["--timeout-seconds", "1e12"], "--timeout-seconds"),
     ],
 )
 @pytest.mark.parametrize("verb", ["train", "verify"])

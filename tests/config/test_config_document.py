@@ -91,3 +91,8 @@ def test_document_dumped_text_is_text_to_either_yaml(text):
     written = dump_values({"k": text})
     assert parse_values(written, "f") == ({"k": text}, [])
     assert yaml.safe_load(written) == {"k": text}
+
+
+def test_a_file_of_brackets_is_refused_where_they_go_too_deep():
+    with pytest.raises(ConfigError, match="at most 50 levels"):
+        parse_values("x: " + "[" * 10_000_000, "run.yaml")

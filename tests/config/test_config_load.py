@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -358,3 +359,21 @@ def test_config_and_data_import_neither_torch_nor_transformers():
     code = "import sys, lengthwise.config, lengthwise.data; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_config_with_thousands_of_problems_is_told_of_some_in_seconds(folder):
+    """Each unknown key looks for the nearest known one, and each problem was compared with all before it."""
+    start = time.process_time()
+    found = problems_of(write(folder, MINIMAL + "".join(f"k{number}: 1\n" for number in range(20_000))))
+    assert time.process_time() - start < 15
+    assert len(found) == 101
+    assert "got 19,900 more problems" in found["run file"]
+
+
+@pytest.mark.parametrize("key", ["model", "tokenizer", "output"])
+@pytest.mark.parametrize("name", ['"a\\0b"', "x" * 300, "y/" * 3000])
+def test_config_paths_that_nothing_can_have_are_one_line(folder, key, name):
+    keys = {"model": "tiny", "data": "[{path: train.jsonl}]", "output": "out", key: name}
+    found = problems_of(write(folder, "".join(f"{name}: {value}\n" for name, value in keys.items())))
+    assert list(found) == [key]
+    assert len(found[key]) < 400

@@ -50,3 +50,8 @@ def test_override_malformed_is_a_problem(override, expected):
     _, problems = applied(override)
     assert [expected in problem.expected for problem in problems] == [True]
     assert problems[0].where.startswith("overrides ")
+
+
+def test_override_of_an_index_of_thousands_of_digits_is_one_problem():
+    (problem,) = apply_overrides({"data": [{}]}, [f"data.{'9' * 5000}.path=x"])
+    assert "an index from 0 to 0" in str(problem)

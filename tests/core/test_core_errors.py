@@ -22,3 +22,10 @@ def test_collector_keeps_every_problem_once() -> None:
 def test_collector_lets_errors_that_are_not_ours_through() -> None:
     with pytest.raises(ZeroDivisionError):
         Collector().attempt(lambda: 1 / 0)
+
+
+def test_control_characters_of_names_do_not_reach_the_terminal():
+    name = "a\x1b[31m\x07\u202e\udc80é東.json"
+    line = str(ConfigError(name, expected="a file", got=name, remedy=f"Correct {name}."))
+    assert line.isprintable()
+    assert line.count("a\\x1b[31m\\x07\\u202e\\udc80é東.json") == 3

@@ -1,6 +1,7 @@
 """Weights are loaded whole, or drawn from the seed where that is asked for; nothing between the two."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -193,3 +194,13 @@ def test_model_folder_with_an_adapter_is_refused(whole, tmp_path):
     (tmp_path / "model" / "adapter_config.json").write_text(json.dumps(adapter))
     with pytest.raises(ConfigError, match=r"got adapter_config\.json.*`lora\.adapter`"):
         find_model(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("name", [SINGLE, INDEX, "config.json", "generation_config.json", "tokenizer.json"])
+def test_model_folder_with_a_file_that_has_no_end_is_refused(whole, tmp_path, name):
+    folder = tmp_path / "model"
+    shutil.copytree(whole / ("shards" if name == INDEX else "single"), folder)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ConfigError, match=name):
+        find_model(str(folder))

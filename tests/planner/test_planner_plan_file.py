@@ -75,6 +75,7 @@ def test_plan_file_round_trip_is_the_same_plan_and_text(tokens: list[int], ranks
         ("microbatches", [{"ranks": [0], "sequences": [0], "offload": 1.5}], "microbatch 0: offload"),
         ("microbatches", [{"ranks": [0], "sequences": [0], "recompute": "some"}], "microbatch 0: recompute"),
         ("microbatches", [{"ranks": [0], "sequences": [0], "shares": [float("inf")]}], "shares"),
+        ("microbatches", [{"ranks": [0], "sequences": [0], "shares": [10**400]}], "shares"),
         ("microbatches", [{"pieces": []}], "microbatch 0"),
     ],
 )

@@ -132,3 +132,13 @@ def test_percent_that_rounds_to_nothing_has_no_sign() -> None:
         "12.3 %",
         "-50.0 %",
     ]
+
+
+def test_live_line_shows_control_characters_as_text():
+    for terminal in (True, False):
+        line = LiveLine(screen := Screen(terminal=terminal))
+        line.write("model \x1b[31m\nwhole")
+        line.update("\x07")
+        assert "model \\x1b[31m\nwhole\n" in screen.text
+        assert "\\x07" in screen.text
+        assert screen.text.count("\x1b") == terminal

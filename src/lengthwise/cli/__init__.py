@@ -20,11 +20,15 @@ from lengthwise.cli.simulate import Simulate
 from lengthwise.cli.train import Train
 from lengthwise.cli.verify import Verify
 from lengthwise.core import __version__
-from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.errors import LengthwiseError, printable
 from lengthwise.core.names import missing_package
 
 _INTERRUPTED = 130
 _STANDARD_ERROR = 2
+_TROUBLES = {
+    errno.ENOSPC: ("room for what is written", "a full disk"),
+    errno.ENAMETOOLONG: ("a name that a file can have", "one that is too long"),
+}
 
 _VERBS: dict[str, tuple[type, str | None]] = {
     "train": (Train, "Train a model from a run file."),
@@ -63,11 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's own last flush
         status = 1
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        where = error.filename or "standard output or a file"
-        print(f"error[output] {where}: expected room for what is written; got a full disk", file=sys.stderr)
+        if error.errno == errno.ENOSPC:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        expected, got = _TROUBLES.get(error.errno or 0, ("one that can be used", error.strerror or str(error)))
+        where = printable(str(error.filename or "standard output or a file"))
+        print(f"error[output] {where}: expected {expected}; got {got}", file=sys.stderr)
         status = 1
     raise SystemExit(status)
 

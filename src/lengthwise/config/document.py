@@ -27,6 +27,13 @@ _CORE_SCALARS = (
     ),
 )
 _MAX_DEPTH = 50
+_OPENING = (
+    yaml.FlowSequenceStartToken,
+    yaml.FlowMappingStartToken,
+    yaml.BlockSequenceStartToken,
+    yaml.BlockMappingStartToken,
+)
+_CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
 
 
 class _CoreLoader(yaml.SafeLoader):
@@ -52,7 +59,11 @@ def parse_values(text: str, name: str) -> tuple[object, list[ConfigError]]:
     (a key twice, a foreign tag) are returned beside the values, to be reported with all others.
     """
     try:
+        depth = 0
         for token in yaml.scan(text, Loader=_CoreLoader):
+            depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
+            if depth > _MAX_DEPTH:  # PyYAML takes minutes for a file of brackets
+                raise _refuse(name, token.start_mark.line, f"at most {_MAX_DEPTH} levels", "deeper nesting")
             if isinstance(token, yaml.AliasToken):
                 raise _refuse(name, token.start_mark.line, "a document without aliases", f"*{token.value}")
         root = yaml.compose(text, Loader=_CoreLoader)

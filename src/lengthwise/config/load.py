@@ -11,10 +11,14 @@ from lengthwise.config.document import parse_values
 from lengthwise.config.overrides import apply_overrides
 from lengthwise.config.problems import find_problems, sections_at, shown
 from lengthwise.config.schema import MEASURE_AT_START, MEASURE_NOTHING, TINY_MODEL, RunConfig
+from lengthwise.core.disk import read_plain
 from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.names import BYTES_TOKENIZER
 
 _FILE, _FOLDER = "file", "folder"
+_MOST_BYTES = 1 << 20  # of a run file
+_MOST_NAME_BYTES = 255  # of a part of a path, in all file systems of today
+_MOST_PATH_BYTES = 4095  # of a path, in Linux
 _PATH_STARTS = ("./", "../", "/", "~")
 
 
@@ -49,7 +53,7 @@ def _build(values: dict[str, object], folder: Path, problems: list[ConfigError])
 def _read_text(path: Path) -> str:
     remedy = "Name a run file; the README has a first one."
     try:
-        return path.read_bytes().decode("utf-8")
+        return read_plain(path, most_bytes=_MOST_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         got = f"byte {error.object[error.start]:#04x} at offset {error.start}"
         raise ConfigError(str(path), expected="UTF-8 text", got=got, remedy="Save it as UTF-8.") from None
@@ -85,11 +89,20 @@ def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]
         problems.append(ConfigError("output", expected="a folder", got="''", remedy="Write for example runs/first."))
     elif isinstance(output, str | Path):
         values["output"] = _absolute(str(output), folder)
+        wrong = _no_path(values["output"])
+        if wrong is not None:
+            remedy = "Choose another output."
+            problems.append(ConfigError("output", expected="a folder's path", got=wrong, remedy=remedy))
     return problems
 
 
 def _resolve_name(key: str, name: str, folder: Path, problems: list[ConfigError]) -> str:
     """A local folder becomes absolute, a hub name stays; what reads like a path has to be a folder."""
+    wrong = _no_path(name)
+    if wrong is not None:
+        remedy = f"Correct `{key}`."
+        problems.append(ConfigError(key, expected="a folder's path or a hub name", got=wrong, remedy=remedy))
+        return name
     local = _absolute(name, folder)
     if os.path.isdir(local):
         return local
@@ -111,6 +124,20 @@ def _resolve(where: str, name: str, folder: Path, problems: list[ConfigError], *
         remedy = "Correct the path; relative paths start from the run file's folder."
         problems.append(ConfigError(where, expected=expected, got=got, remedy=remedy))
     return local
+
+
+def _no_path(path: str) -> str | None:
+    """Say why nothing can have such a path; None: something may."""
+    try:
+        raw = os.fsencode(path)
+    except UnicodeEncodeError:
+        return f"{path!r}, which no file system can write"
+    if b"\0" in raw:
+        return f"{path!r}, with a NUL"
+    longest = max(map(len, raw.split(b"/")))
+    if longest > _MOST_NAME_BYTES or len(raw) > _MOST_PATH_BYTES:
+        return f"{len(raw)} bytes, the longest name {longest} (at most {_MOST_PATH_BYTES} and {_MOST_NAME_BYTES})"
+    return None
 
 
 def _absolute(name: str, folder: Path) -> str:

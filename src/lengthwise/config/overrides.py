@@ -8,6 +8,8 @@ from typing import Any
 from lengthwise.config.document import parse_values
 from lengthwise.core.errors import ConfigError
 
+_MOST_DIGITS = 10  # of an index
+
 
 def apply_overrides(values: dict[str, object], overrides: Sequence[str]) -> list[ConfigError]:
     """Write each override into `values`, in order, the last one winning; return what could not be written.
@@ -54,7 +56,7 @@ def _write(values: dict[str, object], path: Sequence[str], value: object) -> Non
 def _step(target: dict | list, part: str, path: Sequence[str]) -> Any:
     if isinstance(target, dict):
         return part
-    if part.isascii() and part.isdecimal() and int(part) < len(target):
+    if part.isascii() and part.isdecimal() and len(part) < _MOST_DIGITS and int(part) < len(target):
         return int(part)
     expected = f"an index from 0 to {len(target) - 1}" if target else "a list with entries"
     remedy = f"Name an entry that the run file has, or set `{'.'.join(path[:-1])}` as a whole."

@@ -12,6 +12,8 @@ from lengthwise.config.settings import Settings
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import did_you_mean
 
+_MOST_TOLD = 100
+
 _EXPECTED: Mapping[str, Callable[[dict], str]] = {
     "bool_type": lambda _: "true or false",
     "finite_number": lambda _: "a finite number",
@@ -72,7 +74,11 @@ def find_problems(values: Mapping[str, object]) -> list[ConfigError]:
     except ValidationError as error:
         listed: set[type[Settings]] = set()  # the sections whose keys a message has listed already
         details = [each for each in error.errors(include_url=False) if not _reported_elsewhere(each)]
-        problems += [_to_problem(detail, listed) for detail in _once_a_field(details)]
+        once = _once_a_field(details)
+        problems += [_to_problem(detail, listed) for detail in once[:_MOST_TOLD]]
+        if len(once) > _MOST_TOLD:
+            got, remedy = f"{len(once) - _MOST_TOLD:,} more problems", "Correct these first."
+            problems.append(ConfigError("run file", expected="the keys of a run", got=got, remedy=remedy))
     return problems + list(_broken_rules(values))
 
 

@@ -40,13 +40,18 @@ class LengthwiseError(Exception):
         """Return the line with options called by `names`; one that is not in it keeps its own."""
         where = names.get(self.key, self.key) + self.where[len(self.key) :]
         expected, remedy = _filled(self.expected, names), _filled(self.remedy, names)
-        return " ".join(f"error[{self.code}] {where}: expected {expected}; got {self.got}. {remedy}".split())
+        return printable(" ".join(f"error[{self.code}] {where}: expected {expected}; got {self.got}. {remedy}".split()))
 
     def __str__(self) -> str:
         return self.render({})
 
     def __reduce__(self) -> tuple[object, ...]:  # keyword arguments do not survive the default pickling
         return _rebuild, (type(self), self.where, self.expected, self.got, self.remedy)
+
+
+def printable(line: str) -> str:
+    """Return a line whose control characters, which would steer a terminal, are written as in Python: \\x1b."""
+    return line if line.isprintable() else "".join(each if each.isprintable() else repr(each)[1:-1] for each in line)
 
 
 def _filled(template: str, names: Mapping[str, str]) -> str:
@@ -142,6 +147,7 @@ class Collector:
 
     def __init__(self) -> None:
         self.problems: list[LengthwiseError] = []
+        self._told: set[str] = set()
 
     def attempt(self, call: Callable[[], Result]) -> Result | None:
         """Return what `call` returns; None when it raises an error of ours, which is kept."""
@@ -156,7 +162,8 @@ class Collector:
 
     def add(self, error: LengthwiseError) -> None:
         """Keep an error that is not among the kept ones already."""
-        if str(error) not in map(str, self.problems):
+        if str(error) not in self._told:
+            self._told.add(str(error))
             self.problems.append(error)
 
     def raise_all(self) -> None:

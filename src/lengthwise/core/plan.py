@@ -188,8 +188,8 @@ def _read_piece(row: object, where: str) -> Piece:
     if not isinstance(row, dict):
         raise _refuse(where, "an object with ranks and sequences", row)
     shares = row.get("shares")
-    if shares is not None and not (isinstance(shares, list) and all(is_number(s) and s >= 0 for s in shares)):
-        raise _refuse(f"{where}: shares", "a list of non-negative numbers", shares)
+    if shares is not None and not (isinstance(shares, list) and all(is_number(s) and 0 <= s <= MOST for s in shares)):
+        raise _refuse(f"{where}: shares", f"a list of numbers from 0 to {MOST}", shares)
     return Piece(
         ranks=_wholes(row.get("ranks"), f"{where}: ranks", least=0),
         sequences=_wholes(row.get("sequences"), f"{where}: sequences", least=0),

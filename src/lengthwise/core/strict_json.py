@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lengthwise.core.disk import read_plain
+
 
 def read_json(path: str | Path) -> Any:
     """Read a JSON file.
@@ -17,7 +19,7 @@ def read_json(path: str | Path) -> Any:
         ValueError: no file that can be read, no UTF-8, or what `parse_json` refuses; its text says which.
     """
     try:
-        raw = Path(path).read_bytes()
+        raw = read_plain(path)
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from None
     try:

@@ -6,6 +6,7 @@ the same sizes in the same precision with as many threads a rank: nothing of a f
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def read_measurements(path: str | Path) -> Measurements:
         got = shown(raw.get("schema")) if isinstance(raw, dict) else type(raw).__name__
         raise ConfigError(where, expected=f'an object with "schema": "{SCHEMA}"', got=got, remedy=_REMEDY)
     try:
-        found = TypeAdapter(Measurements).validate_json(Path(path).read_bytes())
+        found = TypeAdapter(Measurements).validate_json(json.dumps(raw))
     except ValidationError as error:
         raise_problems(_problems(error, where))
         raise

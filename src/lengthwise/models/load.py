@@ -25,6 +25,7 @@ from transformers.utils.import_utils import is_accelerate_available
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from lengthwise.config.schema import TINY_MODEL
+from lengthwise.core.disk import MOST_BYTES
 from lengthwise.core.errors import ConfigError, LengthwiseError, OutputError, raise_problems
 from lengthwise.cost import named_shape
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
@@ -76,6 +77,7 @@ def find_model(name: str, *, weights: Literal["load", "fresh"] | None = None) ->
 
 def _read_config(name: str) -> Any:
     try:
+        _refuse_odd_files(Path(name))
         values: dict[str, Any] = _without_engine(PreTrainedConfig.get_config_dict(name)[0])
         _refuse_adapter(name)
         _refuse_endless(values, name)
@@ -87,6 +89,15 @@ def _read_config(name: str) -> Any:
         if (Path(name) / "config.json").is_file():
             raise _refuse_config(f"{name}/config.json", error) from error
         raise _unreadable(name, error) from error
+
+
+def _refuse_odd_files(folder: Path) -> None:
+    """Refuse a model's folder with a JSON file that is none: Hugging Face would read a device without end."""
+    for path in sorted(folder.glob("*.json")):
+        if path.exists() and not path.is_file():
+            raise _refuse_config(str(path), "a device, a pipe or a folder", "a regular file")
+        if path.exists() and path.stat().st_size > MOST_BYTES:
+            raise _refuse_config(str(path), f"{path.stat().st_size:,} bytes", f"at most {MOST_BYTES:,} bytes")
 
 
 def _refuse_adapter(name: str) -> None:

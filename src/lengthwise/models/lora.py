@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lengthwise.config import LoraConfig
 from lengthwise.config.sections import ALL_LINEAR
+from lengthwise.core.disk import read_plain
 from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.names import did_you_mean
 from lengthwise.models.adapter import ATTENTION_NAME
@@ -180,7 +181,7 @@ def _check_targets(model: Any, names: Any) -> None:
 
 def _read_adapter_config(folder: Path) -> dict[str, Any]:
     try:
-        saved = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+        saved = json.loads(read_plain(folder / CONFIG_NAME).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise _refuse("lora.adapter", f"a folder with {CONFIG_NAME}", f"{folder}: {first_line(error)}") from None
     if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":

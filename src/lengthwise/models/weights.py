@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from lengthwise.core.disk import read_plain
 from lengthwise.core.errors import ConfigError
 
 WEIGHTS_FILES = _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -53,7 +54,7 @@ def holds_weights(folder: Path) -> bool:
 def _read_weight_map(folder: Path) -> dict[str, str]:
     """Return the file of each tensor, as the index has it; all are plain names of the folder's own files."""
     try:
-        index: Any = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+        index: Any = json.loads(read_plain(folder / _INDEX).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise _refuse(folder, f"{_INDEX}: {error}") from None
     names = index.get("weight_map") if isinstance(index, dict) else None
@@ -102,6 +103,8 @@ def check_dtypes(folder: Path, *, widest: torch.dtype, but: Sequence[str] = ()) 
 
 
 def _tensor_names(folder: Path, name: str) -> list[str]:
+    if (folder / name).exists() and not (folder / name).is_file():
+        raise _refuse(folder, f"{name}: not a regular file")
     try:
         with safe_open(folder / name, framework="pt") as file:  # refuses a file that is not as long as its header says
             return list(file.keys())

@@ -8,6 +8,8 @@ import shutil
 import sys
 from typing import TextIO
 
+from lengthwise.core.errors import printable
+
 
 class LiveLine:
     """Writes lines to `stream`. On a terminal a live line is replaced by the next one and never wraps.
@@ -25,6 +27,7 @@ class LiveLine:
         if not self._live:
             self.write(line)
             return
+        line = printable(line)
         width = shutil.get_terminal_size().columns - 1
         self._put("\r\x1b[K" + (line if len(line) <= width else line[: max(0, width - 3)] + "..."))
         self._open = True
@@ -32,7 +35,7 @@ class LiveLine:
     def write(self, line: str) -> None:
         """Write a line that stays."""
         self.close()
-        self._put(line + "\n")
+        self._put("".join(f"{printable(each)}\n" for each in line.split("\n")))
 
     def close(self) -> None:
         """Let the live line stay as it is and go on below it."""

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lengthwise.config import RunConfig
+from lengthwise.core.disk import read_plain
 from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.program import check_plan, refuse_unsupported
@@ -101,7 +102,7 @@ def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
         PlanError: it is not, or it has what this version cannot run.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_plain(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(str(path), expected="a plan file", got=str(error), remedy="Give another plan file.") from None
     plan = Plan.from_json(text, str(path))

@@ -21,6 +21,8 @@ from lengthwise.training.job import Job, prepare_job
 from lengthwise.training.launch import launch
 from lengthwise.training.resume import Resume
 
+_LONGEST_SECONDS = 10**6  # eleven days; gloo counts milliseconds in 31 bits
+
 Result = TypeVar("Result")
 Run = RunConfig | str | Path | Mapping[str, object]
 """A run: its checked settings, the path of its run file, or the values of one (paths start from the working folder)."""
@@ -102,9 +104,9 @@ def _torchrun(ranks: int | None) -> World | None:
 
 
 def _check_timeout(timeout_seconds: float) -> None:
-    if not (isinstance(timeout_seconds, int | float) and 0 < timeout_seconds < float("inf")):
-        got = str(timeout_seconds)
-        raise ConfigError("timeout_seconds", expected="a positive number", got=got, remedy="Give seconds.")
+    if not (isinstance(timeout_seconds, int | float) and 0 < timeout_seconds <= _LONGEST_SECONDS):
+        expected, got = f"a positive number, at most {_LONGEST_SECONDS:,}", str(timeout_seconds)
+        raise ConfigError("timeout_seconds", expected=expected, got=got, remedy="Give seconds.")
 
 
 def run_ranks(
