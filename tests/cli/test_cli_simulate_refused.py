@@ -139,3 +139,14 @@ def test_simulate_refuses_a_pipeline_of_one_stage_whatever_the_mesh(tmp_path, ca
         status, _, told = simulate(capsys, "--model", "llama-7b", *rest)
         assert status == 2
         assert "--pp: expected a number in mode pipeline" in told
+
+
+def test_simulate_refuses_batches_that_memory_cannot_hold(tmp_path, capsys):
+    rest = ("--model", "llama-7b", "--lengths", "github", "--gpus", 4, "--out", tmp_path / "out")
+    for more, said in (
+        (("--batch-tokens", "8G", "--context", 1), "--batch-tokens: expected a batch of at most 4,194,304 sequences"),
+        (("--batches", 10**9), "--batches: expected a whole number from 1 to 10000"),
+    ):
+        status, _, err = simulate(capsys, *rest, *more)
+        assert status == 2
+        assert said in err

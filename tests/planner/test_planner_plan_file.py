@@ -76,6 +76,7 @@ def test_plan_file_round_trip_is_the_same_plan_and_text(tokens: list[int], ranks
         ("microbatches", [{"ranks": [0], "sequences": [0], "recompute": "some"}], "microbatch 0: recompute"),
         ("microbatches", [{"ranks": [0], "sequences": [0], "shares": [float("inf")]}], "shares"),
         ("microbatches", [{"ranks": [0], "sequences": [0], "shares": [10**400]}], "shares"),
+        ("planner", json.loads("[" * 900 + "]" * 900), "at most 50 levels"),
         ("microbatches", [{"pieces": []}], "microbatch 0"),
     ],
 )

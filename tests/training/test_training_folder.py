@@ -237,7 +237,7 @@ def test_a_model_that_cannot_be_saved_at_once_is_saved_when_the_disk_has_room(tm
     assert capfd.readouterr().out.count("the model is not saved yet: ") == MOST_FAILURES - 1
     assert (tmp_path / "out/model/model.safetensors").exists()
     monkeypatch.setattr(trainer, "write_model", lambda *given: (tries.clear(), failing(*given)))
-    assert call("train", path, "--overwrite") == 2
+    assert call("train", path, "--overwrite") == 1
     assert "No space left on device" in capfd.readouterr().err
     assert not (tmp_path / "out/model").exists()
 
@@ -250,3 +250,15 @@ def test_an_interrupt_names_the_newest_checkpoint_where_there_is_no_model(tmp_pa
     monkeypatch.setattr(trainer, "write_model", interrupted)
     assert call("train", path) == 130
     assert capfd.readouterr().err == f"interrupted: the newest checkpoint is {tmp_path}/out/checkpoints/step-000003\n"
+
+
+def test_all_files_of_a_run_have_the_mode_of_any_new_file(tmp_path):
+    """safetensors writes its own for their owner alone."""
+    path = write_run(tmp_path, make_rows([30, 12]), checkpoint={"every_steps": 2})
+    mask = os.umask(0o027)
+    try:
+        assert call("train", path) == 0
+    finally:
+        os.umask(mask)
+    modes = {each.stat().st_mode & 0o777 for each in (tmp_path / "out").rglob("*") if each.is_file()}
+    assert modes == {0o640}

@@ -34,3 +34,13 @@ def test_a_mistake_in_the_planner_is_told_as_python_tells_it(capfd):
         err = capfd.readouterr().err
     assert "AttributeError: 'NoneType' object has no attribute" in err
     assert "Fatal Python error" not in err
+
+
+def test_what_is_printed_before_the_planner_starts_does_not_reach_its_answers(tmp_path, monkeypatch, capfd):
+    """Python itself imports `sitecustomize`; one that greets ended every run."""
+    (tmp_path / "sitecustomize.py").write_text("print('hello', flush=True)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with PlannerProcess() as planner:
+        text, _ = planner.plan(PLANNING, [3, 12])
+    assert '"tokens": [3, 12]' in text
+    assert capfd.readouterr().err == "hello\n"

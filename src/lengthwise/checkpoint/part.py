@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lengthwise.checkpoint.manifest import File, Manifest, file_name
-from lengthwise.core.disk import sync
+from lengthwise.core.disk import make_readable, sync
 from lengthwise.core.errors import OutputError
 from lengthwise.core.strict_json import read_json
 from lengthwise.engine.flat_layout import FlatLayout
@@ -29,6 +29,7 @@ def write_part(folder: Path, rank: int, state: Mapping[str, Tensor]) -> None:
     """Write a rank's file and, beside it, its size and digest; both are on the disk then."""
     path = folder / file_name(rank)
     save_file(dict(state), path)
+    make_readable(path)
     sync(path)
     row = {"num_bytes": path.stat().st_size, "sha256": _sha256(path)}
     path.with_suffix(_DIGEST).write_text(json.dumps(row), encoding="utf-8")

@@ -35,6 +35,9 @@ _NAMES = named_alike("mode virtual offload heads recompute hardware model tokeni
 }
 
 
+_MOST_COUNT = 10_000  # of batches, and of ranks in a trace; more take days, or a browser's memory
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """A command line that was read; `known` is None where data are still to be read.
@@ -160,7 +163,7 @@ class Simulate:
         attempt(partial(refuse_others_files, self.out))
         planners = attempt(self._planner_names)
         for name in ("batches", "trace_ranks"):
-            attempt(partial(read_whole, f"--{name.replace('_', '-')}", getattr(self, name)))
+            attempt(partial(read_whole, f"--{name.replace('_', '-')}", getattr(self, name), most=_MOST_COUNT))
         if self.loader not in LOADERS:
             problems.add(unknown_name("--loader", self.loader, LOADERS))
         lengths = attempt(self._known_lengths)

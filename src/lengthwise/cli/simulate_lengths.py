@@ -52,19 +52,25 @@ class KnownLengths:
 
         if self.recipe is not None:
             context = context_tokens or parse_tokens(_PUBLISHED_CONTEXT, "--context")
+            self._refuse_many(wanted_tokens // context, wanted_tokens)
             return [draw_lengths(self.recipe, wanted_tokens, seed, context) for seed in range(number)], context
         longest = max(self.lengths)
         problems: list[ConfigError] = []
         if context_tokens is not None and longest > context_tokens:
             expected, remedy = f"at least the longest sequence, {longest}", "Raise it."
             problems.append(ConfigError("--context", expected=expected, got=str(context_tokens), remedy=remedy))
-        sequences = round(wanted_tokens * len(self.lengths) / sum(self.lengths))
+        try:
+            self._refuse_many(round(wanted_tokens * len(self.lengths) / sum(self.lengths)), wanted_tokens)
+        except ConfigError as error:
+            problems.append(error)
+        raise_problems(problems)
+        return [drawn_batch(self.lengths, wanted_tokens, seed) for seed in range(number)], context_tokens or longest
+
+    def _refuse_many(self, sequences: int, wanted_tokens: int) -> None:
         if sequences > _MOST_SEQUENCES:
             expected = f"a batch of at most {_MOST_SEQUENCES:,} sequences"
             got = f"{wanted_tokens:,} tokens, about {sequences:,}"
-            problems.append(ConfigError("--batch-tokens", expected=expected, got=got, remedy="Lower it."))
-        raise_problems(problems)
-        return [drawn_batch(self.lengths, wanted_tokens, seed) for seed in range(number)], context_tokens or longest
+            raise ConfigError("--batch-tokens", expected=expected, got=got, remedy="Lower it.")
 
 
 def listed_lengths(name: str) -> KnownLengths:

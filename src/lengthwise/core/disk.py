@@ -20,6 +20,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_readable(path: Path) -> None:
+    """Give a file the mode of any new one: some libraries write theirs for their owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
 def read_plain(path: str | Path, *, most_bytes: int = MOST_BYTES) -> bytes:
     """Read a regular file, or a pipe that the shell opened.
 

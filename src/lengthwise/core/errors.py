@@ -93,6 +93,12 @@ class OutputError(LengthwiseError):
     code, exit_status = "output", 2
 
 
+class WriteError(OutputError):
+    """A file that could not be written while a run went on: a full disk, a folder that was removed."""
+
+    exit_status = 1
+
+
 class TransferError(LengthwiseError):
     """A transfer between ranks that timed out, lost its peer or did not match."""
 

@@ -15,12 +15,13 @@ from typing import Any
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.sizes import MOST, is_number
-from lengthwise.core.strict_json import unique_keys
+from lengthwise.core.strict_json import is_deeper, unique_keys
 
 SCHEMA = "lengthwise.plan/1"
 KNOWN_FEATURES = frozenset({"heads", "shares", "pipeline", "waves"})
 RECOMPUTE_KINDS = ("none", "layer", "all_but_attention")
 SCHEDULE_KINDS = ("free", "waves", "pipeline")
+_MOST_DEPTH = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +156,9 @@ def _read_plan(text: str, where: str) -> Plan:
     if not isinstance(rows, list):
         raise _refuse(f"{where}: microbatches", "a list", rows)
     known = {"schema", "requires", "ranks", "layers", "capacity", "tokens", "schedule", "microbatches"}
+    notes = {key: value for key, value in raw.items() if key not in known}
+    if is_deeper([notes, schedule], _MOST_DEPTH):  # others write the plan again, and pickle it
+        raise _refuse(where, f"notes of at most {_MOST_DEPTH} levels", "deeper nesting")
     return Plan(
         ranks=_whole(raw.get("ranks"), f"{where}: ranks", least=1),
         layers=_whole(raw.get("layers"), f"{where}: layers", least=1),
@@ -163,7 +167,7 @@ def _read_plan(text: str, where: str) -> Plan:
         schedule=schedule,
         requires=tuple(requires),
         microbatches=tuple(_read_microbatch(row, f"{where}: microbatch {i}") for i, row in enumerate(rows)),
-        notes={key: value for key, value in raw.items() if key not in known},
+        notes=notes,
     )
 
 

@@ -59,3 +59,14 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f'the key "{twice}" twice in one object')
     return values
+
+
+def is_deeper(value: Any, levels: int) -> bool:
+    """Return whether lists and objects lie in each other more than so many levels deep."""
+    inside = [value]
+    for _ in range(levels + 1):
+        lists = (each.values() if isinstance(each, dict) else each for each in inside if isinstance(each, dict | list))
+        inside = [item for each in lists for item in each]
+        if not inside:
+            return False
+    return True

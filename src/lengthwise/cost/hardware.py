@@ -22,6 +22,7 @@ HARDWARE_NAMES = tuple(_DESCRIPTIONS)
 _GPUS = ("h200", "h100")  # of these names are the devices that they describe
 _OTHER_GPUS = "h100"
 _MAY_BE_ZERO = ("hop_latency_seconds", "node_hop_latency_seconds", "layer_launch_seconds")
+_MOST = 1e30  # of any number here, and its inverse the least: products of a few stay finite
 _NO_NUMBERS = ("name", "source", "block_efficiency", "fused_norms")
 _WHOLE = ("ranks_per_node", "compute_dtype_bytes")
 
@@ -76,11 +77,11 @@ class Hardware:
         problems = []
         for name in (field.name for field in fields(self) if field.name not in _NO_NUMBERS):
             value = getattr(self, name)
-            most = 1.0 if name.endswith("efficiency") else math.inf
+            most = 1.0 if name.endswith("efficiency") else _MOST
             number = isinstance(value, int if name in _WHOLE else int | float) and not isinstance(value, bool)
-            good = number and math.isfinite(value) and 0 <= value <= most
-            if not good or (value == 0 and name not in _MAY_BE_ZERO):
-                expected = "a share above 0, at most 1" if most == 1.0 else "a finite positive number"
+            good = number and (1 / _MOST <= value <= most or (value == 0 and name in _MAY_BE_ZERO))
+            if not good:
+                expected = "a share above 0, at most 1" if most == 1.0 else f"a number above 0, at most {_MOST:g}"
                 problems.append(self._problem(name, f"{expected}{', whole' if name in _WHOLE else ''}", value))
         if not isinstance(self.source, str) or not self.source:
             problems.append(self._problem("source", "a text that says where the numbers come from", self.source))

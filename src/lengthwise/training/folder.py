@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 
 from lengthwise.checkpoint import CheckpointFolder
 from lengthwise.config import RunConfig, dump_config
-from lengthwise.core.disk import sync
-from lengthwise.core.errors import OutputError
+from lengthwise.core.disk import make_readable, sync
+from lengthwise.core.errors import OutputError, WriteError
 from lengthwise.core.measurements import Measurements
 from lengthwise.training.callbacks import Callback
 from lengthwise.training.metrics import EvalMetrics, FinishedStep
@@ -63,7 +63,7 @@ class RunFolder(Callback):
             KeyboardInterrupt: with what was saved, when the block is interrupted.
         """
         made = [each for each in (self.path, *self.path.parents) if not each.exists()]
-        with self.writing():
+        with self.writing(OutputError):
             lock = self._lock() if self.path.is_dir() or not self.path.exists() else None
         before = self._saved()
         try:
@@ -140,13 +140,13 @@ class RunFolder(Callback):
             (self.path / "measurements.json").write_text(found.to_json(), encoding="utf-8")
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Raise OutputError for what goes wrong in the block while files are written, a full disk for example."""
+    def writing(self, kind: type[OutputError] = WriteError) -> Iterator[None]:
+        """Raise an error of this kind for what goes wrong in the block while files are written, a full disk say."""
         try:
             yield
         except (OSError, SafetensorError) as error:
             remedy = "Free or repair the disk, or choose another output."
-            raise self._refusal("a folder that can be written", str(error), remedy) from None
+            raise kind(str(self.path), expected="a folder that can be written", got=str(error), remedy=remedy) from None
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[Path]:
@@ -254,6 +254,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
         unfinished.mkdir(parents=True)
         yield unfinished
         for each in (*unfinished.rglob("*"), unfinished):
+            if each.is_file():
+                make_readable(each)
             sync(each)
         unfinished.rename(path)
         sync(path.parent)

@@ -3,8 +3,9 @@
 A thread would do the same work, but hold Python's lock against the thread that launches kernels
 (`python benchmarks/plan_ahead.py`). The process imports no torch: 35 MB, 0.3 s.
 
-Its standard input takes pickled (`StepPlanning`, lengths); its standard output gives, for each, a pickled (plan file,
-seconds), or the LengthwiseError that there is instead. Both pipes belong to the two processes alone, so pickles are
+Its standard input takes pickled (`StepPlanning`, lengths); a pipe of its own, whose number is its argument, gives for
+each a pickled (plan file, seconds), or the LengthwiseError that there is instead. Standard output is for whatever else
+prints there, a `sitecustomize.py` before any line of ours. Both pipes belong to the two processes alone, so pickles are
 safe here. The end of standard input ends the process, also while it plans: whoever asked is gone.
 """
 
@@ -25,6 +26,7 @@ from queue import SimpleQueue
 from lengthwise.core.errors import LengthwiseError, RankError
 from lengthwise.training.step_planning import StepPlanning
 
+_STANDARD_ERROR = 2
 _GRACE_SECONDS = 3.0  # for the status of a process whose pipe is closed
 
 
@@ -41,14 +43,18 @@ class PlannerProcess:
         # Ctrl-C is for those who train: they finish their step, and that needs plans. What is blocked stays blocked in
         # the new process, from its first instruction on; the end of its input ends it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+        reading, writing = os.pipe()
+        self._answers = os.fdopen(reading, "rb")
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "lengthwise.training.planner_process"],
+            self._process = subprocess.Popen(  # noqa: S603 - this module, a number
+                [sys.executable, "-m", "lengthwise.training.planner_process", str(writing)],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdout=_STANDARD_ERROR,
+                pass_fds=[writing],
                 env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
             )
         finally:
+            os.close(writing)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def __enter__(self) -> PlannerProcess:
@@ -63,9 +69,8 @@ class PlannerProcess:
         Raises:
             LengthwiseError: what `planning` raised, or RankError: the process is gone.
         """
-        asked, answers = self._process.stdin, self._process.stdout
+        asked, answers = self._process.stdin, self._answers
         assert asked is not None, "stdin is a pipe"
-        assert answers is not None, "stdout is a pipe"
         with self._asking:
             try:
                 pickle.dump((planning, tuple(lengths)), asked)
@@ -82,8 +87,7 @@ class PlannerProcess:
         self._process.kill()
         self._process.wait()
         with self._asking:  # who was waiting for an answer gets its error now
-            for pipe in (self._process.stdin, self._process.stdout):
-                assert pipe is not None, "both are pipes"
+            for pipe in filter(None, (self._process.stdin, self._answers)):
                 with contextlib.suppress(BrokenPipeError):  # what was still to be written has no reader
                     pipe.close()
 
@@ -99,8 +103,7 @@ class PlannerProcess:
 
 def main() -> None:
     """Answer requests until there are no more."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what anyone prints must not mix with the answers
+    answers = os.fdopen(int(sys.argv[1]), "wb")
     requests: SimpleQueue[tuple[StepPlanning, tuple[int, ...]]] = SimpleQueue()
     threading.Thread(target=_read, args=(requests,), daemon=True).start()
     try:
