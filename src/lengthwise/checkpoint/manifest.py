@@ -23,6 +23,7 @@ _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _Count = Annotated[int, Field(ge=1)]
 _FromZero = Annotated[int, Field(ge=0)]
 _Hex = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_ENTRY_BYTES = {"float32": 4, "float64": 8}
 _REMEDY = "Take an earlier checkpoint: remove this folder."
 
 
@@ -106,6 +107,8 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / NAME
     try:
+        if path.is_symlink():
+            raise ValueError("a link")
         raw = read_json(path)
         found = TypeAdapter(Manifest).validate_json(json.dumps(raw))
     except ValidationError as error:
@@ -115,6 +118,8 @@ def read_manifest(folder: Path) -> Manifest:
     except ValueError as error:
         raise OutputError(str(path), expected="a checkpoint's manifest", got=str(error), remedy=_REMEDY) from None
     wrong = next(_contradictions(found), None)
+    if folder.name != f"step-{found.step:06d}":
+        wrong = f"step {shown(found.step)}, by the folder's name another"
     if wrong is not None:
         raise OutputError(str(path), expected="a manifest without contradictions", got=wrong, remedy=_REMEDY)
     return found
@@ -122,11 +127,15 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _contradictions(found: Manifest) -> Iterator[str]:
     """Yield what cannot be so of a manifest; code that reads the files trusts that none of it is."""
-    if list(found.files) != [file_name(rank) for rank in range(found.ranks)]:
+    if len(found.files) != found.ranks or list(found.files) != [file_name(rank) for rank in range(found.ranks)]:
         yield "other files than one of each rank"
     borders = found.borders
     if len(borders) < 2 or borders[0] != 0 or any(a > b or b % found.ranks for a, b in pairwise(borders)):
         yield "borders that no layout has"
+        return
+    shard_bytes = borders[-1] // found.ranks * _ENTRY_BYTES[found.dtype]
+    if any(file.num_bytes < shard_bytes for file in found.files.values()):
+        yield "borders of more entries than the files have bytes for"
         return
     end = 0
     for each in found.parameters:

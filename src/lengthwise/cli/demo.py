@@ -202,7 +202,7 @@ def _open(model: Path, result: TrainResult, show: Show) -> bool:
     from transformers import AutoModelForCausalLM
 
     show("\n[bold]The saved model[/bold]")
-    opened = AutoModelForCausalLM.from_pretrained(model)
+    opened = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False)
     parameters = sum(parameter.numel() for parameter in opened.parameters())
     same = parameters == result.parameters
     show(
