@@ -300,3 +300,14 @@ def test_docs_architecture_lists_the_packages_in_the_order_that_lint_checks() ->
     (table,) = re.findall(r"\| package \| what it is \|\n(.*?)\n\n", page, re.DOTALL)
     listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     assert listed == [*reversed(layers)]
+
+
+def test_every_test_that_a_promise_names_is_there():
+    page = (ROOT / "docs/reliability.md").read_text()
+    named = re.findall(r"`([a-z_/]+\.py)::(test_\w+)`", page)
+    assert len(named) > 30
+    assert [each for each in named if f"\ndef {each[1]}(" not in (ROOT / "tests" / each[0]).read_text()] == []
+    rows = [line for line in page.splitlines() if line.startswith("|") and "---" not in line]
+    assert [
+        row for row in rows if "::test_" not in row and "*not yet*" not in row and row != "| promise | test |"
+    ] == []
