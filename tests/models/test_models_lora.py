@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -310,6 +311,16 @@ def copy_base(folder):
     save_file({**load_file(path), name: torch.zeros(48, 32)}, path)
 
 
+def recast(folder, dtype):
+    path = folder / "adapter_model.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, path)
+
+
+def pipe(folder):
+    (folder / "adapter_model.safetensors").unlink()
+    os.mkfifo(folder / "adapter_model.safetensors")
+
+
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
@@ -324,6 +335,15 @@ def copy_base(folder):
         (lambda folder: edit(folder, init_lora_weights="pissa"), "init_lora_weights=pissa"),
         (lambda folder: edit(folder, some_new_trick=3), "some_new_trick=3"),
         (lambda folder: edit(folder, lora_alpha=None), "lora_alpha in adapter_config.json; got null"),
+        (lambda folder: edit(folder, lora_alpha=10**400), "lora_alpha in adapter_config.json; got 1000"),
+        (lambda folder: edit(folder, r=10**12), "at most 65536 for r in adapter_config.json; got 1000000000000"),
+        (lambda folder: edit(folder, rank_pattern=None), "rank_pattern in adapter_config.json; got null"),
+        (lambda folder: edit(folder, alpha_pattern={"q_proj": "x"}), "alpha_pattern in adapter_config.json"),
+        (lambda folder: edit(folder, target_modules=[1]), "target_modules in adapter_config.json"),
+        (lambda folder: edit(folder, use_rslora="x"), "true or false for use_rslora"),
+        (lambda folder: recast(folder, torch.int64), "weights of F64, F32, F16, BF16; got I64"),
+        (lambda folder: recast(folder, torch.float8_e4m3fn), "got F8_E4M3"),
+        (pipe, "without such a file"),
         (lambda folder: edit(folder, r="8"), 'r in adapter_config.json; got "8"'),
         (lambda folder: edit(folder, r=5), "lora_A.weight: [4, 32] in the file, [5, 32] in the model"),
         (lambda folder: edit(folder, target_modules=["nothing"]), "lora.adapter"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.names import did_you_mean
 from lengthwise.models.adapter import ATTENTION_NAME
 from lengthwise.models.load import ModelSource, build_model, build_skeleton, first_line, unwritable
+from lengthwise.models.weights import WIDTHS
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _ADAPTER, _BASE_COPY = "base_model.model.", "default", ".base_layer.weight"
@@ -179,6 +181,30 @@ def _check_targets(model: Any, names: Any) -> None:
     raise_problems(problems)
 
 
+def _is_size(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value <= _MOST_RANK
+
+
+def _is_pattern(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_size(each) for each in value.values())
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value))
+
+
+_MOST_RANK = 1 << 16  # wider than the hidden states of any model today
+_SIZE, _PATTERN = f"a number above 0, at most {_MOST_RANK}", f"an object of numbers above 0, at most {_MOST_RANK},"
+_ADAPTER_VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (lambda value: type(value) is int and _is_size(value), _SIZE),
+    "lora_alpha": (_is_size, _SIZE),
+    "rank_pattern": (_is_pattern, _PATTERN),
+    "alpha_pattern": (_is_pattern, _PATTERN),
+    "target_modules": (_is_names, "a name or a list of names"),
+    "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
+}
+
+
 def _read_adapter_config(folder: Path) -> dict[str, Any]:
     try:
         saved = json.loads(read_plain(folder / CONFIG_NAME).decode())
@@ -187,9 +213,9 @@ def _read_adapter_config(folder: Path) -> dict[str, Any]:
     if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
         kind = saved.get("peft_type") if isinstance(saved, dict) else type(saved).__name__
         raise _refuse("lora.adapter", "an adapter of peft_type LORA", str(kind))
-    for key, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
-        if type(saved.get(key, 8)) not in kinds or saved.get(key, 8) <= 0:
-            raise _refuse("lora.adapter", f"a number above 0 for {key} in {CONFIG_NAME}", json.dumps(saved[key]))
+    for key, (good, expected) in _ADAPTER_VALUES.items():
+        if key in saved and not good(saved[key]):
+            raise _refuse("lora.adapter", f"{expected} for {key} in {CONFIG_NAME}", json.dumps(saved[key])[:60])
     plain = _peft().LoraConfig().to_dict()
     other = sorted(key for key in saved.keys() - _RUNNABLE if saved[key] and saved[key] != plain.get(key))
     if other:
@@ -200,11 +226,17 @@ def _read_adapter_config(folder: Path) -> dict[str, Any]:
 
 def _check_weights(folder: Path, model: nn.Module) -> None:
     """Compare names and shapes of a saved adapter with those that its config asks for in this model."""
+    if not (folder / WEIGHTS_NAME).is_file():
+        raise _refuse("lora.adapter", f"a folder with {WEIGHTS_NAME}", f"{folder}, without such a file")
     try:
         with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
-            saved = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            saved = {name: list(part.get_shape()) for name, part in parts.items()}
+            kinds = {str(part.get_dtype()) for part in parts.values()} - WIDTHS.keys()
     except (OSError, SafetensorError) as error:
         raise _refuse("lora.adapter", f"a folder with {WEIGHTS_NAME}", f"{folder}: {first_line(error)}") from None
+    if kinds:
+        raise _refuse("lora.adapter", f"weights of {', '.join(WIDTHS)}", ", ".join(sorted(kinds)))
     asked = {name: list(parameter.shape) for name, parameter in _adapters(model).items()}
     copies = sorted(name for name in saved.keys() - asked.keys() if name.endswith(_BASE_COPY))
     if copies:  # peft adds it by itself where an embedding is a target

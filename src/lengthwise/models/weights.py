@@ -21,7 +21,7 @@ from lengthwise.core.disk import read_plain
 from lengthwise.core.errors import ConfigError
 
 WEIGHTS_FILES = _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes; others (fp8, integers) are no weights without a scale
+WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes; others (fp8, integers) are no weights without a scale
 _WITHOUT_WEIGHTS = (
     *("config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template*", "*.tiktoken", "spiece.model", "sentencepiece*.model"),
@@ -93,7 +93,7 @@ def check_dtypes(folder: Path, *, widest: torch.dtype, but: Sequence[str] = ()) 
             dtypes = {each: str(file.get_slice(each).get_dtype()) for each in file.keys()}  # noqa: SIM118 - no mapping
         for each, kind in dtypes.items():
             is_weight = not any(re.search(pattern, each) for pattern in but)
-            if is_weight and not 0 < _WIDTHS.get(kind, 0) <= widest.itemsize:
+            if is_weight and not 0 < WIDTHS.get(kind, 0) <= widest.itemsize:
                 wrong.append(f"{each} {kind}")
     if wrong:
         bits, got = 8 * widest.itemsize, f"{len(wrong)} others: {first_names(wrong)}"
