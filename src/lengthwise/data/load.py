@@ -21,6 +21,9 @@ from lengthwise.data.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
+Encoder = Callable[[Row], tuple[np.ndarray, np.ndarray | None]]
+"""Makes ids, and labels where they are not the ids."""
+
 _SHOWN = 20
 _LINE = re.compile(r":\d+$")  # of a row's place in its file
 
@@ -80,10 +83,8 @@ class _Refusals:
         raise_problems(problems)
 
 
-def _add_row(
-    builder: DatasetBuilder, row: Row, source: DataSource, key: str, encode: Callable[[Row], np.ndarray]
-) -> None:
-    tokens = row.ids if row.ids is not None or row.empty else encode(row)
+def _add_row(builder: DatasetBuilder, row: Row, source: DataSource, key: str, encode: Encoder) -> None:
+    tokens, labels = (row.ids, row.labels) if row.ids is not None or row.empty else encode(row)
     if tokens is None or not len(tokens):
         if source.empty == "skip":
             return builder.skip("empty")
@@ -96,22 +97,31 @@ def _add_row(
         expected, got = f"at most max_tokens {source.max_tokens}", f"{len(tokens)} tokens"
         remedy = f"Raise {key}.max_tokens, or set {key}.too_long: skip to leave such rows out."
         raise DataError(row.where, expected=expected, got=got, remedy=remedy)
-    return builder.add(tokens, row.labels)
+    return builder.add(tokens, labels)
 
 
-def _encode(row: Row, *, tokenizer: Callable[[], Tokenizer], vocab_size: int | None) -> np.ndarray:
-    loaded = tokenizer()
+def _encode(
+    row: Row, *, tokenizer: Callable[[], Tokenizer], vocab_size: int | None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    loaded, labels = tokenizer(), None
     try:
         if row.python is not None:
             tokens = loaded.encode_python(row.python)
+        elif row.chat is not None:
+            tokens, labels = loaded.encode_chat(row.chat, row.tools)
+        elif row.pair is not None:
+            tokens, labels = loaded.encode_pair(*row.pair)
         else:
             assert row.text is not None, row
             tokens = loaded.encode(row.text)
     except ValueError as error:  # a lone surrogate, which JSON can spell, or a Python file that lies about its encoding
-        got, remedy = f"{error}", "Correct the text."
+        remedy = "Correct the text."
+        if row.chat is not None:
+            remedy = "Set {tokenizer|`tokenizer`} to one with a chat template for such chats, or correct the row."
+        got = f"{error}"
         raise DataError(row.where, expected="text that can be encoded", got=got, remedy=remedy) from None
     if vocab_size is not None and len(tokens) and int(tokens.max()) >= vocab_size:
         got = f"id {int(tokens.max())} from tokenizer {loaded.name}"
         remedy = "Set {tokenizer|`tokenizer`} to the one this model was made with."
         raise DataError(row.where, expected=f"ids below the model's {vocab_size}", got=got, remedy=remedy)
-    return tokens
+    return tokens, labels

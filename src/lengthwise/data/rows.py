@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,11 @@ from lengthwise.data.dataset import NO_LOSS
 
 _LARGEST_ID = 2**31 - 1
 _ROWS = '{"text": ...}, {"input_ids": [...]} or {"input_ids": [...], "labels": [...]}'
-_CHATS = ("messages", "conversations", "conversation", "chat")
-_CHAT_REMEDY = (
-    "Chats are not read yet: render them with the tokenizer's chat template to `input_ids`, and to `labels` with "
-    f"{NO_LOSS} where nothing is to be learned."
-)
+_OTHER_ROWS = '{"messages": [...]} or {"prompt": ..., "completion": ...}'
+_MAIN = ("text", "input_ids", "messages", "prompt")  # what makes a row; the first that is there
+_OTHER_CHATS = ("conversations", "conversation", "chat")
+_PAIRS = ("chosen", "rejected")
+_IMAGES = ("image", "images", "pixel_values", "videos", "audio")
 # What other trainers read as labels, or as what has a loss or is seen; ignored, a run would learn something else.
 _WORD_BREAK = re.compile(r"(?<=[a-z])(?=[A-Z])|-")  # lossMask and loss-mask are loss_mask
 _LIKE_LABELS = re.compile(r"(\w+_)?(labels?|masks?|targets?|weights?)|(label|target|position|token_type|segment)_ids")
@@ -29,7 +29,8 @@ _LIKE_LABELS = re.compile(r"(\w+_)?(labels?|masks?|targets?|weights?)|(label|tar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One document before tokenization: text, the bytes of a Python file, or ids with labels of their own or none.
+    """One document before tokenization: text, the bytes of a Python file, a chat, a prompt with its completion, or ids
+    with labels of their own or none.
 
     `empty` says in words what is empty about it, and is "" for a row with something in it.
     """
@@ -37,6 +38,9 @@ class Row:
     where: str
     text: str | None = None
     python: bytes | None = None
+    chat: tuple[Mapping[str, Any], ...] | None = None
+    tools: Sequence[Any] | None = None
+    pair: tuple[str, str] | None = None
     ids: np.ndarray | None = None
     labels: np.ndarray | None = None
     empty: str = ""
@@ -57,11 +61,20 @@ class RowParser:
         values = self._decode(decode_utf8(line, where=where, offset=offset), where, last)
         if not isinstance(values, dict):
             raise _refuse(where, f"an object, {_ROWS}", f"{_shown(values)}")
-        _check_columns(values, where)
-        row = self._text_row(values, where) if "text" in values else self._ids_row(values, where)
+        row = self._row(values, where)
         if self._constants:  # after the columns we read, whose message names the position
             raise _refuse(where, "JSON", f"{self._constants[0]}, which JSON does not have")
         return row
+
+    def take(self, values: Mapping[str, Any], *, where: str) -> Row:
+        """Check one row of a table. There null is how a column is absent, so other rows' columns are left out."""
+        there = {name: value for name, value in values.items() if value is not None or name not in _MAIN}
+        return self._row(there if any(name in there for name in _MAIN) else dict(values), where)
+
+    def _row(self, values: dict[str, Any], where: str) -> Row:
+        _check_columns(values, where)
+        make = {"text": self._text_row, "input_ids": self._ids_row, "messages": _chat_row, "prompt": _pair_row}
+        return next(make[name] for name in _MAIN if name in values)(values, where)
 
     def _decode(self, text: str, where: str, last: bool) -> object:
         self._constants.clear()
@@ -131,19 +144,75 @@ def _check_columns(values: dict[str, Any], where: str) -> None:
     if "text" in values and ("input_ids" in values or "labels" in values):
         other = "input_ids" if "input_ids" in values else "labels"
         raise _refuse(where, _ROWS, f'"text" and "{other}" in one row', "Keep one of them.")
-    if "text" not in values and "input_ids" not in values:
+    _refuse_not_yet(values, where)
+    if not any(name in values for name in _MAIN):
         names = ", ".join(f'"{name}"' for name in list(values)[:8]) or "no columns"
-        remedy = _CHAT_REMEDY if any(name in values for name in _CHATS) else 'Name the column "text" or "input_ids".'
-        raise _refuse(where, f"a column of {_ROWS}", names, remedy)
+        remedy = 'Name the column "text" or "input_ids".'
+        if any(name in values for name in _OTHER_CHATS):
+            remedy = 'Name the column "messages", a list of {"role": ..., "content": ...}.'
+        raise _refuse(where, f"a column of {_ROWS}, {_OTHER_ROWS}", names, remedy)
+    if "text" not in values and "input_ids" not in values and "messages" in values and "completion" in values:
+        raise _refuse(where, _OTHER_ROWS, '"messages" and "completion" in one row', "Keep one of them.")
     for name, value in values.items():
         if (
-            name != "labels"
-            and _LIKE_LABELS.fullmatch(_WORD_BREAK.sub("_", name).lower())
+            (name != "labels" or "input_ids" not in values)
+            and _is_like_labels(name)
             and not _says_nothing(name, value, values)
         ):
             expected = f'"labels" with {NO_LOSS} where there is no loss, in place of other labels, masks and positions'
             got = f'"{name}", which would be ignored'
             raise _refuse(where, expected, got, "Write it into `labels`, or take it out.")
+
+
+def _refuse_not_yet(values: Mapping[str, Any], where: str) -> None:
+    """Name what is known of other trainers and is not trained on yet; beside text or ids it is the user's own."""
+    if "text" in values or "input_ids" in values:
+        return
+    for names, kind in ((_PAIRS, "preference pairs"), (_IMAGES, "images, video and audio")):
+        found = [name for name in names if values.get(name) is not None]
+        if found:
+            got, remedy = f'"{found[0]}": {kind} are not trained on yet', "Take such rows out."
+            raise _refuse(where, f"a row of {_ROWS}, {_OTHER_ROWS}", got, remedy)
+
+
+def _chat_row(values: Mapping[str, Any], where: str) -> Row:
+    messages, tools = values["messages"], values.get("tools")
+    if not isinstance(messages, list):
+        raise _refuse(where, '"messages" to be a list', _shown(messages))
+    if tools is not None and not isinstance(tools, list):
+        raise _refuse(where, '"tools" to be a list', _shown(tools))
+    chat = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            expected = f'messages[{number}] to be an object with a "role"'
+            raise _refuse(where, expected, _shown(message))
+        content = message.get("content")
+        marks = [name for name in message if _is_like_labels(name) and message[name] is not None]
+        if marks:
+            got = f'"{marks[0]}" of messages[{number}], which would be ignored'
+            raise _refuse(where, "a loss on all turns of the assistant and no other", got, "Take it out.")
+        if isinstance(content, list):
+            got = f"messages[{number}] with a list: images, video and audio are not trained on yet"
+            raise _refuse(where, '"content" to be text', got, "Write text, or take the row out.")
+        if content is not None and not isinstance(content, str):
+            raise _refuse(where, f'"content" of messages[{number}] to be text', _shown(content))
+        chat.append({name: value for name, value in message.items() if value is not None or name == "content"})
+    return Row(where=where, chat=tuple(chat), tools=tools, empty="" if chat else 'empty "messages"')
+
+
+def _pair_row(values: Mapping[str, Any], where: str) -> Row:
+    if "completion" not in values:
+        raise _refuse(where, '"completion" beside "prompt"', "none", "Add it, or name the column text.")
+    texts = values["prompt"], values["completion"]
+    for name, text in zip(("prompt", "completion"), texts, strict=True):
+        if not isinstance(text, str):
+            remedy = 'Write a chat as {"messages": [...]}.' if isinstance(text, list) else "Correct the row."
+            raise _refuse(where, f'"{name}" to be a string', _shown(text), remedy)
+    return Row(where=where, pair=texts, empty="" if any(texts) else 'empty "prompt" and "completion"')
+
+
+def _is_like_labels(name: str) -> bool:
+    return _LIKE_LABELS.fullmatch(_WORD_BREAK.sub("_", name).lower()) is not None
 
 
 def _says_nothing(name: str, value: object, values: dict[str, Any]) -> bool:
@@ -161,7 +230,7 @@ def _shown(value: object) -> str:
         return "an object" if isinstance(value, dict) else f"a list of {len(value)}"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**30:
         return "a number of more than 30 digits"
-    shown = json.dumps(value)
+    shown = json.dumps(value, default=repr)
     return shown if len(shown) <= 60 else shown[:57] + "..."
 
 

@@ -1,4 +1,4 @@
-"""Data sources to rows: a file of JSON lines, a folder of text files, the Python standard library.
+"""Data sources to rows: JSON lines, tables, saved datasets, folders of text files, the Python standard library.
 
 Files are read once, in a fixed order, one row in memory at a time. Bad rows are reported and reading goes on, so that a
 user corrects them all at once.
@@ -6,35 +6,41 @@ user corrects them all at once.
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedReader
+from io import BufferedReader, RawIOBase
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lengthwise.core.errors import DataError
 from lengthwise.core.names import counted
 from lengthwise.data.rows import Row, RowParser, decode_utf8
+from lengthwise.data.tables import ARROW_FILE, ARROW_STREAM, PARQUET, is_saved_dataset, read_table, saved_files
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
+_GZIP = b"\x1f\x8b"
 _HEAD = 4096  # bytes of a file that are looked at for its kind
 # Not the library itself: its tests, and what is installed or compiled beside it.
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 # How files begin that are no text, and how one makes JSON lines of them.
 _KINDS = {
-    b"PAR1": ("Parquet", "pandas.read_parquet(path).to_json('train.jsonl', orient='records', lines=True)"),
-    b"ARROW1": ("Arrow", "datasets.Dataset.from_file(path).to_json('train.jsonl')"),
-    b"\x1f\x8b": ("gzip", "gunzip"),
+    PARQUET: ("Parquet", "name it as a source of its own."),
+    ARROW_FILE: ("Arrow", "name it as a source of its own."),
+    ARROW_STREAM: ("Arrow", "name it as a source of its own."),
+    _GZIP: ("gzip", "gunzip"),
     b"\x28\xb5\x2f\xfd": ("Zstandard", "unzstd"),
     b"PK\x03\x04": ("zip", "unzip"),
 }
+_OF_ROWS = frozenset((PARQUET, ARROW_FILE, ARROW_STREAM, _GZIP))
 # Rows of training data in a .json file: one of these among the first keys of an object, alone or first of an array.
 _ROWS_OF_JSON = re.compile(rb'\s*(\[\s*)?\{[^{}\[\]]*"(text|input_ids|messages|conversations|prompt|instruction)"\s*:')
 
@@ -61,6 +67,8 @@ def list_source(source: DataSource, report: Report) -> Listing:
         root, label = source.path, source.path.name
         if not os.path.isdir(root):
             return Listing(root=root, label=label, names=None, python=False)
+        if is_saved_dataset(root):
+            return Listing(root=root, label=_printable(label), names=None, python=False)
         names = _walk(root, frozenset(), report)
     rows = [name for name in names if name.endswith(".jsonl")]
     if rows:
@@ -76,7 +84,7 @@ def list_source(source: DataSource, report: Report) -> Listing:
 def read_rows(listing: Listing, parser: RowParser, report: Report) -> Iterator[Row]:
     """Read the rows of a source in order; a bad row is reported and left out."""
     if listing.names is None:
-        yield from _read_lines(listing.root, parser, report)
+        yield from _read_file_or_saved(listing.root, parser, report)
         return
     for name in listing.names:
         path = listing.root / name
@@ -115,10 +123,33 @@ def _walk(root: Path, left_out: frozenset[str], report: Report) -> list[str]:
     return names
 
 
+def _read_file_or_saved(path: Path, parser: RowParser, report: Report) -> Iterator[Row]:
+    try:
+        paths = saved_files(path) if os.path.isdir(path) else [path]
+    except DataError as error:
+        report(error)
+        return
+    for each in paths:
+        yield from _read_lines(each, parser, report)
+
+
+def _read_table(file: BufferedReader, parser: RowParser, shown: str, report: Report) -> Iterator[Row]:
+    for number, values in enumerate(read_table(file, file.peek(_HEAD)[:8], shown), start=1):
+        try:
+            if isinstance(values, DataError):
+                raise values
+            yield parser.take(values, where=f"{shown}:{number}")
+        except DataError as error:
+            report(error)
+
+
 def _read_lines(path: Path, parser: RowParser, report: Report) -> Iterator[Row]:
     shown = _printable(str(path))
     try:
-        with _opened(path) as file:
+        with _opened(path, rows=True) as file:
+            if file.peek(_HEAD).startswith((PARQUET, ARROW_FILE, ARROW_STREAM)):
+                yield from _read_table(file, parser, shown, report)
+                return
             if file.peek(_HEAD)[:_HEAD].lstrip()[:1] == b"[":
                 remedy = f"Write one object a line: jq -c '.[]' {path.name} > train.jsonl"
                 raise DataError(shown, expected="JSON lines", got="a JSON array", remedy=remedy)
@@ -138,8 +169,11 @@ def _read_lines(path: Path, parser: RowParser, report: Report) -> Iterator[Row]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BufferedReader]:
-    """Open a regular file to read it whole; DataError for what the system refuses, and for a change meanwhile."""
+def _opened(path: Path, *, rows: bool = False) -> Iterator[BufferedReader]:
+    """Open a regular file to read it whole; DataError for what the system refuses, and for a change meanwhile.
+
+    `rows`: tables are taken too, and gzip is read as what is in it.
+    """
     shown = _printable(str(path))
     try:
         if not path.is_file():  # a pipe would block, a device never end
@@ -149,10 +183,16 @@ def _opened(path: Path) -> Iterator[BufferedReader]:
             before = os.fstat(file.fileno())
             head = file.peek(_HEAD)
             for start, (kind, remedy) in _KINDS.items():
-                if head.startswith(start):
+                if head.startswith(start) and not (rows and start in _OF_ROWS):
                     raise DataError(shown, expected="text", got=f"a file of {kind}", remedy=f"Convert it: {remedy}")
-            yield file
+            if rows and head.startswith(_GZIP):
+                with gzip.GzipFile(fileobj=file) as packed:
+                    yield BufferedReader(cast(RawIOBase, packed))
+            else:
+                yield file
         after = path.stat()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(shown, expected="a whole file of gzip", got=f"{error}", remedy="Copy it again.") from None
     except OSError as error:
         raise _unreadable(path, error) from None
     if (before.st_ino, before.st_size, before.st_mtime_ns) != (after.st_ino, after.st_size, after.st_mtime_ns):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import tokenize
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ import numpy as np
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import BYTES_TOKENIZER
+from lengthwise.data.dataset import NO_LOSS
+from lengthwise.data.masked import Message, encode_chat, encode_pair
 
 
 class Tokenizer(Protocol):
@@ -42,6 +45,14 @@ class Tokenizer(Protocol):
         """Encode a Python file as it lies on disk, in whatever encoding it declares."""
         ...
 
+    def encode_pair(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
+        """Encode a prompt and what follows it; return ids, and labels with a loss on what follows alone."""
+        ...
+
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[np.ndarray, np.ndarray]:
+        """Encode a chat by the chat template; return ids, and labels with a loss on assistants' turns alone."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Put the tokenizer's files beside a saved model, where it has any."""
 
@@ -60,6 +71,16 @@ class ByteTokenizer:
     def encode_python(self, source: bytes) -> np.ndarray:
         """Take the bytes as they are, whatever they mean."""
         return np.frombuffer(source, dtype=np.uint8).astype(np.int32)
+
+    def encode_pair(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
+        """Put the bytes of both one after the other; those of the prompt have no loss."""
+        first, second = self.encode(prompt), self.encode(completion)
+        return np.concatenate([first, second]), np.concatenate([np.full_like(first, NO_LOSS), second])
+
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[np.ndarray, np.ndarray]:
+        """Refuse: bytes have no chat template."""
+        del messages, tools
+        raise ValueError("tokenizer bytes, which has no chat template")
 
     def save(self, folder: Path) -> None:
         """Write nothing: bytes need no files."""
@@ -88,6 +109,14 @@ class HuggingFaceTokenizer:
         except SyntaxError as error:
             raise ValueError(str(error)) from None
         return self.encode(source.decode(encoding))
+
+    def encode_pair(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
+        """Encode both as one text, EOS last; see `masked.encode_pair`."""
+        return encode_pair(self.tokenizer, prompt, completion)
+
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[np.ndarray, np.ndarray]:
+        """Encode a chat by the tokenizer's template; see `masked.encode_chat`."""
+        return encode_chat(self.tokenizer, messages, tools)
 
     def save(self, folder: Path) -> None:
         """Write the files that AutoTokenizer opens."""

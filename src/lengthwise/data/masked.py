@@ -1,0 +1,114 @@
+"""Texts of which only a part has a loss: a prompt with its completion, and chats, where assistants' turns have it.
+
+The whole text is encoded once; a token has a loss when its first character lies in what is to be learned.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lengthwise.data.dataset import NO_LOSS
+
+Message = Mapping[str, Any]
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def encode_pair(tokenizer: Any, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
+    """Encode prompt and completion as one text, EOS last, with a loss on the completion and the EOS alone.
+
+    `tokenizer` is one of transformers. Returns ids and labels, int32 [tokens] each. ValueError: it cannot be encoded.
+    """
+    ids, starts = _encode(tokenizer, prompt + completion, special_tokens=True)
+    eos = tokenizer.eos_token_id
+    if eos is not None and (not ids or ids[-1] != eos):
+        ids, starts = [*ids, eos], [*starts, len(prompt + completion)]
+    learned = np.array(starts, dtype=np.int64) >= len(prompt)
+    if ids and ids[-1] == eos:
+        learned[-1] = True  # where the tokenizer adds it, it has no place in the text
+    return _masked(ids, learned)
+
+
+def encode_chat(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Render a chat with the tokenizer's template and encode it, with a loss on the assistants' turns alone.
+
+    Turns are what the template marks as `{% generation %}`; without such marks, what an assistant's message adds to the
+    text before it with the prompt for a generation. Returns ids and labels, int32 [tokens] each. ValueError: there is
+    no template, it refuses the chat, or what it writes before a turn depends on the turn.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("a tokenizer without a chat template")
+    text, spans = _spans(tokenizer, messages, tools)
+    ids, starts = _encode(tokenizer, text, special_tokens=False)
+    places, learned = np.array(starts, dtype=np.int64), np.zeros(len(ids), dtype=bool)
+    for first, last in spans:
+        learned |= (places >= first) & (places < last)
+    return _masked(ids, learned)
+
+
+def _spans(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text of a chat, and the characters [first, last) of each turn that is learned."""
+    template = tokenizer.get_chat_template(tools=tools)
+    text, marked = _render(tokenizer, template, messages, tools, marks=bool(_MARK.search(template)))
+    if _MARK.search(template):
+        return text, marked
+    spans = []
+    for turn, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, _ = _render(tokenizer, template, messages[:turn], tools, add_generation_prompt=True)
+            after, _ = _render(tokenizer, template, messages[: turn + 1], tools)
+            if not (text.startswith(after) and after.startswith(before)):
+                got = f"a chat template without {{% generation %}} that rewrites what is before turn {turn + 1}"
+                raise ValueError(got)
+            spans.append((len(before), len(after)))
+    return text, spans
+
+
+def _render(
+    tokenizer: Any,
+    template: str,
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None,
+    *,
+    marks: bool = False,
+    add_generation_prompt: bool = False,
+) -> tuple[str, list[tuple[int, int]]]:
+    """Render as `apply_chat_template` does; with `marks` also return where `{% generation %}` was.
+
+    Its own mask of tokens is not taken: where a mark ends in a space, it goes on to the end of the chat (5.17).
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        rendered, marked = render_jinja_template(
+            conversations=[[dict(message) for message in messages]],
+            tools=None if tools is None else list(tools),
+            chat_template=template,
+            return_assistant_tokens_mask=marks,
+            add_generation_prompt=add_generation_prompt,
+            **tokenizer.special_tokens_map,
+        )
+    except Exception as error:  # noqa: BLE001 - templates are programs of others, and raise what they like
+        raise ValueError(f"a chat that the template refuses: {type(error).__name__}: {str(error)[:200]}") from None
+    return rendered[0], [(int(first), int(last)) for first, last in marked[0]] if marks else []
+
+
+def _encode(tokenizer: Any, text: str, *, special_tokens: bool) -> tuple[list[int], list[int]]:
+    """Return ids, and where each token starts in the text; 0 for what the tokenizer adds."""
+    text.encode("utf-8")  # a lone surrogate is no text
+    if not tokenizer.is_fast:
+        raise ValueError("a tokenizer that does not tell where its tokens are (a slow one)")
+    found = tokenizer(text, add_special_tokens=special_tokens, return_offsets_mapping=True, verbose=False)
+    return found["input_ids"], [start for start, _ in found["offset_mapping"]]
+
+
+def _masked(ids: Sequence[int], learned: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    tokens = np.array(ids, dtype=np.int32)
+    return tokens, np.where(learned, tokens, np.int32(NO_LOSS)).astype(np.int32)

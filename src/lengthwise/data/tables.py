@@ -1,0 +1,95 @@
+"""Rows of columnar files, as plain values: Parquet, Arrow, and folders that `datasets.save_to_disk` wrote.
+
+pyarrow reads them; it comes in with the first such file. A batch of rows is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from lengthwise.core.errors import DataError
+
+PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+_BATCH = 256  # rows that are plain values at a time
+_STATE = "state.json"  # lists the files of a saved dataset
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Return whether `datasets.save_to_disk` wrote the folder."""
+    return any(os.path.isfile(folder / name) for name in (_STATE, "dataset_dict.json"))
+
+
+def saved_files(folder: Path) -> list[Path]:
+    """Return the Arrow files of a saved dataset, in order.
+
+    Raises DataError for several splits in one, and for a list of files that cannot be read or leads elsewhere.
+    """
+    where = str(folder)
+    if not os.path.isfile(folder / _STATE):
+        remedy = "Name each as a source of its own, with its path: FOLDER/train."
+        raise DataError(where, expected="one split of a saved dataset", got="a folder of several", remedy=remedy)
+    try:
+        state = json.loads((folder / _STATE).read_bytes())
+        names = [each["filename"] for each in state["_data_files"]]
+        wrong = [name for name in names if Path(name).name != name] or state.get("_indices_data_files")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        got = f"{_STATE} with {type(error).__name__}: {str(error)[:100]}"
+        raise DataError(where, expected="a saved dataset", got=got, remedy="Save it again.") from None
+    if wrong:
+        got, remedy = f"{wrong}", "Save it again, after flatten_indices()."
+        raise DataError(where, expected="a dataset with all its rows in order in its folder", got=got, remedy=remedy)
+    return [folder / name for name in names]
+
+
+def read_table(file: BufferedReader, head: bytes, where: str) -> Iterator[dict[str, Any] | DataError]:
+    """Yield the rows of an open file in order, each a value a column; an error for one that is no text.
+
+    Raises DataError where pyarrow is not installed, and for a file that is broken or ends early.
+    """
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as parquet
+    except ImportError:
+        remedy = "pip install 'lengthwise[data]'"
+        raise DataError(where, expected="pyarrow, to read this file", got="none installed", remedy=remedy) from None
+    count = 0
+    try:
+        for batch in _batches(pa, parquet, file, head):
+            for first in range(0, batch.num_rows, _BATCH):
+                part = batch.slice(first, _BATCH)
+                yield from _rows(part, where, count)
+                count += part.num_rows
+    except (pa.ArrowException, OSError) as error:
+        got = f"{' '.join(str(error).split())[:200]}, after row {count}"
+        raise DataError(where, expected="a whole file", got=got, remedy="Write or copy it again.") from None
+    if not count:
+        raise DataError(where, expected="rows", got="a table of none", remedy="Take it out of {data|`data`}.")
+
+
+def _batches(pa: Any, parquet: Any, file: BufferedReader, head: bytes) -> Iterator[Any]:
+    if head.startswith(PARQUET):
+        return parquet.ParquetFile(file).iter_batches(batch_size=_BATCH)
+    if head.startswith(ARROW_FILE):
+        reader = pa.ipc.open_file(file)
+        return (reader.get_batch(number) for number in range(reader.num_record_batches))
+    return iter(pa.ipc.open_stream(file))
+
+
+def _rows(batch: Any, where: str, count: int) -> Iterator[dict[str, Any] | DataError]:
+    try:
+        yield from batch.to_pylist()
+        return
+    except UnicodeDecodeError:
+        pass  # one row is no text: which, the slow way
+    for row in range(batch.num_rows):
+        try:
+            (values,) = batch.slice(row, 1).to_pylist()
+            yield values
+        except UnicodeDecodeError as error:
+            got = f"byte {error.object[error.start]:#04x} at byte offset {error.start} of its text"
+            yield DataError(f"{where}:{count + row + 1}", expected="UTF-8", got=got, remedy="Correct the row.")

@@ -1,0 +1,120 @@
+"""Chats and prompts with completions: which tokens have a loss, and what is refused."""
+
+import json
+
+import pytest
+
+from lengthwise.config import DataSource
+from lengthwise.core.errors import DataError
+from lengthwise.data import NO_LOSS, ByteTokenizer, load_dataset, load_tokenizer
+
+PLAIN = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }} <end> {% endgeneration %}{% else %}{{ m.content }} <end> {% endif %}{% endfor %}"
+)
+COUNTING = "{{ messages | length }} " + PLAIN  # what it writes first depends on what follows
+WORDS = ["<unk>", "<eos>", "<user>", "<assistant>", "<tool>", "<system>", "<end>", "a", "b", "c", "d"]
+CHAT = [("system", "a"), ("user", "b"), ("assistant", "c"), ("tool", "d"), ("assistant", "a b")]
+
+
+def messages(*turns):
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load_rows(*rows, template=None, eos=None):
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+        inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token=eos)
+        made.chat_template = template
+        made.save_pretrained(tmp_path / "tokenizer")
+        return load_rows_by(tmp_path, rows, lambda: load_tokenizer(str(tmp_path / "tokenizer")))
+
+    return load_rows
+
+
+def load_rows_by(folder, rows, tokenizer):
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_dataset([DataSource(path=folder / "rows.jsonl")], tokenizer=tokenizer, vocab_size=None)
+
+
+def told(dataset, row=0):
+    """Return the words of a row, and those with a loss."""
+    ids, labels = dataset.read(row, 0, int(dataset.lengths[row]))
+    assert all(label in (NO_LOSS, token) for token, label in zip(ids, labels, strict=True))
+    return " ".join(WORDS[i] for i in ids), " ".join(WORDS[i] for i in labels if i != NO_LOSS)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
+def test_chat_has_a_loss_on_turns_of_the_assistant_alone(load, template):
+    text, learned = told(load({"messages": messages(*CHAT)}, template=template))
+    assert text == "<system> a <end> <user> b <end> <assistant> c <end> <tool> d <end> <assistant> a b <end>"
+    assert learned == "c <end> a b <end>"
+
+
+def test_chat_without_an_assistant_is_legal_and_has_no_loss(load):
+    dataset = load({"messages": messages(("user", "a"))}, template=PLAIN)
+    assert (dataset.lengths.tolist(), dataset.loss_tokens.tolist()) == ([3], [0])
+
+
+def test_chat_tools_reach_the_template(load):
+    template = "{{ tools[0].name }} " + PLAIN
+    assert told(load({"messages": messages(("user", "a")), "tools": [{"name": "d"}]}, template=template))[0][0] == "d"
+
+
+def test_chat_template_that_rewrites_what_was_before_is_refused(load):
+    with pytest.raises(DataError, match=r"rewrites what is before turn 3"):
+        load({"messages": messages(*CHAT)}, template=COUNTING)
+
+
+def test_chat_without_a_template_is_refused(load, tmp_path):
+    with pytest.raises(DataError, match="without a chat template"):
+        load({"messages": messages(*CHAT)})
+    with pytest.raises(DataError, match="bytes, which has no chat template"):
+        load_rows_by(tmp_path, [{"messages": messages(*CHAT)}], ByteTokenizer)
+
+
+def test_chat_that_its_template_refuses_is_one_line(load):
+    with pytest.raises(DataError, match="the template refuses: TemplateError: no tools"):
+        load({"messages": messages(*CHAT)}, template="{{ raise_exception('no tools') }}")
+
+
+@pytest.mark.parametrize("eos", [None, "<eos>"])
+def test_pair_has_a_loss_on_the_completion_and_the_end(load, eos):
+    text, learned = told(load({"prompt": "a b ", "completion": "c d"}, eos=eos))
+    assert (text, learned) == (("a b c d <eos>", "c d <eos>") if eos else ("a b c d", "c d"))
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"messages": "a"}, '"messages" to be a list'),
+        ({"messages": []}, 'empty "messages"'),
+        ({"messages": [{"content": "a"}]}, r"messages\[0\] to be an object with a \"role\""),
+        ({"messages": [{"role": "user", "content": 3}]}, r"\"content\" of messages\[0\] to be text; got 3"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images, video and audio"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, r"\"weight\" of messages\[0\], which"),
+        ({"messages": messages(("user", "a")), "labels": [1]}, '"labels", which would be ignored'),
+        ({"messages": messages(("user", "a")), "tools": {}}, '"tools" to be a list'),
+        ({"messages": messages(("user", "a")), "completion": "b"}, '"messages" and "completion" in one row'),
+        ({"messages": messages(("user", "a")), "images": ["x"]}, "images, video and audio are not trained on yet"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference pairs are not trained on yet"),
+        ({"prompt": "a"}, '"completion" beside "prompt"; got none'),
+        ({"prompt": "a", "completion": None}, '"completion" to be a string; got null'),
+        ({"prompt": messages(("user", "a")), "completion": "b"}, "Write a chat as"),
+        ({"prompt": "", "completion": ""}, 'empty "prompt" and "completion"'),
+        ({"conversations": []}, 'Name the column "messages"'),
+    ],
+    ids=str,
+)
+def test_chat_or_pair_that_cannot_be_trained_on_is_refused(tmp_path, row, said):
+    with pytest.raises(DataError, match=said):
+        load_rows_by(tmp_path, [row], ByteTokenizer)

@@ -1,0 +1,125 @@
+"""Tables and packed files: the rows of each kind of source are those of the same rows in JSON lines."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lengthwise.config import DataSource
+from lengthwise.core.errors import DataError
+from lengthwise.data import ByteTokenizer, load_dataset
+from properties import costly
+
+pa = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+TEXTS = st.lists(st.fixed_dictionaries({"text": st.text(st.characters(codec="utf-8"), min_size=1)}), min_size=1)
+IDS = st.lists(st.integers(0, 99), min_size=1, max_size=9)
+LABELLED = st.lists(IDS.map(lambda ids: {"input_ids": ids, "labels": [-100, *ids[1:]]}), min_size=1)
+PAIRS = st.lists(
+    st.fixed_dictionaries({"prompt": st.text(st.characters(codec="utf-8")), "completion": st.text("abé", min_size=1)}),
+    min_size=1,
+)
+
+
+def load(path, **keys):
+    return load_dataset([DataSource(path=path, **keys)], tokenizer=ByteTokenizer, vocab_size=300)
+
+
+def write(rows, path, kind):
+    if kind in ("jsonl", "gzip"):
+        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        path.write_bytes(lines if kind == "jsonl" else gzip.compress(lines))
+        return path
+    table = pa.Table.from_pylist(rows)
+    if kind == "parquet":
+        parquet.write_table(table, path, row_group_size=3)
+        return path
+    make = pa.ipc.new_file if kind == "arrow file" else pa.ipc.new_stream
+    with pa.OSFile(str(path), "wb") as file, make(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+    if kind != "saved":
+        return path
+    folder = path.parent / f"{path.name}-saved"
+    folder.mkdir(exist_ok=True)
+    path.replace(folder / "data-0.arrow")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-0.arrow"}]}))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["gzip", "parquet", "arrow file", "arrow stream", "saved"])
+@given(rows=TEXTS | LABELLED | PAIRS)
+@costly
+def test_source_of_every_kind_is_the_same_rows_as_json_lines(tmp_path_factory, kind, rows):
+    folder = tmp_path_factory.mktemp("rows")
+    expected, found = (load(write(rows, folder / "rows", each)) for each in ("jsonl", kind))
+    assert found.digest() == expected.digest()
+    assert np.array_equal(found.loss_tokens, expected.loss_tokens)
+
+
+def test_table_row_is_told_by_its_number(tmp_path):
+    path = write([{"input_ids": [1]}] * 300 + [{"input_ids": [301]}], tmp_path / "t.parquet", "parquet")
+    with pytest.raises(DataError, match=r"input_ids\[0\] = 301") as caught:
+        load(path)
+    assert caught.value.where == f"{path}:301"
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"input_ids": [1.0]}, r"whole numbers; got input_ids\[0\] = 1\.0"),
+        ({"input_ids": [float("nan")]}, r"input_ids\[0\] = NaN"),
+        ({"input_ids": [1, None]}, r"input_ids\[1\] = null"),
+        ({"input_ids": [1], "labels": [1, 2]}, "got 2 labels"),
+        ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "would be ignored"),
+        ({"text": b"abc"}, '"text" to be a string'),
+        ({"text": None, "n": 1}, "got null"),
+        ({"body": "a"}, 'got "body"'),
+        ({"input_ids": []}, "empty"),
+    ],
+    ids=str,
+)
+def test_table_bad_row_is_refused(tmp_path, row, said):
+    with pytest.raises(DataError, match=said):
+        load(write([row], tmp_path / "t", "parquet"))
+
+
+def test_table_text_that_is_no_utf8_is_told_with_its_byte(tmp_path):
+    raw = pa.array([b"ok", b"ab\xff"], type=pa.binary()).view(pa.string())
+    parquet.write_table(pa.table({"text": raw}), tmp_path / "t")
+    with pytest.raises(DataError, match="UTF-8; got byte 0xff at byte offset 2") as caught:
+        load(tmp_path / "t")
+    assert caught.value.where == f"{tmp_path / 't'}:2"
+
+
+@pytest.mark.parametrize("kind", ["gzip", "parquet", "arrow file", "arrow stream"])
+def test_file_cut_short_is_refused(tmp_path, kind):
+    path = write([{"input_ids": list(range(99))}] * 200, tmp_path / "t", kind)
+    path.write_bytes(path.read_bytes()[:-20] if kind != "arrow stream" else path.read_bytes()[:-500])
+    with pytest.raises(DataError, match="a whole file"):
+        load(path)
+
+
+def test_table_without_rows_is_refused(tmp_path):
+    parquet.write_table(pa.table({"text": pa.array([], type=pa.string())}), tmp_path / "t")
+    with pytest.raises(DataError, match="a table of none"):
+        load(tmp_path / "t")
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"dataset_dict.json": "{}"}, "one split of a saved dataset"),
+        ({"state.json": "{"}, "a saved dataset"),
+        ({"state.json": '{"_data_files": [{"filename": "../x.arrow"}]}'}, "in its folder"),
+        ({"state.json": '{"_data_files": [{"filename": "x.arrow"}]}'}, "nothing there"),
+    ],
+)
+def test_saved_dataset_that_is_not_whole_is_refused(tmp_path, files, said):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=said):
+        load(tmp_path)
