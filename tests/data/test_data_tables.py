@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -30,9 +31,10 @@ def load(path, **keys):
 
 
 def write(rows, path, kind):
-    if kind in ("jsonl", "gzip"):
+    if kind in ("jsonl", "gzip", "zstd"):
         lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        path.write_bytes(lines if kind == "jsonl" else gzip.compress(lines))
+        packed = {"jsonl": lines, "gzip": gzip.compress(lines), "zstd": pa.compress(lines, "zstd", asbytes=True)}
+        path.write_bytes(packed[kind])
         return path
     table = pa.Table.from_pylist(rows)
     if kind == "parquet":
@@ -50,7 +52,7 @@ def write(rows, path, kind):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["gzip", "parquet", "arrow file", "arrow stream", "saved"])
+@pytest.mark.parametrize("kind", ["gzip", "zstd", "parquet", "arrow file", "arrow stream", "saved"])
 @given(rows=TEXTS | LABELLED | PAIRS)
 @costly
 def test_source_of_every_kind_is_the_same_rows_as_json_lines(tmp_path_factory, kind, rows):
@@ -95,7 +97,7 @@ def test_table_text_that_is_no_utf8_is_told_with_its_byte(tmp_path):
     assert caught.value.where == f"{tmp_path / 't'}:2"
 
 
-@pytest.mark.parametrize("kind", ["gzip", "parquet", "arrow file", "arrow stream"])
+@pytest.mark.parametrize("kind", ["gzip", "zstd", "parquet", "arrow file", "arrow stream"])
 def test_file_cut_short_is_refused(tmp_path, kind):
     path = write([{"input_ids": list(range(99))}] * 200, tmp_path / "t", kind)
     path.write_bytes(path.read_bytes()[:-20] if kind != "arrow stream" else path.read_bytes()[:-500])
@@ -123,3 +125,11 @@ def test_saved_dataset_that_is_not_whole_is_refused(tmp_path, files, said):
         (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=said):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["zstd", "parquet"])
+def test_file_that_needs_pyarrow_says_so(tmp_path, monkeypatch, kind):
+    path = write([{"text": "a"}], tmp_path / "t", kind)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"pip install 'lengthwise\[data\]'"):
+        load(path)

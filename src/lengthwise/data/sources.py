@@ -21,7 +21,16 @@ from typing import TYPE_CHECKING, cast
 from lengthwise.core.errors import DataError
 from lengthwise.core.names import counted
 from lengthwise.data.rows import Row, RowParser, decode_utf8
-from lengthwise.data.tables import ARROW_FILE, ARROW_STREAM, PARQUET, is_saved_dataset, read_table, saved_files
+from lengthwise.data.tables import (
+    ARROW_FILE,
+    ARROW_STREAM,
+    PARQUET,
+    ZSTANDARD,
+    is_saved_dataset,
+    read_table,
+    saved_files,
+    unpacked,
+)
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
@@ -37,10 +46,10 @@ _KINDS = {
     ARROW_FILE: ("Arrow", "name it as a source of its own."),
     ARROW_STREAM: ("Arrow", "name it as a source of its own."),
     _GZIP: ("gzip", "gunzip"),
-    b"\x28\xb5\x2f\xfd": ("Zstandard", "unzstd"),
+    ZSTANDARD: ("Zstandard", "unzstd"),
     b"PK\x03\x04": ("zip", "unzip"),
 }
-_OF_ROWS = frozenset((PARQUET, ARROW_FILE, ARROW_STREAM, _GZIP))
+_OF_ROWS = frozenset((PARQUET, ARROW_FILE, ARROW_STREAM, _GZIP, ZSTANDARD))
 # Rows of training data in a .json file: one of these among the first keys of an object, alone or first of an array.
 _ROWS_OF_JSON = re.compile(rb'\s*(\[\s*)?\{[^{}\[\]]*"(text|input_ids|messages|conversations|prompt|instruction)"\s*:')
 
@@ -172,7 +181,7 @@ def _read_lines(path: Path, parser: RowParser, report: Report) -> Iterator[Row]:
 def _opened(path: Path, *, rows: bool = False) -> Iterator[BufferedReader]:
     """Open a regular file to read it whole; DataError for what the system refuses, and for a change meanwhile.
 
-    `rows`: tables are taken too, and gzip is read as what is in it.
+    `rows`: tables are taken too, and gzip and Zstandard are read as what is in them.
     """
     shown = _printable(str(path))
     try:
@@ -188,6 +197,9 @@ def _opened(path: Path, *, rows: bool = False) -> Iterator[BufferedReader]:
             if rows and head.startswith(_GZIP):
                 with gzip.GzipFile(fileobj=file) as packed:
                     yield BufferedReader(cast(RawIOBase, packed))
+            elif rows and head.startswith(ZSTANDARD):
+                with unpacked(file, shown) as lines:
+                    yield lines
             else:
                 yield file
         after = path.stat()

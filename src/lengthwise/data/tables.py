@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from lengthwise.core.errors import DataError
 
+ZSTANDARD = b"\x28\xb5\x2f\xfd"
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 _BATCH = 256  # rows that are plain values at a time
 _STATE = "state.json"  # lists the files of a saved dataset
@@ -51,12 +53,7 @@ def read_table(file: BufferedReader, head: bytes, where: str) -> Iterator[dict[s
 
     Raises DataError where pyarrow is not installed, and for a file that is broken or ends early.
     """
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as parquet
-    except ImportError:
-        remedy = "pip install 'lengthwise[data]'"
-        raise DataError(where, expected="pyarrow, to read this file", got="none installed", remedy=remedy) from None
+    pa, parquet = _import_pyarrow(where)
     count = 0
     try:
         for batch in _batches(pa, parquet, file, head):
@@ -69,6 +66,28 @@ def read_table(file: BufferedReader, head: bytes, where: str) -> Iterator[dict[s
         raise DataError(where, expected="a whole file", got=got, remedy="Write or copy it again.") from None
     if not count:
         raise DataError(where, expected="rows", got="a table of none", remedy="Take it out of {data|`data`}.")
+
+
+@contextmanager
+def unpacked(file: BufferedReader, where: str) -> Iterator[BufferedReader]:
+    """Read an open file of Zstandard as what is in it; DataError without pyarrow, and where it is broken or cut."""
+    pa, _ = _import_pyarrow(where)
+    try:
+        with pa.CompressedInputStream(file, "zstd") as packed:
+            yield BufferedReader(packed)
+    except OSError as error:
+        got = " ".join(str(error).split())[:200]
+        raise DataError(where, expected="a whole file of Zstandard", got=got, remedy="Copy it again.") from None
+
+
+def _import_pyarrow(where: str) -> tuple[Any, Any]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as parquet
+    except ImportError:
+        remedy = "pip install 'lengthwise[data]'"
+        raise DataError(where, expected="pyarrow, to read this file", got="none installed", remedy=remedy) from None
+    return pa, parquet
 
 
 def _batches(pa: Any, parquet: Any, file: BufferedReader, head: bytes) -> Iterator[Any]:
