@@ -67,10 +67,13 @@ def test_flexsp_finds_the_best_groups_of_one_micro_batch(tokens: list[int], cost
 
 
 def test_flexsp_gives_a_long_sequence_a_wide_group_beside_narrow_ones() -> None:
-    plan = _plan([40, 10, 10, 10, 10], 8, 10, Cost(linear_seconds=1.0, ring_seconds=5.0))
+    cost = Cost(linear_seconds=1.0, ring_seconds=5.0)
+    plan = _plan([40, 10, 10, 10, 10], 8, 10, cost)
     (microbatch,) = plan.microbatches
     assert [(piece.degree, piece.sequences) for piece in microbatch.pieces[:1]] == [(4, (0,))]
-    assert sorted(piece.degree for piece in microbatch.pieces) == [1, 1, 1, 1, 4]
+    assert len(microbatch.pieces) > 1
+    assert max(piece.degree for piece in microbatch.pieces[1:]) < 4
+    assert score(plan, cost).makespan_seconds == 40 / 4 + 3 * 40 * 5 / 4  # of the long sequence: the others end earlier
 
 
 def test_equal_runs_have_the_least_largest_sum() -> None:

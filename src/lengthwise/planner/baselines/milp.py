@@ -71,9 +71,8 @@ class Program:
                 got="no package highspy",
                 remedy="pip install 'lengthwise[bench]'",
             ) from None
-        solver = highspy.Highs()
+        solver = _quiet_solver(highspy)
         for name, value in (
-            ("output_flag", False),
             ("threads", 1),
             ("random_seed", 0),
             ("mip_rel_gap", relative_gap),
@@ -107,3 +106,15 @@ class Program:
         matrix.index_ = np.array([number for _, terms, _ in self._rows for number in terms], dtype=np.int32)
         matrix.value_ = np.array([value for _, terms, _ in self._rows for value in terms.values()])
         return model
+
+
+def _quiet_solver(highspy: Any) -> Any:
+    class Solver(highspy.Highs):
+        # The constructor's call of it prints a banner from 1.16 on.
+        def enableCallbacks(self) -> None:  # noqa: N802
+            self.setOptionValue("output_flag", False)
+            super().enableCallbacks()
+
+    solver = Solver()
+    solver.setOptionValue("output_flag", False)  # the constructor of earlier versions calls nothing
+    return solver
