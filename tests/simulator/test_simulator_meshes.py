@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from math import inf
 
 import pytest
 
@@ -9,11 +10,13 @@ from lengthwise.core.errors import ConfigError, LengthwiseError
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
+from lengthwise.planner import plan_step
 from lengthwise.simulator import (
     Mesh,
     MeshQuestion,
     best_mesh,
     best_meshes,
+    mesh_search,
     on_one_mesh,
     stages_to_try,
     tensors_to_try,
@@ -47,6 +50,34 @@ def test_search_ends_no_later_than_every_mesh(planner: str, devices: int) -> Non
         if other.trains:
             assert found.today.result.mean_seconds <= 1.01 * other.result.mean_seconds, mesh
     assert found.tried <= 28
+
+
+@pytest.mark.parametrize("devices", [16, 64])
+@pytest.mark.parametrize("planner", ["static", "single-degree", "power-of-two", "lengthwise"])
+def test_kinds_that_end_far_later_on_the_batch_of_most_work_are_none_that_others_take(
+    monkeypatch, planner: str, devices: int
+) -> None:
+    batches = [draw_lengths("github", 2**18, seed, 2**16) for seed in range(4)]
+    tensors = tensors_to_try(SHAPE, HARDWARE, devices)
+    question = replace(QUESTION, devices=devices, tensors=tensors, kinds=RECOMPUTE_KINDS)
+    planned: list[int] = []
+    found = []
+    for far in (mesh_search._FAR, inf):
+        monkeypatch.setattr(mesh_search, "_FAR", far)
+        counted = 0
+
+        def plan(*arguments):
+            nonlocal counted
+            counted += 1
+            return plan_step(*arguments)
+
+        monkeypatch.setattr(mesh_search, "plan_step", plan)
+        found.append(best_mesh(planner, batches, question))
+        planned.append(counted)
+    assert found[0].any_mesh is not None
+    assert found[1].any_mesh is not None
+    assert found[0].any_mesh.result.steps == found[1].any_mesh.result.steps
+    assert planned[0] <= planned[1]
 
 
 @pytest.mark.parametrize("planner", ["static", "bytescale", "lengthwise"])

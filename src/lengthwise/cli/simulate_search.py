@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lengthwise.simulator import Best, Mesh, MeshQuestion
 
 _TOLD_EVERY_SECONDS = 0.2
+_SLOW = ("lengthwise", "bytescale", "single-degree")
 
 
 def search_meshes(
@@ -57,8 +58,8 @@ def _searched_in_processes(
         workers, mp_context=context, initializer=_start_worker, initargs=(told, batches, question, os.getpid())
     )
     try:
-        # Those named first are quick: they fill up the end.
-        searches = {pool.submit(_search_and_tell, planner): planner for planner in reversed(planners)}
+        slowest_first = [*filter(planners.__contains__, _SLOW), *(each for each in planners if each not in _SLOW)]
+        searches = {pool.submit(_search_and_tell, planner): planner for planner in slowest_first}
         waiting = set(searches)
         with progress.status("planning") as status:
             while waiting:

@@ -11,7 +11,7 @@ from lengthwise.planner.problem.bounds import bound_seconds
 from lengthwise.planner.problem.choices import split_heads
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import Score, score
-from lengthwise.planner.recomputation import arithmetic_seconds, plan_recomputed
+from lengthwise.planner.recomputation import PlanStep, arithmetic_seconds, plan_recomputed
 from lengthwise.planner.registry import CUTTING_PLANNERS, PLANNERS, planner_names, register_planner
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "PLANNING_SHARE",
     "PlanOptions",
     "PlanRequest",
+    "PlanStep",
     "Score",
     "arithmetic_seconds",
     "bound_seconds",

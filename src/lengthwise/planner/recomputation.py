@@ -8,9 +8,10 @@ all ranks, takes as long as the best plan before it is not planned.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
+from typing import TypeAlias
 
 import numpy as np
 
@@ -21,9 +22,17 @@ from lengthwise.cost import Choices, Cost
 from lengthwise.planner.api import plan_step
 from lengthwise.planner.options import DEFAULT, PlanOptions
 
+PlanStep: TypeAlias = Callable[[Sequence[int], Cluster, Cost, PlanOptions], Plan]
+
 
 def plan_recomputed(
-    tokens: Sequence[int], ranks: int, cost: Cost, capacities: Mapping[str, int], options: PlanOptions = DEFAULT
+    tokens: Sequence[int],
+    ranks: int,
+    cost: Cost,
+    capacities: Mapping[str, int],
+    options: PlanOptions = DEFAULT,
+    *,
+    plan_each: PlanStep = plan_step,
 ) -> Plan:
     """Plan one step with the kind of recomputation that ends first.
 
@@ -33,6 +42,7 @@ def plan_recomputed(
         cost: what work takes.
         capacities: tokens that a rank holds, for each kind of recomputation to try.
         options: for `plan_step`; their own `recompute` does not count.
+        plan_each: what plans with one kind, for who keeps plans.
 
     Raises:
         ConfigError: as `plan_step` does.
@@ -47,7 +57,7 @@ def plan_recomputed(
             continue
         cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
         try:
-            plan = plan_step(tokens, cluster, cost, replace(options, recompute=kind))
+            plan = plan_each(tokens, cluster, cost, replace(options, recompute=kind))
         except PlanError as error:
             refused[kind] = error
             continue

@@ -2,15 +2,13 @@
 
 from lengthwise.simulator.gains import MODEL_ERROR, Gain, gain_over, gain_text
 from lengthwise.simulator.loading import LOADERS, loading_seconds, waits_seconds
+from lengthwise.simulator.mesh_search import best_mesh, best_meshes, refuse_unheld
 from lengthwise.simulator.meshes import (
     Best,
     Found,
     Mesh,
     MeshQuestion,
-    best_mesh,
-    best_meshes,
     on_one_mesh,
-    refuse_unheld,
     stages_to_try,
     tensors_to_try,
 )

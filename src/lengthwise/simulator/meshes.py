@@ -1,35 +1,23 @@
-"""The best mesh of each planner, searched alike for all: what a competent user would have found by trying.
+"""The meshes that a planner may be given, what is asked of them, and what was found on one.
 
 A mesh is how many devices make a rank (tensor x pipeline stages) and how many tokens a rank may hold; each planner
-chooses context parallelism, heads, offload and recomputation within it. For each planner, on the batch of most work:
-
-1. every number of tensor-parallel devices that memory allows, ranks holding all that fits, then half of it and so on,
-   until two in a row end no sooner;
-2. from the best, twice the stages, while that ends sooner.
-
-Those within 3 % of the best, two at most, run all batches; the least mean is taken. A mesh whose arithmetic alone takes
-longer than the best so far is not planned. Cost: three to thirty plans a planner.
+chooses context parallelism, heads, offload and recomputation within it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from math import inf
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.cost import STEP_TOKENS, Cost, Hardware, all_terms_cost, recompute_capacities, step_memory
-from lengthwise.planner import PLANNING_SHARE, PlanOptions, arithmetic_seconds
+from lengthwise.planner import PLANNING_SHARE, PlanOptions, PlanStep, plan_step
 from lengthwise.program import trains
-from lengthwise.simulator.study import PlannerResult, Setting, TooLarge, compare_planners, ideal_seconds
+from lengthwise.simulator.study import PlannerResult, Setting, compare_planners
 
-_NEAR = 1.03  # of the best on one batch: run on all
-_MOST_NEAR = 2  # of them
-_PATIENCE = 2  # halvings in a row that may end no sooner
 _MOST_STAGES = 8
-_LEAST_SHARE = 1 / 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,15 +194,22 @@ class Best:
 
 
 def found_on(
-    mesh: Mesh, setting: Setting, planner: str, batches: Sequence[Sequence[int]], question: MeshQuestion
+    mesh: Mesh,
+    setting: Setting,
+    planner: str,
+    batches: Sequence[Sequence[int]],
+    question: MeshQuestion,
+    plan_each: PlanStep = plan_step,
 ) -> Found:
-    """Run batches of one planner on one mesh, whose setting it is.
+    """Run batches of one planner on one mesh, whose setting it is; `plan_each`: as for `plan_recomputed`.
 
     Raises:
         LengthwiseError: of `plan_step`.
     """
     options = question.options(mesh)
-    (result,) = compare_planners([planner], batches, setting, progress=lambda *_: None, options=options)
+    (result,) = compare_planners(
+        [planner], batches, setting, progress=lambda *_: None, options=options, plan_each=plan_each
+    )
     features = frozenset[str]().union(*(step.features for step in result.steps))
     runs = trains(features, devices=mesh.devices, loader=question.loader)
     return Found(planner=planner, mesh=mesh, setting=setting, result=result, trains=runs)
@@ -227,167 +222,3 @@ def on_one_mesh(mesh: Mesh, planner: str, batches: Sequence[Sequence[int]], ques
     except (ConfigError, PlanError) as error:
         return Best(planner=planner, today=None, any_mesh=None, tried=1, refusal=error)
     return Best(planner=planner, today=found if found.trains else None, any_mesh=found, tried=1)
-
-
-def _say_nothing(planner: str, mesh: Mesh, tried: int) -> None:
-    """Report no progress."""
-
-
-def best_mesh(
-    planner: str,
-    batches: Sequence[Sequence[int]],
-    question: MeshQuestion,
-    *,
-    progress: Callable[[str, Mesh, int], None] = _say_nothing,
-) -> Best:
-    """Search the best mesh of one planner; before each plan, call `progress` with how many were tried before."""
-    search = _Search(planner=planner, batches=batches, question=question, progress=progress)
-    narrow = question.trained_today()
-    both = [] if narrow is None else [search.best(narrow)]
-    refusal_today = search.refusal
-    both.append(search.best(question))
-    found = sorted((each for each in both if each is not None), key=lambda each: each.result.mean_seconds)
-    return Best(
-        planner=planner,
-        today=next((each for each in found if each.trains), None),
-        any_mesh=next(iter(found), None),
-        tried=search.tried,
-        refusal=search.refusal,
-        refusal_today=refusal_today,
-    )
-
-
-def refuse_unheld(found: Sequence[Best]) -> None:
-    """Raise the LengthwiseError of the last planner where none has a mesh that holds the sequences."""
-    if all(each.any_mesh is None for each in found):
-        refusal = found[-1].refusal
-        assert refusal is not None, "a planner without a mesh was refused one"
-        raise refusal
-
-
-def best_meshes(
-    planners: Sequence[str],
-    batches: Sequence[Sequence[int]],
-    question: MeshQuestion,
-    *,
-    progress: Callable[[str, Mesh, int], None] = _say_nothing,
-) -> list[Best]:
-    """Do `best_mesh` for each planner.
-
-    Raises:
-        LengthwiseError: no planner has a mesh that holds these sequences.
-    """
-    found = [best_mesh(planner, batches, question, progress=progress) for planner in planners]
-    refuse_unheld(found)
-    return found
-
-
-@dataclass(slots=True, kw_only=True)
-class _Search:
-    """The tries of one planner; each mesh is planned once, whoever asks for it."""
-
-    planner: str
-    batches: Sequence[Sequence[int]]
-    question: MeshQuestion
-    progress: Callable[[str, Mesh, int], None]
-    first: dict[Mesh, Found] = field(default_factory=dict)  # on the batch of most work
-    finished: dict[Mesh, Found] = field(default_factory=dict)
-    left_out: set[Mesh] = field(default_factory=set)  # refused, or their arithmetic takes longer than another step
-    too_large: set[Mesh] = field(default_factory=set)  # of these: with less room, ranks are given less
-    refusal: LengthwiseError | None = None
-    tried: int = 0
-
-    def best(self, question: MeshQuestion) -> Found | None:
-        """Return the best of a question's meshes and of those tried before; None: none holds the sequences."""
-        self._walk(question)
-        ordered = sorted(self.first, key=self._seconds)
-        near = [mesh for mesh in ordered[:_MOST_NEAR] if self._seconds(mesh) <= _NEAR * self._seconds(ordered[0])]
-        return min(map(self._finish, near), key=lambda each: each.result.mean_seconds, default=None)
-
-    def _seconds(self, mesh: Mesh) -> float:
-        """Return what the batch of most work takes on a mesh; inf where it was not planned."""
-        return self.first[mesh].result.mean_seconds if mesh in self.first else inf
-
-    def _walk(self, question: MeshQuestion) -> None:
-        """Try meshes in the order of the module's list."""
-        for stages in question.stages:
-            for tensor in question.tensors:
-                if question.devices % (tensor * stages) == 0:
-                    whole = Mesh(tensor=tensor, stages=stages, heads=question.heads, offload=question.offload)
-                    self._halve(whole, question)
-            if self.first:
-                break
-        best = min(self.first, key=self._seconds, default=None)
-        while best is not None:
-            more = replace(best, stages=2 * best.stages)
-            is_within = more.stages <= question.stages[-1] and question.devices % more.devices == 0
-            if is_within:
-                self._try(more)
-            best = more if is_within and self._seconds(more) < self._seconds(best) else None
-
-    def _halve(self, mesh: Mesh, question: MeshQuestion) -> None:
-        """Try a mesh, and smaller capacities until so many in a row end no sooner, not counting the too large."""
-        least, waited = inf, 0
-        while waited < _PATIENCE and mesh.capacity_share >= _LEAST_SHARE:
-            self._try(mesh)
-            if question.capacity_tokens is not None:
-                return
-            if mesh in self.first:
-                waited = 0 if self._seconds(mesh) < least else waited + 1
-                least = min(least, self._seconds(mesh))
-            elif mesh not in self.too_large:
-                return  # arithmetic takes too long, or a rank holds too little: with less room it does, too
-            mesh = replace(mesh, capacity_share=mesh.capacity_share / 2)
-
-    def _try(self, mesh: Mesh) -> None:
-        """Run the batch of most work on a mesh, unless its arithmetic takes longer or some batch cannot be held."""
-        if mesh in self.first or mesh in self.left_out:
-            return
-        try:
-            setting = self.question.setting(mesh)
-            heaviest = max(self.batches, key=lambda tokens: ideal_seconds(tokens, setting))
-            longest = max(map(max, self.batches))
-            kinds = _worth_planning(heaviest, longest, setting, mesh, min(map(self._seconds, self.first), default=inf))
-            if not kinds:
-                self.left_out.add(mesh)
-                return
-            self.progress(self.planner, mesh, self.tried)
-            self.tried += 1
-            worth = replace(setting, capacities=kinds)
-            if longest > max(heaviest):
-                found_on(mesh, setting, self.planner, [[longest]], self.question)  # refused where it is not held
-            self.first[mesh] = found_on(mesh, worth, self.planner, [heaviest], self.question)
-        except (ConfigError, PlanError) as error:
-            self.left_out.add(mesh)
-            self.too_large |= {mesh} if isinstance(error, TooLarge) else set()
-            if not isinstance(self.refusal, TooLarge):
-                self.refusal = error
-
-    def _finish(self, mesh: Mesh) -> Found:
-        """Run all batches on a mesh that was tried."""
-        if len(self.batches) == 1:
-            return self.first[mesh]
-        if mesh not in self.finished:
-            self.progress(self.planner, mesh, self.tried)
-            setting = self.question.setting(mesh)
-            self.finished[mesh] = found_on(mesh, setting, self.planner, self.batches, self.question)
-        return self.finished[mesh]
-
-
-def _worth_planning(
-    tokens: Sequence[int], longest_tokens: int, setting: Setting, mesh: Mesh, least: float
-) -> dict[str, int]:
-    """Return the capacities of those kinds whose arithmetic, spread evenly, takes less than the best so far.
-
-    A kind that cannot hold the longest of all sequences is left out, unless none can: for the planner to refuse.
-    """
-    capacities = setting.capacities or {}
-    holding = {
-        kind: held for kind, held in capacities.items()
-        if mesh.offload != "off" or setting.cluster.ranks * held >= longest_tokens
-    }  # fmt: skip
-    return {
-        kind: held
-        for kind, held in (holding or capacities).items()
-        if arithmetic_seconds(tokens, setting.cost, kind) < least * setting.cluster.ranks
-    }

@@ -18,7 +18,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.timeline import Timeline
 from lengthwise.cost import Cost, Hardware, analytic_cost, microbatches_kept, step_flops, step_memory
-from lengthwise.planner import PlanOptions, plan_recomputed
+from lengthwise.planner import PlanOptions, PlanStep, plan_recomputed, plan_step
 from lengthwise.program import features_of
 from lengthwise.simulator.loading import loading_seconds, waits_seconds
 from lengthwise.simulator.step import simulate_plan
@@ -132,17 +132,19 @@ def compare_planners(
     *,
     progress: Callable[[str, int], None],
     options: PlanOptions = _DEFAULT,
+    plan_each: PlanStep = plan_step,
 ) -> list[PlannerResult]:
     """Plan and simulate every batch, the lengths of a step, with every planner; before each, call `progress`.
 
-    `options` are the same for all planners; planner, layers and context are those of this comparison.
+    `options` are the same for all planners; planner, layers and context are those of this comparison. `plan_each`: as
+    for `plan_recomputed`.
 
     Raises:
         LengthwiseError: of `plan_step`; sequences longer than the context or than the cluster holds are named.
     """
     results = []
     for planner in planners:
-        simulated = _simulate(planner, batches, setting, options, partial(progress, planner))
+        simulated = _simulate(planner, batches, setting, options, partial(progress, planner), plan_each)
         results.append(
             PlannerResult(
                 planner=planner,
@@ -161,6 +163,7 @@ def _simulate(
     setting: Setting,
     options: PlanOptions,
     progress: Callable[[int], None],
+    plan_each: PlanStep,
 ) -> list[tuple[Plan, Timeline]]:
     """Plan and simulate every batch, each after the one before it has been computed and its own data loaded."""
     plans, timelines = [], []
@@ -172,7 +175,7 @@ def _simulate(
             layers=setting.shape.layers,
             context_tokens=max(setting.context_tokens, *tokens) if planner == "static" else None,
         )
-        plan, timeline = _simulate_step(tokens, setting, of_step)
+        plan, timeline = _simulate_step(tokens, setting, of_step, plan_each)
         plans.append(plan)
         timelines.append(timeline)
     loads = [
@@ -192,7 +195,9 @@ def _simulate(
     return list(zip(plans, delayed, strict=True))
 
 
-def _simulate_step(tokens: Sequence[int], setting: Setting, options: PlanOptions) -> tuple[Plan, Timeline]:
+def _simulate_step(
+    tokens: Sequence[int], setting: Setting, options: PlanOptions, plan_each: PlanStep
+) -> tuple[Plan, Timeline]:
     """Plan and simulate one batch; where plans must fit and this one does not, the better of two that might.
 
     What a layer computes again cannot be offloaded, which the capacities that planners are given do not know: where a
@@ -205,7 +210,7 @@ def _simulate_step(tokens: Sequence[int], setting: Setting, options: PlanOptions
     capacities = dict(setting.capacities or {"none": setting.cluster.capacity_tokens})
 
     def simulated(kinds: Mapping[str, int], with_options: PlanOptions) -> tuple[Plan, Timeline]:
-        plan = plan_recomputed(tokens, setting.cluster.ranks, setting.cost, kinds, with_options)
+        plan = plan_recomputed(tokens, setting.cluster.ranks, setting.cost, kinds, with_options, plan_each=plan_each)
         return plan, simulate_plan(plan, setting.cost)
 
     first = simulated(capacities, options)

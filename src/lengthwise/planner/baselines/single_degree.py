@@ -27,7 +27,6 @@ from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program.ring_order import interval_microbatch
 
 PACKED_DP = "packed-dp"
-_STRIDE = 1.05  # between degrees at which all sequences are priced together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +40,8 @@ class SingleDegree:
 
 def plan_single_degree(request: PlanRequest) -> list[Microbatch]:
     """Plan one step with all sequences cut by the degree that ends first."""
-    cluster = request.cluster
-    least = int(request.fewest_degrees.max())
-    waiting = [(bound, degree, False) for degree, bound in _rough_bounds(request, least).items()]
+    degrees = _degrees(request)
+    waiting = [(bound, degree, False) for degree, bound in _rough_bounds(request, degrees).items()]
     heapq.heapify(waiting)
     best: SingleDegree | None = None
     while waiting:
@@ -56,7 +54,7 @@ def plan_single_degree(request: PlanRequest) -> list[Microbatch]:
         tried = schedule_at(request, degree)
         if best is None or (tried.makespan_seconds, degree) < (best.makespan_seconds, best.degree):
             best = tried
-    assert best is not None, f"no degree from {least} to {cluster.ranks} was tried"
+    assert best is not None, f"no degree of {degrees} was tried"
     return [interval_microbatch(group * best.degree, best.degree, pack) for group, pack in best.packs]
 
 
@@ -83,21 +81,20 @@ def least_seconds(request: PlanRequest, degree: int) -> float:
     return _bound_from(request, degree, _seconds_together(request, degree))
 
 
-def _rough_bounds(request: PlanRequest, least: int) -> dict[int, float]:
-    """Bound the makespan at each degree from below, a little less closely, from what all take at a few degrees.
+def _degrees(request: PlanRequest) -> range:
+    """Return the degrees to try: those that hold the longest sequence.
 
-    Over more ranks a piece takes no less of their time together: blocks shrink, more is passed on. Not so where it
-    comes within reach of a quicker link or of another split of heads; there every degree is asked.
+    Where costs offer offload, those that need it: the others are tried with costs that offer none (`choice_variants`).
     """
-    cost = request.cost
-    stride = 1.0 if cost.choices.splits_heads else _STRIDE
-    bounds: dict[int, float] = {}
-    asked, together = 0, 0.0
-    for degree in range(least, request.cluster.ranks + 1):
-        if asked <= cost.ranks_per_node or degree >= asked * stride:
-            asked, together = degree, degree * _seconds_together(request, degree)
-        bounds[degree] = _bound_from(request, degree, together / degree)
-    return bounds
+    least, ranks = int(request.fewest_degrees.max()), request.cluster.ranks
+    without = -(-max(request.tokens) // request.cluster.capacity_tokens)
+    return range(least, without if least < without <= ranks else ranks + 1)
+
+
+def _rough_bounds(request: PlanRequest, degrees: range) -> dict[int, float]:
+    """Bound the makespan at each degree from below by arithmetic alone, in blocks as large as can be."""
+    alone = float(request.cost.compute_seconds(request.lengths).sum())
+    return {d: _bound_from(request, d, alone / d) for d in degrees}
 
 
 def _seconds_together(request: PlanRequest, degree: int) -> float:

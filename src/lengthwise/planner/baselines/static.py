@@ -10,8 +10,8 @@ Costs sequences x packs. docs/decisions/baselines-in-their-favour.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -38,7 +38,15 @@ def plan_static(request: PlanRequest) -> list[Microbatch]:
     sizes = (cp for cluster in (*holding, clusters[-1]) for cp in context_parallel_degrees(cluster, context))
     held = request.cluster.capacity_tokens  # a pack up to the context costs more launches, but more packs deal evenly
     rooms = {(cp, room): None for cp in sizes for room in (cp * held, min(cp * held, context))}
-    return min((_plan_on(request, cp, room) for cp, room in rooms), key=lambda plan: plan[0])[1]
+    best: tuple[float, list[Microbatch]] | None = None
+    for cp, room in rooms:
+        cost = request.cost
+        least = cost.fixed_seconds + cost.piece_seconds([max(request.tokens)], cp)  # of the pack that it is in
+        if best is None or least < best[0]:
+            planned = _plan_on(request, cp, room)
+            best = planned if best is None or planned[0] < best[0] else best
+    assert best is not None, "no group size was tried"
+    return best[1]
 
 
 def context_parallel_degrees(cluster: Cluster, context_tokens: int) -> tuple[int, ...]:
@@ -92,7 +100,8 @@ def _context_tokens(request: PlanRequest) -> int:
     return context
 
 
-def _pack_in_order(tokens: Sequence[int], cp: int, capacity_tokens: int, room_tokens: int) -> list[list[int]]:
+@lru_cache(maxsize=64)  # costs do not decide it: it is asked again for each of their choices
+def _pack_in_order(tokens: tuple[int, ...], cp: int, capacity_tokens: int, room_tokens: int) -> list[list[int]]:
     """Put each sequence into the first pack with room, in data order.
 
     Room is counted in the tokens that each position really holds: a cut sequence may leave one more than its share
@@ -106,15 +115,17 @@ def _pack_in_order(tokens: Sequence[int], cp: int, capacity_tokens: int, room_to
             packs.append(_Pack(cp, capacity_tokens))
             packs[-1].put(i, length)
             continue
-        for number in np.flatnonzero(room[: len(packs) + 1] >= length).tolist():
+        number = 0
+        while True:
+            number += int((room[number : len(packs) + 1] >= length).argmax())  # the last one, not begun, has room
             if number == len(packs):
                 packs.append(_Pack(cp, capacity_tokens))
+                assert packs[-1].has_room(length), f"sequence {i} of {length} tokens over {cp} x {capacity_tokens}"
             if packs[number].has_room(length):
-                packs[number].put(i, length)
-                room[number] -= length
                 break
-        else:
-            raise AssertionError(f"no pack for sequence {i} of {length} tokens over {cp} x {capacity_tokens}")
+            number += 1
+        packs[number].put(i, length)
+        room[number] -= length
     return [pack.sequences for pack in packs]
 
 
