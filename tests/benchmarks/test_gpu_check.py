@@ -48,6 +48,7 @@ class Forked:
 
     @staticmethod
     def _become(command, log, environment):
+        torch.set_num_threads(1)  # before it has threads: the first two would mend the forked thread pool at once
         os.setsid()
         for number in (1, 2):
             os.dup2(log, number)
