@@ -183,6 +183,7 @@ class Command:
     def _become(self, arguments, prepare, stdout, environment):
         status = 99
         try:
+            torch.set_num_threads(1)  # before it has threads: the first two would mend the forked thread pool at once
             os.setsid()
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.dup2(self._files[0] if stdout is None else stdout, 1)
