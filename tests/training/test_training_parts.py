@@ -1,4 +1,4 @@
-"""The parts of the engine that can be tried without training: schedule, batches, slices, metrics, the run's folder."""
+"""The parts of the engine that can be tried without training: batches, slices, metrics, the run's folder."""
 
 import os
 import signal
@@ -7,45 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Microbatch, Piece
-from lengthwise.engine.optimizer import learning_rate
 from lengthwise.training.launch import StatusBoard, StopRequest
 from lengthwise.training.metrics import StepMetrics
 from lengthwise.training.verify import VerifyReport
 from support import make_plan
-
-SCHEDULES = ("constant", "linear", "cosine")
-
-
-@given(
-    st.sampled_from(SCHEDULES), st.integers(1, 300), st.integers(0, 400), st.floats(1e-6, 10.0), st.data()
-)  # fmt: skip
-def test_learning_rate_warms_up_by_the_formula_and_never_passes_the_peak(schedule, num_steps, warmup, peak, data):
-    step = data.draw(st.integers(1, num_steps))
-    lr = learning_rate(OptimizerConfig(lr=peak, schedule=schedule, warmup_steps=warmup), step, num_steps)
-    assert 0 < lr <= peak
-    if schedule == "constant" or step <= warmup:
-        assert lr == pytest.approx(peak * (min(1, step / warmup) if warmup else 1))
-
-
-@given(st.sampled_from(SCHEDULES), st.integers(2, 300), st.integers(0, 50))
-def test_learning_rate_never_rises_after_warm_up(schedule, num_steps, warmup):
-    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=warmup)
-    lrs = [learning_rate(config, step, num_steps) for step in range(1, num_steps + 1)]
-    after = lrs[max(0, warmup - 1) :]
-    assert after == sorted(after, reverse=True)
-    if after:
-        assert after[0] == pytest.approx(1)
-
-
-def test_learning_rate_by_hand():
-    linear, cosine = (
-        [learning_rate(OptimizerConfig(lr=8.0, schedule=schedule), step, 4) for step in range(1, 5)]
-        for schedule in ("linear", "cosine")
-    )
-    assert linear == [8, 6, 4, 2]
-    assert cosine == pytest.approx([8, 8 * (0.5 + 0.5**1.5), 4, 8 * (0.5 - 0.5**1.5)])
 
 
 def test_step_metrics_by_hand():

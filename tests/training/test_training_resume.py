@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.optimization import get_scheduler
 
 import lengthwise
 from lengthwise.config import RunConfig
@@ -108,6 +109,30 @@ def test_a_run_that_went_on_is_the_same_to_the_bit(tmp_path, keys):
     assert_equal_runs(tmp_path / "out", wanted)
     if "eval" in keys:
         assert read_lines(tmp_path / "out/eval.jsonl") == read_lines(wanted / "eval.jsonl")
+
+
+def test_learning_rates_are_transformers_right_after_a_resume_too(tmp_path):
+    args = {"num_decay_steps": 3, "decay_type": "1-sqrt", "min_lr_ratio": 0.25}
+    keys = {"lr": 1e-3, "schedule": "warmup_stable_decay", "warmup_steps": 3, "schedule_args": args}
+    path = run_of(tmp_path, optimizer=keys, checkpoint={**EVERY, "every_steps": 1})
+    broken_off(path, 1, after=5)
+    lengthwise.train(path, resume=True)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
+    scheduler, wanted = get_scheduler("warmup_stable_decay", optimizer, 3, 7, scheduler_specific_kwargs=args), []
+    for _ in range(7):
+        wanted += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    assert [row["lr"] for row in read_lines(tmp_path / "out/metrics.jsonl")] == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_schedule_longer_than_the_run_is_refused_with_the_other_problems(tmp_path, capsys):
+    keys = {"schedule": "warmup_stable_decay", "warmup_steps": 3, "schedule_args": {"num_decay_steps": 5}}
+    path = run_of(tmp_path, optimizer=keys, recompute="layer", attention="flash2")
+    assert call("train", path) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "at most the run's 7 steps for warm-up and decay; got 3 and 5" in told
+    assert "flash2" in told
 
 
 @pytest.mark.parametrize("keys", [{"sequences": 3}, {"tokens": 64}], ids=str)

@@ -61,7 +61,7 @@ def test_train_first_loss_and_gradient_norm_equal_plain_hugging_face(tmp_path, p
     ("ranks", "optimizer", "lrs"),
     [
         (1, {"lr": 3e-3, "weight_decay": 0.5}, [3e-3] * 3),
-        (2, {"lr": 3e-3, "weight_decay": 0.5, "warmup_steps": 4}, [0.75e-3, 1.5e-3, 2.25e-3]),
+        (2, {"lr": 3e-3, "weight_decay": 0.5, "warmup_steps": 4}, [0.0, 0.75e-3, 1.5e-3]),
         (3, {"lr": 3e-3, "weight_decay": 0.0, "max_grad_norm": None, "betas": [0.5, 0.8]}, [3e-3] * 3),
         (3, {"lr": 3e-3, "weight_decay": 0.5, "max_grad_norm": 0.1}, [3e-3] * 3),
     ],
@@ -100,7 +100,7 @@ def test_train_learning_rate_warms_up_peaks_and_falls(tmp_path, schedule):
         tmp_path, make_rows([6] * 4), steps=8, optimizer={"lr": 0.01, "schedule": schedule, "warmup_steps": 3}
     )
     lrs = [row["lr"] for row in read_lines(train(path) / "metrics.jsonl")]
-    assert lrs[:3] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01])
+    assert lrs[:3] == pytest.approx([0.0, 0.01 / 3, 0.02 / 3])
     assert lrs[3] == pytest.approx(0.01)
     assert all(later < earlier for earlier, later in itertools.pairwise(lrs[3:]))
     assert 0 <= lrs[-1] < 0.003

@@ -5,8 +5,9 @@ First on the way of the data: whatever a run does is decided by the `RunConfig` 
 
 from lengthwise.config.document import dump_values as _dump_values
 from lengthwise.config.load import build_config, load_config
+from lengthwise.config.optimizer import OptimizerConfig, ScheduleArgs
 from lengthwise.config.schema import MEASURE_AT_START, MEASURE_NOTHING, RunConfig
-from lengthwise.config.sections import DataSource, EvalConfig, GlobalBatch, LoraConfig, OffloadConfig, OptimizerConfig
+from lengthwise.config.sections import DataSource, EvalConfig, GlobalBatch, LoraConfig, OffloadConfig
 
 __all__ = [
     "MEASURE_AT_START",
@@ -18,6 +19,7 @@ __all__ = [
     "OffloadConfig",
     "OptimizerConfig",
     "RunConfig",
+    "ScheduleArgs",
     "build_config",
     "dump_config",
     "load_config",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from lengthwise.config.optimizer import REFUSED_NAMES
 from lengthwise.config.schema import SECTIONS, RunConfig
 from lengthwise.config.settings import Settings
 from lengthwise.core.errors import ConfigError
@@ -42,6 +43,7 @@ _LONGEST = "`data.0.max_tokens` is the longest sequence to take, `capacity_token
 _FOREIGN: Mapping[str, str] = {
     "learning_rate": "Here it is `optimizer.lr`",
     "lr_scheduler_type": "Here it is `optimizer.schedule`",
+    "lr_scheduler_kwargs": "Here it is `optimizer.schedule_args`",
     "num_train_epochs": "Here it is `epochs`",
     "max_steps": "Here it is `steps`",
     "base_model": "Here it is `model`",
@@ -164,6 +166,8 @@ def _help(loc: Sequence[int | str], kind: str, value: object) -> str:
     field = section.model_fields.get(names[-1]) if section and names else None
     text = f"`{names[-1]}`: {field.description}." if field else "Write a mapping of keys."
     if kind == "literal_error" and field and isinstance(value, str):
+        if value in REFUSED_NAMES.get(names[-1], {}):
+            return f"{REFUSED_NAMES[names[-1]][value]}."
         choices = getattr(field.annotation, "__args__", ())
         text = " ".join(filter(None, (did_you_mean(value, map(str, choices)), text)))
     return text

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PlainSerializer, ValidationError, WrapValidator, model_validator
 
+from lengthwise.config.optimizer import OptimizerConfig, ScheduleArgs
 from lengthwise.config.sections import (
     CheckpointConfig,
     DataSource,
@@ -19,7 +20,6 @@ from lengthwise.config.sections import (
     GlobalBatch,
     LoraConfig,
     OffloadConfig,
-    OptimizerConfig,
 )
 from lengthwise.config.settings import PathSetting, Settings, Tokens
 from lengthwise.core.errors import ConfigError
@@ -196,6 +196,7 @@ SECTIONS: Mapping[tuple[str, ...], type[Settings]] = {
     ("eval", "data"): DataSource,
     ("global_batch",): GlobalBatch,
     ("optimizer",): OptimizerConfig,
+    ("optimizer", "schedule_args"): ScheduleArgs,
     ("lora",): LoraConfig,
     ("offload",): OffloadConfig,
     ("checkpoint",): CheckpointConfig,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from lengthwise.config.settings import Fraction, PathSetting, Settings, Tokens
+from lengthwise.config.settings import PathSetting, Settings, Tokens
 from lengthwise.core.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
@@ -130,37 +130,6 @@ class CheckpointConfig(Settings):
     keep_last: int = Field(default=3, ge=1, description="how many are kept, the newest; default 3")
     background: bool = Field(
         default=True, description="true writes a copy while the next steps run; false waits for it; default true"
-    )
-
-
-class OptimizerConfig(Settings):
-    """AdamW and its learning-rate schedule."""
-
-    name: Literal["adamw"] = Field(default="adamw", description="the optimizer; adamw is the only one; default adamw")
-    lr: float = Field(default=3e-4, ge=0, description="peak learning rate, per step; default 3e-4")
-    betas: tuple[Fraction, Fraction] = Field(
-        default=(0.9, 0.95),
-        strict=False,
-        description="a list of two: decay of the first and second moment, each from 0 to below 1; default [0.9, 0.95]",
-    )
-    eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment; default 1e-8")
-    weight_decay: float = Field(
-        default=0.1, ge=0, description="decay times lr a step, on parameters of 2 or more dimensions; default 0.1"
-    )
-    max_grad_norm: float | None = Field(
-        default=1.0, gt=0, description="the global norm gradients are clipped to; null leaves them; default 1.0"
-    )
-    fused: bool | None = Field(
-        default=None,
-        description="the whole update in one kernel, which clips, too; rounds otherwise; default null: on GPUs only",
-    )
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant",
-        description="the learning rate after warm-up: constant, or linear or cosine towards 0 after the last step; "
-        "default constant",
-    )
-    warmup_steps: int = Field(
-        default=0, ge=0, description="steps over which the learning rate grows from 0; default 0 (none)"
     )
 
 

@@ -1,4 +1,4 @@
-"""AdamW on this rank's shards of the master weights, with the gradient clipped by its norm; its learning rate.
+"""AdamW on this rank's shards of the master weights, with the gradient clipped by its norm.
 
 The norm goes over the shards in parts, a 64th of them at a time, so that what it needs beside them is small. So does
 the update, or it is fused: one kernel for all of a shard, which clips, too, and needs nothing beside it.
@@ -6,7 +6,6 @@ the update, or it is fused: one kernel for all of a shard, which clips, too, and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -154,17 +153,3 @@ def step_end_bytes(parameters: Parameters) -> int:
     part = min(part_of(entries), max(map(len, weights), default=0))
     wide = weights[0].element_size() if weights else 0
     return max(2 * 8 * part, 2 * wide * part, parameters.publish_bytes())
-
-
-def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """Return the learning rate of `step`, counted from 1.
-
-    Warm-up multiplies by min(1, step / warmup_steps). After it, linear and cosine fall from the peak towards 0, which
-    they would reach one step after the last: no step of a run has learning rate 0.
-    """
-    warmup = min(1.0, step / config.warmup_steps) if config.warmup_steps else 1.0
-    if config.schedule == "constant":
-        return config.lr * warmup
-    progress = max(0, step - 1 - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
-    remaining = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return config.lr * warmup * remaining

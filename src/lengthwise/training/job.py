@@ -19,6 +19,7 @@ from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import free_bytes
+from lengthwise.engine.schedule import check_steps
 from lengthwise.models import (
     DTYPES,
     Computing,
@@ -234,6 +235,8 @@ def prepare_job(
             attempt(lambda each=each: check_fits(each, ranks=ranks, capacity_tokens=capacity, cuts=cuts))
         if positions is not None:
             attempt(lambda each=each: check_positions(each, positions=positions))
+    if dataset is not None:
+        attempt(lambda: check_steps(config.optimizer, Batches(dataset, config).num_steps))
     adapters, cost = None, None
     if model:
         adapters = _check_model(config, model, collector, gpus=gpus)

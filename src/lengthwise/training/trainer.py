@@ -28,8 +28,9 @@ from lengthwise.cost.refit import RanStep
 from lengthwise.engine.activations import start_offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_STATE, PeakMemory, reporting_shortage
-from lengthwise.engine.optimizer import ShardedAdamW, learning_rate
+from lengthwise.engine.optimizer import ShardedAdamW
 from lengthwise.engine.parameters import largest_magnitude
+from lengthwise.engine.schedule import learning_rates
 from lengthwise.engine.step import RankResult, run_plan
 from lengthwise.models import DTYPES, choose_model_kernel, has_balance_loss
 from lengthwise.training.building import build_trained
@@ -160,6 +161,7 @@ class _Trainer:
         self._checks_memory = job.config.memory_check if job.config.memory_check is not None else job.gpus > 0
         self._memory = PeakMemory()
         self._num_steps = job.num_steps
+        self._learning_rate = learning_rates(job.config.optimizer, self._num_steps)
         self._new_steps, self._steps = steps, steps(job.batches(after=self._done))
 
     def _leave_if_asked(self, before: str) -> None:
@@ -250,7 +252,7 @@ class _Trainer:
         loss, router_loss = rows[:, 0].sum().item() / batch.loss_tokens, rows[:, 3].sum().item()
         _refuse_infinite("loss", loss, name, batch)
         _refuse_infinite("router loss", router_loss, name, batch)
-        lr = learning_rate(self._job.config.optimizer, number, self._num_steps)
+        lr = self._learning_rate(number)
         with reporting_update(self._transport):
             grad_norm = self._optimizer.reduce()
             _refuse_infinite("norm of the gradient", grad_norm, name, batch)
