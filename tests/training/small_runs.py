@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from lengthwise.cli import main
+from lengthwise.training.callbacks import Callback
 
 torch.set_num_threads(1)
 disable_progress_bar()
@@ -168,6 +169,19 @@ def plain_training(folder, rows, steps, *, dtype, lrs, weight_decay=0.1, max_gra
 
 def relative(got, expected):
     return abs(got - expected) / abs(expected)
+
+
+class Fault(Exception):
+    pass
+
+
+class FailsAfter(Callback):
+    def __init__(self, step):
+        self._step = step
+
+    def on_step(self, step):
+        if step.metrics.step == self._step:
+            raise Fault
 
 
 class Command:

@@ -15,10 +15,10 @@ import lengthwise
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import OutputError
 from lengthwise.training import checkpoints
-from lengthwise.training.callbacks import Callback
 from lengthwise.training.resume import FREE_SETTINGS
 from training.small_runs import (
     Command,
+    FailsAfter,
     call,
     count_lines,
     losses,
@@ -31,19 +31,6 @@ from training.small_runs import (
 PAGE = (Path(__file__).parents[2] / "docs" / "run-file.md").read_text(encoding="utf-8")
 LENGTHS = [30, 12, 5, 60, 1, 2, 33]
 EVERY = {"every_steps": 2, "background": False}
-
-
-class Fault(Exception):
-    pass
-
-
-class FailsAfter(Callback):
-    def __init__(self, step):
-        self._step = step
-
-    def on_step(self, step):
-        if step.metrics.step == self._step:
-            raise Fault
 
 
 def run_of(folder, **keys):

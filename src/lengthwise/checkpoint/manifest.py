@@ -52,7 +52,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A checkpoint after `step` updates.
+    """A checkpoint after `step` steps, `skipped` of them without an update.
 
     dtype: of master weights and moments. ranks: that wrote a file each. borders: of the buckets (`FlatLayout`).
     run: the settings that decide what is trained. data: SHA-256 of the tokens. first_loss, loss: of step 1 and of
@@ -68,6 +68,7 @@ class Manifest:
     dtype: Literal["float32", "float64"]
     first_loss: float
     loss: float
+    skipped: _FromZero = 0
     run: Mapping[str, object]
     data: _Hex
     borders: tuple[_FromZero, ...]

@@ -20,7 +20,7 @@ from lengthwise.report.progress import LiveLine
 if TYPE_CHECKING:
     from lengthwise.config import RunConfig
     from lengthwise.training.job import Job
-    from lengthwise.training.metrics import EvalMetrics, FinishedStep, StepMetrics, TrainResult
+    from lengthwise.training.metrics import EvalMetrics, FinishedStep, NotFinite, StepMetrics, TrainResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +122,9 @@ class PrintedProgress:
                 )
             self._line.close()
 
+    def on_not_finite(self, found: NotFinite) -> None:
+        """Leave it to the note or error that says what follows."""
+
     def on_eval(self, metrics: EvalMetrics) -> None:
         """Show a finished evaluation."""
         tokens = count(metrics.num_tokens)
@@ -188,7 +191,10 @@ def summary(result: TrainResult, *, lora: bool) -> str:
     if result.stopped_by is not None:
         name = signal.Signals(result.stopped_by).name
         lines.append(f"\nstopped by {name} after step {result.steps}; the model is saved")
-    if result.metrics is None:
+    if result.skipped:
+        them = f"what was not finite: {result.folder / 'not_finite.jsonl'}"
+        lines.append(f"{result.skipped} steps made no update, or it was taken back; {them}")
+    if result.num_tokens == 0 and not result.skipped:
         lines.append(f"all {result.steps} steps of this run were done before; the model is saved")
     rate = count(result.num_tokens / result.seconds)
     opened = "peft's PeftModel.from_pretrained on the base model" if lora else "from_pretrained"

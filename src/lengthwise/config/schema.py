@@ -156,6 +156,11 @@ class RunConfig(Settings):
         description="{every_steps: 50}: save what `--resume` goes on from, also after the last step; default null (the "
         "model alone is saved, at the end)",
     )
+    not_finite: Literal["stop", "skip", "roll_back"] = Field(
+        default="stop",
+        description="what follows a loss, gradient or parameter that is NaN or infinite: stop, skip (no update in that "
+        "step) or roll_back (to the newest checkpoint, without the steps since); default stop",
+    )
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="AdamW; every key has a default")
     output: PathSetting = Field(description="the folder this run writes; relative to the run file's folder")
 
@@ -178,6 +183,9 @@ class RunConfig(Settings):
             found.append(
                 ConfigError("steps", expected="at most one of `steps` and `epochs`", got="both", remedy=remedy)
             )
+        if values.get("not_finite") == "roll_back" and values.get("checkpoint") is None:
+            remedy = "Add `checkpoint: {every_steps: 50}`."
+            found.append(ConfigError("not_finite", expected="`checkpoint` beside roll_back", got="none", remedy=remedy))
         return found
 
     @property

@@ -72,7 +72,7 @@ class ShardedAdamW:
         return self._moments
 
     def go_on_from(self, step: int) -> None:
-        """Count steps from `step` on, which a checkpoint was saved after."""
+        """Count updates from `step` on: so many were made before a checkpoint."""
         for state in self._adamw.state.values() if self._adamw is not None else ():
             state["step"].fill_(step)
 

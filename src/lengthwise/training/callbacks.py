@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from lengthwise.core.errors import CallbackError, LengthwiseError
-from lengthwise.training.metrics import EvalMetrics, FinishedStep, TrainResult
+from lengthwise.training.metrics import EvalMetrics, FinishedStep, NotFinite, TrainResult
 
 if TYPE_CHECKING:
     from lengthwise.training.job import Job
@@ -27,6 +27,9 @@ class Callback(Protocol):
 
     def on_step(self, step: FinishedStep) -> None:
         """Hear of a finished step."""
+
+    def on_not_finite(self, found: NotFinite) -> None:
+        """Hear of a loss, gradient or parameter that is NaN or infinite; what follows is told as a note or an error."""
 
     def on_eval(self, metrics: EvalMetrics) -> None:
         """Hear of a finished evaluation."""

@@ -56,6 +56,7 @@ class Checkpoints:
         self._folder = CheckpointFolder(config.output / FOLDER)
         self._step = self._failures = 0  # the step of the one under way; failures in a row
         self._losses = (0.0, 0.0)  # of the first step and of this one
+        self._skipped = 0
         self._thread: threading.Thread | None = None
         self._error: str | None = None
         self._last = time.monotonic()
@@ -81,12 +82,15 @@ class Checkpoints:
             return False
         return asked or (self._asked.every_steps > 0 and step % self._asked.every_steps == 0)
 
-    def save(self, step: int, *, first_loss: float, loss: float) -> None:
-        """Copy this rank's state after `step` and begin to write it; wait for the one before. Collective."""
+    def save(self, step: int, *, first_loss: float, loss: float, skipped: int) -> None:
+        """Copy this rank's state after `step` and begin to write it; wait for the one before. Collective.
+
+        `skipped`: of the steps, those without an update.
+        """
         self.finish()
         self._transport.phase = f"step {step}, checkpoint"
         self._last = time.monotonic()
-        self._step, self._losses, self._error = step, (first_loss, loss), None
+        self._step, self._losses, self._skipped, self._error = step, (first_loss, loss), skipped, None
         if self._transport.rank == 0:
             try:
                 self._folder.begin(step)
@@ -162,6 +166,7 @@ class Checkpoints:
                 dtype=_name(parameters),  # pyright: ignore[reportArgumentType]
                 first_loss=self._losses[0],
                 loss=self._losses[1],
+                skipped=self._skipped,
                 run=run_settings(self._config),
                 data=self._data(),
                 borders=parameters.layout.borders,
@@ -204,7 +209,7 @@ class Checkpoints:
             raise OutputError(str(resume.folder), expected="the files that were written", got=told[0], remedy=remedy)
         layout, names = parameters.layout, parameters.names
         read_state(resume.folder, manifest, layout, names, transport.rank, self._state())
-        self._optimizer.go_on_from(manifest.step)
+        self._optimizer.go_on_from(manifest.step - manifest.skipped)
         parameters.publish()
         parameters.published()
         self._folder_is_clean(resume)

@@ -25,15 +25,15 @@ from lengthwise.core.disk import make_readable, sync
 from lengthwise.core.errors import OutputError, WriteError
 from lengthwise.core.measurements import Measurements
 from lengthwise.training.callbacks import Callback
-from lengthwise.training.metrics import EvalMetrics, FinishedStep
+from lengthwise.training.metrics import EvalMetrics, FinishedStep, NotFinite
 from lengthwise.training.resume import FOLDER as CHECKPOINTS
 from lengthwise.training.writes import Writes, insist
 
 CONFIG = "config.yaml"
 _AGENT = "torchrun.txt"
-_FILES = (CONFIG, _AGENT, "measurements.json", "metrics.jsonl", "ledger.jsonl", "eval.jsonl")
+_FILES = (CONFIG, _AGENT, "measurements.json", "metrics.jsonl", "ledger.jsonl", "eval.jsonl", "not_finite.jsonl")
 _FOLDERS = ("plans", "model", "model.unfinished", "checkpoints")
-_A_STEP_A_LINE = ("metrics.jsonl", "ledger.jsonl", "eval.jsonl")
+_A_STEP_A_LINE = ("metrics.jsonl", "ledger.jsonl", "eval.jsonl", "not_finite.jsonl")
 _LOCK = "run.lock"
 
 
@@ -165,6 +165,10 @@ class RunFolder(Callback):
             self._writes.append(f"plans/step-{metrics.step:06d}.json", step.plan.to_json())
         self._append("ledger.jsonl", {"step": metrics.step, "sequences": list(step.sequences)})
         self._append("metrics.jsonl", {key: value for key, value in asdict(metrics).items() if value is not None})
+
+    def on_not_finite(self, found: NotFinite) -> None:
+        """Write what was not finite."""
+        self._append("not_finite.jsonl", asdict(found))
 
     def on_eval(self, metrics: EvalMetrics) -> None:
         """Write the result of one evaluation."""

@@ -71,6 +71,19 @@ class FinishedStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotFinite:
+    """One line of not_finite.jsonl: a value of `step` that is NaN or infinite, `what` it is of, over which sequences.
+
+    `what` is loss, router loss, norm of the gradient, or parameter: then `step` is the one whose update ruined it.
+    """
+
+    step: int
+    what: str
+    value: str
+    sequences: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalMetrics:
     """One line of eval.jsonl. `loss` is the mean over all loss tokens of the eval data after `step`."""
 
@@ -86,7 +99,8 @@ class TrainResult:
     """How a run ended.
 
     steps: from the first one, those before a checkpoint too; `num_tokens`, `seconds`: of this process alone. metrics:
-    of the last step; None: the run was at its end. stopped_by: the signal that ended it early, or None.
+    of the last step; None: the run was at its end. stopped_by: the signal that ended it early, or None. skipped: of the
+    steps, those whose sequences changed nothing, because something in them was not finite.
     """
 
     steps: int
@@ -98,3 +112,4 @@ class TrainResult:
     parameters: int
     stopped_by: int | None
     folder: Path
+    skipped: int = 0

@@ -3,13 +3,12 @@
 A step: run this rank's microbatches (rings), then the step's end, which every rank enters after its last ring transfer
 and which alone has collectives: share the numbers, reduce, clip, update, publish, agree on the next plan. Loss and
 gradient are refused before an update when they are not finite, the parameters that it left with the next step's
-numbers, before an evaluation and at the end: no model is saved that is not finite.
+numbers, before an evaluation and at the end: no model is saved that is not finite (`training/not_finite.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -21,7 +20,6 @@ import torch
 
 from lengthwise.comm import Transport, World, agree, join
 from lengthwise.config import dump_config
-from lengthwise.core.errors import NumericError
 from lengthwise.core.faults import fault
 from lengthwise.core.plan import Plan
 from lengthwise.cost.refit import RanStep
@@ -29,7 +27,6 @@ from lengthwise.engine.activations import start_offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_STATE, PeakMemory, reporting_shortage
 from lengthwise.engine.optimizer import ShardedAdamW
-from lengthwise.engine.parameters import largest_magnitude
 from lengthwise.engine.schedule import learning_rates
 from lengthwise.engine.step import RankResult, run_plan
 from lengthwise.models import DTYPES, choose_model_kernel, has_balance_loss
@@ -42,6 +39,7 @@ from lengthwise.training.folder import RunFolder
 from lengthwise.training.job import MEASURING_SECONDS, Job
 from lengthwise.training.launch import StopRequest
 from lengthwise.training.metrics import EvalMetrics, FinishedStep, StepMetrics, TrainResult
+from lengthwise.training.not_finite import FinitePolicy
 from lengthwise.training.planner_process import PlannerProcess
 from lengthwise.training.planning import PlanAhead, PlannedStep, StepSource
 from lengthwise.training.pricing import Pricing
@@ -136,7 +134,16 @@ class _Trainer:
             note=say,
         )
         self._done = 0  # steps, before the first of this process
+        self._finite = FinitePolicy(
+            config=job.config,
+            transport=transport,
+            parameters=self._parameters,
+            checkpoints=self._checkpoints,
+            callbacks=callbacks,
+            largest_allowed=torch.finfo(dtype).max,
+        )
         if job.resume is not None:
+            self._finite.skipped = job.resume.manifest.skipped
             self._checkpoints.restore(job.resume)
             self._done = job.resume.step
             for each in job.resume.passed_over:
@@ -157,7 +164,6 @@ class _Trainer:
             call_back(callbacks, "on_note", pricing.measure(world, transport, trained))
         where = f"rank {world.rank}"
         self._offloading = start_offloading(job.config.offload, self._model, self._kernel, where=where)
-        self._largest_allowed, self._largest = torch.finfo(dtype).max, torch.zeros(())  # of any parameter of this rank
         self._checks_memory = job.config.memory_check if job.config.memory_check is not None else job.gpus > 0
         self._memory = PeakMemory()
         self._num_steps = job.num_steps
@@ -187,30 +193,33 @@ class _Trainer:
             check_step_end(self._optimizer, self._transport)
             call_back(self._callbacks, "on_note", said)
         start, tokens, metrics, stopped_by = time.perf_counter(), 0, None, None
-        first_loss, loss = (0.0, 0.0) if self._job.resume is None else self._job.resume.losses
+        first_loss, loss = (None, 0.0) if self._job.resume is None else self._job.resume.losses
         number, planned = self._done, self._steps.next(f"step {self._done + 1}")
         while planned is not None and stopped_by is None:
             number += 1
-            metrics, planned, stopped_by = self._step(number, planned)
-            tokens, loss = tokens + metrics.num_tokens, metrics.loss
-            first_loss = loss if number == 1 else first_loss
+            ran, planned, stopped_by = self._step(number, planned)
+            if ran is not None:
+                metrics, tokens, loss = ran, tokens + ran.num_tokens, ran.loss
+                first_loss = loss if first_loss is None else first_loss
             self._maybe_evaluate(number)
             is_last = planned is None or stopped_by is not None
             if self._checkpoints.is_due(number, asked=is_last or self._asks_for_checkpoint):
-                self._refuse_ruined(number, self._share([self._largest.item()]))
-                self._checkpoints.save(number, first_loss=first_loss, loss=loss)
+                self._hold_parameters(number)
+                skipped = self._finite.skipped
+                self._checkpoints.save(number, first_loss=first_loss or 0.0, loss=loss, skipped=skipped)
         self._save(number)
         self._checkpoints.finish()
         return TrainResult(
             steps=number,
             num_tokens=tokens,
             seconds=time.perf_counter() - start,
-            first_loss=first_loss,
+            first_loss=first_loss or 0.0,
             last_loss=loss,
             metrics=metrics,
             parameters=sum(parameter.numel() for parameter in self._model.parameters()),
             stopped_by=stopped_by,
             folder=self._folder.path,
+            skipped=self._finite.skipped,
         )
 
     def close(self) -> None:
@@ -233,34 +242,33 @@ class _Trainer:
             parameters=self._parameters,
         )
 
-    def _step(self, number: int, planned: PlannedStep) -> tuple[StepMetrics, PlannedStep | None, int | None]:
+    def _step(self, number: int, planned: PlannedStep) -> tuple[StepMetrics | None, PlannedStep | None, int | None]:
+        """Run a step; return its metrics, None if it made no update, the next one, and the signal to stop, if any."""
         batch, plan = planned.batch, planned.plan
         start, name = time.perf_counter(), f"step {number}"
         fault("microbatches", self._transport.rank, number)
         work = self._run(plan, batch, name)
         self._transport.phase = f"{name}, step end"
         fault("step-end", self._transport.rank, number)
-        stop, largest = float(self._stop.signal or 0), self._largest.item()
-        numbers = [work.loss_sum, work.busy_seconds, stop, work.router_loss, largest]
+        stop = float(self._stop.signal or 0)
+        numbers = [work.loss_sum, work.busy_seconds, stop, work.router_loss, self._finite.largest]
         waits = [work.ring_wait_seconds, work.offload_wait_seconds, work.offloaded_bytes]
         saving = [self._checkpoints.progress, self._checkpoints.asks]
         rows = self._share([*numbers, *waits, self._memory.peak_bytes(), *saving])
         self._memory.start()
-        self._refuse_ruined(number - 1, rows[:, 4])
         self._checkpoints.settle(rows[:, 9])
         self._asks_for_checkpoint = bool(rows[0, 10])
         loss, router_loss = rows[:, 0].sum().item() / batch.loss_tokens, rows[:, 3].sum().item()
-        _refuse_infinite("loss", loss, name, batch)
-        _refuse_infinite("router loss", router_loss, name, batch)
         lr = self._learning_rate(number)
-        with reporting_update(self._transport):
-            grad_norm = self._optimizer.reduce()
-            _refuse_infinite("norm of the gradient", grad_norm, name, batch)
-            fault("update", self._transport.rank, number)
-            self._optimizer.update(lr, grad_norm)
-        fault("updated", self._transport.rank, number)
-        self._largest = largest_magnitude(self._parameters)
-        following = self._steps.next(f"step {number + 1}")
+        is_finite = (
+            self._finite.holds_parameters(number - 1, rows[:, 4], within=number)
+            and self._finite.holds(number, "loss", loss, batch.ids)
+            and self._finite.holds(number, "router loss", router_loss, batch.ids)
+        )
+        grad_norm = self._update(number, lr, batch) if is_finite else None
+        following, stopped_by = self._steps.next(f"step {number + 1}"), int(rows[:, 2].max()) or None
+        if grad_norm is None:
+            return None, following, stopped_by
         metrics = StepMetrics(
             plan=plan,
             step=number,
@@ -282,7 +290,19 @@ class _Trainer:
         self._pricing.observe(RanStep(plan=plan, busy_seconds=busy, step_seconds=metrics.step_seconds))
         finished = FinishedStep(metrics=metrics, num_steps=self._num_steps, sequences=batch.ids, plan=plan)
         call_back(self._callbacks, "on_step", finished)
-        return metrics, following, int(rows[:, 2].max()) or None
+        return metrics, following, stopped_by
+
+    def _update(self, number: int, lr: float, batch: StepBatch) -> float | None:
+        """Reduce, clip, update, publish; return the norm of the gradient, None where that is not finite. Collective."""
+        with reporting_update(self._transport):
+            grad_norm = self._optimizer.reduce()
+            if not self._finite.holds(number, "norm of the gradient", grad_norm, batch.ids):
+                return None
+            fault("update", self._transport.rank, number)
+            self._optimizer.update(lr, grad_norm)
+        fault("updated", self._transport.rank, number)
+        self._finite.updated(batch.ids)
+        return grad_norm
 
     def _share(self, numbers: list[float]) -> torch.Tensor:
         """Return the numbers of all ranks, (ranks, numbers), in fp64."""
@@ -290,12 +310,9 @@ class _Trainer:
         self._transport.all_gather(rows, torch.tensor(numbers, dtype=torch.float64))
         return rows.view(-1, len(numbers))
 
-    def _refuse_ruined(self, number: int, largest: torch.Tensor) -> None:
-        """Stop when step `number` left parameters that are not finite; `largest` of each rank, the same on all."""
-        if not (largest <= self._largest_allowed).all():  # neither is NaN
-            expected, got = "finite parameters after its update", str(largest.max().item())
-            remedy = "Lower optimizer.lr or optimizer.weight_decay. The model is not saved."
-            raise NumericError(f"step {number}", expected=expected, got=got, remedy=remedy)
+    def _hold_parameters(self, number: int) -> None:
+        """See to it, after step `number`, that parameters are finite before they are used or kept. Collective."""
+        self._finite.holds_parameters(number, self._share([self._finite.largest])[:, 0])
 
     def _maybe_evaluate(self, number: int) -> None:
         every = self._job.config.eval
@@ -303,7 +320,7 @@ class _Trainer:
             return
         name = f"evaluation after step {number}"
         self._transport.phase = f"{name}, start"
-        self._refuse_ruined(number, self._share([self._largest.item()]))
+        self._hold_parameters(number)
         loss, loss_tokens, tokens, sequences = 0.0, 0, 0, 0
         steps = self._new_steps(self._job.eval_batches())
         while (planned := steps.next(name)) is not None:
@@ -325,7 +342,7 @@ class _Trainer:
 
     def _save(self, number: int) -> None:
         self._transport.phase = "saving the model"
-        self._refuse_ruined(number, self._share([self._largest.item()]))
+        self._hold_parameters(number)
         self._parameters.published()
         if self._transport.rank == 0:
             self._folder.save_model(partial(self._write_model, number))
@@ -334,11 +351,3 @@ class _Trainer:
     def _write_model(self, number: int, folder: Path) -> None:
         write_model(self._model, self._job.config, self._job.tokenizer, folder)
         fault("model-save", 0, number)
-
-
-def _refuse_infinite(what: str, value: float, step: str, batch: StepBatch) -> None:
-    """Stop before an update that would spoil the model: one of a `value` that is not finite."""
-    if not math.isfinite(value):
-        got = f"{value} over sequences {', '.join(map(str, batch.ids[:20]))}{' ...' * (len(batch.ids) > 20)}"
-        remedy = "Lower optimizer.lr, or look at these sequences. No update was made."
-        raise NumericError(step, expected=f"a finite {what}", got=got, remedy=remedy)
