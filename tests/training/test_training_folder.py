@@ -8,6 +8,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 
 from lengthwise.config import load_config
 from lengthwise.core.errors import OutputError
-from lengthwise.training import export, trainer, writes
+from lengthwise.training import export, folder, trainer, writes
 from lengthwise.training.folder import RunFolder
 from lengthwise.training.metrics import EvalMetrics
 from lengthwise.training.writes import MOST_FAILURES
@@ -77,6 +78,23 @@ def test_the_folder_of_a_killed_run_is_free(tmp_path, ranks):
     command.kill()
     assert command.finish()[0] == -signal.SIGKILL
     assert call("train", path, "--overwrite", "--set", "steps=1") == 0
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(1.0, 0), (6.0, 1)])
+def test_the_ranks_of_a_killed_launcher_are_waited_for(tmp_path, monkeypatch, seconds, status):
+    """They hold its lock until they end; if they do not, the claim is refused as ever."""
+    monkeypatch.setattr(folder, "_RANKS_END_SECONDS", 3.0)
+    launcher = os.fork()
+    if not launcher:
+        with RunFolder(tmp_path / "out").claimed(overwrite=False):
+            if os.fork():
+                os._exit(0)
+            time.sleep(seconds)
+            os._exit(0)
+    os.waitpid(launcher, 0)
+    refused = pytest.raises(OutputError, match=f"process {launcher} on") if status else contextlib.nullcontext()
+    with refused, RunFolder(tmp_path / "out").claimed(overwrite=False):
+        pass
 
 
 def test_of_many_that_claim_a_folder_at_once_one_gets_it(tmp_path):

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -35,6 +36,7 @@ _FILES = (CONFIG, _AGENT, "measurements.json", "metrics.jsonl", "ledger.jsonl", 
 _FOLDERS = ("plans", "model", "model.unfinished", "checkpoints")
 _A_STEP_A_LINE = ("metrics.jsonl", "ledger.jsonl", "eval.jsonl", "not_finite.jsonl")
 _LOCK = "run.lock"
+_RANKS_END_SECONDS = 10.0  # of a launcher that was killed
 
 
 class RunFolder(Callback):
@@ -197,7 +199,9 @@ class RunFolder(Callback):
             self._writes.append(name, json.dumps(row) + "\n")
 
     def _lock(self) -> TextIO:
+        """Take the lock; where its owner is dead, wait for the owner's ranks, which hold it until they end, too."""
         self.path.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + _RANKS_END_SECONDS
         while True:
             file = (self.path / _LOCK).open("a+", encoding="utf-8")
             try:
@@ -206,6 +210,9 @@ class RunFolder(Callback):
                 with file:
                     file.seek(0)
                     owner = file.read().strip() or "another process"
+                if _is_dead(owner) and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                    continue
                 expected, got = "a folder that no other run is writing", f"one that {owner} is writing"
                 remedy = "Choose another output, or wait for the end of that run."
                 raise self._refusal(expected, got, remedy) from None
@@ -214,7 +221,7 @@ class RunFolder(Callback):
                     break
             file.close()
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.write(_owner(os.getpid()) + "\n")
         file.flush()
         return file
 
@@ -233,6 +240,24 @@ class RunFolder(Callback):
         if self.model in new:
             return f"the model is saved in {self.model}"
         return f"the newest checkpoint is {new[-1]}" if new else None
+
+
+def _owner(pid: int) -> str:
+    return f"process {pid} on {socket.gethostname()}"
+
+
+def _is_dead(owner: str) -> bool:
+    """Whether the process that a lock names was one of this machine, and is gone."""
+    pid = (*owner.split(), "", "")[1]
+    if not pid.isdecimal() or owner != _owner(int(pid)):
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _cut(path: Path, step: int) -> None:
