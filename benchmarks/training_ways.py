@@ -32,7 +32,7 @@ from lengthwise.cost.measured import measured_cost
 from lengthwise.cost.refit import RanStep, refit
 from lengthwise.data import NO_LOSS
 from lengthwise.engine.batch import StepBatch
-from lengthwise.engine.optimizer import ShardedAdamW
+from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import ModelSource, build_model, plain_attention
@@ -175,7 +175,7 @@ class _Trainee:
             self._model = build_model(source, seed=0)
         self._parameters = FlatParameters(self._model, transport, dtype=torch.float32)
         self._config = OptimizerConfig()
-        self._optimizer = ShardedAdamW(self._parameters, self._config, transport)
+        self._optimizer = ShardedOptimizer(self._parameters, self._config, transport)
         self._kernel = choose_kernel(torch.device("cpu"))
 
     def step(self, work: Plan | Padded, batch: StepBatch) -> list[float]:

@@ -16,7 +16,7 @@ from lengthwise.core.measurements import Measurements, Precision
 from lengthwise.cost import Cost, hardware_of_gpu, shape_from_config
 from lengthwise.cost.fit import with_terms
 from lengthwise.cost.measured import base_cost
-from lengthwise.engine.optimizer import ShardedAdamW
+from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.profiler.profile import ProfileSettings, profile
 
 
@@ -38,7 +38,7 @@ def profile_loop(
         hardware=hardware_here(loop.device),
         computing=loop.computing,
     )
-    optimizer = ShardedAdamW(loop.parameters, OptimizerConfig(), loop.transport)  # which has made no step
+    optimizer = ShardedOptimizer(loop.parameters, OptimizerConfig(), loop.transport)
     return profile(
         model_source(name), world, loop.transport, settings, trained=(loop.model, loop.parameters, optimizer)
     )

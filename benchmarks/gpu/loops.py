@@ -24,7 +24,7 @@ from lengthwise.comm import SoloTransport, Transport
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Plan
 from lengthwise.engine.batch import StepBatch
-from lengthwise.engine.optimizer import ShardedAdamW
+from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import Computing, choose_model_kernel, compute_so, plain_attention
@@ -42,7 +42,7 @@ class OurLoop:
         self.model = draw_model(name, device)
         self.transport: Transport = SoloTransport()
         self.parameters = FlatParameters(self.model, self.transport, dtype=dtype)
-        self.optimizer = ShardedAdamW(self.parameters, OptimizerConfig(), self.transport)
+        self.optimizer = ShardedOptimizer(self.parameters, OptimizerConfig(), self.transport)
         config: Any = self.model.config
         self.computing = computing or Computing()
         compute_so(self.model, self.computing, device, dtype=dtype, say=self.said.append)

@@ -21,7 +21,7 @@ from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
 from lengthwise.cost import StepMemory, largest_peak, shape_from_config
 from lengthwise.engine.activations import Offloading, measure_microbatch
 from lengthwise.engine.live_bytes import LiveBytes
-from lengthwise.engine.optimizer import ShardedAdamW, kept_bytes, step_end_bytes
+from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes, step_end_bytes
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.small_pass import Layout, Lone
 from lengthwise.engine.step import run_plan
@@ -90,7 +90,7 @@ class Rank:
         self.transport, self.kernel = transport, choose_kernel(torch.device("cpu"))
         self.model: Any = build_adapted(source, _lora(cell), seed=0)
         self.parameters = FlatParameters(self.model, transport, dtype=DTYPES[cell.precision])
-        self.optimizer = ShardedAdamW(self.parameters, OptimizerConfig(), transport)
+        self.optimizer = ShardedOptimizer(self.parameters, OptimizerConfig(), transport)
         self.offloading = Offloading(self.model, self.kernel, CopyStore())
 
     def step(self, cell: Cell) -> None:
@@ -186,7 +186,7 @@ def drawn(number: int, seed: int = 0) -> list[Cell]:
 def predicted_at_start(cell: Cell) -> float:
     """Return the peak as the start of a run predicts it, from small passes of the model on one rank."""
     rank = Rank(replace(cell, degree=1), Lone(0, cell.degree))
-    states = kept_bytes(rank.model, rank.parameters)
+    states = kept_bytes(rank.model, rank.parameters, OptimizerConfig())
     passes = [
         measure_microbatch(
             rank.model,
@@ -198,7 +198,9 @@ def predicted_at_start(cell: Cell) -> float:
         )
         for position in {0, cell.degree - 1}
     ]
-    return states + max(step_end_bytes(rank.parameters), largest_peak(passes, cell.tokens, cell.offload))
+    return states + max(
+        step_end_bytes(rank.parameters, OptimizerConfig()), largest_peak(passes, cell.tokens, cell.offload)
+    )
 
 
 def predicted_by_formula(cell: Cell) -> float:

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lengthwise.config import DataSource, GlobalBatch, RunConfig, build_config, dump_config, load_config
+from lengthwise.config.optimizer import OPTIMIZERS
 from lengthwise.core.errors import ConfigError, LengthwiseError, Problems
 
 MINIMAL = "model: tiny\ndata: [{path: train.jsonl}]\noutput: runs/first\n"
@@ -62,6 +63,14 @@ def test_config_minimal_file_gets_the_defaults_of_the_listing(folder):
     assert (minimal.optimizer.lr, minimal.optimizer.betas, minimal.optimizer.eps) == (3e-4, (0.9, 0.95), 1e-8)
 
 
+def test_config_each_optimizer_has_its_own_defaults_and_is_read_back(folder):
+    for name, defaults in OPTIMIZERS.items():
+        config = load_config(write(folder, MINIMAL + f"optimizer: {{name: {name}}}\n"))
+        given = {key: value for key, value in config.optimizer.model_dump().items() if value is not None}
+        assert given.items() >= {**defaults, "name": name}.items()
+        assert load_config(write(folder, dump_config(config))) == config
+
+
 def test_config_epochs_take_the_place_of_steps(folder):
     config = load_config(write(folder, MINIMAL + "epochs: 2\n"))
     assert (config.steps, config.epochs) == (None, 2)
@@ -103,6 +112,16 @@ def test_config_empty_rows_are_skipped_only_in_the_standard_library(folder):
         ("optimizer.betas=[0.9, 1]", "optimizer.betas.1", "less than 1"),
         ("optimizer.betas=0.9", "optimizer.betas", "expected a list"),
         ("optimizer.max_grad_norm=0", "optimizer.max_grad_norm", "more than 0"),
+        ("optimizer.name=adamx", "optimizer.name", "Did you mean `adam`"),
+        ("optimizer.name=muon", "optimizer.name", "depends on the whole matrix"),
+        ("optimizer.name=lamb", "optimizer.name", "the norm of the whole parameter"),
+        ("optimizer.name=adamw_8bit", "optimizer.name", "blocks that slices do not end at"),
+        ("optimizer.name=adamw_torch", "optimizer.name", "Here it is adamw"),
+        ("optimizer={name: sgd, betas: [0.9, 0.95]}", "optimizer.betas", "it belongs to adamw, adam, nadam"),
+        ("optimizer.momentum=0.9", "optimizer.momentum", "it belongs to sgd, rmsprop"),
+        ("optimizer={name: sgd, nesterov: true}", "optimizer.nesterov", "a momentum beside it"),
+        ("optimizer={name: lion, fused: true}", "optimizer.fused", "expected one of adamw, adam, sgd, adagrad"),
+        ("optimizer={name: rmsprop, alpha: 1}", "optimizer.alpha", "less than 1"),
         ("optimizer.schedule=cosin", "optimizer.schedule", "Did you mean"),
         ("optimizer.schedule=greedy", "optimizer.schedule", "follows an evaluation's loss"),
         ("optimizer.schedule=cosine_with_min_lr", "optimizer.schedule_args", "got neither"),
@@ -143,7 +162,7 @@ def test_config_wrong_value_names_its_path(folder, override, where, expected):
     ("override", "where", "nearest"),
     [
         ("steeps=3", "steeps", "`steps`"),
-        ("optimizer.learning=1", "optimizer.learning", "Known: betas"),
+        ("optimizer.learning=1", "optimizer.learning", "Known: alpha, betas"),
         ("data.0.pth=x", "data.0.pth", "`path`"),
         ("global_batch={sequence: 3, tokens: 4}", "global_batch.sequence", "`sequences`"),
         ("eval={data: [{path: train.jsonl, max_token: 4}]}", "eval.data.0.max_token", "`max_tokens`"),

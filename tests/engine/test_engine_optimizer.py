@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from lengthwise.comm import SoloTransport, StrictWorld
 from lengthwise.config import OptimizerConfig
 from lengthwise.engine.live_bytes import LiveBytes
-from lengthwise.engine.optimizer import ShardedAdamW, kept_bytes, step_end_bytes
+from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes, step_end_bytes
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import wrapped_layers
 from lengthwise.models.load import build_skeleton
@@ -22,7 +22,7 @@ def make(transport, dtype, config, *, width=300):
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.05, generator=random)
     flat = FlatParameters(model, transport, dtype=dtype, layers=[*model], bucket_entries=1)
-    return model, flat, ShardedAdamW(flat, config, transport)
+    return model, flat, ShardedOptimizer(flat, config, transport)
 
 
 def train(model, flat, optimizer, steps=3):
@@ -79,8 +79,8 @@ def test_all_that_is_kept_is_there_before_the_first_step_and_its_end_needs_what_
         live.peak_bytes = before = live.now_bytes
         optimizer.rehearse()
         assert live.now_bytes - before < 64
-    assert before - kept_bytes(model, flat) < 1 << 14  # counters of steps
-    assert live.peak_bytes - before <= step_end_bytes(flat) + (1 << 14)
+    assert before - kept_bytes(model, flat, OptimizerConfig()) < 1 << 14  # counters of steps
+    assert live.peak_bytes - before <= step_end_bytes(flat, OptimizerConfig()) + (1 << 14)
 
 
 class Silent(SoloTransport):
@@ -106,7 +106,7 @@ def test_an_8b_model_starts_and_ends_a_step_within_6_and_16_by_w_bytes_a_paramet
     transport.world_size = world_size
     with LiveBytes() as live:
         flat = FlatParameters(model, transport, dtype=torch.bfloat16, device=torch.device("meta"), layers=layers)
-        optimizer = ShardedAdamW(flat, OptimizerConfig(fused=True), transport)
+        optimizer = ShardedOptimizer(flat, OptimizerConfig(fused=True), transport)
         optimizer.step(1e-3, 1.0)
         flat.publish()
     kept = parameters * (6 + 16 / world_size)

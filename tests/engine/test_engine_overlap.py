@@ -15,7 +15,7 @@ from lengthwise.comm import StrictWorld
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
 from lengthwise.engine.flat_layout import BucketOrder
-from lengthwise.engine.optimizer import ShardedAdamW
+from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import keep_double, wrapped_layers
@@ -72,7 +72,7 @@ def train(inner, family, dtype, recompute, *, overlaps, compiles=False):
         model, transport, dtype=dtype, layers=wrapped_layers(model), bucket_entries=1, overlaps=overlaps
     )
     assert flat.layout.num_buckets > 2
-    optimizer = ShardedAdamW(flat, OptimizerConfig(max_grad_norm=0.1), transport)
+    optimizer = ShardedOptimizer(flat, OptimizerConfig(max_grad_norm=0.1), transport)
     names, values, norms = [], [], []
     with keep_double(dtype):
         for number, plan in enumerate(plans_of(recompute)):
@@ -126,7 +126,7 @@ def test_values_are_waited_for_layer_by_layer(monkeypatch):
         model = copy.deepcopy(built("llama"))
         layers = wrapped_layers(model)
         flat = FlatParameters(model, inner, dtype=torch.float32, layers=layers, bucket_entries=1, overlaps=True)
-        optimizer = ShardedAdamW(flat, OptimizerConfig(), inner)
+        optimizer = ShardedOptimizer(flat, OptimizerConfig(), inner)
         optimizer.rehearse()
         counts = [len(flat._arriving)]
         for layer in layers:

@@ -9,7 +9,7 @@ from lengthwise.attention import choose_kernel, to_device
 from lengthwise.comm import SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
-from lengthwise.engine.optimizer import ShardedAdamW
+from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
@@ -41,7 +41,7 @@ def reads(model_type, microbatches, *, experts="eager"):
     ).train()
     transport = SoloTransport()
     flat = FlatParameters(model, transport, dtype=torch.float32)
-    optimizer = ShardedAdamW(flat, OptimizerConfig(fused=True), transport)
+    optimizer = ShardedOptimizer(flat, OptimizerConfig(fused=True), transport)
     plan = make_plan(1, LENGTHS, [[Piece(ranks=(0,), sequences=each)] for each in microbatches])
     with Reads() as during:
         run_plan(model, plan, make_batch(LENGTHS, vocab=48), transport, choose_kernel(torch.device("cpu")), name="step")

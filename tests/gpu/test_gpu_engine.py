@@ -11,7 +11,7 @@ from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
-from lengthwise.engine.optimizer import ShardedAdamW, kept_bytes
+from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import wrapped_layers
@@ -30,7 +30,7 @@ def make(device, dtype, *, hidden=128, **optimizer):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32).train()
     flat = FlatParameters(model, SoloTransport(), dtype=dtype, device=device, layers=wrapped_layers(model))
-    return model, flat, ShardedAdamW(flat, OptimizerConfig(max_grad_norm=0.1, **optimizer), SoloTransport())
+    return model, flat, ShardedOptimizer(flat, OptimizerConfig(max_grad_norm=0.1, **optimizer), SoloTransport())
 
 
 def run(model, flat, device, dtype, *, name="step"):
@@ -79,7 +79,7 @@ def test_gpu_start_holds_what_is_kept_and_no_more(device, dtype):
         with LiveBytes() as live:
             model, flat, _ = make(device, dtype, hidden=512)
         peak = live.now_bytes
-    kept = kept_bytes(model, flat)
+    kept = kept_bytes(model, flat, OptimizerConfig())
     assert kept <= peak <= 1.01 * kept + (1 << 20)
 
 

@@ -30,7 +30,7 @@ from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import analytic_cost, named_hardware, shape_from_config
-from lengthwise.engine.optimizer import ShardedAdamW
+from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, ModelSource, build_model, check_model_config, keep_double, plain_attention
@@ -311,7 +311,7 @@ def test_order_d_training_steps_make_no_collective_before_the_last_ring_transfer
         transport = RecordingTransport(inner)
         model = copy.deepcopy(built("llama"))
         flat = FlatParameters(model, transport, dtype=torch.float32)
-        optimizer = ShardedAdamW(flat, OptimizerConfig(), transport)
+        optimizer = ShardedOptimizer(flat, OptimizerConfig(), transport)
         steps, norms = [], []
         for plan, batch in zip(plans, batches, strict=True):
             transport.calls.clear()

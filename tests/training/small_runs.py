@@ -140,13 +140,18 @@ def plain_loss(model, rows, dtype):
     return sum(loss.item() for loss, _ in sums) / sum(count for _, count in sums)
 
 
-def plain_training(folder, rows, steps, *, dtype, lrs, weight_decay=0.1, max_grad_norm=1.0, betas=(0.9, 0.95)):
-    """Train one sequence at a time; return (losses, gradient norms before clipping, model)."""
+def plain_training(
+    folder, rows, steps, *, dtype, lrs, weight_decay=0.1, max_grad_norm=1.0, betas=(0.9, 0.95), make=None
+):
+    """Train one sequence at a time; return (losses, gradient norms before clipping, model).
+
+    `make`: from groups of parameters to a torch optimizer in place of AdamW.
+    """
     model = plain_model(folder, dtype)
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=betas, eps=1e-8)
+    optimizer = make(groups) if make else torch.optim.AdamW(groups, lr=1.0, betas=betas, eps=1e-8)
     found, norms = [], []
     for ids, lr in zip(steps, lrs, strict=True):
         optimizer.zero_grad()

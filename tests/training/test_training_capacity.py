@@ -10,7 +10,7 @@ from lengthwise.core.held import held_by_rank
 from lengthwise.core.plan import Plan
 from lengthwise.engine import memory
 from lengthwise.engine.activations import start_offloading
-from lengthwise.engine.optimizer import ShardedAdamW, kept_bytes
+from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import build_adapted
@@ -122,7 +122,7 @@ def test_a_step_holds_what_the_start_said(tmp_path, monkeypatch, free_bytes, key
         with LiveBytes() as live:
             model = build_adapted(job.model, None, seed=0)
             parameters = FlatParameters(model, transport, dtype=torch.float32)
-            optimizer, kernel = ShardedAdamW(parameters, job.config.optimizer, transport), choose_kernel(CPU)
+            optimizer, kernel = ShardedOptimizer(parameters, job.config.optimizer, transport), choose_kernel(CPU)
             found = capacity.measure_capacities(job, model, parameters, kernel, transport, local_ranks=2)
             offloading = start_offloading(job.config.offload, model, kernel, where="test")
             batch, planning = make_batch(lengths, vocab=VOCAB), job.with_capacities(found).planning
@@ -137,7 +137,13 @@ def test_a_step_holds_what_the_start_said(tmp_path, monkeypatch, free_bytes, key
                 optimizer.update(1e-3, optimizer.reduce())
         mine = [(each, held_by_rank(plan, each)[0][transport.rank]) for each in plan.microbatches]
         said = max(found.memory.peak_bytes(each.recompute, held, each.offload) for each, held in mine)
-        return live.peak_bytes, kept_bytes(model, parameters), said, found.memory.budget_bytes, plan.to_json()
+        return (
+            live.peak_bytes,
+            kept_bytes(model, parameters, job.config.optimizer),
+            said,
+            found.memory.budget_bytes,
+            plan.to_json(),
+        )
 
     measured, kept, said, budget, plan = max(run_ranks(work, 2))
     assert measured <= kept + budget, plan

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lengthwise
-from lengthwise.engine.optimizer import ShardedAdamW
+from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.training import not_finite, trainer
 from training.small_runs import (
     FailsAfter,
@@ -30,7 +30,7 @@ KEYS = {"optimizer": {"lr": LR}, "capacity_tokens": 48}
 
 def poison(monkeypatch, what, *steps, rank):
     """Make a value of one rank NaN or infinite in some steps: its loss, its gradients, or what its update leaves."""
-    run_plan, update = trainer.run_plan, ShardedAdamW.step
+    run_plan, update = trainer.run_plan, ShardedOptimizer.step
     updates = []
 
     def poisoned_run(model, plan, batch, transport, kernel, *, name, parameters, **settings):
@@ -49,7 +49,7 @@ def poison(monkeypatch, what, *steps, rank):
             self._parameters.master_weights[0] = math.nan
 
     monkeypatch.setattr(trainer, "run_plan", poisoned_run)
-    monkeypatch.setattr(ShardedAdamW, "step", poisoned_update)
+    monkeypatch.setattr(ShardedOptimizer, "step", poisoned_update)
 
 
 def run_of(folder, **keys):

@@ -5,12 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lengthwise.config.settings import Fraction, Settings
 from lengthwise.core.errors import ConfigError
 
 Curve = Literal["linear", "cosine", "1-sqrt"]
+
+_ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
+# The arguments of each optimizer, with its defaults: torch's, of Lion its paper's, of AdamW ours.
+OPTIMIZERS: Mapping[str, Mapping[str, object]] = {
+    "adamw": {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
+    "adam": {"lr": 1e-3, **_ADAM, "weight_decay": 0.0},
+    "sgd": {"lr": 1e-3, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0},
+    "adagrad": {"lr": 1e-2, "lr_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10, "weight_decay": 0.0},
+    "rmsprop": {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "centered": False, "weight_decay": 0.0},
+    "nadam": {"lr": 2e-3, **_ADAM, "momentum_decay": 4e-3, "decoupled_weight_decay": False, "weight_decay": 0.0},
+    "radam": {"lr": 1e-3, **_ADAM, "decoupled_weight_decay": False, "weight_decay": 0.0},
+    "lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+}
+FUSED = ("adamw", "adam", "sgd", "adagrad")  # of which torch has one kernel for a whole update
+_ARGUMENTS = tuple(dict.fromkeys(key for arguments in OPTIMIZERS.values() for key in arguments))
 
 # The arguments of each schedule, by transformers' names, and those of them that have no default there.
 SCHEDULES: Mapping[str, tuple[str, ...]] = {
@@ -33,7 +48,17 @@ _FOLLOWS_LOSS = (
     "It follows an evaluation's loss; a learning rate is a function of the step here, on any resume the same"
 )
 # Names of other trainers that are known to be refused, by the key that has them: why, or what they are called here.
+_NOT_BY_ENTRY = "Its update of an entry depends on {}, and a rank has a slice that begins and ends anywhere in them"
+_MATRICES, _NORMS = _NOT_BY_ENTRY.format("the whole matrix"), _NOT_BY_ENTRY.format("the norm of the whole parameter")
+_BLOCKS = "8-bit states are rounded in blocks that slices do not end at: results would depend on the number of ranks"
 REFUSED_NAMES: Mapping[str, Mapping[str, str]] = {
+    "name": {
+        **dict.fromkeys(("adafactor", "muon", "shampoo", "soap", "galore_adamw", "apollo_adamw"), _MATRICES),
+        **dict.fromkeys(("lamb", "lars"), _NORMS),
+        **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "lion_8bit"), _BLOCKS),
+        **dict.fromkeys(("adamw_torch", "adamw_hf", "adamw_torch_fused"), "Here it is adamw; see `fused`"),
+        "lbfgs": "It takes several forward passes a step, and a global history",
+    },
     "schedule": {"reduce_lr_on_plateau": _FOLLOWS_LOSS, "greedy": _FOLLOWS_LOSS},
 }
 
@@ -69,25 +94,45 @@ class ScheduleArgs(Settings):
 
 
 class OptimizerConfig(Settings):
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule. Arguments that the optimizer does not take are None."""
 
-    name: Literal["adamw"] = Field(default="adamw", description="the optimizer; adamw is the only one; default adamw")
-    lr: float = Field(default=3e-4, ge=0, description="peak learning rate, per step; default 3e-4")
-    betas: tuple[Fraction, Fraction] = Field(
+    name: Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "nadam", "radam", "lion"] = Field(
+        default="adamw", description="the optimizer; its other keys and their defaults depend on it; default adamw"
+    )
+    lr: float = Field(default=3e-4, ge=0, description="peak learning rate, per step; default of adamw 3e-4")
+    betas: tuple[Fraction, Fraction] | None = Field(
         default=(0.9, 0.95),
         strict=False,
-        description="a list of two: decay of the first and second moment, each from 0 to below 1; default [0.9, 0.95]",
+        description="a list of two: decay of the first and second moment, each from 0 to below 1; default of adamw "
+        "[0.9, 0.95]",
     )
-    eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment; default 1e-8")
+    eps: float | None = Field(
+        default=1e-8, gt=0, description="added to the root of the second moment; default of adamw 1e-8"
+    )
     weight_decay: float = Field(
-        default=0.1, ge=0, description="decay times lr a step, on parameters of 2 or more dimensions; default 0.1"
+        default=0.1, ge=0, description="decay a step, on parameters of 2 or more dimensions; default of adamw 0.1"
+    )
+    momentum: Fraction | None = Field(default=None, description="of sgd and rmsprop, from 0 to below 1; default 0")
+    nesterov: bool | None = Field(default=None, description="of sgd: Nesterov's momentum; default false")
+    alpha: Fraction | None = Field(default=None, description="of rmsprop: decay of the second moment; default 0.99")
+    centered: bool | None = Field(default=None, description="of rmsprop: by the variance; default false")
+    lr_decay: float | None = Field(
+        default=None, ge=0, description="of adagrad: lr / (1 + (step - 1) lr_decay); default 0"
+    )
+    initial_accumulator_value: float | None = Field(
+        default=None, ge=0, description="of adagrad: what its sum of squares starts from; default 0"
+    )
+    momentum_decay: float | None = Field(default=None, ge=0, description="of nadam; default 4e-3")
+    decoupled_weight_decay: bool | None = Field(
+        default=None, description="of nadam and radam: decay as adamw does, not in the gradient; default false"
     )
     max_grad_norm: float | None = Field(
         default=1.0, gt=0, description="the global norm gradients are clipped to; null leaves them; default 1.0"
     )
     fused: bool | None = Field(
         default=None,
-        description="the whole update in one kernel, which clips, too; rounds otherwise; default null: on GPUs only",
+        description="the whole update in one kernel, which clips, too; rounds otherwise; default null: on GPUs only, "
+        f"for {', '.join(FUSED)}",
     )
     schedule: Literal[
         "constant",
@@ -107,10 +152,44 @@ class OptimizerConfig(Settings):
         default=0, ge=0, description="steps over which the learning rate grows from 0; default 0 (none)"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_arguments(cls, values: object) -> object:
+        """Take the optimizer's own defaults; what it does not take is None."""
+        if not isinstance(values, dict):
+            return values
+        name = values.get("name", "adamw")
+        own = OPTIMIZERS[name] if isinstance(name, str) and name in OPTIMIZERS else {}
+        given = {key: value for key, value in values.items() if value is not None or key not in _ARGUMENTS}
+        others = dict.fromkeys(key for key in _ARGUMENTS if own and key not in own)
+        return {**others, **own, **given}
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the optimizer takes, by torch's names, without `lr` and `weight_decay`."""
+        return {key: getattr(self, key) for key in OPTIMIZERS[self.name] if key not in ("lr", "weight_decay")}
+
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
-        """Ask for the arguments that belong to the schedule, and for those it needs."""
-        return _schedule_problems(values, cls.model_fields["lr"].default)
+        """Ask for arguments that belong to the optimizer and to the schedule, and for those these need."""
+        name = values.get("name", "adamw")
+        if not isinstance(name, str) or name not in OPTIMIZERS:
+            return []
+        own, found = OPTIMIZERS[name], []
+        for key in _ARGUMENTS:
+            if values.get(key) is not None and key not in own:
+                others = ", ".join(other for other, keys in OPTIMIZERS.items() if key in keys)
+                expected, remedy = f"an argument of {name}: {', '.join(own)}", f"Take it out; it belongs to {others}."
+                found.append(ConfigError(key, expected=expected, got=f"`{key}`", remedy=remedy))
+        if values.get("nesterov") is True and not values.get("momentum"):
+            remedy = "Add for example `momentum: 0.9`."
+            found.append(ConfigError("nesterov", expected="a momentum beside it", got="none", remedy=remedy))
+        if values.get("fused") is True and name not in FUSED:
+            expected = f"one of {', '.join(FUSED)}, of which torch has such a kernel"
+            found.append(ConfigError("fused", expected=expected, got=name, remedy="Take `fused` out."))
+        default_lr = own["lr"]
+        assert isinstance(default_lr, float), default_lr
+        return found + _schedule_problems(values, default_lr)
 
 
 def _schedule_problems(values: Mapping[str, object], default_lr: float) -> list[ConfigError]:

@@ -161,7 +161,9 @@ class RunConfig(Settings):
         description="what follows a loss, gradient or parameter that is NaN or infinite: stop, skip (no update in that "
         "step) or roll_back (to the newest checkpoint, without the steps since); default stop",
     )
-    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="AdamW; every key has a default")
+    optimizer: OptimizerConfig = Field(
+        default=OptimizerConfig(), description="AdamW unless named; every key has a default"
+    )
     output: PathSetting = Field(description="the folder this run writes; relative to the run file's folder")
 
     @model_validator(mode="before")

@@ -1,4 +1,6 @@
-"""AdamW on this rank's shards of the master weights, with the gradient clipped by its norm.
+"""The optimizer on this rank's shards of the master weights, with the gradient clipped by its norm.
+
+Those of torch that compute each entry by itself, and Lion: how parameters are cut into shards changes no result.
 
 The norm goes over the shards in parts, a 64th of them at a time, so that what it needs beside them is small. So does
 the update, or it is fused: one kernel for all of a shard, which clips, too, and needs nothing beside it.
@@ -6,7 +8,7 @@ the update, or it is fused: one kernel for all of a shard, which clips, too, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,66 +17,107 @@ from torch import Tensor, nn
 
 from lengthwise.comm import Transport
 from lengthwise.config import OptimizerConfig
+from lengthwise.config.optimizer import FUSED
+from lengthwise.engine.lion import Lion
 from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch's AdamW has them
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_KINDS: Mapping[str, Callable[..., Any]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "lion": Lion,
+}
+_UNCOUNTED = ("sgd", "lion")  # whose update does not depend on the number of the step
 _PARTS = 64  # of a rank's parameters
 _LEAST_PART = 1 << 16  # entries; shorter parts cost more in launches than they save
+_TEMPORARIES = {"adamw": 2}  # of a part's size in an update that is not fused
+_MOST_TEMPORARIES = 6
 
 
-class ShardedAdamW:
-    """torch's AdamW over the shards of each rank; elementwise, so how they are cut changes no result.
+def states_of(config: OptimizerConfig) -> dict[str, float]:
+    """Return what an optimizer keeps of each entry, as torch names it, and what that starts from."""
+    if config.name == "adagrad":
+        return {"sum": config.initial_accumulator_value or 0.0}
+    names = {"sgd": (), "rmsprop": ("square_avg",), "lion": ("exp_avg",)}.get(config.name, _MOMENTS)
+    return dict.fromkeys(
+        (*names, *["momentum_buffer"] * bool(config.momentum), *["grad_avg"] * bool(config.centered)), 0.0
+    )
 
-    Its moments are made at once: what does not fit shows before the first step.
+
+class ShardedOptimizer:
+    """An optimizer over the shards of each rank.
+
+    Its states are made at once: what does not fit shows before the first step.
     """
 
     def __init__(self, parameters: Parameters, config: OptimizerConfig, transport: Transport) -> None:
         self._parameters, self._config, self._transport = parameters, config, transport
+        self._updates = 0
         groups: dict[bool, list[torch.nn.Parameter]] = {}
         shards, own = parameters.shards(), parameters.state()[MASTER_WEIGHTS]
-        self._moments = {name: torch.empty_like(own).zero_() for name in _MOMENTS}  # written: the memory is there now
-        moments_of: dict[torch.nn.Parameter, dict[str, Tensor]] = {}
+        self._starts = states_of(config)
+        self._states = {name: torch.empty_like(own).fill_(start) for name, start in self._starts.items()}
+        states_of_part: dict[torch.nn.Parameter, dict[str, Tensor]] = {}
         self._part = part_of(sum(len(shard.weights) for shard in shards))
         on_gpu = any(shard.weights.is_cuda for shard in shards)
-        self.fused = on_gpu if config.fused is None else config.fused
+        self.fused = on_gpu and config.name in FUSED if config.fused is None else config.fused
         for shard in shards:
             at_once = len(shard.weights) if self.fused else self._part
             within = slice(shard.start, shard.start + len(shard.weights))
-            beside = (shard.gradient, *(each[within] for each in self._moments.values()))
-            for part, gradient, *moments in zip(
+            beside = (shard.gradient, *(each[within] for each in self._states.values()))
+            for part, gradient, *states in zip(
                 *(each.split(at_once) for each in (shard.weights, *beside)), strict=True
             ):
                 weights = torch.nn.Parameter(part)
                 weights.grad = gradient
-                moments_of[weights] = dict(zip(_MOMENTS, moments, strict=True))
+                states_of_part[weights] = dict(zip(self._states, states, strict=True))
                 groups.setdefault(shard.decayed, []).append(weights)
         self._weights = [each for group in groups.values() for each in group]
-        self._adamw: Any = None  # whose divisor of gradients, which GradScaler sets, has no type
+        self._optimizer: Any = None  # whose divisor of gradients, which GradScaler sets, has no type
         if groups:  # more ranks than parameters leave a rank without any
-            self._adamw = torch.optim.AdamW(
-                [
-                    {"params": weights, "weight_decay": config.weight_decay if decayed else 0.0}
-                    for decayed, weights in groups.items()
-                ],
-                lr=config.lr,
-                betas=config.betas,
-                eps=config.eps,
-                foreach=False,  # which would need as much as all of the shards
-                fused=self.fused,
-            )
+            self._optimizer = self._make(groups)
             counts_on = own.device if self.fused else torch.device("cpu")
-            for weights, moments in moments_of.items():  # what torch's AdamW would make in its first step
-                count = torch.zeros((), dtype=torch.float32, device=counts_on)
-                self._adamw.state[weights] = {"step": count, **moments}
+            for weights, states in states_of_part.items():  # what torch's own would make in its first step
+                self._optimizer.state[weights] = {**self._counts(counts_on), **states}
+
+    def _make(self, groups: Mapping[bool, list[torch.nn.Parameter]]) -> Any:
+        """Make torch's optimizer of no parameters, as some would make states of theirs, then give it these."""
+        config = self._config
+        options: dict[str, Any] = {"fused": self.fused} if config.name in FUSED else {}
+        if config.name != "lion":
+            options["foreach"] = False  # which would need as much as all of the shards
+        made = _KINDS[config.name]([torch.zeros(1)], lr=config.lr, **config.arguments, **options)
+        made.param_groups.clear()
+        made.state.clear()
+        for decayed, weights in groups.items():
+            made.add_param_group({"params": weights, "weight_decay": config.weight_decay if decayed else 0.0})
+        return made
+
+    def _counts(self, device: torch.device) -> dict[str, Tensor]:
+        """Return what torch counts for each parameter, before the first step."""
+        if self._config.name in _UNCOUNTED:
+            return {}
+        step = {"step": torch.zeros((), dtype=torch.float32, device=device)}
+        return {**step, "mu_product": torch.ones(())} if self._config.name == "nadam" else step
 
     def state(self) -> dict[str, Tensor]:
-        """Return the moments of this rank, by name: (entries,) each, in the places of `Parameters.state`."""
-        return self._moments
+        """Return the states of this rank, by name: (entries,) each, in the places of `Parameters.state`."""
+        return self._states
 
     def go_on_from(self, step: int) -> None:
         """Count updates from `step` on: so many were made before a checkpoint."""
-        for state in self._adamw.state.values() if self._adamw is not None else ():
-            state["step"].fill_(step)
+        self._updates = step
+        product = _mu_product(self._config, step) if self._config.name == "nadam" else None
+        for state in self._optimizer.state.values() if self._optimizer is not None else ():
+            if "step" in state:
+                state["step"].fill_(step)
+            if product is not None:
+                state["mu_product"].copy_(product)
 
     def reduce(self) -> float:
         """Sum gradients over all ranks; return their global norm, before clipping. Collective."""
@@ -95,11 +138,12 @@ class ShardedAdamW:
 
     def step(self, lr: float, norm: float) -> None:
         """Clip the gradients of global norm `norm` and update this rank's shards."""
-        if self._adamw is not None:
+        self._updates += 1
+        if self._optimizer is not None:
             self._clip(norm)
-            for group in self._adamw.param_groups:
+            for group in self._optimizer.param_groups:
                 group["lr"] = lr
-            self._adamw.step()
+            self._optimizer.step()
 
     def _clip(self, norm: float) -> None:
         """Scale gradients of global norm `norm` as torch.nn.utils.clip_grad_norm_ does, or have the kernel do it."""
@@ -108,7 +152,7 @@ class ShardedAdamW:
             return
         factor = min(1.0, limit / (norm + 1e-6))
         if self.fused and self._weights[0].dtype == torch.float32:  # the kernel's divisor is fp32, and fp64 is wider
-            self._adamw.grad_scale = torch.full((), 1 / factor, device=self._weights[0].device)
+            self._optimizer.grad_scale = torch.full((), 1 / factor, device=self._weights[0].device)
             return
         for weights in self._weights:
             assert weights.grad is not None, "gradients are views, which nothing sets to None"
@@ -116,12 +160,16 @@ class ShardedAdamW:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Let updates inside the block change nothing, to the bit: before the first step, of gradients and lr 0."""
-        counts = [state["step"] for state in self._adamw.state.values()] if self._adamw is not None else []
-        assert not any(counts), "moments that are not zero would fade"
+        """Let updates inside the block change nothing, to the bit, of gradients and lr 0.
+
+        After the first step this takes a copy of the states in the host's memory.
+        """
+        before = self._updates
+        kept = {name: each.to("cpu", copy=True) for name, each in self._states.items()} if before else {}
         yield
-        for count in counts:
-            count.zero_()
+        for name, each in self._states.items():
+            each.copy_(kept[name]) if before else each.fill_(self._starts[name])
+        self.go_on_from(before)
 
     def rehearse(self) -> None:
         """Run the end of a step that changes nothing; gradients must be zero. Collective."""
@@ -134,22 +182,30 @@ def part_of(entries: int) -> int:
     return max(_LEAST_PART, -(-entries // _PARTS))
 
 
-def kept_bytes(model: nn.Module, parameters: Parameters) -> int:
-    """Count the bytes of a rank from step to step: of the model, its gradients and masters, and of AdamW's moments."""
+def kept_bytes(model: nn.Module, parameters: Parameters, config: OptimizerConfig) -> int:
+    """Count the bytes of a rank from step to step: of the model, its gradients and masters, and optimizer states."""
     there = (*model.parameters(), *model.buffers(), *parameters.tensors())
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in there}
-    return sum(storages.values()) + moment_bytes(parameters)
+    return sum(storages.values()) + len(states_of(config)) * parameters.state()[MASTER_WEIGHTS].nbytes
 
 
-def moment_bytes(parameters: Parameters) -> int:
-    """Count the bytes of AdamW's moments on this rank."""
-    return len(_MOMENTS) * parameters.state()[MASTER_WEIGHTS].nbytes
-
-
-def step_end_bytes(parameters: Parameters) -> int:
+def step_end_bytes(parameters: Parameters, config: OptimizerConfig) -> int:
     """Count the bytes that the end of a step needs beside that: for the norm, for the update, and to publish it."""
     weights = [each.weights for each in parameters.shards()]
     entries = sum(map(len, weights))
     part = min(part_of(entries), max(map(len, weights), default=0))
     wide = weights[0].element_size() if weights else 0
-    return max(2 * 8 * part, 2 * wide * part, parameters.publish_bytes())
+    update = _TEMPORARIES.get(config.name, _MOST_TEMPORARIES) * wide * part
+    return max(2 * 8 * part, update, parameters.publish_bytes())
+
+
+def _mu_product(config: OptimizerConfig, step: int) -> Tensor:
+    """Return what NAdam's product of momenta is after `step` steps, (), in the order that torch multiplies in."""
+    assert config.betas is not None, config
+    assert config.momentum_decay is not None, config
+    product = torch.ones(())
+    for number in range(1, step + 1):
+        product *= config.betas[0] * (1.0 - 0.5 * 0.96 ** (number * config.momentum_decay))
+        if not product:
+            break
+    return product

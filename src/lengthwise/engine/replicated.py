@@ -4,9 +4,10 @@
     grads           (fp32, or fp64)   gradients of all microbatches add up in it
     master_weights  (fp32, or fp64)   this rank's slices of the exact parameters
 
-Once a step: a reduce-scatter of `grads`, AdamW on the slices, an all-gather into `values`, bucket by bucket
-(`engine.flat_layout`). Each of W ranks has 6 + 16/W bytes a parameter in bf16, 8 + 16/W in fp32, one rank alone 18 and
-16, as its slices are the buffers themselves, and no more while it takes the model in. ZeRO stage 1 (arXiv 1910.02054).
+Once a step: a reduce-scatter of `grads`, the optimizer on the slices, an all-gather into `values`, bucket by bucket
+(`engine.flat_layout`). Each of W ranks has, with AdamW, 6 + 16/W bytes a parameter in bf16, 8 + 16/W in fp32, one rank
+alone 18 and 16, as its slices are the buffers themselves, and no more while it takes the model in. ZeRO stage 1 (arXiv
+1910.02054).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from lengthwise.cost import shape_from_config
 from lengthwise.cost.fit import fit_samples
 from lengthwise.cost.measured import base_cost, measured_model
 from lengthwise.engine.batch import random_batch
-from lengthwise.engine.optimizer import ShardedAdamW
+from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
@@ -57,7 +57,7 @@ _LEAST_TOKENS = 256  # up to here lengths double however long it takes: fewer te
 _Timed = Callable[[], tuple[float, float, float]]
 """Runs something; returns its seconds on this rank, of these those waited, those before backward (NaN: not apart)."""
 
-Trained = tuple[nn.Module, Parameters, ShardedAdamW]
+Trained = tuple[nn.Module, Parameters, ShardedOptimizer]
 """A model, its parameters and their optimizer."""
 
 
@@ -145,7 +145,7 @@ def build(
     model = build_model(source, seed=0, stored=transport.rank == 0)
     compute_so(model, computing or Computing(), world.device, dtype=DTYPES[precision])
     flat = FlatParameters(model, transport, dtype=DTYPES[precision], device=world.device, layers=wrapped_layers(model))
-    return model, flat, ShardedAdamW(flat, OptimizerConfig(), transport)
+    return model, flat, ShardedOptimizer(flat, OptimizerConfig(), transport)
 
 
 def open_store(device: torch.device, folder: Path | None, *, where: str) -> ActivationStore | None:
@@ -162,7 +162,7 @@ class RankProfiler:
         self,
         model: nn.Module,
         parameters: Parameters,
-        optimizer: ShardedAdamW,
+        optimizer: ShardedOptimizer,
         shape: ModelShape,
         world: World,
         transport: Transport,

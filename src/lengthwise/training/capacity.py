@@ -46,7 +46,7 @@ def measure_capacities(
     """
     device = next(model.parameters()).device
     budget = free_bytes(device, local_ranks) * (1 - RESERVED)
-    if step_end_bytes(parameters) > budget:
+    if step_end_bytes(parameters, job.config.optimizer) > budget:
         budget = 0.0
     planning = job.planning
     measuring = _Measuring(

@@ -30,7 +30,7 @@ from lengthwise.comm import Transport
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import LengthwiseError, OutputError
 from lengthwise.core.faults import fault
-from lengthwise.engine.optimizer import ShardedAdamW
+from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters
 from lengthwise.training.resume import FOLDER, Resume, run_settings
 
@@ -46,7 +46,7 @@ class Checkpoints:
         config: RunConfig,
         transport: Transport,
         parameters: Parameters,
-        optimizer: ShardedAdamW,
+        optimizer: ShardedOptimizer,
         *,
         data: Callable[[], str],
         note: Callable[[str], None],

@@ -26,7 +26,7 @@ from lengthwise.cost.refit import RanStep
 from lengthwise.engine.activations import start_offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_STATE, PeakMemory, reporting_shortage
-from lengthwise.engine.optimizer import ShardedAdamW
+from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.schedule import learning_rates
 from lengthwise.engine.step import RankResult, run_plan
 from lengthwise.models import DTYPES, choose_model_kernel, has_balance_loss
@@ -124,7 +124,7 @@ class _Trainer:
             remedy=SMALLER_STATE,
         ):
             self._model, self._parameters = build_trained(job, world, transport, say=say)
-            self._optimizer = ShardedAdamW(self._parameters, job.config.optimizer, transport)
+            self._optimizer = ShardedOptimizer(self._parameters, job.config.optimizer, transport)
         self._checkpoints = Checkpoints(
             job.config,
             transport,

@@ -18,7 +18,7 @@ from lengthwise.comm import SoloTransport, Transport
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.engine.batch import random_batch
 from lengthwise.engine.memory import SMALLER_STATE, memory_in_use, reporting_shortage
-from lengthwise.engine.optimizer import ShardedAdamW
+from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.step import run_plan
 from lengthwise.training.job import Job
@@ -54,7 +54,7 @@ def _run_pack(lengths: Sequence[int], model: nn.Module, job: Job, kernel: BlockK
     run_plan(model, plan, batch, SoloTransport(), kernel, name=name, logits_at_once=at_once)
 
 
-def check_step_end(optimizer: ShardedAdamW, transport: Transport) -> None:
+def check_step_end(optimizer: ShardedOptimizer, transport: Transport) -> None:
     """Run the end of a step that changes nothing, as all ranks do at once. Collective.
 
     Raises:

@@ -1,0 +1,148 @@
+"""Every optimizer by name: slices of 1 to 4 ranks make the update of torch's own on whole parameters."""
+
+import pytest
+import torch
+from torch import nn
+
+from engine.optimizer_cases import CASES, keys_of, plain_optimizer
+from lengthwise.comm import SoloTransport, StrictWorld
+from lengthwise.config import OptimizerConfig
+from lengthwise.config.optimizer import FUSED, OPTIMIZERS
+from lengthwise.engine.live_bytes import LiveBytes
+from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes, step_end_bytes
+from lengthwise.engine.replicated import FlatParameters
+
+STEPS, LR = 6, 1e-2  # of RAdam the first steps are not rectified
+FUSED_CASES = [case for case in CASES if case.split()[0] in FUSED]
+
+
+def make_model(width):
+    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 3))
+    random = torch.Generator().manual_seed(0)  # of its own: ranks of a strict world are threads
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.05, generator=random)
+    return model
+
+
+def make(transport, case, dtype=torch.float64, *, width=70, **keys):
+    model = make_model(width)
+    flat = FlatParameters(model, transport, dtype=dtype, layers=[*model], bucket_entries=1)
+    return model, flat, ShardedOptimizer(flat, OptimizerConfig.model_validate(keys_of(case, **keys)), transport)
+
+
+def objectives(model, step):
+    """Two microbatches of a step, whose gradients add up."""
+    dtype = model[0].weight.dtype
+    for number in range(2):
+        x = torch.randn(9, model[0].in_features, generator=torch.Generator().manual_seed(2 * step + number))
+        yield model(x.to(dtype)).square().mean()
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        for objective in objectives(model, step):
+            objective.backward()
+        optimizer.update(LR / (step + 1), optimizer.reduce())
+
+
+def plain(case, max_grad_norm):
+    model = make_model(70).double()
+    optimizer = plain_optimizer(case, list(model.parameters()))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for objective in objectives(model, step):
+            objective.backward()
+        if max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = LR / (step + 1)
+        optimizer.step()
+    return list(model.parameters())
+
+
+def test_every_optimizer_is_tried():
+    assert {case.split()[0] for case in CASES} == set(OPTIMIZERS)
+    assert {key for args in CASES.values() for key in args} >= {
+        key for keys in OPTIMIZERS.values() for key in keys if key != "lr"
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("max_grad_norm", [None, 1e-3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_slices_make_the_update_of_whole_parameters(case, ranks, max_grad_norm):
+    def work(transport):
+        model, _, own = make(transport, case, max_grad_norm=max_grad_norm)
+        for step in range(STEPS):
+            for number, objective in enumerate(objectives(model, step)):
+                if transport.rank == (step + number) % transport.world_size:
+                    objective.backward()
+            own.update(LR / (step + 1), own.reduce())
+        return [each.detach().clone() for each in model.parameters()]
+
+    wanted, start = plain(case, max_grad_norm), make_model(70).double()
+    for found in StrictWorld(ranks).run(work):
+        for got, expected, before in zip(found, wanted, start.parameters(), strict=True):
+            torch.testing.assert_close(got, expected.detach(), rtol=1e-12, atol=1e-14)
+            assert not torch.equal(got, before)
+
+
+@pytest.mark.parametrize("case", FUSED_CASES)
+@pytest.mark.parametrize("max_grad_norm", [None, 1e-3])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)], ids=str)
+def test_one_kernel_makes_the_same_update(case, dtype, tolerance, max_grad_norm):
+    found = []
+    for fused in (False, True):
+        model, flat, optimizer = make(SoloTransport(), case, dtype, fused=fused, max_grad_norm=max_grad_norm)
+        assert optimizer.fused == fused
+        train(model, optimizer, range(STEPS))
+        found.append(flat.master_weights.clone())
+    torch.testing.assert_close(*found, rtol=10 * tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_what_goes_on_from_its_state_is_the_same_to_the_bit(case, fused):
+    if fused and case not in FUSED_CASES:
+        pytest.skip("torch has no such kernel")
+    keys = {"fused": True} if fused else {}
+    model, flat, optimizer = make(SoloTransport(), case, torch.float32, **keys)
+    train(model, optimizer, range(3))
+    weights, states = flat.master_weights.clone(), {name: each.clone() for name, each in optimizer.state().items()}
+    again, others, later = make(SoloTransport(), case, torch.float32, **keys)
+    others.master_weights.copy_(weights)
+    assert later.state().keys() == states.keys()
+    for name, each in later.state().items():
+        each.copy_(states[name])
+    later.go_on_from(3)
+    later.rehearse()  # of a run that goes on, as of one that starts
+    train(model, optimizer, range(3, STEPS))
+    train(again, later, range(3, STEPS))
+    assert torch.equal(flat.master_weights, others.master_weights)
+    assert not torch.equal(flat.master_weights, weights)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rehearsal_changes_no_bit_of_what_follows(case):
+    found = []
+    for rehearses in (False, True):
+        model, flat, optimizer = make(SoloTransport(), case, torch.float32)
+        if rehearses:
+            optimizer.rehearse()
+        train(model, optimizer, range(3))
+        found.append(flat.master_weights.clone())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_that_is_kept_is_there_before_the_first_step_and_its_end_needs_what_is_said(case):
+    config = OptimizerConfig.model_validate(keys_of(case))
+    with LiveBytes() as live:
+        model, flat, optimizer = make(SoloTransport(), case, torch.float32, width=1200)
+        live.peak_bytes = before = live.now_bytes
+        for step in range(STEPS):
+            live.peak_bytes = live.now_bytes
+            optimizer.update(LR, optimizer.reduce())
+            assert live.peak_bytes - before <= step_end_bytes(flat, config) + (1 << 14), step
+            assert live.now_bytes - before < 1 << 12
+    assert abs(before - kept_bytes(model, flat, config)) < 1 << 14  # counters of steps
