@@ -9,8 +9,9 @@ import pytest
 import lengthwise
 from lengthwise.checkpoint import CheckpointFolder
 from lengthwise.core import faults
-from lengthwise.core.errors import ConfigError, Problems
+from lengthwise.core.errors import ConfigError, Problems, TransferError
 from lengthwise.core.faults import ACTIONS, POINTS, VARIABLE
+from lengthwise.training.stacks import with_own_stacks
 from training.small_runs import Command, call, count_lines
 from training.test_training_resume import PAGE, assert_equal_runs, run_of, whole
 
@@ -74,6 +75,31 @@ def test_a_rank_that_hangs_is_named_with_its_phase_in_time(tmp_path, monkeypatch
     with pytest.raises(lengthwise.LengthwiseError) as caught:
         lengthwise.train(path, ranks=2, timeout_seconds=2)
     assert "rank 1, last seen in step 4" in str(caught.value)
+    assert f"Where each rank stood: {tmp_path / 'out/hang'}" in str(caught.value)
+    waiting, hanging = ((tmp_path / f"out/hang/rank-0000{rank}.txt").read_text() for rank in (0, 1))
+    assert re.match("rank 0, last seen in (checkpoint of )?step 4", waiting)
+    assert "TransferError" in waiting
+    assert hanging.startswith("rank 1, last seen in step 4")
+    assert re.search(r'faults\.py", line \d+ in _act', hanging), "the line that it hangs in"
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+def test_a_rank_of_torchrun_keeps_its_own_stacks(tmp_path, is_free):
+    """Where they can be written; what is raised is the time-out in any case."""
+
+    def waits_in_vain():
+        raise TransferError("rank 3, step 7", expected="an answer", got="none", remedy="See rank 2.")
+
+    folder = tmp_path / "out"
+    if not is_free:
+        folder.write_text("")
+    with pytest.raises(TransferError) as caught:
+        with_own_stacks(waits_in_vain, folder / "hang", 3)
+    assert str(caught.value).endswith(
+        f"See rank 2. Where each rank stood: {folder}/hang." if is_free else "See rank 2."
+    )
+    if is_free:
+        assert "in waits_in_vain" in (folder / "hang/rank-00003.txt").read_text()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

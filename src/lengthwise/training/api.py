@@ -20,6 +20,7 @@ from lengthwise.training.folder import RunFolder
 from lengthwise.training.job import Job
 from lengthwise.training.metrics import TrainResult
 from lengthwise.training.resume import Resume, find_resume, has_checkpoint, torchrun_agent
+from lengthwise.training.stacks import FOLDER as STACKS
 from lengthwise.training.start import Run, Start, prepare, run_ranks
 from lengthwise.training.trainer import train_rank
 from lengthwise.training.verify import VerifyReport, verify_rank
@@ -63,7 +64,10 @@ def train(
         hearing = callbacks if start.is_first else ()
         call_back(hearing, "on_start", start.job)
         result = run_ranks(
-            start, lambda world, on_phase: train_rank(start.job, world, callbacks, on_phase), asks_to_stop=True
+            start,
+            lambda world, on_phase: train_rank(start.job, world, callbacks, on_phase),
+            asks_to_stop=True,
+            stacks=start.job.config.output / STACKS,
         )
         call_back(hearing, "on_end", result)
         return result

@@ -28,12 +28,13 @@ from lengthwise.core.measurements import Measurements
 from lengthwise.training.callbacks import Callback
 from lengthwise.training.metrics import EvalMetrics, FinishedStep, NotFinite
 from lengthwise.training.resume import FOLDER as CHECKPOINTS
+from lengthwise.training.stacks import FOLDER as STACKS
 from lengthwise.training.writes import Writes, insist
 
 CONFIG = "config.yaml"
 _AGENT = "torchrun.txt"
 _FILES = (CONFIG, _AGENT, "measurements.json", "metrics.jsonl", "ledger.jsonl", "eval.jsonl", "not_finite.jsonl")
-_FOLDERS = ("plans", "model", "model.unfinished", "checkpoints")
+_FOLDERS = ("plans", "model", "model.unfinished", "checkpoints", STACKS)
 _A_STEP_A_LINE = ("metrics.jsonl", "ledger.jsonl", "eval.jsonl", "not_finite.jsonl")
 _LOCK = "run.lock"
 _RANKS_END_SECONDS = 10.0  # of a launcher that was killed

@@ -29,6 +29,7 @@ import torch
 from lengthwise.comm import World
 from lengthwise.core.errors import CallbackError, LengthwiseError, RankError, TransferError
 from lengthwise.core.processes import end_with_parent, let_threads_end
+from lengthwise.training.stacks import ask_for_stacks, file_of, keep_stacks, where_told, writing_stacks
 
 Result = TypeVar("Result")
 RankMain = Callable[[World, Callable[[str], None]], Result]
@@ -137,11 +138,14 @@ def _ending_at_the_second() -> Iterator[None]:
         os.close(reader)
 
 
-def launch(work: RankMain[Result], ranks: int, *, asks_to_stop: bool = False, gpus: int = 0) -> Result:
+def launch(
+    work: RankMain[Result], ranks: int, *, asks_to_stop: bool = False, gpus: int = 0, stacks: Path | None = None
+) -> Result:
     """Run `work` on `ranks` local ranks, in this process when it is one, and return the result of rank 0.
 
     Ctrl-C, SIGTERM and SIGHUP end the ranks; with `asks_to_stop`, where `work` listens itself, only the second does.
     `gpus`: how many of this machine they use; this process must not have started CUDA, which does not survive a fork.
+    `stacks`: a folder for where each rank stood, should one wait in vain (`training.stacks`).
 
     Raises:
         LengthwiseError: what a rank raised, or RankError for one that died.
@@ -150,7 +154,7 @@ def launch(work: RankMain[Result], ranks: int, *, asks_to_stop: bool = False, gp
     if ranks == 1:
         return work(World(rank=0, world_size=1, gpus=gpus), lambda _phase: None)
     with _meeting_place() as folder, StopRequest().listening() as stop:
-        return _Children(work, ranks, folder / "rendezvous", gpus).outcome(stop, asks=asks_to_stop)
+        return _Children(work, ranks, folder / "rendezvous", gpus).outcome(stop, asks=asks_to_stop, stacks=stacks)
 
 
 @contextlib.contextmanager
@@ -180,6 +184,7 @@ class _Children:
         self._processes: list[ForkProcess] = []
         self._results: dict[int, Any] = {}
         self._errors: dict[int, LengthwiseError] = {}
+        self._stacks = {rank: file_of(rendezvous.parent, rank) for rank in range(ranks)}
         context = multiprocessing.get_context("fork")
         let_threads_end()
         for rank in range(ranks):
@@ -188,31 +193,46 @@ class _Children:
                 rank=rank, world_size=ranks, local_rank=rank, local_size=ranks, rendezvous=rendezvous, gpus=gpus
             )
             process = context.Process(
-                target=_child, args=(work, world, theirs, self._board, os.getpid()), name=f"rank {rank}"
+                target=_child,
+                args=(work, world, theirs, self._board, os.getpid(), self._stacks[rank]),
+                name=f"rank {rank}",
             )
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def outcome(self, stop: StopRequest, *, asks: bool) -> Any:
+    def outcome(self, stop: StopRequest, *, asks: bool, stacks: Path | None) -> Any:
         try:
             self._watch(stop, asks=asks)
+            own = [error for _, error in sorted(self._errors.items()) if not isinstance(error, TransferError)]
+            timed_out = bool(self._errors) and not own
+            kept = stacks if stacks is not None and timed_out and self._keep_stacks(stacks) else None
         finally:
             self._end_all()
-        if self._errors:
-            own = [error for _, error in sorted(self._errors.items()) if not isinstance(error, TransferError)]
-            raise own[0] if own else self._with_silent_ranks(min(self._errors.items())[1])
+        if timed_out:
+            raise self._with_silent_ranks(min(self._errors.items())[1], kept)
+        if own:
+            raise own[0]
         return self._results[0]
 
-    def _with_silent_ranks(self, error: LengthwiseError) -> LengthwiseError:
-        """Say beside a time-out which ranks never answered: one of them is why."""
+    def _keep_stacks(self, folder: Path) -> bool:
+        alive = {rank: process.pid for rank, process in enumerate(self._processes) if process.is_alive()}
+        ask_for_stacks({pid: self._stacks[rank] for rank, pid in alive.items() if pid is not None})
+        said = {rank: f"last seen in {self._board.last_seen(rank)}" for rank in self._stacks}
+        return keep_stacks(self._stacks, folder, said)
+
+    def _with_silent_ranks(self, error: LengthwiseError, stacks: Path | None) -> LengthwiseError:
+        """Say beside a time-out which ranks never answered, one of them is why, and where stacks are."""
+        told = "" if stacks is None else f" {where_told(stacks)}"
         silent = [rank for rank in range(len(self._processes)) if rank not in {*self._results, *self._errors}]
         if not silent:
-            return error
+            remedy = f"{error.remedy}{told}"
+            return type(error)(error.where, expected=error.expected, got=error.got, remedy=remedy)
         seen = "; ".join(f"rank {rank}, last seen in {self._board.last_seen(rank)}" for rank in silent)
         got = f"{error.got}; not a word from {seen}"
-        remedy = f"See what {'this rank is' if len(silent) == 1 else 'these ranks are'} waiting for; then start again."
+        them = "this rank is" if len(silent) == 1 else "these ranks are"
+        remedy = f"See what {them} waiting for; then start again.{told}"
         return type(error)(error.where, expected=error.expected, got=got, remedy=remedy)
 
     def _watch(self, stop: StopRequest, *, asks: bool) -> None:
@@ -264,14 +284,17 @@ class _Children:
             pipe.close()
 
 
-def _child(work: RankMain[Any], world: World, pipe: Connection, board: StatusBoard, launcher: int) -> None:
+def _child(
+    work: RankMain[Any], world: World, pipe: Connection, board: StatusBoard, launcher: int, stacks: Path
+) -> None:
     end_with_parent(launcher)
     # A forked child hangs in its first threaded operation if the parent ever ran one: go through one thread first.
     torch.set_num_threads(1)
     torch.set_num_threads(threads_of_each(world.world_size))
     with StopRequest().listening():
         try:
-            result = work(world, lambda phase: board.note(world.rank, phase))
+            with writing_stacks(stacks):
+                result = work(world, lambda phase: board.note(world.rank, phase))
             message = ("result", None if world.rank else result)
         except LengthwiseError as error:
             if isinstance(error, CallbackError) and error.__cause__ is not None:  # the pipe does not carry it

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from lengthwise.profiler.place import first_gpu_name
 from lengthwise.training.job import Job, prepare_job
 from lengthwise.training.launch import launch
 from lengthwise.training.resume import Resume
+from lengthwise.training.stacks import with_own_stacks
 
 _LONGEST_SECONDS = 10**6  # eleven days; gloo counts milliseconds in 31 bits
 
@@ -110,16 +112,21 @@ def _check_timeout(timeout_seconds: float) -> None:
 
 
 def run_ranks(
-    start: Start, work: Callable[[World, Callable[[str], None]], Result], *, asks_to_stop: bool = False
+    start: Start,
+    work: Callable[[World, Callable[[str], None]], Result],
+    *,
+    asks_to_stop: bool = False,
+    stacks: Path | None = None,
 ) -> Result:
     """Run `work` as torchrun's rank, or on local processes; return this rank's result, or rank 0's.
 
-    `asks_to_stop`: see `launch`.
+    `asks_to_stop`, `stacks`: see `launch`.
     """
     sys.stdout.flush()
-    if start.world is not None:
-        return work(start.world, lambda _phase: None)
-    return launch(work, start.job.ranks, asks_to_stop=asks_to_stop, gpus=start.job.gpus)
+    if start.world is None:
+        return launch(work, start.job.ranks, asks_to_stop=asks_to_stop, gpus=start.job.gpus, stacks=stacks)
+    ranks_work = partial(work, start.world, lambda _phase: None)
+    return ranks_work() if stacks is None else with_own_stacks(ranks_work, stacks, start.world.rank)
 
 
 def count_used_gpus(device: str) -> int:
