@@ -30,6 +30,7 @@ from lengthwise.cli import main as lengthwise
 from lengthwise.cli.machine import machine_lines
 from lengthwise.core.measurements import Measurements
 from lengthwise.core.plan import Plan
+from lengthwise.core.plan_file import read_plan_text
 from lengthwise.cost.measured import measured_cost
 from lengthwise.profiler.profile import ProfileSettings
 from lengthwise.simulator import simulate_plan
@@ -133,7 +134,7 @@ def train(folder: Path, steps: int, capacity: int, left_out: Collection[int]) ->
         if stopped.code:
             raise
     metrics = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
-    plans = [Plan.from_json(path.read_text()) for path in sorted((folder / "out/plans").glob("*.json"))]
+    plans = [Plan.from_json(read_plan_text(path)) for path in sorted((folder / "out/plans").iterdir())]
     return [row["step_seconds"] for row in metrics], plans
 
 

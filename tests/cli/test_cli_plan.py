@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from cli.plan_calls import plan_without_torch, read_plan, refused
+from lengthwise.core.plan import Plan
+from lengthwise.core.plan_file import read_plan_text
 from training.small_runs import VOCAB, call, make_rows, read_lines, train, write_model, write_run
 
 
@@ -24,7 +26,7 @@ def test_plan_of_a_run_file_is_the_plan_of_the_first_step_of_training(tmp_path, 
     assert "6 sequences" in said
     made = read_plan(tmp_path / "plan.json")
     output = train(path, "--ranks", 3, "--set", "steps=1")
-    run = read_plan(output / "plans/step-000001.json")
+    run = Plan.from_json(read_plan_text(output / "plans/step-000001.json.gz"))
     assert (made.tokens, made.microbatches, made.capacity) == (run.tokens, run.microbatches, run.capacity)
     assert (made.ranks, made.layers) == (3, 2)
 

@@ -186,7 +186,7 @@ def test_train_refuses_an_output_that_holds_a_run_and_replaces_it_when_asked(tmp
     assert (output / "metrics.jsonl").read_bytes() == before
     assert call("train", path, "--ranks", 2, "--overwrite", "--set", "steps=2") == 0
     assert count_lines(output / "metrics.jsonl") == count_lines(output / "ledger.jsonl") == 2
-    assert sorted(plan.name for plan in (output / "plans").iterdir()) == ["step-000001.json", "step-000002.json"]
+    assert sorted(plan.name for plan in (output / "plans").iterdir()) == ["step-000001.json.gz", "step-000002.json.gz"]
     assert (output / "notes.txt").read_text() == "mine"
     assert (output / "more/metrics.jsonl").read_text() == "mine too"
 

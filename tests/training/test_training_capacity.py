@@ -8,6 +8,7 @@ import torch
 from lengthwise.attention import choose_kernel
 from lengthwise.core.held import held_by_rank
 from lengthwise.core.plan import Plan
+from lengthwise.core.plan_file import read_plan_text
 from lengthwise.engine import memory
 from lengthwise.engine.activations import start_offloading
 from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes
@@ -30,7 +31,7 @@ def run(tmp_path, *, ranks=2, rows=None, status=0, **keys):
 
 
 def plans_of(output):
-    return [Plan.from_json(path.read_text()) for path in sorted((output / "plans").iterdir())]
+    return [Plan.from_json(read_plan_text(path)) for path in sorted((output / "plans").iterdir())]
 
 
 @pytest.mark.parametrize("recompute", ["none", "layer", "auto"])

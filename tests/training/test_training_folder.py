@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gzip
 import json
 import os
 import shutil
@@ -16,9 +17,11 @@ import pytest
 
 from lengthwise.config import load_config
 from lengthwise.core.errors import OutputError
+from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.core.plan_file import read_plan_text
 from lengthwise.training import export, folder, trainer, writes
 from lengthwise.training.folder import RunFolder
-from lengthwise.training.metrics import EvalMetrics
+from lengthwise.training.metrics import EvalMetrics, FinishedStep, StepMetrics
 from lengthwise.training.writes import MOST_FAILURES
 from training.small_runs import Command, call, count_lines, make_rows, write_run
 
@@ -280,3 +283,62 @@ def test_all_files_of_a_run_have_the_mode_of_any_new_file(tmp_path):
         os.umask(mask)
     modes = {each.stat().st_mode & 0o777 for each in (tmp_path / "out").rglob("*") if each.is_file()}
     assert modes == {0o640}
+
+
+def finished(step, sequences):
+    """A step of 40 sequences over two ranks."""
+    plan = Plan(
+        ranks=2,
+        layers=1,
+        capacity=100,
+        tokens=(1,) * 40,
+        microbatches=(Microbatch(pieces=(Piece(ranks=(step % 2,), sequences=tuple(range(40))),)),),
+    )
+    metrics = StepMetrics(
+        plan=plan, busy_seconds=[1.0, 0.0], step=step, loss=1.0, grad_norm=1.0, lr=1.0, num_loss_tokens=40,
+        step_seconds=1.0, plan_seconds=1.0, predicted_step_seconds=1.0, peak_memory_bytes=1, offloaded_bytes=0,
+        offload_wait_seconds=0.0, exposed_ring_seconds=0.0,
+    )  # fmt: skip
+    return FinishedStep(metrics=metrics, num_steps=500, sequences=sequences, plan=plan)
+
+
+def test_plans_and_ledger_stay_small_and_the_newest_are_there(tmp_path):
+    """A run goes on within the same limits, and takes lines back that were moved to the older half."""
+    config = load_config(write_run(tmp_path, make_rows([3])))
+    most = 40_000  # 9 plans of a block each, some 100 lines of the ledger in either half
+
+    def check(last):
+        plans = sorted(path.name for path in (tmp_path / "out/plans").iterdir())
+        assert plans == [f"step-{step:06d}.json.gz" for step in range(last - 8, last + 1)]
+        files = [tmp_path / "out" / name for name in ("ledger.old.jsonl", "ledger.jsonl")]
+        assert sum(path.stat().st_size for path in files if path.exists()) <= most
+        rows = [json.loads(line) for path in files if path.exists() for line in path.read_text().splitlines()]
+        assert [row["step"] for row in rows] == list(range(rows[0]["step"], last + 1))
+        assert count_lines(tmp_path / "out/metrics.jsonl") == last
+        return rows[0]["step"]
+
+    run = RunFolder(tmp_path / "out", most_log_bytes=most)
+    run.start(config)
+    for step in range(1, 301):
+        run.on_step(finished(step, tuple(range(step, step + 40))))
+    first = check(300)
+    assert first > 50
+    again = RunFolder(tmp_path / "out", most_log_bytes=most)
+    again.go_on(config, 295)
+    for step in range(296, 401):
+        again.on_step(finished(step, tuple(range(step, step + 40))))
+    check(400)
+    text = read_plan_text(tmp_path / "out/plans/step-000400.json.gz")
+    assert Plan.from_json(text) == finished(400, ()).plan
+
+
+@pytest.mark.parametrize(("content", "told"), [
+    (gzip.compress(b"{}")[:-4], "broken gzip"),
+    (gzip.compress(b"{}")[:-9] + b"broken!!!", "broken gzip"),
+    (gzip.compress(bytes(1 << 29)), "more than"),
+])  # fmt: skip
+def test_a_plan_that_is_no_whole_gzip_is_refused(tmp_path, capsys, content, told):
+    path = write_run(tmp_path, make_rows([30, 12]))
+    (tmp_path / "plan.json.gz").write_bytes(content)
+    assert call("verify", path, "--ranks", 2, "--plan", tmp_path / "plan.json.gz") == 2
+    assert f"{tmp_path / 'plan.json.gz'}: expected a plan file; got {told}" in capsys.readouterr().err

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from lengthwise.core.plan_file import read_plan_text
 from training.small_runs import call, losses, make_rows, train, write_run
 
 LENGTHS = [30, 1, 12, 5, 61, 2, 9, 40]
@@ -11,7 +12,7 @@ LENGTHS = [30, 1, 12, 5, 61, 2, 9, 40]
 
 def pieces_of(*paths):
     """List (ranks, heads) of the pieces of plan files."""
-    plans = [json.loads(path.read_text()) for path in paths]
+    plans = [json.loads(read_plan_text(path)) for path in paths]
     rows = [piece for plan in plans for m in plan["microbatches"] for piece in m.get("pieces", [m])]
     return [(len(row["ranks"]), row.get("heads", 1)) for row in rows]
 

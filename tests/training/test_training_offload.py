@@ -6,6 +6,7 @@ import pytest
 
 from lengthwise.core.held import held_by_rank
 from lengthwise.core.plan import Plan
+from lengthwise.core.plan_file import read_plan_text
 from training.small_runs import call, losses, make_rows, read_lines, write_model, write_run
 
 LENGTHS = [160, 90, 70, 45, 30, 20, 11, 7]
@@ -25,7 +26,7 @@ def run(tmp_path, output, ranks, *, rows=None, **keys):
 
 
 def plans_of(output):
-    return [Plan.from_json(path.read_text()) for path in sorted((output / "plans").iterdir())]
+    return [Plan.from_json(read_plan_text(path)) for path in sorted((output / "plans").iterdir())]
 
 
 @pytest.mark.parametrize(
@@ -95,9 +96,9 @@ def test_verify_runs_a_plan_that_offloads(tmp_path, model, capsys):
     said = capsys.readouterr().out
     assert "offload of " in said
     assert "PASS" in said
-    plan = run(tmp_path, "trained", 2, offload=offload, precision="fp64") / "plans/step-000001.json"
+    plan = run(tmp_path, "trained", 2, offload=offload, precision="fp64") / "plans/step-000001.json.gz"
     assert call("plan", "--config", path, "--ranks", 2, "--out", tmp_path / "plan.json") == 0
-    assert Plan.from_json((tmp_path / "plan.json").read_text()) == Plan.from_json(plan.read_text())
+    assert Plan.from_json((tmp_path / "plan.json").read_text()) == Plan.from_json(read_plan_text(plan))
     assert call("verify", path, "--ranks", 2, "--plan", plan) == 0
     without = write_run(tmp_path, make_rows(LENGTHS), name="without.yaml", **{**KEYS, "capacity_tokens": 400})
     assert call("verify", without, "--ranks", 2, "--plan", plan) == 2

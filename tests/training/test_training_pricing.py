@@ -10,6 +10,7 @@ from cost.measured_samples import measurements_of, samples_of
 from cost.test_cost_fit import machine
 from lengthwise.config import load_config
 from lengthwise.core.plan import Plan
+from lengthwise.core.plan_file import read_plan_text
 from lengthwise.cost.measured import read_measurements
 from lengthwise.engine import step
 from lengthwise.training import pricing
@@ -40,7 +41,7 @@ def test_a_run_that_measures_first_predicts_its_steps_and_trains_the_same(tmp_pa
 
 
 def _plan_of(output):
-    return lambda step: json.loads((output / f"plans/step-{step:06d}.json").read_text())
+    return lambda step: json.loads(read_plan_text(output / f"plans/step-{step:06d}.json.gz"))
 
 
 def test_a_run_plans_with_a_file_and_refuses_one_of_another_model(tmp_path, capfd):
@@ -83,7 +84,7 @@ def test_a_slow_rank_is_seen_and_gets_less_work_and_losses_stay(tmp_path, monkey
     output = train(write_run(tmp_path, rows, **keys, measurements="measurements.json"), "--ranks", 2)
     assert losses(output) == pytest.approx(plain, rel=1e-4)
     assert "predicted seconds of steps from 11 on were off by" in capfd.readouterr().out
-    plans = [Plan.from_json((output / f"plans/step-{number:06d}.json").read_text()) for number in range(1, 13)]
+    plans = [Plan.from_json(read_plan_text(output / f"plans/step-{number:06d}.json.gz")) for number in range(1, 13)]
     assert "speeds" in plans[-1].notes
     first, last = (sum(_tokens_of(plan, 1) for plan in some) for some in (plans[:3], plans[-3:]))
     whole = [sum(sum(plan.tokens) for plan in some) for some in (plans[:3], plans[-3:])]

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from lengthwise.core.plan import RECOMPUTE_KINDS
+from lengthwise.core.plan_file import read_plan_text
 from training.small_runs import call, losses, make_rows, train, write_run
 
 LENGTHS = [30, 1, 12, 5, 61, 2, 9, 40]
@@ -19,7 +20,7 @@ def test_recompute_is_in_every_plan_of_a_run_and_changes_no_loss(tmp_path, heads
     found = {}
     for kind in RECOMPUTE_KINDS:
         output = train(write_run(tmp_path / kind, make_rows(LENGTHS), recompute=kind, heads=heads), "--ranks", 2)
-        plans = [json.loads(path.read_text()) for path in sorted((output / "plans").iterdir())]
+        plans = [json.loads(read_plan_text(path)) for path in sorted((output / "plans").iterdir())]
         assert len(plans) == 3
         assert all(kinds_of(plan) == [kind] * len(plan["microbatches"]) for plan in plans)
         pieces = [piece for plan in plans for m in plan["microbatches"] for piece in m.get("pieces", [m])]

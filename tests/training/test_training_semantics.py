@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lengthwise.core.plan import Plan
+from lengthwise.core.plan_file import read_plan_text
 from lengthwise.program import check_plan
 from training.small_runs import (
     DTYPES,
@@ -143,7 +144,7 @@ def test_train_writes_one_line_a_step_with_the_named_keys(tmp_path):
         assert 0 <= row["idle_ratio"] < 1
         assert row["tokens_per_second"] == pytest.approx(row["num_tokens"] / row["step_seconds"])
         assert row["plan_seconds"] > 0
-        plan = Plan.from_json((output / f"plans/step-{row['step']:06d}.json").read_text())
+        plan = Plan.from_json(read_plan_text(output / f"plans/step-{row['step']:06d}.json.gz"))
         assert row["num_microbatches"] == len(plan.microbatches)
         in_rings = {i for m in plan.microbatches for p in m.pieces if len(p.ranks) > 1 for i in p.sequences}
         assert row["ring_token_ratio"] == pytest.approx(sum(plan.tokens[i] for i in in_rings) / sum(lengths))
@@ -165,9 +166,9 @@ def test_train_ledger_is_the_same_whatever_ranks_and_planner_and_covers_every_ep
         steps = steps_of(output)
         ledgers.append(steps)
         plans = sorted((output / "plans").iterdir())
-        assert [plan.name for plan in plans] == [f"step-{step:06d}.json" for step in range(1, len(steps) + 1)]
+        assert [plan.name for plan in plans] == [f"step-{step:06d}.json.gz" for step in range(1, len(steps) + 1)]
         for file, ids in zip(plans, steps, strict=True):
-            plan = Plan.from_json(file.read_text())
+            plan = Plan.from_json(read_plan_text(file))
             check_plan(plan)
             assert list(plan.tokens) == [LENGTHS[i] for i in ids]
             assert (plan.ranks, plan.capacity, plan.layers) == (ranks, 96, 2)
@@ -246,7 +247,7 @@ def test_train_loss_is_not_scaled_by_world_size_and_does_not_average_averages(tm
     rows = make_rows([60, 60])
     rows[1]["labels"] = [-100] * 57 + rows[1]["input_ids"][57:]
     output = train(write_run(tmp_path, rows, steps=1, capacity_tokens=60), "--ranks", 2)
-    plan = Plan.from_json((output / "plans/step-000001.json").read_text())
+    plan = Plan.from_json(read_plan_text(output / "plans/step-000001.json.gz"))
     assert len(plan.microbatches) > 1
     model = plain_model(tmp_path / "model", torch.float64)
     (long, n), (short, m) = (row_losses(model, row, torch.float64) for row in rows)

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lengthwise.core.plan import Plan
+from lengthwise.core.plan_file import read_plan_text
 from training.small_runs import (
     DTYPES,
     call,
@@ -38,7 +39,7 @@ def test_train_trajectory_of_100_steps_equals_one_process(tmp_path, precision, r
     steps = steps_of(output)
     expected, _, _ = plain_training(tmp_path / "model", rows, steps, dtype=DTYPES[precision], lrs=[3e-4] * 100)
     assert max(relative(got, loss) for got, loss in zip(losses(output), expected, strict=True)) < tolerance
-    plans = [Plan.from_json(path.read_text()) for path in sorted((output / "plans").iterdir())]
+    plans = [Plan.from_json(read_plan_text(path)) for path in sorted((output / "plans").iterdir())]
     assert all(
         (one.tokens, one.microbatches) != (other.tokens, other.microbatches) for one, other in itertools.pairwise(plans)
     )

@@ -40,7 +40,7 @@ def test_lines_come_whole_and_in_order_after_a_full_disk(tmp_path, disk, seed):
         in_a_row = in_a_row + 1 if disk[0] == 0 else 0
         name = draw.choice(list(expected))
         expected[name] += f"{number}\n"
-        found.append(name, f"{number}\n")
+        found.append(name, f"{number}\n".encode())
     disk[0] = None
     found.finish()
     assert {name: (tmp_path / name).read_text() for name in expected} == expected
@@ -52,9 +52,9 @@ def test_third_failure_in_a_row_is_an_error(tmp_path, disk):
     found = Writes(tmp_path, lambda _line: None)
     disk[0] = 0
     for _ in range(MOST_FAILURES - 1):
-        found.append("a", "x")
+        found.append("a", b"x")
     with pytest.raises(OSError, match="No space"):
-        found.append("a", "x")
+        found.append("a", b"x")
 
 
 def test_failures_are_not_tried_again_at_every_line(tmp_path, disk, monkeypatch):
@@ -63,7 +63,7 @@ def test_failures_are_not_tried_again_at_every_line(tmp_path, disk, monkeypatch)
     found = Writes(tmp_path, lambda _line: None)
     disk[0] = 0
     for _ in range(100):
-        found.append("a", "x")
+        found.append("a", b"x")
     disk[0], found._next_try = None, 0.0
     found.finish()
     assert (tmp_path / "a").read_text() == "x" * 100
@@ -77,8 +77,8 @@ def test_what_was_written_in_part_is_taken_back(tmp_path):
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         f"writes = Writes(pathlib.Path({str(tmp_path)!r}), print)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))\n"
-        "writes.append('a', 'x' * 70 + '\\n')\n"
-        "writes.append('a', 'y' * 70 + '\\n')\n"
+        "writes.append('a', b'x' * 70 + b'\\n')\n"
+        "writes.append('a', b'y' * 70 + b'\\n')\n"
         f"print(len(pathlib.Path({str(tmp_path / 'a')!r}).read_bytes()))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\n"
         "writes._next_try = 0\n"

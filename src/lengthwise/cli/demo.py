@@ -171,13 +171,14 @@ def _show_plans(dataset: MemoryDataset, show: Show) -> None:
 def _train(run_file: Path) -> TrainResult:
     from lengthwise.cli.train import PrintedProgress
     from lengthwise.core.plan import Plan
+    from lengthwise.core.plan_file import read_plan_text
     from lengthwise.report.plans import degrees
     from lengthwise.report.progress import LiveLine
     from lengthwise.training.api import train
 
     print("\nTraining, for real", flush=True)
     result = train(run_file, ranks=_RANKS, timeout_seconds=100, callbacks=[PrintedProgress(LiveLine(sys.stdout))])
-    plans = (Plan.from_json(path.read_text()) for path in (result.folder / "plans").glob("*.json"))
+    plans = (Plan.from_json(read_plan_text(path)) for path in (result.folder / "plans").iterdir())
     occurred = sorted({degree for plan in plans for degree in degrees(plan)})
     print(f"degrees that occurred: {', '.join(map(str, occurred))}")
     return result

@@ -156,6 +156,12 @@ class RunConfig(Settings):
         description="{every_steps: 50}: save what `--resume` goes on from, also after the last step; default null (the "
         "model alone is saved, at the end)",
     )
+    most_log_mb: int = Field(
+        default=400,
+        ge=1,
+        description="MB that the plans of past steps may take in the output, and as many the ledger; the oldest go; "
+        "default 400",
+    )
     not_finite: Literal["stop", "skip", "roll_back"] = Field(
         default="stop",
         description="what follows a loss, gradient or parameter that is NaN or infinite: stop, skip (no update in that "

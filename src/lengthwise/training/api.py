@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lengthwise.config import RunConfig
-from lengthwise.core.disk import read_plain
 from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.plan import Plan
+from lengthwise.core.plan_file import read_plan_text
 from lengthwise.program import check_plan, refuse_unsupported
 from lengthwise.training.callbacks import Callback, call_back
 from lengthwise.training.folder import RunFolder
@@ -106,7 +106,7 @@ def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
         PlanError: it is not, or it has what this version cannot run.
     """
     try:
-        text = read_plain(path).decode()
+        text = read_plan_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(str(path), expected="a plan file", got=str(error), remedy="Give another plan file.") from None
     plan = Plan.from_json(text, str(path))

@@ -13,8 +13,10 @@ import os
 import shutil
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 from typing import TextIO
 
@@ -25,6 +27,7 @@ from lengthwise.config import RunConfig, dump_config
 from lengthwise.core.disk import make_readable, sync
 from lengthwise.core.errors import OutputError, WriteError
 from lengthwise.core.measurements import Measurements
+from lengthwise.core.plan_file import compress_plan
 from lengthwise.training.callbacks import Callback
 from lengthwise.training.metrics import EvalMetrics, FinishedStep, NotFinite
 from lengthwise.training.resume import FOLDER as CHECKPOINTS
@@ -33,22 +36,30 @@ from lengthwise.training.writes import Writes, insist
 
 CONFIG = "config.yaml"
 _AGENT = "torchrun.txt"
-_FILES = (CONFIG, _AGENT, "measurements.json", "metrics.jsonl", "ledger.jsonl", "eval.jsonl", "not_finite.jsonl")
+_LEDGER, _OLD_LEDGER = "ledger.jsonl", "ledger.old.jsonl"  # the second: lines before the first's, where it grew long
 _FOLDERS = ("plans", "model", "model.unfinished", "checkpoints", STACKS)
-_A_STEP_A_LINE = ("metrics.jsonl", "ledger.jsonl", "eval.jsonl", "not_finite.jsonl")
+_A_STEP_A_LINE = ("metrics.jsonl", _LEDGER, _OLD_LEDGER, "eval.jsonl", "not_finite.jsonl")
+_FILES = (CONFIG, _AGENT, "measurements.json", *_A_STEP_A_LINE)
 _LOCK = "run.lock"
+_BLOCK_BYTES = 4096  # that a file takes at least
 _RANKS_END_SECONDS = 10.0  # of a launcher that was killed
 
 
 class RunFolder(Callback):
     """Writes one run; every line is written at once, so a run that dies leaves what it has done.
 
-    `note` hears of what could not be written yet: the run goes on, and it is tried again.
+    `note` hears of what could not be written yet: the run goes on, and it is tried again. Of plans and ledger the
+    oldest go when one of the two takes more than `most_log_bytes`.
     """
 
-    def __init__(self, path: Path, note: Callable[[str], None] = lambda _line: None) -> None:
+    def __init__(
+        self, path: Path, note: Callable[[str], None] = lambda _line: None, *, most_log_bytes: float = inf
+    ) -> None:
         self.path, self._note = path, note
         self._writes = Writes(path, note)
+        self._most_log_bytes = most_log_bytes
+        self._plans: deque[tuple[Path, int]] = deque()  # the oldest first, with their bytes
+        self._plan_bytes = 0
 
     @property
     def model(self) -> Path:
@@ -131,10 +142,12 @@ class RunFolder(Callback):
                 shutil.rmtree(folder, ignore_errors=True)
             for name in _A_STEP_A_LINE:
                 _cut(self.path / name, step)
-            for path in (self.path / "plans").glob("step-*.json"):
-                if int(path.stem.removeprefix("step-")) > step:
-                    path.unlink()
             (self.path / "plans").mkdir(exist_ok=True)
+            for path in sorted((self.path / "plans").glob("step-*.json.gz")):
+                if int(path.name.removeprefix("step-").removesuffix(".json.gz")) > step:
+                    path.unlink()
+                else:
+                    self._count_plan(path, path.stat().st_size)
             (self.path / CONFIG).write_text(dump_config(config), encoding="utf-8")
 
     def keep_measurements(self, found: Measurements) -> None:
@@ -165,8 +178,11 @@ class RunFolder(Callback):
         """Write one step: its plan, its sequences, its metrics."""
         metrics = step.metrics
         with self.writing():
-            self._writes.append(f"plans/step-{metrics.step:06d}.json", step.plan.to_json())
-        self._append("ledger.jsonl", {"step": metrics.step, "sequences": list(step.sequences)})
+            name, plan = f"plans/step-{metrics.step:06d}.json.gz", compress_plan(step.plan.to_json())
+            self._writes.append(name, plan)
+        self._count_plan(self.path / name, len(plan))
+        self._append(_LEDGER, {"step": metrics.step, "sequences": list(step.sequences)})
+        self._drop_old()
         self._append("metrics.jsonl", {key: value for key, value in asdict(metrics).items() if value is not None})
 
     def on_not_finite(self, found: NotFinite) -> None:
@@ -197,7 +213,23 @@ class RunFolder(Callback):
 
     def _append(self, name: str, row: dict[str, object]) -> None:
         with self.writing():
-            self._writes.append(name, json.dumps(row) + "\n")
+            self._writes.append(name, f"{json.dumps(row)}\n".encode())
+
+    def _count_plan(self, path: Path, num_bytes: int) -> None:
+        on_disk = max(num_bytes, _BLOCK_BYTES)
+        self._plans.append((path, on_disk))
+        self._plan_bytes += on_disk
+
+    def _drop_old(self) -> None:
+        """Remove the oldest plans, and the older half of the ledger, where they take too much."""
+        with contextlib.suppress(OSError):  # what cannot be removed stays
+            while self._plan_bytes > self._most_log_bytes and len(self._plans) > 1:
+                path, num_bytes = self._plans.popleft()
+                self._plan_bytes -= num_bytes
+                path.unlink(missing_ok=True)
+            ledger = self.path / _LEDGER
+            if 2 * ledger.stat().st_size > self._most_log_bytes:
+                ledger.replace(self.path / _OLD_LEDGER)
 
     def _lock(self) -> TextIO:
         """Take the lock; where its owner is dead, wait for the owner's ranks, which hold it until they end, too."""

@@ -26,7 +26,7 @@ FREE_SETTINGS = frozenset(
     (
         *("capacity_tokens", "planner", "recompute", "offload", "heads", "measurements"),
         *("attention", "compile", "fused_layers", "experts", "loss", "overlap", "device", "memory_check"),
-        *("eval", "checkpoint", "output", "not_finite"),
+        *("eval", "checkpoint", "output", "not_finite", "most_log_mb"),
     )
 )
 

@@ -75,7 +75,11 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
     """
     pricing = Pricing(job, corrects=job.measures and not world.rank)
     with nullcontext() if world.rank else PlannerProcess() as process:
-        folder = RunFolder(job.config.output, lambda line: call_back(callbacks, "on_note", line))
+        folder = RunFolder(
+            job.config.output,
+            lambda line: call_back(callbacks, "on_note", line),
+            most_log_bytes=job.config.most_log_mb * 1e6,
+        )
         hearing = () if world.rank else (folder, *callbacks)
         transport = connect(
             world, job, on_phase, None if world.rank else lambda line: call_back(hearing, "on_note", line)

@@ -25,13 +25,13 @@ class Writes:
         self._waiting: deque[tuple[str, bytes]] = deque()
         self._failures, self._next_try = 0, 0.0
 
-    def append(self, name: str, text: str) -> None:
-        """Append a text to a file, now or, after a failure, with one of the next calls.
+    def append(self, name: str, content: bytes) -> None:
+        """Append bytes to a file, now or, after a failure, with one of the next calls.
 
         Raises:
             OSError: the third failure in a row.
         """
-        self._waiting.append((name, text.encode()))
+        self._waiting.append((name, content))
         if time.monotonic() >= self._next_try:
             self._try()
 
