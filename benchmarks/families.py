@@ -150,7 +150,9 @@ trained; every other one is refused by name before a run starts.
 The largest relative differences, loss / gradient (L2 a tensor), over plans of {", ".join(map(str, RANKS))} ranks, in
 fp64, of a tiny random model with the family's windows, sinks, experts and kinds of layers: eight documents packed and
 cut over rings, against the plain Hugging Face model one document at a time, without and with activation checkpointing
-(`recompute: layer`). The tests hold every family to 1e-13 / 1e-12. Dropout, where a family has it, must be 0.
+(`recompute: layer`). The tests hold every family to 1e-13 / 1e-12. Dropout of hidden states, where a family has it
+(biogpt, ctrl, gpt-sw3, gpt2, gpt_bigcode, gpt_neox, opt, persimmon, phi, phi3, seed_oss, starcoder2), draws by
+sequence and position ([how](decisions/dropout-by-position.md)); inside of attention it must be 0 in `config.json`.
 
 Rows with *router loss* are of configs that say `output_router_logits: true`, with a coefficient of 0.5: the gradients
 are then those of both losses, and the loss is the worse of the two. A family without such a row has no balance loss in

@@ -330,7 +330,7 @@ def pipe(folder):
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x" * 20), "adapter_model.safetensors"),
         (lambda folder: edit(folder, peft_type="IA3"), "IA3"),
         (lambda folder: edit(folder, use_dora=True), "use_dora=True"),
-        (lambda folder: edit(folder, lora_dropout=0.1), "lora_dropout=0.1"),
+        (lambda folder: edit(folder, lora_dropout=1.0), "a number from 0 to below 1 for lora_dropout"),
         (lambda folder: edit(folder, modules_to_save=["lm_head"]), "modules_to_save"),
         (lambda folder: edit(folder, init_lora_weights="pissa"), "init_lora_weights=pissa"),
         (lambda folder: edit(folder, some_new_trick=3), "some_new_trick=3"),

@@ -7,8 +7,10 @@ from transformers import (
     AttentionInterface,
     AutoConfig,
     Gemma3TextConfig,
+    GPT2Config,
     LlamaConfig,
     MixtralConfig,
+    OPTConfig,
     Qwen2MoeConfig,
 )
 
@@ -146,6 +148,14 @@ def test_dropout_is_refused_by_its_key():
         with pytest.raises(ModelRefused, match=key):
             check_model_config(LlamaConfig(**SIZES, **{key: 0.2}))
     check_model_config(LlamaConfig(**SIZES, attention_dropout=0.0))
+
+
+def test_dropout_is_refused_inside_of_attention_and_where_layers_are_left_out():
+    check_model_config(GPT2Config(resid_pdrop=0.1, embd_pdrop=0.2, attn_pdrop=0.0))
+    assert "attn_pdrop: expected 0 (what is drawn at random inside of attention kernels" in refusal(GPT2Config())
+    told = refusal(OPTConfig(dropout=0.1, layerdrop=0.2))
+    assert "layerdrop" in told
+    assert "config: dropout" not in told
 
 
 def test_rope_of_an_unknown_kind_is_refused():

@@ -150,7 +150,7 @@ def test_lora_is_the_same_on_any_number_of_ranks_and_goes_on(tmp_path):
     [
         ({"r": 0}, "lora.r: expected at least 1"),
         ({"rank": 8}, "lora.rank"),
-        ({"lora_dropout": 0.1}, "lora.lora_dropout: expected at most 0"),
+        ({"lora_dropout": 1.0}, "lora.lora_dropout: expected less than 1"),
         ({"target_modules": []}, "lora.target_modules"),
         ({"target_modules": ["q_pro"]}, "Did you mean `q_proj`?"),
         ({"target_modules": "v_prj"}, "Did you mean `v_proj`?"),

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from lengthwise.config.settings import PathSetting, Settings, Tokens
+from lengthwise.config.settings import Fraction, PathSetting, Settings, Tokens
 from lengthwise.core.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
@@ -151,8 +151,9 @@ class LoraConfig(Settings):
         default=None,
         description="the folder of a saved LoRA adapter to go on from; it brings all keys above; default null",
     )
-    lora_dropout: float = Field(
-        default=0.0, ge=0, le=0, description="0: what is drawn at random in training is not supported yet"
+    lora_dropout: Fraction | None = Field(
+        default=None,
+        description="share of each adapter's inputs that falls out in training, from 0 to below 1; default 0",
     )
     bias: Literal["none"] = Field(default="none", description="none: only adapters are trained")
     use_dora: Literal[False] = Field(default=False, description="false: DoRA is not supported")
@@ -168,12 +169,19 @@ class LoraConfig(Settings):
         if values.get("adapter") is not None:
             return values
         given = {key: value for key, value in values.items() if value is not None}
-        return {"r": 8, "lora_alpha": 8, "target_modules": [ALL_LINEAR], "use_rslora": False, **given}
+        return {
+            "r": 8,
+            "lora_alpha": 8,
+            "target_modules": [ALL_LINEAR],
+            "use_rslora": False,
+            "lora_dropout": 0.0,
+            **given,
+        }
 
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
         """Let an adapter that is there say what it is."""
-        keys = ("r", "lora_alpha", "target_modules", "use_rslora")
+        keys = ("r", "lora_alpha", "target_modules", "use_rslora", "lora_dropout")
         given = [key for key in keys if values.get(key) is not None]
         if values.get("adapter") is None or not given:
             return []

@@ -31,6 +31,10 @@ class StepBatch:
             labels.append(self.shift_labels(segment.sequence, segment.start, segment.stop))
         return _tensor(ids), _tensor(positions), _tensor(labels)
 
+    def sequences(self, segments: Sequence[Segment]) -> Tensor:
+        """Return the sequence of the data that each token of these segments is of, (tokens,)."""
+        return _tensor([np.full(each.num_tokens, self.ids[each.sequence]) for each in segments])
+
     def shift_labels(self, index: int, start: int, stop: int) -> np.ndarray:
         """Return what follows token start + i of sequence `index`, int32 [stop - start]; `NO_LOSS` after its last."""
         following = self.dataset.read(self.ids[index], start + 1, min(stop + 1, self.lengths[index]))[1]

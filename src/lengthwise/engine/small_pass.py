@@ -26,7 +26,7 @@ from lengthwise.comm import Done, Pending, SoloTransport
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.cost import MicrobatchBytes, Moments
 from lengthwise.engine.live_bytes import LiveBytes
-from lengthwise.models import apply_policy, model_loss, run_layers
+from lengthwise.models import KeyedDropout, apply_policy, model_loss, rows_dropout, run_layers
 from lengthwise.offload import ActivationSaver, CopyStore, parameter_storages
 from lengthwise.program import lower_microbatch
 
@@ -201,7 +201,7 @@ class SmallPasses:
         planned, ids, positions = self._start(rows)
         saver = ActivationSaver(None, stays=parameter_storages(self.model))
         policy = ActivationPolicy(recompute=self.recompute, saver=saver)
-        with torch.enable_grad(), apply_policy(self.model, planned, policy):
+        with torch.enable_grad(), apply_policy(self.model, planned, policy, self._dropout(planned)):
             run_layers(self.model, planned, ids, positions)
         return Seen(rows=planned.num_rows, saved_bytes=saver.totals.saved_bytes)
 
@@ -226,7 +226,11 @@ class SmallPasses:
                 watch.mark()
                 saved_bytes.append(saver.totals.saved_bytes)  # what the loss saves is not of the layers
 
-            with torch.enable_grad(), apply_policy(self.model, planned, policy), _at_end_of(self.model, decoded):
+            with (
+                torch.enable_grad(),
+                apply_policy(self.model, planned, policy, self._dropout(planned)),
+                _at_end_of(self.model, decoded),
+            ):
                 loss = model_loss(self.model, planned, ids, positions, ids, logits_at_once=at_once)
             watch.mark()
             turn = len(watch.segments) - (0 if ids.is_cuda else 1)
@@ -244,6 +248,10 @@ class SmallPasses:
     @property
     def _config(self) -> Any:
         return self.model.config
+
+    def _dropout(self, planned: PlannedAttention) -> KeyedDropout | None:
+        device = next(self.model.parameters()).device
+        return rows_dropout(self.model, lambda: torch.arange(planned.num_rows, device=device))
 
     def _start(self, rows: int) -> tuple[_Watched, Tensor, Tensor]:
         layout = self.layout

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lengthwise.attention import ActivationPolicy, BlockKernel, PlannedAttention, to_device
@@ -24,12 +25,17 @@ from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_MICROBATCHES, reporting_shortage
 from lengthwise.engine.parameters import Parameters
 from lengthwise.models import (
+    ANY_KEY,
+    DropoutKey,
+    KeyedDropout,
     RouterBalance,
     apply_policy,
     count_choices,
     has_balance_loss,
+    has_dropout,
     model_loss,
     model_router_logits,
+    token_keys,
 )
 from lengthwise.offload import ActivationSaver
 from lengthwise.program import MicrobatchProgram, head_peers, last_on_all_ranks, lower_plan
@@ -66,13 +72,15 @@ def run_plan(
     logits_at_once: int | None = LOGITS_AT_ONCE,
     offloading: Offloading | None = None,
     parameters: Parameters | None = None,
+    dropout: DropoutKey = ANY_KEY,
 ) -> RankResult:
     """Run the microbatches of this rank and let gradients add up in the model's parameters.
 
     The loss is divided once, by the loss tokens of the global batch, and made from `logits_at_once` logits at a time
     (None: all of a microbatch). No collective is issued before this rank's last transfer: a rank can never wait in one
     for another that waits for its next ring message. `offloading` is what plans that offload need. `parameters`: whose
-    values may still arrive, and whose gradients may be summed early, by all ranks alike; None: neither.
+    values may still arrive, and whose gradients may be summed early, by all ranks alike; None: neither. `dropout`: by
+    which entries fall out where the model has dropout; without `train` none does.
 
     Raises:
         MemoryShortage: a microbatch does not fit on the device.
@@ -84,7 +92,18 @@ def run_plan(
     if new_peers and parameters is not None:
         parameters.published()
     transport.connect(new_peers)
-    rank = _RankStep(model, batch, transport, kernel, programs, name, logits_at_once, offloading, parameters)
+    rank = _RankStep(
+        model,
+        batch,
+        transport,
+        kernel,
+        programs,
+        name,
+        logits_at_once,
+        offloading,
+        parameters,
+        dropout=dropout if has_dropout(model) else None,
+    )
     with reporting_shortage(
         lambda: f"rank {transport.rank}, {transport.phase}",
         needs=lambda: f"microbatches of up to {rank.most_tokens()} tokens",
@@ -113,10 +132,18 @@ class _Forward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """What a microbatch needs before it runs: its lowered attention, and (input_ids, position_ids, shift_labels)."""
+    """What a microbatch needs before it runs: its lowered attention, and (input_ids, position_ids, shift_labels).
+
+    `keys` of its rows (tokens, and padding) where the model has dropout.
+    """
 
     planned: PlannedAttention
     tensors: Sequence[Tensor]
+    keys: Tensor | None
+
+    def dropout(self, *, train: bool) -> KeyedDropout | None:
+        """Return what draws in a forward of the microbatch; None: the model has no dropout."""
+        return None if self.keys is None else KeyedDropout(self.keys if train else None)
 
 
 @dataclass(slots=True)
@@ -130,6 +157,7 @@ class _RankStep:
     logits_at_once: int | None
     offloading: Offloading | None
     parameters: Parameters | None = None
+    dropout: DropoutKey | None = None
     offloaded_bytes: int = 0
     windows: frozenset[int | None] = frozenset()  # of the layers that have run: those of the model after a microbatch
 
@@ -186,7 +214,8 @@ class _RankStep:
         self._meet_values(number)
         hear = router_logits.extend if train and has_balance_loss(self.model.config) else None
         policy = self._policy(program, planned.num_rows) if train else ActivationPolicy()
-        with torch.set_grad_enabled(train), apply_policy(self.model, planned, policy):
+        dropout = prepared.dropout(train=train)
+        with torch.set_grad_enabled(train), apply_policy(self.model, planned, policy, dropout):
             loss = model_loss(
                 self.model, planned, *prepared.tensors, hear_router=hear, logits_at_once=self.logits_at_once
             )
@@ -217,8 +246,12 @@ class _RankStep:
         program = self.programs[number]
         planned = PlannedAttention(program, self.transport, self.kernel)
         planned.lower(self.windows, self._device)
-        tensors = self.batch.tensors(program.segments(self.transport.rank))
-        return _Prepared(planned=planned, tensors=[to_device(each, self._device) for each in tensors])
+        segments = program.segments(self.transport.rank)
+        tensors, keys = self.batch.tensors(segments), None
+        if self.dropout is not None:
+            keys = token_keys(self.dropout, self.batch.sequences(segments), tensors[1])
+            keys = to_device(F.pad(keys, (0, planned.num_rows - len(keys))), self._device)
+        return _Prepared(planned=planned, tensors=[to_device(each, self._device) for each in tensors], keys=keys)
 
     def count_routers(self, keeps: Collection[int]) -> tuple[RouterBalance, dict[int, _Forward]]:
         """Sum over all ranks what all tokens choose, after each rank's last ring; keep graphs of these microbatches."""
@@ -239,4 +272,5 @@ class _RankStep:
         prepared = self.prepare(number)
         self._meet_values(number)
         input_ids, position_ids, _ = prepared.tensors
-        return model_router_logits(self.model, prepared.planned, input_ids, position_ids)
+        with prepared.dropout(train=True) or nullcontext():
+            return model_router_logits(self.model, prepared.planned, input_ids, position_ids)

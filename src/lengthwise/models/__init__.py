@@ -4,6 +4,15 @@ from lengthwise.models.adapter import model_loss, model_router_logits, plain_out
 from lengthwise.models.checkpointing import apply_policy, check_recompute, wrapped_layers
 from lengthwise.models.computing import Computing, check_computing, choose_model_kernel, compute_so
 from lengthwise.models.double import keep_double
+from lengthwise.models.dropout import (
+    ANY_KEY,
+    DropoutKey,
+    KeyedDropout,
+    has_dropout,
+    rows_dropout,
+    sequence_dropout,
+    token_keys,
+)
 from lengthwise.models.families import FAMILIES, check_model_config, largest_head_dim, position_limit
 from lengthwise.models.load import (
     DTYPES,
@@ -21,10 +30,13 @@ from lengthwise.models.loss import token_loss
 from lengthwise.models.router import ROUTER_FAMILIES, RouterBalance, coefficient_key, count_choices, has_balance_loss
 
 __all__ = [
+    "ANY_KEY",
     "DTYPES",
     "FAMILIES",
     "ROUTER_FAMILIES",
     "Computing",
+    "DropoutKey",
+    "KeyedDropout",
     "ModelSource",
     "RouterBalance",
     "apply_policy",
@@ -43,6 +55,7 @@ __all__ = [
     "count_parameters",
     "find_model",
     "has_balance_loss",
+    "has_dropout",
     "keep_double",
     "largest_head_dim",
     "model_loss",
@@ -50,9 +63,12 @@ __all__ = [
     "plain_attention",
     "plain_output",
     "position_limit",
+    "rows_dropout",
     "run_layers",
     "save_adapter",
     "save_model",
+    "sequence_dropout",
+    "token_keys",
     "token_loss",
     "wrapped_layers",
 ]

@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lengthwise.attention import ActivationPolicy, PlannedAttention, Recomputation
 from lengthwise.core.errors import ModelRefused
 from lengthwise.models.double import as_here
+from lengthwise.models.dropout import KeyedDropout
 from lengthwise.models.load import build_skeleton
 
 _REMEDY = "This model can only be trained with `recompute: none`."
@@ -33,18 +34,25 @@ def check_recompute(config: Any, kind: str) -> None:
 
 
 @contextlib.contextmanager
-def apply_policy(model: nn.Module, planned: PlannedAttention, policy: ActivationPolicy) -> Iterator[None]:
+def apply_policy(
+    model: nn.Module, planned: PlannedAttention, policy: ActivationPolicy, dropout: KeyedDropout | None = None
+) -> Iterator[None]:
     """Keep of what forward runs inside the block only what `policy` says; backward computes the rest again.
+
+    `dropout` draws in both, the same; None: nothing is drawn.
 
     Raises:
         ModelRefused: a layer of the model was not run through Hugging Face's wrap, so it would have been kept.
     """
-    with nullcontext() if policy.saver is None else policy.saver.saving(), _recomputing(model, planned, policy):
+    saving = nullcontext() if policy.saver is None else policy.saver.saving()
+    with saving, dropout or nullcontext(), _recomputing(model, planned, policy, dropout):
         yield
 
 
 @contextlib.contextmanager
-def _recomputing(model: nn.Module, planned: PlannedAttention, policy: ActivationPolicy) -> Iterator[None]:
+def _recomputing(
+    model: nn.Module, planned: PlannedAttention, policy: ActivationPolicy, dropout: KeyedDropout | None
+) -> Iterator[None]:
     if policy.recompute == "none":
         yield
         return
@@ -54,14 +62,15 @@ def _recomputing(model: nn.Module, planned: PlannedAttention, policy: Activation
     def run(forward: Callable[..., Any], *arguments: Any) -> Any:
         layer = Recomputation(keeps_attention=policy.recompute == "all_but_attention", saver=policy.saver)
         runs.append(layer)
+        again = nullcontext() if dropout is None else dropout.again()  # from where this layer begins
         # torch ends a second run once all that was saved is there again. An attention saves after its ring is done,
         # so a ring is never left halfway.
         return checkpoint(
             forward,
             *arguments,
             use_reentrant=False,
-            preserve_rng_state=False,  # a model that draws random numbers is refused
-            context_fn=lambda: (layer.running(planned, second=False), _second_run(layer, planned, as_here())),
+            preserve_rng_state=False,  # what is drawn has keys
+            context_fn=lambda: (layer.running(planned, second=False), _second_run(layer, planned, as_here(), again)),
         )
 
     for module in wrapped:
@@ -85,7 +94,10 @@ def wrapped_layers(model: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def _second_run(
-    layer: Recomputation, planned: PlannedAttention, precision: AbstractContextManager[None]
+    layer: Recomputation,
+    planned: PlannedAttention,
+    precision: AbstractContextManager[None],
+    dropout: AbstractContextManager[object],
 ) -> Iterator[None]:
-    with layer.running(planned, second=True), precision:
+    with layer.running(planned, second=True), precision, dropout:
         yield

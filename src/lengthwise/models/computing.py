@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from lengthwise.attention import AttentionNeeds, BlockKernel, check_attention, choose_kernel
+from lengthwise.core.errors import ConfigError
 from lengthwise.models.compiled import compile_layers
+from lengthwise.models.dropout import asks_for_dropout, has_dropout
 from lengthwise.models.experts import choose_experts, experts_of, needs_of
 from lengthwise.models.families import has_windows, largest_head_dim
 from lengthwise.models.fused_layers import FusedNeeds, choose_fused, fuse_layers, installed_liger, liger_kernels
@@ -38,6 +40,8 @@ def check_computing(config: Any, computing: Computing, *, dtype: torch.dtype, on
     """
     needs = AttentionNeeds(dtype=dtype, head_dim=largest_head_dim(config), windowed=has_windows(config))
     check_attention(computing.attention, needs, on_gpus=on_gpus)
+    if computing.compile and asks_for_dropout(config):
+        raise _refuse_compiled_dropout()
     choose_fused(computing.fused_layers, _fused_needs(config, computing, dtype=dtype, on_gpu=on_gpus))
     if computing.experts != "auto":
         choose_experts(computing.experts, needs_of(build_skeleton(config), dtype, on_gpu=on_gpus, capability=None))
@@ -95,7 +99,14 @@ def compute_so(
     elif on_gpu:  # on the CPU there are none to go without
         hear(f"fused layers: off; because {reason}")
     if computing.compile:
+        if has_dropout(model):
+            raise _refuse_compiled_dropout()
         hear(f"compile: {compile_layers(model)}")
+
+
+def _refuse_compiled_dropout() -> ConfigError:
+    remedy = "Set compile: false, or the dropout of the model and its adapters to 0."
+    return ConfigError("compile", expected="false beside dropout, whose draws are counted", got="true", remedy=remedy)
 
 
 def _fused_needs(config: Any, computing: Computing, *, dtype: torch.dtype, on_gpu: bool) -> FusedNeeds:

@@ -12,6 +12,7 @@ from typing import Any
 
 from lengthwise.core.errors import LengthwiseError, ModelRefused, raise_problems
 from lengthwise.core.package_data import read_package_json
+from lengthwise.models.dropout import DROPOUT_FAMILIES, DROPOUT_KEYS
 from lengthwise.models.refusals import NEEDED_BY_KIND, NEEDED_BY_SOFTCAP, refused_model
 from lengthwise.models.rope import LENGTH_ROPE
 from lengthwise.models.router import router_problems
@@ -23,8 +24,10 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 # Families whose layers do not hand their window to attention: Hugging Face puts it into a mask, and we make none.
 WINDOW_IN_MASK = ("qwen2_moe",)
 
-# Config keys with one of these words make a layer draw random numbers; ranks would draw different ones.
+# Config keys with one of these words make a layer draw random numbers.
 RANDOM_WORDS = ("dropout", "pdrop", "jitter", "layerdrop", "drop_path")
+
+_NOT_IN_CAUSAL_LMS = ("summary_", "classifier_")  # of other heads of the same family
 
 # RoPE kinds whose frequencies do not depend on how long the sequence at hand is.
 STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
@@ -53,9 +56,13 @@ def check_model_config(config: Any) -> None:
         problems.append(ModelRefused(f"model config: {where}", expected=expected, got=str(got), remedy=remedy))
 
     for key, value in config.to_dict().items():
-        if value and any(word in key for word in RANDOM_WORDS) and not key.startswith("summary_"):
-            needed = "draws keyed by seed, step, sequence and layer, the same under every plan"
-            expected = "0 (what is drawn at random in training is not supported yet)"
+        if value and any(word in key for word in RANDOM_WORDS) and not key.startswith(_NOT_IN_CAUSAL_LMS):
+            if key in DROPOUT_KEYS and config.model_type in DROPOUT_FAMILIES:
+                continue
+            inside = any(word in key for word in ("attention", "attn"))
+            where = "inside of attention kernels" if inside else "in training"
+            expected = f"0 (what is drawn at random {where} is not supported yet)"
+            needed = "draws keyed by seed, step, sequence, position and layer, the same under every plan"
             refuse(key, expected, value, f"Set {key} to 0. Needed: {needed}.")
     both_ways = getattr(config, "use_bidirectional_attention", None)  # "vision" is about tokens of images: none here
     if getattr(config, "is_causal", None) is False or both_ways not in (None, False, "vision"):

@@ -35,7 +35,7 @@ _PREFIX, _ADAPTER, _BASE_COPY = "base_model.model.", "default", ".base_layer.wei
 # Keys of a saved adapter's config that say what we can run, or say nothing about the arithmetic.
 _RUNNABLE = frozenset(
     {"alpha_pattern", "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_alpha", "peft_type"}
-    | {"peft_version", "r", "rank_pattern", "revision", "target_modules", "task_type", "use_rslora"}
+    | {"lora_dropout", "peft_version", "r", "rank_pattern", "revision", "target_modules", "task_type", "use_rslora"}
 )
 
 
@@ -132,7 +132,7 @@ def _peft_config(source: ModelSource, lora: LoraConfig, model: Any, *, draws_bot
     peft = _peft()
     if lora.adapter is not None:
         saved = _read_adapter_config(lora.adapter)
-        keys = ("r", "lora_alpha", "target_modules", "use_rslora", "rank_pattern", "alpha_pattern")
+        keys = ("r", "lora_alpha", "target_modules", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout")
         chosen = {key: saved[key] for key in keys if key in saved}
     else:
         named = lora.target_modules or ()
@@ -140,6 +140,7 @@ def _peft_config(source: ModelSource, lora: LoraConfig, model: Any, *, draws_bot
             "r": lora.r,
             "lora_alpha": lora.lora_alpha,
             "use_rslora": lora.use_rslora,
+            "lora_dropout": lora.lora_dropout,
             "target_modules": _linear_names(model) if ALL_LINEAR in named else list(named),
         }
     return peft.LoraConfig(
@@ -185,6 +186,10 @@ def _is_size(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value <= _MOST_RANK
 
 
+def _is_share(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < 1
+
+
 def _is_pattern(value: Any) -> bool:
     return isinstance(value, dict) and all(_is_size(each) for each in value.values())
 
@@ -200,6 +205,7 @@ _ADAPTER_VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "lora_alpha": (_is_size, _SIZE),
     "rank_pattern": (_is_pattern, _PATTERN),
     "alpha_pattern": (_is_pattern, _PATTERN),
+    "lora_dropout": (_is_share, "a number from 0 to below 1"),
     "target_modules": (_is_names, "a name or a list of names"),
     "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
 }

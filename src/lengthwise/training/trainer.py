@@ -29,7 +29,7 @@ from lengthwise.engine.memory import SMALLER_STATE, PeakMemory, reporting_shorta
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.schedule import learning_rates
 from lengthwise.engine.step import RankResult, run_plan
-from lengthwise.models import DTYPES, choose_model_kernel, has_balance_loss
+from lengthwise.models import DTYPES, DropoutKey, choose_model_kernel, has_balance_loss
 from lengthwise.training.building import build_trained
 from lengthwise.training.callbacks import Callback, call_back
 from lengthwise.training.capacity import measure_capacities, told
@@ -232,7 +232,7 @@ class _Trainer:
         if self._offloading is not None:
             self._offloading.store.close()
 
-    def _run(self, plan: Plan, batch: StepBatch, name: str, *, train: bool = True) -> RankResult:
+    def _run(self, plan: Plan, batch: StepBatch, name: str, *, step: int = 0, train: bool = True) -> RankResult:
         return run_plan(
             self._model,
             plan,
@@ -244,6 +244,7 @@ class _Trainer:
             logits_at_once=self._job.logits_at_once,
             offloading=self._offloading,
             parameters=self._parameters,
+            dropout=DropoutKey(seed=self._job.config.seed, step=step),
         )
 
     def _step(self, number: int, planned: PlannedStep) -> tuple[StepMetrics | None, PlannedStep | None, int | None]:
@@ -251,7 +252,7 @@ class _Trainer:
         batch, plan = planned.batch, planned.plan
         start, name = time.perf_counter(), f"step {number}"
         fault("microbatches", self._transport.rank, number)
-        work = self._run(plan, batch, name)
+        work = self._run(plan, batch, name, step=number)
         self._transport.phase = f"{name}, step end"
         fault("step-end", self._transport.rank, number)
         stop = float(self._stop.signal or 0)

@@ -28,7 +28,9 @@ from lengthwise.engine.memory import reporting_shortage
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import (
+    ANY_KEY,
     DTYPES,
+    DropoutKey,
     build_adapted,
     choose_model_kernel,
     coefficient_key,
@@ -36,6 +38,7 @@ from lengthwise.models import (
     keep_double,
     plain_attention,
     plain_output,
+    sequence_dropout,
     token_loss,
 )
 from lengthwise.training.building import build_trained
@@ -208,11 +211,13 @@ class Reference:
     gradients: dict[str, Tensor]
 
 
-def plain_gradients(model: nn.Module, dataset: Dataset, ids: Sequence[int], dtype: torch.dtype) -> Reference:
+def plain_gradients(
+    model: nn.Module, dataset: Dataset, ids: Sequence[int], dtype: torch.dtype, *, dropout: DropoutKey = ANY_KEY
+) -> Reference:
     """Compute what a plain Hugging Face model gives in this process, one sequence at a time.
 
     Shift and loss-token count are made here from the data's labels, on purpose not by the code that is checked: logits
-    of all but the last position against labels of all but the first.
+    of all but the last position against labels of all but the first. Where the model has dropout it draws by `dropout`.
     """
     flat, loss_sum = FlatParameters(model, SoloTransport(), dtype=dtype), 0.0
     device = flat.values.device
@@ -220,11 +225,16 @@ def plain_gradients(model: nn.Module, dataset: Dataset, ids: Sequence[int], dtyp
     sequences, labels = (
         [torch.from_numpy(values.astype("int64")).to(device) for values in each] for each in zip(*rows, strict=True)
     )
+
+    def run(number: int) -> Any:
+        with sequence_dropout(model, dropout, ids[number], sequences[number]):
+            return plain_output(model, sequences[number])
+
     num_loss_tokens = sum(int((each[1:] != NO_LOSS).sum()) for each in labels)
     with keep_double(dtype):
-        router_loss, router_gradients = plain_balance(model, sequences)
-        for tokens, asked, from_routers in zip(sequences, labels, router_gradients, strict=True):
-            output = plain_output(model, tokens)
+        router_loss, router_gradients = plain_balance(model, len(sequences), run)
+        for number, (asked, from_routers) in enumerate(zip(labels, router_gradients, strict=True)):
+            output = run(number)
             loss = token_loss(output.logits[0, :-1], asked[1:])
             routers = output.router_logits if from_routers else ()
             torch.autograd.backward([loss / num_loss_tokens, *routers], [torch.ones_like(loss), *from_routers])
@@ -233,19 +243,19 @@ def plain_gradients(model: nn.Module, dataset: Dataset, ids: Sequence[int], dtyp
     return Reference(loss=loss_sum / num_loss_tokens, router_loss=router_loss, gradients=flat.gather_gradients())
 
 
-def plain_balance(model: Any, sequences: Sequence[Tensor]) -> tuple[float, list[list[Tensor]]]:
+def plain_balance(model: Any, num_sequences: int, run: Callable[[int], Any]) -> tuple[float, list[list[Tensor]]]:
     """Return (balance loss, gradients of coefficient x loss) of a plain Hugging Face model over all sequences.
 
-    `sequences` are input ids (tokens,). The gradients are with respect to the router logits, for each sequence one
-    (tokens, experts) a layer; (0, no gradients) where the config asks for no balance loss. The loss is Hugging Face's
-    own function. All graphs at once would need the memory of the whole batch, so the chain rule is cut at the router
-    logits: a pass without gradients collects them, and the gradient of their loss enters each sequence's backward.
+    `run` gives the model's output for one of them. The gradients are with respect to the router logits, for each
+    sequence one (tokens, experts) a layer; (0, no gradients) where the config asks for no balance loss. The loss is
+    Hugging Face's own function. All graphs at once would need the memory of the whole batch, so the chain rule is cut
+    at the router logits: a pass without gradients collects them, and the gradient of their loss enters each backward.
     """
     config = model.config
     if not has_balance_loss(config):
-        return 0.0, [[] for _ in sequences]
+        return 0.0, [[] for _ in range(num_sequences)]
     with torch.no_grad():
-        outputs = [plain_output(model, ids).router_logits for ids in sequences]
+        outputs = [run(number).router_logits for number in range(num_sequences)]
     logits = [[layer.detach().requires_grad_() for layer in layers] for layers in outputs]
     family: Any = sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__]
     together = tuple(torch.cat(layer) for layer in zip(*logits, strict=True))

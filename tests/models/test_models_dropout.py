@@ -1,0 +1,195 @@
+"""Dropout: what falls out is a function of seed, step, sequence, position and place, whatever the plan."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lengthwise.attention import choose_kernel
+from lengthwise.comm import SoloTransport, StrictWorld
+from lengthwise.core.errors import ModelRefused
+from lengthwise.core.plan import Piece
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.step import run_plan
+from lengthwise.models import DropoutKey, KeyedDropout, check_model_config, keep_double, token_keys
+from lengthwise.models.dropout import DROPOUT_FAMILIES, DROPOUT_KEYS, drop
+from lengthwise.training.verify import gradient_differences, plain_gradients, relative_difference
+from models.test_models_checkpointing import recomputing
+from models.test_models_families import LENGTHS, NOT_RECOMPUTED, SPLIT, planned
+from support import MODEL_TYPES, build_pair, family_difference, make_batch, make_plan, tiny_family_config
+from support.tiny import VOCAB
+
+WORD = (1 << 64) - 1
+
+
+def mix(state, value):
+    """SplitMix64 as its authors write it, `value` steps on, in Python's own numbers."""
+    word = (state + value * 0x9E3779B97F4A7C15) & WORD
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & WORD
+    return word ^ (word >> 31)
+
+
+def test_the_generator_is_splitmix64():
+    """The first outputs of seed 1234567, as in published test vectors."""
+    assert [mix(1234567, number) for number in (1, 2, 3)] == [
+        6457827717110365317, 3203168211198807973, 9817491932198370423
+    ]  # fmt: skip
+
+
+@given(
+    st.integers(0, 2**63 - 1), st.integers(0, 2**40), st.integers(0, 2**40), st.integers(0, 2**20),
+    st.integers(1, 500), st.floats(0.0, 1.0, exclude_min=True),
+)  # fmt: skip
+def test_an_entry_falls_out_by_its_own_place_alone(seed, step, sequence, position, place, p):
+    keys = token_keys(DropoutKey(seed=seed, step=step), torch.tensor([3, sequence]), torch.tensor([9, position]))
+    found = drop(torch.ones(2, 6, dtype=torch.float64), p, keys, place)[1]
+    word = mix(mix(mix(mix(mix(0, seed), step), sequence), position), place)
+    stays = [mix(word, column) & 0xFFFFFFFF >= round(p * 2**32) for column in range(6)]
+    assert found.tolist() == pytest.approx([stay / (1 - p) if stay else 0.0 for stay in stays])
+
+
+def test_as_many_fall_out_as_asked_and_columns_rows_places_and_steps_are_apart():
+    rows, columns, p = 400, 300, 0.3
+    keys = [token_keys(DropoutKey(step=step), torch.zeros(rows).long(), torch.arange(rows)) for step in (1, 2)]
+    drawn = [drop(torch.ones(rows, columns), p, *how) != 0 for how in ((keys[0], 1), (keys[0], 2), (keys[1], 1))]
+    spread = math.sqrt(p * (1 - p))
+    for each in drawn:
+        kept = each.double()
+        assert abs(kept.mean() - 0.7) < 5 * spread / math.sqrt(rows * columns)
+        assert (kept.mean(0) - 0.7).abs().max() < 5 * spread / math.sqrt(rows)
+        assert (kept.mean(1) - 0.7).abs().max() < 5 * spread / math.sqrt(columns)
+    pairs = [
+        (drawn[0], drawn[1]),
+        (drawn[0], drawn[2]),
+        (drawn[0][1:], drawn[0][:-1]),
+        (drawn[0][:, 1:], drawn[0][:, :-1]),
+    ]
+    for one, other in pairs:
+        together = ((one.double() - 0.7) * (other.double() - 0.7)).mean() / (p * (1 - p))
+        assert abs(together) < 5 / math.sqrt(one.numel())
+
+
+def test_dropout_is_cut_into_parts_without_a_change(monkeypatch):
+    keys, x = torch.arange(50), torch.randn(50, 7, 3, requires_grad=True)
+    whole = drop(x, 0.4, keys, 2)
+    monkeypatch.setattr("lengthwise.models.dropout._AT_ONCE", 64)
+    assert torch.equal(drop(x, 0.4, keys, 2), whole)
+    whole.sum().backward()
+    assert torch.equal(x.grad != 0, whole != 0)
+    assert not drop(x, 1.0, keys, 2).any()
+
+
+def test_other_random_numbers_and_tokens_without_a_row_are_refused():
+    with KeyedDropout(torch.arange(5)):
+        assert F.dropout(torch.ones(1, 5, 4), 0.5).shape == (1, 5, 4)
+        assert F.dropout(torch.ones(5, 4), 0.5).shape == (5, 4)
+        assert torch.equal(F.dropout(torch.ones(3, 4), 0.5, training=False), torch.ones(3, 4))
+        for draw in (lambda: F.dropout(torch.ones(3, 4)), lambda: F.alpha_dropout(torch.ones(5, 4)),
+                     lambda: torch.ones(5).uniform_()):  # fmt: skip
+            with pytest.raises(ModelRefused, match="one row a token"):
+                draw()
+    with KeyedDropout(None):
+        assert torch.equal(F.dropout(torch.ones(3, 4), 0.5), torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("model_type", [name for name in DROPOUT_FAMILIES if name in MODEL_TYPES])
+def test_family_with_dropout_equals_plain_hugging_face_that_draws_the_same(model_type):
+    """All places of dropout; recomputed layers, a ring, packs and split heads."""
+    config = tiny_family_config(model_type)
+    asked = [key for key in DROPOUT_KEYS if hasattr(config, key)]
+    for number, key in enumerate(asked):
+        setattr(config, key, 0.2 + 0.1 * number)
+    assert asked
+    check_model_config(config)
+    pair = build_pair(model_type, config)
+    plans = [planned()]
+    if model_type not in NOT_RECOMPUTED:
+        plans += [
+            recomputing(planned(), "layer", "all_but_attention"),
+            recomputing(SPLIT, "all_but_attention", "layer"),
+        ]
+    for plan in plans:
+        found = family_difference(pair, plan, LENGTHS, precision="fp64", logits_at_once=7 * VOCAB)
+        assert found.loss <= 1e-13
+        assert found.gradient <= 1e-12
+
+
+def run(model, plan, batch, *, train=True, **options):
+    def work(transport):
+        own = copy.deepcopy(model)
+        flat = FlatParameters(own, transport, dtype=torch.float64)
+        with keep_double(torch.float64):
+            done = run_plan(
+                own, plan, batch, transport, choose_kernel(torch.device("cpu")), name="t", train=train, **options
+            )
+        flat.reduce_gradients()
+        return done.loss_sum, flat.gather_gradients()
+
+    results = StrictWorld(plan.ranks).run(work)
+    return sum(each[0] for each in results), results[0][1]
+
+
+def gpt2(p):
+    return build_pair("gpt2", tiny_family_config("gpt2", {"resid_pdrop": p, "embd_pdrop": p}))["planned"]
+
+
+def test_dropout_depends_on_seed_and_step_and_evaluations_have_none():
+    batch = make_batch(LENGTHS, vocab=VOCAB)
+    keys = [DropoutKey(seed=seed, step=step) for seed, step in ((0, 1), (0, 2), (1, 1), (0, 1))]
+    plan = make_plan(1, LENGTHS, [Piece(ranks=(0,), sequences=tuple(range(len(LENGTHS))))])
+    losses = [run(gpt2(0.3), plan, batch, dropout=key)[0] for key in keys]
+    assert losses[0] == losses[3]
+    assert len(set(losses)) == 3
+    evaluated = run(gpt2(0.3), plan, batch, train=False)[0]
+    assert evaluated == pytest.approx(run(gpt2(0.0), plan, batch, train=False)[0], rel=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["layer", "all_but_attention"])
+def test_recomputation_draws_the_same_to_the_bit(kind):
+    batch, model = make_batch(LENGTHS, vocab=VOCAB), gpt2(0.3)
+    wanted, found = run(model, planned(), batch), run(model, recomputing(planned(), kind), batch)
+    assert found[0] == wanted[0]
+    assert all(torch.equal(found[1][name], each) for name, each in wanted[1].items())
+
+
+def test_the_mean_over_many_draws_is_that_of_torch():
+    """Of torch's own dropout in the same places of a model that is linear in what falls out."""
+    layer = nn.Sequential(nn.Dropout(0.25), nn.Linear(8, 1, bias=False)).double()
+    x, found = torch.randn(1, 40, 8, dtype=torch.float64), []
+    for step in range(400):
+        keys = token_keys(DropoutKey(step=step), torch.zeros(40).long(), torch.arange(40))
+        with KeyedDropout(keys):
+            found.append(layer(x)[0, :, 0].detach())
+    found, exact = torch.stack(found), layer[1](x)[0, :, 0].detach()
+    spread = (x[0] ** 2 @ layer[1].weight[0].detach() ** 2 * (0.25 / 0.75)).sqrt()
+    assert ((found.mean(0) - exact).abs() < 5 * spread / 20).all()
+    assert (found.std(0) / spread - 1).abs().max() < 0.25
+
+
+def test_a_plain_model_would_notice_other_draws():
+    pair = build_pair("gpt2", tiny_family_config("gpt2", {"resid_pdrop": 0.3}))
+    batch = make_batch(LENGTHS, vocab=VOCAB)
+    expected = plain_gradients(copy.deepcopy(pair["plain"]), batch.dataset, batch.ids, torch.float64)
+    for key, same in ((DropoutKey(), True), (DropoutKey(step=1), False)):
+        loss, gradients = run(pair["planned"], planned(), batch, dropout=key)
+        assert (relative_difference(loss / batch.loss_tokens, expected.loss) < 1e-12) == same
+        assert (max(gradient_differences(gradients, expected.gradients).values()) < 1e-11) == same
+
+
+def test_solo_and_strict_ranks_draw_alike():
+    batch, model = make_batch(LENGTHS, vocab=VOCAB), gpt2(0.3)
+    plan = make_plan(1, LENGTHS, [Piece(ranks=(0,), sequences=(number,)) for number in range(len(LENGTHS))])
+    own = copy.deepcopy(model)
+    flat = FlatParameters(own, SoloTransport(), dtype=torch.float64)
+    with keep_double(torch.float64):
+        done = run_plan(own, plan, batch, SoloTransport(), choose_kernel(torch.device("cpu")), name="t")
+    flat.reduce_gradients()
+    loss, gradients = run(model, planned(), batch)
+    assert relative_difference(done.loss_sum, loss) < 1e-13
+    assert max(gradient_differences(gradients, flat.gather_gradients()).values()) < 1e-12
