@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cli.simulate_calls import OWN, simulate
+from training.small_runs import call
 
 
 def write_rows(path: Path, texts: list[str]) -> Path:
@@ -78,3 +79,15 @@ def test_simulate_takes_several_files_of_data(tmp_path, capsys) -> None:
     assert "700.jsonl:1" in error
     assert "--empty skip" in error
     assert "--data.1" not in error
+
+
+def test_simulate_takes_prepared_data_in_the_unit_that_it_has(tmp_path, capsys) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", ["a" * 100, "b" * 300])
+    assert call("prepare", data, "--out", tmp_path / "store", "--tokenizer", "bytes") == 0
+    figures = []
+    for number, source in enumerate((data, tmp_path / "store")):
+        out = tmp_path / f"out-{number}"
+        simulate(capsys, *OWN, "--data", source, "--out", out, "--planners", "lengthwise")
+        figures.append((out / "simulation.json").read_text().replace(str(source), "DATA").replace(str(out), "OUT"))
+    assert figures[0] == figures[1]
+    assert json.loads(figures[0])["lengths_in"] == "bytes"

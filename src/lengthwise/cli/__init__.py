@@ -15,6 +15,7 @@ from lengthwise.cli.checkpoint import Checkpoint
 from lengthwise.cli.demo import Demo
 from lengthwise.cli.machine import prepare_environment
 from lengthwise.cli.plan import PlanCommand
+from lengthwise.cli.prepare import Prepare
 from lengthwise.cli.profile import Profile
 from lengthwise.cli.simulate import Simulate
 from lengthwise.cli.train import Train
@@ -37,6 +38,7 @@ _VERBS: dict[str, tuple[type, str | None]] = {
     "verify": (Verify, None),
     "profile": (Profile, None),
     "checkpoint": (Checkpoint, None),
+    "prepare": (Prepare, None),
     "demo": (Demo, "See all of it in a few minutes, with no GPU and no download."),
 }
 Command: Any = Union[  # noqa: UP007 - of a tuple

@@ -23,7 +23,7 @@ from lengthwise.report.lengths import length_histogram, summarize_lengths
 
 if TYPE_CHECKING:
     from lengthwise.core.plan import Plan
-    from lengthwise.data import MemoryDataset
+    from lengthwise.data import Dataset
     from lengthwise.training.metrics import TrainResult
     from lengthwise.training.start import Start
 
@@ -122,14 +122,14 @@ def write_run_file(folder: Path) -> Path:
     return path
 
 
-def _standard_library() -> MemoryDataset:
+def _standard_library() -> Dataset:
     from lengthwise.config import DataSource
     from lengthwise.data import ByteTokenizer, load_dataset
 
     return load_dataset([DataSource(python_stdlib=True)], tokenizer=ByteTokenizer, vocab_size=256)
 
 
-def _show_data(dataset: MemoryDataset, show: Show) -> None:
+def _show_data(dataset: Dataset, show: Show) -> None:
     lengths = [int(length) for length in dataset.lengths[dataset.ids]]
     summary = summarize_lengths(lengths)
     empty = dataset.skipped.get("empty", 0)
@@ -144,7 +144,7 @@ def _show_data(dataset: MemoryDataset, show: Show) -> None:
     show("\n".join(length_histogram(lengths)), markup=False)
 
 
-def _show_plans(dataset: MemoryDataset, show: Show) -> None:
+def _show_plans(dataset: Dataset, show: Show) -> None:
     from lengthwise.core.shape import Cluster
     from lengthwise.cost import analytic_cost, named_hardware, named_shape
     from lengthwise.planner import PlanOptions, plan_step

@@ -35,7 +35,7 @@ class KnownLengths:
     def note(self) -> str:
         """What a reader of the figures must know of how these lengths were counted; empty: nothing."""
         notes = [f"{counted(number, 'row')} left out ({reason})" for reason, number in self.left_out.items()]
-        if self.unit == "bytes":
+        if "bytes" in self.unit.split(" and "):
             notes.append(
                 "texts counted in bytes, not tokens (English has 4 to 5 bytes a token): --tokenizer counts real tokens"
             )
@@ -108,6 +108,7 @@ def lengths_of_data(paths: Sequence[Path], tokenizer: str, empty: str) -> KnownL
     """
     from lengthwise.config import DataSource
     from lengthwise.data import Tokenizer, load_dataset, load_tokenizer
+    from lengthwise.data.store import prepared_with
 
     used: list[str] = []
 
@@ -116,8 +117,10 @@ def lengths_of_data(paths: Sequence[Path], tokenizer: str, empty: str) -> KnownL
         return load_tokenizer(tokenizer)
 
     sources = [DataSource.model_validate({"path": path, "empty": empty}) for path in paths]
-    dataset = load_dataset(sources, tokenizer=load, vocab_size=None, key="--data")
-    unit = "tokens" if not used else "bytes" if tokenizer == "bytes" else f"tokens of {tokenizer}"
+    dataset = load_dataset(sources, tokenizer=load, vocab_size=None, key="--data", check_tokenizer=False)
+    used += [name for name in map(prepared_with, paths) if name is not None]
+    units = ["bytes" if name == "bytes" else f"tokens of {name}" for name in dict.fromkeys(used)]
+    unit = " and ".join(units) or "tokens"
     lengths = [int(length) for length in dataset.lengths[dataset.ids]]
     others = f" and {counted(len(paths) - 1, 'other')}" if len(paths) > 1 else ""
     return KnownLengths(name=f"{paths[0]}{others}", lengths=lengths, unit=unit, left_out=dataset.skipped)

@@ -1,56 +1,73 @@
 """Sources to a dataset: read, check, tokenize and count every row once, and report the bad ones together.
 
-Rows of one file that are refused for the same reason are one line with a count. Cost: one pass over the files.
+Rows of one file that are refused for the same reason are one line with a count. Cost: one pass over the files. What
+`lengthwise prepare` wrote is opened as it is, and its tokens stay on the disk.
 """
 
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from lengthwise.core.errors import DataError, raise_problems
-from lengthwise.data.dataset import DatasetBuilder, MemoryDataset
+from lengthwise.core.errors import DataError
+from lengthwise.data.dataset import TOO_LONG, Dataset, DatasetBuilder, too_long
+from lengthwise.data.join import join_datasets
+from lengthwise.data.refusals import Refusals
 from lengthwise.data.rows import Row, RowParser
-from lengthwise.data.sources import list_source, read_rows
+from lengthwise.data.sources import Listing, list_source, read_rows
+from lengthwise.data.store import is_store, open_store
 from lengthwise.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
-Encoder = Callable[[Row], tuple[np.ndarray, np.ndarray | None]]
-"""Makes ids, and labels where they are not the ids."""
 
-_SHOWN = 20
-_LINE = re.compile(r":\d+$")  # of a row's place in its file
+class Rows(Protocol):
+    """Where checked rows go, in order."""
+
+    def add(self, tokens: np.ndarray, labels: np.ndarray | None) -> None:
+        """Take one sequence, int32 [length] each; labels None means the tokens."""
+        ...
+
+    def skip(self, reason: str) -> None:
+        """Take note of a row that is left out."""
+        ...
 
 
 def load_dataset(
-    sources: Sequence[DataSource], *, tokenizer: Callable[[], Tokenizer], vocab_size: int | None, key: str = "data"
-) -> MemoryDataset:
+    sources: Sequence[DataSource],
+    *,
+    tokenizer: Callable[[], Tokenizer],
+    vocab_size: int | None,
+    key: str = "data",
+    check_tokenizer: bool = True,
+) -> Dataset:
     """Read all rows of all sources, in order.
 
     `tokenizer` is called once, when the first text is met: rows of ids need none. `vocab_size` is the model's; None
-    leaves ids unchecked. `key` is the config path of the sources, for messages. Raises DataError for one bad row,
-    Problems for more (the first 20 and a count), DataError where nothing is left to train on.
+    leaves ids unchecked. `key` is the config path of the sources, for messages. `check_tokenizer` False takes prepared
+    sources of whatever tokenizer, for who asks for lengths alone. Raises DataError for one bad row, Problems for more
+    (the first 20 and a count), DataError where nothing is left to train on.
     """
-    refusals = _Refusals()
-    builder = DatasetBuilder()
-    parser = RowParser(vocab_size)
-    encode = functools.partial(_encode, tokenizer=functools.cache(tokenizer), vocab_size=vocab_size)
+    refusals, parts = Refusals(), list[Dataset]()
+    builder, loaded = DatasetBuilder(), functools.cache(tokenizer)
     for index, source in enumerate(sources):
-        listing = list_source(source, refusals.add)
-        builder.start_source(f"{key}.{index}", listing.label, listing.names)
-        for row in read_rows(listing, parser, refusals.add):
-            try:
-                _add_row(builder, row, source, f"{key}.{index}", encode)
-            except DataError as error:
-                refusals.add(error)
+        where = f"{key}.{index}"
+        if source.path is not None and is_store(source.path):
+            judge = loaded if check_tokenizer else None
+            store = open_store(source, key=where, tokenizer=judge, vocab_size=vocab_size, report=refusals.add)
+            if store is not None:
+                parts += [builder.finish(), store] if builder.num_rows else [store]
+                builder = DatasetBuilder()
+            continue
+        for listing in list_source(source, refusals.add):
+            builder.start_source(where, listing.label, listing.names)
+            add_rows(builder, listing, source, where, refusals, tokenizer=loaded, vocab_size=vocab_size)
     refusals.raise_all(key)
-    dataset = builder.finish()
+    dataset = join_datasets([*parts, builder.finish()] if builder.num_rows or not parts else parts)
     if not len(dataset.ids):
         left_out = ", ".join(f"{count} {reason}" for reason, count in dataset.skipped.items())
         got, remedy = f"none (left out: {left_out or 'nothing'})", "Add rows, or raise max_tokens."
@@ -58,50 +75,48 @@ def load_dataset(
     return dataset
 
 
-class _Refusals:
-    """Collect errors: one of each kind with how many there are, the first few kinds, and a count of all others."""
+def add_rows(
+    rows: Rows,
+    listing: Listing,
+    source: DataSource,
+    key: str,
+    refusals: Refusals,
+    *,
+    tokenizer: Callable[[], Tokenizer],
+    vocab_size: int | None,
+    on_row: Callable[[Row], None] = lambda _row: None,
+) -> None:
+    """Read the rows of a listing, tokenize them and hand each to `rows`; what is refused goes to `refusals`.
 
-    def __init__(self) -> None:
-        self._kept: dict[tuple[str, ...], tuple[DataError, int]] = {}
-        self._count = 0
-
-    def add(self, error: DataError) -> None:
-        self._count += 1
-        kind = (_LINE.sub("", error.where), error.expected, error.got)
-        first, count = self._kept.get(kind, (error, 0))
-        if count or len(self._kept) < _SHOWN:
-            self._kept[kind] = (first, count + 1)
-
-    def raise_all(self, key: str) -> None:
-        problems = []
-        for first, count in self._kept.values():
-            got = first.got + (f" (and in {count - 1} more rows)" if count > 1 else "")
-            problems.append(DataError(first.where, expected=first.expected, got=got, remedy=first.remedy))
-        if self._count > sum(count for _, count in self._kept.values()):
-            got, remedy = f"{self._count}, the first {_SHOWN} above", "Correct these; the same causes may repeat."
-            problems.append(DataError(key, expected="no bad rows", got=got, remedy=remedy))
-        raise_problems(problems)
+    `tokenizer` is called for every text. `on_row` hears of each row that could be read.
+    """
+    for row in read_rows(listing, RowParser(vocab_size), refusals.add):
+        try:
+            on_row(row)
+            _add_row(rows, row, source, key, tokenizer, vocab_size)
+        except DataError as error:
+            refusals.add(error)
 
 
-def _add_row(builder: DatasetBuilder, row: Row, source: DataSource, key: str, encode: Encoder) -> None:
-    tokens, labels = (row.ids, row.labels) if row.ids is not None or row.empty else encode(row)
+def _add_row(
+    rows: Rows, row: Row, source: DataSource, key: str, tokenizer: Callable[[], Tokenizer], vocab_size: int | None
+) -> None:
+    tokens, labels = (row.ids, row.labels) if row.ids is not None or row.empty else _encode(row, tokenizer, vocab_size)
     if tokens is None or not len(tokens):
         if source.empty == "skip":
-            return builder.skip("empty")
+            return rows.skip("empty")
         got = row.empty or "text without a single token"
         remedy = f"Take it out, or {{skip_empty|set {key}.empty: skip}} to leave such rows out."
         raise DataError(row.where, expected="a row with tokens", got=got, remedy=remedy)
     if source.max_tokens is not None and len(tokens) > source.max_tokens:
         if source.too_long == "skip":
-            return builder.skip("too long")
-        expected, got = f"at most max_tokens {source.max_tokens}", f"{len(tokens)} tokens"
-        remedy = f"Raise {key}.max_tokens, or set {key}.too_long: skip to leave such rows out."
-        raise DataError(row.where, expected=expected, got=got, remedy=remedy)
-    return builder.add(tokens, labels)
+            return rows.skip(TOO_LONG)
+        raise too_long(row.where, len(tokens), source.max_tokens, key)
+    return rows.add(tokens, labels)
 
 
 def _encode(
-    row: Row, *, tokenizer: Callable[[], Tokenizer], vocab_size: int | None
+    row: Row, tokenizer: Callable[[], Tokenizer], vocab_size: int | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
     loaded, labels = tokenizer(), None
     try:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _GZIP = b"\x1f\x8b"
 _HEAD = 4096  # bytes of a file that are looked at for its kind
+_NO_END = 1 << 63
 # Not the library itself: its tests, and what is installed or compiled beside it.
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
@@ -57,47 +58,68 @@ Report = Callable[[DataError], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lines:
+    """A part of a file of lines: bytes [start, stop), and how many lines are before it."""
+
+    start: int
+    stop: int
+    lines_before: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """What a source consists of. `names` are files below `root`, one row each; None for a file of JSON lines."""
+    """Rows in order: a file of rows, or documents.
+
+    `names` are files below `root`, one row each; None where `root` is a file of rows, or `part` of one of JSON lines.
+    """
 
     root: Path
     label: str
-    names: tuple[str, ...] | None
-    python: bool
+    names: tuple[str, ...] | None = None
+    python: bool = False
+    part: Lines | None = None
 
 
-def list_source(source: DataSource, report: Report) -> Listing:
-    """Find the files of a source, sorted by their path inside it."""
+def list_source(source: DataSource, report: Report) -> list[Listing]:
+    """Find the files of a source, sorted by their path inside it: one listing a file of rows, or one of documents."""
     if source.python_stdlib:
         root, label = Path(sysconfig.get_paths()["stdlib"]), "python_stdlib"
         names = [name for name in _walk(root, _STDLIB_LEFT_OUT, report) if name.endswith(".py")]
     else:
         assert source.path is not None, "a DataSource has a path or python_stdlib"
-        root, label = source.path, source.path.name
+        root, label = source.path, printable_name(source.path.name)
         if not os.path.isdir(root):
-            return Listing(root=root, label=label, names=None, python=False)
+            return [Listing(root=root, label=label)]
         if is_saved_dataset(root):
-            return Listing(root=root, label=_printable(label), names=None, python=False)
+            return _list_saved(root, label, report)
         names = _walk(root, frozenset(), report)
     rows = [name for name in names if name.endswith(".jsonl")]
     if rows:
         got = f"{counted(len(rows), 'file')} of JSON lines ({rows[0]})"
         remedy = "{name_files|Name each as a source of its own, with its path}."
-        report(DataError(_printable(str(root)), expected="a folder of text files", got=got, remedy=remedy))
+        report(DataError(printable_name(root), expected="a folder of text files", got=got, remedy=remedy))
     if not names:
         remedy = "Hidden files and links are left out; name a folder that has others."
-        report(DataError(_printable(str(root)), expected="files", got="a folder without any", remedy=remedy))
-    return Listing(root=root, label=_printable(label), names=tuple(sorted(names)), python=source.python_stdlib)
+        report(DataError(printable_name(root), expected="files", got="a folder without any", remedy=remedy))
+    return [Listing(root=root, label=label, names=tuple(sorted(names)), python=source.python_stdlib)]
+
+
+def _list_saved(folder: Path, label: str, report: Report) -> list[Listing]:
+    try:
+        return [Listing(root=each, label=f"{label}/{each.name}") for each in saved_files(folder)]
+    except DataError as error:
+        report(error)
+        return []
 
 
 def read_rows(listing: Listing, parser: RowParser, report: Report) -> Iterator[Row]:
-    """Read the rows of a source in order; a bad row is reported and left out."""
+    """Read the rows of a listing in order; a bad row is reported and left out."""
     if listing.names is None:
-        yield from _read_file_or_saved(listing.root, parser, report)
+        yield from _read_file(listing.root, listing.part, parser, report)
         return
     for name in listing.names:
         path = listing.root / name
-        where = _printable(str(path))
+        where = printable_name(path)
         try:
             with _opened(path) as file:
                 raw = file.read()
@@ -132,16 +154,6 @@ def _walk(root: Path, left_out: frozenset[str], report: Report) -> list[str]:
     return names
 
 
-def _read_file_or_saved(path: Path, parser: RowParser, report: Report) -> Iterator[Row]:
-    try:
-        paths = saved_files(path) if os.path.isdir(path) else [path]
-    except DataError as error:
-        report(error)
-        return
-    for each in paths:
-        yield from _read_lines(each, parser, report)
-
-
 def _read_table(file: BufferedReader, parser: RowParser, shown: str, report: Report) -> Iterator[Row]:
     for number, values in enumerate(read_table(file, file.peek(_HEAD)[:8], shown), start=1):
         try:
@@ -152,29 +164,49 @@ def _read_table(file: BufferedReader, parser: RowParser, shown: str, report: Rep
             report(error)
 
 
-def _read_lines(path: Path, parser: RowParser, report: Report) -> Iterator[Row]:
-    shown = _printable(str(path))
+def _read_file(path: Path, part: Lines | None, parser: RowParser, report: Report) -> Iterator[Row]:
+    shown = printable_name(path)
     try:
         with _opened(path, rows=True) as file:
-            if file.peek(_HEAD).startswith((PARQUET, ARROW_FILE, ARROW_STREAM)):
+            if part is not None:
+                file.seek(part.start)
+            elif is_table(file):
                 yield from _read_table(file, parser, shown, report)
                 return
-            if file.peek(_HEAD)[:_HEAD].lstrip()[:1] == b"[":
+            elif file.peek(_HEAD)[:_HEAD].lstrip()[:1] == b"[":
                 remedy = f"Write one object a line: jq -c '.[]' {path.name} > train.jsonl"
                 raise DataError(shown, expected="JSON lines", got="a JSON array", remedy=remedy)
-            offset = 0
-            for number, line in enumerate(file, start=1):
-                try:
-                    last = not line.endswith(b"\n")
-                    yield parser.parse(line, where=f"{shown}:{number}", offset=offset, last=last)
-                except DataError as error:
-                    report(error)
-                offset += len(line)
-        if offset == 0:
-            remedy = "Take it out of {data|`data`}, or fill it."
-            report(DataError(shown, expected="rows", got="an empty file", remedy=remedy))
+            yield from _read_lines(file, part or Lines(start=0, stop=_NO_END, lines_before=0), parser, shown, report)
     except DataError as error:
         report(error)
+
+
+def _read_lines(file: BufferedReader, part: Lines, parser: RowParser, shown: str, report: Report) -> Iterator[Row]:
+    offset = part.start
+    for number, line in enumerate(file, start=part.lines_before + 1):
+        try:
+            last = not line.endswith(b"\n")
+            yield parser.parse(line, where=f"{shown}:{number}", offset=offset, last=last)
+        except DataError as error:
+            report(error)
+        offset += len(line)
+        if offset >= part.stop:
+            break
+    if offset == 0:
+        remedy = "Take it out of {data|`data`}, or fill it."
+        report(DataError(shown, expected="rows", got="an empty file", remedy=remedy))
+
+
+def is_table(file: BufferedReader) -> bool:
+    """Return whether an open file is Parquet or Arrow."""
+    return file.peek(_HEAD).startswith((PARQUET, ARROW_FILE, ARROW_STREAM))
+
+
+def is_lines(path: Path) -> bool:
+    """Return whether a file can be read from any of its lines on: no table, and not packed."""
+    with path.open("rb") as file:
+        head = file.peek(_HEAD)
+        return not head.startswith((*_OF_ROWS,)) and head.lstrip()[:1] != b"["
 
 
 @contextmanager
@@ -183,7 +215,7 @@ def _opened(path: Path, *, rows: bool = False) -> Iterator[BufferedReader]:
 
     `rows`: tables are taken too, and gzip and Zstandard are read as what is in them.
     """
-    shown = _printable(str(path))
+    shown = printable_name(path)
     try:
         if not path.is_file():  # a pipe would block, a device never end
             got = "something else" if path.exists() else "nothing there"
@@ -215,9 +247,9 @@ def _opened(path: Path, *, rows: bool = False) -> Iterator[BufferedReader]:
 
 def _unreadable(path: Path, error: OSError) -> DataError:
     got, remedy = error.strerror or str(error), "Correct the path or its permissions."
-    return DataError(_printable(str(path)), expected="a file or folder that can be read", got=got, remedy=remedy)
+    return DataError(printable_name(path), expected="a file or folder that can be read", got=got, remedy=remedy)
 
 
-def _printable(text: str) -> str:
-    """File names need not be UTF-8; messages are."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+def printable_name(name: str | Path) -> str:
+    """Return a name for messages, which are UTF-8; names of files need not be."""
+    return str(name).encode("utf-8", "backslashreplace").decode("utf-8")

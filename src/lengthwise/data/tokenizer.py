@@ -6,7 +6,9 @@ is not needed.
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import tokenize
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ import numpy as np
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import BYTES_TOKENIZER
 from lengthwise.data.dataset import NO_LOSS
+from lengthwise.data.digests import file_digest
 from lengthwise.data.masked import Message, encode_chat, encode_pair
 
 
@@ -53,6 +56,14 @@ class Tokenizer(Protocol):
         """Encode a chat by the chat template; return ids, and labels with a loss on assistants' turns alone."""
         ...
 
+    def digest(self) -> str:
+        """Return 64 hexadecimal digits that differ where a text may be encoded differently."""
+        ...
+
+    def template_digest(self) -> str:
+        """Return 64 hexadecimal digits that differ where the chat template does."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Put the tokenizer's files beside a saved model, where it has any."""
 
@@ -81,6 +92,14 @@ class ByteTokenizer:
         """Refuse: bytes have no chat template."""
         del messages, tools
         raise ValueError("tokenizer bytes, which has no chat template")
+
+    def digest(self) -> str:
+        """Return the digest of the name: there is one such tokenizer."""
+        return _digest(self.name)
+
+    def template_digest(self) -> str:
+        """Return the digest of no template."""
+        return _digest(None)
 
     def save(self, folder: Path) -> None:
         """Write nothing: bytes need no files."""
@@ -118,6 +137,23 @@ class HuggingFaceTokenizer:
         """Encode a chat by the tokenizer's template; see `masked.encode_chat`."""
         return encode_chat(self.tokenizer, messages, tools)
 
+    def digest(self) -> str:
+        """Return the digest of its class, vocabulary, rules and special tokens; files beside them do not count."""
+        made: Any = self.tokenizer
+        rules: dict[str, Any] = {}
+        if made.is_fast:
+            rules = json.loads(made.backend_tokenizer.to_str())
+            rules = {key: value for key, value in rules.items() if key not in ("truncation", "padding")}  # not used
+        else:
+            files = (made.init_kwargs.get(name) for name in made.vocab_files_names)
+            rules = {"files": [file_digest(Path(each)) for each in files if each and Path(each).is_file()]}
+        special = {name: str(value) for name, value in made.special_tokens_map.items()}
+        return _digest([type(made).__name__, sorted(made.get_vocab().items()), rules, special, self.eos_id])
+
+    def template_digest(self) -> str:
+        """Return the digest of the chat template."""
+        return _digest(getattr(self.tokenizer, "chat_template", None))
+
     def save(self, folder: Path) -> None:
         """Write the files that AutoTokenizer opens."""
         self.tokenizer.save_pretrained(folder)
@@ -143,6 +179,10 @@ def load_tokenizer(name: str) -> Tokenizer:
     if not vocab:
         raise _refuse(f"a tokenizer at {name}", "an empty vocabulary")
     return HuggingFaceTokenizer(name=name, eos_id=loaded.eos_token_id, tokenizer=loaded)
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _refuse(expected: str, got: str) -> ConfigError:

@@ -1,0 +1,46 @@
+"""Refused rows of many files: one of each kind with how many there are, and a count of all others."""
+
+from __future__ import annotations
+
+import re
+
+from lengthwise.core.errors import DataError, raise_problems
+
+_SHOWN = 20
+_LINE = re.compile(r":\d+$")  # of a row's place in its file
+
+
+class Refusals:
+    """Collect errors: one of each kind with how many there are, the first few kinds, and a count of all others."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, ...], tuple[DataError, int]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, error: DataError, times: int = 1) -> None:
+        """Note an error that was met so many times."""
+        self._count += times
+        kind = (_LINE.sub("", error.where), error.expected, error.got)
+        first, count = self._kept.get(kind, (error, 0))
+        if count or len(self._kept) < _SHOWN:
+            self._kept[kind] = (first, count + times)
+
+    def merge(self, later: Refusals) -> None:
+        """Note what was met in rows after these."""
+        for error, times in later._kept.values():
+            self.add(error, times)
+        self._count += later._count - sum(times for _, times in later._kept.values())
+
+    def raise_all(self, key: str) -> None:
+        """Raise what was noted, if anything; `key` is the config path of the sources."""
+        problems = []
+        for first, count in self._kept.values():
+            got = first.got + (f" (and in {count - 1} more rows)" if count > 1 else "")
+            problems.append(DataError(first.where, expected=first.expected, got=got, remedy=first.remedy))
+        if self._count > sum(count for _, count in self._kept.values()):
+            got, remedy = f"{self._count}, the first {_SHOWN} above", "Correct these; the same causes may repeat."
+            problems.append(DataError(key, expected="no bad rows", got=got, remedy=remedy))
+        raise_problems(problems)

@@ -1,0 +1,79 @@
+"""Sources of every kind with ugly lengths, and stores made of them in small shards."""
+
+import json
+import shutil
+from pathlib import Path
+
+from hypothesis import strategies as st
+
+from lengthwise.config import DataSource
+from lengthwise.data import ByteTokenizer, load_dataset
+from lengthwise.data.prepare import prepare_store
+
+SHARD_BYTES = 200
+TEXT = st.text(st.characters(codec="utf-8"), max_size=30)
+ROW = st.one_of(
+    TEXT.map(lambda text: {"text": text}),
+    st.sampled_from([1, 2, 3, 7, 97, 300]).map(lambda length: {"text": "x" * length}),
+    st.lists(st.integers(0, 255), max_size=9).map(lambda ids: {"input_ids": ids}),
+    st.lists(st.tuples(st.integers(0, 255), st.sampled_from([-100, 5])), max_size=9).map(
+        lambda rows: {"input_ids": [row[0] for row in rows], "labels": [row[1] for row in rows]}
+    ),
+    st.fixed_dictionaries({"prompt": TEXT, "completion": TEXT}),
+)
+FILES = st.lists(st.lists(ROW, min_size=1, max_size=20), min_size=1, max_size=3)
+DOCUMENTS = st.lists(TEXT, max_size=6)
+
+
+def write_sources(folder: Path, files, documents=(), **settings) -> list[DataSource]:
+    """Write files of rows, and a folder of documents where there are any; return sources that leave empty rows out."""
+    settings = {"empty": "skip", **settings}
+    sources = []
+    for number, rows in enumerate(files):
+        path = folder / f"rows-{number}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        sources.append(DataSource(path=path, **settings))
+    if documents:
+        (folder / "documents").mkdir()
+        for number, text in enumerate(documents):
+            (folder / "documents" / f"{number}.txt").write_text(text, encoding="utf-8")
+        sources.insert(1, DataSource(path=folder / "documents", **settings))
+    return sources
+
+
+def prepare(sources, out, *, name="bytes", tokenizer=ByteTokenizer, least_bytes=SHARD_BYTES, **options):
+    """Prepare in this process; return the manifest and whether it was there."""
+    return prepare_store(sources, out, tokenizer_name=name, tokenizer=tokenizer, least_bytes=least_bytes, **options)
+
+
+def load(*sources, tokenizer=ByteTokenizer, vocab_size=256, **keys):
+    """Load sources, or paths of them."""
+    sources = [each if isinstance(each, DataSource) else DataSource(path=each, **keys) for each in sources]
+    return load_dataset(sources, tokenizer=tokenizer, vocab_size=vocab_size)
+
+
+def content(dataset):
+    """Return all that a dataset tells, as plain values."""
+    rows = range(len(dataset.lengths))
+    read = [dataset.read(row, 0, int(dataset.lengths[row])) for row in rows]
+    return {
+        "lengths": dataset.lengths.tolist(),
+        "losses": dataset.loss_tokens.tolist(),
+        "ids": dataset.ids.tolist(),
+        "rows": [[each.tolist() for each in pair] for pair in read],
+        "names": [dataset.name(row) for row in rows],
+        "skipped": dict(dataset.skipped),
+        "digest": dataset.digest(),
+        "digests": dataset.row_digests(0, len(rows)).tolist(),
+    }
+
+
+def files_of(folder: Path):
+    """Return the bytes of every file of a folder, by its path in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def fresh(folder: Path) -> Path:
+    """Return the path of a folder that is not there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder

@@ -1,0 +1,197 @@
+"""Preparing: a killed one is gone on with, to the same bytes; what is refused, and where."""
+
+import json
+import multiprocessing
+import os
+import signal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.stores import DOCUMENTS, FILES, content, files_of, fresh, load, prepare, write_sources
+from lengthwise.config import DataSource
+from lengthwise.core.errors import ConfigError, DataError, OutputError, Problems, RankError
+from lengthwise.core.locks import try_lock
+from lengthwise.data import load_tokenizer, shard_writer
+from lengthwise.data.manifest import NAME
+from lengthwise.training.workers import worker_processes
+from properties import costliest
+
+FORK = multiprocessing.get_context("fork")
+ROWS = [[{"text": "x" * n} for n in (1, 2, 97, 300, 5, 60, 61)], [{"prompt": "ab", "completion": "cd"}] * 9]
+
+
+def killed_at(number, sources, out):
+    """Prepare in a process that dies where the number-th file or folder would be brought to the disk; return whether it
+    died."""
+
+    def work():
+        count = 0
+
+        def sync(_path):
+            nonlocal count
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        for module in ("lengthwise.data.prepare", "lengthwise.data.shard_writer"):
+            __import__(module, fromlist=["sync"]).sync = sync
+        prepare(sources, out)
+
+    process = FORK.Process(target=work)
+    process.start()
+    process.join()
+    return process.exitcode == -signal.SIGKILL
+
+
+def test_prepare_killed_anywhere_goes_on_to_the_same_bytes(tmp_path):
+    sources = write_sources(tmp_path, ROWS, ["a", "bc"])
+    prepare(sources, tmp_path / "whole")
+    expected, number, kept = files_of(tmp_path / "whole"), 1, []
+    while killed_at(number, sources, out := fresh(tmp_path / "out")):
+        assert not out.exists() or files_of(out) == expected
+        told = []
+        prepare(sources, out, on_progress=told.append)
+        assert files_of(out) == expected
+        kept.append(told[0].shards_found if told else None)
+        number += 1
+    assert files_of(out) == expected
+    assert max(each for each in kept if each is not None) == len(list((tmp_path / "whole").glob("tokens-*")))
+    assert None in kept  # killed when all was written, only not renamed
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(
+        ["documents", "out", "rows-0.jsonl", "rows-1.jsonl", "whole"]
+    )
+
+
+@given(files=FILES, documents=DOCUMENTS, number=st.integers(1, 40))
+@costliest
+def test_prepare_killed_of_any_data_goes_on_to_the_same_bytes(tmp_path_factory, files, documents, number):
+    folder = tmp_path_factory.mktemp("data")
+    sources = write_sources(folder, [[{"text": "one"}], *files], documents)
+    prepare(sources, folder / "whole")
+    killed_at(number, sources, folder / "out")
+    prepare(sources, folder / "out")
+    assert files_of(folder / "out") == files_of(folder / "whole")
+
+
+def test_prepare_in_processes_gives_the_same_bytes(tmp_path):
+    sources = write_sources(tmp_path, ROWS, ["a", "bc"])
+    prepare(sources, tmp_path / "whole")
+    with worker_processes(3) as run:
+        prepare(sources, tmp_path / "out", run=run)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_prepare_whose_process_is_killed_says_so_and_goes_on(tmp_path, monkeypatch):
+    sources = write_sources(tmp_path, ROWS)
+    write, parent = shard_writer.write_shard, os.getpid()
+
+    def dying(task):
+        if task.number == 2 and os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(task)
+
+    monkeypatch.setattr("lengthwise.data.prepare.write_shard", dying)
+    dying.__module__, dying.__qualname__ = "lengthwise.data.prepare", "write_shard"
+    with pytest.raises(RankError, match="one that was killed"), worker_processes(2) as run:
+        prepare(sources, tmp_path / "out", run=run)
+    monkeypatch.undo()
+    prepare(sources, tmp_path / "out")
+    assert content(load(tmp_path / "out")) == content(load(*sources))
+
+
+def test_prepare_of_changed_sources_or_settings_begins_anew(tmp_path):
+    sources = write_sources(tmp_path, ROWS)
+    assert killed_at(8, sources, tmp_path / "out")
+    assert list((tmp_path / "out.unfinished").glob("tokens-*"))
+    with sources[0].path.open("a") as file:
+        file.write('{"text": "more"}\n')
+    told = []
+    prepare(sources, tmp_path / "out", on_progress=told.append)
+    assert told[0].shards_found == 0
+    assert content(load(tmp_path / "out")) == content(load(*sources))
+
+
+def test_prepare_again_takes_what_is_there_and_refuses_what_is_other(tmp_path):
+    sources = write_sources(tmp_path, ROWS)
+    out = tmp_path / "out"
+    assert prepare(sources, out)[1] is False
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    assert prepare(sources, out)[1] is True
+    assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
+    with pytest.raises(OutputError, match="a store of other data"):
+        prepare(sources[:1], out)
+    prepare(sources[:1], out, overwrite=True)
+    assert content(load(out)) == content(load(*sources[:1]))
+    (out / "tokens-00000.bin").unlink()
+    with pytest.raises(OutputError, match=r"damaged store .*tokens-00000"):
+        prepare(sources[:1], out)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "mine.txt").write_text("mine")
+    with pytest.raises(OutputError, match="another folder or file"):
+        prepare(sources, other, overwrite=True)
+    assert (other / "mine.txt").read_text() == "mine"
+
+
+def test_prepare_into_a_folder_that_another_process_writes_is_refused(tmp_path):
+    sources = write_sources(tmp_path, ROWS)
+    held = try_lock(tmp_path / ".out.lock")
+    with pytest.raises(OutputError, match=rf"process {os.getpid()} on .* is writing"):
+        prepare(sources, tmp_path / "out")
+    held.close()
+    prepare(sources, tmp_path / "out")
+
+
+def test_prepare_tells_all_bad_rows_of_all_shards_as_loading_does(tmp_path):
+    rows = [{"text": 1}, {"text": "a" * 300}, {"input_ids": [0.5]}, {"text": "b" * 300}, {"text": 2}, {"text": ""}]
+    sources = write_sources(tmp_path, [rows, [{"txt": "a"}]], empty="error")
+    with pytest.raises(Problems) as loading:
+        load(*sources)
+    with pytest.raises(Problems) as preparing:
+        prepare(sources, tmp_path / "out")
+    assert str(preparing.value) == str(loading.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_prepare_names_lines_by_their_number_in_the_file_whatever_the_shard(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join('{"text": "%s"}\n' % ("x" * 90) for _ in range(9)) + '{"text": 3}\n{"text": "')
+    with pytest.raises(Problems, match=r"rows\.jsonl:10: .*\n.*rows\.jsonl:11: .*cut off"):
+        prepare([DataSource(path=path)], tmp_path / "out")
+
+
+def test_prepare_of_a_file_that_changes_meanwhile_is_refused(tmp_path):
+    sources = write_sources(tmp_path, ROWS)
+
+    def changing(function, tasks):
+        for task in tasks:
+            yield function(task)
+        with sources[0].path.open("a") as file:
+            file.write('{"text": "more"}\n')
+
+    with pytest.raises(DataError, match="stays as it is"):
+        prepare(sources, tmp_path / "out", run=changing)
+
+
+def test_prepare_without_its_tokenizer_takes_ids_and_refuses_text(tmp_path):
+    missing = str(tmp_path / "missing")
+    sources = write_sources(tmp_path, [[{"input_ids": [1, 2]}], [{"text": "a"}]])
+    prepare(sources[:1], tmp_path / "ids", name=missing, tokenizer=lambda: load_tokenizer(missing))
+    assert json.loads((tmp_path / "ids" / NAME).read_text())["tokenizer"] is None
+    assert load(tmp_path / "ids").lengths.tolist() == [2]
+    with pytest.raises(ConfigError, match="a tokenizer at"):
+        prepare(sources, tmp_path / "out", name=missing, tokenizer=lambda: load_tokenizer(missing))
+
+
+def test_prepare_of_a_store_of_nothing_and_of_missing_files_is_refused(tmp_path):
+    sources = write_sources(tmp_path, [[{"text": "a"}], [{"text": ""}]])
+    prepare(sources[:1], tmp_path / "store")
+    with pytest.raises(DataError, match="data to prepare; got a store"):
+        prepare([DataSource(path=tmp_path / "store")], tmp_path / "out")
+    with pytest.raises(DataError, match=r"at least one sequence; got none \(left out: 1 empty\)"):
+        prepare(sources[1:], tmp_path / "out")
+    sources[0].path.unlink()
+    with pytest.raises(DataError, match="a regular file"):
+        prepare(sources, tmp_path / "out")

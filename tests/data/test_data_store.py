@@ -1,0 +1,189 @@
+"""Prepared data: the same rows as their sources, and what a store refuses to serve."""
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.stores import DOCUMENTS, FILES, content, load, prepare, write_sources
+from lengthwise.config import DataSource
+from lengthwise.core.errors import DataError, Problems
+from lengthwise.data import ByteTokenizer, load_tokenizer
+from lengthwise.data.manifest import NAME, read_manifest
+from lengthwise.data.store import broken_files
+from properties import costly
+
+ROWS = [[{"text": "a"}, {"text": "bcd"}, {"text": ""}, {"text": "e" * 500}], [{"input_ids": [1, 255]}]]
+
+
+@pytest.fixture
+def store(tmp_path):
+    prepare(write_sources(tmp_path, ROWS, ["x", "yz"]), tmp_path / "store")
+    return tmp_path / "store"
+
+
+@given(files=FILES, documents=DOCUMENTS)
+@costly
+def test_store_is_the_same_data_as_its_sources(tmp_path_factory, files, documents):
+    folder = tmp_path_factory.mktemp("data")
+    sources = write_sources(folder, [[{"text": "one that is left"}], *files], documents)
+    prepare(sources, folder / "store")
+    expected = load(*sources)
+    assert content(load(folder / "store")) == content(expected)
+    middle = max(1, int(expected.lengths.max()) // 2)
+    limits = {"max_tokens": middle, "too_long": "skip"}
+    if any(0 < length <= middle for length in expected.lengths):
+        limited = [each.model_copy(update=limits) for each in sources]
+        assert content(load(folder / "store", **limits)) == content(load(*limited))
+
+
+@given(cuts=st.lists(st.tuples(st.integers(0, 600), st.integers(0, 600)), min_size=1))
+@costly
+def test_store_reads_any_part_of_a_row(tmp_path_factory, cuts):
+    folder = tmp_path_factory.mktemp("data")
+    sources = write_sources(folder, [[{"text": "x" * n} for n in (1, 300, 7)], [{"prompt": "ab", "completion": "c"}]])
+    prepare(sources, folder / "store")
+    plain, stored = load(*sources), load(folder / "store")
+    for row in range(4):
+        for start, stop in cuts:
+            read = [[each.tolist() for each in dataset.read(row, start, stop)] for dataset in (plain, stored)]
+            assert read[0] == read[1]
+
+
+def test_store_beside_other_sources_is_all_their_rows_in_order(tmp_path):
+    sources = write_sources(tmp_path, ROWS, ["x", "yz"])
+    prepare(sources[1:2], tmp_path / "store")
+    mixed = [sources[0], DataSource(path=tmp_path / "store"), sources[2]]
+    assert content(load(*mixed)) == content(load(*sources))
+    assert [load(*mixed).source_key(row) for row in (0, 4, 6)] == ["data.0", "data.1", "data.2"]
+
+
+def test_store_arrays_are_read_only_and_mapped(store):
+    dataset = load(store)
+    ids, labels = dataset.read(1, 0, 3)
+    for values in (ids, labels, dataset.lengths, dataset.loss_tokens, dataset.ids):
+        assert not values.flags.writeable
+    assert isinstance(ids.base.base, np.memmap) or isinstance(ids.base, np.memmap)
+
+
+def test_store_counts_what_was_left_out_when_it_was_prepared(store):
+    assert load(store).skipped == {"empty": 1}
+
+
+def test_store_of_too_long_rows_names_them_by_their_source(store):
+    with pytest.raises(DataError, match=r"rows-0\.jsonl:4: expected at most max_tokens 400; got 500 tokens"):
+        load(store, max_tokens=400)
+
+
+def test_store_that_left_rows_out_is_refused_where_they_are_asked_for(tmp_path):
+    prepare(write_sources(tmp_path, ROWS, max_tokens=3, too_long="skip"), tmp_path / "store")
+    assert load(tmp_path / "store", max_tokens=3).skipped == {"empty": 1, "too long": 1}
+    with pytest.raises(DataError, match="left out 1 rows of more than 3"):
+        load(tmp_path / "store", max_tokens=1000)
+
+
+def test_store_of_ids_that_the_model_lacks_is_refused(store):
+    with pytest.raises(DataError, match=r"below the model's 255; got id 255 in row 6 \(rows-1\.jsonl:1\)"):
+        load(store, vocab_size=255)
+
+
+@pytest.mark.parametrize("change", ["cut", "longer", "gone", "link", "manifest", "lengths", "offsets", "sum", "name"])
+def test_store_with_a_damaged_or_missing_file_is_refused_by_name(store, change):
+    shard, lengths, manifest = store / "tokens-00000.bin", store / "lengths.bin", store / NAME
+    values, expected = json.loads(manifest.read_text()), shard.name
+    if change == "cut":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif change == "longer":
+        shard.write_bytes(shard.read_bytes() + b"\0")
+    elif change == "gone":
+        shard.unlink()
+    elif change == "link":
+        shard.rename(store / "elsewhere")
+        shard.symlink_to(store / "elsewhere")
+    elif change in ("lengths", "offsets"):
+        path, expected = store / f"{change}.bin", "lengths.bin, offsets.bin"
+        found = np.fromfile(path, dtype="<i8")
+        found[1:3] += [1, -1]
+        found.tofile(path)
+    else:
+        expected = NAME
+        values |= {"manifest": {"rows": -1}, "sum": {"tokens": values["tokens"] + 1}}.get(change, {})
+        if change == "name":
+            values["shards"][0]["file"] = "../tokens-00000.bin"
+        manifest.write_text(json.dumps(values))
+    with pytest.raises(DataError, match=expected):
+        load(store)
+    assert lengths.exists()
+
+
+def test_store_verified_names_each_file_that_is_not_what_was_written(store):
+    manifest, read = read_manifest(store), []
+    assert broken_files(store, manifest, read.append) == []
+    assert sum(read) == sum(path.stat().st_size for path in store.iterdir() if path.name != NAME)
+    for name in ("tokens-00001.bin", "digests.bin"):
+        content = bytearray((store / name).read_bytes())
+        content[5] ^= 1
+        (store / name).write_bytes(content)
+    found = broken_files(store, manifest, read.append)
+    assert sorted(os.path.basename(each.where) for each in found) == ["digests.bin", "tokens-00001.bin"]
+
+
+def test_store_that_is_not_finished_is_refused(store):
+    unfinished = store.rename(store.with_name("store.unfinished"))
+    (unfinished / NAME).unlink()
+    with pytest.raises(DataError, match="one that is being prepared"):
+        load(unfinished)
+
+
+@pytest.fixture
+def tokenizers(tmp_path):
+    """A tokenizer, one of another vocabulary, and one of another template: folders."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    def make(name, words, template):
+        inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+        inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+        made.chat_template = template
+        made.save_pretrained(tmp_path / name)
+        return str(tmp_path / name)
+
+    plain = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    words = ["<unk>", "a", "b"]
+    return make("one", words, plain), make("words", [*words, "c"], plain), make("template", words, plain + "b")
+
+
+@pytest.mark.parametrize("kind", ["text", "chat", "ids"])
+def test_store_of_another_tokenizer_or_template_is_refused_by_name(tmp_path, tokenizers, kind):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = {"text": {"text": "a b"}, "chat": {"messages": messages}, "ids": {"input_ids": [1, 2]}}
+    sources = write_sources(tmp_path, [[rows[kind]]])
+    one, words, template = tokenizers
+    prepare(sources, tmp_path / "store", name=one, tokenizer=lambda: load_tokenizer(one))
+    copy = shutil.copytree(one, tmp_path / "copy")
+    assert content(load(tmp_path / "store", tokenizer=lambda: load_tokenizer(str(copy)))) == content(
+        load(*sources, tokenizer=lambda: load_tokenizer(one))
+    )
+    refused = {
+        "text": {words: "the tokenizer of"},
+        "chat": {words: "the tokenizer of", template: "the chat template of"},
+    }
+    for name in (words, template):
+        expected = refused.get(kind, {}).get(name)
+        if expected is None:
+            load(tmp_path / "store", tokenizer=lambda name=name: load_tokenizer(name))
+        else:
+            with pytest.raises(DataError, match=rf"{expected} {name} .*prepared with that of {one}"):
+                load(tmp_path / "store", tokenizer=lambda name=name: load_tokenizer(name))
+
+
+def test_store_of_bytes_is_refused_under_a_tokenizer_and_its_template_together(tmp_path, tokenizers):
+    prepare(write_sources(tmp_path, [[{"text": "a"}]]), tmp_path / "store")
+    with pytest.raises((DataError, Problems), match="that of bytes"):
+        load(tmp_path / "store", tokenizer=lambda: load_tokenizer(tokenizers[0]))
+    assert load(tmp_path / "store", tokenizer=ByteTokenizer).lengths.tolist() == [1]
