@@ -71,9 +71,12 @@ def test_simulate_takes_several_files_of_data(tmp_path, capsys) -> None:
     rest = (*OWN, "--planners", "lengthwise", "--out", tmp_path / "out")
     _, said, _ = simulate(capsys, *rest, "--data", *shards)
     assert f"{shards[0]} and 1 other, longest 700" in said
+    _, said, _ = simulate(capsys, *rest, "--data", tmp_path / "shards")
+    assert "longest 700" in said
+    (tmp_path / "shards" / "notes.txt").write_text("x")
     status, _, error = simulate(capsys, *rest, "--data", tmp_path / "shards")
     assert status == 2
-    assert "got 2 files of JSON lines (30.jsonl). Name them: --data FOLDER/*.jsonl." in error
+    assert "--data FOLDER/*.jsonl" in error
     write_rows(shards[1], ["", "x"])
     _, _, error = simulate(capsys, *rest, "--data", *shards)
     assert "700.jsonl:1" in error

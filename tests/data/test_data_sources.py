@@ -1,5 +1,6 @@
 """Folders of text files and the Python standard library: order, what is left out, files that misbehave."""
 
+import gzip
 import os
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.stores import prepare
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError, Problems
 from lengthwise.data import ByteTokenizer, load_dataset
@@ -33,10 +35,61 @@ def test_folder_is_one_document_a_file_in_path_order(tmp_path):
     assert bytes(tokens_of(dataset, 1).tolist()) == b"a/b/c.py\r\n"
 
 
-def test_folder_of_json_lines_is_not_taken_for_text(tmp_path):
+def test_folder_of_rows_beside_texts_is_taken_for_neither(tmp_path):
     (tmp_path / "shard.jsonl").write_text('{"text": "a"}\n')
-    with pytest.raises(DataError, match=r"shard\.jsonl.*source of its own"):
+    (tmp_path / "notes.txt").write_text("b")
+    with pytest.raises(DataError, match=r"shard\.jsonl.*1 other \(notes\.txt\).*source of its own"):
         load(DataSource(path=tmp_path))
+
+
+def test_folder_of_rows_is_its_files_in_order(tmp_path):
+    folder = tmp_path / "shards"
+    (folder / "b").mkdir(parents=True)
+    (folder / "b" / "0.jsonl").write_text('{"text": "c"}\n')
+    (folder / "a-1.jsonl.gz").write_bytes(gzip.compress(b'{"text": "b"}\n'))
+    (folder / "a-0.jsonl").write_text('{"text": "a"}\n{"text": "aa"}\n')
+    (folder / "README.md").write_text("# Shards")
+    dataset = load(DataSource(path=folder))
+    assert names(dataset) == [
+        "shards/a-0.jsonl:1",
+        "shards/a-0.jsonl:2",
+        "shards/a-1.jsonl.gz:1",
+        "shards/b/0.jsonl:1",
+    ]
+    assert [bytes(tokens_of(dataset, row).tolist()) for row in range(4)] == [b"a", b"aa", b"b", b"c"]
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_bad_rows_are_left_out_and_counted_only_when_told(tmp_path, prepared):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": 3}\n{"txt": "a"}\n\xff\n{"text": "\\ud800"}\n{"text": "b"}\n{"te')
+    with pytest.raises(Problems, match="cut off"):
+        load(DataSource(path=path))
+    source, told = DataSource(path=path, bad_rows="skip"), []
+    plain = load_dataset([source], tokenizer=ByteTokenizer, vocab_size=None, on_bad_row=told.append)
+    assert [each.where.rpartition(":")[2] for each in told] == ["2", "3", "4", "5", "7"]
+    if prepared:
+        prepare([source], tmp_path / "store", least_bytes=30)
+        plain = load(DataSource(path=tmp_path / "store"))
+    assert plain.lengths.tolist() == [1, 0, 0, 0, 0, 1, 0]
+    assert plain.skipped == {"bad": 5}
+    assert plain.name(5) == "rows.jsonl:6"
+
+
+def test_bad_rows_skipped_are_no_leave_for_empty_and_long_ones(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "abc"}\n{"text": ""}\n{"text": 1}\n')
+    with pytest.raises(Problems) as caught:
+        load(DataSource(path=path, bad_rows="skip", max_tokens=2))
+    assert [each.where.rpartition(":")[2] for each in caught.value.problems] == ["1", "2"]
+
+
+def test_bad_documents_are_left_out_when_told(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a")
+    (tmp_path / "texts" / "b.txt").write_bytes(b"\xff")
+    dataset = load(DataSource(path=tmp_path / "texts", bad_rows="skip"))
+    assert (dataset.lengths.tolist(), dataset.skipped) == ([1, 0], {"bad": 1})
 
 
 @pytest.mark.parametrize(

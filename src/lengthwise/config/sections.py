@@ -38,6 +38,11 @@ class DataSource(Settings):
         description="an empty row or file stops the run (error) or is left out and counted (skip); default error for "
         "a path, skip for the standard library, which has empty files on purpose",
     )
+    bad_rows: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="a row that cannot be read (broken JSON or UTF-8, ids out of range, no known columns) stops the "
+        "run (stop) or is left out and counted (skip); default stop",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
 
+BAD = "bad"
+
+
 class Rows(Protocol):
     """Where checked rows go, in order."""
 
@@ -44,13 +47,15 @@ def load_dataset(
     vocab_size: int | None,
     key: str = "data",
     check_tokenizer: bool = True,
+    on_bad_row: Callable[[DataError], None] = lambda _error: None,
 ) -> Dataset:
     """Read all rows of all sources, in order.
 
     `tokenizer` is called once, when the first text is met: rows of ids need none. `vocab_size` is the model's; None
     leaves ids unchecked. `key` is the config path of the sources, for messages. `check_tokenizer` False takes prepared
-    sources of whatever tokenizer, for who asks for lengths alone. Raises DataError for one bad row, Problems for more
-    (the first 20 and a count), DataError where nothing is left to train on.
+    sources of whatever tokenizer, for who asks for lengths alone. `on_bad_row` hears why a row is left out of a source
+    with `bad_rows: skip`. Raises DataError for one bad row of others, Problems for more (the first 20 and a count),
+    DataError where nothing is left to train on.
     """
     refusals, parts = Refusals(), list[Dataset]()
     builder, loaded = DatasetBuilder(), functools.cache(tokenizer)
@@ -65,7 +70,16 @@ def load_dataset(
             continue
         for listing in list_source(source, refusals.add):
             builder.start_source(where, listing.label, listing.names)
-            add_rows(builder, listing, source, where, refusals, tokenizer=loaded, vocab_size=vocab_size)
+            add_rows(
+                builder,
+                listing,
+                source,
+                where,
+                refusals,
+                tokenizer=loaded,
+                vocab_size=vocab_size,
+                on_bad_row=on_bad_row,
+            )
     refusals.raise_all(key)
     dataset = join_datasets([*parts, builder.finish()] if builder.num_rows or not parts else parts)
     if not len(dataset.ids):
@@ -85,23 +99,36 @@ def add_rows(
     tokenizer: Callable[[], Tokenizer],
     vocab_size: int | None,
     on_row: Callable[[Row], None] = lambda _row: None,
+    on_bad_row: Callable[[DataError], None] = lambda _error: None,
 ) -> None:
     """Read the rows of a listing, tokenize them and hand each to `rows`; what is refused goes to `refusals`.
 
-    `tokenizer` is called for every text. `on_row` hears of each row that could be read.
+    `tokenizer` is called for every text. `on_row` hears of each row that could be read, `on_bad_row` why one is left
+    out where the source skips those.
     """
     for row in read_rows(listing, RowParser(vocab_size), refusals.add):
         try:
+            if isinstance(row, DataError):
+                raise row
             on_row(row)
-            _add_row(rows, row, source, key, tokenizer, vocab_size)
+            has_ids = row.ids is not None or row.empty
+            tokens, labels = (row.ids, row.labels) if has_ids else _encode(row, tokenizer, vocab_size)
+        except DataError as error:
+            if source.bad_rows == "skip":
+                rows.skip(BAD)
+                on_bad_row(error)
+            else:
+                refusals.add(error)
+            continue
+        try:
+            _add_row(rows, row, tokens, labels, source, key)
         except DataError as error:
             refusals.add(error)
 
 
 def _add_row(
-    rows: Rows, row: Row, source: DataSource, key: str, tokenizer: Callable[[], Tokenizer], vocab_size: int | None
+    rows: Rows, row: Row, tokens: np.ndarray | None, labels: np.ndarray | None, source: DataSource, key: str
 ) -> None:
-    tokens, labels = (row.ids, row.labels) if row.ids is not None or row.empty else _encode(row, tokenizer, vocab_size)
     if tokens is None or not len(tokens):
         if source.empty == "skip":
             return rows.skip("empty")

@@ -54,6 +54,9 @@ _OF_ROWS = frozenset((PARQUET, ARROW_FILE, ARROW_STREAM, _GZIP, ZSTANDARD))
 # Rows of training data in a .json file: one of these among the first keys of an object, alone or first of an array.
 _ROWS_OF_JSON = re.compile(rb'\s*(\[\s*)?\{[^{}\[\]]*"(text|input_ids|messages|conversations|prompt|instruction)"\s*:')
 
+_ENDINGS_OF_ROWS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")  # of files in a folder
+_BESIDE_ROWS = re.compile(r"(README|LICENSE)(\.\w+)?|dataset_infos?\.json", re.IGNORECASE)  # are no data, say hubs
+
 Report = Callable[[DataError], None]
 
 
@@ -93,11 +96,14 @@ def list_source(source: DataSource, report: Report) -> list[Listing]:
         if is_saved_dataset(root):
             return _list_saved(root, label, report)
         names = _walk(root, frozenset(), report)
-    rows = [name for name in names if name.endswith(".jsonl")]
-    if rows:
-        got = f"{counted(len(rows), 'file')} of JSON lines ({rows[0]})"
-        remedy = "{name_files|Name each as a source of its own, with its path}."
-        report(DataError(printable_name(root), expected="a folder of text files", got=got, remedy=remedy))
+    rows = [] if source.python_stdlib else sorted(name for name in names if name.lower().endswith(_ENDINGS_OF_ROWS))
+    others = sorted(name for name in names if name not in rows and not _BESIDE_ROWS.fullmatch(name.rpartition("/")[2]))
+    if rows and others:
+        got = f"{counted(len(rows), 'file')} of rows ({rows[0]}) and {counted(len(others), 'other')} ({others[0]})"
+        remedy = "{name_files|Name each file of rows as a source of its own, or move the others away}."
+        report(DataError(printable_name(root), expected="a folder of rows or of texts", got=got, remedy=remedy))
+    elif rows:
+        return [Listing(root=root / name, label=printable_name(f"{label}/{name}")) for name in rows]
     if not names:
         remedy = "Hidden files and links are left out; name a folder that has others."
         report(DataError(printable_name(root), expected="files", got="a folder without any", remedy=remedy))
@@ -112,8 +118,8 @@ def _list_saved(folder: Path, label: str, report: Report) -> list[Listing]:
         return []
 
 
-def read_rows(listing: Listing, parser: RowParser, report: Report) -> Iterator[Row]:
-    """Read the rows of a listing in order; a bad row is reported and left out."""
+def read_rows(listing: Listing, parser: RowParser, report: Report) -> Iterator[Row | DataError]:
+    """Read the rows of a listing in order, an error in place of a bad one; files that are wrong are reported."""
     if listing.names is None:
         yield from _read_file(listing.root, listing.part, parser, report)
         return
@@ -123,16 +129,22 @@ def read_rows(listing: Listing, parser: RowParser, report: Report) -> Iterator[R
         try:
             with _opened(path) as file:
                 raw = file.read()
-            empty = "" if raw else "an empty file"
             if name.endswith(".json") and _ROWS_OF_JSON.match(raw[:_HEAD]):
                 got, remedy = "rows of JSON", "Name it as a source of its own, one object a line."
                 raise DataError(where, expected="text: each file of a folder is one document", got=got, remedy=remedy)
-            if listing.python:
-                yield Row(where=where, python=raw, empty=empty)
-            else:
-                yield Row(where=where, text=decode_utf8(raw, where=where), empty=empty)
         except DataError as error:
             report(error)
+            continue
+        yield _document(raw, where, python=listing.python)
+
+
+def _document(raw: bytes, where: str, *, python: bool) -> Row | DataError:
+    empty = "" if raw else "an empty file"
+    try:
+        text = None if python else decode_utf8(raw, where=where)
+    except DataError as error:
+        return error
+    return Row(where=where, python=raw if python else None, text=text, empty=empty)
 
 
 def _walk(root: Path, left_out: frozenset[str], report: Report) -> list[str]:
@@ -154,24 +166,22 @@ def _walk(root: Path, left_out: frozenset[str], report: Report) -> list[str]:
     return names
 
 
-def _read_table(file: BufferedReader, parser: RowParser, shown: str, report: Report) -> Iterator[Row]:
+def _read_table(file: BufferedReader, parser: RowParser, shown: str) -> Iterator[Row | DataError]:
     for number, values in enumerate(read_table(file, file.peek(_HEAD)[:8], shown), start=1):
         try:
-            if isinstance(values, DataError):
-                raise values
-            yield parser.take(values, where=f"{shown}:{number}")
+            yield values if isinstance(values, DataError) else parser.take(values, where=f"{shown}:{number}")
         except DataError as error:
-            report(error)
+            yield error
 
 
-def _read_file(path: Path, part: Lines | None, parser: RowParser, report: Report) -> Iterator[Row]:
+def _read_file(path: Path, part: Lines | None, parser: RowParser, report: Report) -> Iterator[Row | DataError]:
     shown = printable_name(path)
     try:
         with _opened(path, rows=True) as file:
             if part is not None:
                 file.seek(part.start)
             elif is_table(file):
-                yield from _read_table(file, parser, shown, report)
+                yield from _read_table(file, parser, shown)
                 return
             elif file.peek(_HEAD)[:_HEAD].lstrip()[:1] == b"[":
                 remedy = f"Write one object a line: jq -c '.[]' {path.name} > train.jsonl"
@@ -181,14 +191,16 @@ def _read_file(path: Path, part: Lines | None, parser: RowParser, report: Report
         report(error)
 
 
-def _read_lines(file: BufferedReader, part: Lines, parser: RowParser, shown: str, report: Report) -> Iterator[Row]:
+def _read_lines(
+    file: BufferedReader, part: Lines, parser: RowParser, shown: str, report: Report
+) -> Iterator[Row | DataError]:
     offset = part.start
     for number, line in enumerate(file, start=part.lines_before + 1):
         try:
             last = not line.endswith(b"\n")
             yield parser.parse(line, where=f"{shown}:{number}", offset=offset, last=last)
         except DataError as error:
-            report(error)
+            yield error
         offset += len(line)
         if offset >= part.stop:
             break
