@@ -12,6 +12,7 @@ from typing import Annotated, Any, Union
 import tyro
 
 from lengthwise.cli.checkpoint import Checkpoint
+from lengthwise.cli.data import Data
 from lengthwise.cli.demo import Demo
 from lengthwise.cli.machine import prepare_environment
 from lengthwise.cli.plan import PlanCommand
@@ -39,6 +40,7 @@ _VERBS: dict[str, tuple[type, str | None]] = {
     "profile": (Profile, None),
     "checkpoint": (Checkpoint, None),
     "prepare": (Prepare, None),
+    "data": (Data, None),
     "demo": (Demo, "See all of it in a few minutes, with no GPU and no download."),
 }
 Command: Any = Union[  # noqa: UP007 - of a tuple

@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from lengthwise.cli.options import named_alike
-from lengthwise.core.errors import Collector, ConfigError, raise_problems
+from lengthwise.cli.sources import NamedSources, asked_sources, is_run_file
+from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.sizes import parse_tokens, read_whole
 from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.progress import LiveLine
 
 if TYPE_CHECKING:
-    from lengthwise.config import DataSource
     from lengthwise.data.manifest import Manifest
     from lengthwise.data.prepare import Progress
 
 _MOST_WORKERS = 1024
 _BAR = 20  # characters
-_RUN_FILES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +47,8 @@ class Prepare:
     """What happens to a row of more than --max-tokens."""
     empty: Annotated[Literal["error", "skip"], tyro.conf.arg(metavar="error|skip")] = "error"
     """What happens to an empty row or file."""
+    bad_rows: Annotated[Literal["stop", "skip"], tyro.conf.arg(metavar="stop|skip")] = "stop"
+    """What happens to a row that cannot be read or encoded."""
     eval: tyro.conf.FlagCreatePairsOff[bool] = False
     """Prepare the run file's eval data."""
     set: Annotated[
@@ -75,97 +76,77 @@ class Prepare:
         problems.raise_all()
         assert asked is not None, "what was asked for is known"
         assert self.out is not None, "checked before"
-        return self._prepare(*asked, self.out)
+        return self._prepare(asked, self.out)
 
     def names(self) -> dict[str, str]:
         """Map names of the library to what the user typed for them."""
         names = named_alike("workers overwrite out")
-        if self._is_run_file:
+        if is_run_file(self.inputs):
             return names
         return names | {"tokenizer": "--tokenizer", "skip_empty": "add --empty skip"}
 
-    @property
-    def _is_run_file(self) -> bool:
-        return len(self.inputs) == 1 and self.inputs[0].suffix in _RUN_FILES
-
-    def _asked(self) -> tuple[tuple[DataSource, ...], str, str]:
-        """Return the sources, the tokenizer's name and the key that messages call the sources by."""
-        from lengthwise.config import load_config
-
-        if not self.inputs:
-            remedy = "Name a run file, or files of data."
-            raise ConfigError("FILE", expected="a run file or files of data", got="none", remedy=remedy)
+    def _asked(self) -> NamedSources:
+        """Return the data that is to be prepared."""
+        problems, of_run = Collector(), is_run_file(self.inputs)
         of_files = {
             "--tokenizer": self.tokenizer is not None,
             "--max-tokens": self.max_tokens is not None,
             "--too-long": self.too_long != "error",
             "--empty": self.empty != "error",
+            "--bad-rows": self.bad_rows != "stop",
         }
-        if not self._is_run_file:
-            return self._of_files()
-        problems = [
-            ConfigError(name, expected="none beside a run file", got="one", remedy="Use --set, or change the file.")
-            for name, given in of_files.items()
-            if given
-        ]
-        raise_problems(problems)
-        config = load_config(self.inputs[0], [each for group in self.set for each in group])
-        if not self.eval:
-            return config.data, config.tokenizer_name, "data"
-        if config.eval is None:
-            remedy = "Add eval to the run file, or leave out --eval."
-            raise ConfigError("--eval", expected="a run file with eval", got="none", remedy=remedy)
-        return config.eval.data, config.tokenizer_name, "eval.data"
-
-    def _of_files(self) -> tuple[tuple[DataSource, ...], str, str]:
-        from lengthwise.config import DataSource
-
-        problems = Collector()
+        for name, given in of_files.items():
+            if of_run and given:
+                remedy = "Use --set, or change the file."
+                problems.add(ConfigError(name, expected="none beside a run file", got="one", remedy=remedy))
         for name, given in {"--eval": self.eval, "--set": bool(self.set)}.items():
-            if given:
+            if given and not of_run:
                 remedy = "Name a run file (.yaml), or leave it out."
                 problems.add(ConfigError(name, expected="a run file", got="files of data", remedy=remedy))
-        if self.tokenizer is None:
+        if not of_run and self.tokenizer is None:
             remedy = "Add --tokenizer NAME: bytes, a folder, or a hub name."
             problems.add(ConfigError("--tokenizer", expected="a tokenizer", got="none", remedy=remedy))
-        for path in self.inputs:
-            if not path.is_file() and not path.is_dir():
-                got, remedy = f"{path}: nothing there", "Correct the path."
-                problems.add(ConfigError("FILE", expected="an existing file or folder", got=got, remedy=remedy))
-        most = problems.attempt(lambda: parse_tokens(self.max_tokens, "--max-tokens") if self.max_tokens else None)
-        if self.too_long == "skip" and self.max_tokens is None:
+        if self.too_long == "skip" and self.max_tokens is None and not of_run:
             remedy = "Add it, or leave out --too-long."
             problems.add(ConfigError("--too-long", expected="--max-tokens beside it", got="none", remedy=remedy))
+        most = problems.attempt(lambda: parse_tokens(self.max_tokens, "--max-tokens") if self.max_tokens else None)
+        overrides = [each for group in self.set for each in group]
+        limits = {"empty": self.empty, "bad_rows": self.bad_rows, "max_tokens": most}
+        limits |= {"too_long": self.too_long} if most else {}
+        tokenizer = self.tokenizer or "bytes"
+        found = problems.attempt(
+            lambda: asked_sources(self.inputs, tokenizer, overrides, of_eval=self.eval and of_run, **limits)
+        )
         problems.raise_all()
-        settings = {"max_tokens": most, "too_long": self.too_long, "empty": self.empty}
-        sources = [DataSource.model_validate({"path": path.absolute(), **settings}) for path in self.inputs]
-        assert self.tokenizer is not None, "checked before"
-        name = self.tokenizer
-        local = str(Path(name).absolute()) if Path(name).is_dir() else name
-        return tuple(sources), local, "FILE"
+        assert found is not None, "data that was not found must have been a problem"
+        return found
 
-    def _prepare(self, sources: tuple[DataSource, ...], tokenizer: str, key: str, out: Path) -> int:
+    def _prepare(self, asked: NamedSources, out: Path) -> int:
         from lengthwise.data import load_tokenizer
         from lengthwise.data.prepare import prepare_store
         from lengthwise.training.workers import usable_cores, worker_processes
 
         line = LiveLine(sys.stdout)
-        load = functools.cache(functools.partial(load_tokenizer, tokenizer))
-        if tokenizer != "bytes":
+        load = functools.cache(functools.partial(load_tokenizer, asked.tokenizer))
+        if asked.tokenizer != "bytes":
             Collector().attempt(
                 load
             )  # before processes are forked, which then have it; whether it is needed, rows tell
-        with worker_processes(self.workers or usable_cores()) as run:
-            manifest, was_there = prepare_store(
-                sources,
-                out,
-                tokenizer_name=tokenizer,
-                tokenizer=load,
-                key=key,
-                run=run,
-                on_progress=progress_line(line),
-                overwrite=self.overwrite,
-            )
+        try:
+            with worker_processes(self.workers or usable_cores()) as run:
+                manifest, was_there = prepare_store(
+                    asked.sources,
+                    out,
+                    tokenizer_name=asked.tokenizer,
+                    tokenizer=load,
+                    key=asked.key,
+                    run=run,
+                    on_progress=progress_line(line),
+                    overwrite=self.overwrite,
+                )
+        except KeyboardInterrupt:
+            line.close()
+            raise KeyboardInterrupt("shards that are whole stay; the same command goes on") from None
         line.write(("already prepared, the same: " if was_there else "prepared  ") + told(manifest, out))
         return 0
 

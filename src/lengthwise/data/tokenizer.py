@@ -56,6 +56,10 @@ class Tokenizer(Protocol):
         """Encode a chat by the chat template; return ids, and labels with a loss on assistants' turns alone."""
         ...
 
+    def decode(self, ids: np.ndarray) -> str:
+        """Return the text of ids, int32 [tokens], to be looked at; special tokens are written out."""
+        ...
+
     def digest(self) -> str:
         """Return 64 hexadecimal digits that differ where a text may be encoded differently."""
         ...
@@ -92,6 +96,10 @@ class ByteTokenizer:
         """Refuse: bytes have no chat template."""
         del messages, tools
         raise ValueError("tokenizer bytes, which has no chat template")
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Return the text of bytes; what is no UTF-8 is escaped."""
+        return bytes(ids.tolist()).decode("utf-8", "backslashreplace")
 
     def digest(self) -> str:
         """Return the digest of the name: there is one such tokenizer."""
@@ -136,6 +144,10 @@ class HuggingFaceTokenizer:
     def encode_chat(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[np.ndarray, np.ndarray]:
         """Encode a chat by the tokenizer's template; see `masked.encode_chat`."""
         return encode_chat(self.tokenizer, messages, tools)
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Return the text of ids, special tokens too."""
+        return self.tokenizer.decode(ids.tolist())
 
     def digest(self) -> str:
         """Return the digest of its class, vocabulary, rules and special tokens; files beside them do not count."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from lengthwise.core.sizes import written_tokens
 from lengthwise.report.figures import count
 
@@ -22,36 +24,40 @@ class LengthSummary:
     top_attention_share: float
 
 
-def summarize_lengths(lengths: Sequence[int]) -> LengthSummary:
+def summarize_lengths(lengths: Sequence[int] | np.ndarray) -> LengthSummary:
     """Summarize lengths in tokens; the top 1 % is at least one sequence."""
-    ordered = sorted(lengths, reverse=True)
-    top = ordered[: max(1, round(len(ordered) / 100))]
+    values = np.asarray(lengths, dtype=np.int64)
+    ordered = np.sort(values)[::-1]
+    top = ordered[: max(1, round(len(ordered) / 100))].astype(np.float64)
     return LengthSummary(
         num_sequences=len(ordered),
-        num_tokens=sum(ordered),
-        median_tokens=ordered[len(ordered) // 2],
-        longest_tokens=ordered[0],
-        longest_index=list(lengths).index(ordered[0]),
-        top_token_share=sum(top) / sum(ordered),
-        top_attention_share=sum(s * s for s in top) / sum(s * s for s in ordered),
+        num_tokens=int(ordered.sum()),
+        median_tokens=int(ordered[len(ordered) // 2]),
+        longest_tokens=int(ordered[0]),
+        longest_index=int(values.argmax()),
+        top_token_share=float(top.sum() / ordered.sum()),
+        top_attention_share=float((top**2).sum() / (ordered.astype(np.float64) ** 2).sum()),
     )
 
 
-def length_histogram(lengths: Sequence[int], *, width: int = 40) -> list[str]:
+def sum_by_power(lengths: Sequence[int] | np.ndarray) -> tuple[int, list[int], list[int]]:
+    """Return the first power of two p, and for each from it on the sequences of 2^p to 2^(p + 1) tokens, and theirs."""
+    powers = np.frexp(np.asarray(lengths, dtype=np.float64))[1] - 1
+    first = int(powers.min())
+    sequences = np.bincount(powers - first)
+    tokens = np.bincount(powers - first, weights=np.asarray(lengths))
+    return first, sequences.tolist(), [int(each) for each in tokens]
+
+
+def length_histogram(lengths: Sequence[int] | np.ndarray, *, width: int = 40) -> list[str]:
     """Draw one line a power of two of length: dots for its sequences, hashes for the tokens in them."""
-    bins: dict[int, list[int]] = {}
-    for length in lengths:
-        bins.setdefault(length.bit_length() - 1, []).append(length)
-    tokens = {power: sum(members) for power, members in bins.items()}
-    most_tokens, most_sequences = max(tokens.values()), max(map(len, bins.values()))
+    first, sequences, tokens = sum_by_power(lengths)
+    most_tokens, most_sequences = max(tokens), max(sequences)
     half = max(8, (width - 1) // 2)
     lines = [f"{'tokens':>15}  {'sequences':<{half + 7}}{'tokens in them'}"]
-    for power in range(min(bins), max(bins) + 1):
-        members = bins.get(power, [])
-        dots = "." * -(-half * len(members) // most_sequences)
-        marks = "#" * -(-half * tokens.get(power, 0) // most_tokens)
+    for power, members, held in zip(range(first, first + len(tokens)), sequences, tokens, strict=True):
+        dots = "." * -(-half * members // most_sequences)
+        marks = "#" * -(-half * held // most_tokens)
         edges = f"{written_tokens(2**power)} to {written_tokens(2 ** (power + 1))}"
-        lines.append(
-            f"{edges:>15}  {len(members):>5} {dots:<{half + 1}}{count(tokens.get(power, 0)):>6} {marks}".rstrip()
-        )
+        lines.append(f"{edges:>15}  {members:>5} {dots:<{half + 1}}{count(held):>6} {marks}".rstrip())
     return lines

@@ -1,14 +1,10 @@
-"""A simulation as one HTML file: lengths, degrees against length, what ranks do, the table. Opens anywhere, offline.
+"""A simulation as one HTML file (`html`): lengths, degrees against length, what ranks do, the table.
 
-No script and nothing remote: the content-security policy allows the one style sheet, by its hash, and nothing else.
 Everything that comes from outside (names of files and planners) is escaped.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
@@ -17,10 +13,10 @@ import numpy as np
 
 from lengthwise.core.names import counted
 from lengthwise.core.plan import Plan
-from lengthwise.core.sizes import written_tokens
 from lengthwise.core.timeline import Timeline
-from lengthwise.report.drawing import Span, bar_chart, scatter_chart, span_chart
-from lengthwise.report.figures import count, percent, seconds
+from lengthwise.report.drawing import Span, scatter_chart, span_chart
+from lengthwise.report.figures import percent, seconds
+from lengthwise.report.html import html_page, html_table, length_chart, scrolling, written_work
 from lengthwise.report.simulation import COLUMNS, result_rows, shown_of, tables_of
 from lengthwise.simulator import Best, Found, PlannerResult, chosen_ranks
 
@@ -34,17 +30,6 @@ _WORDS = (
     "Of ideal: the arithmetic alone, spread evenly over all devices at their best speed, over the step; 100 % loses "
     "nothing.",
 )
-_STYLE = """
-:root{color-scheme:light dark}
-body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}
-h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums}
-th,td{white-space:nowrap;padding:.25rem .5rem;text-align:right;border-bottom:1px solid #8884}
-th:first-child,td:first-child{text-align:left}
-svg{width:100%;min-width:36rem;height:auto}.small{font-size:10px;fill:currentColor}.grid{stroke:#8883}
-.bar,.dot{fill:#3b76c4}.local{fill:#3b76c4}.ring{fill:#d9822b}.end{fill:#888}
-.scroll{overflow-x:auto}.key{font-size:.85rem}
-"""
 
 
 def simulation_page(
@@ -56,12 +41,11 @@ def simulation_page(
     remarks: Sequence[str] = (),
 ) -> str:
     """Write the page; ranks are shown of the best other planner and of ours, on one scale of time."""
-    digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     *others, ours = (each.result for each in shown_of(found))
     shown = [*sorted(others, key=lambda each: each.mean_seconds)[:1], ours]
     most = max(each.first.step_seconds for each in shown)
     ranks = [
-        f"<h2>Ranks over time: {escape(each.planner)}</h2>{_scrolling(_ranks_chart(each, most))}"
+        f"<h2>Ranks over time: {escape(each.planner)}</h2>{scrolling(_ranks_chart(each, most))}"
         f"<p class=key>Blue: packs on one rank. Orange: rings. Grey: the step's end. Empty: waiting. "
         f"{len(_ranks_of(each.first))} of {each.first.ranks} ranks{_stage(each.first)}, the first batch: "
         f"{escape(seconds(each.first.step_seconds))}, {escape(percent(each.first.idle_ratio))} idle.</p>"
@@ -70,16 +54,12 @@ def simulation_page(
     said = "".join(f"<p class=key>{escape(each)}</p>" for each in remarks)
     words = "".join(f"<p class=key>{escape(each)}</p>" for each in _WORDS)
     costs = "; ".join(dict.fromkeys(str(each.first_plan.notes["cost"]) for each in shown))
-    return (
-        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
-        f"<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'sha256-{digest}'\">"
-        '<meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<title>Lengthwise: simulated steps</title><style>{_STYLE}</style></head><body>"
+    return html_page(
+        "Lengthwise: simulated steps",
         f"<h1>What these lengths cost</h1><p>{escape(sentences)}</p><p class=key>{escape(about)}</p>"
         f"{_tables(found)}{said}{words}<h2>Lengths</h2>{_histogram(batches)}"
         f"<h2>Ranks a sequence: {escape(ours.planner)}</h2>{_degrees(ours.first_plan)}"
-        f"{''.join(ranks)}<p class=key>Simulated by lengthwise, not measured: costs {escape(costs)}.</p>"
-        "</body></html>\n"
+        f"{''.join(ranks)}<p class=key>Simulated by lengthwise, not measured: costs {escape(costs)}.</p>",
     )
 
 
@@ -93,33 +73,11 @@ def _tables(found: Sequence[Best]) -> str:
 
 
 def _table(found: Sequence[Found]) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in COLUMNS)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in result_rows(found))
-    return _scrolling(f"<table><tr>{head}</tr>{rows}</table>")
-
-
-def _scrolling(wide: str) -> str:
-    """Let what is wider than a phone scroll by itself, so that its text stays large enough to read."""
-    return f"<div class=scroll>{wide}</div>"
+    return html_table([COLUMNS, *result_rows(found)])
 
 
 def _histogram(batches: Sequence[Sequence[int]]) -> str:
-    lengths = [length for batch in batches for length in batch]
-    powers = range(min(lengths).bit_length() - 1, max(lengths).bit_length())
-    sequences, tokens = Counter[int](), Counter[int]()
-    for length in lengths:
-        sequences[length.bit_length() - 1] += 1
-        tokens[length.bit_length() - 1] += length
-    labels = [written_tokens(2**power) for power in powers]
-    works = [_work(sequences[power], tokens[power]) for power in powers]
-    tips = [f"from {label}: {work}" for label, work in zip(labels, works, strict=True)]
-    shares = [tokens[power] / sum(lengths) for power in powers]
-    chart = bar_chart(labels, shares, title="tokens by length", tips=tips)
-    return f"{_scrolling(chart)}<p class=key>Share of tokens in sequences from this length to the next.</p>"
-
-
-def _work(sequences: int, tokens: int) -> str:
-    return f"{counted(sequences, 'sequence')}, {count(tokens)} token{'s' * (tokens != 1)}"
+    return length_chart([length for batch in batches for length in batch])
 
 
 def _degrees(plan: Plan) -> str:
@@ -131,7 +89,7 @@ def _degrees(plan: Plan) -> str:
     labelled = [(float(x), float(y), f"{counted(x, 'token')} over {counted(y, 'rank')}") for x, y in shown]
     chart = scatter_chart(labelled, title="ranks a sequence", x_title="tokens of the sequence", y_title="ranks")
     caption = f"{len(shown)} of {len(points)} different pairs of length and degree are drawn."
-    return f"{_scrolling(chart)}<p class=key>{caption}</p>"
+    return f"{scrolling(chart)}<p class=key>{caption}</p>"
 
 
 def _spread(points: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
@@ -194,5 +152,5 @@ def _span(plan: Plan, timeline: Timeline, rows: list[int]) -> Span:
         start=float(timeline.start[rows[0]]),
         end=float(timeline.end[rows[-1]]),
         kind="ring" if degree > 1 else "local",
-        tip=f"{what}: {_work(len(lengths), sum(lengths))}",
+        tip=f"{what}: {written_work(len(lengths), sum(lengths))}",
     )

@@ -1,0 +1,239 @@
+"""`lengthwise data`: what data is before anything is trained on it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from lengthwise.cli.options import PlanChoices, named_alike
+from lengthwise.cli.output import plain_console, refuse_unwritable_file, write_atomically
+from lengthwise.cli.sources import asked_sources, is_run_file
+from lengthwise.core.errors import Collector, ConfigError, DataError, printable
+from lengthwise.core.names import counted
+from lengthwise.core.sizes import MOST_RANKS, parse_tokens, read_whole
+from lengthwise.report.data_page import data_page
+from lengthwise.report.figures import count, percent
+from lengthwise.report.lengths import length_histogram, summarize_lengths
+
+if TYPE_CHECKING:
+    from lengthwise.cli.simulate_meshes import Meshes
+    from lengthwise.data import Dataset, Tokenizer
+    from lengthwise.data.survey import Survey
+
+_NAMED, _SHOWN_TOKENS, _SHOWN_BAD = 5, 2000, 5
+_PLANNERS = ("packed-dp", "static", "lengthwise")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A command line that was read: the most tokens that a row may have, by what says so, and what is simulated."""
+
+    limits: dict[str, int]
+    meshes: Meshes | None
+    batch_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Say what data is: lengths, tokens with a loss, copies, rows that are bad or do not fit, one row with its mask."""
+
+    inputs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN.yaml|FILE...")]
+    """A run file, for its data and tokenizer; or files and folders of data, prepared ones too."""
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="NAME|FOLDER", help_behavior_hint="")] = None
+    """Counts the tokens of texts: bytes (the default: four to five times too many for English), or a Hugging Face
+    folder or name."""
+    context: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
+    """Name rows of more tokens than this, 128K for example."""
+    capacity: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
+    """Name rows of more tokens than all --gpus hold together at so many each."""
+    row: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """The row to show, from 1 over all sources; default: the first with tokens that have no loss."""
+    gpus: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Say what a step takes on so many GPUs, simulated, and what planning by length gains; needs --model."""
+    model: Annotated[str | None, tyro.conf.arg(metavar="NAME|FOLDER", help_behavior_hint="")] = None
+    """The model of that: a named shape, llama-7b for example, or a Hugging Face folder."""
+    hardware: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = "h100"
+    """The GPUs of that."""
+    batch_tokens: Annotated[str, tyro.conf.arg(metavar="TOKENS")] = "4M"
+    """Tokens of one step of that."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="PAGE.html", help_behavior_hint="")] = None
+    """Write the same as a page."""
+
+    def run(self) -> int:
+        """Run the command; return the exit status."""
+        from lengthwise.data import load_dataset, load_tokenizer
+        from lengthwise.data.store import prepared_with
+        from lengthwise.data.survey import survey
+
+        problems = Collector()
+        asked = problems.attempt(partial(self._read, problems))
+        found = problems.attempt(partial(asked_sources, self.inputs, self.tokenizer or "bytes"))
+        problems.raise_all()
+        assert asked is not None, "what was asked for is known"
+        assert found is not None, "what was asked for is known"
+        sources = [each.model_copy(update={"empty": "skip", "bad_rows": "skip"}) for each in found.sources]
+        used, bad = list[str](), list[DataError]()
+
+        @functools.cache
+        def tokenizer() -> Tokenizer:
+            used.append(found.tokenizer)
+            return load_tokenizer(found.tokenizer)
+
+        dataset = load_dataset(
+            sources,
+            tokenizer=tokenizer,
+            vocab_size=None,
+            key=found.key,
+            check_tokenizer=False,
+            on_bad_row=bad.append,
+        )
+        used += [name for each in sources if each.path is not None and (name := prepared_with(each.path)) is not None]
+        units = ["bytes" if name == "bytes" else f"tokens of {name}" for name in dict.fromkeys(used)]
+        facts = survey(dataset, longest=_NAMED)
+        decoding = load_tokenizer(used[0]) if len(set(used)) == 1 else None
+        heading = _heading(facts, " and ".join(units) or "tokens")
+        lines = [
+            *_bad_lines(bad),
+            *_loss_lines(facts),
+            *_copy_lines(dataset, facts),
+            *(line for what, limit in asked.limits.items() for line in _fit_lines(dataset, what, limit)),
+        ]
+        longest = [("longest rows", "tokens"), *((dataset.name(i), f"{dataset.lengths[i]:,}") for i in facts.longest)]
+        sample = list(self._sample(dataset, decoding))
+        simulated = self._simulated(asked, facts, units) if asked.meshes is not None else ""
+        console = plain_console()
+        parts = [heading, *lines, "", *length_histogram(facts.lengths), ""]
+        parts += [f"{name:<40}{tokens:>12}" for name, tokens in longest]
+        parts += ["", *sample, *(["", simulated] if simulated else [])]
+        for part in parts:
+            console.print(printable(part))
+        if self.out is not None:
+            page = data_page(heading, [*lines, simulated] if simulated else lines, facts.lengths, longest, sample)
+            write_atomically(self.out, page)
+            console.print(f"written to {self.out}")
+        return 0
+
+    def names(self) -> dict[str, str]:
+        """Map names of the library to what the user typed for them."""
+        return named_alike("tokenizer hardware model gpus capacity") | {
+            "ranks": "--gpus",
+            "capacity_tokens": "--capacity",
+            "data": "the command line",
+        }
+
+    def _read(self, problems: Collector) -> Asked:
+        """Read all of the command line but the data."""
+        limits = dict[str, int]()
+        attempt = problems.attempt
+        if self.tokenizer is not None and is_run_file(self.inputs):
+            remedy = "Leave it out, or change the file."
+            problems.add(ConfigError("--tokenizer", expected="none beside a run file", got="one", remedy=remedy))
+        if self.gpus is not None:
+            attempt(lambda: read_whole("--gpus", self.gpus, most=MOST_RANKS))
+        if self.row is not None:
+            attempt(lambda: read_whole("--row", self.row, most=1 << 62))
+        if self.out is not None:
+            attempt(partial(refuse_unwritable_file, self.out))
+        if self.context is not None and (most := attempt(partial(parse_tokens, self.context, "--context"))):
+            limits[f"--context {most}"] = most
+        if self.capacity is not None and (each := attempt(partial(parse_tokens, self.capacity, "--capacity"))):
+            gpus = self.gpus or 1
+            limits[f"{counted(gpus, 'GPU')} of --capacity {each} tokens hold, {gpus * each}"] = gpus * each
+        tokens = attempt(partial(parse_tokens, self.batch_tokens, "--batch-tokens")) or 1
+        meshes = None
+        if self.model is not None and self.gpus is not None:
+            from lengthwise.cli.simulate_meshes import MeshChoices
+
+            choices = MeshChoices(model=self.model, gpus=self.gpus, hardware=self.hardware)
+            meshes = choices.read(PlanChoices(), "none", problems)
+        elif self.model is not None or (self.gpus is not None and self.capacity is None):
+            remedy = "Give both, or neither; --gpus alone goes with --capacity."
+            got = "--model alone" if self.gpus is None else "--gpus alone"
+            problems.add(ConfigError("--model", expected="--gpus beside it", got=got, remedy=remedy))
+        return Asked(limits=limits, meshes=meshes, batch_tokens=tokens)
+
+    def _sample(self, dataset: Dataset, tokenizer: Tokenizer | None) -> Iterator[str]:
+        """Yield one row with what of it has a loss."""
+        from lengthwise.data.survey import masked_row, stretches
+
+        row = masked_row(dataset) if self.row is None else self.row - 1
+        if row >= len(dataset.lengths):
+            expected, remedy = f"a row from 1 to {len(dataset.lengths)}", "Name another row."
+            raise ConfigError("--row", expected=expected, got=str(self.row), remedy=remedy)
+        length, losses = int(dataset.lengths[row]), int(dataset.loss_tokens[row])
+        yield f"row {row + 1} ({dataset.name(row)}): {counted(length, 'token')}, {losses} with a loss"
+        for each in stretches(dataset, row, _SHOWN_TOKENS):
+            text = " ".join(map(str, each.ids)) if tokenizer is None else repr(tokenizer.decode(each.ids))
+            yield f"  {'loss   ' if each.has_loss else 'no loss'} {len(each.ids):>6}  {text}"
+        if length > _SHOWN_TOKENS:
+            yield f"  and {length - _SHOWN_TOKENS} more tokens"
+
+    def _simulated(self, asked: Asked, facts: Survey, units: list[str]) -> str:
+        """Simulate one step and say what it takes, and what it takes with other planners."""
+        from dataclasses import replace
+
+        from lengthwise.cli.simulate_lengths import KnownLengths
+        from lengthwise.report.simulation import closing_sentences
+
+        assert asked.meshes is not None, "asked for"
+        known = KnownLengths(name="data", lengths=facts.lengths.tolist())
+        batches, context = known.batches(asked.batch_tokens, 1, None)
+        meshes = replace(asked.meshes, question=replace(asked.meshes.question, context_tokens=context))
+        question = meshes.question
+        devices = f"{counted(question.devices, 'device')} of {question.hardware.name}"
+        unit = "bytes" if "bytes" in units else "tokens"
+        return closing_sentences(meshes.compare(list(_PLANNERS), batches), devices, unit=unit)
+
+
+def _heading(facts: Survey, unit: str) -> str:
+    summary = summarize_lengths(facts.lengths)
+    left_out = "".join(f", {number} left out ({reason})" for reason, number in facts.skipped.items())
+    return (
+        f"{counted(summary.num_sequences, 'sequence')}, {count(facts.num_tokens)} {unit}, "
+        f"median {summary.median_tokens:,}, longest {summary.longest_tokens:,}{left_out}; the longest 1 % hold "
+        f"{percent(summary.top_token_share)} of the tokens and {percent(summary.top_attention_share)} of the attention"
+    )
+
+
+def _bad_lines(bad: list[DataError]) -> Iterator[str]:
+    for each in bad[:_SHOWN_BAD]:
+        yield f"bad     {each}"
+    if len(bad) > _SHOWN_BAD:
+        yield f"bad     and {len(bad) - _SHOWN_BAD} more; bad_rows: skip leaves them out, and without it a run stops"
+
+
+def _loss_lines(facts: Survey) -> Iterator[str]:
+    share = percent(facts.num_loss_tokens / facts.num_tokens)
+    without = f"; {counted(facts.rows_without_loss, 'row')} without any" if facts.rows_without_loss else ""
+    yield f"loss    {count(facts.num_loss_tokens)} tokens have a loss, {share}{without}"
+
+
+def _copy_lines(dataset: Dataset, facts: Survey) -> Iterator[str]:
+    copies = facts.copies
+    if not copies.rows:
+        yield "copies  no row is a copy of another"
+        return
+    share = percent(copies.tokens / facts.num_tokens)
+    yield (
+        f"copies  {counted(copies.rows, 'row')}, {share} of the tokens, are copies of earlier ones; most often, "
+        f"{copies.most} times, {dataset.name(copies.original)}, as {dataset.name(copies.first_copy)}"
+    )
+
+
+def _fit_lines(dataset: Dataset, what: str, limit: int) -> Iterator[str]:
+    from lengthwise.data.survey import rows_over
+
+    rows = rows_over(dataset, limit)
+    if not len(rows):
+        yield f"fits    no row has more tokens than {what}"
+        return
+    shown = ", ".join(f"{dataset.name(int(row))} ({dataset.lengths[row]:,})" for row in rows[:_NAMED])
+    more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
+    verb = "has" if len(rows) == 1 else "have"
+    yield f"too long {counted(len(rows), 'row')} {verb} more tokens than {what}: {shown}{more}"

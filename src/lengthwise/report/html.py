@@ -1,0 +1,71 @@
+"""What our HTML pages share: one file that opens anywhere, offline.
+
+No script and nothing remote: the content-security policy allows the one style sheet, by its hash, and nothing else.
+Callers escape what comes from outside.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from html import escape
+
+import numpy as np
+
+from lengthwise.core.names import counted
+from lengthwise.core.sizes import written_tokens
+from lengthwise.report.drawing import bar_chart
+from lengthwise.report.figures import count
+from lengthwise.report.lengths import sum_by_power
+
+STYLE = """
+:root{color-scheme:light dark}
+body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}
+h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums}
+th,td{white-space:nowrap;padding:.25rem .5rem;text-align:right;border-bottom:1px solid #8884}
+th:first-child,td:first-child{text-align:left}
+svg{width:100%;min-width:36rem;height:auto}.small{font-size:10px;fill:currentColor}.grid{stroke:#8883}
+.bar,.dot{fill:#3b76c4}.local{fill:#3b76c4}.ring{fill:#d9822b}.end{fill:#888}
+.scroll{overflow-x:auto}.key{font-size:.85rem}
+"""
+
+
+def html_page(title: str, body: str) -> str:
+    """Return a whole page; `title` is escaped here."""
+    digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+    return (
+        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
+        f"<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'sha256-{digest}'\">"
+        '<meta name=viewport content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>{body}</body></html>\n"
+    )
+
+
+def html_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table, headings first; all text is escaped here."""
+    head = "".join(f"<th>{escape(column)}</th>" for column in rows[0])
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows[1:])
+    return scrolling(f"<table><tr>{head}</tr>{body}</table>")
+
+
+def scrolling(wide: str) -> str:
+    """Let what is wider than a phone scroll by itself, so that its text stays large enough to read."""
+    return f"<div class=scroll>{wide}</div>"
+
+
+def length_chart(lengths: Sequence[int] | np.ndarray) -> str:
+    """Draw the share of all tokens that sequences of each power of two hold."""
+    first, sequences, tokens = sum_by_power(lengths)
+    labels = [written_tokens(2**power) for power in range(first, first + len(tokens))]
+    works = [written_work(*each) for each in zip(sequences, tokens, strict=True)]
+    tips = [f"from {label}: {work}" for label, work in zip(labels, works, strict=True)]
+    shares = [each / sum(tokens) for each in tokens]
+    chart = bar_chart(labels, shares, title="tokens by length", tips=tips)
+    return f"{scrolling(chart)}<p class=key>Share of tokens in sequences from this length to the next.</p>"
+
+
+def written_work(sequences: int, tokens: int) -> str:
+    """Write how many sequences of how many tokens."""
+    return f"{counted(sequences, 'sequence')}, {count(tokens)} token{'s' * (tokens != 1)}"

@@ -1,0 +1,115 @@
+"""`lengthwise data`: what it counts, names and refuses."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.stores import FILES, load, write_sources
+from lengthwise.data.survey import stretches, survey
+from properties import costly
+from training.small_runs import call, make_rows, write_rows, write_run
+
+ROWS = [
+    {"prompt": "What?", "completion": " <b>&"},
+    {"text": "x" * 90},
+    {"prompt": "What?", "completion": " <b>&"},
+    {"text": 3},
+    {"text": ""},
+]
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return write_rows(tmp_path / "rows.jsonl", ROWS)
+
+
+def said(capsys, *arguments):
+    assert call("data", *arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_data_says_what_data_is(rows, tmp_path, capsys):
+    text = said(capsys, rows, "--context", 80, "--capacity", 40, "--gpus", 2, "--out", tmp_path / "page.html")
+    for each in (
+        "3 sequences, 110 bytes, median 10, longest 90, 1 left out (bad), 1 left out (empty)",
+        'rows.jsonl:4: expected "text" to be a string; got 3',
+        "loss    99 tokens have a loss, 90.0 %",
+        "copies  1 row, 9.1 % of the tokens, are copies of earlier ones; most often, 2 times, rows.jsonl:1",
+        "too long 1 row has more tokens than --context 80: rows.jsonl:2 (90)",
+        "too long 1 row has more tokens than 2 GPUs of --capacity 40 tokens hold, 80: rows.jsonl:2 (90)",
+        "row 1 (rows.jsonl:1): 10 tokens, 5 with a loss",
+        "  no loss      5  'What?'\n  loss         5  ' <b>&'",
+    ):
+        assert each in text
+    page = (tmp_path / "page.html").read_text()
+    assert "&lt;b&gt;&amp;" in page
+    assert "<b>" not in page
+    assert "rows.jsonl:2" in page
+    assert "default-src 'none'" in page
+
+
+def test_data_of_prepared_data_is_that_of_its_source(tmp_path, capsys):
+    path = write_rows(tmp_path / "rows.jsonl", ROWS[:3])
+    assert call("prepare", path, "--out", tmp_path / "store", "--tokenizer", "bytes") == 0
+    capsys.readouterr()
+    assert said(capsys, path) == said(capsys, tmp_path / "store")
+
+
+def test_data_of_a_run_file_and_of_ids_shows_ids(tmp_path, capsys):
+    path = write_run(tmp_path, [*make_rows([4, 2]), {"input_ids": [7, 8, 9], "labels": [-100, -100, 9]}])
+    text = said(capsys, path)
+    assert "3 sequences, 9 tokens," in text
+    assert "row 3 (train.jsonl:3): 3 tokens, 1 with a loss\n  no loss      2  7 8\n  loss         1  9" in text
+    assert "row 2 (train.jsonl:2): 2 tokens, 1 with a loss" in said(capsys, path, "--row", 2)
+
+
+def test_data_says_what_a_step_takes_elsewhere(rows, capsys):
+    text = said(capsys, rows, "--gpus", 2, "--model", "llama-7b", "--batch-tokens", "1K")
+    assert "On 2 devices of h100 a step takes" in text
+    assert "Simulated, not measured; lengths in bytes" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], ["expected a run file or files of data"]),
+        (["no.jsonl", "--context", "many"], ["no.jsonl: nothing there", "--context"]),
+        (["rows.jsonl", "--model", "llama-7b"], ["expected --gpus beside it; got --model alone"]),
+        (["rows.jsonl", "--gpus", "2"], ["got --gpus alone"]),
+        (["rows.jsonl", "--gpus", "0", "--model", "lama"], ["--gpus", "llama"]),
+        (["rows.jsonl", "--row", "6"], ["a row from 1 to 5; got 6"]),
+        (["rows.jsonl", "--row", "0", "--out", "/dev/null"], ["--row", "a file to write"]),
+        (["run.yaml", "--tokenizer", "bytes"], ["--tokenizer: expected none beside a run file"]),
+    ],
+)
+def test_data_tells_all_that_is_wrong(rows, tmp_path, monkeypatch, capsys, arguments, told):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path, [json.loads('{"input_ids": [1, 2]}')])
+    assert call("data", *arguments) == 2
+    error = capsys.readouterr().err
+    assert [each for each in told if each not in error] == []
+
+
+@given(files=FILES, most=st.integers(0, 400))
+@costly
+def test_survey_counts_what_is_there(tmp_path_factory, files, most):
+    folder = tmp_path_factory.mktemp("data")
+    dataset = load(*write_sources(folder, [[{"text": "one"}], *files]))
+    rows = [tuple(each.tobytes() for each in dataset.read(i, 0, 10**6)) for i in dataset.ids.tolist()]
+    found = survey(dataset, longest=3)
+    assert found.copies.rows == len(rows) - len(set(rows))
+    if found.copies.rows:
+        ids = dataset.ids.tolist()
+        assert rows[ids.index(found.copies.original)] == rows[ids.index(found.copies.first_copy)]
+        assert found.copies.most == max(map(rows.count, rows))
+    assert [int(dataset.lengths[i]) for i in found.longest] == sorted(found.lengths.tolist(), reverse=True)[:3]
+    for row in found.longest:
+        parts = stretches(dataset, row, most)
+        length = min(most, int(dataset.lengths[row]))
+        assert sum(len(each.ids) for each in parts) == length
+        losses = sum(len(each.ids) for each in parts if each.has_loss)
+        assert losses == sum(label != -100 for label in dataset.read(row, 1, most)[1].tolist())
+        assert all(first.has_loss != second.has_loss for first, second in pairwise(parts))
