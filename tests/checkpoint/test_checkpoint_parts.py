@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.checkpoint import CheckpointFolder, Manifest, broken, differences, parameters_of, read_state, write_part
-from lengthwise.checkpoint.manifest import read_manifest
+from lengthwise.checkpoint.manifest import read_manifest, signed
 from lengthwise.checkpoint.part import take_digests
 from lengthwise.core.errors import OutputError, Problems
 from lengthwise.engine.flat_layout import lay_out
@@ -140,9 +140,22 @@ def test_a_manifest_that_contradicts_itself_is_refused(saved, key):
     folder, _ = saved
     path = folder.at(5) / "manifest.json"
     values = json.loads(path.read_text())
-    path.write_text(json.dumps({**values, key: CHANGES[key]}))
+    path.write_text(signed({**values, key: CHANGES[key]}))
     with pytest.raises(OutputError, match=r"manifest\.json"):
         read_manifest(folder.at(5))
+
+
+def test_a_manifest_that_was_changed_is_refused(saved):
+    """Values that could be so, which no rule refuses: losses, steps without an update."""
+    folder, _ = saved
+    path = folder.at(5) / "manifest.json"
+    text = path.read_text()
+    for key, value in (("loss", 2.5), ("skipped", 1), ("version", "9"), ("sha256", "0" * 64)):
+        path.write_text(json.dumps({**json.loads(text), key: value}))
+        with pytest.raises(OutputError, match="other values than those of its sha256"):
+            read_manifest(folder.at(5))
+    path.write_text(json.dumps(json.loads(text)))
+    read_manifest(folder.at(5))
 
 
 @given(st.data())
@@ -150,7 +163,10 @@ def test_no_manifest_ends_in_a_traceback(saved_text, data):
     path, text = saved_text
     start = data.draw(st.integers(0, len(text)))
     size = data.draw(st.integers(0, 40))
-    path.write_text(text[:start] + data.draw(st.text(max_size=10)) + text[start + size :], encoding="utf-8")
+    text = text[:start] + data.draw(st.text(max_size=10)) + text[start + size :]
+    with suppress(ValueError, AttributeError):  # no JSON, or no object: refused before its digest is looked at
+        text = signed(json.loads(text))
+    path.write_text(text, encoding="utf-8")
     with suppress(OutputError):
         manifest = read_manifest(path.parent)
         assert sum(run.stop - run.start for rank in range(manifest.ranks) for run in manifest.layout.runs(rank)) == 107

@@ -115,6 +115,22 @@ def test_batches_of_steps_start_like_those_of_epochs(lengths, batch, steps):
     assert taken == whole[:steps]
 
 
+@given(
+    lengths=LENGTHS, batch=BATCH, ends=st.sampled_from([{"steps": 1}, {"steps": 37}, {"epochs": 3}]), draw=st.randoms()
+)
+def test_steps_of_zero_are_those_that_a_walk_finds(lengths, batch, ends, draw):
+    batches = batches_of(lengths, **ends, **batch)
+    values = np.array([draw.choice((0, 0, 0, 5)) for _ in lengths])
+    walked = [each for each in batches if not values[each.ids].sum()]
+    first, number = batches.steps_of_zero(values)
+    assert number == len(walked)
+    assert (first is None) == (not walked)
+    if first is not None:
+        assert (first.step, first.epoch, first.ids.tolist()) == (
+            walked[0].step, walked[0].epoch, walked[0].ids.tolist()
+        )  # fmt: skip
+
+
 def test_batches_may_be_iterated_again_and_stopped_early():
     batches = batches_of([3] * 10, steps=10**12, sequences=4)
     first = next(iter(batches))

@@ -39,10 +39,11 @@ def theirs(name, args, warmup, steps, lr):
         warnings.simplefilter("ignore")  # of both num_training_steps and num_stable_steps
         scheduler = get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=args)
         found = []
-        for _ in range(steps):
+        for step in range(steps):
             found.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
-            scheduler.step()
+            if step + 1 < steps:  # after the last, polynomial without a step left to fall in divides by zero
+                scheduler.step()
     return found
 
 

@@ -8,6 +8,7 @@ import pytest
 
 import lengthwise
 from lengthwise.checkpoint import CheckpointFolder
+from lengthwise.checkpoint.manifest import signed
 from lengthwise.core.errors import OutputError, Problems
 from training.small_runs import make_rows, write_run
 
@@ -90,7 +91,7 @@ def test_hostile_manifests_are_refused_by_name(checkpoints, hostile):
     (folder,) = checkpoints.iterdir()
     manifest = json.loads((folder / "manifest.json").read_text())
     HOSTILE[hostile](manifest, folder)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(signed(manifest))
     with pytest.raises((OutputError, Problems)) as caught:
         CheckpointFolder(checkpoints).newest()
     assert str(folder) in str(caught.value)

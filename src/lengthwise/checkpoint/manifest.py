@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ _Count = Annotated[int, Field(ge=1)]
 _FromZero = Annotated[int, Field(ge=0)]
 _Hex = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _ENTRY_BYTES = {"float32": 4, "float64": 8}
+_DIGEST = "sha256"
 _REMEDY = "Take an earlier checkpoint: remove this folder."
 
 
@@ -87,8 +89,19 @@ class Manifest:
         )
 
     def to_json(self) -> str:
-        """Write the file, canonical."""
-        return json.dumps(asdict(self), indent=1) + "\n"
+        """Write the file, canonical, with the digest of its own values."""
+        return signed(asdict(self))
+
+
+def signed(values: Mapping[str, object]) -> str:
+    """Return the text of a manifest of these values, with their digest, which a damage would not fit."""
+    rest = {key: value for key, value in values.items() if key != _DIGEST}
+    return json.dumps({**rest, _DIGEST: _digest_of(rest)}, indent=1) + "\n"
+
+
+def _digest_of(values: Mapping[str, object]) -> str:
+    """Return the SHA-256 of a manifest's values, however its file is laid out."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def parameters_of(layout: FlatLayout, names: list[str], shapes: list[tuple[int, ...]]) -> tuple[Parameter, ...]:
@@ -111,6 +124,8 @@ def read_manifest(folder: Path) -> Manifest:
         if path.is_symlink():
             raise ValueError("a link")
         raw = read_json(path)
+        if not isinstance(raw, dict) or raw.pop(_DIGEST, None) != _digest_of(raw):
+            raise ValueError(f"other values than those of its {_DIGEST}")
         found = TypeAdapter(Manifest).validate_json(json.dumps(raw))
     except ValidationError as error:
         first = error.errors()[0]

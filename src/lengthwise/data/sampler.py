@@ -87,6 +87,20 @@ class Batches:
             return epochs * -(-len(self._ids) // sequences)
         return sum(sum(1 for _ in self._cuts(self.order(epoch))) for epoch in range(epochs))
 
+    def steps_of_zero(self, values: np.ndarray) -> tuple[Batch | None, int]:
+        """Find the steps whose sequences have but zeros in `values`, (ids,): the first, None if none, and how many."""
+        found, number, done, epoch = None, 0, 0, 0
+        most = np.iinfo(np.int64).max if self._config.steps is None else self._config.steps
+        while done < most and (self._config.epochs is None or epoch < self._config.epochs):
+            order = self.order(epoch)
+            cuts = np.array(list(self._cuts(order)))
+            are_zero = np.flatnonzero(~np.logical_or.reduceat(values[order] != 0, cuts[:, 0])[: most - done])
+            if found is None and len(are_zero):
+                first, last = cuts[are_zero[0]]
+                found = Batch(step=done + int(are_zero[0]) + 1, epoch=epoch, ids=order[first:last])
+            number, done, epoch = number + len(are_zero), done + len(cuts), epoch + 1
+        return found, number
+
     def _cuts(self, order: np.ndarray) -> Iterator[tuple[int, int]]:
         """Yield the places in `order` where each step starts and ends."""
         sequences, tokens = self._config.global_batch.sequences, self._config.global_batch.tokens

@@ -358,11 +358,10 @@ def _check_offload(config: RunConfig, gpus: int, layers: int) -> None:
 def _check_losses(job: Job) -> None:
     """Find what has no loss token now, not hours in; only data with such sequences can have it."""
     if not job.dataset.loss_tokens[job.dataset.ids].all():
-        without = [(step, batch) for step, batch in enumerate(job.batches(), start=1) if not batch.loss_tokens]
-        if without:
-            step, batch = without[0]
-            where = f"step {step}" + (f" and {len(without) - 1} more" if len(without) > 1 else "")
-            got = f"none in sequences {', '.join(map(str, batch.ids[:10]))}{' ...' if len(batch.ids) > 10 else ''}"
+        first, number = Batches(job.dataset, job.config).steps_of_zero(job.dataset.loss_tokens)
+        if first is not None:
+            where = f"step {first.step}" + (f" and {number - 1} more" if number > 1 else "")
+            got = f"none in sequences {', '.join(map(str, first.ids[:10]))}{' ...' if len(first.ids) > 10 else ''}"
             remedy = "Enlarge global_batch, or leave out sequences of one token and fully masked ones."
             raise DataError(where, expected="at least one token with a label in a global batch", got=got, remedy=remedy)
     if job.eval_dataset is not None and not job.eval_dataset.loss_tokens.any():

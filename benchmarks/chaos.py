@@ -1,0 +1,366 @@
+"""Kills, stops, corruptions and hostile inputs, at random by a seed, against small runs: what is lost and found.
+
+    python benchmarks/chaos.py [--kills 300] [--stops 20] [--corruptions 2000] [--inputs 500] [--seed 0]
+
+A run of eight steps on 1 to 3 ranks, with a checkpoint every other step in the background. Counted as a failure is any
+end that reliability.md does not promise: other bits than those of an undisturbed run, a damage that was trained on, a
+traceback, a process that is left, a run that hangs. The seeds of failures are printed; one of them ends with status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from lengthwise.cli import main as lengthwise
+from pages import Findings, add_out
+
+STEPS, RANKS = 8, (1, 2, 3)
+LONGEST_SECONDS = 120.0  # that any run may take before it counts as hung
+TIMEOUT_SECONDS = 3.0  # of a rank that waits for a stopped one
+MODEL = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "architectures":
+    ["LlamaForCausalLM"], "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+
+
+class Failure(Exception):  # noqa: N818 - the name says what happened
+    """What a trial found that is not promised."""
+
+
+class Started:
+    """A command in a session of its own, forked from this process to spare it the imports."""
+
+    def __init__(self, folder: Path, *arguments: object) -> None:
+        self._log = folder / "log.txt"
+        self.pid = os.fork()
+        if not self.pid:
+            self._become(list(map(str, arguments)))
+
+    def _become(self, arguments: list[str]) -> None:
+        status = 99
+        try:
+            os.setsid()
+            log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            import torch
+
+            torch.set_num_threads(1)  # before it has threads, which would find the pool of before the fork
+            lengthwise(arguments)
+        except SystemExit as ended:
+            status = ended.code if isinstance(ended.code, int) else 0
+        except BaseException:  # noqa: BLE001 - told as the interpreter would
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+
+    def ranks(self) -> list[int]:
+        """Return the pids of its ranks; none where it is its only one."""
+        try:
+            return [int(each) for each in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+        except OSError:
+            return []
+
+    def end(self) -> tuple[int, str]:
+        """Wait for its end and that of all its processes; return status and what it said."""
+        end = time.monotonic() + LONGEST_SECONDS
+        status = None
+        while status is None and time.monotonic() < end:
+            pid, ended = os.waitpid(self.pid, os.WNOHANG)
+            status = os.waitstatus_to_exitcode(ended) if pid else None
+            time.sleep(0.01)
+        left = self._left(end)
+        with contextlib.suppress(OSError):
+            os.killpg(self.pid, signal.SIGKILL)
+        said = self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
+        if status is None:
+            os.waitpid(self.pid, 0)
+            raise Failure(f"hung: {said[-300:]}")
+        if left:
+            raise Failure("processes were left")
+        if "Traceback" in said:
+            raise Failure(f"traceback: {said[-300:]}")
+        return status, said
+
+    def _left(self, end: float) -> bool:
+        """Whether a process of its group is there some seconds after it."""
+        end = min(end, time.monotonic() + 10.0)
+        while time.monotonic() < end:
+            try:
+                os.killpg(self.pid, 0)
+            except OSError:
+                return False
+            time.sleep(0.02)
+        return True
+
+
+class Trials:
+    """Small runs in one folder, and what undisturbed ones end with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model, self.run_file, self.data = folder / "model", folder / "run.json", folder / "train.jsonl"
+        self.model.mkdir()
+        (self.model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+        draw = random.Random(7)
+        rows = [[draw.randrange(64) for _ in range(length)] for length in (30, 12, 5, 40, 1, 2, 33, 17, 9)]
+        self.data.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows), encoding="utf-8")
+        values = {
+            "model": str(self.model), "weights": "fresh", "data": [{"path": str(self.data)}], "steps": STEPS,
+            "global_batch": {"sequences": 4}, "capacity_tokens": 48, "precision": "fp64", "device": "cpu",
+            "checkpoint": {"every_steps": 2, "keep_last": 2}, "output": "out",
+        }  # fmt: skip
+        self.run_file.write_text(json.dumps(values), encoding="utf-8")
+        self.seconds: dict[int, float] = {}
+        self.made_again: list[int] = []  # steps, for each kill
+        self._ends: dict[int, str] = {}
+        for ranks in RANKS:
+            start = time.monotonic()
+            self.must_end(ranks)
+            self.seconds[ranks] = time.monotonic() - start
+            self._ends[ranks] = self._state()
+
+    @property
+    def output(self) -> Path:
+        """Where runs write."""
+        return self.folder / "out"
+
+    def clear(self) -> None:
+        """Remove what an earlier trial left."""
+        shutil.rmtree(self.output, ignore_errors=True)
+
+    def start(self, ranks: int, *more: object) -> Started:
+        """Start a run, or go on with it."""
+        return Started(self.folder, "train", self.run_file, "--ranks", ranks, *more)
+
+    def must_end(self, ranks: int, *more: object) -> str:
+        """Run to the end; return what was said."""
+        status, said = self.start(ranks, *(more or ("--overwrite",))).end()
+        if status:
+            raise Failure(f"status {status}: {said[-300:]}")
+        return said
+
+    def check_end(self, ranks: int) -> None:
+        """Compare model and ledger with those of an undisturbed run, to the bit."""
+        if self._state() != self._ends[ranks]:
+            raise Failure("ended with other bits than an undisturbed run")
+
+    def checkpoints(self) -> list[Path]:
+        """Return the committed checkpoints, the newest last."""
+        there = (self.output / "checkpoints").glob("step-*")
+        return sorted(each for each in there if not each.name.endswith(".unfinished"))
+
+    def steps_done(self) -> int:
+        """Count the steps that a run wrote down."""
+        metrics = self.output / "metrics.jsonl"
+        return metrics.read_text(encoding="utf-8").count("\n") if metrics.exists() else 0
+
+    def _state(self) -> str:
+        found = hashlib.sha256((self.output / "ledger.jsonl").read_bytes())
+        for path in sorted((self.output / "model").glob("*.safetensors")):
+            found.update(path.read_bytes())
+        return found.hexdigest()
+
+
+def kill(trials: Trials, draw: random.Random) -> str:
+    """Kill the run or one of its ranks, once or more often, and let it go on."""
+    ranks, options, outcomes = draw.choice(RANKS), ("--overwrite",), list[str]()
+    trials.clear()
+    while True:
+        started = trials.start(ranks, *options)
+        time.sleep(draw.random() * trials.seconds[ranks])
+        with contextlib.suppress(OSError):
+            os.kill(draw.choice([started.pid, *started.ranks()]), signal.SIGKILL)
+        status, _said = started.end()
+        if (trials.output / "model").exists() and status:
+            trials.check_end(ranks)
+        newest = trials.checkpoints()
+        lost = trials.steps_done() - int(newest[-1].name[5:]) if newest else 0
+        trials.made_again.append(lost if newest else trials.steps_done())
+        if lost > 4:  # two of the interval, and two of the checkpoint that was under way
+            raise Failure(f"{lost} steps were lost")
+        options = ("--resume",) if newest else ("--overwrite",)
+        if status == 0:
+            outcomes.append("too late")
+            break
+        outcomes.append("with a checkpoint" if newest else "before the first checkpoint")
+        if draw.random() < 0.6:
+            trials.must_end(ranks, *options)
+            break
+    trials.check_end(ranks)
+    return "killed too late" if outcomes == ["too late"] else "went on to the same bits"
+
+
+def stop(trials: Trials, draw: random.Random) -> str:
+    """Stop a rank for good; it must be named within the time-out and five seconds, and the run must go on after."""
+    ranks = draw.choice([each for each in RANKS if each > 1])
+    trials.clear()
+    started = trials.start(ranks, "--overwrite", "--timeout-seconds", TIMEOUT_SECONDS)
+    after, end = draw.randrange(STEPS - 1), time.monotonic() + LONGEST_SECONDS
+    while trials.steps_done() < after and time.monotonic() < end:
+        time.sleep(0.002)
+    there = started.ranks()
+    stopped = time.monotonic()
+    if there:
+        with contextlib.suppress(OSError):
+            os.kill(draw.choice(there), signal.SIGSTOP)
+    status, said = started.end()
+    if status == 0:
+        return "stopped too late"
+    if time.monotonic() - stopped > TIMEOUT_SECONDS + 5.0:
+        raise Failure(f"told after {time.monotonic() - stopped:.1f} s")
+    if "last seen in" not in said:
+        raise Failure(f"nobody named: {said[-300:]}")
+    trials.must_end(ranks, "--resume" if trials.checkpoints() else "--overwrite")
+    trials.check_end(ranks)
+    return "named in time, went on to the same bits"
+
+
+def flip(path: Path, draw: random.Random) -> None:
+    """Flip one bit."""
+    content = bytearray(path.read_bytes())
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    path.write_bytes(content)
+
+
+def cut(path: Path, draw: random.Random) -> None:
+    """Cut a file off."""
+    os.truncate(path, draw.randrange(path.stat().st_size))
+
+
+def zero(path: Path, draw: random.Random) -> None:
+    """Write zeros over a part, as a lost block."""
+    content = bytearray(path.read_bytes())
+    start = draw.randrange(len(content))
+    stop = min(len(content), start + 512)
+    while not any(content[start:stop]):
+        start -= 1
+    content[start:stop] = bytes(stop - start)
+    path.write_bytes(content)
+
+
+def swap(path: Path, _draw: random.Random) -> None:
+    """Put the file of that name of the other checkpoint in its place."""
+    (other,) = (each for each in path.parent.parent.glob("step-??????") if each != path.parent)
+    if (other / path.name).exists():
+        shutil.copyfile(other / path.name, path)
+
+
+def lose(path: Path, _draw: random.Random) -> None:
+    """Remove a file."""
+    path.unlink()
+
+
+DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (flip, flip, flip, cut, zero, swap, lose)
+
+
+def corrupt(trials: Trials, draw: random.Random, saved: dict[int, Path]) -> str:
+    """Damage a checkpoint, or two; the run must name it and train nothing, or go on from a whole one."""
+    ranks = draw.choice(RANKS)
+    trials.clear()
+    shutil.copytree(saved[ranks], trials.output)
+    for checkpoint in trials.checkpoints()[-draw.choice((1, 1, 1, 2)) :]:
+        draw.choice(DAMAGES)(draw.choice(sorted(checkpoint.iterdir())), draw)
+    steps = trials.steps_done()
+    status, said = trials.start(ranks, "--resume").end()
+    if status == 0:
+        trials.check_end(ranks)
+        return "passed over, went on to the same bits" if "passed over" in said else "changed nothing, the same bits"
+    if "checkpoints" not in said or trials.steps_done() != steps or (trials.output / "model").exists():
+        raise Failure(f"status {status}, trained or not named: {said[-300:]}")
+    return "refused by name, nothing trained"
+
+
+def hostile(trials: Trials, draw: random.Random) -> str:
+    """Change some bytes of run file, model config or data; the run must train, or refuse it in words."""
+    path = draw.choice([trials.run_file, trials.model / "config.json", trials.data])
+    before = path.read_bytes()
+    changed = bytearray(before)
+    for _ in range(draw.choice((1, 1, 2, 8))):
+        place, part = draw.randrange(len(changed)), bytes(draw.choices(b'0919{}[]",:.-eE\x00\xff\n tfn', k=3))
+        changed[place : place + draw.randrange(3)] = part[: draw.randrange(4)]
+    try:
+        path.write_bytes(changed)
+        status, said = trials.start(1, "--overwrite", "--set", "output=out", "--set", "steps=2").end()
+    finally:
+        path.write_bytes(before)
+    if status not in (0, 1, 2) or (status and "error[" not in said and "┌" not in said and "╭" not in said):
+        raise Failure(f"status {status}: {said[-300:]}")
+    return "trained" if status == 0 else "refused in words"
+
+
+def saved_runs(trials: Trials) -> Iterator[tuple[int, Path]]:
+    """Keep the folder of a run that was killed after step 4, with checkpoints of 2 and 4, for each number of ranks."""
+    for ranks in RANKS:
+        os.environ["LENGTHWISE_FAULT"] = f"microbatches:{ranks - 1}:7:kill"
+        trials.start(ranks, "--overwrite").end()
+        del os.environ["LENGTHWISE_FAULT"]
+        kept = trials.folder / f"saved-{ranks}"
+        if len(trials.checkpoints()) != 2:
+            raise SystemExit(f"chaos: expected two checkpoints of the run to damage, got {trials.checkpoints()}")
+        shutil.copytree(trials.output, kept)
+        yield ranks, kept
+
+
+def main() -> None:
+    """Print the table, and write it into a page if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, number in (("kills", 300), ("stops", 20), ("corruptions", 2000), ("inputs", 500), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=number)
+    add_out(parser, "chaos")
+    asked = parser.parse_args()
+    import lengthwise.training.api  # noqa: F401 - once, for all that are forked
+
+    findings, failures = Findings("chaos"), list[str]()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        trials = Trials(Path(folder))
+        saved = dict(saved_runs(trials)) if asked.corruptions else {}
+        kinds: dict[str, tuple[int, Callable[[random.Random], str]]] = {
+            "kill -9 of the run or a rank, at a random time": (asked.kills, lambda draw: kill(trials, draw)),
+            "SIGSTOP of a rank": (asked.stops, lambda draw: stop(trials, draw)),
+            "damage to one or two checkpoints": (asked.corruptions, lambda draw: corrupt(trials, draw, saved)),
+            "changed bytes of run file, config or data": (asked.inputs, lambda draw: hostile(trials, draw)),
+        }
+        rows = []
+        for what, (number, trial) in kinds.items():
+            outcomes = Counter[str]()
+            for each in range(number):
+                try:
+                    outcomes[trial(random.Random(f"{asked.seed} {what} {each}"))] += 1
+                except Failure as failure:
+                    outcomes["**failures**"] += 1
+                    failures.append(f"{what}, seed {asked.seed}, trial {each}: {failure}")
+                    print(failures[-1], file=sys.stderr, flush=True)
+            told = "; ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
+            rows.append(f"| {what} | {number} | {told or 'none'} | {outcomes['**failures**']} |")
+    findings.add(["| what | trials | what came of it | failures |", "|---|---|---|---|", *rows])
+    if again := trials.made_again:
+        findings.add(
+            ["", f"Steps made again after a kill: {sum(again) / len(again):.1f} on average, {max(again)} at most."]
+        )
+    findings.sign("Measured", f"seed {asked.seed}, runs of {STEPS} steps on {RANKS[0]} to {RANKS[-1]} ranks")
+    findings.write(asked.out)
+    if failures:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
