@@ -408,3 +408,12 @@ def test_config_paths_that_nothing_can_have_are_one_line(folder, key, name):
     found = problems_of(write(folder, "".join(f"{name}: {value}\n" for name, value in keys.items())))
     assert list(found) == [key]
     assert len(found[key]) < 400
+
+
+def test_config_weights_are_of_training_data_alone(folder):
+    weighted = "{path: train.jsonl, weight: 2}"
+    text = f"model: tiny\ndata: [{weighted}]\noutput: out\n"
+    assert load_config(write(folder, text)).data[0].weight == 2.0
+    path = write(folder, text + f"eval: {{data: [{{path: train.jsonl, weight: 1}}, {weighted}]}}\n")
+    assert list(problems_of(path)) == ["eval.data.1.weight"]
+    assert list(problems_of(write(folder, text), ["data.0.weight=0"])) == ["data.0.weight"]

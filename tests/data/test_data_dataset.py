@@ -35,6 +35,7 @@ class ListedDataset:
         self.lengths = np.array([len(row) for row in rows], dtype=np.int64)
         self.loss_tokens = np.array([sum(label != NO_LOSS for _, label in row[1:]) for row in rows], dtype=np.int64)
         self.ids = np.flatnonzero(self.lengths)
+        self.weights = ((0, 1.0),)
 
     def read(self, row, start, stop):
         return tuple(np.array(self._rows[row], dtype=np.int32).reshape(-1, 2).T[:, start:stop])

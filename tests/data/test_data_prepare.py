@@ -195,3 +195,13 @@ def test_prepare_of_a_store_of_nothing_and_of_missing_files_is_refused(tmp_path)
     sources[0].path.unlink()
     with pytest.raises(DataError, match="a regular file"):
         prepare(sources, tmp_path / "out")
+
+
+def test_prepare_of_weighted_sources_is_refused_and_their_stores_are_weighed(tmp_path):
+    sources = write_sources(tmp_path, [[{"text": "a"}, {"text": "b"}], [{"text": "c"}]])
+    heavy = sources[0].model_copy(update={"weight": 3.0})
+    with pytest.raises(DataError, match=r"data\.0\.weight: expected no weight"):
+        prepare([heavy, sources[1]], tmp_path / "out")
+    prepare(sources[:1], tmp_path / "store")
+    mixed = load(DataSource(path=tmp_path / "store", weight=3.0), sources[1])
+    assert mixed.weights == load(heavy, sources[1]).weights == ((0, 3.0), (2, 1.0))

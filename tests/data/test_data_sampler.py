@@ -1,5 +1,6 @@
 """The order of an epoch and the steps cut from it."""
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,6 +27,17 @@ def dataset_of(lengths):
     for length in lengths:
         builder.add(np.zeros(length, dtype=np.int32), None) if length else builder.skip("empty")
     return builder.finish()
+
+
+def weighted(sources, *, seed=0, epochs=None, steps=None, sequences=3):
+    """Batches of sources, each a weight and a number of rows."""
+    builder = DatasetBuilder()
+    for weight, rows in sources:
+        builder.start_source("data.0", "train.jsonl", None, weight)
+        for row in range(rows):
+            builder.add(np.zeros(row + 1, dtype=np.int32), None) if row % 5 != 4 else builder.skip("empty")
+    batch = GlobalBatch(sequences=sequences)
+    return Batches(builder.finish(), SimpleNamespace(seed=seed, steps=steps, epochs=epochs, global_batch=batch))
 
 
 def batches_of(lengths, *, steps=None, epochs=None, seed=0, **batch):
@@ -183,3 +195,55 @@ def test_fits_names_five_and_counts_the_others():
     assert "10 longer" in told
     assert "and 5 more" in told
     assert told.count("train.jsonl:") == 5
+
+
+WEIGHT = st.one_of(st.sampled_from([1.0, 0.5, 2.0, 0.001]), st.floats(0.001, 4))
+
+
+@given(
+    sources=st.lists(st.tuples(WEIGHT, st.integers(1, 20)), min_size=1, max_size=4),
+    seed=st.integers(0, 2**63 - 1),
+    epochs=st.integers(1, 12),
+)
+def test_weights_say_how_often_epochs_take_a_row(sources, seed, epochs):
+    batches = weighted(sources, seed=seed, steps=1)
+    orders = [batches.order(epoch).tolist() for epoch in range(epochs)]
+    first = 0
+    for weight, rows in sources:
+        ids = [first + row for row in range(rows) if row % 5 != 4]
+        for order in orders:
+            times = [order.count(row) for row in ids]
+            assert {math.floor(weight), math.ceil(weight)} >= set(times)
+            assert abs(sum(times) - weight * len(ids)) < 1 + 1e-6
+        for row in ids:
+            assert abs(sum(order.count(row) for order in orders) - weight * epochs) < 1 + 1e-6
+        first += rows
+    assert max((order.count(row) for order in orders for row in order), default=0) <= batches.most_copies
+    assert sum(map(len, orders)) == sum(1 for order in orders for row in order if 0 <= row < first)
+
+
+def test_weights_of_one_are_no_weights():
+    plain, one = batches_of([1, 2, 3, 4, 0, 1], epochs=2, sequences=2), weighted([(1.0, 4), (1.0, 2)], epochs=2)
+    assert plain.order(1).tolist() == [row for row in one.order(1).tolist() if row != 4]
+    assert one.most_copies == 1
+
+
+def test_weights_give_other_rows_a_turn_in_the_next_epoch():
+    batches = weighted([(0.5, 4), (1.0, 3)], epochs=2)
+    orders = [set(batches.order(epoch).tolist()) for epoch in range(2)]
+    assert orders[0] & orders[1] == {4, 5, 6}
+    assert orders[0] | orders[1] == set(range(7))
+
+
+def test_weights_count_steps_and_batches_alike():
+    batches = weighted([(1.7, 13), (0.3, 9)], epochs=5)
+    assert batches.num_steps == sum(1 for _ in batches)
+    assert [batch.ids.tolist() for batch in batches] == [
+        batch.ids.tolist() for batch in weighted([(1.7, 13), (0.3, 9)], epochs=5)
+    ]
+
+
+def test_weights_that_give_no_row_are_refused():
+    with pytest.raises(DataError, match="none in 2, by their weights"):
+        weighted([(0.001, 1)], epochs=2)
+    assert next(iter(weighted([(0.001, 1)], steps=2))).ids.tolist() == [0]

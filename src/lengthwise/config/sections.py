@@ -44,6 +44,14 @@ class DataSource(Settings):
         "run (stop) or is left out and counted (skip); default stop",
     )
 
+    weight: float = Field(
+        default=1.0,
+        ge=0.001,
+        le=1000,
+        description="how often an epoch takes each row of this source: 3 is three times, 0.5 takes half of the rows, "
+        "the other half in the next epoch; default 1",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _fill_empty(cls, values: object) -> object:
@@ -75,6 +83,19 @@ class EvalConfig(Settings):
         strict=False, min_length=1, description="a list of sources, like the run's own data"
     )
     every_steps: int = Field(default=50, ge=1, description="optimizer steps between two evaluations; default 50")
+
+    @classmethod
+    def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
+        """Ask for no weights: an evaluation takes all of its data once."""
+        data = values.get("data")
+        sources = data if isinstance(data, list | tuple) else ()
+        weights = [each.get("weight") if isinstance(each, dict) else getattr(each, "weight", 1) for each in sources]
+        expected, remedy = "no weights: an evaluation takes all of its data once", "Take weight out."
+        return [
+            ConfigError(f"data.{number}.weight", expected=expected, got=f"{weight}", remedy=remedy)
+            for number, weight in enumerate(weights)
+            if weight not in (None, 1)
+        ]
 
 
 class GlobalBatch(Settings):

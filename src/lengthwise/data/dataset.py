@@ -45,6 +45,11 @@ class Dataset(Protocol):
         """How many rows are left out, by reason, for messages."""
         ...
 
+    @property
+    def weights(self) -> tuple[tuple[int, float], ...]:
+        """The first row of each source, ascending, and how often an epoch takes each of its rows: 1.0, 0.5, 3.0."""
+        ...
+
     def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and labels of tokens [start, stop) of a row, int32 [stop - start] each.
 
@@ -77,6 +82,7 @@ class SourceRows:
     label: str
     first_row: int
     names: tuple[str, ...] | None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,6 +120,11 @@ class MemoryDataset:
     def num_rows(self) -> int:
         """All rows, with those left out."""
         return len(self.lengths)
+
+    @property
+    def weights(self) -> tuple[tuple[int, float], ...]:
+        """The first row of each source, and how often an epoch takes each of its rows."""
+        return tuple((each.first_row, each.weight) for each in self.sources)
 
     def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return views of ids and labels of tokens [start, stop) of a row, int32 [stop - start] each."""
@@ -174,9 +185,10 @@ class DatasetBuilder:
         """All rows so far, with those left out."""
         return len(self._offsets) - 1
 
-    def start_source(self, key: str, label: str, names: tuple[str, ...] | None) -> None:
+    def start_source(self, key: str, label: str, names: tuple[str, ...] | None, weight: float = 1.0) -> None:
         """Note where the following rows come from."""
-        self._sources.append(SourceRows(key=key, label=label, first_row=len(self._offsets) - 1, names=names))
+        first_row = len(self._offsets) - 1
+        self._sources.append(SourceRows(key=key, label=label, first_row=first_row, names=names, weight=weight))
 
     def add(self, tokens: np.ndarray, labels: np.ndarray | None) -> None:
         """Append one sequence, int32 [length] each; labels None means the tokens."""

@@ -27,6 +27,11 @@ class JoinedDataset:
         self.ids: np.ndarray = np.concatenate(
             [each.ids + first for first, each in zip(self._firsts, parts, strict=False)]
         )
+        self.weights = tuple(
+            (first + row, weight)
+            for first, each in zip(self._firsts, parts, strict=False)
+            for row, weight in each.weights
+        )
         self.skipped: Mapping[str, int] = sum((Counter(each.skipped) for each in parts), Counter())
         for values in (self.lengths, self.loss_tokens, self.ids):
             values.flags.writeable = False

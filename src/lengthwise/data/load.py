@@ -69,7 +69,7 @@ def load_dataset(
                 builder = DatasetBuilder()
             continue
         for listing in list_source(source, refusals.add):
-            builder.start_source(where, listing.label, listing.names)
+            builder.start_source(where, listing.label, listing.names, source.weight)
             add_rows(
                 builder,
                 listing,

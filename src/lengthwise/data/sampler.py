@@ -3,10 +3,15 @@
 An epoch orders ids by a 64-bit hash of (seed, epoch, id): the finaliser of splitmix64 (Steele, Lea, Flood 2014) applied
 three times. It is a bijection, so no two ids of an epoch meet, and it owes nothing to a library's generator that may
 change between versions. 10M ids take about two seconds.
+
+A source of weight w gives row i of n, at place p(i) of an order of the source, floor(w (e + 1) + p(i) / n) -
+floor(w e + p(i) / n) times to epoch e: each row comes floor(w) or ceil(w) times an epoch, and w times on average, over
+epochs and, within one, over the rows of the source.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
     from lengthwise.config.schema import RunConfig
 
 _MASK = (1 << 64) - 1
+_NO_EPOCH = 1 << 63  # the order in which rows of a source take turns
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -58,6 +64,11 @@ class Batches:
             remedy = "Add rows, or raise max_tokens."
             raise DataError("data", expected="at least one sequence to train on", got="none", remedy=remedy)
         self._ids, self._lengths, self._config = dataset.ids, dataset.lengths, config
+        self._weights = dataset.weights
+        self._is_weighted = any(weight != 1 for _, weight in self._weights)
+        if self._is_weighted and config.epochs is not None and not any(map(len, map(self.order, range(config.epochs)))):
+            got, remedy = f"none in {config.epochs}, by their weights", "Raise weight, or epochs."
+            raise DataError("data", expected="at least one sequence in all epochs", got=got, remedy=remedy)
 
     def __iter__(self) -> Iterator[Batch]:
         steps, epochs = self._config.steps, self._config.epochs
@@ -72,8 +83,30 @@ class Batches:
             epoch += 1
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return all trainable ids in the order of one epoch."""
-        return epoch_order(self._ids, seed=self._config.seed, epoch=epoch)
+        """Return the ids of one epoch in their order: all that can be trained on, each as often as its source says."""
+        if not self._is_weighted:
+            return epoch_order(self._ids, seed=self._config.seed, epoch=epoch)
+        rows = len(self._lengths)
+        places = [self._taken(epoch, number) for number in range(len(self._weights))]
+        return epoch_order(np.concatenate(places), seed=self._config.seed, epoch=epoch) % rows
+
+    @property
+    def most_copies(self) -> int:
+        """How often an epoch takes a row at most."""
+        return max((math.ceil(weight) for _, weight in self._weights), default=1)
+
+    def _taken(self, epoch: int, number: int) -> np.ndarray:
+        """Return what an epoch takes of a source: ids, and for each further time an id plus so many times all rows."""
+        (first, weight), rows = self._weights[number], len(self._lengths)
+        last = self._weights[number + 1][0] if number + 1 < len(self._weights) else rows
+        ids = self._ids[np.searchsorted(self._ids, first) : np.searchsorted(self._ids, last)]
+        if weight == 1:
+            return ids
+        ordered = epoch_order(ids, seed=self._config.seed, epoch=_NO_EPOCH)
+        phase = np.arange(len(ids)) / max(1, len(ids))
+        times = (np.floor(weight * (epoch + 1) + phase) - np.floor(weight * epoch + phase)).astype(np.int64)
+        again = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
+        return np.repeat(ordered, times) + again * rows
 
     @cached_property
     def num_steps(self) -> int:
@@ -83,7 +116,7 @@ class Batches:
             return steps
         assert epochs is not None, "a RunConfig has steps or epochs"
         sequences = self._config.global_batch.sequences
-        if sequences is not None:
+        if sequences is not None and not self._is_weighted:
             return epochs * -(-len(self._ids) // sequences)
         return sum(sum(1 for _ in self._cuts(self.order(epoch))) for epoch in range(epochs))
 
@@ -109,6 +142,8 @@ class Batches:
                 yield first, min(first + sequences, len(order))
             return
         assert tokens is not None, "a GlobalBatch has sequences or tokens"
+        if not len(order):
+            return
         ends = np.cumsum(self._lengths[order])
         tokens = min(tokens, int(ends[-1]))
         first, used = 0, 0

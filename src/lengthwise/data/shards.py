@@ -98,6 +98,13 @@ def plan_shards(
     """
     problems, listings = list[DataError](), list[tuple[int, Listing]]()
     for number, source in enumerate(sources):
+        if source.weight != 1:
+            expected, remedy = (
+                "no weight: it is of runs, not of rows",
+                "Prepare this source alone, and weigh its folder.",
+            )
+            where = f"{key}.{number}.weight"
+            problems.append(DataError(where, expected=expected, got=f"{source.weight}", remedy=remedy))
         if source.path is not None and is_store(source.path):
             got, remedy = "a store", "Name it in a run file as it is."
             problems.append(DataError(f"{key}.{number}", expected="data to prepare", got=got, remedy=remedy))

@@ -66,7 +66,7 @@ def open_store(
     folder, refused = source.path, list[DataError]()
     try:
         manifest = check_store(folder)
-        store = StoreDataset(folder, manifest, key=key, max_tokens=source.max_tokens)
+        store = StoreDataset(folder, manifest, key=key, max_tokens=source.max_tokens, weight=source.weight)
     except DataError as error:
         report(error)
         return None
@@ -129,9 +129,10 @@ def broken_files(folder: Path, manifest: Manifest, on_file: Callable[[int], None
 class StoreDataset:
     """A `Dataset` on the disk. Memory: 8 bytes a row for ids; with rows that `max_tokens` leaves out, 16 more."""
 
-    def __init__(self, folder: Path, manifest: Manifest, *, key: str, max_tokens: int | None) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, *, key: str, max_tokens: int | None, weight: float) -> None:
         """Map a store whose sizes are right (`check_store`). DataError where lengths and offsets do not agree."""
         self._folder, self._manifest, self._key = folder, manifest, key
+        self.weights = ((0, weight),)
         self._offsets = _mapped(folder / OFFSETS, "<i8")
         self._stored_lengths = self.lengths = _mapped(folder / LENGTHS, "<i8")
         self.loss_tokens = _mapped(folder / LOSSES, "<i8")

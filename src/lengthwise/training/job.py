@@ -131,7 +131,8 @@ class Job:
         lengths, asked = np.sort(self.dataset.lengths[self.dataset.ids])[::-1], self.config.global_batch
         if asked.tokens is not None:
             return max(int(lengths[0]), asked.tokens)
-        return int(lengths[: asked.sequences].sum())
+        copies = Batches(self.dataset, self.config).most_copies
+        return int(np.repeat(lengths[: asked.sequences], copies)[: asked.sequences].sum())
 
     @property
     def measures_at_start(self) -> bool:
