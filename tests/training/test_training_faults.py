@@ -11,6 +11,7 @@ from lengthwise.checkpoint import CheckpointFolder
 from lengthwise.core import faults
 from lengthwise.core.errors import ConfigError, Problems, TransferError
 from lengthwise.core.faults import ACTIONS, POINTS, VARIABLE
+from lengthwise.training import api
 from lengthwise.training.stacks import with_own_stacks
 from training.small_runs import Command, call, count_lines
 from training.test_training_resume import PAGE, assert_equal_runs, run_of, whole
@@ -52,6 +53,51 @@ def test_a_rank_killed_anywhere_costs_no_more_than_the_steps_since_the_checkpoin
     lengthwise.train(path, ranks=2, resume=resumes)
     assert_equal_runs(tmp_path / "out", undisturbed)
     assert not list((tmp_path / "out").rglob("*.unfinished"))
+
+
+@pytest.fixture
+def faults_again(monkeypatch):
+    """A restart in this process makes it deaf to faults; the next test starts anew."""
+    monkeypatch.setattr(faults, "_restarted", False)
+
+
+@pytest.mark.usefixtures("faults_again")
+@pytest.mark.parametrize(("point", "rank", "action", "said"), [
+    ("update", 1, "kill", "restart 1 of 2, from step 2: error[rank] rank 1"),
+    ("microbatches", 0, "stop", "restart 1 of 2, from step 2: "),
+    ("start", 1, "kill", "restart 1 of 2, from its start: error[rank] rank 1"),
+    ("model-save", 0, "kill", f"restart 1 of 2, from step {LAST}: error[rank] rank 0"),
+])  # fmt: skip
+def test_ranks_are_started_again_and_the_run_goes_on(
+    tmp_path, monkeypatch, capfd, undisturbed, point, rank, action, said
+):
+    path = run_of(tmp_path)
+    monkeypatch.setenv(VARIABLE, fault_of(point, rank, action))
+    assert call("train", path, "--ranks", 2, "--max-restarts", 2, "--timeout-seconds", 4) == 0
+    out = capfd.readouterr().out
+    assert said in out
+    assert out.count("restart ") == 1
+    assert_equal_runs(tmp_path / "out", undisturbed)
+    assert not list((tmp_path / "out").rglob("*.unfinished"))
+
+
+@pytest.mark.usefixtures("faults_again")
+def test_ranks_that_always_die_are_given_up(tmp_path, monkeypatch, capfd):
+    def dies(_job, world, *_):
+        if world.rank:
+            raise RuntimeError("as ever")
+
+    monkeypatch.setattr(api, "train_rank", dies)
+    assert call("train", run_of(tmp_path), "--ranks", 2, "--max-restarts", 3) == 1
+    said = capfd.readouterr()
+    assert said.out.count("restart ") == 3
+    assert "as ever" in said.err
+
+
+@pytest.mark.parametrize("number", [-1, 1001])
+def test_restarts_are_a_sensible_number(tmp_path, capsys, number):
+    assert call("train", run_of(tmp_path), "--ranks", 2, f"--max-restarts={number}") == 2
+    assert "--max-restarts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("point", OF_SAVING)

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import gzip
 import json
 import os
@@ -19,7 +20,7 @@ from lengthwise.config import load_config
 from lengthwise.core.errors import OutputError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.plan_file import read_plan_text
-from lengthwise.training import export, folder, trainer, writes
+from lengthwise.training import export, folder, launch, trainer, writes
 from lengthwise.training.folder import RunFolder
 from lengthwise.training.metrics import EvalMetrics, FinishedStep, StepMetrics
 from lengthwise.training.writes import MOST_FAILURES
@@ -227,6 +228,24 @@ def test_temporary_folders_of_killed_launchers_go_at_the_next_start(tmp_path, mo
     living.send(signal.SIGTERM)
     assert living.finish()[0] == 0
     assert os.listdir(tmp_path / "tmp") == ["lengthwise-others"]
+
+
+def test_a_start_whose_folder_another_start_took_for_a_dead_ones_makes_another(tmp_path, monkeypatch):
+    """The other had the lock first, in the moment between its file and its lock."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    lock, removed = fcntl.flock, []
+
+    def late(file, kind):
+        if kind == fcntl.LOCK_EX and not removed:
+            removed.append(Path(file.name).parent)
+            shutil.rmtree(removed[0])
+        lock(file, kind)
+
+    monkeypatch.setattr(launch.fcntl, "flock", late)
+    with launch._meeting_place() as place:
+        assert place not in removed
+        assert (place / "lock").exists()
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_run_whose_folder_is_removed_writes_all_of_it_again(tmp_path):

@@ -42,7 +42,7 @@ class RunOptions:
 
     def names(self) -> dict[str, str]:
         """Map names of the library to what the user typed for them."""
-        return named_alike("ranks overwrite resume timeout_seconds") | {"overrides": "--set"}
+        return named_alike("ranks overwrite resume max_restarts timeout_seconds") | {"overrides": "--set"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,8 @@ class Train(RunOptions):
     """Delete an earlier run in the output folder first."""
     resume: tyro.conf.FlagCreatePairsOff[bool] = False
     """Go on with the run in the output folder, from its newest checkpoint, on any number of ranks."""
+    max_restarts: int = 0
+    """How often to start the ranks again, from the newest checkpoint, where one died or hung. Not with torchrun."""
 
     def run(self) -> int:
         """Run the command; return the exit status."""
@@ -65,6 +67,7 @@ class Train(RunOptions):
             ranks=self.ranks,
             overwrite=self.overwrite,
             resume=self.resume,
+            max_restarts=self.max_restarts,
             timeout_seconds=self.timeout_seconds,
             callbacks=[PrintedProgress(LiveLine(sys.stdout))],
         )

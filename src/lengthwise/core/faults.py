@@ -1,8 +1,8 @@
 """Faults that a test asks for: `LENGTHWISE_FAULT=point:rank:step:action[,...]` in the environment; nothing without it.
 
 `point` is a place in the code (`POINTS`), `rank` and `step` say whose and when, `action` is one of `kill` (SIGKILL of
-the rank), `stop` (SIGSTOP: it hangs), `term` (SIGTERM), `error` (a failing disk) and `sleep` (a second). Under torchrun
-faults are of the first start alone, so that the restarted ranks get past them.
+the rank), `stop` (SIGSTOP: it hangs), `term` (SIGTERM), `error` (a failing disk) and `sleep` (a second). Where
+ranks are started again, faults are of the first start alone, so that these get past them.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ ACTIONS = (*_SIGNALS, "error", "sleep")
 _SLEEP_SECONDS = 1.0
 
 
+_restarted = False
+
+
 class _Fault(NamedTuple):
     point: str
     rank: int
@@ -56,13 +59,19 @@ def fault(point: str, rank: int, step: int) -> None:
             _act(each)
 
 
+def only_of_first_start() -> None:
+    """Note that ranks are started again: faults were of the first start alone."""
+    global _restarted
+    _restarted = True
+
+
 def asked_faults() -> tuple[_Fault, ...]:
     """Return what the environment asks for.
 
     Raises:
         ConfigError: it cannot be read; Problems: several of these.
     """
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0:
+    if _restarted or int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0:
         return ()
     asked = os.environ.get(VARIABLE)
     return _read(asked) if asked else ()

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from lengthwise.config import RunConfig
-from lengthwise.core.errors import ConfigError, PlanError
+from lengthwise.core.errors import ConfigError, PlanError, RankError, TransferError
+from lengthwise.core.faults import only_of_first_start
 from lengthwise.core.plan import Plan
 from lengthwise.core.plan_file import read_plan_text
+from lengthwise.core.sizes import read_whole
 from lengthwise.program import check_plan, refuse_unsupported
 from lengthwise.training.callbacks import Callback, call_back
 from lengthwise.training.folder import RunFolder
@@ -25,6 +28,8 @@ from lengthwise.training.start import Run, Start, prepare, run_ranks
 from lengthwise.training.trainer import train_rank
 from lengthwise.training.verify import VerifyReport, verify_rank
 
+_MOST_RESTARTS = 1000
+
 
 def train(
     run: Run,
@@ -33,6 +38,7 @@ def train(
     overrides: Sequence[str] = (),
     overwrite: bool = False,
     resume: bool = False,
+    max_restarts: int = 0,
     timeout_seconds: float = 600.0,
     callbacks: Sequence[Callback] = (),
 ) -> TrainResult:
@@ -41,7 +47,8 @@ def train(
     `run`: a run file, its values, or a `RunConfig`. `ranks`: processes; None: one a GPU, else 1. `overrides`: texts
     `key=value` for a run file. `overwrite`: delete an earlier run in the output folder. `resume`: go on with it from
     its newest checkpoint, on any number of ranks; a run that torchrun starts again does so by itself, or from its start
-    where it has no checkpoint. `timeout_seconds`: how long a rank waits for another.
+    where it has no checkpoint. `max_restarts`: how often ranks that this process started are started again, to go on
+    in the same way, where one died or hung. `timeout_seconds`: how long a rank waits for another.
 
     Raises:
         LengthwiseError: a problem with the input, all of them in one error; or what ended the run.
@@ -62,15 +69,41 @@ def train(
 
         start = prepare(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds, claim=claim)
         hearing = callbacks if start.is_first else ()
+        _check_restarts(max_restarts, start)
         call_back(hearing, "on_start", start.job)
-        result = run_ranks(
-            start,
-            lambda world, on_phase: train_rank(start.job, world, callbacks, on_phase),
-            asks_to_stop=True,
-            stacks=start.job.config.output / STACKS,
-        )
+        result = _run_restarting(start, callbacks, hearing, max_restarts)
         call_back(hearing, "on_end", result)
         return result
+
+
+def _check_restarts(max_restarts: int, start: Start) -> None:
+    if max_restarts and start.world is not None:
+        remedy = "Give --max-restarts to torchrun."
+        raise ConfigError("max_restarts", expected="0 under torchrun", got=str(max_restarts), remedy=remedy)
+    read_whole("max_restarts", max_restarts, least=0, most=_MOST_RESTARTS)
+
+
+def _run_restarting(start: Start, callbacks: Sequence[Callback], hearing: Sequence[Callback], most: int) -> TrainResult:
+    """Run the ranks; where one died or hung, start them again, at most so often, from the newest checkpoint."""
+    config = start.job.config
+    for restarts in range(1, most + 2):
+        job = start.job
+        try:
+            return run_ranks(
+                start,
+                lambda world, on_phase, job=job: train_rank(job, world, callbacks, on_phase),
+                asks_to_stop=True,
+                stacks=config.output / STACKS,
+            )
+        except (RankError, TransferError) as error:
+            if restarts > most:
+                raise
+            resume = find_resume(config) if has_checkpoint(config) else None
+            start = replace(start, job=replace(job, resume=resume))
+            only_of_first_start()
+            place = "its start" if resume is None else f"step {resume.step}"
+            call_back(hearing, "on_note", f"restart {restarts} of {most}, from {place}: {error}")
+    raise AssertionError("a run that neither ended nor was given up")
 
 
 def verify(

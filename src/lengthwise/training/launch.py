@@ -167,9 +167,16 @@ def _meeting_place() -> Iterator[Path]:
         with contextlib.suppress(OSError), lock.open("rb") as file:  # another user's, or its owner lives
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent)
-    with tempfile.TemporaryDirectory(prefix=_PLACE) as folder, (Path(folder) / "lock").open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield Path(folder)
+    is_ours = False
+    while not is_ours:
+        with (
+            tempfile.TemporaryDirectory(prefix=_PLACE, ignore_cleanup_errors=True) as folder,
+            (Path(folder) / "lock").open("wb") as file,
+        ):
+            fcntl.flock(file, fcntl.LOCK_EX)
+            is_ours = Path(file.name).exists()  # another start may have had it first, and taken us for dead
+            if is_ours:
+                yield Path(folder)
 
 
 def threads_of_each(ranks: int) -> int:
