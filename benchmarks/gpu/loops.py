@@ -181,7 +181,7 @@ class _PlainEnd:
             weights = torch.nn.Parameter(shard.weights)
             weights.grad = shard.gradient
             groups.append({"params": [weights], "weight_decay": config.weight_decay if shard.decayed else 0.0})
-        self._adamw = torch.optim.AdamW(groups, lr=1e-5, betas=config.betas, eps=config.eps, fused=fused)
+        self._adamw = torch.optim.AdamW(groups, lr=1e-5, **config.arguments, fused=fused)
         self._weights = [each for group in groups for each in group["params"]]
 
     def update(self) -> None:
