@@ -65,6 +65,8 @@ class Checkpoint:
         from lengthwise.checkpoint import check_sizes, read_manifest
         from lengthwise.report.tables import ColumnTable
 
+        if self._print_best(alone=True):
+            return 0
         folder, console, wrong = self._folder(), plain_console(), list[str]()
         rows = [("after step", "ranks", "loss", "bytes", "parameters")]
         for step in folder.steps():
@@ -80,7 +82,21 @@ class Checkpoint:
         console.print(ColumnTable(rows=rows, title=f"{folder.path}, sizes alone checked"))
         for each in wrong:
             console.print(each)
+        self._print_best()
         return int(bool(wrong))
+
+    def _print_best(self, *, alone: bool = False) -> bool:
+        """Name the model of the best evaluation, if one was kept; `alone`: only where there is no checkpoint."""
+        from lengthwise.checkpoint import CheckpointFolder
+        from lengthwise.training.best import read_best
+        from lengthwise.training.resume import FOLDER
+
+        found = read_best(self.output)
+        if found is None or (alone and CheckpointFolder(self.output / FOLDER).steps()):
+            return False
+        folder, best = found
+        print(f"best evaluation: loss {best.loss:.4f} after step {best.step}, its model: {folder}", flush=True)
+        return True
 
     def _verify(self) -> int:
         from lengthwise.checkpoint import broken, read_manifest

@@ -42,7 +42,9 @@ class RunOptions:
 
     def names(self) -> dict[str, str]:
         """Map names of the library to what the user typed for them."""
-        return named_alike("ranks overwrite resume max_restarts timeout_seconds") | {"overrides": "--set"}
+        return named_alike("ranks overwrite resume accept_changes max_restarts timeout_seconds") | {
+            "overrides": "--set"
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,8 @@ class Train(RunOptions):
     """Delete an earlier run in the output folder first."""
     resume: tyro.conf.FlagCreatePairsOff[bool] = False
     """Go on with the run in the output folder, from its newest checkpoint, on any number of ranks."""
+    accept_changes: tyro.conf.FlagCreatePairsOff[bool] = False
+    """With --resume: go on though settings or data are not those of the checkpoint; each difference is told."""
     max_restarts: int = 0
     """How often to start the ranks again, from the newest checkpoint, where one died or hung. Not with torchrun."""
 
@@ -67,6 +71,7 @@ class Train(RunOptions):
             ranks=self.ranks,
             overwrite=self.overwrite,
             resume=self.resume,
+            accept_changes=self.accept_changes,
             max_restarts=self.max_restarts,
             timeout_seconds=self.timeout_seconds,
             callbacks=[PrintedProgress(LiveLine(sys.stdout))],

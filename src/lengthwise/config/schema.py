@@ -20,6 +20,7 @@ from lengthwise.config.sections import (
     GlobalBatch,
     LoraConfig,
     OffloadConfig,
+    SaveConfig,
 )
 from lengthwise.config.settings import PathSetting, Settings, Tokens
 from lengthwise.core.errors import ConfigError
@@ -162,6 +163,10 @@ class RunConfig(Settings):
         description="MB that the plans of past steps may take in the output, and as many the ledger; the oldest go; "
         "default 400",
     )
+    save: SaveConfig | None = Field(
+        default=None,
+        description="{best: eval_loss}: keep the model of the best evaluation beside the last; default null",
+    )
     not_finite: Literal["stop", "skip", "roll_back"] = Field(
         default="stop",
         description="what follows a loss, gradient or parameter that is NaN or infinite: stop, skip (no update in that "
@@ -191,6 +196,9 @@ class RunConfig(Settings):
             found.append(
                 ConfigError("steps", expected="at most one of `steps` and `epochs`", got="both", remedy=remedy)
             )
+        if values.get("save") is not None and values.get("eval") is None:
+            remedy = "Add `eval: {data: [{path: eval.jsonl}]}`, or take save out."
+            found.append(ConfigError("save", expected="`eval` beside it", got="none", remedy=remedy))
         if values.get("not_finite") == "roll_back" and values.get("checkpoint") is None:
             remedy = "Add `checkpoint: {every_steps: 50}`."
             found.append(ConfigError("not_finite", expected="`checkpoint` beside roll_back", got="none", remedy=remedy))
@@ -216,4 +224,5 @@ SECTIONS: Mapping[tuple[str, ...], type[Settings]] = {
     ("lora",): LoraConfig,
     ("offload",): OffloadConfig,
     ("checkpoint",): CheckpointConfig,
+    ("save",): SaveConfig,
 }

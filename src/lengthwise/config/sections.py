@@ -120,6 +120,14 @@ class GlobalBatch(Settings):
         return [ConfigError("", expected=expected, got=got, remedy=remedy)]
 
 
+class SaveConfig(Settings):
+    """Which models are kept beside the last."""
+
+    best: Literal["eval_loss"] = Field(
+        default="eval_loss", description="eval_loss: the one whose evaluation has the lowest loss, in output/model-best"
+    )
+
+
 class OffloadConfig(Settings):
     """Which share of a microbatch's activations is elsewhere until its backward, and where."""
 

@@ -38,6 +38,7 @@ def train(
     overrides: Sequence[str] = (),
     overwrite: bool = False,
     resume: bool = False,
+    accept_changes: bool = False,
     max_restarts: int = 0,
     timeout_seconds: float = 600.0,
     callbacks: Sequence[Callback] = (),
@@ -47,8 +48,9 @@ def train(
     `run`: a run file, its values, or a `RunConfig`. `ranks`: processes; None: one a GPU, else 1. `overrides`: texts
     `key=value` for a run file. `overwrite`: delete an earlier run in the output folder. `resume`: go on with it from
     its newest checkpoint, on any number of ranks; a run that torchrun starts again does so by itself, or from its start
-    where it has no checkpoint. `max_restarts`: how often ranks that this process started are started again, to go on
-    in the same way, where one died or hung. `timeout_seconds`: how long a rank waits for another.
+    where it has no checkpoint. `accept_changes`: also where settings or data are not those of the checkpoint; each
+    difference is told. `max_restarts`: how often ranks that this process started are started again, to go on in the
+    same way, where one died or hung. `timeout_seconds`: how long a rank waits for another.
 
     Raises:
         LengthwiseError: a problem with the input, all of them in one error; or what ended the run.
@@ -60,18 +62,23 @@ def train(
             if overwrite and resume:
                 got, remedy = "both", "Leave one out: the first deletes the run, the second goes on with it."
                 raise ConfigError("overwrite", expected="{overwrite} or {resume}", got=got, remedy=remedy)
+            if accept_changes and not resume:
+                remedy = "Add {resume}, or leave it out."
+                raise ConfigError(
+                    "accept_changes", expected="{resume} beside {accept_changes}", got="it alone", remedy=remedy
+                )
             folder, deletes, goes_on = RunFolder(config.output), overwrite, resume
             if folder.is_restart(torchrun_agent()):
                 goes_on = has_checkpoint(config)
                 deletes = not goes_on
             claims.enter_context(folder.claimed(overwrite=deletes, resume=goes_on, inputs=_inputs(config)))
-            return find_resume(config) if goes_on else None
+            return find_resume(config, accept_changes=accept_changes) if goes_on else None
 
         start = prepare(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds, claim=claim)
         hearing = callbacks if start.is_first else ()
         _check_restarts(max_restarts, start)
         call_back(hearing, "on_start", start.job)
-        result = _run_restarting(start, callbacks, hearing, max_restarts)
+        result = _run_restarting(start, callbacks, hearing, max_restarts, accept_changes=accept_changes)
         call_back(hearing, "on_end", result)
         return result
 
@@ -83,7 +90,9 @@ def _check_restarts(max_restarts: int, start: Start) -> None:
     read_whole("max_restarts", max_restarts, least=0, most=_MOST_RESTARTS)
 
 
-def _run_restarting(start: Start, callbacks: Sequence[Callback], hearing: Sequence[Callback], most: int) -> TrainResult:
+def _run_restarting(
+    start: Start, callbacks: Sequence[Callback], hearing: Sequence[Callback], most: int, *, accept_changes: bool
+) -> TrainResult:
     """Run the ranks; where one died or hung, start them again, at most so often, from the newest checkpoint."""
     config = start.job.config
     for restarts in range(1, most + 2):
@@ -98,7 +107,7 @@ def _run_restarting(start: Start, callbacks: Sequence[Callback], hearing: Sequen
         except (RankError, TransferError) as error:
             if restarts > most:
                 raise
-            resume = find_resume(config) if has_checkpoint(config) else None
+            resume = find_resume(config, accept_changes=accept_changes) if has_checkpoint(config) else None
             start = replace(start, job=replace(job, resume=resume))
             only_of_first_start()
             place = "its start" if resume is None else f"step {resume.step}"

@@ -196,7 +196,8 @@ class Checkpoints:
         transport, manifest, parameters = self._transport, resume.manifest, self._parameters
         transport.phase = "reading the checkpoint"
         wrong = differences(manifest, parameters.names, parameters.shapes, _name(parameters))
-        if manifest.data != self._data():
+        other_data = manifest.data != self._data()
+        if other_data and not resume.accepts_changes:
             wrong.append("it was trained on other data")
         if wrong:
             more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
@@ -213,6 +214,8 @@ class Checkpoints:
         parameters.publish()
         parameters.published()
         self._folder_is_clean(resume)
+        for each in (*resume.changes, *["the tokens of the data"] * other_data):
+            self._note(f"changed since the checkpoint: {each}")
 
     def _folder_is_clean(self, resume: Resume) -> None:
         if self._transport.rank == 0:

@@ -17,6 +17,7 @@ from lengthwise.models import DTYPES, build_adapted, find_model, save_adapter, s
 from lengthwise.training.folder import CONFIG, whole_folder
 from lengthwise.training.resume import FOLDER, run_settings
 
+_OF_THE_MODEL = ("model", "weights", "lora", "precision")  # settings that say what a checkpoint's parameters mean
 _ANOTHER = "Take another checkpoint, with {step}."
 
 
@@ -58,7 +59,8 @@ def export_checkpoint(output: Path, to: Path, *, step: int | None = None) -> Pat
     if to.exists():
         raise OutputError(str(to), expected="a new folder", got="one that is there", remedy="Choose another {to}.")
     config = load_config(output / CONFIG)
-    other = changed(manifest.run, run_settings(config))
+    then, now = ({key: run.get(key) for key in _OF_THE_MODEL} for run in (manifest.run, run_settings(config)))
+    other = changed(then, now)
     if other:
         expected, remedy = "the settings that the checkpoint was saved with", "Put the run's own config.yaml back."
         raise OutputError(str(output / CONFIG), expected=expected, got="; ".join(other), remedy=remedy)

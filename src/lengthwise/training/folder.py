@@ -15,6 +15,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from math import inf
 from pathlib import Path
@@ -37,7 +38,9 @@ from lengthwise.training.writes import Writes, insist
 CONFIG = "config.yaml"
 _AGENT = "torchrun.txt"
 _LEDGER, _OLD_LEDGER = "ledger.jsonl", "ledger.old.jsonl"  # the second: lines before the first's, where it grew long
-_FOLDERS = ("plans", "model", "model.unfinished", "checkpoints", STACKS)
+BEST = "model-best"  # of the best evaluation, see `training.best`
+_BESTS = (BEST, f"{BEST}.unfinished", f"{BEST}.previous")
+_FOLDERS = ("plans", "model", "model.unfinished", *_BESTS, "checkpoints", STACKS)
 _A_STEP_A_LINE = ("metrics.jsonl", _LEDGER, _OLD_LEDGER, "eval.jsonl", "not_finite.jsonl")
 _FILES = (CONFIG, _AGENT, "measurements.json", *_A_STEP_A_LINE)
 _LOCK = "run.lock"
@@ -138,7 +141,7 @@ class RunFolder(Callback):
     def go_on(self, config: RunConfig, step: int) -> None:
         """Take back what was written after `step`, and the model: the run does these steps again."""
         with self.writing():
-            for folder in (self.model, _unfinished(self.model)):
+            for folder in (self.model, unfinished_of(self.model)):
                 shutil.rmtree(folder, ignore_errors=True)
             for name in _A_STEP_A_LINE:
                 _cut(self.path / name, step)
@@ -155,14 +158,9 @@ class RunFolder(Callback):
         with self.writing():
             (self.path / "measurements.json").write_text(found.to_json(), encoding="utf-8")
 
-    @contextlib.contextmanager
-    def writing(self, kind: type[OutputError] = WriteError) -> Iterator[None]:
+    def writing(self, kind: type[OutputError] = WriteError) -> AbstractContextManager[None]:
         """Raise an error of this kind for what goes wrong in the block while files are written, a full disk say."""
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            remedy = "Free or repair the disk, or choose another output."
-            raise kind(str(self.path), expected="a folder that can be written", got=str(error), remedy=remedy) from None
+        return writing(self.path, kind)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[Path]:
@@ -309,9 +307,22 @@ def _cut(path: Path, step: int) -> None:
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """Give a folder to write into; it becomes `path` when the block ends, synced, whole or not at all."""
-    unfinished = _unfinished(path)
+def writing(path: Path, kind: type[OutputError] = WriteError) -> Iterator[None]:
+    """Raise an error of this kind, which names `path`, for what goes wrong in the block while files are written."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        remedy = "Free or repair the disk, or choose another output."
+        raise kind(str(path), expected="a folder that can be written", got=str(error), remedy=remedy) from None
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
+    """Give a folder to write into; it becomes `path` when the block ends, synced, whole or not at all.
+
+    `replaces`: one that is there keeps its place until then, and its content beside it until the other has its name.
+    """
+    unfinished, previous = unfinished_of(path), previous_of(path)
     try:
         unfinished.mkdir(parents=True)
         yield unfinished
@@ -319,11 +330,20 @@ def whole_folder(path: Path) -> Iterator[Path]:
             if each.is_file():
                 make_readable(each)
             sync(each)
+        if replaces and path.exists():
+            path.rename(previous)
         unfinished.rename(path)
         sync(path.parent)
+        shutil.rmtree(previous, ignore_errors=True)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _unfinished(path: Path) -> Path:
+def unfinished_of(path: Path) -> Path:
+    """Name the folder that becomes `path` when it is whole."""
     return path.with_name(f"{path.name}.unfinished")
+
+
+def previous_of(path: Path) -> Path:
+    """Name the folder that was `path` until another took its place."""
+    return path.with_name(f"{path.name}.previous")

@@ -117,7 +117,7 @@ class FinitePolicy:
         if self.transport.rank:
             return None
         try:
-            return find_resume(self.config)
+            return find_resume(self.config, accept_changes=True)  # it may be of before they changed
         except LengthwiseError:
             return None
 

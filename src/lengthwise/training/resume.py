@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 
 from lengthwise.checkpoint import CheckpointFolder, Manifest, changed, read_manifest
 from lengthwise.comm import Transport
-from lengthwise.config import RunConfig
+from lengthwise.config import OptimizerConfig, RunConfig
 from lengthwise.core.errors import LengthwiseError, OutputError
+from lengthwise.engine.optimizer import states_of
 
 FOLDER = "checkpoints"  # within the output of a run
 
@@ -26,18 +28,24 @@ FREE_SETTINGS = frozenset(
     (
         *("capacity_tokens", "planner", "recompute", "offload", "heads", "measurements"),
         *("attention", "compile", "fused_layers", "experts", "loss", "overlap", "device", "memory_check"),
-        *("eval", "checkpoint", "output", "not_finite", "most_log_mb"),
+        *("eval", "checkpoint", "save", "output", "not_finite", "most_log_mb"),
     )
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """The checkpoint that a run goes on from. `passed_over`: what newer ones have wrong."""
+    """The checkpoint that a run goes on from.
+
+    `passed_over`: what newer ones have wrong. `changes`: settings that differ, with both values, where
+    `accepts_changes`, of the data, too.
+    """
 
     folder: Path
     manifest: Manifest
     passed_over: Sequence[LengthwiseError] = ()
+    changes: Sequence[str] = ()
+    accepts_changes: bool = False
 
     @property
     def step(self) -> int:
@@ -60,18 +68,35 @@ def has_checkpoint(config: RunConfig) -> bool:
     return bool(CheckpointFolder(config.output / FOLDER).steps())
 
 
-def find_resume(config: RunConfig) -> Resume:
+def find_resume(config: RunConfig, *, accept_changes: bool = False) -> Resume:
     """Return the newest checkpoint in the run's output folder that is whole and of these settings.
+
+    `accept_changes`: of other settings, too, where it has the optimizer's states.
 
     Raises:
         OutputError: there is none, or it is of other settings, which are listed.
     """
     folder, manifest, passed_over = CheckpointFolder(config.output / FOLDER).newest()
     different = changed(manifest.run, run_settings(config))
-    if different:
-        remedy = "Change them back, or train into another output."
+    if different and not accept_changes:
+        remedy = "Change them back, train into another output, or give {accept_changes} to go on with these."
         raise OutputError(str(folder), expected="the run's own settings", got="; ".join(different), remedy=remedy)
-    return Resume(folder=folder, manifest=manifest, passed_over=passed_over)
+    saved, asked = _states(manifest.run.get("optimizer")), _states(config.optimizer.model_dump(mode="json"))
+    if saved != asked:
+        remedy = "Take the optimizer of before, or train the exported model into another output."
+        raise OutputError(str(folder), expected=f"states of {asked}", got=f"states of {saved}", remedy=remedy)
+    return Resume(
+        folder=folder, manifest=manifest, passed_over=passed_over, changes=different, accepts_changes=accept_changes
+    )
+
+
+def _states(optimizer: object) -> str:
+    """Name an optimizer of a run's settings, and what it keeps of each entry."""
+    try:
+        config = OptimizerConfig.model_validate(optimizer)
+    except ValidationError:
+        return f"an optimizer that is not known, {optimizer}"
+    return f"{config.name} ({', '.join(states_of(config)) or 'none'})"
 
 
 def told_resume(found: Resume | None, config: RunConfig, transport: Transport) -> Resume | None:
@@ -82,13 +107,14 @@ def told_resume(found: Resume | None, config: RunConfig, transport: Transport) -
     """
     if transport.world_size == 1:
         return found
-    steps = torch.empty(transport.world_size, dtype=torch.float64)
-    transport.all_gather(steps, torch.tensor([0 if found is None else found.step], dtype=torch.float64))
-    step = int(steps[0])
+    rows = torch.empty(2 * transport.world_size, dtype=torch.float64)
+    mine = [0, 0] if found is None else [found.step, found.accepts_changes]
+    transport.all_gather(rows, torch.tensor(mine, dtype=torch.float64))
+    step, accepts_changes = int(rows[0]), bool(rows[1])
     if step == 0 or (found is not None and found.step == step):
         return found if step else None
     folder = CheckpointFolder(config.output / FOLDER).at(step)
-    return Resume(folder=folder, manifest=read_manifest(folder))
+    return Resume(folder=folder, manifest=read_manifest(folder), accepts_changes=accepts_changes)
 
 
 def torchrun_agent() -> str | None:

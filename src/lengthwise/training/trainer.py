@@ -30,6 +30,7 @@ from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.schedule import learning_rates
 from lengthwise.engine.step import RankResult, run_plan
 from lengthwise.models import DTYPES, DropoutKey, choose_model_kernel, has_balance_loss
+from lengthwise.training.best import BestModel
 from lengthwise.training.building import build_trained
 from lengthwise.training.callbacks import Callback, call_back
 from lengthwise.training.capacity import measure_capacities, told
@@ -170,6 +171,7 @@ class _Trainer:
         self._offloading = start_offloading(job.config.offload, self._model, self._kernel, where=where)
         self._checks_memory = job.config.memory_check if job.config.memory_check is not None else job.gpus > 0
         self._memory = PeakMemory()
+        self._best: BestModel | None = None  # of rank 0, where the run keeps one
         self._num_steps = job.num_steps
         self._learning_rate = learning_rates(job.config.optimizer, self._num_steps)
         self._new_steps, self._steps = steps, steps(job.batches(after=self._done))
@@ -189,6 +191,9 @@ class _Trainer:
             else:
                 self._folder.start(self._job.config)
             self._folder.note_agent(torchrun_agent())
+            if self._job.config.save is not None and self._job.eval_dataset is not None:
+                say = partial(call_back, self._callbacks, "on_note")
+                self._best = BestModel(self._folder.path, self._job.eval_dataset.digest().hex(), say)
             if self._pricing.measurements is not None:
                 self._folder.keep_measurements(self._pricing.measurements)
         if self._checks_memory:
@@ -344,6 +349,10 @@ class _Trainer:
             num_loss_tokens=loss_tokens,
         )
         call_back(self._callbacks, "on_eval", metrics)
+        if self._best is not None:
+            self._transport.phase = f"{name}, saving the best model"
+            self._parameters.published()
+            self._best.offer(number, metrics.loss, partial(self._write_model, number))
 
     def _save(self, number: int) -> None:
         self._transport.phase = "saving the model"
