@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -16,15 +14,13 @@ from lengthwise.cli.options import named_alike
 from lengthwise.cli.sources import NamedSources, asked_sources, is_run_file
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.sizes import parse_tokens, read_whole
-from lengthwise.report.figures import count, percent, seconds
+from lengthwise.report.figures import count, percent
 from lengthwise.report.progress import LiveLine
 
 if TYPE_CHECKING:
     from lengthwise.data.manifest import Manifest
-    from lengthwise.data.prepare import Progress
 
 _MOST_WORKERS = 1024
-_BAR = 20  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +120,7 @@ class Prepare:
     def _prepare(self, asked: NamedSources, out: Path) -> int:
         from lengthwise.data import load_tokenizer
         from lengthwise.data.prepare import prepare_store
+        from lengthwise.training.preparing import progress_line
         from lengthwise.training.workers import usable_cores, worker_processes
 
         line = LiveLine(sys.stdout)
@@ -139,7 +136,7 @@ class Prepare:
                     out,
                     tokenizer_name=asked.tokenizer,
                     tokenizer=load,
-                    key=asked.key,
+                    keys=[f"{asked.key}.{number}" for number in range(len(asked.sources))],
                     run=run,
                     on_progress=progress_line(line),
                     overwrite=self.overwrite,
@@ -172,30 +169,6 @@ class Prepare:
             for each in wrong:
                 line.write(str(each))
         return int(bad > 0)
-
-
-def progress_line(line: LiveLine) -> Callable[[Progress], None]:
-    """Return what shows how far a preparation is, and how long it will still take."""
-    start = time.monotonic()
-    before: list[Progress] = []
-
-    def show(now: Progress) -> None:
-        before.append(now) if not before else None
-        found, spent = before[0], time.monotonic() - start
-        share = now.bytes_done / max(1, now.num_bytes)
-        bar = "#" * round(_BAR * share)
-        shards = f"{now.shards_done} of {now.num_shards} shards"
-        text = f"[{bar:.<{_BAR}}] {percent(share)}, {shards}, {count(now.tokens)} tokens"
-        if now is found and found.shards_found:
-            text += f" of an earlier try ({found.shards_found} shards)"
-        new_bytes = now.bytes_done - found.bytes_done
-        if new_bytes and spent:
-            left = spent * (now.num_bytes - now.bytes_done) / new_bytes
-            rate = (now.tokens - found.tokens) / spent
-            text += f", {count(rate)} tokens/s, {seconds(left)} left" if left else f", {count(rate)} tokens/s"
-        line.update(text)
-
-    return show
 
 
 def told(manifest: Manifest, out: Path) -> str:

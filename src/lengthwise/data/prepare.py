@@ -65,24 +65,33 @@ def prepare_store(
     *,
     tokenizer_name: str,
     tokenizer: Callable[[], Tokenizer],
-    key: str = "data",
+    keys: Sequence[str] | None = None,
     run: Runner = map,
     on_progress: Callable[[Progress], None] = lambda _progress: None,
     overwrite: bool = False,
+    vocab_size: int | None = None,
     **cutting: int,
 ) -> tuple[Manifest, bool]:
     """Prepare sources into the folder `out`; return its manifest, and whether it was there already, the same.
 
     `run` calls functions in other processes; the default calls them here. `tokenizer` loads the one of that name.
-    `cutting`: `least_bytes` of `plan_shards`.
+    `keys`: the config path of each source, for messages; None: data.0 and so on. `vocab_size`: rows with larger ids are
+    bad; None: with none. `cutting`: `least_bytes` of `plan_shards`.
 
     Raises:
         LengthwiseError: sources that cannot be read, all bad rows together; a folder that holds something else, is
             being written by another process, or cannot be written.
     """
     out = Path(os.path.abspath(out))
+    keys = [f"data.{number}" for number in range(len(sources))] if keys is None else keys
     plan = plan_shards(
-        sources, key=key, tokenizer=_used(tokenizer_name, tokenizer), tokenizer_name=tokenizer_name, run=run, **cutting
+        sources,
+        keys=keys,
+        tokenizer=_used(tokenizer_name, tokenizer),
+        tokenizer_name=tokenizer_name,
+        run=run,
+        vocab_size=vocab_size,
+        **cutting,
     )
     if _is_there(out, plan, overwrite=overwrite):
         return read_manifest(out), True
@@ -193,7 +202,8 @@ def _write_shards(
             pieces=pieces,
             sources=plan.sources,
             tokenizer_name=plan.tokenizer_name,
-            key=plan.key,
+            keys=plan.keys,
+            vocab_size=plan.vocab_size,
         )
         for number, pieces in enumerate(plan.shards)
         if number not in found
@@ -207,8 +217,13 @@ def _write_shards(
     together = Refusals()
     for _, refusals in sorted(refused.items()):
         together.merge(refusals)
-    together.raise_all(plan.key)
+    together.raise_all(_together(plan))
     return [found[number] for number in range(len(plan.shards))]
+
+
+def _together(plan: ToPrepare) -> str:
+    """Return what messages call all sources: `data` of data.0 and data.1, the key of a single one."""
+    return plan.keys[0] if len(plan.keys) == 1 else plan.keys[0].rpartition(".")[0]
 
 
 def _bytes(piece: Piece) -> int:
@@ -223,7 +238,7 @@ def _write_whole(folder: Path, plan: ToPrepare, shards: Sequence[WrittenShard]) 
     if rows == sum(skipped.values()):
         left_out = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
         got, remedy = f"none (left out: {left_out or 'nothing'})", "Add rows, or raise max_tokens."
-        raise DataError(plan.key, expected="at least one sequence", got=got, remedy=remedy)
+        raise DataError(_together(plan), expected="at least one sequence", got=got, remedy=remedy)
     data = _write_tables(folder, len(shards))
     with (folder / store.FILES).open("w", encoding="utf-8") as file:
         for (_, listing), group in zip(plan.listings, plan.files, strict=True):

@@ -35,14 +35,15 @@ ROW_RECORD = np.dtype([("length", "<i8"), ("losses", "<i8"), ("digest", f"V{ROW_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardTask:
-    """A shard to be written into `folder`; `key` is the config path of the sources."""
+    """A shard to be written into `folder`; `keys` are the config paths of the sources."""
 
     number: int
     folder: Path
     pieces: tuple[Piece, ...]
     sources: tuple[DataSource, ...]
     tokenizer_name: str
-    key: str
+    keys: tuple[str, ...]
+    vocab_size: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +103,17 @@ def write_shard(task: ShardTask) -> tuple[int, WrittenShard | None, Refusals]:
             before = writer.num_rows
             for file in piece.files:
                 _refuse_changed(file, refusals.add)
-            source, key = task.sources[piece.source], f"{task.key}.{piece.source}"
-            add_rows(writer, piece.rows, source, key, refusals, tokenizer=tokenizer, vocab_size=None, on_row=note)
+            source, key = task.sources[piece.source], task.keys[piece.source]
+            add_rows(
+                writer,
+                piece.rows,
+                source,
+                key,
+                refusals,
+                tokenizer=tokenizer,
+                vocab_size=task.vocab_size,
+                on_row=note,
+            )
             piece_rows.append(writer.num_rows - before)
     if len(refusals):
         writer.remove()

@@ -57,10 +57,11 @@ class Piece:
 class ToPrepare:
     """All that decides what a store is: settings, files, and the shards that follow from them."""
 
-    key: str
+    keys: tuple[str, ...]
     sources: tuple[DataSource, ...]
     tokenizer: UsedTokenizer | None
     tokenizer_name: str
+    vocab_size: int | None
     listings: tuple[tuple[int, Listing], ...]
     files: tuple[tuple[SourceFile, ...], ...]
     shards: tuple[tuple[Piece, ...], ...]
@@ -75,6 +76,8 @@ class ToPrepare:
         shards = [[(each.listing, len(each.files), each.rows.part) for each in shard] for shard in self.shards]
         made = None if self.tokenizer is None else asdict(self.tokenizer)
         values = {"encoding": ENCODING, "tokenizer": made, "sources": self.settings(), "files": files, "shards": shards}
+        if self.vocab_size is not None:
+            values["vocab_size"] = self.vocab_size
         return json.dumps(values, default=asdict) + "\n"
 
     def digest(self) -> str:
@@ -85,29 +88,31 @@ class ToPrepare:
 def plan_shards(
     sources: Sequence[DataSource],
     *,
-    key: str,
+    keys: Sequence[str],
     tokenizer: UsedTokenizer | None,
     tokenizer_name: str,
     run: Runner,
+    vocab_size: int | None = None,
     least_bytes: int = _LEAST_BYTES,
 ) -> ToPrepare:
     """Find all files of all sources, read them once through `run`, and cut them into shards of `least_bytes` or more.
 
-    `tokenizer` is None where it could not be loaded, which is an error once a text is met. Raises DataError, or
-    Problems, for what is not there or cannot be read.
+    `keys`: the config path of each source. `tokenizer` is None where it could not be loaded, which is an error once a
+    text is met. `vocab_size` None: ids of any size. Raises DataError, or Problems, for what is not there or cannot be
+    read.
     """
     problems, listings = list[DataError](), list[tuple[int, Listing]]()
-    for number, source in enumerate(sources):
+    for number, (key, source) in enumerate(zip(keys, sources, strict=True)):
         if source.weight != 1:
             expected, remedy = (
                 "no weight: it is of runs, not of rows",
                 "Prepare this source alone, and weigh its folder.",
             )
-            where = f"{key}.{number}.weight"
+            where = f"{key}.weight"
             problems.append(DataError(where, expected=expected, got=f"{source.weight}", remedy=remedy))
         if source.path is not None and is_store(source.path):
             got, remedy = "a store", "Name it in a run file as it is."
-            problems.append(DataError(f"{key}.{number}", expected="data to prepare", got=got, remedy=remedy))
+            problems.append(DataError(key, expected="data to prepare", got=got, remedy=remedy))
         else:
             listings += [(number, each) for each in list_source(source, problems.append)]
     raise_problems(problems)
@@ -127,10 +132,11 @@ def plan_shards(
         for number in range(len(listings))
     )
     return ToPrepare(
-        key=key,
+        keys=tuple(keys),
         sources=tuple(sources),
         tokenizer=tokenizer,
         tokenizer_name=tokenizer_name,
+        vocab_size=vocab_size,
         listings=tuple(listings),
         files=files,
         shards=tuple(_shards(listings, files, cut_bytes)),

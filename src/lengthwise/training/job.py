@@ -36,6 +36,7 @@ from lengthwise.models import (
 from lengthwise.planner import PACKED_DP, PlanOptions
 from lengthwise.program import refuse_unsupported
 from lengthwise.report.figures import count
+from lengthwise.training.caching import data_cache
 from lengthwise.training.launch import threads_of_each
 from lengthwise.training.rank_memory import Capacities
 from lengthwise.training.resume import Resume
@@ -225,8 +226,13 @@ def prepare_job(
         return loaded[0]
 
     def read(sources: Sequence[DataSource], key: str) -> Dataset | None:
-        return attempt(lambda: load_dataset(sources, tokenizer=tokenizer, vocab_size=vocab_size, key=key))
+        def load() -> Dataset:
+            ready = sources if cache is None else cache.prepared(sources, key)
+            return load_dataset(ready, tokenizer=tokenizer, vocab_size=vocab_size, key=key)
 
+        return attempt(load)
+
+    cache = data_cache(config.tokenizer_name, tokenizer, vocab_size, timeout_seconds)
     dataset = read(config.data, "data")
     eval_dataset = read(config.eval.data, "eval.data") if config.eval and config.eval.data else None
     positions = position_limit(model.config) if model else None
