@@ -4,6 +4,7 @@ One interface (`Transport`), two executors: torch.distributed (gloo, NCCL) and a
 No communicator is ever made for a sequence: all ranks share one global group for collectives and one for transfers.
 """
 
+from lengthwise.comm.checked import CheckedTransport, checks_transfers
 from lengthwise.comm.devices import built_for_gpus, count_gpus, find_gpus, has_unused_gpu
 from lengthwise.comm.exchange import agree, broadcast_bytes
 from lengthwise.comm.solo import SoloTransport
@@ -14,6 +15,7 @@ from lengthwise.comm.transport import Done, Pending, Transport
 from lengthwise.comm.world import World, world_from_environment
 
 __all__ = [
+    "CheckedTransport",
     "Done",
     "Pending",
     "SoloTransport",
@@ -25,6 +27,7 @@ __all__ = [
     "agree",
     "broadcast_bytes",
     "built_for_gpus",
+    "checks_transfers",
     "count_gpus",
     "find_gpus",
     "has_unused_gpu",

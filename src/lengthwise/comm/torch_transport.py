@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lengthwise.comm.checked import CheckedTransport, Exchange, checks_transfers
 from lengthwise.comm.clock import Clock
 from lengthwise.comm.groups import gloo_group, nccl_group
 from lengthwise.comm.solo import SoloTransport
@@ -47,14 +48,17 @@ def join(
     Raises:
         TransferError: not all ranks came.
         RankError: some are on GPUs and some are not.
+        ConfigError: LENGTHWISE_CHECK_TRANSFERS is neither 1 nor 0.
     """
     if world.world_size == 1:
         world.claim_device()
         return SoloTransport()
+    checks = checks_transfers()
     transport = TorchTransport(world, timeout_seconds=timeout_seconds, on_phase=on_phase)
     if say is not None:
-        say(f"transfers: {_means(world, transport.shares_gpus)}")
-    return StagedTransport(transport) if transport.shares_gpus else transport
+        say(f"transfers: {_means(world, transport.shares_gpus)}{'; each message is checked' * checks}")
+    moving = StagedTransport(transport) if transport.shares_gpus else transport
+    return CheckedTransport(moving, transport.beside()) if checks else moving
 
 
 def _means(world: World, sharing: bool) -> str:
@@ -113,7 +117,14 @@ class TorchTransport:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post one grouped call (see `Transport.exchange`)."""
-        group = self._transfers
+        return self._exchange(self._transfers, sends, receives)
+
+    def beside(self) -> Exchange:
+        """Return how to exchange host tensors apart from all other messages, over a new group. Collective."""
+        group = self._guard(lambda: gloo_group(timedelta(seconds=self._timeout_seconds)))
+        return partial(self._exchange, group)
+
+    def _exchange(self, group: dist.ProcessGroup, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         operations = [dist.P2POp(dist.isend, tensor, peer, group=group) for tensor, peer in sends]
         operations += [dist.P2POp(dist.irecv, tensor, peer, group=group) for tensor, peer in receives]
         peers = sorted({peer for _, peer in (*sends, *receives)})

@@ -105,6 +105,10 @@ class TransferError(LengthwiseError):
     code = "transfer"
 
 
+class TransferMismatch(TransferError):  # noqa: N818 - the name says what happened
+    """A message that was not what its receiver expected: a reason, where other transfer errors are what follows."""
+
+
 class RankError(LengthwiseError):
     """A rank that died, hung, or disagrees with the others."""
 

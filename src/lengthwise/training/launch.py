@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 
 from lengthwise.comm import World
-from lengthwise.core.errors import CallbackError, LengthwiseError, RankError, TransferError
+from lengthwise.core.errors import CallbackError, LengthwiseError, RankError, TransferError, TransferMismatch
 from lengthwise.core.processes import end_with_parent, let_threads_end
 from lengthwise.training.stacks import ask_for_stacks, file_of, keep_stacks, where_told, writing_stacks
 
@@ -212,7 +212,7 @@ class _Children:
     def outcome(self, stop: StopRequest, *, asks: bool, stacks: Path | None) -> Any:
         try:
             self._watch(stop, asks=asks)
-            own = [error for _, error in sorted(self._errors.items()) if not isinstance(error, TransferError)]
+            own = [error for _, error in sorted(self._errors.items()) if _is_a_reason(error)]
             timed_out = bool(self._errors) and not own
             kept = stacks if stacks is not None and timed_out and self._keep_stacks(stacks) else None
         finally:
@@ -289,6 +289,11 @@ class _Children:
         for process, pipe in zip(self._processes, self._pipes, strict=True):
             process.join()
             pipe.close()
+
+
+def _is_a_reason(error: LengthwiseError) -> bool:
+    """Whether it is more than that another rank did not answer."""
+    return isinstance(error, TransferMismatch) or not isinstance(error, TransferError)
 
 
 def _child(

@@ -1,0 +1,162 @@
+"""A transport around another that checks each message before it is taken, with LENGTHWISE_CHECK_TRANSFERS=1.
+
+gloo and NCCL match messages by their order alone: of another length or type, gloo ends the process and NCCL waits or
+writes what came. Here a header goes ahead of each message, over a group of host memory of its own: which message of
+these two ranks it is, its dtype and shape, and the phase that it was posted in. A call's messages move when it is
+waited for, once all its headers are right, so nothing overlaps; bytes and their order are the same.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lengthwise.comm.transport import Around, Done, Message, Pending, Transport
+from lengthwise.core.errors import ConfigError, TransferMismatch
+
+VARIABLE = "LENGTHWISE_CHECK_TRANSFERS"
+_HEADER = struct.Struct("<q24s64s160s")
+
+
+def checks_transfers() -> bool:
+    """Whether the environment asks for it.
+
+    Raises:
+        ConfigError: it says neither 1 nor 0.
+    """
+    asked = os.environ.get(VARIABLE, "")
+    if asked not in ("", "0", "1"):
+        raise ConfigError(VARIABLE, expected="1 or 0", got=repr(asked), remedy=f"Unset {VARIABLE}.")
+    return asked == "1"
+
+
+class Exchange(Protocol):
+    """Posts one grouped call of host tensors, apart from all others."""
+
+    def __call__(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """As `Transport.exchange`."""
+        ...
+
+
+class CheckedTransport(Around):
+    """Sends a header ahead of each message of `inner`, by `exchange_headers`, and refuses what does not match."""
+
+    def __init__(self, inner: Transport, exchange_headers: Exchange) -> None:
+        super().__init__(inner)
+        self._exchange_headers = exchange_headers
+        self._sent, self._received = Counter[int](), Counter[int]()  # messages so far, by peer
+        self._under_way: deque[_CheckedPending] = deque()
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Post the headers of one grouped call (see `Transport.exchange`); the rest follows when it is waited for.
+
+        Calls complete in the order posted. Under the strict rules, by which plans are checked, no more is needed.
+        """
+        if not sends and not receives:
+            return Done()
+        out = [(self._header(tensor, peer, self._sent).packed(), peer) for tensor, peer in sends]
+        expected = [self._header(tensor, peer, self._received) for tensor, peer in receives]
+        rooms = [(torch.empty(_HEADER.size, dtype=torch.uint8), peer) for _, peer in receives]
+        pending = _CheckedPending(self, sends, receives, expected, rooms, self._exchange_headers(out, rooms))
+        self._under_way.append(pending)
+        return pending
+
+    def _header(self, tensor: Tensor, peer: int, counts: Counter[int]) -> _Header:
+        counts[peer] += 1
+        return _Header(counts[peer], str(tensor.dtype).removeprefix("torch."), str(list(tensor.shape)), self.phase)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum over all ranks, in place."""
+        self._inner.all_reduce(tensor)
+
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
+        """Sum over all ranks and keep this rank's slice."""
+        self._inner.reduce_scatter(output, source)
+
+    def reduce_scatter_async(self, output: Tensor, source: Tensor) -> Pending:
+        """Begin a `reduce_scatter` (see `Transport.reduce_scatter_async`)."""
+        return self._inner.reduce_scatter_async(output, source)
+
+    def all_gather(self, output: Tensor, source: Tensor) -> None:
+        """Concatenate the tensors of all ranks."""
+        self._inner.all_gather(output, source)
+
+    def all_gather_async(self, output: Tensor, source: Tensor) -> Pending:
+        """Begin an `all_gather` (see `Transport.reduce_scatter_async`)."""
+        return self._inner.all_gather_async(output, source)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite with the tensor of rank `source`."""
+        self._inner.broadcast(tensor, source)
+
+    def _finish(self, pending: _CheckedPending) -> None:
+        """Complete a call, and all that were posted before it."""
+        while pending in self._under_way:
+            self._under_way.popleft().finish()
+
+
+class _Header(NamedTuple):
+    """What is told of a message ahead of it."""
+
+    number: int  # of this message among those from one rank to the other, from 1
+    dtype: str
+    shape: str
+    phase: str  # it was posted in
+
+    def packed(self) -> Tensor:
+        """Return it as bytes, (`_HEADER.size`,); long texts are cut."""
+        return torch.frombuffer(
+            bytearray(_HEADER.pack(self.number, *(each.encode() for each in self[1:]))), dtype=torch.uint8
+        )
+
+    def __str__(self) -> str:
+        return f"message {self.number}, {self.dtype} of shape {self.shape}, of {self.phase}"
+
+
+def _unpacked(room: Tensor) -> _Header:
+    number, *texts = _HEADER.unpack(bytes(room.numpy()))
+    return _Header(number, *(each.rstrip(b"\0").decode(errors="replace") for each in texts))
+
+
+class _CheckedPending:
+    """A grouped call whose headers are under way, and whose messages have not been posted."""
+
+    def __init__(
+        self,
+        transport: CheckedTransport,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        expected: Sequence[_Header],
+        rooms: Sequence[Message],
+        headers: Pending,
+    ) -> None:
+        self._transport, self._sends, self._receives = transport, sends, receives
+        self._expected, self._rooms, self._headers = expected, rooms, headers
+        self._phase = transport.phase
+
+    def wait(self) -> None:
+        self._transport._finish(self)
+
+    def finish(self) -> None:
+        """Check the headers, then move the messages."""
+        rank, inner = self._transport.rank, self._transport._inner
+        self._headers.wait()
+        for expected, (room, peer) in zip(self._expected, self._rooms, strict=True):
+            got = _unpacked(room)
+            if got != _unpacked(expected.packed()):
+                remedy = (
+                    f"This is a defect of lengthwise: please report it. Nothing of rank {peer}'s message was taken."
+                )
+                raise TransferMismatch(
+                    f"rank {rank}, {self._phase}",
+                    expected=f"from rank {peer} to rank {rank}: {expected}",
+                    got=str(got),
+                    remedy=remedy,
+                )
+        inner.exchange(self._sends, self._receives).wait()

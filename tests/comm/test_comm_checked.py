@@ -1,0 +1,148 @@
+"""Messages over real gloo that are not what their receiver expects: refused by name, before any of them is taken."""
+
+import pytest
+import torch
+
+from lengthwise.comm import CheckedTransport, World, checks_transfers, join
+from lengthwise.comm.checked import VARIABLE
+from lengthwise.core.errors import ConfigError, TransferError, TransferMismatch
+from lengthwise.training.launch import launch
+
+
+@pytest.fixture(autouse=True)
+def _checked(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1")
+
+
+def ran(work, ranks=2, *, timeout_seconds=20.0):
+    def rank_main(world: World, on_phase):
+        t = join(world, timeout_seconds=timeout_seconds, on_phase=on_phase)
+        result = work(t)
+        t.close()
+        return result
+
+    return launch(rank_main, ranks)
+
+
+def refused(send, receive):
+    """Let rank 0 send what `send` posts and rank 1 receive what `receive` posts; return the error, and what came."""
+
+    def work(t):
+        t.phase = "step 1"
+        (send if t.rank == 0 else receive)(t)
+
+    with pytest.raises(TransferMismatch) as caught:
+        ran(work)
+    return str(caught.value)
+
+
+def floats(*shape, value=1.0, dtype=torch.float32):
+    return torch.full(shape, value, dtype=dtype)
+
+
+def test_messages_that_match_arrive_and_calls_may_be_waited_for_in_any_order():
+    def work(t):
+        assert isinstance(t, CheckedTransport)
+        right, left = (t.rank + 1) % 3, (t.rank - 1) % 3
+        rooms = [torch.empty(4), torch.empty(2, 3, dtype=torch.float64), torch.empty(0), torch.empty(5)]
+        sent = [torch.full_like(room, 10.0 * t.rank + place) for place, room in enumerate(rooms)]
+        first = t.exchange([(sent[0], right), (sent[1], right)], [(rooms[0], left), (rooms[1], left)])
+        second = t.exchange([(sent[2], left), (sent[3], left)], [(rooms[2], right), (rooms[3], right)])
+        second.wait()
+        first.wait()
+        t.exchange([], []).wait()
+        total = torch.tensor([1.0])
+        t.all_reduce(total)
+        wanted = [10.0 * left, 10.0 * left + 1, None, 10.0 * right + 3]
+        right_ones = all((room == value).all() for room, value in zip(rooms, wanted, strict=True) if value is not None)
+        everyone = torch.empty(3)
+        t.all_gather(everyone, torch.tensor([float(right_ones and total.item() == 3)]))
+        return everyone.tolist()
+
+    assert ran(work, 3) == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("length", [3, 5])
+def test_a_wrong_length_is_refused(length):
+    said = refused(
+        lambda t: t.exchange([(floats(length), 1)], []).wait(), lambda t: t.exchange([], [(floats(4), 0)]).wait()
+    )
+    assert "rank 1, step 1: expected from rank 0 to rank 1: message 1, float32 of shape [4]" in said
+    assert f"got message 1, float32 of shape [{length}], of step 1" in said
+
+
+def test_a_wrong_dtype_of_as_many_bytes_is_refused():
+    said = refused(
+        lambda t: t.exchange([(floats(4, dtype=torch.int32), 1)], []).wait(),
+        lambda t: t.exchange([], [(floats(4), 0)]).wait(),
+    )
+    assert "float32 of shape [4]" in said
+    assert "got message 1, int32 of shape [4]" in said
+
+
+def test_another_order_within_a_call_is_refused_and_nothing_is_taken():
+    rooms = [floats(3, value=-1), floats(2, value=-1)]
+
+    def receive(t):
+        try:
+            t.exchange([], [(rooms[0], 0), (rooms[1], 0)]).wait()
+        finally:
+            assert all((room == -1).all() for room in rooms)
+
+    said = refused(lambda t: t.exchange([(floats(2), 1), (floats(3), 1)], []).wait(), receive)
+    assert "expected from rank 0 to rank 1: message 1, float32 of shape [3]" in said
+    assert "got message 1, float32 of shape [2]" in said
+
+
+def post_in(t, *phases):
+    """Send or receive a message of the same size in each of these phases."""
+    pending = []
+    for phase in phases:
+        t.phase = phase
+        message = [(floats(4), 1 - t.rank)]
+        pending.append(t.exchange(message, []) if t.rank == 0 else t.exchange([], message))
+    for each in pending:
+        each.wait()
+
+
+def test_another_order_of_calls_of_the_same_size_is_refused():
+    said = refused(lambda t: post_in(t, "layer 2", "layer 1"), lambda t: post_in(t, "layer 1", "layer 2"))
+    assert "rank 1, layer 1: expected from rank 0 to rank 1: message 1, float32 of shape [4], of layer 1" in said
+    assert "got message 1, float32 of shape [4], of layer 2" in said
+
+
+def test_a_lost_message_is_found_at_the_next_one():
+    said = refused(lambda t: post_in(t, "step 1", "step 3"), lambda t: post_in(t, "step 1", "step 2", "step 3"))
+    assert "message 2, float32 of shape [4], of step 2; got message 2, float32 of shape [4], of step 3" in said
+
+
+def test_a_message_that_was_lost_on_its_way_is_told_by_its_number():
+    def send(t):
+        t._sent[1] += 1
+        t.exchange([(floats(4), 1)], []).wait()
+
+    said = refused(send, lambda t: t.exchange([], [(floats(4), 0)]).wait())
+    assert "message 1, float32 of shape [4], of step 1; got message 2" in said
+
+
+def test_a_lost_message_that_none_follows_is_an_error_within_the_time_out():
+    def work(t):
+        t.phase = "step 1"
+        if t.rank == 1:
+            t.exchange([], [(floats(4), 0)]).wait()
+        else:
+            t.all_reduce(torch.zeros(1))
+
+    with pytest.raises(TransferError, match=r"step 1: expected .* to answer within 2 s"):
+        ran(work, timeout_seconds=2.0)
+
+
+def test_it_is_off_unless_asked_for(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "0")
+    assert not checks_transfers()
+    monkeypatch.delenv(VARIABLE)
+    assert not checks_transfers()
+    assert ran(lambda t: type(t).__name__) == "TorchTransport"
+    monkeypatch.setenv(VARIABLE, "yes")
+    with pytest.raises(ConfigError, match="expected 1 or 0; got 'yes'"):
+        checks_transfers()
