@@ -46,3 +46,9 @@ def _one_thread():
     torch = sys.modules.get("torch")  # not imported for the pure half, which is tested without it, too
     if torch is not None:
         torch.set_num_threads(1)
+
+
+@pytest.fixture
+def checked_transfers(monkeypatch):
+    """Check each message between ranks (`lengthwise.comm.checked`)."""
+    monkeypatch.setenv("LENGTHWISE_CHECK_TRANSFERS", "1")

@@ -11,6 +11,8 @@ from support import tiny_family_config
 from training.small_runs import call, losses, make_rows, train, write_run
 from training.test_training_resume import LENGTHS, assert_equal_runs, broken_off, run_of, whole
 
+pytestmark = pytest.mark.usefixtures("checked_transfers")
+
 
 def write_gpt2(folder, **dropout):
     config = tiny_family_config("gpt2", {"vocab_size": 64, "n_positions": 256, **dropout})

@@ -7,6 +7,8 @@ import pytest
 from lengthwise.core.plan_file import read_plan_text
 from training.small_runs import call, losses, make_rows, train, write_run
 
+pytestmark = pytest.mark.usefixtures("checked_transfers")
+
 LENGTHS = [30, 1, 12, 5, 61, 2, 9, 40]
 
 

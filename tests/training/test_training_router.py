@@ -42,6 +42,8 @@ from support import (
 )
 from training.small_runs import VOCAB, call, make_rows, read_lines, relative, row_losses, steps_of, train, write_run
 
+pytestmark = pytest.mark.usefixtures("checked_transfers")
+
 LENGTHS = (1, 57, 2, 3, 40, 1, 5, 7, 31, 11, 13, 8)
 COEFFICIENT = 0.5  # large, so that an error in the balance loss is one in the gradient
 BARS = {"fp64": (1e-13, 1e-12), "fp32": (2e-6, 1e-5)}

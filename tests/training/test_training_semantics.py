@@ -28,6 +28,8 @@ from training.small_runs import (
     write_run,
 )
 
+pytestmark = pytest.mark.usefixtures("checked_transfers")
+
 LENGTHS = (37, 1, 5, 90, 2, 16, 64, 23, 8, 1, 41, 12, 33, 95)
 
 

@@ -204,3 +204,17 @@ def test_train_eval_may_hold_longer_sequences_than_training(tmp_path, planner):
     others = make_rows([60, 3], seed=8)
     (tmp_path / "eval.jsonl").write_text("".join(f"{row}\n".replace("'", '"') for row in others))
     assert len(read_lines(train(path, "--ranks", 2) / "eval.jsonl")) == 2
+
+
+@pytest.mark.parametrize(("ranks", "heads"), [(3, "off"), (4, 2)])
+def test_train_with_each_message_checked_gives_the_same_bits(tmp_path, monkeypatch, capfd, ranks, heads):
+    found = []
+    for asked in ("0", "1"):
+        monkeypatch.setenv("LENGTHWISE_CHECK_TRANSFERS", asked)
+        path = write_run(tmp_path / asked, lively_rows(), steps=4, precision="bf16", capacity_tokens=20, heads=heads)
+        output = train(path, "--ranks", ranks)
+        assert ("each message is checked" in capfd.readouterr().out) == (asked == "1")
+        plans = [Plan.from_json(read_plan_text(each)) for each in sorted((output / "plans").iterdir())]
+        assert any(piece.degree > 1 for plan in plans for each in plan.microbatches for piece in each.pieces)
+        found.append((losses(output), (output / "model/model.safetensors").read_bytes()))
+    assert found[0] == found[1]

@@ -12,7 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from lengthwise.comm import World, built_for_gpus, count_gpus, find_gpus, has_unused_gpu, world_from_environment
+from lengthwise.comm import (
+    World,
+    built_for_gpus,
+    checks_transfers,
+    count_gpus,
+    find_gpus,
+    has_unused_gpu,
+    world_from_environment,
+)
 from lengthwise.config import RunConfig, build_config, load_config
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.faults import asked_faults
@@ -66,6 +74,7 @@ def prepare(
     collector.attempt(lambda: ranks is None or read_whole("ranks", ranks, most=MOST_RANKS))
     collector.attempt(lambda: _check_timeout(timeout_seconds))
     collector.attempt(asked_faults)
+    collector.attempt(checks_transfers)
     config = collector.attempt(lambda: _settings(run, overrides))
     found = None
     if config is not None and claim is not None and (world is None or world.rank == 0):
