@@ -38,6 +38,7 @@ def asked_sources(
         ConfigError: nothing was named, or what is not there; Problems: several of these, or of the run file.
     """
     from lengthwise.config import DataSource, load_config
+    from lengthwise.data.indexed import indexed_prefix
 
     if is_run_file(inputs):
         config = load_config(inputs[0], overrides)
@@ -52,7 +53,7 @@ def asked_sources(
         remedy = "Name a run file, or files of data."
         problems.add(ConfigError("FILE", expected="a run file or files of data", got="none", remedy=remedy))
     for path in inputs:
-        if not path.is_file() and not path.is_dir():
+        if not path.is_file() and not path.is_dir() and indexed_prefix(path) is None:
             got = f"{path}: {'not a regular file' if path.exists() else 'nothing there'}"
             remedy = "Correct the path."
             problems.add(ConfigError("FILE", expected="an existing file or folder", got=got, remedy=remedy))

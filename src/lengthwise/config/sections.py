@@ -19,7 +19,8 @@ class DataSource(Settings):
     path: PathSetting | None = Field(
         default=None,
         description="a file of JSON lines (plain or gzip), a Parquet or Arrow file, a dataset that "
-        "save_to_disk wrote, or a folder of text files (one file one document; links and hidden files are left out); "
+        "save_to_disk wrote, an indexed dataset of Megatron-LM, or a folder of text files (one file one document; "
+        "links and hidden files are left out); "
         "relative to the run file's folder",
     )
     python_stdlib: bool = Field(

@@ -1,19 +1,21 @@
 """Sources to a dataset: read, check, tokenize and count every row once, and report the bad ones together.
 
 Rows of one file that are refused for the same reason are one line with a count. Cost: one pass over the files. What
-`lengthwise prepare` wrote is opened as it is, and its tokens stay on the disk.
+`lengthwise prepare` wrote, and an indexed dataset, are opened as they are, and their tokens stay on the disk.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from lengthwise.core.errors import DataError
 from lengthwise.data.dataset import TOO_LONG, Dataset, DatasetBuilder, too_long
+from lengthwise.data.indexed import indexed_prefix, open_indexed
 from lengthwise.data.join import join_datasets
 from lengthwise.data.refusals import Refusals
 from lengthwise.data.rows import Row, RowParser
@@ -61,11 +63,11 @@ def load_dataset(
     builder, loaded = DatasetBuilder(), functools.cache(tokenizer)
     for index, source in enumerate(sources):
         where = f"{key}.{index}"
-        if source.path is not None and is_store(source.path):
+        if source.path is not None and is_mapped(source.path):
             judge = loaded if check_tokenizer else None
-            store = open_store(source, key=where, tokenizer=judge, vocab_size=vocab_size, report=refusals.add)
-            if store is not None:
-                parts += [builder.finish(), store] if builder.num_rows else [store]
+            mapped = _open_mapped(source, where, judge, vocab_size, refusals.add)
+            if mapped is not None:
+                parts += [builder.finish(), mapped] if builder.num_rows else [mapped]
                 builder = DatasetBuilder()
             continue
         for listing in list_source(source, refusals.add):
@@ -87,6 +89,24 @@ def load_dataset(
         got, remedy = f"none (left out: {left_out or 'nothing'})", "Add rows, or raise max_tokens."
         raise DataError(key, expected="at least one sequence to train on", got=got, remedy=remedy)
     return dataset
+
+
+def is_mapped(path: Path) -> bool:
+    """Return whether a path names data whose tokens stay on the disk: prepared, or an indexed dataset."""
+    return is_store(path) or indexed_prefix(path) is not None
+
+
+def _open_mapped(
+    source: DataSource,
+    key: str,
+    tokenizer: Callable[[], Tokenizer] | None,
+    vocab_size: int | None,
+    report: Callable[[DataError], None],
+) -> Dataset | None:
+    assert source.path is not None, "what is mapped has a path"
+    if is_store(source.path):
+        return open_store(source, key=key, tokenizer=tokenizer, vocab_size=vocab_size, report=report)
+    return open_indexed(source, key=key, vocab_size=vocab_size, report=report)
 
 
 def add_rows(

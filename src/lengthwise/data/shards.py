@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lengthwise.core.errors import DataError, raise_problems
+from lengthwise.data.indexed import indexed_prefix
 from lengthwise.data.manifest import UsedTokenizer
 from lengthwise.data.sources import Lines, Listing, is_lines, list_source, printable_name
 from lengthwise.data.store import ENCODING, is_store
@@ -110,8 +111,9 @@ def plan_shards(
             )
             where = f"{key}.weight"
             problems.append(DataError(where, expected=expected, got=f"{source.weight}", remedy=remedy))
-        if source.path is not None and is_store(source.path):
-            got, remedy = "a store", "Name it in a run file as it is."
+        if source.path is not None and (is_store(source.path) or indexed_prefix(source.path) is not None):
+            got = "a store" if is_store(source.path) else "an indexed dataset, of tokens"
+            remedy = "Name it in a run file as it is."
             problems.append(DataError(key, expected="data to prepare", got=got, remedy=remedy))
         else:
             listings += [(number, each) for each in list_source(source, problems.append)]

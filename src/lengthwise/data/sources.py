@@ -98,6 +98,12 @@ def list_source(source: DataSource, report: Report) -> list[Listing]:
         names = _walk(root, frozenset(), report)
     rows = [] if source.python_stdlib else sorted(name for name in names if name.lower().endswith(_ENDINGS_OF_ROWS))
     others = sorted(name for name in names if name not in rows and not _BESIDE_ROWS.fullmatch(name.rpartition("/")[2]))
+    indexed = [name for name in names if name.endswith(".idx") and name[:-4] + ".bin" in names]
+    if indexed:
+        remedy = "Name each as a source of its own, by its .idx file."
+        got = f"{counted(len(indexed), 'indexed dataset')} ({indexed[0]})"
+        report(DataError(printable_name(root), expected="a folder of rows or of texts", got=got, remedy=remedy))
+        return []
     if rows and others:
         got = f"{counted(len(rows), 'file')} of rows ({rows[0]}) and {counted(len(others), 'other')} ({others[0]})"
         remedy = "{name_files|Name each file of rows as a source of its own, or move the others away}."

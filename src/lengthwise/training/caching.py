@@ -23,10 +23,11 @@ from lengthwise.config import DataSource
 from lengthwise.core.errors import Collector, ConfigError, DataError, OutputError, RankError
 from lengthwise.core.locks import try_lock
 from lengthwise.data import Tokenizer
+from lengthwise.data.load import is_mapped
 from lengthwise.data.prepare import prepare_store
 from lengthwise.data.shards import Runner
 from lengthwise.data.sources import list_source
-from lengthwise.data.store import ENCODING, UNFINISHED, check_store, is_store
+from lengthwise.data.store import ENCODING, UNFINISHED, check_store
 from lengthwise.report.progress import LiveLine
 from lengthwise.training.preparing import progress_line
 from lengthwise.training.workers import usable_cores, worker_processes
@@ -65,7 +66,7 @@ class DataCache:
         return tuple(each for each in found if each is not None)
 
     def _source(self, source: DataSource, key: str) -> DataSource:
-        if source.path is not None and is_store(source.path):
+        if source.path is not None and is_mapped(source.path):
             return source
         files = _files(source)
         if sum(size for _, size, *_ in files) < self.small_bytes:
