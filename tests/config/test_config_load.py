@@ -116,6 +116,7 @@ def test_config_empty_rows_are_skipped_only_in_the_standard_library(folder):
         ("optimizer.name=muon", "optimizer.name", "depends on the whole matrix"),
         ("optimizer.name=lamb", "optimizer.name", "the norm of the whole parameter"),
         ("optimizer.name=adamw_8bit", "optimizer.name", "blocks that slices do not end at"),
+        ("optimizer.name=adamw8bit", "optimizer.name", "blocks that slices do not end at"),
         ("optimizer.name=adamw_torch", "optimizer.name", "Here it is adamw"),
         ("optimizer={name: sgd, betas: [0.9, 0.95]}", "optimizer.betas", "it belongs to adamw, adam, nadam"),
         ("optimizer.momentum=0.9", "optimizer.momentum", "it belongs to sgd, rmsprop"),

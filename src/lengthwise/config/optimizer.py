@@ -51,11 +51,16 @@ _FOLLOWS_LOSS = (
 _NOT_BY_ENTRY = "Its update of an entry depends on {}, and a rank has a slice that begins and ends anywhere in them"
 _MATRICES, _NORMS = _NOT_BY_ENTRY.format("the whole matrix"), _NOT_BY_ENTRY.format("the norm of the whole parameter")
 _BLOCKS = "8-bit states are rounded in blocks that slices do not end at: results would depend on the number of ranks"
+_IN_8_BIT = (  # transformers' names, then those of bitsandbytes' classes
+    *("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "lion_8bit", "paged_lion_8bit"),
+    *("rmsprop_bnb_8bit", "ademamix_8bit", "paged_ademamix_8bit"),
+    *("adamw8bit", "pagedadamw8bit", "adam8bit", "lion8bit", "sgd8bit", "rmsprop8bit", "adagrad8bit", "lamb8bit"),
+)
 REFUSED_NAMES: Mapping[str, Mapping[str, str]] = {
     "name": {
         **dict.fromkeys(("adafactor", "muon", "shampoo", "soap", "galore_adamw", "apollo_adamw"), _MATRICES),
         **dict.fromkeys(("lamb", "lars"), _NORMS),
-        **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "lion_8bit"), _BLOCKS),
+        **dict.fromkeys(_IN_8_BIT, _BLOCKS),
         **dict.fromkeys(("adamw_torch", "adamw_hf", "adamw_torch_fused"), "Here it is adamw; see `fused`"),
         "lbfgs": "It takes several forward passes a step, and a global history",
     },
