@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lengthwise.comm import CheckedTransport, World, checks_transfers, join
+from lengthwise.comm import CheckedTransport, StagedTransport, TorchTransport, World, checks_transfers, join
 from lengthwise.comm.checked import VARIABLE
 from lengthwise.core.errors import ConfigError, TransferError, TransferMismatch
 from lengthwise.training.launch import launch
@@ -60,6 +60,25 @@ def test_messages_that_match_arrive_and_calls_may_be_waited_for_in_any_order():
         return everyone.tolist()
 
     assert ran(work, 3) == [1.0, 1.0, 1.0]
+
+
+def test_messages_through_host_memory_are_checked_too(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "0")
+
+    def around(t):
+        assert isinstance(t, TorchTransport)
+        return CheckedTransport(StagedTransport(t, stages=lambda _: True), t.beside())
+
+    def right(t):
+        room = torch.empty(1000)
+        around(t).exchange([(floats(1000, value=t.rank), 1 - t.rank)], [(room, 1 - t.rank)]).wait()
+        return room.unique().tolist()
+
+    assert ran(right) == [1.0]
+    with pytest.raises(
+        TransferMismatch, match=r"float32 of shape \[4\], of start; got message 1, float32 of shape \[3\]"
+    ):
+        ran(lambda t: around(t).exchange(*([(floats(3), 1)], []) if t.rank == 0 else ([], [(floats(4), 0)])).wait())
 
 
 @pytest.mark.parametrize("length", [3, 5])
