@@ -42,8 +42,8 @@ EVERY_STEPS = 4
 AIM_SHARE, AIM_SECONDS = 0.05, 20.0
 LONGEST_SECONDS = 180.0  # that a killed run may take before the benchmark gives up
 LAUNCHERS = {
-    "`torchrun --max-restarts 1`": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-    "`lengthwise train --max-restarts 1`": (),
+    "torchrun with `--max-restarts`": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    "Lengthwise itself with `--max-restarts`": (),
 }
 
 
