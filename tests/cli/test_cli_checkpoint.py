@@ -100,9 +100,9 @@ def test_an_export_of_a_broken_checkpoint_writes_nothing(own, tmp_path, capsys):
 
 def test_an_export_does_not_believe_another_runs_settings(own, tmp_path, capsys):
     config = own / "config.yaml"
-    config.write_text(config.read_text().replace("seed: 0", "seed: 1"))
+    config.write_text(config.read_text().replace("precision: fp64", "precision: fp32"))
     assert call("checkpoint", "export", own, "--to", tmp_path / "new") == 2
-    assert "seed: 0 (a whole number) then, 1" in capsys.readouterr().err
+    assert "precision: 'fp64' (text) then, 'fp32'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

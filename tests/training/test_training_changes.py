@@ -89,3 +89,11 @@ def test_what_the_checkpoint_has_no_state_for_is_refused_all_the_same(tmp_path, 
     capfd.readouterr()
     assert call("train", path, "--resume", "--accept-changes", "--set", changes) == 2
     assert told in " ".join(capfd.readouterr().err.split())
+
+
+def test_the_seed_of_frozen_weights_stays(tmp_path, capfd):
+    path = run_of(tmp_path, lora={"r": 2})
+    broken_off(path, 1, after=3)
+    capfd.readouterr()
+    assert call("train", path, "--resume", "--accept-changes", "--set", "seed=5") == 2
+    assert "expected seed 0, which may have drawn the frozen weights; got 5" in " ".join(capfd.readouterr().err.split())

@@ -114,19 +114,27 @@ def test_a_disk_that_fails_costs_one_checkpoint_and_no_step(tmp_path, monkeypatc
     assert not list((tmp_path / "out").rglob("*.unfinished"))
 
 
-@pytest.mark.parametrize("point", ["microbatches", "update", "checkpoint-copy"])
-def test_a_rank_that_hangs_is_named_with_its_phase_in_time(tmp_path, monkeypatch, point):
+@pytest.mark.parametrize(
+    ("point", "phase"),
+    [
+        ("microbatches", "step 4, agreeing on the plan"),
+        ("update", "step 4, step end"),
+        ("checkpoint-copy", "step 4, checkpoint"),
+    ],
+)
+def test_a_rank_that_hangs_is_named_with_its_phase_in_time(tmp_path, monkeypatch, point, phase):
     path = run_of(tmp_path)
     monkeypatch.setenv(VARIABLE, fault_of(point, 1, "stop"))
     with pytest.raises(lengthwise.LengthwiseError) as caught:
         lengthwise.train(path, ranks=2, timeout_seconds=2)
-    assert "rank 1, last seen in step 4" in str(caught.value)
+    assert f"not a word from rank 1, last seen in {phase}." in str(caught.value)
     assert f"Where each rank stood: {tmp_path / 'out/hang'}" in str(caught.value)
     waiting, hanging = ((tmp_path / f"out/hang/rank-0000{rank}.txt").read_text() for rank in (0, 1))
     assert re.match("rank 0, last seen in (checkpoint of )?step 4", waiting)
     assert "TransferError" in waiting
-    assert hanging.startswith("rank 1, last seen in step 4")
-    assert re.search(r'faults\.py", line \d+ in _act', hanging), "the line that it hangs in"
+    assert hanging.startswith(f"rank 1, last seen in {phase}\n")
+    # The signal that continues a stopped rank lets it run on a little before it writes: not always the very line.
+    assert re.search(r'trainer\.py", line \d+ in (_step|_update|run)', hanging), "where it hangs"
 
 
 @pytest.mark.parametrize("is_free", [True, False])

@@ -98,4 +98,4 @@ def _act(asked: _Fault) -> None:
     if asked.action == "sleep":
         time.sleep(_SLEEP_SECONDS)
         return
-    os.kill(os.getpid(), _SIGNALS[asked.action])
+    signal.raise_signal(_SIGNALS[asked.action])  # to this thread: of a process it may come to another one, later

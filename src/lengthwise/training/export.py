@@ -15,9 +15,8 @@ from lengthwise.data import Tokenizer, load_tokenizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import DTYPES, build_adapted, find_model, save_adapter, save_model, wrapped_layers
 from lengthwise.training.folder import CONFIG, whole_folder
-from lengthwise.training.resume import FOLDER, run_settings
+from lengthwise.training.resume import FOLDER, model_settings, run_settings
 
-_OF_THE_MODEL = ("model", "weights", "lora", "precision")  # settings that say what a checkpoint's parameters mean
 _ANOTHER = "Take another checkpoint, with {step}."
 
 
@@ -59,8 +58,7 @@ def export_checkpoint(output: Path, to: Path, *, step: int | None = None) -> Pat
     if to.exists():
         raise OutputError(str(to), expected="a new folder", got="one that is there", remedy="Choose another {to}.")
     config = load_config(output / CONFIG)
-    then, now = ({key: run.get(key) for key in _OF_THE_MODEL} for run in (manifest.run, run_settings(config)))
-    other = changed(then, now)
+    other = changed(model_settings(manifest.run), model_settings(run_settings(config)))
     if other:
         expected, remedy = "the settings that the checkpoint was saved with", "Put the run's own config.yaml back."
         raise OutputError(str(output / CONFIG), expected=expected, got="; ".join(other), remedy=remedy)

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -214,30 +214,32 @@ class _Children:
             self._watch(stop, asks=asks)
             own = [error for _, error in sorted(self._errors.items()) if _is_a_reason(error)]
             timed_out = bool(self._errors) and not own
-            kept = stacks if stacks is not None and timed_out and self._keep_stacks(stacks) else None
+            # Before stacks are asked for: that lets a rank which was stopped go on for a while.
+            seen = {rank: f"last seen in {self._board.last_seen(rank)}" for rank in self._stacks}
+            kept = stacks if stacks is not None and timed_out and self._keep_stacks(stacks, seen) else None
         finally:
             self._end_all()
         if timed_out:
-            raise self._with_silent_ranks(min(self._errors.items())[1], kept)
+            raise self._with_silent_ranks(min(self._errors.items())[1], seen, kept)
         if own:
             raise own[0]
         return self._results[0]
 
-    def _keep_stacks(self, folder: Path) -> bool:
+    def _keep_stacks(self, folder: Path, seen: Mapping[int, str]) -> bool:
         alive = {rank: process.pid for rank, process in enumerate(self._processes) if process.is_alive()}
         ask_for_stacks({pid: self._stacks[rank] for rank, pid in alive.items() if pid is not None})
-        said = {rank: f"last seen in {self._board.last_seen(rank)}" for rank in self._stacks}
-        return keep_stacks(self._stacks, folder, said)
+        return keep_stacks(self._stacks, folder, seen)
 
-    def _with_silent_ranks(self, error: LengthwiseError, stacks: Path | None) -> LengthwiseError:
+    def _with_silent_ranks(
+        self, error: LengthwiseError, seen: Mapping[int, str], stacks: Path | None
+    ) -> LengthwiseError:
         """Say beside a time-out which ranks never answered, one of them is why, and where stacks are."""
         told = "" if stacks is None else f" {where_told(stacks)}"
         silent = [rank for rank in range(len(self._processes)) if rank not in {*self._results, *self._errors}]
         if not silent:
             remedy = f"{error.remedy}{told}"
             return type(error)(error.where, expected=error.expected, got=error.got, remedy=remedy)
-        seen = "; ".join(f"rank {rank}, last seen in {self._board.last_seen(rank)}" for rank in silent)
-        got = f"{error.got}; not a word from {seen}"
+        got = f"{error.got}; not a word from {'; '.join(f'rank {rank}, {seen[rank]}' for rank in silent)}"
         them = "this rank is" if len(silent) == 1 else "these ranks are"
         remedy = f"See what {them} waiting for; then start again.{told}"
         return type(error)(error.where, expected=error.expected, got=got, remedy=remedy)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +63,15 @@ def run_settings(config: RunConfig) -> dict[str, object]:
     return {key: value for key, value in config.model_dump(mode="json").items() if key not in FREE_SETTINGS}
 
 
+def model_settings(run: Mapping[str, object]) -> dict[str, object]:
+    """Return those of a run's settings that say what the parameters of its checkpoints mean.
+
+    `seed` is one where only an adapter is trained: weights that are frozen may have been drawn by it.
+    """
+    keys = ("model", "weights", "lora", "precision", *(["seed"] if run.get("lora") else []))
+    return {key: run.get(key) for key in keys}
+
+
 def has_checkpoint(config: RunConfig) -> bool:
     """Whether a checkpoint was ever committed in the run's output folder."""
     return bool(CheckpointFolder(config.output / FOLDER).steps())
@@ -81,6 +90,10 @@ def find_resume(config: RunConfig, *, accept_changes: bool = False) -> Resume:
     if different and not accept_changes:
         remedy = "Change them back, train into another output, or give {accept_changes} to go on with these."
         raise OutputError(str(folder), expected="the run's own settings", got="; ".join(different), remedy=remedy)
+    if config.lora is not None and manifest.run.get("seed") != config.seed:
+        expected, got = f"seed {manifest.run.get('seed')}, which may have drawn the frozen weights", f"{config.seed}"
+        remedy = "Set `seed` back; the order of the data may be changed by the data alone."
+        raise OutputError(str(folder), expected=expected, got=got, remedy=remedy)
     saved, asked = _states(manifest.run.get("optimizer")), _states(config.optimizer.model_dump(mode="json"))
     if saved != asked:
         remedy = "Take the optimizer of before, or train the exported model into another output."
