@@ -119,6 +119,9 @@ class Lengths:
         """One id a sequence."""
         return list(range(len(self.lengths)))
 
+    def read_ahead(self, segments: object) -> None:
+        """Do nothing: there are no tokens."""
+
 
 def main() -> None:
     """Emulate every planner and print measured beside simulated steps."""

@@ -1,8 +1,9 @@
-"""One planner for all ranks: beside rank 0 the next step is planned while this one runs; all agree on the plan."""
+"""One planner for all ranks: beside rank 0 the next steps are planned while this one runs; all agree on the plans."""
 
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,10 +13,14 @@ from lengthwise.comm import Transport, agree, broadcast_bytes
 from lengthwise.core.errors import RankError
 from lengthwise.core.plan import Plan
 from lengthwise.engine.batch import StepBatch
-from lengthwise.program import refuse_unsupported
+from lengthwise.program import lower_plan, refuse_unsupported
+
+STEPS_AHEAD = 2  # that are planned and read while one runs; a plan's costs are that much older
 
 StepPlanner = Callable[[Sequence[int]], tuple[str, float]]
 """Makes (plan file, seconds that it took) from the lengths of a step."""
+
+_Made = tuple[StepBatch | None, tuple[str, float] | None]  # a batch, None after the last; its plan, on rank 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +51,11 @@ class StepSource(Protocol):
 
 
 class PlanAhead:
-    """A `StepSource` that plans consecutive batches, the next one while the present step runs.
+    """A `StepSource` that plans consecutive batches ahead, and begins to read what this rank will take of them.
 
     `planner` is there on rank 0 alone. A plan depends on lengths, ranks and costs only, so the plan of a step is the
-    same whenever it is made. A plan that takes longer than `timeout_seconds` ends the run. `num_heads`: of the model's
-    attention, which plans may split.
+    same whenever it is made, and when the others hear of it. A plan that takes longer than `timeout_seconds` ends the
+    run. `num_heads`: of the model's attention, which plans may split.
     """
 
     def __init__(
@@ -65,33 +70,65 @@ class PlanAhead:
         self._batches, self._planner, self._transport = batches, planner, transport
         self._timeout_seconds, self._num_heads = timeout_seconds, num_heads
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan ahead")
-        self._next = self._begin()
+        self._making: deque[Future[_Made]] = deque()
+        self._known: deque[PlannedStep] = deque()
+        self._ended = False
+        self._go_on()
 
     def next(self, name: str) -> PlannedStep | None:
-        """Return the next step (see `StepSource.next`); all ranks agree on the digest of plan and batch."""
-        if self._next is None:
-            return None
-        batch, future = self._next
-        self._transport.phase = f"{name}, agreeing on the plan"
-        message = None if future is None else json.dumps(self._wait_for(future, name)).encode()
-        text, seconds = json.loads(broadcast_bytes(self._transport, message))
-        agree(self._transport, json.dumps([text, batch.ids]).encode(), "plan and sequences of the step")
-        self._next = self._begin()
-        plan = Plan.from_json(text, f"plan of {name}")
-        refuse_unsupported(plan, num_heads=self._num_heads)
-        return PlannedStep(batch=batch, plan=plan, plan_seconds=seconds)
+        """Return the next step (see `StepSource.next`); all ranks agree on the digest of plans and batches."""
+        if not self._ended:
+            self._transport.phase = f"{name}, agreeing on the plan"
+            message = None if self._transport.rank else json.dumps(self._made(name)).encode()
+            plans: list[tuple[str, float] | None] = json.loads(broadcast_bytes(self._transport, message))
+            batches = [self._wait_for(self._making.popleft(), name)[0] for _ in plans]
+            ids = [None if batch is None else batch.ids for batch in batches]
+            agree(self._transport, json.dumps([plans, ids]).encode(), f"plans and sequences from {name} on")
+            for plan, batch in zip(plans, batches, strict=True):
+                if plan is None or batch is None:
+                    self._ended = True
+                else:
+                    self._known.append(self._planned(batch, *plan, name))
+        step = self._known.popleft() if self._known else None
+        self._go_on()
+        return step
 
     def close(self) -> None:
         """Stop planning ahead; the planner goes on for others."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _begin(self) -> tuple[StepBatch, Future[tuple[str, float]] | None] | None:
+    def _go_on(self) -> None:
+        while not self._ended and len(self._making) + len(self._known) < STEPS_AHEAD:
+            self._making.append(self._thread.submit(self._make))
+
+    def _make(self) -> _Made:
         batch = next(self._batches, None)
         if batch is None:
-            return None
-        return batch, None if self._planner is None else self._thread.submit(self._planner, batch.lengths)
+            return None, None
+        return batch, None if self._planner is None else self._planner(batch.lengths)
 
-    def _wait_for(self, future: Future[tuple[str, float]], name: str) -> tuple[str, float]:
+    def _made(self, name: str) -> list[tuple[str, float] | None]:
+        """Return the plans that rank 0 has and the others do not: that of `name`, for which it waits, and more."""
+        plans: list[tuple[str, float] | None] = []
+        for number, future in enumerate(self._making):
+            if number + len(self._known) == 0:
+                plans.append(self._wait_for(future, name)[1])
+            elif future.done() and future.exception() is None:  # an error is told when its step comes
+                plans.append(future.result()[1])
+            else:
+                break
+            if plans[-1] is None:
+                break
+        return plans
+
+    def _planned(self, batch: StepBatch, text: str, seconds: float, name: str) -> PlannedStep:
+        plan = Plan.from_json(text, f"plan of {name}" if not self._known else f"plan of a step after {name}")
+        refuse_unsupported(plan, num_heads=self._num_heads)
+        for program in lower_plan(plan, self._transport.rank):
+            batch.read_ahead(program.segments(self._transport.rank))
+        return PlannedStep(batch=batch, plan=plan, plan_seconds=seconds)
+
+    def _wait_for(self, future: Future[_Made], name: str) -> _Made:
         try:
             return future.result(timeout=self._timeout_seconds)
         except TimeoutError:

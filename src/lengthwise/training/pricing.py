@@ -1,6 +1,6 @@
 """What a run plans with, on rank 0: costs as measured, corrected by the run's own steps.
 
-A step's seconds are known when the next one is planned already, so they count from the step after next. Only rank 0
+A step's seconds are known when the next ones are planned already, so they count from some steps later. Only rank 0
 prices: plans, and with them their costs' versions, are sent to all. What neither computing nor transfers explain of a
 step, files and the next plan's message for example, is added to its end. Ranks that turn out slower than others are
 planned with less work, by the planner that knows speeds.
@@ -24,9 +24,10 @@ from lengthwise.profiler.profile import ProfileSettings, Trained, open_store, pr
 from lengthwise.report.figures import percent
 from lengthwise.training.job import MEASURING_SECONDS, Job
 from lengthwise.training.planner_process import PlannerProcess
+from lengthwise.training.planning import STEPS_AHEAD
 
 _WARM_UP_STEPS = 1  # the oldest that are remembered, of which the first of a run is one
-_VERSIONS = 4  # of the costs, by which the plans under way may have been made
+_VERSIONS = 3 + STEPS_AHEAD  # of the costs, by which the plans under way may have been made
 _REST_STEPS = 5  # that are priced again each time
 _LEAST_TOKENS = 1024  # of the longest sequence that is measured: shorter ones tell little of attention
 
