@@ -11,10 +11,12 @@ from lengthwise.config.settings import Fraction, PathSetting, Settings, Tokens
 from lengthwise.core.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
+_HUB_NAME = r"\w[\w.-]*(/\w[\w.-]*)?"
+_SPLIT = r"\w+([.-]\w+)*"  # no slices: `train[:10%]` is none of a dataset's files
 
 
 class DataSource(Settings):
-    """Where sequences come from: one file, one folder, or the Python standard library."""
+    """Where sequences come from: one file, one folder, a dataset of a hub, or the Python standard library."""
 
     path: PathSetting | None = Field(
         default=None,
@@ -22,6 +24,16 @@ class DataSource(Settings):
         "save_to_disk wrote, an indexed dataset of Megatron-LM, or a folder of text files (one file one document; "
         "links and hidden files are left out); "
         "relative to the run file's folder",
+    )
+    dataset: str | None = Field(
+        default=None,
+        pattern=rf"^{_HUB_NAME}$",
+        description="a dataset of the Hugging Face hub, org/name, which the datasets library loads and keeps",
+    )
+    subset: str | None = Field(default=None, min_length=1, description="of a dataset that has several, its name")
+    split: str | None = Field(default=None, pattern=rf"^{_SPLIT}$", description="of a dataset: train, say; required")
+    revision: str | None = Field(
+        default=None, min_length=1, description="of a dataset: a branch, tag or commit; default: its main branch"
     )
     python_stdlib: bool = Field(
         default=False,
@@ -62,14 +74,24 @@ class DataSource(Settings):
 
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
-        """Ask for exactly one source, and for a limit where too long ones are to be skipped."""
+        """Ask for exactly one source, for a dataset's split, and for a limit where too long ones are to be skipped."""
         found = []
-        has_path, stdlib = values.get("path") is not None, values.get("python_stdlib") or False
+        given = [key for key in ("path", "dataset") if values.get(key) is not None]
+        stdlib = values.get("python_stdlib") or False
         # A value of a wrong type, such as `yes`, is reported as such, and says nothing of what was meant.
-        if isinstance(stdlib, bool) and has_path == stdlib:
-            expected, got = "exactly one of `path` and `python_stdlib: true`", "both" if has_path else "neither"
-            remedy = "Split the source in two." if has_path else "Add one of the two."
+        if isinstance(stdlib, bool) and len(given) + stdlib != 1:
+            expected = "exactly one of `path`, `dataset` and `python_stdlib: true`"
+            got = " and ".join([*given, *["python_stdlib"] * stdlib]) or "none of them"
+            remedy = "Split the source in two." if given else "Add one of them."
             found.append(ConfigError("", expected=expected, got=got, remedy=remedy))
+        of_datasets = [key for key in ("subset", "split", "revision") if values.get(key) is not None]
+        if "dataset" in given and "split" not in of_datasets:
+            remedy = "Add for example `split: train`."
+            found.append(ConfigError("split", expected="the split of the dataset", got="none", remedy=remedy))
+        if of_datasets and "dataset" not in given:
+            remedy = "Take it out, or name the `dataset`."
+            for key in of_datasets:
+                found.append(ConfigError(key, expected="a `dataset` beside it", got="none", remedy=remedy))
         if values.get("too_long") == "skip" and values.get("max_tokens") is None:
             expected, got = "`max_tokens` beside `too_long: skip`", "no max_tokens, so nothing could be too long"
             remedy = "Set max_tokens, or take too_long out."

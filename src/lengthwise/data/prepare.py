@@ -12,7 +12,6 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,7 @@ from lengthwise.core.locks import try_lock
 from lengthwise.data import store
 from lengthwise.data.digests import digest_of_rows, file_digest
 from lengthwise.data.manifest import NAME, Manifest, Shard, StoredFile, StoredRows, UsedTokenizer, read_manifest
+from lengthwise.data.progress import Progress
 from lengthwise.data.refusals import Refusals
 from lengthwise.data.shard_writer import (
     ROW_RECORD,
@@ -44,19 +44,6 @@ if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
 _PLAN = "plan.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far a preparation is: shards, of which some were there, bytes of source files, tokens and rows so far."""
-
-    shards_done: int
-    shards_found: int
-    num_shards: int
-    bytes_done: int
-    num_bytes: int
-    rows: int
-    tokens: int
 
 
 def prepare_store(

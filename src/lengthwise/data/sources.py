@@ -1,4 +1,4 @@
-"""Data sources to rows: JSON lines, tables, saved datasets, folders of text files, the Python standard library.
+"""Data sources to rows: JSON lines, tables, datasets, folders of text files, the Python standard library.
 
 Files are read once, in a fixed order, one row in memory at a time. Bad rows are reported and reading goes on, so that a
 user corrects them all at once.
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, cast
 
 from lengthwise.core.errors import DataError
 from lengthwise.core.names import counted
+from lengthwise.data.hub import hub_files
 from lengthwise.data.rows import Row, RowParser, decode_utf8
 from lengthwise.data.tables import (
     ARROW_FILE,
@@ -89,7 +90,9 @@ def list_source(source: DataSource, report: Report) -> list[Listing]:
         root, label = Path(sysconfig.get_paths()["stdlib"]), "python_stdlib"
         names = [name for name in _walk(root, _STDLIB_LEFT_OUT, report) if name.endswith(".py")]
     else:
-        assert source.path is not None, "a DataSource has a path or python_stdlib"
+        if source.dataset is not None:
+            return _list_hub(source, report)
+        assert source.path is not None, "a DataSource has a path, a dataset or python_stdlib"
         root, label = source.path, printable_name(source.path.name)
         if not os.path.isdir(root):
             return [Listing(root=root, label=label)]
@@ -114,6 +117,18 @@ def list_source(source: DataSource, report: Report) -> list[Listing]:
         remedy = "Hidden files and links are left out; name a folder that has others."
         report(DataError(printable_name(root), expected="files", got="a folder without any", remedy=remedy))
     return [Listing(root=root, label=label, names=tuple(sorted(names)), python=source.python_stdlib)]
+
+
+def _list_hub(source: DataSource, report: Report) -> list[Listing]:
+    name, split = source.dataset, source.split
+    assert name is not None, "asked of a dataset"
+    assert split is not None, "a DataSource of a dataset has a split"
+    try:
+        files = hub_files(name, subset=source.subset, split=split, revision=source.revision)
+    except DataError as error:
+        report(error)
+        return []
+    return [Listing(root=each, label=printable_name(f"{name}/{each.name}")) for each in files]
 
 
 def _list_saved(folder: Path, label: str, report: Report) -> list[Listing]:

@@ -10,7 +10,7 @@ from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.progress import LiveLine
 
 if TYPE_CHECKING:
-    from lengthwise.data.prepare import Progress
+    from lengthwise.data.progress import Progress
 
 _BAR = 20  # characters
 

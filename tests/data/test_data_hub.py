@@ -1,0 +1,88 @@
+"""Datasets by name, as the `datasets` library finds them without a network: a folder of that name."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from data.stores import content, load, prepare
+from lengthwise.config import DataSource, build_config
+from lengthwise.core.errors import DataError, LengthwiseError
+
+ROWS = {"train": [{"text": "x" * n} for n in (3, 1, 40)], "test": [{"text": "y" * n} for n in (5, 2)]}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    folder = tmp_path / "org/name"
+    folder.mkdir(parents=True)
+    for split, rows in ROWS.items():
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "kept"))
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def source(**keys):
+    return DataSource.model_validate({"dataset": "org/name", "split": "train", **keys})
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_dataset_has_the_rows_of_its_split(hub, split):
+    found = load(source(split=split))
+    assert content(found)["rows"] == content(load(hub / f"{split}.jsonl"))["rows"]
+    assert found.name(1).startswith("org/name/")
+    assert found.name(1).endswith(".arrow:2")
+
+
+def test_a_dataset_is_prepared_as_any_source(hub, tmp_path):
+    manifest, _ = prepare([source()], tmp_path / "tokens")
+    assert manifest.rows == 3
+    assert content(load(tmp_path / "tokens"))["rows"] == content(load(source()))["rows"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"split": "nope"}, "org/name:nope: expected a dataset that `datasets` can load; got .*nope"),
+        ({"subset": "other"}, "org/name:other:train: .*other"),
+        ({"dataset": "nobody/nothing"}, "nobody/nothing:train: .*reach the hub once"),
+    ],
+)
+def test_what_the_library_does_not_find_is_told_in_its_words(hub, keys, told):
+    with pytest.raises(DataError, match=told):
+        load(source(**keys))
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        (None, r"expected the datasets library, 4\.0 or later; got none installed.*lengthwise\[hub\]"),
+        (SimpleNamespace(__version__="3.6.0"), r"got 3\.6\.0, which may run code of a dataset"),
+    ],
+)
+def test_without_a_library_that_runs_no_code_nothing_is_loaded(monkeypatch, module, told):
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    with pytest.raises(DataError, match=told):
+        load(source())
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"dataset": "org/name"}, "data.0.split: expected the split of the dataset"),
+        ({"dataset": "org/name", "split": "train[:10%]"}, "data.0.split: "),
+        ({"dataset": "../name", "split": "train", "path": "x"}, "data.0.dataset: "),
+        ({"dataset": "a/b", "split": "train", "python_stdlib": True}, "got dataset and python_stdlib"),
+        ({"python_stdlib": True, "split": "train"}, "data.0.split: expected a `dataset` beside it"),
+        ({}, "got none of them"),
+    ],
+)
+def test_a_source_is_of_one_kind_and_whole(tmp_path, keys, told):
+    run = {"model": "tiny", "data": [keys], "global_batch": {"sequences": 1}, "steps": 1, "output": "out"}
+    with pytest.raises(LengthwiseError) as caught:
+        build_config(run, folder=tmp_path)
+    assert told in str(caught.value)
