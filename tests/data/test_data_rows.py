@@ -119,6 +119,21 @@ def test_rows_tokenizer_is_loaded_once_and_only_for_text(tmp_path):
         (b'{"input_ids": [1], "labels": null}', "got null"),
         (b'{"input_ids": [1, 2], "labels": [1]}', 'expected "labels" as long as "input_ids", 2; got 1 labels'),
         (b'{"input_ids": [], "labels": [1]}', "0; got 1 labels"),
+        (b'{"input_ids": [1, 2], "weights": [1]}', 'expected "weights" as long as "input_ids", 2; got 1 weights'),
+        (b'{"input_ids": [1, 2], "weights": 1}', 'expected "weights" to be a list of 0 and 1; got 1'),
+        (
+            b'{"input_ids": [1, 2], "weights": [1, 0.5]}',
+            "got weights[1] = 0.5: weights other than 0 and 1 are not trained",
+        ),
+        (b'{"input_ids": [1, 2], "weights": [2, 0]}', "got weights[0] = 2: weights other than 0 and 1 are not trained"),
+        (b'{"input_ids": [1, 2], "weights": [-1, 0]}', "expected weights of 0 (no loss) or 1; got weights[0] = -1"),
+        (b'{"input_ids": [1, 2], "weights": [true, 0]}', "expected weights of 0 (no loss) or 1; got weights[0] = true"),
+        (b'{"input_ids": [1, 2], "weights": [NaN, 0]}', "expected weights of 0 (no loss) or 1; got weights[0] = NaN"),
+        (
+            b'{"input_ids": [1], "labels": [1], "weights": [1]}',
+            'expected "labels" or "weights" beside "input_ids"; got both',
+        ),
+        (b'{"text": "a", "weights": [1]}', 'got "weights", which would be ignored'),
         (b'{"input_ids": []}', 'empty "input_ids"'),
         (b'{"text": ""}', 'empty "text"'),
         (b"", "a blank line"),
@@ -131,6 +146,26 @@ def test_row_refused_names_file_and_line(load, line, told):
     assert caught.value.where.endswith("train.jsonl:2")
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_weights_of_0_and_1_are_labels(load):
+    weighed = load(
+        '{"input_ids": [5, 6, 7, 8], "weights": [1, 0, 1.0, 0.0]}',
+        '{"input_ids": [5, 6], "weights": [1, 1]}',
+        '{"input_ids": [5, 6], "weights": null}',
+        '{"input_ids": [], "weights": []}',
+        empty="skip",
+    )
+    labelled = load(
+        '{"input_ids": [5, 6, 7, 8], "labels": [5, -100, 7, -100]}',
+        '{"input_ids": [5, 6]}',
+        '{"input_ids": [5, 6]}',
+        '{"input_ids": []}',
+        empty="skip",
+    )
+    assert weighed.loss_tokens.tolist() == [1, 1, 1, 0]  # the first weight is of a token that nothing predicts
+    assert weighed.read(0, 0, 4)[1].tolist() == [5, -100, 7, -100]
+    assert weighed.digest() == labelled.digest()
 
 
 IDS_ROW = {"input_ids": [1, 2, 3]}

@@ -21,7 +21,8 @@ _OTHER_ROWS = '{"messages": [...]} or {"prompt": ..., "completion": ...}'
 _MAIN = ("text", "input_ids", "messages", "prompt")  # what makes a row; the first that is there
 _OTHER_CHATS = ("conversations", "conversation", "chat")
 _PAIRS = ("chosen", "rejected")
-_IMAGES = ("image", "images", "pixel_values", "videos", "audio")
+_PIXELS = ("pixel_values", "pixel_values_videos", "input_features")
+_IMAGES = ("image", "images", "video", "videos", "audio", "audios", *_PIXELS)
 # What other trainers read as labels, or as what has a loss or is seen; ignored, a run would learn something else.
 _WORD_BREAK = re.compile(r"(?<=[a-z])(?=[A-Z])|-")  # lossMask and loss-mask are loss_mask
 _LIKE_LABELS = re.compile(r"(\w+_)?(labels?|masks?|targets?|weights?)|(label|target|position|token_type|segment)_ids")
@@ -105,6 +106,11 @@ class RowParser:
         labels = self._to_ids(values["labels"], "labels", where) if "labels" in values else None
         if labels is not None and len(labels) != len(ids):
             raise _refuse(where, f'"labels" as long as "input_ids", {len(ids)}', f"{len(labels)} labels")
+        if values.get("weights") is not None:
+            if labels is not None:
+                got, remedy = "both", f"Keep labels, with {NO_LOSS} where the weight is 0."
+                raise _refuse(where, '"labels" or "weights" beside "input_ids"', got, remedy)
+            labels = _weighed(ids, values["weights"], where)
         return Row(where=where, ids=ids, labels=labels, empty="" if len(ids) else 'empty "input_ids"')
 
     def _to_ids(self, values: object, column: str, where: str) -> np.ndarray:
@@ -128,6 +134,25 @@ class RowParser:
             remedy = "Use the tokenizer of this model, or correct the row." if whole else "Correct the row."
             return _refuse(where, expected, f"{column}[{position}] = {_shown(value)}", remedy)
         raise AssertionError(f"no bad id in {column} of {where}")
+
+
+def _weighed(ids: np.ndarray, weights: object, where: str) -> np.ndarray:
+    """Return labels, int32 [length]: the ids where the weight is 1, `NO_LOSS` where it is 0; a weight is of the token
+    that is predicted, as a label is.
+    """
+    if not isinstance(weights, list):
+        raise _refuse(where, '"weights" to be a list of 0 and 1', _shown(weights))
+    if len(weights) != len(ids):
+        raise _refuse(where, f'"weights" as long as "input_ids", {len(ids)}', f"{len(weights)} weights")
+    right = set(map(type, weights)) <= {int, float} and set(weights) <= {0, 1}
+    for position, value in enumerate(() if right else weights):
+        if type(value) not in (int, float) or value not in (0, 1):  # true and false are none
+            got, remedy = f"weights[{position}] = {_shown(value)}", "Correct the row."
+            if type(value) in (int, float) and 0 < value < float("inf"):
+                got += ": weights other than 0 and 1 are not trained on yet"
+                remedy = "Write 0 or 1, or take the weights out."
+            raise _refuse(where, "weights of 0 (no loss) or 1", got, remedy)
+    return np.where(np.array(weights, dtype=bool), ids, np.int32(NO_LOSS))
 
 
 def decode_utf8(raw: bytes, *, where: str, offset: int = 0) -> str:
@@ -155,7 +180,7 @@ def _check_columns(values: dict[str, Any], where: str) -> None:
         raise _refuse(where, _OTHER_ROWS, '"messages" and "completion" in one row', "Keep one of them.")
     for name, value in values.items():
         if (
-            (name != "labels" or "input_ids" not in values)
+            (name not in ("labels", "weights") or "input_ids" not in values)
             and _is_like_labels(name)
             and not _says_nothing(name, value, values)
         ):
@@ -165,10 +190,14 @@ def _check_columns(values: dict[str, Any], where: str) -> None:
 
 
 def _refuse_not_yet(values: Mapping[str, Any], where: str) -> None:
-    """Name what is known of other trainers and is not trained on yet; beside text or ids it is the user's own."""
-    if "text" in values or "input_ids" in values:
-        return
-    for names, kind in ((_PAIRS, "preference pairs"), (_IMAGES, "images, video and audio")):
+    """Name what is known of other trainers and is not trained on yet; beside text or ids it is the user's own, unless
+    it is what a processor of images makes.
+    """
+    own = "text" in values or "input_ids" in values
+    for names, kind in (
+        (() if own else _PAIRS, "preference pairs"),
+        (_PIXELS if own else _IMAGES, "images, video and audio"),
+    ):
         found = [name for name in names if values.get(name) is not None]
         if found:
             got, remedy = f'"{found[0]}": {kind} are not trained on yet', "Take such rows out."
