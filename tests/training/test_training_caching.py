@@ -12,6 +12,7 @@ from hypothesis import given
 
 import lengthwise
 from data.stores import DOCUMENTS, FILES, SHARD_BYTES, content, load, write_sources
+from data.test_data_hub import hub  # noqa: F401 - a fixture
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError, OutputError, RankError
 from lengthwise.core.locks import try_lock
@@ -199,6 +200,33 @@ def test_small_and_prepared_sources_and_those_that_are_not_there_stay_as_they_ar
     assert not cache.folder.exists()
     (cached,) = cache_in(tmp_path / "cache", small_bytes=size).prepared([source], "data")
     assert cached != source
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_dataset_of_a_hub_is_prepared_once_too(tmp_path):
+    dataset = DataSource.model_validate({"dataset": "org/name", "split": "train", "weight": 0.5})
+    cache = cache_in(tmp_path / "cache")
+    cached = cache.prepared([dataset], "data")
+    assert cache.prepared([dataset], "data") == cached
+    assert content(load(*cached)) == content(load(dataset))
+    assert load(*cached).weights == load(dataset).weights
+    assert len(entries(cache.folder)) == 1
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path, monkeypatch):
+    import datasets
+
+    def load_dataset(*_args, **_options):
+        asked.append(1)
+        raise ConnectionError("no network")
+
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    dataset = DataSource.model_validate({"dataset": "org/name", "split": "train"})
+    with pytest.raises(DataError, match="no network"):
+        cache_in(tmp_path / "cache").prepared([dataset], "data")
+    assert asked == [1]
 
 
 def test_bad_rows_of_all_sources_are_told_together_by_file_and_line(tmp_path):

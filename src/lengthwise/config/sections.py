@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -12,6 +14,7 @@ from lengthwise.core.errors import ConfigError
 
 ALL_LINEAR = "all-linear"
 _HUB_NAME = r"\w[\w.-]*(/\w[\w.-]*)?"
+_REMOTE = re.compile(r"(?:^|/)(s3a?|gs|gcs|az|abfss?|adl|hdfs|hf|oci|https?|ftp|memory):/")  # a Path has one slash
 _SPLIT = r"\w+([.-]\w+)*"  # no slices: `train[:10%]` is none of a dataset's files
 
 
@@ -84,6 +87,11 @@ class DataSource(Settings):
             got = " and ".join([*given, *["python_stdlib"] * stdlib]) or "none of them"
             remedy = "Split the source in two." if given else "Add one of them."
             found.append(ConfigError("", expected=expected, got=got, remedy=remedy))
+        path = values.get("path")
+        if isinstance(path, str | Path) and (scheme := _REMOTE.search(str(path))):
+            expected, got = "a path of this machine", f"{path}: {scheme[1]}:// is not read yet"
+            remedy = "Mount or copy it, and name that; lengthwise prepare makes it a folder to copy."
+            found.append(ConfigError("path", expected=expected, got=got, remedy=remedy))
         of_datasets = [key for key in ("subset", "split", "revision") if values.get(key) is not None]
         if "dataset" in given and "split" not in of_datasets:
             remedy = "Add for example `split: train`."

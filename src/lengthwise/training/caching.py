@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lengthwise.config import DataSource
-from lengthwise.core.errors import Collector, ConfigError, DataError, OutputError, RankError
+from lengthwise.core.errors import Collector, ConfigError, DataError, OutputError, RankError, raise_problems
 from lengthwise.core.locks import try_lock
 from lengthwise.data import Tokenizer
 from lengthwise.data.load import is_mapped
@@ -161,6 +161,8 @@ def _files(source: DataSource) -> list[tuple[Any, ...]]:
     """Return path, size, inode and times of each file of a source; none where something is wrong, told when read."""
     wrong = list[DataError]()
     listings = list_source(source, wrong.append)
+    if source.dataset is not None:
+        raise_problems(wrong)  # to ask a hub that is not there once more takes as long again
     paths = [
         path
         for each in listings
