@@ -72,30 +72,6 @@ class CheckedTransport(Around):
         counts[peer] += 1
         return _Header(counts[peer], str(tensor.dtype).removeprefix("torch."), str(list(tensor.shape)), self.phase)
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over all ranks, in place."""
-        self._inner.all_reduce(tensor)
-
-    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
-        """Sum over all ranks and keep this rank's slice."""
-        self._inner.reduce_scatter(output, source)
-
-    def reduce_scatter_async(self, output: Tensor, source: Tensor) -> Pending:
-        """Begin a `reduce_scatter` (see `Transport.reduce_scatter_async`)."""
-        return self._inner.reduce_scatter_async(output, source)
-
-    def all_gather(self, output: Tensor, source: Tensor) -> None:
-        """Concatenate the tensors of all ranks."""
-        self._inner.all_gather(output, source)
-
-    def all_gather_async(self, output: Tensor, source: Tensor) -> Pending:
-        """Begin an `all_gather` (see `Transport.reduce_scatter_async`)."""
-        return self._inner.all_gather_async(output, source)
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite with the tensor of rank `source`."""
-        self._inner.broadcast(tensor, source)
-
     def _finish(self, pending: _CheckedPending) -> None:
         """Complete a call, and all that were posted before it."""
         while pending in self._under_way:

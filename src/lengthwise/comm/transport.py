@@ -89,7 +89,7 @@ class Transport(Protocol):
 
 
 class Around:
-    """A transport around another: its rank, clock and phase are the other's."""
+    """A transport around another, which does all that a subclass does not: rank, clock and phase are the other's."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
@@ -108,6 +108,34 @@ class Around:
     def connect(self, peers: Sequence[int]) -> None:
         """Meet these ranks."""
         self._inner.connect(peers)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Post one grouped call (see `Transport.exchange`)."""
+        return self._inner.exchange(sends, receives)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum over all ranks, in place."""
+        self._inner.all_reduce(tensor)
+
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
+        """Sum over all ranks and keep this rank's slice."""
+        self._inner.reduce_scatter(output, source)
+
+    def reduce_scatter_async(self, output: Tensor, source: Tensor) -> Pending:
+        """Begin a `reduce_scatter`."""
+        return self._inner.reduce_scatter_async(output, source)
+
+    def all_gather(self, output: Tensor, source: Tensor) -> None:
+        """Concatenate the tensors of all ranks."""
+        self._inner.all_gather(output, source)
+
+    def all_gather_async(self, output: Tensor, source: Tensor) -> Pending:
+        """Begin an `all_gather`."""
+        return self._inner.all_gather_async(output, source)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite with the tensor of rank `source`."""
+        self._inner.broadcast(tensor, source)
 
     def close(self) -> None:
         """Leave the world."""

@@ -7,14 +7,13 @@ messages in any turn: on a machine that does other work at the same time these a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
-from lengthwise.comm import Pending, Transport
-from lengthwise.comm.transport import Around, Message
+from lengthwise.comm import Transport
+from lengthwise.comm.transport import Around
 from lengthwise.core.measurements import Clock
 
 Result = TypeVar("Result")
@@ -68,31 +67,3 @@ class WatchedTransport(Around):
         self._inner.phase = phase
         if phase.endswith(" backward"):
             self.backward_began = self._watch.now()
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Post one grouped call (see `Transport.exchange`)."""
-        return self._inner.exchange(sends, receives)
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over all ranks, in place."""
-        self._inner.all_reduce(tensor)
-
-    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
-        """Sum over all ranks and keep this rank's slice."""
-        self._inner.reduce_scatter(output, source)
-
-    def reduce_scatter_async(self, output: Tensor, source: Tensor) -> Pending:
-        """Begin a `reduce_scatter`."""
-        return self._inner.reduce_scatter_async(output, source)
-
-    def all_gather(self, output: Tensor, source: Tensor) -> None:
-        """Concatenate the tensors of all ranks."""
-        self._inner.all_gather(output, source)
-
-    def all_gather_async(self, output: Tensor, source: Tensor) -> Pending:
-        """Begin an `all_gather`."""
-        return self._inner.all_gather_async(output, source)
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite with the tensor of rank `source`."""
-        self._inner.broadcast(tensor, source)
