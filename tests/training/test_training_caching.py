@@ -202,6 +202,15 @@ def test_small_and_prepared_sources_and_those_that_are_not_there_stay_as_they_ar
     assert cached != source
 
 
+def test_each_task_that_is_done_is_seen_by_those_who_wait(tmp_path):
+    cache, source = cache_in(tmp_path / "cache", timeout_seconds=5.0), rows_file(tmp_path)
+    lock = tmp_path / "lock"
+    lock.write_text("")
+    os.utime(lock, (0, 0))
+    cache._prepare(source, tmp_path / "store", "data.0", lock)
+    assert time.time() - lock.stat().st_mtime < 60
+
+
 @pytest.mark.usefixtures("hub")
 def test_a_dataset_of_a_hub_is_prepared_once_too(tmp_path):
     dataset = DataSource.model_validate({"dataset": "org/name", "split": "train", "weight": 0.5})
