@@ -136,7 +136,7 @@ class RunFolder(Callback):
                 if (self.path / name).exists():
                     shutil.rmtree(self.path / name)
             (self.path / "plans").mkdir(parents=True)
-            (self.path / CONFIG).write_text(dump_config(config), encoding="utf-8")
+            _replace(self.path / CONFIG, dump_config(config))
 
     def go_on(self, config: RunConfig, step: int) -> None:
         """Take back what was written after `step`, and the model: the run does these steps again."""
@@ -151,12 +151,12 @@ class RunFolder(Callback):
                     path.unlink()
                 else:
                     self._count_plan(path, path.stat().st_size)
-            (self.path / CONFIG).write_text(dump_config(config), encoding="utf-8")
+            _replace(self.path / CONFIG, dump_config(config))
 
     def keep_measurements(self, found: Measurements) -> None:
         """Write what was measured before the first step, for later runs and for plans."""
         with self.writing():
-            (self.path / "measurements.json").write_text(found.to_json(), encoding="utf-8")
+            _replace(self.path / "measurements.json", found.to_json())
 
     def writing(self, kind: type[OutputError] = WriteError) -> AbstractContextManager[None]:
         """Raise an error of this kind for what goes wrong in the block while files are written, a full disk say."""
@@ -300,10 +300,19 @@ def _cut(path: Path, step: int) -> None:
         if not line.endswith("\n") or json.loads(line)["step"] > step:
             break
         kept.append(line)
+    _replace(path, "".join(kept))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole, synced; one that is there stays as it is where that fails. OSError: it did."""
     other = path.with_name(f"{path.name}.unfinished")
-    other.write_text("".join(kept), encoding="utf-8")
-    sync(other)
-    other.rename(path)
+    try:
+        other.write_text(text, encoding="utf-8")
+        sync(other)
+        other.rename(path)
+    except OSError:
+        other.unlink(missing_ok=True)
+        raise
 
 
 @contextlib.contextmanager

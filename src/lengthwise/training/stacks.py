@@ -31,16 +31,32 @@ def file_of(folder: Path, rank: int) -> Path:
 
 @contextlib.contextmanager
 def writing_stacks(path: Path) -> Iterator[None]:
-    """Write the stacks of this process into `path` when it is asked to, and where the block raises a TransferError."""
-    with path.open("w", encoding="utf-8") as file:
+    """Write the stacks of this process into `path` when it is asked to, and where the block raises a TransferError.
+
+    Where they cannot be written, on a full disk say, the block runs, and ends, as without them.
+    """
+    file = _opened(path)
+    if file is not None:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        try:
-            yield
-        except TransferError as error:
-            _write_own(file, error)
-            raise
-        finally:
+    try:
+        yield
+    except TransferError as error:
+        if file is not None:
+            with contextlib.suppress(OSError):
+                _write_own(file, error)
+        raise
+    finally:
+        if file is not None:
             faulthandler.unregister(signal.SIGUSR1)
+            with contextlib.suppress(OSError):
+                file.close()
+
+
+def _opened(path: Path) -> TextIO | None:
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError:
+        return None
 
 
 def _write_own(file: TextIO, error: TransferError) -> None:
@@ -52,8 +68,12 @@ def _write_own(file: TextIO, error: TransferError) -> None:
 
 def with_own_stacks(work: Callable[[], Result], folder: Path, rank: int) -> Result:
     """Call `work` on a rank that nobody here watches; keep its stacks in `folder` where a transfer timed out."""
-    with tempfile.TemporaryDirectory() as place:
-        own = {rank: file_of(Path(place), rank)}
+    try:
+        place = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    except OSError:  # no room for stacks is no reason not to train
+        return work()
+    with place:
+        own = {rank: file_of(Path(place.name), rank)}
         try:
             with writing_stacks(own[rank]):
                 return work()
