@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint families gpu-check clean
+.PHONY: demo test lint families newest gpu-check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lengthwise demo
@@ -21,6 +21,16 @@ lint: $(VENV)/.installed-dev
 families: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/families.py --out docs/families.md
 
+# The newest releases that the ranges in pyproject.toml allow, but for torch: what people who install today will have.
+newest:
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	grep '^torch==' constraints.txt > .venv-newest/torch.txt
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
+	  --constraint .venv-newest/torch.txt -e '.[dev]'
+	.venv-newest/bin/python -m pip list | grep -E '^(torch|transformers|accelerate|peft|trl|datasets|bitsandbytes) '
+	.venv-newest/bin/python -m pytest -n 2 tests/integrations tests/session tests/models/test_models_load.py tests/data
+
 # On a machine with a GPU: four scripts of at most ten minutes, then the page from what they wrote, whatever failed.
 # Elsewhere: one line, status 2.
 gpu-check:
@@ -31,7 +41,7 @@ gpu-check:
 	  $(BIN)/python benchmarks/gpu_page.py runs/gpu --out docs/gpu.md || status=1; exit $$status
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-newest runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -43,9 +43,9 @@ from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions
 from lengthwise.simulator import simulate_plan
-from lengthwise.training.planner_process import PlannerProcess
-from lengthwise.training.planning import PlanAhead, StepPlanner
-from lengthwise.training.step_planning import StepPlanning
+from lengthwise.steps.planner_process import PlannerProcess
+from lengthwise.steps.planning import PlanAhead, StepPlanner
+from lengthwise.steps.step_planning import StepPlanning
 from measured_links import measured_links, refuse_measured
 from namespaces import shaped_nodes
 from pages import Findings, add_out
@@ -110,14 +110,14 @@ class Emulation:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """What `PlanAhead` asks of a batch: its lengths, and ids that all ranks agree on."""
+    """What `PlanAhead` asks of a batch: its lengths, on which all ranks agree."""
 
     lengths: list[int]
 
     @property
-    def ids(self) -> list[int]:
-        """One id a sequence."""
-        return list(range(len(self.lengths)))
+    def identity(self) -> object:
+        """What all ranks agree on."""
+        return self.lengths
 
     def read_ahead(self, segments: object) -> None:
         """Do nothing: there are no tokens."""

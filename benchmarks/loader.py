@@ -44,9 +44,9 @@ from lengthwise.engine.batch import StepBatch, random_batch
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import build_model
+from lengthwise.steps.planner_process import PlannerProcess
+from lengthwise.steps.planning import PlanAhead
 from lengthwise.training.job import Job, prepare_job
-from lengthwise.training.planner_process import PlannerProcess
-from lengthwise.training.planning import PlanAhead
 from overhead import CAPACITY, model_source
 from pages import Findings, add_out
 

@@ -21,8 +21,8 @@ import torch
 
 import planners
 from lengthwise.planner import PlanOptions, plan_step
-from lengthwise.training.planner_process import PlannerProcess
-from lengthwise.training.step_planning import StepPlanning
+from lengthwise.steps.planner_process import PlannerProcess
+from lengthwise.steps.step_planning import StepPlanning
 from pages import Findings, add_out
 
 _ROWS = ("long-1024-terms", "huge-12288")

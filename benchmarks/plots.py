@@ -63,6 +63,15 @@ class Sheet:
         dash = ' stroke-dasharray="4 3"' if dashed else ""
         self.parts.append(f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" stroke="{ink}"{dash}/>')
 
+    def cut(self, x: float, top: float, height: float) -> None:
+        """Draw the mark of a bar that is longer than it is drawn: a slanted gap in it at `x`."""
+        below = top + height
+        corners = [(x + 3, top - 1), (x + 8, top - 1), (x + 1, below + 1), (x - 4, below + 1)]
+        points = " ".join(f"{at:.1f},{y:.1f}" for at, y in corners)
+        self.parts.append(f'<polygon points="{points}" fill="white"/>')
+        for start, end in ((corners[0], corners[3]), (corners[1], corners[2])):
+            self.line(*start, *end, ink="#5c656d")
+
     def mark(self, x: float, y: float, shape: int) -> None:
         """Draw one of six shapes, told apart without colour: 0 is filled, the others are hollow."""
         fill = DARK if shape == 0 else "white"
@@ -247,7 +256,9 @@ def meshes() -> str:
     sheet.text(16, 24, "Step time of each planner with its best of all meshes (simulated);", size=14, bold=True)
     sheet.text(16, 42, "1: what Lengthwise trains today, without tensor parallelism or pipelines", size=14, bold=True)
     legend(sheet, 16, 64, [(fills[name], name) for name in names])
-    most = 2.0  # a bar that would be longer ends there; its figure says how long
+    most = 2.0  # a bar that would be longer is cut there, with a mark; its figure says how long
+    sheet.cut(590, 55, 10)
+    sheet.text(604, 64, "cut: longer than drawn", size=11)
     for number, (row, ours) in enumerate(shown):
         x, y = 130 + 370 * (number // per_column), 84 + (18 * len(names) + 4) * (number % per_column)
         sheet.text(x - 8, y + 22, f"{row['set']}", size=11, anchor="end", bold=True)
@@ -256,6 +267,8 @@ def meshes() -> str:
             top, ratio = y + 16 * place, float(row[name]) / ours if row[name] != "-" else 0.0
             width = 190 * min(ratio, most) / most
             sheet.box(x, top, width, 14, fills[name], line="#5c656d")
+            if ratio > most:
+                sheet.cut(x + width - 14, top, 14)
             sheet.text(x + width + 5, top + 11, f"{ratio:.2f}" if ratio else "does not fit", size=9.5)
         sheet.line(x + 190 / most, y - 3, x + 190 / most, y + 16 * len(names) + 2, ink=INK, dashed=True)
     return sheet.svg()

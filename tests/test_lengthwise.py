@@ -69,8 +69,8 @@ def test_dir_shows_what_is_there_for_users_and_no_more() -> None:
 
 
 def test_an_unknown_model_is_told_by_the_name_of_the_argument() -> None:
-    with pytest.raises(lengthwise.LengthwiseError, match=r"error\[config\] model: .* got 'qwen3-8b'"):
-        lengthwise.costs("qwen3-8b")
+    with pytest.raises(lengthwise.LengthwiseError, match=r"error\[config\] model: .* got 'qwen9-8b'"):
+        lengthwise.costs("qwen9-8b")
 
 
 def test_an_unknown_name_is_told_with_the_known_ones() -> None:

@@ -16,9 +16,11 @@ from lengthwise.core.plan import Plan
 from lengthwise.cost import LOGITS_AT_ONCE
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.engine.step import run_plan
-from lengthwise.models import DTYPES, ModelSource, build_model, keep_double, plain_attention
+from lengthwise.models import DTYPES, ModelSource, build_model, keep_double, plain_attention, wrapped_layers
 from lengthwise.training.verify import Reference, gradient_differences, plain_gradients, relative_difference
+from support.ranks import run_ranks
 from support.sequences import make_batch
 from support.tiny import VOCAB
 
@@ -60,21 +62,28 @@ def family_difference(
     *,
     precision: str,
     logits_at_once: int | None = LOGITS_AT_ONCE,
+    sharded: bool = False,
 ) -> Difference:
-    """Run a plan on strict in-process ranks and the plain model in one; return how far apart they are."""
+    """Run a plan on strict in-process ranks and the plain model in one; return how far apart they are.
+
+    sharded: the plan's ranks are processes, and parameters lie over them.
+    """
     batch, expected = _reference(pair["plain"], tuple(lengths), precision)
     dtype = DTYPES[precision]
 
     def work(transport: Transport) -> tuple[float, float, dict[str, torch.Tensor]]:
-        model = copy.deepcopy(pair["planned"])
-        flat = FlatParameters(model, transport, dtype=dtype)
+        model, cpu = copy.deepcopy(pair["planned"]), torch.device("cpu")
+        if sharded:
+            parameters = ShardedParameters(model, transport, dtype=dtype, device=cpu, layers=wrapped_layers(model))
+        else:
+            parameters = FlatParameters(model, transport, dtype=dtype)
+        options = {"name": "family", "logits_at_once": logits_at_once, "parameters": parameters}
         with keep_double(dtype):
-            kernel = choose_kernel(torch.device("cpu"))
-            done = run_plan(model, plan, batch, transport, kernel, name="family", logits_at_once=logits_at_once)
-        flat.reduce_gradients()
-        return done.loss_sum, done.router_loss, flat.gather_gradients()
+            done = run_plan(model, plan, batch, transport, choose_kernel(cpu), **options)
+        parameters.reduce_gradients()
+        return done.loss_sum, done.router_loss, parameters.gather_gradients()
 
-    results: list[Any] = StrictWorld(plan.ranks).run(work)
+    results: list[Any] = run_ranks(work, plan.ranks) if sharded else StrictWorld(plan.ranks).run(work)
     loss = sum(each[0] for each in results) / batch.loss_tokens
     router_loss = sum(each[1] for each in results)
     differences = gradient_differences(results[0][2], expected.gradients)

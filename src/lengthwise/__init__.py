@@ -7,7 +7,8 @@
     plan = lengthwise.plan([131_072, 9_000, 800], cluster, cost)
     print(lengthwise.score(plan, cost).makespan_seconds)
 
-Every name of `__all__` is imported when it is first asked for: only `train`, `verify` and their records need torch.
+Every name of `__all__` is imported when it is first asked for: only `Session`, `train`, `verify` and what they return
+need torch.
 """
 
 from importlib import import_module
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from lengthwise.planner import PlanOptions, PlanRequest, Score, register_planner, score
     from lengthwise.planner import plan_step as plan
     from lengthwise.program import check_plan as check
+    from lengthwise.session import Session, StepResult
     from lengthwise.simulator import simulate_plan as simulate
     from lengthwise.training.api import train, verify
     from lengthwise.training.callbacks import Callback
@@ -48,6 +50,8 @@ __all__ = [
     "Problems",
     "RunConfig",
     "Score",
+    "Session",
+    "StepResult",
     "Timeline",
     "TrainResult",
     "VerifyReport",
@@ -77,6 +81,7 @@ _HOMES = {
         "planner": "PlanOptions PlanRequest Score options=PlanOptions plan=plan_step register_planner score",
         "program": "check=check_plan",
         "simulator": "simulate=simulate_plan",
+        "session": "Session StepResult",
         "training.api": "train verify",
         "training.callbacks": "Callback",
         "training.metrics": "TrainResult",

@@ -66,6 +66,12 @@ def test_data_of_a_run_file_and_of_ids_shows_ids(tmp_path, capsys):
     assert "row 2 (train.jsonl:2): 2 tokens, 1 with a loss" in said(capsys, path, "--row", 2)
 
 
+def test_data_of_texts_beside_ids_shows_ids_that_are_no_bytes(tmp_path, capsys):
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "ab"}, {"input_ids": [300, 98, 7], "labels": [-100, 98, 7]}])
+    assert "loss         2  'b\\x07'" in said(capsys, path, "--row", 2)
+    assert "no loss      1  '<300>'" in said(capsys, path, "--row", 2)
+
+
 def test_data_says_what_a_step_takes_elsewhere(rows, capsys):
     text = said(capsys, rows, "--gpus", 2, "--model", "llama-7b", "--batch-tokens", "1K")
     assert "On 2 devices of h100 a step takes" in text

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from lengthwise.cli import demo
+import lengthwise
+from lengthwise.cli import demo, demo_compare
 from lengthwise.config import load_config
 from lengthwise.core.errors import OutputError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.data import Batches, ByteTokenizer, load_dataset
 from lengthwise.training.metrics import StepMetrics, TrainResult
 from lengthwise.training.verify import VerifyReport
-from training.small_runs import call, write_model
+from training.small_runs import call, make_rows, write_model, write_run
 
 PLAN = Plan(
     ranks=4, layers=1, capacity=8, tokens=(3,),
@@ -66,6 +67,46 @@ def test_demo_steps_hold_12k_to_16k_tokens(tmp_path):
     assert min(ranks) * config.capacity_tokens >= dataset.lengths.max()  # or what it says comes next is refused
 
 
+def rows_of(seconds, losses):
+    return [
+        {"step": n, "step_seconds": spent, "num_tokens": 100, "idle_ratio": spent / 10, "loss": loss}
+        for n, (spent, loss) in enumerate(zip(seconds, losses, strict=True), 1)
+    ]
+
+
+def test_demo_compares_the_steps_that_both_runs_made():
+    ours, static = rows_of([1.0, 3.0, 100.0], [4.0, 2.0, 1.0]), rows_of([3.0, 3.0], [4.0, 2.2])
+    *table, sentence = demo_compare.comparison_lines(ours, static)
+    assert [line.split() for line in table] == [
+        ["seconds", "tokens/s", "idle"],
+        ["lengthwise", "4.00", "s", "50", "25.0", "%"],
+        ["static", "6.00", "s", "33.3", "30.0", "%"],
+    ]
+    assert sentence.startswith("static took 1.50x as long for 2 steps (measured")
+    assert sentence.endswith("losses agree to 9e-02")
+
+
+def test_demo_trains_the_first_steps_again_with_a_static_mesh(tmp_path):
+    path = write_run(tmp_path, make_rows([30, 12, 5, 40, 8, 9]), capacity_tokens=24, steps=4)
+    ours = lengthwise.train(path, ranks=2).folder
+    static = demo_compare.train_static(path, 2, ranks=2)
+    rows = [demo_compare.read_metrics(each) for each in (ours, static)]
+    assert [len(each) for each in rows] == [4, 2]
+    assert rows[0][1]["loss"] == pytest.approx(rows[1][1]["loss"], rel=1e-12)
+    assert "planner: static" in (static / "config.yaml").read_text()
+
+
+def test_demo_draws_a_step_of_both_planners_on_one_scale():
+    told = list(demo_compare.simulated_lines([100, 500, 2000, 3000, 120_000] * 100))
+    ranks = [line for line in told if line.startswith("rank ")]
+    assert len(ranks) == 16
+    static, ours = (max(map(len, each)) for each in (ranks[:8], ranks[8:]))
+    assert len({line.index("|") for line in ranks}) == 1
+    found = re.search(r"takes ([\d.]+)x as long as lengthwise, the best single degree", told[-1])
+    assert float(found[1]) == pytest.approx((static - 9) / (ours - 9), rel=0.05)
+    assert all("#" in line or "=" in line for line in ranks)
+
+
 def fake_parts(monkeypatch, *, passed, opened, stopped_by=None):
     monkeypatch.setattr(demo, "_standard_library", lambda: None)
     for name in ("_show_data", "_show_plans"):
@@ -75,6 +116,7 @@ def fake_parts(monkeypatch, *, passed, opened, stopped_by=None):
     if passed is not None:
         monkeypatch.setattr(demo, "_check", lambda *_: passed)
     monkeypatch.setattr(demo, "_open", lambda *_: opened)
+    monkeypatch.setattr(demo, "_compare", lambda *_: None)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,25 @@
-"""Files written whole or not at all, and in nobody's way; the line of a step."""
+"""Files written whole or not at all, and in nobody's way; the lines of a step."""
 
+import contextlib
+import fcntl
 import os
+import pty
 import stat
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from lengthwise.cli import step_lines
 from lengthwise.cli.output import refuse_unwritable_file, write_atomically
-from lengthwise.cli.train import step_line
+from lengthwise.cli.step_lines import StepLines
 from lengthwise.core.errors import OutputError
+from lengthwise.report.figures import count
+from training.small_runs import Command, call, make_rows, read_lines, write_run
 
 
 @pytest.mark.parametrize("path", ["/dev/null", "/dev/stdout", "/dev/fd/1", "/dev/new", "/proc/self/fd/1"])
@@ -51,13 +59,97 @@ def test_a_write_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch) -> No
     assert not list(tmp_path.iterdir())
 
 
-def test_step_line_says_loss_speed_imbalance_idle_and_rings():
+def finished(step, num_steps, **changes):
     metrics = SimpleNamespace(
-        step=7, loss=1.23456, tokens_per_second=12_345, imbalance_ratio=1.5, idle_ratio=0.25, ring_token_ratio=0.5,
-        step_seconds=0.125,
-    )  # fmt: skip
-    text = step_line(metrics, 100)
-    assert text == "step   7/100  loss 1.2346  12.3K tokens/s  imbalance 1.50  idle 25.0 %  in rings 50.0 %  125 ms"
+        **{
+            "step": step,
+            "loss": 1.23456,
+            "lr": 3e-4,
+            "grad_norm": 8.2613,
+            "tokens_per_second": 12_345,
+            "peak_memory_bytes": 12_340_000_000,
+            "imbalance_ratio": 1.5,
+            "idle_ratio": 0.25,
+            "ring_token_ratio": 0.5,
+            "step_seconds": 0.125,
+            **changes,
+        }
+    )
+    return SimpleNamespace(metrics=metrics, num_steps=num_steps)
+
+
+def test_step_lines_are_one_each_where_there_is_no_terminal():
+    assert StepLines().of(finished(7, 100), None) == (
+        "step   7/100  loss 1.2346  lr 3.00e-04  grad norm 8.26  12.3K tokens/s  memory 12.3GB  imbalance 1.50  "
+        "idle 25.0 %  in rings 50.0 %  125 ms  time left 0:12"
+    )
+
+
+def test_step_lines_are_a_table_on_a_terminal():
+    lines = StepLines()
+    shown = [lines.of(finished(step, 9_999_999), 80).split("\n") for step in range(1, 43)]
+    assert [step for step, each in enumerate(shown, 1) if len(each) == 2] == [1, 21, 41], "with heads"
+    assert {len(line) for each in shown for line in each} == {79}
+    heads, row = StepLines().of(finished(9, 10, lr=0.0, loss=10.5, grad_norm=12345.6), 80).split("\n")
+    assert heads == " step     loss       lr grad norm tokens/s memory imbalance time left"
+    assert row == " 9/10  10.5000 0.00e+00  1.23e+04    12.3K 12.3GB      1.50      0:00"
+
+
+@pytest.mark.parametrize("width", [33, 40, 60, 78])
+def test_step_lines_are_wrapped_where_a_row_does_not_fit(width):
+    text = StepLines().of(finished(99_999, 9_999_999, loss=1e9, step_seconds=36_000.0), width)
+    assert max(map(len, text.split("\n"))) <= width
+    assert text.replace("\n", "") == (
+        "step   99999/9999999  loss 1000000000.0000  lr 3.00e-04  grad norm 8.26  12.3K tokens/s  memory 12.3GB  "
+        "imbalance 1.50  time left 4125000 d 00 h"
+    )
+
+
+def test_step_lines_tell_the_time_left_by_all_that_passed_since_the_step_before(monkeypatch):
+    now = iter([100.0, 130.0, 140.0])
+    monkeypatch.setattr(step_lines.time, "monotonic", lambda: next(now))
+    lines = StepLines()
+    said = [lines.of(finished(step, 10, step_seconds=2.0), None).rpartition("time left ")[2] for step in (1, 2, 3)]
+    assert said == ["0:18", "2:08", "1:38"]  # 9 x 2 s, 8 x (2 + 30) / 2 s, 7 x (2 + 30 + 10) / 3 s
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_train_shows_every_step_whole_on_a_terminal(tmp_path, columns):
+    screen, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    path = write_run(tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40, steps=4)
+    run = Command("train", path, "--ranks", 2, stdout=terminal, prepare=lambda: os.environ.pop("COLUMNS", None))
+    os.close(terminal)
+    shown = ""
+    with contextlib.suppress(OSError):  # the last one that writes to the terminal has ended
+        while found := os.read(screen, 4096):
+            shown += found.decode()
+    os.close(screen)
+    assert run.finish()[0] == 0
+    assert "\x1b" not in shown
+    lines = shown.replace("\r\n", "\n").split("\n")
+    assert "\r" not in "".join(lines), "a line went over another"
+    rows = read_lines(tmp_path / "out/metrics.jsonl")
+    for row in rows:
+        (first,) = [
+            n for n, line in enumerate(lines) if line.startswith((f"step {row['step']}/4", f" {row['step']}/4"))
+        ]
+        told = "  ".join(lines[first : first + (1 if columns == 80 else 2)])
+        assert f"{row['loss']:.4f}" in told
+        assert f"{row['lr']:.2e}" in told
+        assert f"{row['grad_norm']:.3g}" in told
+        assert f"{count(row['peak_memory_bytes'])}B" in told
+        assert max(map(len, lines[first : first + 2])) <= columns
+    steps = lines[lines.index(next(line for line in lines if line.startswith(("step", " 1/4")))) :]
+    assert sum("time left" in line for line in steps) == (1 if columns == 80 else 4)
+
+
+def test_train_writes_plain_lines_to_a_pipe(tmp_path, capfd):
+    path = write_run(tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40)
+    assert call("train", path) == 0
+    (first,) = [line for line in capfd.readouterr().out.split("\n") if line.startswith("step 1/3")]
+    names = ("loss", "lr", "grad norm", "tokens/s", "memory", "imbalance", "idle", "in rings", "time left")
+    assert all(f"  {name} " in f"{first} ".replace(" tokens/s", "  tokens/s") for name in names)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device here")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from lengthwise.comm import StagedTransport, join
 from lengthwise.comm.slabs import Slabs
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.engine import batch as batches
-from lengthwise.engine import step as work
+from lengthwise.engine import objective
 from lengthwise.models import adapter
 from lengthwise.program import MicrobatchProgram
 from lengthwise.training import trainer, verify
-from training.small_runs import call, make_rows, write_model, write_run
+from training.small_runs import call, make_rows, write_model, write_rows, write_run
 
 
 @pytest.fixture
@@ -44,8 +45,30 @@ def test_verify_passes_alone_and_leaves_no_output(run_file, capsys):
     assert call("verify", run_file, "--ranks", 1, "--set", "capacity_tokens=64") == 0
     out = capsys.readouterr().out
     assert "PASS" in out
-    assert "exercised: packs on one rank, no ring (for one: more --ranks, or a lower capacity_tokens)" in out
+    assert "exercised: packs on one rank, no ring\n" in out
+    assert "warning: no sequence was cut, so rings were not compared. Give --ranks 2 or more." in out
     assert not (run_file.parent / "out").exists()
+
+
+def test_verify_warns_where_nothing_was_cut_and_what_it_says_then_cuts(run_file, capsys):
+    uncut = ["--set", "planner=packed-dp", "capacity_tokens=64"]
+    assert call("verify", run_file, "--ranks", 2, *uncut) == 0
+    out = capsys.readouterr().out
+    told = re.search(r"warning: no sequence was cut, .*train.jsonl:5, of 61 tokens, is with (--set .*)", out)
+    assert call("verify", run_file, "--ranks", 2, *uncut, *told[1].split()) == 0
+    out = capsys.readouterr().out
+    assert "exercised: rings of 2 ranks" in out
+    assert "warning" not in out
+
+
+def test_verify_says_where_a_sequence_to_cut_is_not_in_the_first_batch(tmp_path, capsys):
+    path = write_run(tmp_path, make_rows([*[3] * 60, 100]), global_batch={"sequences": 2}, capacity_tokens=64)
+    assert call("verify", path, "--ranks", 2, "--set", "planner=lengthwise") == 0
+    out = capsys.readouterr().out
+    assert "has 3 tokens, of the data 100: take another seed or a larger global_batch" in out
+    rows = write_rows(tmp_path / "short.jsonl", make_rows([2, 2, 2]))
+    assert call("verify", path, "--ranks", 3, "--set", "planner=packed-dp", f"data.0.path={rows}") == 0
+    assert "Give data with longer sequences: the longest of this batch has" in capsys.readouterr().out
 
 
 def test_verify_says_beforehand_what_it_will_take(run_file, capsys, monkeypatch):
@@ -114,7 +137,7 @@ def test_verify_runs_a_plan_of_several_pieces_written_by_hand(run_file, capsys, 
             lambda plan: plan.update(
                 schedule={"kind": "pipeline", "stages": 2, "virtual": 1}, requires=[*plan["requires"], "pipeline"]
             ),
-            "kind free (all this version runs); got pipeline",
+            "(all this version runs); got pipeline",
         ),
     ],
 )
@@ -161,7 +184,7 @@ def labels_shifted_after_the_cut(self, segments, inner=batches.StepBatch.tensors
     return ids, positions, labels
 
 
-def loss_scaled_by_ranks(*arguments, inner=work.model_loss, **keys):
+def loss_scaled_by_ranks(*arguments, inner=objective.model_loss, **keys):
     return inner(*arguments, **keys) * 1.0000001
 
 
@@ -217,7 +240,7 @@ def last_hop_dropped(self, rank, hop, inner=MicrobatchProgram.tasks):
     return () if hop and hop == self.ring_steps - 1 else inner(self, rank, hop)
 
 
-def loss_not_divided(*arguments, inner=work.model_loss, **keys):
+def loss_not_divided(*arguments, inner=objective.model_loss, **keys):
     return inner(*arguments, **keys) * 3
 
 
@@ -226,7 +249,7 @@ def loss_not_divided(*arguments, inner=work.model_loss, **keys):
     [
         (MicrobatchProgram, "tasks", last_hop_dropped),
         (batches.StepBatch, "tensors", labels_shifted_after_the_cut),
-        (work, "model_loss", loss_not_divided),
+        (objective, "model_loss", loss_not_divided),
         (partials, "merge_block", merge_that_averages),
     ],
 )
@@ -266,7 +289,7 @@ def test_verify_does_not_share_the_labels_of_what_it_checks(run_file, capsys, mo
 
         def one_more(self, *arguments):
             made(self, *arguments)
-            self.loss_tokens += 1
+            self.loss_weight += 1
 
         monkeypatch.setattr(batches.StepBatch, "__init__", one_more)
     assert call("verify", run_file, "--ranks", 2) == 1
@@ -281,7 +304,7 @@ def reference_before_it_was_broken(
 
 
 def test_verify_fails_at_an_error_of_one_in_ten_million_in_fp64_only(run_file, capsys, monkeypatch):
-    monkeypatch.setattr(work, "model_loss", loss_scaled_by_ranks)
+    monkeypatch.setattr(objective, "model_loss", loss_scaled_by_ranks)
     assert call("verify", run_file, "--ranks", 2) == 1
     assert call("verify", run_file, "--ranks", 2, "--set", "precision=fp32") == 0
 

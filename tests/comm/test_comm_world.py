@@ -1,5 +1,7 @@
 """Who this process is: torchrun's environment, read whole or not at all."""
 
+import os
+
 import pytest
 
 from lengthwise.comm import world_from_environment
@@ -8,44 +10,77 @@ from lengthwise.core.errors import ConfigError
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
 
 
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
+}
+INTEL_MPI = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "8"}
+
+
 @pytest.fixture(autouse=True)
 def _bare_environment(monkeypatch):
-    for name in TORCHRUN:
-        monkeypatch.delenv(name, raising=False)
+    kept = {name: value for name, value in os.environ.items() if name not in (*TORCHRUN, "LOCAL_WORLD_SIZE")}
+    monkeypatch.setattr(os, "environ", kept)  # a plain one: what is set in it is gone afterwards
 
 
 def test_world_is_none_when_started_alone():
     assert world_from_environment() is None
 
 
-def test_world_is_read_from_torchrun(monkeypatch):
+def test_world_is_read_from_torchrun():
     for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
+        os.environ.__setitem__(name, value)
     world = world_from_environment()
     assert world is not None
     assert (world.rank, world.world_size, world.local_rank, world.rendezvous) == (3, 8, 1, None)
 
 
 @pytest.mark.parametrize("name", TORCHRUN)
-def test_world_refuses_half_of_torchrun(monkeypatch, name):
+def test_world_refuses_half_of_torchrun(name):
     for other, value in TORCHRUN.items():
         if other != name:
-            monkeypatch.setenv(other, value)
+            os.environ.__setitem__(other, value)
     with pytest.raises(ConfigError, match=f"{name}=None"):
         world_from_environment()
 
 
 @pytest.mark.parametrize(("name", "value"), [("RANK", "x"), ("WORLD_SIZE", "-1"), ("LOCAL_RANK", "")])
-def test_world_refuses_what_is_no_number(monkeypatch, name, value):
+def test_world_refuses_what_is_no_number(name, value):
     for other, good in TORCHRUN.items():
-        monkeypatch.setenv(other, good)
-    monkeypatch.setenv(name, value)
+        os.environ.__setitem__(other, good)
+    os.environ.__setitem__(name, value)
     with pytest.raises(ConfigError, match="environment"):
         world_from_environment()
 
 
-def test_world_refuses_a_rank_outside_the_world(monkeypatch):
+def test_world_refuses_a_rank_outside_the_world():
     for name, value in (TORCHRUN | {"RANK": "8"}).items():
-        monkeypatch.setenv(name, value)
+        os.environ.__setitem__(name, value)
     with pytest.raises(ConfigError, match="RANK=8"):
         world_from_environment()
+
+
+@pytest.mark.parametrize("variables", [OPEN_MPI, INTEL_MPI])
+def test_world_is_read_from_mpirun(variables):
+    os.environ.update(variables)
+    world = world_from_environment()
+    assert world is not None
+    assert (world.rank, world.world_size, world.local_rank, world.local_size) == (3, 8, 1, 8)
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+    assert world_from_environment() == world
+
+
+def test_ranks_of_mpirun_on_several_machines_are_told_where_to_meet():
+    os.environ.update(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
+    with pytest.raises(ConfigError, match="where ranks meet"):
+        world_from_environment()
+    os.environ.update(MASTER_ADDR="first", MASTER_PORT="29511")
+    assert world_from_environment() is not None
+    assert os.environ["MASTER_ADDR"] == "first"
+
+
+def test_one_process_of_mpirun_is_alone():
+    os.environ.update(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"})
+    assert world_from_environment() is None

@@ -1,8 +1,10 @@
 """The run file as a user writes it: defaults, strict types, all problems at once, paths, the way back to YAML."""
 
+import re
 import subprocess
 import sys
 import time
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lengthwise.config import DataSource, GlobalBatch, RunConfig, build_config, dump_config, load_config
+from lengthwise.config.foreign_names import FOREIGN_NAMES
 from lengthwise.config.optimizer import OPTIMIZERS
+from lengthwise.config.schema import SECTIONS
 from lengthwise.core.errors import ConfigError, LengthwiseError, Problems
 
 MINIMAL = "model: tiny\ndata: [{path: train.jsonl}]\noutput: runs/first\n"
@@ -115,8 +119,10 @@ def test_config_empty_rows_are_skipped_only_in_the_standard_library(folder):
         ("optimizer.name=adamx", "optimizer.name", "Did you mean `adam`"),
         ("optimizer.name=muon", "optimizer.name", "depends on the whole matrix"),
         ("optimizer.name=lamb", "optimizer.name", "the norm of the whole parameter"),
-        ("optimizer.name=adamw_8bit", "optimizer.name", "blocks that slices do not end at"),
-        ("optimizer.name=adamw8bit", "optimizer.name", "blocks that slices do not end at"),
+        ("optimizer.name=paged_adamw_8bit", "optimizer.name", "memory that CUDA pages"),
+        ("optimizer.name=adamw8bit", "optimizer.name", "Here it is adamw_8bit"),
+        ("optimizer.name=paged_lion_32bit", "optimizer.name", "memory that CUDA pages"),
+        ("optimizer.name=adamw_torch_4bit", "optimizer.name", "torchao's, which is not used here"),
         ("optimizer.name=adamw_torch", "optimizer.name", "Here it is adamw"),
         ("optimizer={name: sgd, betas: [0.9, 0.95]}", "optimizer.betas", "it belongs to adamw, adam, nadam"),
         ("optimizer.momentum=0.9", "optimizer.momentum", "it belongs to sgd, rmsprop"),
@@ -186,12 +192,25 @@ def test_config_unknown_key_names_the_nearest(folder, override, where, nearest):
         ("fp16", "There is none"),
         ("fsdp", "there is none"),
         ("deepspeed", "there is none"),
+        ("load_in_4bit", "There is none"),
+        ("warmup_ratio", "`optimizer.warmup_steps`"),
+        ("save_steps", "`checkpoint.every_steps`"),
+        ("lora_r", "`lora.r`"),
+        ("context_parallel_size", "the planner chooses"),
         ("lr", "`optimizer.lr`"),
         ("path", "`data.0.path`"),
     ],
 )
 def test_config_key_of_another_trainer_is_told_our_word(folder, key, ours):
     assert ours in problems_of(write(folder, MINIMAL), [f"{key}=1"])[key]
+
+
+def test_config_words_for_keys_of_other_trainers_are_keys_of_ours():
+    for hint in FOREIGN_NAMES.values():
+        for words in re.findall(r"Here it is `([\w.]+)", hint):
+            *section, key = words.split(".")
+            assert key in SECTIONS[tuple(section)].model_fields, hint
+    assert not {key for section in SECTIONS.values() for key in section.model_fields} & set(FOREIGN_NAMES)
 
 
 def test_config_takes_the_planner_of_an_installed_package(folder, monkeypatch):
@@ -205,6 +224,30 @@ def test_config_takes_the_planner_of_an_installed_package(folder, monkeypatch):
     assert config.planner == "mine"
     assert build_config(config.model_dump(), folder) == config
     assert "planner" in problems_of(path, ["planner=others"])
+
+
+@pytest.mark.parametrize(
+    ("planner", "package", "install"),
+    [
+        ("megatron-core", "megatron-core", "pip install --no-deps megatron-core=="),
+        ("flexsp", "highspy", "pip install 'lengthwise[bench]'"),
+    ],
+)
+def test_config_takes_a_planner_where_its_package_is_installed_and_says_how_to_install_it(
+    folder, monkeypatch, planner, package, install
+):
+    path = write(folder, MINIMAL)
+    monkeypatch.setattr("lengthwise.core.packages.distribution", lambda name: name)
+    assert load_config(path, [f"planner={planner}"]).planner == planner
+
+    def missing(name):
+        assert name == package
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("lengthwise.core.packages.distribution", missing)
+    told = problems_of(path, [f"planner={planner}"])["planner"]
+    assert f"no {package} installed" in told
+    assert install in told
 
 
 def test_config_known_keys_are_listed_once(folder):

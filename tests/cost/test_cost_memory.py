@@ -38,6 +38,7 @@ def memories(draw) -> StepMemory:
         virtual=draw(st.integers(1, 3)),
         logits_at_once=draw(st.sampled_from([None, 1 << 18, 1 << 25])),
         fused_norms=draw(st.booleans()),
+        shard=draw(st.sampled_from(["zero1", "zero3"])),
     )
 
 
@@ -73,6 +74,21 @@ def test_arrays_are_counted_one_by_one(memory, kind, pairs) -> None:
     tokens, ratios = (np.array(each) for each in zip(*pairs, strict=True))
     expected = [float(memory.microbatch_bytes(*pair)) for pair in ((n, kind, r) for n, r in pairs)]
     assert memory.microbatch_bytes(tokens, kind, ratios).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_rows_of_parameters_and_what_is_gathered_of_them() -> None:
+    memory = StepMemory(shape=LLAMA_7B, dtype_bytes=2, ranks=64, shard="zero3")
+    everything, rest = LLAMA_7B.total_params, 2 * 4096 * LLAMA_7B.vocab
+    layer = (everything - rest) / 32
+    assert memory.state_bytes() == pytest.approx(16 * everything / 64)
+    # The rest and its gradients, the next layer, and of one layer gradients and their sum in fp32.
+    assert memory.gathered_bytes() == pytest.approx(2 * 2 * rest + 2 * layer + (2 + 4) * layer)
+    assert replace(memory, ranks=1).gathered_bytes() == 0
+    assert replace(memory, ranks=1).state_bytes() == StepMemory(shape=LLAMA_7B, dtype_bytes=2).state_bytes()
+    adapters = replace(memory, trained=1_000_000)
+    assert adapters.state_bytes() == pytest.approx((2 * (everything - 1e6) + 16e6) / 64)
+    assert adapters.gathered_bytes() == pytest.approx(2 * rest + 6 * layer)
+    assert memory.peak_bytes(128) == memory.state_bytes() + memory.gathered_bytes() + memory.microbatch_bytes(128)
 
 
 def test_a_llama_of_7b_keeps_what_its_operations_save() -> None:

@@ -168,3 +168,15 @@ def test_named_shape_reads_a_models_folder(tmp_path, monkeypatch) -> None:
 def test_named_shape_says_that_it_does_not_look_on_the_hub() -> None:
     with pytest.raises(ConfigError, match=r"somebody/a-model.*names on the hub are not looked up"):
         named_shape("somebody/a-model")
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.6), ("qwen3-8b", 8.19), ("qwen3-14b", 14.8), ("qwen3-32b", 32.8)],
+)
+def test_named_shapes_have_as_many_parameters_as_their_models(name, billions):
+    """By the numbers of parameters that the models' own pages say."""
+    shape = named_shape(name)
+    attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
+    layer = attention + 3 * shape.hidden * shape.intermediate
+    assert (shape.layers * layer + 2 * shape.vocab * shape.hidden) / 1e9 == pytest.approx(billions, rel=3e-3)

@@ -19,6 +19,9 @@ ROW = st.one_of(
     st.lists(st.tuples(st.integers(0, 255), st.sampled_from([-100, 5])), max_size=9).map(
         lambda rows: {"input_ids": [row[0] for row in rows], "labels": [row[1] for row in rows]}
     ),
+    st.lists(st.tuples(st.integers(0, 255), st.sampled_from([0, 1, 1.0, 0.1, 2.5, 1e6])), max_size=9).map(
+        lambda rows: {"input_ids": [row[0] for row in rows], "weights": [row[1] for row in rows]}
+    ),
     st.fixed_dictionaries({"prompt": TEXT, "completion": TEXT}),
 )
 FILES = st.lists(st.lists(ROW, min_size=1, max_size=20), min_size=1, max_size=3)
@@ -59,6 +62,9 @@ def content(dataset):
     return {
         "lengths": dataset.lengths.tolist(),
         "losses": dataset.loss_tokens.tolist(),
+        "loss_weights": dataset.loss_weights.tolist(),
+        "weights": [weights_of(dataset, row, 0, int(dataset.lengths[row])) for row in rows],
+        "weighed": {dataset.read_weights(row, 0, 1) is not None for row in rows},  # all rows alike
         "ids": dataset.ids.tolist(),
         "rows": [[each.tolist() for each in pair] for pair in read],
         "names": [dataset.name(row) for row in rows],
@@ -66,6 +72,13 @@ def content(dataset):
         "digest": dataset.digest(),
         "digests": dataset.row_digests(0, len(rows)).tolist(),
     }
+
+
+def weights_of(dataset, row, start, stop):
+    """Return what tokens of a row weigh, by labels alone where there is no more."""
+    found = dataset.read_weights(row, start, stop)
+    labels = dataset.read(row, start, stop)[1]
+    return [float(label != -100) for label in labels] if found is None else found.tolist()
 
 
 def files_of(folder: Path):

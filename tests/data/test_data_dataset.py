@@ -34,8 +34,12 @@ class ListedDataset:
         self._rows = rows
         self.lengths = np.array([len(row) for row in rows], dtype=np.int64)
         self.loss_tokens = np.array([sum(label != NO_LOSS for _, label in row[1:]) for row in rows], dtype=np.int64)
+        self.loss_weights = self.loss_tokens
         self.ids = np.flatnonzero(self.lengths)
         self.weights = ((0, 1.0),)
+
+    def read_weights(self, row, start, stop):
+        return None
 
     def read(self, row, start, stop):
         return tuple(np.array(self._rows[row], dtype=np.int32).reshape(-1, 2).T[:, start:stop])

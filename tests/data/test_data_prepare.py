@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+import time
 
 import pytest
 from hypothesis import given
@@ -99,6 +100,19 @@ def test_prepare_whose_process_is_killed_says_so_and_goes_on(tmp_path, monkeypat
     monkeypatch.undo()
     prepare(sources, tmp_path / "out")
     assert content(load(tmp_path / "out")) == content(load(*sources))
+
+
+def fail_or_hang(number):
+    if number == 0:
+        raise DataError("a row", expected="one that is right", got="another", remedy="Correct it.")
+    time.sleep(60)
+
+
+def test_an_error_ends_processes_that_prepare_where_they_stand():
+    start = time.monotonic()
+    with pytest.raises(DataError, match="a row"), worker_processes(2) as run:
+        list(run(fail_or_hang, range(4)))
+    assert time.monotonic() - start < 30, "waited for a task of 60 s that nobody needs"
 
 
 def test_prepare_of_changed_sources_or_settings_begins_anew(tmp_path):

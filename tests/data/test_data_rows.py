@@ -120,15 +120,16 @@ def test_rows_tokenizer_is_loaded_once_and_only_for_text(tmp_path):
         (b'{"input_ids": [1, 2], "labels": [1]}', 'expected "labels" as long as "input_ids", 2; got 1 labels'),
         (b'{"input_ids": [], "labels": [1]}', "0; got 1 labels"),
         (b'{"input_ids": [1, 2], "weights": [1]}', 'expected "weights" as long as "input_ids", 2; got 1 weights'),
-        (b'{"input_ids": [1, 2], "weights": 1}', 'expected "weights" to be a list of 0 and 1; got 1'),
+        (b'{"input_ids": [1, 2], "weights": 1}', 'expected "weights" to be a list of numbers; got 1'),
         (
-            b'{"input_ids": [1, 2], "weights": [1, 0.5]}',
-            "got weights[1] = 0.5: weights other than 0 and 1 are not trained",
+            b'{"input_ids": [1, 2], "weights": [1, -0.5]}',
+            "weights of 0 (no loss), or from 1e-06 to 1e+06; got weights[1] = -0.5",
         ),
-        (b'{"input_ids": [1, 2], "weights": [2, 0]}', "got weights[0] = 2: weights other than 0 and 1 are not trained"),
-        (b'{"input_ids": [1, 2], "weights": [-1, 0]}', "expected weights of 0 (no loss) or 1; got weights[0] = -1"),
-        (b'{"input_ids": [1, 2], "weights": [true, 0]}', "expected weights of 0 (no loss) or 1; got weights[0] = true"),
-        (b'{"input_ids": [1, 2], "weights": [NaN, 0]}', "expected weights of 0 (no loss) or 1; got weights[0] = NaN"),
+        (b'{"input_ids": [1, 2], "weights": [2e7, 0]}', "from 1e-06 to 1e+06; got weights[0] = 20000000.0"),
+        (b'{"input_ids": [1, 2], "weights": [1e-9, 0]}', "from 1e-06 to 1e+06; got weights[0] = 1e-09"),
+        (b'{"input_ids": [1, 2], "weights": [true, 0]}', "got weights[0] = true"),
+        (b'{"input_ids": [1, 2], "weights": [NaN, 0]}', "got weights[0] = NaN"),
+        (b'{"input_ids": [1, 2], "weights": [1e999, 0]}', "got weights[0] = Infinity"),
         (
             b'{"input_ids": [1], "labels": [1], "weights": [1]}',
             'expected "labels" or "weights" beside "input_ids"; got both',
@@ -166,6 +167,23 @@ def test_weights_of_0_and_1_are_labels(load):
     assert weighed.loss_tokens.tolist() == [1, 1, 1, 0]  # the first weight is of a token that nothing predicts
     assert weighed.read(0, 0, 4)[1].tolist() == [5, -100, 7, -100]
     assert weighed.digest() == labelled.digest()
+
+
+def test_weights_of_tokens_are_kept_as_labels_lie(load):
+    weighed = load(
+        '{"input_ids": [5, 6, 7, 8], "weights": [3, 0.5, 0, 2]}',
+        '{"input_ids": [5, 6, 7]}',
+        '{"input_ids": [5, 6, 7], "labels": [5, -100, 7]}',
+    )
+    assert weighed.loss_weights.tolist() == [2.5, 2, 1]
+    assert weighed.loss_tokens.tolist() == [2, 2, 1]
+    assert weighed.read(0, 0, 4)[1].tolist() == [5, 6, -100, 8]
+    assert [weighed.read_weights(row, 1, 3).tolist() for row in range(3)] == [[0.5, 0], [1, 1], [0, 1]]
+    others = load('{"input_ids": [5, 6, 7, 8], "weights": [3, 0.25, 0, 2]}', '{"input_ids": [5, 6, 7]}')
+    plain = load('{"input_ids": [5, 6, 7, 8], "labels": [5, 6, -100, 8]}', '{"input_ids": [5, 6, 7]}')
+    digests = [each.row_digests(0, 2).tolist() for each in (weighed, others, plain)]
+    assert digests[0][1] == digests[1][1] == digests[2][1]
+    assert len({tuple(each[0]) for each in digests}) == 3
 
 
 IDS_ROW = {"input_ids": [1, 2, 3]}

@@ -143,6 +143,17 @@ def test_steps_of_zero_are_those_that_a_walk_finds(lengths, batch, ends, draw):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("ends", [{"steps": 7}, {"epochs": 60}])
+def test_steps_of_zero_pass_over_epochs_that_take_no_row(ends):
+    batches = weighted([(0.05, 3)], **ends)
+    assert not len(batches.order(0))
+    values = np.array([0, 1, 0])
+    walked = [each for each in batches if not values[each.ids].sum()]
+    first, number = batches.steps_of_zero(values)
+    assert number == len(walked) > 0
+    assert (first.step, first.epoch, first.ids.tolist()) == (walked[0].step, walked[0].epoch, walked[0].ids.tolist())
+
+
 def test_batches_may_be_iterated_again_and_stopped_early():
     batches = batches_of([3] * 10, steps=10**12, sequences=4)
     first = next(iter(batches))

@@ -54,12 +54,17 @@ def test_store_reads_any_part_of_a_row(tmp_path_factory, cuts):
             assert read[0] == read[1]
 
 
-def test_store_beside_other_sources_is_all_their_rows_in_order(tmp_path):
-    sources = write_sources(tmp_path, ROWS, ["x", "yz"])
+@pytest.mark.parametrize("weighed", [None, 0, 1])
+def test_store_beside_other_sources_is_all_their_rows_in_order(tmp_path, weighed):
+    """A row with weights is in no source, before the store, or in it."""
+    row = {"input_ids": [1, 2, 3], "weights": [1, 0, 2.5]}
+    rows = [[*each, row] if number == weighed else each for number, each in enumerate(ROWS)]
+    sources = write_sources(tmp_path, rows, ["x", "yz"])
     prepare(sources[1:2], tmp_path / "store")
     mixed = [sources[0], DataSource(path=tmp_path / "store"), sources[2]]
     assert content(load(*mixed)) == content(load(*sources))
-    assert [load(*mixed).source_key(row) for row in (0, 4, 6)] == ["data.0", "data.1", "data.2"]
+    last = len(load(*mixed).lengths) - 1
+    assert [load(*mixed).source_key(row) for row in (0, 4 + (weighed == 0), last)] == ["data.0", "data.1", "data.2"]
 
 
 def test_store_arrays_are_read_only_and_mapped(store):

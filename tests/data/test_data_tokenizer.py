@@ -12,7 +12,7 @@ from lengthwise.core.errors import ConfigError, DataError
 from lengthwise.data import load_dataset, load_tokenizer
 
 
-def save_tokenizer(folder, *, eos=None, adds_eos=False):
+def save_tokenizer(folder, *, eos=None, adds_eos=False, bos=None, adds_bos=False):
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -21,7 +21,11 @@ def save_tokenizer(folder, *, eos=None, adds_eos=False):
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if adds_eos:
         inner.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 1)])
-    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token=eos).save_pretrained(folder)
+    if adds_bos:
+        inner.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, 4)])
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token=eos, bos_token=bos).save_pretrained(
+        folder
+    )
     return str(folder)
 
 
@@ -31,6 +35,15 @@ def test_tokenizer_bytes_is_utf8():
     assert tokenizer.encode("aé").tolist() == [97, 0xC3, 0xA9]
     assert tokenizer.encode("a").dtype == np.int32
     assert tokenizer.encode_python(b"\xff\x00").tolist() == [255, 0]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "Hugging Face"])
+def test_tokenizer_shows_ids_that_it_does_not_have(tmp_path, kind):
+    tokenizer = load_tokenizer("bytes" if kind == "bytes" else save_tokenizer(tmp_path))
+    known = tokenizer.encode("hello")
+    assert tokenizer.decode(np.array([*known, 300, 999, *known], dtype=np.int32)) == "hello<300><999>hello"
+    assert tokenizer.decode(tokenizer.encode("hello é")) == "hello é"
+    assert tokenizer.decode(known[:0]) == ""
 
 
 def test_tokenizer_without_eos_adds_none(tmp_path):
@@ -45,6 +58,16 @@ def test_tokenizer_with_eos_ends_a_text_once(tmp_path, adds_eos):
     assert tokenizer.eos_id == 1
     assert tokenizer.encode("hello world").tolist() == [2, 3, 1]
     assert tokenizer.encode("hello <eos>").tolist() == [2, 1] if not adds_eos else [2, 1, 1]
+
+
+def test_tokenizer_refuses_a_text_that_would_begin_with_two_bos(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "é hello"}\n{"text": "hello é"}\n{"text": "é é"}\n')
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path / "adds", bos="é", adds_bos=True))
+    assert tokenizer.encode("hello é").tolist() == [4, 2, 4]
+    with pytest.raises(DataError, match=r"é at its start, which the tokenizer adds, too .* \(and in 1 more rows\)"):
+        load_dataset([DataSource(path=tmp_path / "rows.jsonl")], tokenizer=lambda: tokenizer, vocab_size=None)
+    left = load_tokenizer(save_tokenizer(tmp_path / "leaves", bos="é"))
+    assert left.encode("é hello").tolist() == [4, 2], "the text's own is the only one"
 
 
 def test_tokenizer_decodes_python_by_its_declared_encoding(tmp_path):

@@ -9,7 +9,7 @@ from lengthwise.comm import SoloTransport, StrictWorld
 from lengthwise.config import OptimizerConfig
 from lengthwise.config.optimizer import FUSED, OPTIMIZERS
 from lengthwise.engine.live_bytes import LiveBytes
-from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes, step_end_bytes
+from lengthwise.engine.optimizer import ShardedOptimizer, block_of, kept_bytes, step_end_bytes
 from lengthwise.engine.replicated import FlatParameters
 
 STEPS, LR = 6, 1e-2  # of RAdam the first steps are not rectified
@@ -26,8 +26,9 @@ def make_model(width):
 
 def make(transport, case, dtype=torch.float64, *, width=70, **keys):
     model = make_model(width)
-    flat = FlatParameters(model, transport, dtype=dtype, layers=[*model], bucket_entries=1)
-    return model, flat, ShardedOptimizer(flat, OptimizerConfig.model_validate(keys_of(case, **keys)), transport)
+    config = OptimizerConfig.model_validate(keys_of(case, **keys))
+    flat = FlatParameters(model, transport, dtype=dtype, layers=[*model], bucket_entries=1, block=block_of(config))
+    return model, flat, ShardedOptimizer(flat, config, transport)
 
 
 def objectives(model, step):

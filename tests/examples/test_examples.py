@@ -1,4 +1,4 @@
-"""Every example runs as a user would run it, and prints something."""
+"""Every example runs as a user would run it, and prints something; those beside a plain form are tested with it."""
 
 import subprocess
 import sys
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+FOLDER = Path(__file__).parents[2] / "examples"
+COMPARED = {name for path in FOLDER.glob("*_plain.py") for name in (path.stem, path.stem.removesuffix("_plain"))}
+EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in {"tiny", *COMPARED})
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

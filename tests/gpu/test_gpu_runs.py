@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from lengthwise.engine import step as engine_step
+from lengthwise.engine import objective
 from training.small_runs import call, losses, make_rows, write_model, write_run
 
 LENGTHS = {"cuda": [300, 12, 5, 61, 128, 129, 1, 40], "cpu": [150, 6, 3, 31, 64, 65, 1, 20]}
@@ -76,7 +76,7 @@ def test_gpu_that_is_too_small_is_told_before_the_first_step(tmp_path, run, devi
     """A hidden state of the longest row has 86 GB on a GPU; the CPU is given an error such as a GPU's."""
     tokens, hidden = (5_250_000, 4096) if device.type == "cuda" else (500, 32)
     if device.type == "cpu":
-        monkeypatch.setattr(engine_step, "model_loss", _out_of_memory)
+        monkeypatch.setattr(objective, "model_loss", _out_of_memory)
     model = write_model(tmp_path / "model", weights=False, hidden_size=hidden, max_position_embeddings=tokens)
     keys = {"device": device.type, "precision": "fp32", "capacity_tokens": tokens + 10, "memory_check": True}
     path = write_run(tmp_path, [{"input_ids": [1] * tokens}], model=model, global_batch={"sequences": 1}, **keys)

@@ -24,7 +24,7 @@ TOLERANCES = {torch.float64: 1e-13, torch.float32: 3e-6}
 FAMILIES = ("llama", "gemma", "gemma3_text", "cohere", "granite", "opt", "qwen3_moe")
 
 
-def loss_and_gradients(model, *, tokens_at_once, dtype=torch.float64, grad=True):
+def loss_and_gradients(model, *, tokens_at_once, dtype=torch.float64, grad=True, weighed=False):
     """Run one microbatch; None: whole logits."""
     model = model.to(dtype)
     model.zero_grad(set_to_none=True)
@@ -33,7 +33,9 @@ def loss_and_gradients(model, *, tokens_at_once, dtype=torch.float64, grad=True)
     planned = PlannedAttention(program, SoloTransport(), choose_kernel(CPU))
     at_once = None if tokens_at_once is None else tokens_at_once * model.config.vocab_size
     with torch.set_grad_enabled(grad), keep_double(dtype):
-        found = model_loss(model, planned, *batch.tensors(program.segments(0)), logits_at_once=at_once)
+        tensors = batch.tensors(program.segments(0))
+        weights = 0.25 + (torch.arange(len(tensors[0])) % 5) if weighed else None
+        found = model_loss(model, planned, *tensors, weights, logits_at_once=at_once)
         if grad:
             (found / 3).backward()
     return found.detach(), {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
@@ -60,6 +62,16 @@ def test_chunked_loss_equals_whole(family, dtype):
                 assert relative_error(chunked[name], gradient, floor=floor) < TOLERANCES[dtype], name
 
 
+def test_chunked_loss_counts_weights_as_the_whole():
+    model = tiny("llama")
+    wanted, gradients = loss_and_gradients(model, tokens_at_once=None, weighed=True)
+    assert relative_error(wanted, loss_and_gradients(model, tokens_at_once=None)[0]) > 0.1
+    for tokens_at_once in (1, 7):
+        found, chunked = loss_and_gradients(model, tokens_at_once=tokens_at_once, weighed=True)
+        assert relative_error(found, wanted) < TOLERANCES[torch.float64]
+        assert all(relative_error(chunked[name], each) < 1e-12 for name, each in gradients.items())
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "opt"])
 def test_chunked_loss_in_bf16_is_as_near_to_fp64_as_whole(family):
     model = tiny(family).to(torch.bfloat16)
@@ -78,9 +90,9 @@ def test_chunked_loss_never_makes_more_logits_than_asked(monkeypatch):
     rows = []
     token_loss = loss.token_loss
 
-    def counting(logits, labels):
+    def counting(logits, *others):
         rows.append(len(logits))
-        return token_loss(logits, labels)
+        return token_loss(logits, *others)
 
     monkeypatch.setattr(loss, "token_loss", counting)
     loss_and_gradients(tiny("llama"), tokens_at_once=7)

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from lengthwise.core import packages as core_packages
 from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import PlanOptions, plan_step, planner_names, register_planner, registry
+from lengthwise.planner import PlanOptions, plan_step, planner_names, register_planner
 from lengthwise.program import check_plan
 
 COST = Cost(quadratic_seconds=1.0, linear_seconds=100.0, fixed_seconds=500.0, ring_seconds=9.0)
@@ -35,14 +36,18 @@ def install(monkeypatch, *packages):
         if name not in packages:
             raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(registry, "distribution", found)
+    monkeypatch.setattr(core_packages, "distribution", found)
 
 
 def test_optional_planners_are_there_where_their_package_is(monkeypatch):
     install(monkeypatch)
     assert not {"megatron-core", "flexsp"} & set(planner_names())
-    with pytest.raises(ConfigError, match="megatron-core"):
-        plan_step([300], CLUSTER, COST, PlanOptions(planner="megatron-core"))
+    for planner, install_it in (
+        ("megatron-core", r"no megatron-core installed\. pip install --no-deps megatron-core==\S+ packaging"),
+        ("flexsp", r"no highspy installed\. pip install 'lengthwise\[bench\]'"),
+    ):
+        with pytest.raises(ConfigError, match=install_it):
+            plan_step([300], CLUSTER, COST, PlanOptions(planner=planner))
     install(monkeypatch, "megatron-core", "highspy")
     assert {"megatron-core", "flexsp"} <= set(planner_names())
 

@@ -251,7 +251,7 @@ def test_order_check_names_ranks_of_a_deadlock(monkeypatch):
     a, b, c = (Piece(ranks=(i, (i + 1) % 3), sequences=(i,)) for i in range(3))
     plans = {0: (a, c), 1: (b, a), 2: (c, b)}
     lower = order.lower_plan
-    monkeypatch.setattr(order, "lower_plan", lambda _, rank: lower(make_plan(3, [6, 6, 6], plans[rank]), rank))
+    monkeypatch.setattr(order, "lower_plan", lambda _, rank, **__: lower(make_plan(3, [6, 6, 6], plans[rank]), rank))
     with pytest.raises(PlanError, match=r"deadlock.*rank 0 in.*rank 1 in.*rank 2 in"):
         check_order(make_plan(3, [6, 6, 6], [a, b, c]))
 

@@ -119,6 +119,25 @@ def test_page_shows_lengths_degrees_ranks_and_the_table(found) -> None:
         assert not re.search(rf"(?<![\d.,]){several}", page)
 
 
+def test_page_names_the_axes_of_its_charts_and_the_words_of_its_tables(found) -> None:
+    page = simulation_page(found, BATCHES, about="about", sentences="one sentence")
+    axes = re.findall(r'<text class="small"[^>]*>([^<]*)</text>', page)
+    titles = ["tokens of a sequence, from this number to the next", "share", "tokens of the sequence", "ranks"]
+    assert {*titles, "time since the step began"} <= set(axes)
+    words = "".join(re.findall(r"<p class=key>(?:Other planners|Rank|Idle): [^<]*</p>", page))
+    for word in ("packed-dp", "single-degree", "power-of-two", "bytescale", "Degree:", "MFU:"):
+        assert word in words
+
+
+def test_page_draws_the_share_of_attention_work_of_each_length(found) -> None:
+    page = simulation_page(found, [[1024] * 3, [2048]], about="about", sentences="one sentence")
+    marks = [a for tag, a in _read(page).seen if tag == "line" and a.get("class") == "mark"]
+    bars = [a for tag, a in _read(page).seen if tag == "rect" and a.get("class") == "bar"]
+    heights = [240 - 36 - float(mark["y1"]) for mark in marks]
+    assert heights[1] / heights[0] == pytest.approx(4 / 3, rel=0.01)  # 2048^2 over 3 x 1024^2
+    assert float(bars[1]["height"]) / float(bars[0]["height"]) == pytest.approx(2 / 3, rel=0.01)
+
+
 def test_page_of_pipelines_cuts_no_label(found) -> None:
     (best,) = [each for each in found if each.planner == "lengthwise"]
     ours = _today(best)
@@ -275,5 +294,5 @@ def test_page_explains_its_words_and_the_chart_of_lengths_has_an_axis(found) -> 
     page = simulation_page(found, BATCHES, about="about", sentences="one sentence")
     for word in ("Static", "Pack", "Ring", "Exposed", "Of ideal"):
         assert f"<p class=key>{word}: " in page
-    lengths = page[page.index("tokens by length") : page.index("Share of tokens")]
-    assert re.findall(r">(\d+ %)<", lengths) == ["0 %", "10 %", "20 %", "30 %", "40 %", "50 %"]
+    lengths = page[page.index("tokens and attention work by length") : page.index("Bars: share")]
+    assert re.findall(r">(\d+ %)<", lengths) == [f"{ticks} %" for ticks in range(0, 81, 20)]

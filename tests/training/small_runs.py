@@ -122,9 +122,12 @@ def steps_of(output):
 
 
 def row_losses(model, row, dtype):
-    """(summed loss, loss tokens) of one row: position t says t + 1, -100 says nothing."""
+    """(summed loss, loss tokens) of one row: position t says t + 1, -100 says nothing; or (weighed loss, weights)."""
     ids, labels = torch.tensor(row["input_ids"]), torch.tensor(row.get("labels", row["input_ids"]))
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].to(torch.promote_types(dtype, torch.float32))
+    if "weights" in row:
+        weights = torch.tensor(row["weights"], dtype=torch.float32)[1:].to(logits.dtype)
+        return (F.cross_entropy(logits, ids[1:], reduction="none") * weights).sum(), weights.sum().item()
     kept = labels[1:] != -100
     loss = F.cross_entropy(logits[kept], labels[1:][kept], reduction="sum") if kept.any() else logits.sum() * 0
     return loss, int(kept.sum())
@@ -155,7 +158,7 @@ def plain_training(
     found, norms = [], []
     for ids, lr in zip(steps, lrs, strict=True):
         optimizer.zero_grad()
-        tokens = sum(label != -100 for i in ids for label in rows[i].get("labels", rows[i]["input_ids"])[1:])
+        tokens = sum(row_losses(model, rows[i], dtype)[1] for i in ids)
         total = 0.0
         for i in ids:
             loss, _ = row_losses(model, rows[i], dtype)

@@ -10,8 +10,8 @@ from lengthwise.core.plan import Plan
 from lengthwise.cost.refit import RanStep
 from lengthwise.planner import PlanOptions, score
 from lengthwise.simulator import simulate_plan
+from lengthwise.steps.step_planning import StepPlanning
 from lengthwise.training.pricing import Pricing
-from lengthwise.training.step_planning import StepPlanning
 
 RANKS, STEPS = 4, 20
 

@@ -253,7 +253,8 @@ def test_a_run_whose_folder_is_removed_writes_all_of_it_again(tmp_path):
     path = write_run(tmp_path, make_rows([30, 12]), steps=1_000_000)
     command = Command("train", path)
     command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
-    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / "gone")  # at once: what is written meanwhile would keep it from going
+    shutil.rmtree(tmp_path / "gone", ignore_errors=True)
     command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
     command.send(signal.SIGTERM)
     assert command.finish()[0] == 0

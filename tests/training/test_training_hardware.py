@@ -41,7 +41,11 @@ def test_ranks_of_different_gpus_agree_whether_to_measure(tmp_path, monkeypatch)
     monkeypatch.setattr(jobs, "hardware_of_gpu", lambda name: ("cpu" if name == "slow" else "h100", None))
     slow, fast = (job_of(tmp_path / name, gpus=1, gpu_name=name) for name in ("slow", "fast"))
     assert (slow.hardware, fast.hardware) == ("cpu", "h100")
-    assert slow._estimated_seconds == fast._estimated_seconds > 0
+    lowest, highest = sorted(each.estimated_step_seconds * each.num_steps for each in (slow, fast))
+    assert lowest < highest
+    for run_seconds in (lowest / 2, (lowest * highest) ** 0.5, 2 * highest):  # the middle one parts the two estimates
+        monkeypatch.setattr(jobs, "MEASURING_SECONDS", run_seconds / jobs._MEASURED_RUN)
+        assert slow.measures_at_start == fast.measures_at_start == (run_seconds < lowest)
 
 
 def test_the_gpu_is_asked_in_a_child(monkeypatch):

@@ -10,6 +10,7 @@ from lengthwise.comm import SoloTransport
 from lengthwise.config import build_config
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.plan import Piece
+from lengthwise.engine import objective
 from lengthwise.engine import step as work
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import DTYPES, build_model
@@ -101,7 +102,7 @@ def out_of_memory(*_, **__):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_train_that_does_not_fit_says_so_before_the_first_step(tmp_path, monkeypatch, capfd, ranks):
-    monkeypatch.setattr(work, "model_loss", out_of_memory)
+    monkeypatch.setattr(objective, "model_loss", out_of_memory)
     path = write_run(tmp_path, make_rows([30, 12]), memory_check=True)
     assert call("train", path, "--ranks", ranks) == 1
     err = capfd.readouterr().err
@@ -114,7 +115,7 @@ def test_train_that_does_not_fit_says_so_before_the_first_step(tmp_path, monkeyp
 
 def test_a_microbatch_that_does_not_fit_is_named_with_step_and_tokens(monkeypatch, tmp_path):
     job = job_of(tmp_path, [30, 12])
-    monkeypatch.setattr(work, "model_loss", out_of_memory)
+    monkeypatch.setattr(objective, "model_loss", out_of_memory)
     plan = make_plan(1, [30, 12, 5], [Piece(ranks=(0,), sequences=(0,)), Piece(ranks=(0,), sequences=(1, 2))])
     with pytest.raises(MemoryShortage) as raised:
         work.run_plan(

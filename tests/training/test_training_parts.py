@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lengthwise.comm import World
 from lengthwise.core.plan import Microbatch, Piece
+from lengthwise.training import trainer
 from lengthwise.training.launch import StatusBoard, StopRequest
 from lengthwise.training.metrics import StepMetrics
 from lengthwise.training.verify import VerifyReport
@@ -85,3 +87,12 @@ def test_verification_fails_at_nan_infinity_and_what_is_over_the_tolerance(place
     assert VerifyReport(**keys).passed
     changed = {"gradients": {**keys["gradients"], "b": bad}} if place == "gradient" else {place: 1.0 + bad}
     assert not VerifyReport(**{**keys, **changed}).passed
+
+
+def test_under_torchrun_a_second_signal_does_not_end_a_run_of_one_rank(monkeypatch):
+    """A cluster signals all processes of a job, and torchrun its own again: the checkpoint must still be committed."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert trainer._is_alone(World(rank=0, world_size=1))
+    assert not trainer._is_alone(World(rank=0, world_size=2))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert not trainer._is_alone(World(rank=0, world_size=1))

@@ -268,7 +268,7 @@ def test_a_failed_save_is_a_warning_and_the_third_in_a_row_an_error(tmp_path, mo
             if len(saves) in numbers:
                 (folder / "rank-00000.safetensors").write_bytes(b"half")
                 raise OSError(28, "No space left on device")
-            write(folder, rank, state)
+            return write(folder, rank, state)
 
         monkeypatch.setattr(checkpoints, "write_part", write_or_fail)
 
@@ -298,3 +298,20 @@ def test_saving_in_the_background_changes_nothing(tmp_path):
     plain = run_of(tmp_path / "plain", checkpoint=None)
     lengthwise.train(plain, ranks=2)
     assert losses(tmp_path / "plain/out") == losses(wanted)
+
+
+def test_a_job_that_is_started_again_goes_on_where_there_is_a_checkpoint(tmp_path, capsys):
+    """It never deletes a model that was trained."""
+    path = run_of(tmp_path)
+    wanted = whole(path)
+    broken_off(path, 1, after=1)
+    assert not list((tmp_path / "out/checkpoints").glob("step-*")), "none was due yet"
+    with pytest.raises(lengthwise.LengthwiseError, match="Fault"):
+        lengthwise.train(path, resume="if_any", callbacks=[FailsAfter(5)])
+    assert call("train", path, "--resume-if-any") == 0
+    assert_equal_runs(tmp_path / "out", wanted)
+    assert "going on from" in " ".join(capsys.readouterr().out.split())
+    (tmp_path / "out/checkpoints").rename(tmp_path / "elsewhere")
+    assert call("train", path, "--resume-if-any") == 2
+    assert "no run in the output folder" in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "out/model").exists()

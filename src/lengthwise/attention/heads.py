@@ -70,7 +70,7 @@ class HeadExchange:
     def __init__(self, program: MicrobatchProgram, transport: Transport) -> None:
         self._program, self._transport = program, transport
         starts = program.row_starts(transport.rank)
-        self.ranges = tuple(starts)
+        self.ranges = tuple(starts) or (ALL_HEADS,)  # of a rank without a piece, padding alone
         """The ranges of heads that this rank attends, in plan order."""
         self._splits = self.ranges != (ALL_HEADS,)
         self._pieces: dict[int, _SplitPiece] = {}

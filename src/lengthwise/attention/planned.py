@@ -40,16 +40,22 @@ class Attended:
 
 
 class PlannedAttention:
-    """One rank's part in the attention of one microbatch; the same object serves all layers, and both passes."""
+    """One rank's part in the attention of one microbatch; the same object serves all layers, and both passes.
 
-    def __init__(self, program: MicrobatchProgram, transport: Transport, kernel: BlockKernel) -> None:
+    `rows_beyond`: how many rows of padding the model runs with at least.
+    """
+
+    def __init__(
+        self, program: MicrobatchProgram, transport: Transport, kernel: BlockKernel, *, rows_beyond: int = 0
+    ) -> None:
         self._program, self._transport, self._kernel = program, transport, kernel
         segments = program.segments(transport.rank)
         self.spans = [(segment.num_tokens, program.tokens[segment.sequence]) for segment in segments]
         """(tokens here, tokens of the whole sequence) of each segment, in local order."""
         self.num_tokens = sum(tokens for tokens, _ in self.spans)
         multiple = kernel.token_multiple
-        self.num_rows = max(1, -(-self.num_tokens // multiple)) * multiple  # with the padding that the model runs
+        rows = self.num_tokens + rows_beyond
+        self.num_rows = max(1, -(-rows // multiple)) * multiple  # with the padding that the model runs
         self.layers_run = 0
         self.recomputation: Recomputation | None = None  # the checkpointed layer that is running, if one is
         self._heads = HeadExchange(program, transport)

@@ -1,4 +1,4 @@
-"""A rank's file of a checkpoint: written beside its digest, checked before it is believed, read at any number of ranks.
+"""A rank's file of a checkpoint: written, checked before it is believed, read at any number of ranks.
 
 A tensor a state ("master_weights", "exp_avg", "exp_avg_sq"), each (entries,) of the rank's shard.
 """
@@ -6,8 +6,7 @@ A tensor a state ("master_weights", "exp_avg", "exp_avg_sq"), each (entries,) of
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -18,40 +17,16 @@ from torch import Tensor
 
 from lengthwise.checkpoint.manifest import File, Manifest, file_name
 from lengthwise.core.disk import make_readable, sync
-from lengthwise.core.errors import OutputError
-from lengthwise.core.strict_json import read_json
 from lengthwise.engine.flat_layout import FlatLayout
 
-_DIGEST = ".digest"  # beside a rank's file until the checkpoint is committed
 
-
-def write_part(folder: Path, rank: int, state: Mapping[str, Tensor]) -> None:
-    """Write a rank's file and, beside it, its size and digest; both are on the disk then."""
+def write_part(folder: Path, rank: int, state: Mapping[str, Tensor]) -> File:
+    """Write a rank's file, which is on the disk then; return its size and digest."""
     path = folder / file_name(rank)
     save_file(dict(state), path)
     make_readable(path)
     sync(path)
-    row = {"num_bytes": path.stat().st_size, "sha256": _sha256(path)}
-    path.with_suffix(_DIGEST).write_text(json.dumps(row), encoding="utf-8")
-    sync(path.with_suffix(_DIGEST))
-
-
-def take_digests(folder: Path, ranks: int) -> dict[str, File]:
-    """Return what all ranks wrote into the folder, by file; the notes beside the files go.
-
-    Raises:
-        OutputError: a rank's file is not there.
-    """
-    found = {}
-    for rank in range(ranks):
-        note = (folder / file_name(rank)).with_suffix(_DIGEST)
-        try:
-            found[file_name(rank)] = File(**read_json(note))
-            note.unlink()
-        except (OSError, ValueError) as error:
-            remedy = "Let all machines write into one shared folder."
-            raise OutputError(str(note), expected=f"what rank {rank} wrote", got=str(error), remedy=remedy) from None
-    return found
+    return File(num_bytes=path.stat().st_size, sha256=sha256_of(path))
 
 
 def broken(folder: Path, manifest: Manifest, *, every: int = 1, first: int = 0) -> str | None:
@@ -61,7 +36,7 @@ def broken(folder: Path, manifest: Manifest, *, every: int = 1, first: int = 0) 
         if path.is_symlink():
             return f"{path}: a link"
         try:
-            found = _sha256(path)
+            found = sha256_of(path)
         except OSError as error:
             return f"{path}: {error.strerror or error}"
         if found != file.sha256:
@@ -83,9 +58,10 @@ def differences(manifest: Manifest, names: Sequence[str], shapes: Sequence[tuple
 
 
 class Move(NamedTuple):
-    """Entries [source] of the file of `rank` that are entries [target] of a shard now."""
+    """Entries [source] of the file of `rank`, of a parameter, that are entries [target] of a shard now."""
 
     rank: int
+    parameter: int
     source: slice
     target: slice
 
@@ -97,15 +73,30 @@ def moves(old: FlatLayout, new: FlatLayout, rank: int) -> Iterator[Move]:
         while start < run.stop:
             owner, place, follow = old.owner(run.parameter, entry)
             size = min(follow, run.stop - start)
-            yield Move(rank=owner, source=slice(place, place + size), target=slice(start, start + size))
+            yield Move(
+                rank=owner,
+                parameter=run.parameter,
+                source=slice(place, place + size),
+                target=slice(start, start + size),
+            )
             entry, start = entry + size, start + size
 
 
 def read_state(
-    folder: Path, manifest: Manifest, layout: FlatLayout, names: Sequence[str], rank: int, state: Mapping[str, Tensor]
+    folder: Path,
+    manifest: Manifest,
+    layout: FlatLayout,
+    names: Sequence[str],
+    rank: int,
+    state: Mapping[str, Tensor],
+    *,
+    short: Collection[str] = (),
+    below: int = 0,
 ) -> None:
     """Fill the state of `rank`, (entries,) each, in a model whose parameters `names` lie as in `layout`.
 
+    A state may also have one number for so many entries, (entries / n,), where both layouts keep such blocks whole.
+    short: states of the parameters alone that have fewer than `below` entries, as in `FlatLayout.short_runs`.
     Only what this rank needs is read. The files must have been checked (`broken`, `differences`).
     """
     order = {each.name: number for number, each in enumerate(manifest.parameters)}
@@ -118,16 +109,40 @@ def read_state(
         bucket_of=tuple(saved.bucket_of[place] for place in places),
         world_size=saved.world_size,
     )
+    moved_to, moved_from = _moved_by(layout, rank, below), dict[int, Mapping[int, int]]()
     with ExitStack() as files:
         opened: dict[int, dict[str, object]] = {}
         for move in moves(old, layout, rank):
             if move.rank not in opened:
                 file = files.enter_context(safe_open(folder / file_name(move.rank), "pt"))
                 opened[move.rank] = {name: file.get_slice(name) for name in state}
+                moved_from[move.rank] = _moved_by(old, move.rank, below)
             for name, tensor in state.items():
-                tensor[move.target] = opened[move.rank][name][move.source]  # pyright: ignore[reportIndexIssue]
+                if name not in short:
+                    each = layout.shard_entries // len(tensor)
+                    source, target = (_of_blocks(place, each) for place in (move.source, move.target))
+                elif move.parameter in moved_to:
+                    source = _moved(move.source, moved_from[move.rank][move.parameter])
+                    target = _moved(move.target, moved_to[move.parameter])
+                else:
+                    continue
+                tensor[target] = opened[move.rank][name][source]  # pyright: ignore[reportIndexIssue]
 
 
-def _sha256(path: Path) -> str:
+def _moved_by(layout: FlatLayout, rank: int, below: int) -> Mapping[int, int]:
+    """Return by parameter how far a rank's part of it lies from its place in the shard, where there are short ones."""
+    return {run.parameter: place - run.start for run, place in layout.short_runs(rank, below)}
+
+
+def _moved(entries: slice, by: int) -> slice:
+    return slice(entries.start + by, entries.stop + by)
+
+
+def _of_blocks(entries: slice, each: int) -> slice:
+    return slice(entries.start // each, -(-entries.stop // each))
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -14,6 +14,8 @@ import tyro
 from lengthwise.cli.checkpoint import Checkpoint
 from lengthwise.cli.data import Data
 from lengthwise.cli.demo import Demo
+from lengthwise.cli.init import Init
+from lengthwise.cli.launch import Launch
 from lengthwise.cli.machine import prepare_environment
 from lengthwise.cli.plan import PlanCommand
 from lengthwise.cli.prepare import Prepare
@@ -33,12 +35,14 @@ _TROUBLES = {
 }
 
 _VERBS: dict[str, tuple[type, str | None]] = {
+    "init": (Init, None),
     "train": (Train, "Train a model from a run file."),
     "plan": (PlanCommand, "Plan one step and write the plan file; needs no torch."),
     "simulate": (Simulate, "Simulate steps on machines that you do not have; needs no torch."),
     "verify": (Verify, None),
     "profile": (Profile, None),
     "checkpoint": (Checkpoint, None),
+    "launch": (Launch, None),
     "prepare": (Prepare, None),
     "data": (Data, None),
     "demo": (Demo, "See all of it in a few minutes, with no GPU and no download."),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.console import Console
 
+from lengthwise.cli.demo_compare import comparison_lines, read_metrics, simulated_lines, train_static
 from lengthwise.cli.machine import machine_lines
 from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.lengths import length_histogram, summarize_lengths
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 Show = Callable[..., None]
 _RANKS, _STEPS, _CAPACITY, _LEAST_TOKENS, _MOST_TOKENS = 4, 20, 2048, 12_000, 16_000
-_PLAN_CAPACITY, _CHECK_TOKENS = 16_384, 8_192
+_CHECK_TOKENS = 8_192
+_COMPARED = 10  # steps that are trained a second time, with a static mesh
 _RUN_FILE = """\
 # The run file of `lengthwise demo`; train it again with: lengthwise train {name} --ranks {ranks} --overwrite
 model: tiny
@@ -46,7 +48,8 @@ _NEXT = """
 [bold]Next[/bold]
 lengthwise verify {run_file} --ranks 4
 lengthwise plan --config {run_file} --ranks 4 --out plan.json
-lengthwise train {run_file} --ranks 2 --set capacity_tokens=4096 planner=static output=static
+lengthwise simulate --model llama-7b --lengths github --context 512K --batch-tokens 4M --gpus 128 --out what-if
+lengthwise data {run_file}
 lengthwise train --help   (your own JSON lines: data: \\[{{path: train.jsonl}}])"""
 
 
@@ -70,9 +73,11 @@ class Demo:
         result = _train(run_file)
         if result.stopped_by is not None:
             return 128 + result.stopped_by if result.stopped_by == signal.SIGINT else 0
+        _compare(run_file, result.folder, show)
         passed = _check(run_file, show)
         opened = _open(folder / "run" / "model", result, show)
-        show(f"\n[bold]Files[/bold]\n{folder}: demo.yaml, run/metrics.jsonl, run/ledger.jsonl, run/plans/, run/model/")
+        files = "demo.yaml, static/, and in run/ metrics.jsonl, ledger.jsonl, plans/, model/"
+        show(f"\n[bold]Files[/bold]\n{folder}: {files}")
         show(f"demo took {seconds(time.perf_counter() - begin)}")
         show(_NEXT.format(run_file=run_file))
         return 0 if passed and opened else 1
@@ -145,27 +150,9 @@ def _show_data(dataset: Dataset, show: Show) -> None:
 
 
 def _show_plans(dataset: Dataset, show: Show) -> None:
-    from lengthwise.core.shape import Cluster
-    from lengthwise.cost import analytic_cost, named_hardware, named_shape
-    from lengthwise.planner import PlanOptions, plan_step
-    from lengthwise.report.plans import plan_table
-
-    shape = named_shape("llama-7b")
-    cost = analytic_cost(shape, named_hardware("h100"))
-    show("\n[bold]One step over all files, planned for a 7B model on imagined H100 ranks (model, not measured)[/bold]")
-    for ranks in (8, 64):
-        cluster = Cluster(ranks=ranks, capacity_tokens=_PLAN_CAPACITY)
-        lengths = [int(n) for n in dataset.lengths[dataset.ids] if n <= cluster.longest_tokens]
-        plans = {
-            name: plan_step(lengths, cluster, cost, PlanOptions(planner=name, layers=shape.layers))
-            for name in ("static", "lengthwise")
-        }
-        left_out = len(dataset.ids) - len(lengths)
-        note = f", {left_out} too long for it left out" if left_out else ""
-        title = f"{ranks} ranks x {count(_PLAN_CAPACITY)} tokens: {len(lengths)} files{note} (model)"
-        show(plan_table(plans, cost, title=title))
-        times = {name: float(plan.notes["predicted_seconds"]) for name, plan in plans.items()}
-        show(f"lengthwise is {times['static'] / times['lengthwise']:.2f}x as fast as the static mesh (model)")
+    show("\n[bold]One step of a 7B model on imagined H100s (simulated, not measured)[/bold]")
+    for line in simulated_lines([int(each) for each in dataset.lengths[dataset.ids]]):
+        show(line, markup=False)
 
 
 def _train(run_file: Path) -> TrainResult:
@@ -182,6 +169,12 @@ def _train(run_file: Path) -> TrainResult:
     occurred = sorted({degree for plan in plans for degree in degrees(plan)})
     print(f"degrees that occurred: {', '.join(map(str, occurred))}")
     return result
+
+
+def _compare(run_file: Path, ours: Path, show: Show) -> None:
+    show(f"\n[bold]The first {_COMPARED} of these steps again, with one static mesh of rings[/bold]")
+    static = train_static(run_file, _COMPARED, ranks=_RANKS)
+    show("\n".join(comparison_lines(read_metrics(ours), read_metrics(static))), markup=False)
 
 
 def _check(run_file: Path, show: Show) -> bool:

@@ -26,10 +26,10 @@ class PlanChoices:
     mode: Annotated[str | None, tyro.conf.arg(metavar="free|waves|pipeline", help_behavior_hint="(default: free)")] = (
         None
     )
-    """How ranks run beside each other: free (each goes on when its own partners are ready; what this version trains;
-    the default, of `simulate` for ranks of one stage), waves (all in lock-step, for parameters sharded over all ranks;
-    planner lengthwise only), or pipeline (each rank is a pipeline of stages; other planners plan free and run that
-    through the stages)."""
+    """How ranks run beside each other: free (each goes on when its own partners are ready; the default, of `simulate`
+    for ranks of one stage, of `plan --config` as the run file shards), waves (all in lock-step, for parameters sharded
+    over all ranks, shard zero3; planner lengthwise only), or pipeline (each rank is a pipeline of stages; other
+    planners plan free and run that through the stages)."""
 
     virtual: Annotated[int | None, tyro.conf.arg(metavar="V", help_behavior_hint="")] = None
     """Chunks of layers of a stage (interleaved 1F1B), for mode pipeline; default: 1."""

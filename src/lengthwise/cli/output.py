@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from pathlib import Path
 
 from rich.console import Console
@@ -17,10 +18,15 @@ def plain_console() -> Console:
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """Raise OutputError for a folder that could not be made or written into, before what takes long; make nothing."""
+    """Raise OutputError for a folder that could not be made or written into, before what takes long; leave nothing."""
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        got = f"{there}, which is no folder" if not there.is_dir() else f"no leave to write into {there}"
+    got = "" if there.is_dir() else f"{there}, which is no folder"
+    if not got:
+        try:
+            tempfile.TemporaryFile(dir=there).close()  # root has leave everywhere, and /proc takes no file of root's
+        except OSError as error:
+            got = f"no leave to write into {there} ({error.strerror or error})"
+    if got:
         raise OutputError(str(folder), expected="a folder to write into", got=got, remedy="Choose another --out.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -98,7 +99,7 @@ class PlanCommand:
     def run(self) -> int:
         """Run the command; return the exit status."""
         from lengthwise.report.plans import degree_table, plan_table
-        from lengthwise.training.step_planning import StepPlanning
+        from lengthwise.steps.step_planning import StepPlanning
 
         asked = self._read()
         tokens, context = self._lengths(asked)
@@ -164,7 +165,8 @@ class PlanCommand:
         planner, layers = self.planner or (config.planner if config else "lengthwise"), shape.layers if shape else 1
         heads = self.planning.heads or (str(config.heads) if config and not self.cost else "off")
         offload, ratio = self._offload(config)
-        own = {"heads": heads, "offload": offload}
+        mode = self.planning.mode or (config.parallel.plan_mode(ranks or 1) if config else "free")
+        own = {"heads": heads, "offload": offload, "mode": mode}
         options = self.planning.options(planner=planner, layers=layers, speeds=speeds, stages=self.stages, **own)
         problems.attempt(partial(options.checked, ranks or len(speeds or [1]), cost))
         lengths = problems.attempt(partial(lengths_from_file, self.lengths)) if self.lengths else None
@@ -313,9 +315,10 @@ class PlanCommand:
             assert asked.lengths is not None, "one of the two was checked to be given"
             return asked.lengths, None
         from lengthwise.data import Batches, load_dataset, load_tokenizer
+        from lengthwise.data.fetch import fetch_sources
 
         dataset = load_dataset(
-            config.data,
+            fetch_sources(config.data, "data", lambda line: print(line, file=sys.stderr)),
             tokenizer=lambda: load_tokenizer(config.tokenizer_name),
             vocab_size=None if self.model_shape or not shape else shape.vocab,
         )

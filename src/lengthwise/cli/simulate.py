@@ -58,7 +58,7 @@ class Simulate:
 
     lengths: Annotated[str | None, tyro.conf.arg(metavar="RECIPE|FILE.json", help_behavior_hint="")] = None
     """Lengths to draw batches from: a published set (github, byted, wikipedia, prolong, wlb_like), or a JSON list."""
-    data: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE.jsonl|FOLDER ...", help_behavior_hint="")] = ()
+    data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.jsonl|FOLDER|URL ...", help_behavior_hint="")] = ()
     """Your own data, in place of --lengths: files of rows {"text": ...} or {"input_ids": ...}, or folders of texts."""
     tokenizer: Annotated[str, tyro.conf.arg(metavar="NAME|FOLDER")] = "bytes"
     """Counts the tokens of texts of --data: bytes (four to five times too many for English), or a Hugging Face one."""
@@ -100,7 +100,7 @@ class Simulate:
         asked = self._read()
         known = asked.known or lengths_of_data(self.data, self.tokenizer, self.empty)
         batches, context = known.batches(asked.wanted_tokens, self.batches, asked.context_tokens)
-        planners = [name for name in asked.planners if self.planners or _takes_part(name, asked.meshes, batches)]
+        planners = self._taking_part(asked, batches)
         meshes = replace(asked.meshes, question=replace(asked.meshes.question, context_tokens=context))
         found, question = meshes.compare(planners, batches), meshes.question
         about = self._about(meshes, batches, known)
@@ -193,17 +193,32 @@ class Simulate:
         return None
 
     def _planner_names(self) -> list[str]:
-        from lengthwise.planner.registry import optional_planners, planner_names
+        from lengthwise.planner.registry import optional_planners, unknown_planner
 
         if self.planners is None:
             return [*_USUAL[:-1], *optional_planners(), _USUAL[-1]]
         names = [name.strip() for name in self.planners.split(",") if name.strip()]
-        known = planner_names()
-        raise_problems([unknown_name("--planners", name, known) for name in names if name not in known])
+        raise_problems([error for name in names if (error := unknown_planner("--planners", name)) is not None])
         if not names or len(set(names)) < len(names):
             got, remedy = repr(self.planners), "Give at least one, once."
             raise ConfigError("--planners", expected="each planner once", got=got, remedy=remedy)
         return names
+
+    def _taking_part(self, asked: Asked, batches: list[list[int]]) -> list[str]:
+        """Return who is asked: FlexSP by itself where all meshes are small enough for its program, named where one is.
+
+        Raises:
+            PlanError: it is named, and batches are too large for it on any mesh.
+        """
+        from lengthwise.planner.baselines.flexsp import is_solvable, refuse_large
+
+        question, largest = asked.meshes.question, max(map(len, batches))
+        most, fewest = (question.devices // (question.tensors[end] * question.stages[end]) for end in (0, -1))  # ranks
+        if self.planners is not None:
+            if "flexsp" in asked.planners:
+                refuse_large(max(1, fewest), largest)
+            return asked.planners
+        return [name for name in asked.planners if name != "flexsp" or is_solvable(most, largest)]
 
     def _about(self, meshes: Meshes, batches: list[list[int]], known: KnownLengths) -> str:
         """Say in one line what is simulated, and how its lengths were counted."""
@@ -242,12 +257,3 @@ class Simulate:
             "longest_tokens": max(map(max, batches)),
             "loader": self.loader,
         }
-
-
-def _takes_part(planner: str, meshes: Meshes, batches: list[list[int]]) -> bool:
-    """Whether a planner that nobody named is asked: FlexSP only where its program can be solved."""
-    from lengthwise.planner.baselines.flexsp import is_solvable
-
-    question = meshes.question
-    ranks = question.devices // (question.tensors[0] * question.stages[0])
-    return planner != "flexsp" or all(is_solvable(ranks, len(batch)) for batch in batches)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from lengthwise.core.errors import MemoryShortage
-from lengthwise.core.processes import end_with_parent
+from lengthwise.core.processes import end_with_parent, kill_workers
 
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
@@ -84,9 +84,7 @@ def _searched_in_processes(
 
 def _end(pool: ProcessPoolExecutor) -> None:
     """End the processes where they stand: after Ctrl-C nobody waits for a search."""
-    processes = list((pool._processes or {}).values())  # `kill_workers` is of Python 3.14
-    for process in processes:
-        process.kill()
+    kill_workers(pool)
     pool.shutdown(wait=True, cancel_futures=True)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from lengthwise.cli.options import named_alike
+from lengthwise.cli.step_lines import StepLines
 from lengthwise.core.errors import Collector
 from lengthwise.core.sizes import MOST_RANKS, read_whole
 from lengthwise.report.figures import count, percent, seconds
@@ -20,7 +21,7 @@ from lengthwise.report.progress import LiveLine
 if TYPE_CHECKING:
     from lengthwise.config import RunConfig
     from lengthwise.training.job import Job
-    from lengthwise.training.metrics import EvalMetrics, FinishedStep, NotFinite, StepMetrics, TrainResult
+    from lengthwise.training.metrics import EvalMetrics, FinishedStep, NotFinite, TrainResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +56,10 @@ class Train(RunOptions):
     """Delete an earlier run in the output folder first."""
     resume: tyro.conf.FlagCreatePairsOff[bool] = False
     """Go on with the run in the output folder, from its newest checkpoint, on any number of ranks."""
+    resume_if_any: tyro.conf.FlagCreatePairsOff[bool] = False
+    """The same where there is a checkpoint, else start: for jobs that a cluster starts again."""
     accept_changes: tyro.conf.FlagCreatePairsOff[bool] = False
-    """With --resume: go on though settings or data are not those of the checkpoint; each difference is told."""
+    """With --resume: go on though settings or data are not those of the checkpoint; each difference is printed."""
     max_restarts: int = 0
     """How often to start the ranks again, from the newest checkpoint, where one died or hung. Not with torchrun."""
 
@@ -70,7 +73,7 @@ class Train(RunOptions):
             config,
             ranks=self.ranks,
             overwrite=self.overwrite,
-            resume=self.resume,
+            resume="if_any" if self.resume_if_any and not self.resume else self.resume,
             accept_changes=self.accept_changes,
             max_restarts=self.max_restarts,
             timeout_seconds=self.timeout_seconds,
@@ -100,10 +103,10 @@ _LEARNING_STEPS = 10  # of a run, after which what its steps take should be know
 
 
 class PrintedProgress:
-    """A `Callback` that prints what will run, the live line and the summary."""
+    """A `Callback` that prints what will run, its steps and the summary."""
 
     def __init__(self, line: LiveLine) -> None:
-        self._line = line
+        self._line, self._steps = line, StepLines()
         self._lora = self._measures = False
         self._errors: list[float] = []
 
@@ -119,16 +122,12 @@ class PrintedProgress:
     def on_step(self, step: FinishedStep) -> None:
         """Show a finished step."""
         done = step.metrics
-        self._line.update(step_line(done, step.num_steps))
+        self._line.write(self._steps.of(step, self._line.width))
         if self._measures and done.step > _LEARNING_STEPS:
             self._errors.append(abs(done.predicted_step_seconds / done.step_seconds - 1))
-        if done.step == step.num_steps:
-            if self._errors:
-                mean = percent(sum(self._errors) / len(self._errors))
-                self._line.write(
-                    f"predicted seconds of steps from {_LEARNING_STEPS + 1} on were off by {mean} on average"
-                )
-            self._line.close()
+        if done.step == step.num_steps and self._errors:
+            mean = percent(sum(self._errors) / len(self._errors))
+            self._line.write(f"predicted seconds of steps from {_LEARNING_STEPS + 1} on were off by {mean} on average")
 
     def on_not_finite(self, found: NotFinite) -> None:
         """Leave it to the note or error that says what follows."""
@@ -141,15 +140,6 @@ class PrintedProgress:
     def on_end(self, result: TrainResult) -> None:
         """Show how the run ended and where its files are."""
         self._line.write(summary(result, lora=self._lora))
-
-
-def step_line(done: StepMetrics, num_steps: int) -> str:
-    """Say how a step went, the most wanted first."""
-    return (
-        f"step {done.step:>{len(str(num_steps))}}/{num_steps}  loss {done.loss:.4f}  "
-        f"{count(done.tokens_per_second)} tokens/s  imbalance {done.imbalance_ratio:.2f}  "
-        f"idle {percent(done.idle_ratio)}  in rings {percent(done.ring_token_ratio)}  {seconds(done.step_seconds)}"
-    )
 
 
 def describe_job(job: Job) -> str:
@@ -168,7 +158,18 @@ def describe_job(job: Job) -> str:
         f"longest {data.lengths.max()}{beyond}{skipped}\n"
         f"ranks   {processes} on {device}, {_capacity(config)}, "
         f"planner {config.planner}\n"
-        f"output  {config.output}"
+        f"output  {config.output}{'' if config.url is None else f', by way of {config.folder}'}\n"
+        f"time    {_time_line(job)}"
+    )
+
+
+def _time_line(job: Job) -> str:
+    """Say how long the run will take, as far as that is known before it."""
+    step = job.estimated_step_seconds
+    left = job.num_steps - (job.resume.step if job.resume is not None else 0)
+    return (
+        f"roughly {seconds(step)} a step, {seconds(left * step)} in all, estimated for {job.hardware}: "
+        "some twice as long or half of it; each step then says the time left"
     )
 
 
@@ -206,6 +207,7 @@ def summary(result: TrainResult, *, lora: bool) -> str:
         lines.append(f"all {result.steps} steps of this run were done before; the model is saved")
     rate = count(result.num_tokens / result.seconds)
     opened = "peft's PeftModel.from_pretrained on the base model" if lora else "from_pretrained"
+    copied = [] if result.url is None else [f"copied  to {result.url}: all of it"]
     return "\n".join(
         [
             *lines,
@@ -213,5 +215,6 @@ def summary(result: TrainResult, *, lora: bool) -> str:
             f"({rate} tokens/s), loss {result.first_loss:.4f} -> {result.last_loss:.4f}",
             f"model   {result.folder / 'model'} (open it with {opened})",
             f"steps   {result.folder / 'metrics.jsonl'}, ledger.jsonl, plans/",
+            *copied,
         ]
     )

@@ -94,6 +94,7 @@ def verification_lines(found: VerifyReport) -> list[str]:
         f"plan: {len(found.plan.microbatches)} microbatches, {rings} rings, "
         f"{count(found.plan.ring_tokens)} tokens in rings",
         _exercised(found.plan),
+        *([] if found.uncut is None else [f"warning: no sequence was cut, so rings were not compared. {found.uncut}"]),
         f"loss: {found.loss:.9f}, one process {found.reference_loss:.9f}, difference {found.loss_difference:.2e}"
         f"{_beside(rounding and rounding.loss)}",
         *router,
@@ -123,7 +124,7 @@ def _exercised(plan: Plan) -> str:
     ratios = [each.offload for each in plan.microbatches if each.offload]
     offload = f", offload of {min(ratios):.2g} to {max(ratios):.2g} of a microbatch" if ratios else ""
     if not rings:
-        return f"exercised: packs on one rank{offload}, no ring (for one: more --ranks, or a lower capacity_tokens)"
+        return f"exercised: packs on one rank{offload}, no ring"
     groups = sorted({piece.heads for m in plan.microbatches for piece in m.pieces} - {1})
     split = f", heads split in groups of {', '.join(map(str, groups))}" if groups else ", no heads split"
     return f"exercised: rings of {rings} ranks{split}{', packs on one rank' * (1 in degrees(plan))}{offload}"

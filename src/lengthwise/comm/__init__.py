@@ -12,7 +12,7 @@ from lengthwise.comm.staged import StagedTransport
 from lengthwise.comm.strict import StrictWorld
 from lengthwise.comm.torch_transport import TorchTransport, join
 from lengthwise.comm.transport import Done, Pending, Transport
-from lengthwise.comm.world import World, world_from_environment
+from lengthwise.comm.world import World, session_world, world_from_environment
 
 __all__ = [
     "CheckedTransport",
@@ -32,5 +32,6 @@ __all__ = [
     "find_gpus",
     "has_unused_gpu",
     "join",
+    "session_world",
     "world_from_environment",
 ]

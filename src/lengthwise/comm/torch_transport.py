@@ -67,6 +67,9 @@ def _means(world: World, sharing: bool) -> str:
     return "NCCL; because each rank has a GPU of its own" if world.gpus else "gloo; because the run computes on the CPU"
 
 
+_HOST, _TRANSFERS, _GPUS = "host", "transfers", "gpus"  # groups by what they carry: collectives, P2P, collectives
+
+
 class TorchTransport:
     """The ranks of a torch.distributed world.
 
@@ -84,18 +87,19 @@ class TorchTransport:
         timeout = timedelta(seconds=timeout_seconds)
         met = self._guard(lambda: world.connect(timeout))
         self.shares_gpus, self.device_ranks = met.shares_gpus, met.device_ranks
+        self._groups, self._owned = {_HOST: met.host}, met.owned
         self._device = torch.device("cpu") if self.shares_gpus else world.device
-        self._on_gpus, self._watch = None, None
+        self._watch = None
         if self._device.type == "cpu":
-            self._transfers = self._guard(lambda: gloo_group(timeout))
+            self._groups[_TRANSFERS] = self._guard(lambda: gloo_group(timeout))
         else:
-            self._transfers, self._on_gpus = (
-                self._guard(partial(nccl_group, timeout, self._device, for_transfers=each)) for each in (True, False)
-            )
+            for name in (_TRANSFERS, _GPUS):
+                make = partial(nccl_group, timeout, self._device, for_transfers=name == _TRANSFERS)
+                self._groups[name] = self._guard(make)
             self._watch = Watch(timeout_seconds, self._give_up)
         self._connected: set[int] = set()
         # One collective before the first transfer: NCCL wants all ranks in the first call of a communicator.
-        self._guard(lambda: dist.all_reduce(_zero(self._device), group=self._transfers))
+        self._guard(lambda: dist.all_reduce(_zero(self._device), group=self._groups[_TRANSFERS]))
         self.connect(line_peers(self.rank, self.world_size))
 
     @property
@@ -117,14 +121,20 @@ class TorchTransport:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post one grouped call (see `Transport.exchange`)."""
-        return self._exchange(self._transfers, sends, receives)
+        return self._exchange(_TRANSFERS, sends, receives)
 
     def beside(self) -> Exchange:
         """Return how to exchange host tensors apart from all other messages, over a new group. Collective."""
-        group = self._guard(lambda: gloo_group(timedelta(seconds=self._timeout_seconds)))
-        return partial(self._exchange, group)
+        name = f"beside {len(self._groups)}"
+        self._groups[name] = self._guard(lambda: gloo_group(timedelta(seconds=self._timeout_seconds)))
+        return partial(self._exchange, name)
 
-    def _exchange(self, group: dist.ProcessGroup, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+    def collectives(self) -> dist.ProcessGroup:
+        """Return the group over which tensors of the device that the model computes on are summed and gathered."""
+        return self._groups.get(_GPUS, self._groups[_HOST])
+
+    def _exchange(self, name: str, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        group = self._groups[name]
         operations = [dist.P2POp(dist.isend, tensor, peer, group=group) for tensor, peer in sends]
         operations += [dist.P2POp(dist.irecv, tensor, peer, group=group) for tensor, peer in receives]
         peers = sorted({peer for _, peer in (*sends, *receives)})
@@ -161,17 +171,21 @@ class TorchTransport:
         self._collective(lambda group: dist.broadcast(tensor, source, group=group, async_op=True), tensor).wait()
 
     def close(self) -> None:
-        """Leave the world; without it torch warns at exit."""
+        """Leave the world, without which torch warns at exit, or our groups in one that is not ours."""
         if self._watch is not None:
             torch.cuda.synchronize(self._device)
             self._watch.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if dist.is_initialized() and self._groups:
+            for group in [None] if self._owned else self._groups.values():
+                dist.destroy_process_group(group)
+        # Gloo's threads end with the last reference to their group. One that lets go of a tensor while Python ends
+        # aborts the process.
+        self._groups.clear()
 
     def _collective(
-        self, call: Callable[[dist.ProcessGroup | None], dist.Work | None], tensor: Tensor, *others: Tensor
+        self, call: Callable[[dist.ProcessGroup], dist.Work | None], tensor: Tensor, *others: Tensor
     ) -> Pending:
-        group = self._on_gpus if lies_on_a_device(tensor) else dist.group.WORLD
+        group = self._groups[_GPUS if _GPUS in self._groups and lies_on_a_device(tensor) else _HOST]
 
         def works() -> list[dist.Work]:
             work = call(group)

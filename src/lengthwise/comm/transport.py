@@ -97,6 +97,11 @@ class Around:
         self.device_ranks = inner.device_ranks
 
     @property
+    def inner(self) -> Transport:
+        """The other transport."""
+        return self._inner
+
+    @property
     def phase(self) -> str:
         """Where in the step this rank is, in words."""
         return self._inner.phase

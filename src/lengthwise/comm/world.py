@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 from dataclasses import dataclass
@@ -14,15 +15,21 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from lengthwise.comm.devices import gpu_of
+from lengthwise.comm.groups import gloo_group
 from lengthwise.core.errors import ConfigError, RankError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Met:
-    """What a rank knows of the others once all have come: whether any two share a GPU, how many share its device."""
+    """What a rank knows of the others once all have come: whether any two share a GPU, how many share its device.
+
+    `host` is the group for host memory. `owned`: whether the process group is ours to end, and not one that was there.
+    """
 
     shares_gpus: bool
     device_ranks: int
+    host: dist.ProcessGroup
+    owned: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +37,7 @@ class World:
     """One process of a run. `rendezvous` is a file that all local ranks share; None: torchrun's environment.
 
     `gpus` is how many GPUs of this machine this process sees, and the run uses; 0: it computes on the CPU.
+    `attached`: to a process group that is there already, whoever made it.
     """
 
     rank: int
@@ -38,6 +46,7 @@ class World:
     local_size: int = 1  # ranks on this machine
     rendezvous: Path | None = None
     gpus: int = 0
+    attached: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -53,13 +62,18 @@ class World:
             torch.cuda.set_device(self.device)
 
     def connect(self, timeout: timedelta) -> Met:
-        """Join the process group of all ranks, over gloo; return who shares a GPU.
+        """Join the process group of all ranks, over gloo, or the one that is there; return who shares a GPU.
 
         GPUs get groups of their own beside it (see `TorchTransport`); this one is for what lies in host memory.
 
         Raises:
             RankError: some ranks have a GPU and others have none.
         """
+        if self.attached:  # its process chose its device when it made the model
+            host = gloo_group(timeout)
+            on_gpu, shares_gpus, device_ranks = self._ask(host)
+            self._refuse_some(on_gpu)
+            return Met(shares_gpus=shares_gpus, device_ranks=device_ranks, host=host, owned=False)
         self.claim_device()
         if self.rendezvous is None:
             store, *_ = next(iter(rendezvous("env://", self.rank, self.world_size, timeout=timeout)))
@@ -70,21 +84,27 @@ class World:
             _use_loopback()
             store = FileStore(str(self.rendezvous), self.world_size)
         store.set_timeout(timeout)
-        on_gpu, met = self._meet(PrefixStore("lengthwise", store), timeout)
+        on_gpu, shares_gpus, device_ranks = self._meet(PrefixStore("lengthwise", store), timeout)
+        self._refuse_some(on_gpu)
+        store = PrefixStore("default_pg", store)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
+        host = dist.group.WORLD
+        assert host is not None, "it was made a line before"
+        return Met(shares_gpus=shares_gpus, device_ranks=device_ranks, host=host, owned=True)
+
+    def _refuse_some(self, on_gpu: int) -> None:
         if on_gpu not in (0, self.world_size):
             where = f"rank {self.rank}, start"
             got = f"{on_gpu} of {self.world_size} on a GPU; this one {'is' if self.gpus else 'is not'}"
             remedy = "Set device: cpu in the run file, or start on machines that all have GPUs."
             raise RankError(where, expected="all ranks on GPUs, or all on the CPU", got=got, remedy=remedy)
-        store = PrefixStore("default_pg", store)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
-        return met
 
-    def _meet(self, store: Store, timeout: timedelta) -> tuple[int, Met]:
-        """Return how many ranks are on a GPU, and who shares one; the former the same on all ranks, as `shares_gpus`.
+    def _meet(self, store: Store, timeout: timedelta) -> tuple[int, bool, int]:
+        """Return how many ranks are on a GPU, whether any share one, and how many are on the device of this one.
 
-        Which transport a run takes follows from it, and must be known before the first group is made. Each rank adds
-        itself to the count of its GPU, and says so where it is not the first there.
+        The first two are the same on all ranks. Which transport a run takes follows from them, and must be known before
+        the first group is made. Each rank adds itself to the count of its GPU, and says so where it is not the first
+        there.
         """
         store.add("on_gpu", int(self.gpus > 0))
         mine = f"on {gpu_of(self.device)}" if self.gpus else None
@@ -94,18 +114,37 @@ class World:
             store.set("everyone", "is here")
         store.wait(["everyone"], timeout)
         device_ranks = self.local_size if mine is None else store.add(mine, 0)
-        return store.add("on_gpu", 0), Met(shares_gpus=store.add("sharing", 0) > 0, device_ranks=device_ranks)
+        return store.add("on_gpu", 0), store.add("sharing", 0) > 0, device_ranks
+
+    def _ask(self, host: dist.ProcessGroup) -> tuple[int, bool, int]:
+        """Return the same as `_meet`, of ranks that have a group already: each sends a digest of its GPU's name."""
+        name = gpu_of(self.device) if self.gpus else f"cpu of {socket.gethostname()}"
+        digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
+        mine = torch.tensor([int(self.gpus > 0), digest])
+        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(rows, mine, group=host)
+        on_gpu, devices = sum(int(row[0]) for row in rows), [int(row[1]) for row in rows]
+        return on_gpu, on_gpu > 0 and len(set(devices)) < len(devices), devices.count(digest)
+
+
+_MPI = {  # what launchers call rank, size, rank and size on this machine
+    "Open MPI": tuple(f"OMPI_COMM_WORLD_{each}" for each in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def world_from_environment() -> World | None:
-    """Return torchrun's world, or None when the process was started alone.
+    """Return the world that torchrun or mpirun made, or None when the process was started alone.
 
     Raises:
         ConfigError: some but not all of torchrun's variables are set, they are not numbers, or the rank is not in the
-            world.
+            world; or mpirun started several machines, and nothing says where the first is.
     """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    values = {name: os.environ.get(name) for name in names}
+    values = {name: os.environ.get(name) for name in _TORCHRUN}
+    if values["RANK"] is None and values["WORLD_SIZE"] is None:
+        _take_from_mpi()
+        values = {name: os.environ.get(name) for name in _TORCHRUN}
     if values["RANK"] is None and values["WORLD_SIZE"] is None:
         return None
     numbers = [values[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
@@ -113,7 +152,7 @@ def world_from_environment() -> World | None:
     if not complete or int(numbers[0] or 0) >= int(numbers[1] or 0):
         where, got = "environment", ", ".join(f"{name}={value}" for name, value in values.items())
         remedy = "Start with torchrun, or unset these variables and use --ranks."
-        raise ConfigError(where, expected=f"all of {', '.join(names)}, as torchrun sets them", got=got, remedy=remedy)
+        raise ConfigError(where, expected=f"all of {', '.join(values)}, as torchrun sets them", got=got, remedy=remedy)
     rank, world_size, local_rank = (int(number or 0) for number in numbers)
     local_size = os.environ.get("LOCAL_WORLD_SIZE", "")  # launchers other than torchrun may leave it out
     return World(
@@ -121,6 +160,50 @@ def world_from_environment() -> World | None:
         world_size=world_size,
         local_rank=local_rank,
         local_size=int(local_size) if local_size.isdigit() and int(local_size) else world_size,
+    )
+
+
+def _take_from_mpi() -> None:
+    """Set torchrun's variables where mpirun started several processes: torch and accelerate read them too."""
+    for launcher, names in _MPI.items():
+        found = [os.environ.get(name, "") for name in names]
+        if not all(each.isdigit() for each in found) or int(found[1]) < 2:
+            continue
+        rank, size, local_rank, local_size = found
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"} if local_size == size else {}
+        meeting |= {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if os.environ.get(name)}
+        if len(meeting) < 2:
+            got = f"{size} processes of {launcher} on several machines, and no MASTER_ADDR or MASTER_PORT"
+            remedy = "Give mpirun the name of the first machine and a free port of it: -x MASTER_ADDR=... in Open MPI."
+            raise ConfigError("environment", expected="where ranks meet", got=got, remedy=remedy)
+        own = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
+        os.environ.update(own | meeting)
+        return
+
+
+def session_world(device: torch.device) -> World:
+    """Return the world of a loop whose model is on `device`.
+
+    Raises:
+        ConfigError: some but not all of the launcher's variables are set.
+    """
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    local = device.index or 0
+    if dist.is_available() and dist.is_initialized():
+        size = dist.get_world_size()
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or size)
+        return World(
+            rank=dist.get_rank(), world_size=size, local_rank=local, local_size=local_size, gpus=gpus, attached=True
+        )
+    launched = world_from_environment()
+    if launched is None or launched.world_size == 1:
+        return World(rank=0, world_size=1, local_rank=local, gpus=gpus)
+    return World(
+        rank=launched.rank,
+        world_size=launched.world_size,
+        local_rank=local if gpus else launched.local_rank,
+        local_size=launched.local_size,
+        gpus=gpus,
     )
 
 

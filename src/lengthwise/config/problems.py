@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from lengthwise.config.foreign_names import FOREIGN_NAMES
 from lengthwise.config.optimizer import REFUSED_NAMES
 from lengthwise.config.schema import SECTIONS, RunConfig
 from lengthwise.config.settings import Settings
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import did_you_mean
+from lengthwise.core.planner_packages import PLANNER_PACKAGES, missing_package_of
 
 _MOST_TOLD = 100
 
@@ -34,36 +36,6 @@ _EXPECTED: Mapping[str, Callable[[dict], str]] = {
     "too_long": lambda ctx: f"at most {ctx['max_length']} entries",
     "too_short": lambda ctx: f"at least {ctx['min_length']} entry",
     "tuple_type": lambda _: "a list",
-}
-# Names of other trainers (Hugging Face, axolotl, LLaMA-Factory): what this one calls them, or that it has none.
-_BATCH = "`global_batch: {sequences: n}` is the step of all ranks together"
-_PACKING = "Leave it out: sequences are always packed, and never attend to each other"
-_SHARDING = "Leave it out: there is none; weights are whole on every rank, the optimizer's state is split over all"
-_LONGEST = "`data.0.max_tokens` is the longest sequence to take, `capacity_tokens` what one rank holds"
-_FOREIGN: Mapping[str, str] = {
-    "learning_rate": "Here it is `optimizer.lr`",
-    "lr_scheduler_type": "Here it is `optimizer.schedule`",
-    "lr_scheduler_kwargs": "Here it is `optimizer.schedule_args`",
-    "num_train_epochs": "Here it is `epochs`",
-    "max_steps": "Here it is `steps`",
-    "base_model": "Here it is `model`",
-    "model_name_or_path": "Here it is `model`",
-    "datasets": "Here it is `data`",
-    "output_dir": "Here it is `output`",
-    "per_device_train_batch_size": _BATCH,
-    "micro_batch_size": _BATCH,
-    "gradient_accumulation_steps": f"Leave it out: the planner makes the microbatches; {_BATCH}",
-    "max_seq_length": _LONGEST,
-    "max_length": _LONGEST,
-    "sequence_len": _LONGEST,
-    "cutoff_len": _LONGEST,
-    "sample_packing": _PACKING,
-    "packing": _PACKING,
-    "gradient_checkpointing": "Here it is `recompute: layer`",
-    "bf16": "Here it is `precision: bf16`",
-    "fp16": "There is none; `precision: bf16` is the half precision here",
-    "fsdp": _SHARDING,
-    "deepspeed": _SHARDING,
 }
 _KINDS = {bool: "true/false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a mapping"}
 
@@ -128,6 +100,8 @@ def _to_problem(detail: ErrorDetails, listed: set[type[Settings]]) -> ConfigErro
     if kind == "extra_forbidden":
         remedy = _unknown_remedy(str(loc[-1]), _section(loc[:-1]) or RunConfig, listed)
         return ConfigError(where, expected="a known key", got=f"`{loc[-1]}`", remedy=remedy)
+    if loc == ("planner",) and isinstance(value, str) and value in PLANNER_PACKAGES:
+        return missing_package_of(where, value)
     return ConfigError(
         where,
         expected=expected_value(detail),
@@ -146,8 +120,8 @@ def expected_value(detail: ErrorDetails) -> str:
 
 def _unknown_remedy(key: str, section: type[Settings], listed: set[type[Settings]]) -> str:
     """Say what an unknown key is called here: a known name of elsewhere, a key of a section, or one that is near."""
-    if key in _FOREIGN:
-        return f"{_FOREIGN[key]}."
+    if key in FOREIGN_NAMES:
+        return f"{FOREIGN_NAMES[key]}."
     sections = [path for path, other in SECTIONS.items() if section is RunConfig and key in other.model_fields]
     if sections:
         entry = ["0"] * (sections[0][-1] == "data")  # a list: of its first entry
@@ -168,7 +142,8 @@ def _help(loc: Sequence[int | str], kind: str, value: object) -> str:
     if kind == "literal_error" and field and isinstance(value, str):
         if value in REFUSED_NAMES.get(names[-1], {}):
             return f"{REFUSED_NAMES[names[-1]][value]}."
-        choices = getattr(field.annotation, "__args__", ())
+        kinds = getattr(field.annotation, "__args__", ())
+        choices = [name for each in kinds for name in getattr(each, "__args__", (each,))]  # a list's entries, too
         text = " ".join(filter(None, (did_you_mean(value, map(str, choices)), text)))
     return text
 

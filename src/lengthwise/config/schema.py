@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PlainSerializer, ValidationError, WrapValidator, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, WrapValidator, model_validator
 
-from lengthwise.config.optimizer import OptimizerConfig, ScheduleArgs
+from lengthwise.config.optimizer import IN_8_BIT, OptimizerConfig, ScheduleArgs
 from lengthwise.config.sections import (
     CheckpointConfig,
     DataSource,
@@ -20,11 +21,14 @@ from lengthwise.config.sections import (
     GlobalBatch,
     LoraConfig,
     OffloadConfig,
+    ParallelConfig,
     SaveConfig,
 )
-from lengthwise.config.settings import PathSetting, Settings, Tokens
+from lengthwise.config.settings import Output, Settings, Tokens
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import BYTES_TOKENIZER, PLANNER_GROUP
+from lengthwise.core.planner_packages import PLANNER_PACKAGES, has_package
+from lengthwise.core.remote import staging_of
 
 DEFAULT_STEPS = 100
 TINY_MODEL = "tiny"
@@ -32,13 +36,24 @@ MEASURE_AT_START, MEASURE_NOTHING = "auto", "off"
 
 
 def _take_planner(value: object, of_ours: Callable[[object], str]) -> str:
-    """Take a planner of ours, or one that an installed package names in its entry points."""
+    """Take a planner of ours, one whose package is installed, or one that such a package names in its entry points."""
     try:
         return of_ours(value)
     except ValidationError:
-        if isinstance(value, str) and value in entry_points(group=PLANNER_GROUP).names:
+        if isinstance(value, str) and _is_installed(value):
             return value
         raise
+
+
+def _as_names(value: object) -> object:
+    """Take one name for a list of it, and null or none for an empty one."""
+    return () if value in (None, "none") else (value,) if isinstance(value, str) else value
+
+
+def _is_installed(planner: str) -> bool:
+    if planner in PLANNER_PACKAGES:
+        return has_package(planner)
+    return planner in entry_points(group=PLANNER_GROUP).names
 
 
 class RunConfig(Settings):
@@ -80,8 +95,9 @@ class RunConfig(Settings):
     ] = Field(
         default="lengthwise",
         description="lengthwise plans each step from its lengths; static (one fixed mesh), single-degree, "
-        "bytescale-naive, bytescale, power-of-two and packed-dp (no sequence is cut) are there to compare with, and "
-        "packages may register others; default lengthwise",
+        "bytescale-naive, bytescale, power-of-two and packed-dp (no sequence is cut) are there to compare with, "
+        "megatron-core and flexsp where their packages are installed, and packages may register others; default "
+        "lengthwise",
     )
     recompute: Literal["auto", "none", "layer", "all_but_attention"] = Field(
         default="auto",
@@ -93,6 +109,10 @@ class RunConfig(Settings):
         default=None,
         description="{store: disk, path: /scratch}: keep a share of the activations elsewhere until backward; default "
         "null, or off (all on the device)",
+    )
+    parallel: ParallelConfig = Field(
+        default=ParallelConfig(),
+        description="{shard: zero3}: parameters lie over the ranks, too; default {shard: zero1}",
     )
     heads: Literal["auto", "off"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
@@ -167,6 +187,15 @@ class RunConfig(Settings):
         default=None,
         description="{best: eval_loss}: keep the model of the best evaluation beside the last; default null",
     )
+    report_to: Annotated[
+        tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...],
+        BeforeValidator(_as_names),
+        Field(strict=False),
+    ] = Field(
+        default=(),
+        description="trackers that rank 0 reports steps to, one or a list: tensorboard, wandb, trackio, mlflow; "
+        "default null (none)",
+    )
     not_finite: Literal["stop", "skip", "roll_back"] = Field(
         default="stop",
         description="what follows a loss, gradient or parameter that is NaN or infinite: stop, skip (no update in that "
@@ -175,7 +204,10 @@ class RunConfig(Settings):
     optimizer: OptimizerConfig = Field(
         default=OptimizerConfig(), description="AdamW unless named; every key has a default"
     )
-    output: PathSetting = Field(description="the folder this run writes; relative to the run file's folder")
+    output: Output = Field(
+        description="the folder this run writes, relative to the run file's folder, or a URL that fsspec knows: "
+        "s3://bucket/run"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -199,10 +231,25 @@ class RunConfig(Settings):
         if values.get("save") is not None and values.get("eval") is None:
             remedy = "Add `eval: {data: [{path: eval.jsonl}]}`, or take save out."
             found.append(ConfigError("save", expected="`eval` beside it", got="none", remedy=remedy))
+        trackers = values.get("report_to")
+        if isinstance(trackers, list | tuple) and len({*map(str, trackers)}) < len(trackers):
+            got, remedy = ", ".join(map(str, trackers)), "Leave out what is there before."
+            found.append(ConfigError("report_to", expected="each tracker once", got=got, remedy=remedy))
+        found += _not_under_zero3(values)
         if values.get("not_finite") == "roll_back" and values.get("checkpoint") is None:
             remedy = "Add `checkpoint: {every_steps: 50}`."
             found.append(ConfigError("not_finite", expected="`checkpoint` beside roll_back", got="none", remedy=remedy))
         return found
+
+    @property
+    def url(self) -> str | None:
+        """Where the output is copied to as the run goes on; None: it is a folder of this machine."""
+        return self.output if isinstance(self.output, str) else None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of this machine that the run writes: its output, or what is copied to the URL."""
+        return self.output if isinstance(self.output, Path) else staging_of(self.output)
 
     @property
     def tokenizer_name(self) -> str:
@@ -210,6 +257,36 @@ class RunConfig(Settings):
         if self.tokenizer is not None:
             return self.tokenizer
         return BYTES_TOKENIZER if self.model == TINY_MODEL else self.model
+
+
+def _not_under_zero3(values: Mapping[str, object]) -> list[ConfigError]:
+    """Refuse what goes by whole parameters, or plans without lock-step, where each rank has a part of them."""
+    shard, optimizer = (
+        _key_of(values.get(section), key) for section, key in (("parallel", "shard"), ("optimizer", "name"))
+    )
+    if shard != "zero3":
+        return []
+    found, under = [], f"under `parallel: {{shard: {shard}}}`"
+    if values.get("planner", "lengthwise") != "lengthwise":
+        expected, got = f"lengthwise {under}, the only one that plans in lock-step", str(values["planner"])
+        found.append(ConfigError("planner", expected=expected, got=got, remedy="Take planner out."))
+    if values.get("measurements") == MEASURE_AT_START:
+        expected = f"off, or a file of `lengthwise profile`, {under}"
+        remedy = "Take measurements out, or measure under zero1 with `lengthwise profile`."
+        found.append(ConfigError("measurements", expected=expected, got=MEASURE_AT_START, remedy=remedy))
+    if values.get("compile"):
+        remedy = "Take compile out."
+        found.append(ConfigError("compile", expected=f"false {under}", got="true", remedy=remedy))
+    if optimizer in IN_8_BIT:
+        expected = f"an optimizer with states of 32 bits {under}: ranks end inside of blocks of entries"
+        remedy = "Set optimizer.name: adamw."
+        found.append(ConfigError("optimizer.name", expected=expected, got=str(optimizer), remedy=remedy))
+    return found
+
+
+def _key_of(section: object, key: str) -> object:
+    """Return a key of a section, which may be raw."""
+    return section.get(key) if isinstance(section, Mapping) else getattr(section, key, None)
 
 
 # The section each part of a run file is read into, by its config path without list indices.
@@ -223,6 +300,7 @@ SECTIONS: Mapping[tuple[str, ...], type[Settings]] = {
     ("optimizer", "schedule_args"): ScheduleArgs,
     ("lora",): LoraConfig,
     ("offload",): OffloadConfig,
+    ("parallel",): ParallelConfig,
     ("checkpoint",): CheckpointConfig,
     ("save",): SaveConfig,
 }

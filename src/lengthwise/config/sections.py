@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from lengthwise.config.settings import Fraction, PathSetting, Settings, Tokens
 from lengthwise.core.errors import ConfigError
+from lengthwise.core.remote import is_url, wrong_in_url
 
 ALL_LINEAR = "all-linear"
 _HUB_NAME = r"\w[\w.-]*(/\w[\w.-]*)?"
@@ -27,6 +28,11 @@ class DataSource(Settings):
         "save_to_disk wrote, an indexed dataset of Megatron-LM, or a folder of text files (one file one document; "
         "links and hidden files are left out); "
         "relative to the run file's folder",
+    )
+    url: str | None = Field(
+        default=None,
+        description="a file of rows, or what `lengthwise prepare` wrote, at a URL that fsspec knows; it is copied once "
+        "to this machine and checked",
     )
     dataset: str | None = Field(
         default=None,
@@ -79,19 +85,22 @@ class DataSource(Settings):
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
         """Ask for exactly one source, for a dataset's split, and for a limit where too long ones are to be skipped."""
         found = []
-        given = [key for key in ("path", "dataset") if values.get(key) is not None]
+        given = [key for key in ("path", "url", "dataset") if values.get(key) is not None]
         stdlib = values.get("python_stdlib") or False
         # A value of a wrong type, such as `yes`, is reported as such, and says nothing of what was meant.
         if isinstance(stdlib, bool) and len(given) + stdlib != 1:
-            expected = "exactly one of `path`, `dataset` and `python_stdlib: true`"
+            expected = "exactly one of `path`, `url`, `dataset` and `python_stdlib: true`"
             got = " and ".join([*given, *["python_stdlib"] * stdlib]) or "none of them"
             remedy = "Split the source in two." if given else "Add one of them."
             found.append(ConfigError("", expected=expected, got=got, remedy=remedy))
         path = values.get("path")
         if isinstance(path, str | Path) and (scheme := _REMOTE.search(str(path))):
-            expected, got = "a path of this machine", f"{path}: {scheme[1]}:// is not read yet"
-            remedy = "Mount or copy it, and name that; lengthwise prepare makes it a folder to copy."
-            found.append(ConfigError("path", expected=expected, got=got, remedy=remedy))
+            expected, got = "a path of this machine", f"a URL of {scheme[1]}://"
+            found.append(ConfigError("path", expected=expected, got=got, remedy="Name it as `url`, not as `path`."))
+        url = values.get("url")
+        if isinstance(url, str) and (wrong := wrong_in_url(url) if is_url(url) else f"{url!r}, a path"):
+            remedy = "Correct it, and install what reads it: lengthwise[remote] for HTTP, s3fs for s3://."
+            found.append(ConfigError("url", expected="a URL that fsspec reads", got=wrong, remedy=remedy))
         of_datasets = [key for key in ("subset", "split", "revision") if values.get(key) is not None]
         if "dataset" in given and "split" not in of_datasets:
             remedy = "Add for example `split: train`."
@@ -183,6 +192,24 @@ class OffloadConfig(Settings):
         expected = "`path` beside `store: disk`" if on_disk else "`path` only beside `store: disk`"
         got, remedy = ("none", "Add a folder.") if on_disk else ("a path", "Add `store: disk`, or take it out.")
         return [ConfigError("path", expected=expected, got=got, remedy=remedy)]
+
+
+class ParallelConfig(Settings):
+    """How parameters, gradients and the optimizer's states lie over the ranks."""
+
+    shard: Literal["zero1", "zero3"] = Field(
+        default="zero1",
+        description="zero1: every rank has all parameters and gradients, and its part of the optimizer's states; "
+        "zero3: its part of all three, and gathers a layer when it runs, all ranks in lock-step; default zero1",
+    )
+
+    def on(self, ranks: int) -> str:
+        """Return the layout over so many ranks; one rank has all of everything anyhow."""
+        return self.shard if ranks > 1 else "zero1"
+
+    def plan_mode(self, ranks: int) -> str:
+        """Return how ranks run beside each other in plans for this layout."""
+        return "free" if self.on(ranks) == "zero1" else "waves"
 
 
 class CheckpointConfig(Settings):

@@ -28,6 +28,11 @@ def try_lock(path: Path) -> TextIO | str:
                 break
         file.close()
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.write(f"{owner_name(os.getpid())}\n")
     file.flush()
     return file
+
+
+def owner_name(pid: int) -> str:
+    """Return what `try_lock` calls a process of this machine."""
+    return f"process {pid} on {socket.gethostname()}"

@@ -10,6 +10,10 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
 
 _PR_SET_PDEATHSIG = 1
 _THREADS = Path("/proc/self/task")
@@ -26,6 +30,12 @@ def end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before it was asked to tell
             os._exit(1)
+
+
+def kill_workers(pool: ProcessPoolExecutor) -> None:
+    """Kill the processes of a pool where they stand; nobody waits for what they do."""
+    for process in list((pool._processes or {}).values()):  # `kill_workers` of the pool is of Python 3.14
+        process.kill()
 
 
 def let_threads_end() -> None:

@@ -1,6 +1,6 @@
 """Bytes of a step on one device, by formulas from a model's shape: where nothing runs and nothing can be measured.
 
-States as `engine.replicated` and AdamW keep them. Of a layer what its operations save for backward, tensor by tensor,
+States as `engine.replicated` or `engine.sharded` and AdamW keep them. Of a layer what its operations save for backward, tensor by tensor,
 by family (`_KINDS`; others are counted as a Llama). Beside that, the most of three moments: the loss; the first norm of
 backward; the first MLP of backward, all of its layer computed again where it was not kept. Held to what steps take by
 `benchmarks/memory_model.py`. `cost.capacity` says how many tokens fit.
@@ -40,6 +40,30 @@ def state_bytes(
     return parameters * dtype_bytes + trained * wide * (1 + slices)
 
 
+def sharded_state_bytes(parameters: float, *, dtype_bytes: int, ranks: int, trained: float | None = None) -> float:
+    """Count a rank's rows of what `engine.sharded` and AdamW keep: master weights, gradients and moments.
+
+    Of what does not train, the parameters alone, in the model's numbers. trained: how many; None: all.
+    """
+    trained = parameters if trained is None else trained
+    return (4 * wide_bytes(dtype_bytes) * trained + dtype_bytes * (parameters - trained)) / ranks
+
+
+def gathered_bytes(layer: float, rest: float, *, dtype_bytes: int, trains: bool = True) -> float:
+    """Count what `engine.sharded` holds at most beside rows and activations, of parameters in numbers.
+
+    layer: of a decoder layer; rest: of what is in none, which is there as long as the model runs, with its gradients.
+    As backward comes to a layer, two are gathered, and the second in one piece, too; when the gradients of one are
+    summed, these are there, and once more in the wide numbers of the sum, while the next has been gathered. At the end
+    the gradients of the rest are there in both.
+    """
+    narrow, wide = dtype_bytes, wide_bytes(dtype_bytes)
+    if not trains:
+        return narrow * (rest + 3 * layer)
+    within = narrow * 2 * rest + narrow * layer + max(2 * narrow, narrow + wide) * layer
+    return max(within, narrow * 2 * rest + wide * rest)
+
+
 def loss_bytes(
     shape: ModelShape, tokens: Numbers, dtype_bytes: int, *, logits_at_once: int | None, trains_head: bool = True
 ) -> Numbers:
@@ -73,6 +97,7 @@ class StepMemory:
     logits_at_once: that the loss makes; None: all.
     fused_norms: norms keep input and result in the model's numbers, as fused kernels do (Megatron's); else as Hugging
     Face's operations, which keep the input in fp32 and what is normed, too.
+    shard: how parameters lie over the ranks, zero1 or zero3.
     """
 
     shape: ModelShape
@@ -85,14 +110,31 @@ class StepMemory:
     virtual: int = 1
     logits_at_once: int | None = LOGITS_AT_ONCE
     fused_norms: bool = False
+    shard: str = "zero1"
 
     def state_bytes(self) -> float:
         """Count what a device keeps from step to step, gradients included."""
-        parameters = self.parameters
-        if parameters is None:
-            parameters = self.shape.total_params - self._layer().tied_head_gradient // self.dtype_bytes
-        held = state_bytes(parameters, dtype_bytes=self.dtype_bytes, ranks=self.ranks, trained=self.trained)
+        count = sharded_state_bytes if self._is_sharded else state_bytes
+        held = count(self._parameters(), dtype_bytes=self.dtype_bytes, ranks=self.ranks, trained=self.trained)
         return held / (self.tensor * self.stages)
+
+    def gathered_bytes(self) -> float:
+        """Count what a device gathers of parameters for a pass, at most, where they lie over the ranks."""
+        if not self._is_sharded:
+            return 0.0
+        everything, words = self._parameters(), self.shape.hidden * self.shape.vocab
+        rest = words if self._layer().family.ties_head else 2 * words
+        layer = (everything - rest) / self.shape.layers
+        return gathered_bytes(layer, rest, dtype_bytes=self.dtype_bytes, trains=self.trained is None) / self.tensor
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.shard == "zero3" and self.ranks > 1
+
+    def _parameters(self) -> float:
+        if self.parameters is not None:
+            return self.parameters
+        return self.shape.total_params - self._layer().tied_head_gradient // self.dtype_bytes
 
     def saved_bytes(self, recompute: str) -> float:
         """Count what a device keeps of one token from forward to backward: what can be offloaded, but for two layers.
@@ -105,7 +147,7 @@ class StepMemory:
 
     def peak_bytes(self, tokens: int, recompute: str = "none", offload: float = 0.0) -> float:
         """Return the peak of the fullest device with microbatches of so many tokens on the rank."""
-        return self.state_bytes() + float(self.microbatch_bytes(tokens, recompute, offload))
+        return self.state_bytes() + self.gathered_bytes() + float(self.microbatch_bytes(tokens, recompute, offload))
 
     def microbatch_bytes(
         self, tokens: Numbers, recompute: str = "none", offload: Numbers = 0.0, *, kept: Numbers | None = None

@@ -36,6 +36,11 @@ class Dataset(Protocol):
         ...
 
     @property
+    def loss_weights(self) -> np.ndarray:
+        """What the losses of each row's tokens weigh together, [rows]: its `loss_tokens` where none has a weight."""
+        ...
+
+    @property
     def ids(self) -> np.ndarray:
         """The rows that are not left out, ascending, int64."""
         ...
@@ -57,6 +62,13 @@ class Dataset(Protocol):
         """
         ...
 
+    def read_weights(self, row: int, start: int, stop: int) -> np.ndarray | None:
+        """Return what the losses of tokens [start, stop) of a row weigh, as labels lie, float32 [stop - start].
+
+        None where no row has other weights than 0 and 1: the labels say it all.
+        """
+        ...
+
     def row_digests(self, first: int, last: int) -> np.ndarray:
         """Return what tells rows [first, last) from others, uint8 [last - first, 16]: see `digests`."""
         ...
@@ -74,6 +86,30 @@ class Dataset(Protocol):
         ...
 
 
+class NumberedRows:
+    """What every `Dataset` here has beside the protocol: its rows counted, and their numbers checked."""
+
+    __slots__ = ()
+    lengths: np.ndarray
+
+    @property
+    def num_rows(self) -> int:
+        """All rows, with those left out."""
+        return len(self.lengths)
+
+    def check_row(self, row: int) -> None:
+        """Raise IndexError for a row that there is none of, numbers below 0 included."""
+        if not 0 <= row < self.num_rows:
+            raise IndexError(f"row {row} of {self.num_rows}")
+
+
+def write_protect(*arrays: np.ndarray | None) -> None:
+    """Make arrays read-only."""
+    for values in arrays:
+        if values is not None:
+            values.flags.writeable = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRows:
     """Which rows came from one source. `names` has one name a row; without it a row is `label:line`."""
@@ -86,8 +122,9 @@ class SourceRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MemoryDataset:
-    """All sequences in memory: a `Dataset`. `flat_labels` is None where every label is a token.
+class MemoryDataset(NumberedRows):
+    """All sequences in memory: a `Dataset`. `flat_labels` is None where every label is a token, `flat_weights`, float32
+    [tokens], where all are 0 or 1.
 
     `flat_tokens` and `flat_labels` are int32 [tokens]; row r has entries `offsets[r]` to `offsets[r + 1]`, int64
     [rows + 1]. `skipped` counts the rows left out, by reason.
@@ -98,8 +135,10 @@ class MemoryDataset:
     offsets: np.ndarray
     sources: tuple[SourceRows, ...]
     skipped: Mapping[str, int]
+    flat_weights: np.ndarray | None = None
     lengths: np.ndarray = field(init=False)
     loss_tokens: np.ndarray = field(init=False)
+    loss_weights: np.ndarray = field(init=False)
     ids: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -110,16 +149,15 @@ class MemoryDataset:
             counted = self.flat_labels != NO_LOSS
             counted[self.offsets[ids]] = False
             loss_tokens[ids] = np.add.reduceat(counted, self.offsets[ids], dtype=np.int64)
-        for name, values in (("lengths", lengths), ("loss_tokens", loss_tokens), ("ids", ids)):
+        loss_weights = loss_tokens
+        if self.flat_weights is not None:
+            loss_weights = np.zeros(len(lengths))
+            for row in ids:
+                loss_weights[row] = sum_of_weights(self.flat_weights[self.offsets[row] : self.offsets[row + 1]])
+        found = {"lengths": lengths, "loss_tokens": loss_tokens, "loss_weights": loss_weights, "ids": ids}
+        for name, values in found.items():
             object.__setattr__(self, name, values)
-        for values in (self.flat_tokens, self.flat_labels, self.offsets, lengths, loss_tokens, ids):
-            if values is not None:
-                values.flags.writeable = False
-
-    @property
-    def num_rows(self) -> int:
-        """All rows, with those left out."""
-        return len(self.lengths)
+        write_protect(self.flat_tokens, self.flat_labels, self.flat_weights, self.offsets, *found.values())
 
     @property
     def weights(self) -> tuple[tuple[int, float], ...]:
@@ -131,13 +169,19 @@ class MemoryDataset:
         span, labels = self._span(row), self.flat_tokens if self.flat_labels is None else self.flat_labels
         return self.flat_tokens[span][start:stop], labels[span][start:stop]
 
+    def read_weights(self, row: int, start: int, stop: int) -> np.ndarray | None:
+        """Return a view of the weights of tokens [start, stop) of a row, float32 [stop - start], if there are any."""
+        return None if self.flat_weights is None else self.flat_weights[self._span(row)][start:stop]
+
     def row_digests(self, first: int, last: int) -> np.ndarray:
         """Return what tells rows [first, last) from others, uint8 [last - first, 16]."""
         found = bytearray()
         for row in range(first, last):
             span = self._span(row)
             tokens, labels = self.flat_tokens[span], None if self.flat_labels is None else self.flat_labels[span]
-            found += row_digest(tokens, None if labels is None or np.array_equal(tokens, labels) else labels)
+            weights = self.read_weights(row, 0, len(tokens))
+            weights = None if weights is None or np.isin(weights, (0, 1)).all() else weights
+            found += row_digest(tokens, None if labels is None or np.array_equal(tokens, labels) else labels, weights)
         return np.frombuffer(found, dtype=np.uint8).reshape(-1, ROW_DIGEST_BYTES)
 
     def digest(self) -> bytes:
@@ -155,13 +199,11 @@ class MemoryDataset:
         return self._source(row).key
 
     def _source(self, row: int) -> SourceRows:
-        if not 0 <= row < self.num_rows:
-            raise IndexError(f"row {row} of {self.num_rows}")
+        self.check_row(row)
         return self.sources[bisect.bisect_right(self.sources, row, key=lambda source: source.first_row) - 1]
 
     def _span(self, row: int) -> slice:
-        if not 0 <= row < self.num_rows:
-            raise IndexError(f"row {row} of {self.num_rows}")
+        self.check_row(row)
         return slice(int(self.offsets[row]), int(self.offsets[row + 1]))
 
 
@@ -177,6 +219,7 @@ class DatasetBuilder:
 
     def __init__(self) -> None:
         self._tokens, self._labels, self._offsets = array("i"), None, array("q", [0])
+        self._weights: array[float] | None = None
         self._sources: list[SourceRows] = []
         self._skipped: dict[str, int] = {}
 
@@ -190,13 +233,22 @@ class DatasetBuilder:
         first_row = len(self._offsets) - 1
         self._sources.append(SourceRows(key=key, label=label, first_row=first_row, names=names, weight=weight))
 
-    def add(self, tokens: np.ndarray, labels: np.ndarray | None) -> None:
-        """Append one sequence, int32 [length] each; labels None means the tokens."""
+    def add(self, tokens: np.ndarray, labels: np.ndarray | None, weights: np.ndarray | None = None) -> None:
+        """Append one sequence, int32 [length] each; labels None means the tokens.
+
+        weights: float32 [length]; None means 1 where there is a loss.
+        """
+        if weights is not None and self._weights is None:
+            so_far = self._tokens if self._labels is None else self._labels
+            self._weights = array("f", plain_weights(np.frombuffer(so_far, dtype=np.int32)))
         if labels is not None and self._labels is None:
             self._labels = array("i", self._tokens)
         self._tokens.frombytes(_as_bytes(tokens))
         if self._labels is not None:
             self._labels.frombytes(_as_bytes(tokens if labels is None else labels))
+        if self._weights is not None:
+            given = plain_weights(tokens if labels is None else labels) if weights is None else weights
+            self._weights.frombytes(np.ascontiguousarray(given, dtype=np.float32).view(np.uint8).data)
         self._offsets.append(len(self._tokens))
 
     def skip(self, reason: str) -> None:
@@ -212,7 +264,18 @@ class DatasetBuilder:
             offsets=np.frombuffer(self._offsets, dtype=np.int64),
             sources=tuple(self._sources),
             skipped=dict(self._skipped),
+            flat_weights=None if self._weights is None else np.frombuffer(self._weights, dtype=np.float32),
         )
+
+
+def plain_weights(labels: np.ndarray) -> np.ndarray:
+    """Return what labels weigh by themselves, float32: 1, and 0 where there is no loss."""
+    return (labels != NO_LOSS).astype(np.float32)
+
+
+def sum_of_weights(weights: np.ndarray) -> float:
+    """Return what the losses of a row's tokens weigh together: all but the first's, summed in fp64."""
+    return float(weights[1:].sum(dtype=np.float64))
 
 
 def _as_bytes(values: np.ndarray) -> memoryview:

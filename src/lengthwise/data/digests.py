@@ -1,7 +1,8 @@
 """Digests of rows and of data: equal where what is trained on is equal, wherever the rows lie.
 
-A row's digest is 16 bytes of BLAKE2b over its ids, and over its labels where they are not the ids; one that is left out
-has zeros. The digest of data is SHA-256 over those of all rows in order.
+A row's digest is 16 bytes of BLAKE2b over its ids, over its labels where they are not the ids, and over its weights
+where some are neither 0 nor 1; one that is left out has zeros. The digest of data is SHA-256 over those of all rows in
+order.
 """
 
 from __future__ import annotations
@@ -14,17 +15,23 @@ import numpy as np
 
 ROW_DIGEST_BYTES = 16
 ROWS_AT_ONCE = 1 << 18  # of what is gone through row by row
-_LABELS = b"labels"  # six bytes: no whole number of tokens
+_LABELS, _WEIGHTS = b"labels", b"weights"  # six and seven bytes: no whole number of tokens
 
 
-def row_digest(tokens: np.ndarray, labels: np.ndarray | None) -> bytes:
-    """Return the digest of one row, 16 bytes; int32 [length] each, labels None where they are the ids."""
+def row_digest(tokens: np.ndarray, labels: np.ndarray | None, weights: np.ndarray | None = None) -> bytes:
+    """Return the digest of one row, 16 bytes; int32 [length] each, labels None where they are the ids.
+
+    weights: float32 [length]; None where all are 0 or 1, as the labels say.
+    """
     if not len(tokens):
         return bytes(ROW_DIGEST_BYTES)
     found = hashlib.blake2b(np.ascontiguousarray(tokens, dtype="<i4").data, digest_size=ROW_DIGEST_BYTES)
     if labels is not None:
         found.update(_LABELS)
         found.update(np.ascontiguousarray(labels, dtype="<i4").data)
+    if weights is not None:
+        found.update(_WEIGHTS)
+        found.update(np.ascontiguousarray(weights, dtype="<f4").data)
     return found.digest()
 
 

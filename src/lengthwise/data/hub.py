@@ -8,9 +8,13 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from lengthwise.core.errors import DataError
+from lengthwise.core.hub import endpoint, hub_answers
 
 _LEAST = 4  # of its major versions
 
@@ -26,7 +30,9 @@ def hub_files(name: str, *, subset: str | None, split: str, revision: str | None
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
-        found = datasets.load_dataset(name, subset, split=split, revision=revision)
+        settings: Any = datasets.config  # pyright: ignore[reportAttributeAccessIssue]
+        with _offline(settings, unless=hub_answers(endpoint())):
+            found = datasets.load_dataset(name, subset, split=split, revision=revision)
     except Exception as error:  # noqa: BLE001 - its own are of many kinds
         got = re.sub(r"\s+", " ", str(error))[:300] or type(error).__name__
         remedy = "Correct dataset, subset, split or revision, or reach the hub once: what it sent is kept."
@@ -35,6 +41,17 @@ def hub_files(name: str, *, subset: str | None, split: str, revision: str | None
     if not files:
         raise DataError(where, expected="rows in files", got="none", remedy="Save it with save_to_disk, and name that.")
     return files
+
+
+@contextmanager
+def _offline(settings: Any, *, unless: bool) -> Iterator[None]:
+    """Let `datasets` look into its cache alone inside the block, which it knows by a setting of its module only."""
+    before: bool = settings.HF_HUB_OFFLINE
+    settings.HF_HUB_OFFLINE = before or not unless
+    try:
+        yield
+    finally:
+        settings.HF_HUB_OFFLINE = before
 
 
 def _import_datasets(where: str):  # noqa: ANN202 - a module

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import numpy as np
 
 from lengthwise.core.errors import DataError
-from lengthwise.data.dataset import TOO_LONG, digest_of_parts, too_long
+from lengthwise.data.dataset import TOO_LONG, NumberedRows, digest_of_parts, too_long, write_protect
 from lengthwise.data.digests import ROW_DIGEST_BYTES, row_digest
 from lengthwise.data.sources import printable_name
 
@@ -81,7 +81,7 @@ def open_indexed(source: DataSource, *, key: str, vocab_size: int | None, report
     return None if refused else dataset
 
 
-class IndexedDataset:
+class IndexedDataset(NumberedRows):
     """A `Dataset` of the documents of an indexed dataset. Memory: 32 bytes a row."""
 
     def __init__(self, prefix: Path, source: DataSource, key: str, vocab_size: int | None, report: Report) -> None:
@@ -99,22 +99,25 @@ class IndexedDataset:
         self.skipped: Mapping[str, int] = {reason: len(rows) for reason, rows in skipped.items() if len(rows)}
         self.loss_tokens = np.maximum(self.lengths - 1, 0)
         self.ids = np.flatnonzero(self.lengths).astype(np.int64, copy=False)
-        for values in (self.lengths, self.loss_tokens, self.ids):
-            values.flags.writeable = False
-
-    @property
-    def num_rows(self) -> int:
-        """All rows, with those left out."""
-        return len(self.lengths)
+        write_protect(self.lengths, self.loss_tokens, self.ids)
 
     def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and labels of tokens [start, stop) of a row, int32 [stop - start] each; labels are the ids."""
-        if not 0 <= row < self.num_rows:
-            raise IndexError(f"row {row} of {self.num_rows}")
+        self.check_row(row)
         first = int(self._starts[row])
         ids = self._tokens[first : first + int(self.lengths[row])][start:stop].astype(np.int32, copy=False)
-        ids.flags.writeable = False
+        write_protect(ids)
         return ids, ids
+
+    @property
+    def loss_weights(self) -> np.ndarray:
+        """What the losses of each row's tokens weigh together: one each."""
+        return self.loss_tokens
+
+    def read_weights(self, row: int, start: int, stop: int) -> np.ndarray | None:
+        """Return None: the format has no weights."""
+        del row, start, stop
+        return None
 
     def row_digests(self, first: int, last: int) -> np.ndarray:
         """Return what tells rows [first, last) from others, uint8 [last - first, 16]."""
@@ -131,8 +134,7 @@ class IndexedDataset:
 
     def name(self, row: int) -> str:
         """Return where a row is: `folder/NAME:3`, the third document."""
-        if not 0 <= row < self.num_rows:
-            raise IndexError(f"row {row} of {self.num_rows}")
+        self.check_row(row)
         return f"{self._prefix}:{row + 1}"
 
     def source_key(self, row: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from lengthwise.data.dataset import Dataset, digest_of_parts
+from lengthwise.data.dataset import Dataset, NumberedRows, digest_of_parts, plain_weights, write_protect
 
 
 def join_datasets(parts: Sequence[Dataset]) -> Dataset:
@@ -16,7 +16,7 @@ def join_datasets(parts: Sequence[Dataset]) -> Dataset:
     return parts[0] if len(parts) == 1 else JoinedDataset(parts)
 
 
-class JoinedDataset:
+class JoinedDataset(NumberedRows):
     """A `Dataset` of several; 24 bytes a row, for lengths, tokens with a loss and ids."""
 
     def __init__(self, parts: Sequence[Dataset]) -> None:
@@ -24,6 +24,8 @@ class JoinedDataset:
         self._firsts = [0, *np.cumsum([len(each.lengths) for each in parts]).tolist()]
         self.lengths: np.ndarray = np.concatenate([each.lengths for each in parts])
         self.loss_tokens: np.ndarray = np.concatenate([each.loss_tokens for each in parts])
+        weighed = any(each.loss_weights is not each.loss_tokens for each in parts)
+        self._loss_weights = np.concatenate([each.loss_weights for each in parts]) if weighed else None
         self.ids: np.ndarray = np.concatenate(
             [each.ids + first for first, each in zip(self._firsts, parts, strict=False)]
         )
@@ -33,18 +35,25 @@ class JoinedDataset:
             for row, weight in each.weights
         )
         self.skipped: Mapping[str, int] = sum((Counter(each.skipped) for each in parts), Counter())
-        for values in (self.lengths, self.loss_tokens, self.ids):
-            values.flags.writeable = False
+        write_protect(self.lengths, self.loss_tokens, self._loss_weights, self.ids)
 
     @property
-    def num_rows(self) -> int:
-        """All rows, with those left out."""
-        return len(self.lengths)
+    def loss_weights(self) -> np.ndarray:
+        """What the losses of each row's tokens weigh together."""
+        return self.loss_tokens if self._loss_weights is None else self._loss_weights
 
     def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return views of ids and labels of tokens [start, stop) of a row, int32 [stop - start] each."""
         part, within = self._place(row)
         return part.read(within, start, stop)
+
+    def read_weights(self, row: int, start: int, stop: int) -> np.ndarray | None:
+        """Return the weights of tokens [start, stop) of a row, float32 [stop - start], where a part has any."""
+        if self._loss_weights is None:
+            return None
+        part, within = self._place(row)
+        found = part.read_weights(within, start, stop)
+        return plain_weights(part.read(within, start, stop)[1]) if found is None else found
 
     def row_digests(self, first: int, last: int) -> np.ndarray:
         """Return what tells rows [first, last) from others, uint8 [last - first, 16]."""
@@ -70,7 +79,6 @@ class JoinedDataset:
         return part.source_key(within)
 
     def _place(self, row: int) -> tuple[Dataset, int]:
-        if not 0 <= row < self.num_rows:
-            raise IndexError(f"row {row} of {self.num_rows}")
+        self.check_row(row)
         number = bisect.bisect_right(self._firsts, row) - 1
         return self._parts[number], row - self._firsts[number]

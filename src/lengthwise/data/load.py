@@ -33,8 +33,11 @@ BAD = "bad"
 class Rows(Protocol):
     """Where checked rows go, in order."""
 
-    def add(self, tokens: np.ndarray, labels: np.ndarray | None) -> None:
-        """Take one sequence, int32 [length] each; labels None means the tokens."""
+    def add(self, tokens: np.ndarray, labels: np.ndarray | None, weights: np.ndarray | None = None) -> None:
+        """Take one sequence, int32 [length] each; labels None means the tokens.
+
+        weights: float32 [length]; None means 1 where there is a loss.
+        """
         ...
 
     def skip(self, reason: str) -> None:
@@ -159,7 +162,7 @@ def _add_row(
         if source.too_long == "skip":
             return rows.skip(TOO_LONG)
         raise too_long(row.where, len(tokens), source.max_tokens, key)
-    return rows.add(tokens, labels)
+    return rows.add(tokens, labels, row.weights)
 
 
 def _encode(

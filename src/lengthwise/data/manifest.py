@@ -35,7 +35,9 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """Rows in order whose tokens are in one file: int32 ids of all of them, then, with `labels`, as many labels."""
+    """Rows in order whose tokens are in one file: int32 ids of all of them, then, with `labels`, as many labels, then,
+    with `weights`, as many float32 weights.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -43,6 +45,7 @@ class Shard:
     rows: _FromZero
     tokens: _FromZero
     labels: bool
+    weights: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -226,7 +227,8 @@ def _write_whole(folder: Path, plan: ToPrepare, shards: Sequence[WrittenShard]) 
         left_out = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
         got, remedy = f"none (left out: {left_out or 'nothing'})", "Add rows, or raise max_tokens."
         raise DataError(_together(plan), expected="at least one sequence", got=got, remedy=remedy)
-    data = _write_tables(folder, len(shards))
+    weighed = (store.WEIGHTS,) if any(each.weights for each in shards) else ()
+    data = _write_tables(folder, len(shards), weighed=bool(weighed))
     with (folder / store.FILES).open("w", encoding="utf-8") as file:
         for (_, listing), group in zip(plan.listings, plan.files, strict=True):
             names = [printable_name(each.path) for each in group] if listing.names is None else listing.names
@@ -235,7 +237,7 @@ def _write_whole(folder: Path, plan: ToPrepare, shards: Sequence[WrittenShard]) 
                 file.write(json.dumps(values) + "\n")
     files = {
         name: StoredFile(num_bytes=(folder / name).stat().st_size, sha256=file_digest(folder / name))
-        for name in (store.LENGTHS, store.OFFSETS, store.LOSSES, store.DIGESTS, store.FILES)
+        for name in (store.LENGTHS, store.OFFSETS, store.LOSSES, *weighed, store.DIGESTS, store.FILES)
     }
     for number, each in enumerate(shards):
         files[tokens_name(number)] = StoredFile(num_bytes=each.num_bytes, sha256=each.sha256)
@@ -259,7 +261,13 @@ def _write_whole(folder: Path, plan: ToPrepare, shards: Sequence[WrittenShard]) 
         sources=tuple(plan.settings()),
         origins=_origins(plan, shards),
         shards=tuple(
-            Shard(file=tokens_name(number), rows=each.rows, tokens=each.tokens, labels=each.labels)
+            Shard(
+                file=tokens_name(number),
+                rows=each.rows,
+                tokens=each.tokens,
+                labels=each.labels,
+                weights=each.weights,
+            )
             for number, each in enumerate(shards)
         ),
         files=files,
@@ -274,13 +282,14 @@ def _write_whole(folder: Path, plan: ToPrepare, shards: Sequence[WrittenShard]) 
     sync(folder)
 
 
-def _write_tables(folder: Path, num_shards: int) -> bytes:
+def _write_tables(folder: Path, num_shards: int, *, weighed: bool) -> bytes:
     """Write what is to be known of each row, one shard's at a time; return the digest of all rows."""
     end = 0
     with (
         (folder / store.LENGTHS).open("wb") as lengths,
         (folder / store.OFFSETS).open("wb") as offsets,
         (folder / store.LOSSES).open("wb") as losses,
+        (folder / store.WEIGHTS).open("wb") if weighed else nullcontext() as weights,
         (folder / store.DIGESTS).open("wb") as digests,
     ):
         offsets.write(np.zeros(1, dtype="<i8").tobytes())
@@ -290,6 +299,8 @@ def _write_tables(folder: Path, num_shards: int) -> bytes:
             offsets.write((end + np.cumsum(rows["length"])).astype("<i8").tobytes())
             losses.write(rows["losses"].tobytes())
             digests.write(rows["digest"].tobytes())
+            if weights is not None:
+                weights.write(rows["weights"].tobytes())
             end += int(rows["length"].sum())
     stored = np.fromfile(folder / store.DIGESTS, dtype=np.uint8) if end else np.empty(0, dtype=np.uint8)
     return digest_of_rows([stored])

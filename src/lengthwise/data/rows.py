@@ -16,6 +16,7 @@ from lengthwise.core.strict_json import unique_keys
 from lengthwise.data.dataset import NO_LOSS
 
 _LARGEST_ID = 2**31 - 1
+LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6  # of a token: beyond them sums of single precision lose the other tokens
 _ROWS = '{"text": ...}, {"input_ids": [...]} or {"input_ids": [...], "labels": [...]}'
 _OTHER_ROWS = '{"messages": [...]} or {"prompt": ..., "completion": ...}'
 _MAIN = ("text", "input_ids", "messages", "prompt")  # what makes a row; the first that is there
@@ -31,7 +32,7 @@ _LIKE_LABELS = re.compile(r"(\w+_)?(labels?|masks?|targets?|weights?)|(label|tar
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One document before tokenization: text, the bytes of a Python file, a chat, a prompt with its completion, or ids
-    with labels of their own or none.
+    with labels of their own or none, and weights, float32, where some are neither 0 nor 1.
 
     `empty` says in words what is empty about it, and is "" for a row with something in it.
     """
@@ -44,6 +45,7 @@ class Row:
     pair: tuple[str, str] | None = None
     ids: np.ndarray | None = None
     labels: np.ndarray | None = None
+    weights: np.ndarray | None = None
     empty: str = ""
 
 
@@ -103,15 +105,15 @@ class RowParser:
 
     def _ids_row(self, values: dict[str, Any], where: str) -> Row:
         ids = self._to_ids(values["input_ids"], "input_ids", where)
-        labels = self._to_ids(values["labels"], "labels", where) if "labels" in values else None
+        labels, weights = self._to_ids(values["labels"], "labels", where) if "labels" in values else None, None
         if labels is not None and len(labels) != len(ids):
             raise _refuse(where, f'"labels" as long as "input_ids", {len(ids)}', f"{len(labels)} labels")
         if values.get("weights") is not None:
             if labels is not None:
                 got, remedy = "both", f"Keep labels, with {NO_LOSS} where the weight is 0."
                 raise _refuse(where, '"labels" or "weights" beside "input_ids"', got, remedy)
-            labels = _weighed(ids, values["weights"], where)
-        return Row(where=where, ids=ids, labels=labels, empty="" if len(ids) else 'empty "input_ids"')
+            labels, weights = _weighed(ids, values["weights"], where)
+        return Row(where=where, ids=ids, labels=labels, weights=weights, empty="" if len(ids) else 'empty "input_ids"')
 
     def _to_ids(self, values: object, column: str, where: str) -> np.ndarray:
         if not isinstance(values, list):
@@ -136,23 +138,28 @@ class RowParser:
         raise AssertionError(f"no bad id in {column} of {where}")
 
 
-def _weighed(ids: np.ndarray, weights: object, where: str) -> np.ndarray:
-    """Return labels, int32 [length]: the ids where the weight is 1, `NO_LOSS` where it is 0; a weight is of the token
-    that is predicted, as a label is.
+def _weighed(ids: np.ndarray, weights: object, where: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return labels, int32 [length]: the ids, `NO_LOSS` where the weight is 0, and the weights, float32 [length].
+
+    A weight is of the token that is predicted, as a label is. No weights are returned where all are 0 or 1: the labels
+    say the same.
     """
     if not isinstance(weights, list):
-        raise _refuse(where, '"weights" to be a list of 0 and 1', _shown(weights))
+        raise _refuse(where, '"weights" to be a list of numbers', _shown(weights))
     if len(weights) != len(ids):
         raise _refuse(where, f'"weights" as long as "input_ids", {len(ids)}', f"{len(weights)} weights")
-    right = set(map(type, weights)) <= {int, float} and set(weights) <= {0, 1}
-    for position, value in enumerate(() if right else weights):
-        if type(value) not in (int, float) or value not in (0, 1):  # true and false are none
-            got, remedy = f"weights[{position}] = {_shown(value)}", "Correct the row."
-            if type(value) in (int, float) and 0 < value < float("inf"):
-                got += ": weights other than 0 and 1 are not trained on yet"
-                remedy = "Write 0 or 1, or take the weights out."
-            raise _refuse(where, "weights of 0 (no loss) or 1", got, remedy)
-    return np.where(np.array(weights, dtype=bool), ids, np.int32(NO_LOSS))
+    right = set(map(type, weights)) <= {int, float}  # true and false are none
+    if not right or not all(value == 0 or LEAST_WEIGHT <= value <= MOST_WEIGHT for value in weights):
+        position, value = next(
+            (position, value)
+            for position, value in enumerate(weights)
+            if type(value) not in (int, float) or not (value == 0 or LEAST_WEIGHT <= value <= MOST_WEIGHT)
+        )
+        expected = f"weights of 0 (no loss), or from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
+        raise _refuse(where, expected, f"weights[{position}] = {_shown(value)}")
+    found = np.array(weights, dtype=np.float32)
+    labels = np.where(found > 0, ids, np.int32(NO_LOSS))
+    return labels, None if np.isin(found, (0, 1)).all() else found
 
 
 def decode_utf8(raw: bytes, *, where: str, offset: int = 0) -> str:

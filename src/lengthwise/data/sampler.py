@@ -126,6 +126,9 @@ class Batches:
         most = np.iinfo(np.int64).max if self._config.steps is None else self._config.steps
         while done < most and (self._config.epochs is None or epoch < self._config.epochs):
             order = self.order(epoch)
+            if not len(order):  # an epoch may take none of rows of small weights
+                epoch += 1
+                continue
             cuts = np.array(list(self._cuts(order)))
             are_zero = np.flatnonzero(~np.logical_or.reduceat(values[order] != 0, cuts[:, 0])[: most - done])
             if found is None and len(are_zero):

@@ -20,7 +20,7 @@ import numpy as np
 from lengthwise.config import DataSource
 from lengthwise.core.disk import sync
 from lengthwise.core.errors import DataError
-from lengthwise.data.dataset import NO_LOSS
+from lengthwise.data.dataset import NO_LOSS, plain_weights, sum_of_weights
 from lengthwise.data.digests import ROW_DIGEST_BYTES, file_digest, row_digest
 from lengthwise.data.load import add_rows
 from lengthwise.data.refusals import Refusals
@@ -30,7 +30,7 @@ from lengthwise.data.sources import printable_name
 from lengthwise.data.tokenizer import Tokenizer, load_tokenizer
 
 WORK = "work"
-ROW_RECORD = np.dtype([("length", "<i8"), ("losses", "<i8"), ("digest", f"V{ROW_DIGEST_BYTES}")])
+ROW_RECORD = np.dtype([("length", "<i8"), ("losses", "<i8"), ("weights", "<f8"), ("digest", f"V{ROW_DIGEST_BYTES}")])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,7 @@ class WrittenShard:
     rows: int
     tokens: int
     labels: bool
+    weights: bool
     loss_tokens: int
     largest_id: int
     largest_id_row: int
@@ -140,15 +141,17 @@ def _refuse_changed(file: SourceFile, report: Callable[[DataError], None]) -> No
 
 
 class _ShardFiles:
-    """Takes rows as `load.Rows`; tokens go to the disk at once, labels to a file of their own until the end."""
+    """Takes rows as `load.Rows`; tokens go to the disk at once, labels and weights to files of their own first."""
 
     def __init__(self, folder: Path, number: int) -> None:
         self._folder, self._number = folder, number
         self._path = folder / tokens_name(number)
         self._labels_path = folder / WORK / f"labels-{number:05d}.bin"
+        self._weights_path = folder / WORK / f"weights-{number:05d}.bin"
         self.num_rows = self._num_tokens = self._loss_tokens = self._largest = self._largest_row = 0
         self._skipped = Counter[str]()
         self._labels: BinaryIO | None = None
+        self._weights: BinaryIO | None = None
 
     def __enter__(self) -> _ShardFiles:
         self._tokens = self._path.open("wb")
@@ -156,11 +159,13 @@ class _ShardFiles:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        for file in filter(None, (self._tokens, self._rows, self._labels)):
+        for file in filter(None, (self._tokens, self._rows, self._labels, self._weights)):
             file.close()
 
-    def add(self, tokens: np.ndarray, labels: np.ndarray | None) -> None:
-        """Write one sequence, int32 [length] each."""
+    def add(self, tokens: np.ndarray, labels: np.ndarray | None, weights: np.ndarray | None = None) -> None:
+        """Write one sequence, int32 [length] each, weights float32 (see `DatasetBuilder.add`)."""
+        if weights is not None and self._weights is None:
+            self._begin_weights()
         if labels is not None and np.array_equal(labels, tokens):
             labels = None
         if labels is not None and self._labels is None:
@@ -170,25 +175,29 @@ class _ShardFiles:
         self._tokens.write(_written(tokens))
         if self._labels is not None:
             self._labels.write(_written(tokens if labels is None else labels))
+        given = plain_weights(tokens if labels is None else labels) if weights is None else weights
+        if self._weights is not None:
+            self._weights.write(_written(given, "<f4"))
         losses = len(tokens) - 1 if labels is None else int(np.count_nonzero(labels[1:] != NO_LOSS))
         largest = max(int(tokens.max()), 0 if labels is None else int(labels.max()))
         if largest > self._largest:
             self._largest, self._largest_row = largest, self.num_rows
         self._num_tokens += len(tokens)
         self._loss_tokens += losses
-        self._note(len(tokens), losses, row_digest(tokens, labels))
+        self._note(len(tokens), losses, sum_of_weights(given), row_digest(tokens, labels, weights))
 
     def skip(self, reason: str) -> None:
         """Note a row that is left out."""
         self._skipped[reason] += 1
-        self._note(0, 0, bytes(ROW_DIGEST_BYTES))
+        self._note(0, 0, 0.0, bytes(ROW_DIGEST_BYTES))
 
     def commit(self, piece_rows: tuple[int, ...], kinds: dict[str, int]) -> WrittenShard:
         """Bring all of it to the disk, then say that it is there."""
-        if self._labels is not None:
-            with self._path.open("ab") as file, self._labels_path.open("rb") as labels:
-                shutil.copyfileobj(labels, file, 1 << 20)
-            self._labels_path.unlink()
+        for part, path in ((self._labels, self._labels_path), (self._weights, self._weights_path)):
+            if part is not None:
+                with self._path.open("ab") as file, path.open("rb") as values:
+                    shutil.copyfileobj(values, file, 1 << 20)
+                path.unlink()
         rows, told = rows_path(self._folder, self._number), _told_path(self._folder, self._number)
         sync(self._path)
         sync(rows)
@@ -196,6 +205,7 @@ class _ShardFiles:
             rows=self.num_rows,
             tokens=self._num_tokens,
             labels=self._labels is not None,
+            weights=self._weights is not None,
             loss_tokens=self._loss_tokens,
             largest_id=self._largest,
             largest_id_row=self._largest_row,
@@ -214,13 +224,22 @@ class _ShardFiles:
 
     def remove(self) -> None:
         """Remove what was written of a shard with rows that were refused."""
-        for each in (self._path, self._labels_path, rows_path(self._folder, self._number)):
+        for each in (self._path, self._labels_path, self._weights_path, rows_path(self._folder, self._number)):
             each.unlink(missing_ok=True)
 
-    def _note(self, length: int, losses: int, digest: bytes) -> None:
-        self._rows.write(np.array([(length, losses, digest)], dtype=ROW_RECORD).tobytes())
+    def _begin_weights(self) -> None:
+        """Write the weights of the rows so far: 1 where they have a loss."""
+        so_far = self._tokens if self._labels is None else self._labels
+        so_far.flush()
+        self._weights = self._weights_path.open("wb")
+        with open(so_far.name, "rb") as file:
+            while read := file.read(1 << 20):
+                self._weights.write(_written(plain_weights(np.frombuffer(read, dtype="<i4")), "<f4"))
+
+    def _note(self, length: int, losses: int, weights: float, digest: bytes) -> None:
+        self._rows.write(np.array([(length, losses, weights, digest)], dtype=ROW_RECORD).tobytes())
         self.num_rows += 1
 
 
-def _written(values: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(values, dtype="<i4").view(np.uint8).data
+def _written(values: np.ndarray, kind: str = "<i4") -> memoryview:
+    return np.ascontiguousarray(values, dtype=kind).view(np.uint8).data

@@ -4,9 +4,11 @@
     lengths.bin               tokens of each row, int64; 0 for one that is left out
     offsets.bin               int64 [rows + 1]: row r has tokens offsets[r] to offsets[r + 1] of all
     losses.bin                tokens with a loss of each row, int64
+    weights.bin               what they weigh together in each row, float64; only where weights other than 0 and 1 are
     digests.bin               16 bytes a row, see `digests`
     files.jsonl               a line a source file: its path, size and SHA-256
-    tokens-00000.bin          int32 ids of rows in order, then as many labels where they are not the ids
+    tokens-00000.bin          int32 ids of rows in order, then as many labels where they are not the ids, then as
+                              many float32 weights where some are neither 0 nor 1
 
 All numbers are little-endian, and every array is memory-mapped: a row is read where it lies, and pages that are not
 used go when memory is short. Opening checks sizes, lengths and offsets: 0.1 s for 10M rows.
@@ -25,7 +27,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lengthwise.core.errors import DataError
-from lengthwise.data.dataset import TOO_LONG, digest_of_parts, too_long
+from lengthwise.data.dataset import TOO_LONG, NumberedRows, digest_of_parts, plain_weights, too_long, write_protect
 from lengthwise.data.digests import ROW_DIGEST_BYTES, ROWS_AT_ONCE, file_digest
 from lengthwise.data.manifest import AGAIN, NAME, Manifest, read_manifest
 from lengthwise.data.tokenizer import Tokenizer
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 ENCODING = 1  # to be raised when the same text gets other ids or labels than before
 LENGTHS, OFFSETS, LOSSES, DIGESTS, FILES = "lengths.bin", "offsets.bin", "losses.bin", "digests.bin", "files.jsonl"
+WEIGHTS = "weights.bin"
 ID_BYTES = 4
 _ROW_BYTES = {LENGTHS: 8, OFFSETS: 8, LOSSES: 8, DIGESTS: ROW_DIGEST_BYTES}
 UNFINISHED = ".unfinished"
@@ -95,7 +98,9 @@ def check_store(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
     expected = {name: each * (manifest.rows + (name == OFFSETS)) for name, each in _ROW_BYTES.items()}
     for shard in manifest.shards:
-        expected[shard.file] = ID_BYTES * shard.tokens * (1 + shard.labels)
+        expected[shard.file] = ID_BYTES * shard.tokens * (1 + shard.labels + shard.weights)
+    if any(shard.weights for shard in manifest.shards):
+        expected[WEIGHTS] = 8 * manifest.rows
     listed = {name: file.num_bytes for name, file in manifest.files.items() if name != FILES}
     sums = [sum(each.rows for each in manifest.shards), sum(each.tokens for each in manifest.shards)]
     if expected != listed or FILES not in manifest.files or sums != [manifest.rows, manifest.tokens]:
@@ -126,7 +131,7 @@ def broken_files(folder: Path, manifest: Manifest, on_file: Callable[[int], None
     return found
 
 
-class StoreDataset:
+class StoreDataset(NumberedRows):
     """A `Dataset` on the disk. Memory: 8 bytes a row for ids; with rows that `max_tokens` leaves out, 16 more."""
 
     def __init__(self, folder: Path, manifest: Manifest, *, key: str, max_tokens: int | None, weight: float) -> None:
@@ -136,35 +141,52 @@ class StoreDataset:
         self._offsets = _mapped(folder / OFFSETS, "<i8")
         self._stored_lengths = self.lengths = _mapped(folder / LENGTHS, "<i8")
         self.loss_tokens = _mapped(folder / LOSSES, "<i8")
+        weighed = any(shard.weights for shard in manifest.shards)
+        self._loss_weights = _mapped(folder / WEIGHTS, "<f8") if weighed else None
         self._digests = _mapped(folder / DIGESTS, "u1").reshape(-1, ROW_DIGEST_BYTES)
         self._shard_rows = [0, *np.cumsum([each.rows for each in manifest.shards]).tolist()]
         self._shard_tokens = [0, *np.cumsum([each.tokens for each in manifest.shards]).tolist()]
-        self._shards: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._shards: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
         self._check_rows()
         self.skipped: Mapping[str, int] = manifest.skipped
         self.too_long = np.flatnonzero(self.lengths > max_tokens) if max_tokens is not None else self.lengths[:0]
         if len(self.too_long):
             self.lengths, self.loss_tokens = self.lengths.copy(), self.loss_tokens.copy()
             self.lengths[self.too_long] = self.loss_tokens[self.too_long] = 0
+            if self._loss_weights is not None:
+                self._loss_weights = self._loss_weights.copy()
+                self._loss_weights[self.too_long] = 0
             self.skipped = Counter(manifest.skipped) + Counter({TOO_LONG: len(self.too_long)})
         self.ids = np.flatnonzero(self.lengths).astype(np.int64, copy=False)
-        for values in (self.lengths, self.loss_tokens, self.ids):
-            values.flags.writeable = False
+        write_protect(self.lengths, self.loss_tokens, self._loss_weights, self.ids)
 
     @property
-    def num_rows(self) -> int:
-        """All rows, with those left out."""
-        return len(self.lengths)
+    def loss_weights(self) -> np.ndarray:
+        """What the losses of each row's tokens weigh together."""
+        return self.loss_tokens if self._loss_weights is None else self._loss_weights
 
     def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return views of ids and labels of tokens [start, stop) of a row, int32 [stop - start] each."""
-        if not 0 <= row < self.num_rows:
-            raise IndexError(f"row {row} of {self.num_rows}")
+        shard, span = self._place(row)
+        ids, labels, _ = self._shard(shard)
+        return ids[span][start:stop], labels[span][start:stop]
+
+    def read_weights(self, row: int, start: int, stop: int) -> np.ndarray | None:
+        """Return the weights of tokens [start, stop) of a row, float32 [stop - start], where the store has any."""
+        if self._loss_weights is None:
+            return None
+        shard, span = self._place(row)
+        _, labels, weights = self._shard(shard)
+        if weights is None:
+            return plain_weights(labels[span][start:stop])
+        return weights[span][start:stop]
+
+    def _place(self, row: int) -> tuple[int, slice]:
+        """Return the shard of a row, and where the row is in it."""
+        self.check_row(row)
         shard = bisect.bisect_right(self._shard_rows, row) - 1
         first = int(self._offsets[row]) - self._shard_tokens[shard]
-        span = slice(first, first + int(self.lengths[row]))
-        ids, labels = self._shard(shard)
-        return ids[span][start:stop], labels[span][start:stop]
+        return shard, slice(first, first + int(self.lengths[row]))
 
     def row_digests(self, first: int, last: int) -> np.ndarray:
         """Return what tells rows [first, last) from others, uint8 [last - first, 16]."""
@@ -179,8 +201,7 @@ class StoreDataset:
 
     def name(self, row: int) -> str:
         """Return where a row was before it was prepared: `train.jsonl:3`, or the file's path inside its folder."""
-        if not 0 <= row < self.num_rows:
-            raise IndexError(f"row {row} of {self.num_rows}")
+        self.check_row(row)
         origins = self._manifest.origins
         origin = origins[bisect.bisect_right(origins, row, key=lambda each: each.first_row) - 1]
         place = row - origin.first_row
@@ -200,12 +221,13 @@ class StoreDataset:
         lines = (self._folder / FILES).read_text(encoding="utf-8").splitlines()
         return [json.loads(line)["path"] for line in lines]
 
-    def _shard(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def _shard(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         if number not in self._shards:
             shard = self._manifest.shards[number]
             found = _mapped(self._folder / shard.file, "<i4")
-            ids = found[: shard.tokens]
-            self._shards[number] = ids, found[shard.tokens :] if shard.labels else ids
+            ids, end = found[: shard.tokens], shard.tokens * (1 + shard.labels)
+            labels = found[shard.tokens : end] if shard.labels else ids
+            self._shards[number] = ids, labels, found[end:].view("<f4") if shard.weights else None
         return self._shards[number]
 
     def _check_rows(self) -> None:

@@ -10,14 +10,16 @@ import hashlib
 import io
 import json
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from lengthwise.core.errors import ConfigError
+from lengthwise.core.hub import only_cached, why_only_cached
 from lengthwise.core.names import BYTES_TOKENIZER
 from lengthwise.data.dataset import NO_LOSS
 from lengthwise.data.digests import file_digest
@@ -57,7 +59,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of ids, int32 [tokens], to be looked at; special tokens are written out."""
+        """Return the text of ids, int32 [tokens], to be looked at: special tokens too; unknown ids as `<300>`."""
         ...
 
     def digest(self) -> str:
@@ -99,7 +101,10 @@ class ByteTokenizer:
 
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of bytes; what is no UTF-8 is escaped."""
-        return bytes(ids.tolist()).decode("utf-8", "backslashreplace")
+        return "".join(
+            bytes(some).decode("utf-8", "backslashreplace") if is_known else _as_numbers(some)
+            for is_known, some in groupby(ids.tolist(), key=lambda each: each < 256)
+        )
 
     def digest(self) -> str:
         """Return the digest of the name: there is one such tokenizer."""
@@ -122,9 +127,17 @@ class HuggingFaceTokenizer:
     tokenizer: Any
 
     def encode(self, text: str) -> np.ndarray:
-        """Encode with the tokenizer's special tokens, EOS last."""
+        """Encode with the tokenizer's special tokens, EOS last.
+
+        Raises:
+            ValueError: no text; or one that begins with the BOS which the tokenizer adds, too.
+        """
         text.encode("utf-8")  # a lone surrogate is no text: say so here, before the tokenizer's own error
         ids = self.tokenizer(text, verbose=False)["input_ids"]
+        bos = self.tokenizer.bos_token_id
+        if bos is not None and ids[:2] == [bos, bos]:
+            twice = f"{self.tokenizer.bos_token} at its start, which the tokenizer adds, too"
+            raise ValueError(f"{twice} (leave it to the tokenizer; give a rendered chat as `messages`)")
         if self.eos_id is not None and (not ids or ids[-1] != self.eos_id):
             ids = [*ids, self.eos_id]
         return np.array(ids, dtype=np.int32)
@@ -146,8 +159,12 @@ class HuggingFaceTokenizer:
         return encode_chat(self.tokenizer, messages, tools)
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of ids, special tokens too."""
-        return self.tokenizer.decode(ids.tolist())
+        """Return the text of ids, special tokens too; the library drops ids that it does not have without a word."""
+        limit = len(self.tokenizer)
+        return "".join(
+            self.tokenizer.decode(list(some)) if is_known else _as_numbers(some)
+            for is_known, some in groupby(ids.tolist(), key=lambda each: each < limit)
+        )
 
     def digest(self) -> str:
         """Return the digest of its class, vocabulary, rules and special tokens; files beside them do not count."""
@@ -182,15 +199,22 @@ def load_tokenizer(name: str) -> Tokenizer:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise _refuse(f"transformers, to load {name}", f"no transformers ({error})") from None
+    cached = only_cached(name)
     try:
-        loaded: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        loaded: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=cached)
         vocab: dict[str, int] = loaded.get_vocab()
     except Exception as error:  # files from outside, and the Rust tokenizers raise plain Exception
-        got = f"{type(error).__name__}: {str(error)[:300].rstrip('.')}"
+        said = why_only_cached() if cached and isinstance(error, OSError) else str(error)[:300].rstrip(".")
+        got = f"{name}: {said}" if cached else f"{type(error).__name__}: {said}"
         raise _refuse(f"a tokenizer at {name}", got) from error
     if not vocab:
         raise _refuse(f"a tokenizer at {name}", "an empty vocabulary")
     return HuggingFaceTokenizer(name=name, eos_id=loaded.eos_token_id, tokenizer=loaded)
+
+
+def _as_numbers(ids: Iterable[int]) -> str:
+    """Write out ids that a tokenizer has no text for."""
+    return "".join(f"<{each}>" for each in ids)
 
 
 def _digest(value: object) -> str:

@@ -15,13 +15,23 @@ from lengthwise.program import Segment
 
 
 class StepBatch:
-    """A global batch: entry i of a plan's `tokens` is sequence `ids[i]` of the data."""
+    """A global batch: entry i of a plan's `tokens` is sequence `ids[i]` of the data.
+
+    loss_weight: what the losses of all tokens weigh together, by which their sum is divided; `loss_tokens` without
+    weights.
+    """
 
     def __init__(self, dataset: Dataset, ids: Iterable[int]) -> None:
         self.dataset = dataset
         self.ids = tuple(int(i) for i in ids)
         self.lengths = tuple(int(dataset.lengths[i]) for i in self.ids)
         self.loss_tokens = int(dataset.loss_tokens[list(self.ids)].sum())
+        self.loss_weight = float(dataset.loss_weights[list(self.ids)].sum())
+
+    @property
+    def identity(self) -> object:
+        """What tells this batch from others, for JSON; ranks compare it before they run a step."""
+        return self.ids
 
     def tensors(self, segments: Sequence[Segment]) -> tuple[Tensor, Tensor, Tensor]:
         """Return (input_ids, position_ids, shift_labels), each (tokens,), of a rank's segments in local order."""
@@ -49,6 +59,17 @@ class StepBatch:
         following = self.dataset.read(self.ids[index], start + 1, min(stop + 1, self.lengths[index]))[1]
         return np.pad(following, (0, stop - start - len(following)), constant_values=NO_LOSS)
 
+    def weights(self, segments: Sequence[Segment]) -> Tensor | None:
+        """Return what the loss of each token of a rank's segments weighs, (tokens,) in fp32; None: all the same."""
+        found = []
+        for each in segments:
+            row, stop = self.ids[each.sequence], min(each.stop + 1, self.lengths[each.sequence])
+            weights = self.dataset.read_weights(row, each.start + 1, stop)
+            if weights is None:
+                return None
+            found.append(np.pad(weights, (0, each.num_tokens - len(weights))))
+        return torch.from_numpy(np.concatenate(found)) if found else None
+
     def whole(self, index: int) -> tuple[Tensor, Tensor]:
         """Return (input_ids, shift_labels), (tokens,) each, of one whole sequence."""
         ids, _, labels = self.tensors([Segment(sequence=index, start=0, stop=self.lengths[index])])
@@ -65,4 +86,4 @@ def random_batch(lengths: Sequence[int], *, vocab: int) -> StepBatch:
 
 
 def _tensor(parts: Sequence[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+    return torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *parts], dtype=np.int64))

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import lcm
+from itertools import accumulate
+from math import lcm, prod
 from typing import NamedTuple
 
 ALIGNMENT = 64  # entries: 128 bytes in the narrowest dtype, which has two
@@ -79,6 +80,17 @@ class FlatLayout:
                 moved = shard.start - whole.start
                 yield Run(parameter=index, entry=first - start, start=first + moved, stop=last + moved)
 
+    def short_runs(self, rank: int, below: int) -> Iterator[tuple[Run, int]]:
+        """Yield what a rank has of parameters of fewer than `below` entries, and where it lies without the others.
+
+        In the order of the shard, whatever that of the parameters.
+        """
+        place = 0
+        for run in sorted(self.runs(rank), key=lambda each: each.start):
+            if self.sizes[run.parameter] < below:
+                yield run, place
+                place += run.stop - run.start
+
     def owner(self, parameter: int, entry: int) -> tuple[int, int, int]:
         """Return where an entry of a parameter lies: (rank, place in its shard, how many entries follow it there).
 
@@ -121,16 +133,23 @@ class BucketOrder:
 
 
 def lay_out(
-    sizes: Sequence[int], layers: Sequence[int], *, world_size: int, bucket_entries: int = BUCKET_ENTRIES
+    sizes: Sequence[int],
+    layers: Sequence[int],
+    *,
+    world_size: int,
+    bucket_entries: int = BUCKET_ENTRIES,
+    block: int = 1,
 ) -> FlatLayout:
     """Lay parameters of `sizes` entries one after the other, `layers[i]` the layer of the i-th, any number.
 
-    A bucket ends where a layer does, as soon as it has `bucket_entries`.
+    A bucket ends where a layer does, as soon as it has `bucket_entries`. Every parameter starts, and every rank's slice
+    of a bucket ends, at a multiple of `block` entries.
     """
-    multiple = lcm(world_size * SLICE_MULTIPLE, ALIGNMENT)
+    alignment = lcm(ALIGNMENT, block)
+    multiple = lcm(world_size * lcm(SLICE_MULTIPLE, block), alignment)
     starts, borders, bucket_of, stop = [], [0], [], 0
     for index, size in enumerate(sizes):
-        stop = _up(stop, ALIGNMENT)
+        stop = _up(stop, alignment)
         if index and layers[index] != layers[index - 1] and stop - borders[-1] >= bucket_entries:
             stop = _up(stop, multiple)
             borders.append(stop)
@@ -143,6 +162,20 @@ def lay_out(
         starts=tuple(starts),
         borders=tuple(borders),
         bucket_of=tuple(bucket_of),
+        world_size=world_size,
+    )
+
+
+def lay_out_rows(shapes: Sequence[tuple[int, ...]], *, world_size: int) -> FlatLayout:
+    """Lay parameters out as FSDP2 does: each has a bucket, and every rank as many of its rows, the last ones fewer."""
+    sizes = [prod(shape) for shape in shapes]
+    slices = [-(-shape[0] // world_size) * prod(shape[1:]) for shape in shapes]
+    borders = (0, *accumulate(world_size * each for each in slices))
+    return FlatLayout(
+        sizes=tuple(sizes),
+        starts=borders[:-1],
+        borders=borders,
+        bucket_of=tuple(range(len(sizes))),
         world_size=world_size,
     )
 

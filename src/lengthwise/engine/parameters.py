@@ -37,9 +37,11 @@ class Parameters(Protocol):
     """The trainable parameters of a model on one rank.
 
     layout: where the entries of each parameter, in the model's order, lie in the `state` of all ranks.
+    in_lock_step: whether ranks gather and sum together in every pass, so that each takes part in all microbatches.
     """
 
     layout: FlatLayout
+    in_lock_step: bool
 
     @property
     def names(self) -> Sequence[str]:
@@ -89,6 +91,13 @@ class Parameters(Protocol):
         """Wait until all values are there: before a transfer, and before they are read outside of a forward."""
         ...
 
+    def whole_on_first(self, *, trained_only: bool) -> AbstractContextManager[None]:
+        """See that the model of rank 0 has whole parameters inside the block, to be saved. Collective.
+
+        trained_only: those that train; the others may be anything.
+        """
+        ...
+
     def publish_bytes(self) -> int:
         """Count the bytes that `publish` needs beside what is kept."""
         ...
@@ -100,6 +109,26 @@ class Parameters(Protocol):
     def state(self) -> Mapping[str, Tensor]:
         """Return what this rank alone holds of the parameters and cannot be computed anew, by name: (entries,) each."""
         ...
+
+
+def shards_of(
+    layout: FlatLayout, rank: int, shapes: Sequence[tuple[int, ...]], weights: Tensor, gradient: Tensor
+) -> list[Shard]:
+    """Cut what a rank updates, (entries,) each, where weight decay changes.
+
+    Unused entries between two parameters go with them.
+    """
+    segments: list[tuple[int, int, bool]] = []
+    for run in layout.runs(rank):
+        decayed = len(shapes[run.parameter]) >= 2
+        if segments and segments[-1][2] == decayed:
+            segments[-1] = (segments[-1][0], run.stop, decayed)
+        else:
+            segments.append((run.start, run.stop, decayed))
+    return [
+        Shard(start=start, weights=weights[start:stop], gradient=gradient[start:stop], decayed=decayed)
+        for start, stop, decayed in segments
+    ]
 
 
 def largest_magnitude(parameters: Parameters) -> Tensor:

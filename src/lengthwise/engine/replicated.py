@@ -12,6 +12,7 @@ alone 18 and 16, as its slices are the buffers themselves, and no more while it 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from lengthwise.comm import Pending, Transport
 from lengthwise.core.errors import ModelRefused
 from lengthwise.engine.flat_layout import BUCKET_ENTRIES, BucketOrder, lay_out
-from lengthwise.engine.parameters import MASTER_WEIGHTS, Shard
+from lengthwise.engine.gathering import gathered
+from lengthwise.engine.parameters import MASTER_WEIGHTS, Shard, shards_of
 
 
 class FlatParameters:
@@ -31,8 +33,11 @@ class FlatParameters:
     What rank 0 has of the model counts, buffers as well, wherever it lies; the others' parameters may be without
     storage (on the meta device).
     device: where the buffers are; None: where the model is. layers: the decoder's, whose parameters stay together.
-    overlaps: whether sums and values of buckets travel while backward and forward run.
+    overlaps: whether sums and values of buckets travel while backward and forward run. keeps_frozen: what does not
+    train keeps its dtype, and is not made to compute in `dtype`. block: entries that no slice ends inside of.
     """
+
+    in_lock_step = False
 
     def __init__(
         self,
@@ -44,16 +49,19 @@ class FlatParameters:
         layers: Sequence[nn.Module] = (),
         bucket_entries: int = BUCKET_ENTRIES,
         overlaps: bool = False,
+        keeps_frozen: bool = False,
+        block: int = 1,
     ) -> None:
-        self._transport = transport
+        self._transport, self._model = transport, model
         self._overlaps = overlaps and transport.world_size > 1
         self._order: BucketOrder | None = None  # of the sums of this step
         self._sums: list[Pending] = []
         self._arriving: dict[int, Pending] = {}  # values of buckets
-        self.names, parameters = zip(*_trainable(model), strict=True)
+        self.names, parameters = zip(*trainable(model), strict=True)
         where: torch.device = parameters[0].device if device is None else device
         assert device is not None or where.type != "meta", "a model without storage needs a device"
-        _place_rest(model, transport, dtype=dtype, device=where)
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        share_values(model, transport, frozen, dtype=None if keeps_frozen else dtype, device=where)
         self.shapes = [tuple(parameter.shape) for parameter in parameters]
         layer_of = {id(each): number for number, layer in enumerate(layers) for each in layer.parameters()}
         self.layout = lay_out(
@@ -61,6 +69,7 @@ class FlatParameters:
             [layer_of.get(id(parameter), -1) for parameter in parameters],
             world_size=transport.world_size,
             bucket_entries=bucket_entries,
+            block=block,
         )
         alone, wide = transport.world_size == 1, torch.promote_types(dtype, torch.float32)
         self._is_exact = dtype == wide
@@ -89,7 +98,7 @@ class FlatParameters:
                 self.master_weights[layout.in_shard(bucket)].copy_(self.grads[layout.in_whole(bucket, rank)])
             for index in members:
                 made[id(parameters[index])] = _as_view(parameters[index], views[index])
-        _replace(model, made)
+        replace_parameters(model, made)
         self.clear_gradients()
         for index, (parameter, grad) in enumerate(zip(parameters, exact, strict=True)):
             own = made[id(parameter)]
@@ -120,7 +129,7 @@ class FlatParameters:
 
     @staticmethod
     def _of(model: nn.Module) -> list[nn.Parameter]:
-        return [parameter for _, parameter in _trainable(model)]
+        return [parameter for _, parameter in trainable(model)]
 
     def _arrive(self, buckets: Iterable[int]) -> None:
         for bucket in buckets if self._arriving else ():
@@ -134,26 +143,7 @@ class FlatParameters:
 
     def shards(self) -> list[Shard]:
         """Cut this rank's slices where weight decay changes (see `Parameters.shards`)."""
-        return [
-            Shard(
-                start=start,
-                weights=self.master_weights[start:stop],
-                gradient=self.grad_shard[start:stop],
-                decayed=decayed,
-            )
-            for start, stop, decayed in self._segments()
-        ]
-
-    def _segments(self) -> list[tuple[int, int, bool]]:
-        """Return (start, stop, decayed) within the shard; unused entries between two parameters go with them."""
-        segments: list[tuple[int, int, bool]] = []
-        for run in self.layout.runs(self._transport.rank):
-            decayed = len(self.shapes[run.parameter]) >= 2
-            if segments and segments[-1][2] == decayed:
-                segments[-1] = (segments[-1][0], run.stop, decayed)
-            else:
-                segments.append((run.start, run.stop, decayed))
-        return segments
+        return shards_of(self.layout, self._transport.rank, self.shapes, self.master_weights, self.grad_shard)
 
     @contextmanager
     def reducing_early(self) -> Iterator[None]:
@@ -206,6 +196,13 @@ class FlatParameters:
         """Wait for the values of all buckets."""
         self._arrive(range(self.layout.num_buckets))
 
+    @contextmanager
+    def whole_on_first(self, *, trained_only: bool) -> Iterator[None]:
+        """Wait for all values: every rank's model has them whole."""
+        del trained_only
+        self.published()
+        yield
+
     def publish_bytes(self) -> int:
         """Count the bytes of a slice in the compute dtype, where its master weights are not that."""
         slices = [self.layout.in_shard(bucket) for bucket in range(self.layout.num_buckets)]
@@ -222,6 +219,54 @@ class FlatParameters:
         """Set the gradients of this rank to zero."""
         self.grads.zero_()
 
+    def attach_gradients(self) -> None:
+        """See that the model's parameters are views as they were made, and have their gradients in the flat buffer.
+
+        Whoever has the model may have cut gradients off, as `zero_grad` does: those begin anew.
+
+        Raises:
+            ModelRefused: a parameter was replaced, or moved to other memory.
+        """
+        parameters, grads = self._of(self._model), self.views(self.grads)
+        moved = len(parameters) != len(self.names) or any(
+            own.data_ptr() != value.data_ptr() for own, value in zip(parameters, self.views(self.values), strict=False)
+        )
+        if moved:
+            expected = f"the {len(self.names)} trainable parameters where they were put"
+            got = f"{len(parameters)}, some of them elsewhere"
+            remedy = "Move, convert, freeze and replace parameters before the first step, not after."
+            raise ModelRefused(f"model {type(self._model).__name__}", expected=expected, got=got, remedy=remedy)
+        for own, grad in zip(parameters, grads, strict=True) if self._is_exact else ():
+            if own.grad is None or own.grad.data_ptr() != grad.data_ptr():
+                if own.grad is None:
+                    grad.zero_()
+                else:
+                    grad.copy_(own.grad)
+                own.grad = grad
+
+    def gather_to_first(self, shard: Tensor) -> dict[str, Tensor]:
+        """Return what all ranks have in their shards, (entries,) each, by parameter, on the host of rank 0. Collective.
+
+        It takes a bucket at a time; {} on other ranks.
+        """
+        found = gathered(self.layout, shard, self._transport)
+        if self._transport.rank:
+            deque(found, maxlen=0)
+            return {}
+        return {self.names[index]: each.view(self.shapes[index]).to("cpu", copy=True) for index, each in found}
+
+    def set_master_weights(self, parameter: int, whole: Tensor) -> None:
+        """Set this rank's part of a parameter to that of `whole`, (entries,); `publish` makes it the model's."""
+        for run in self.layout.runs(self._transport.rank):
+            if run.parameter == parameter:
+                self.master_weights[run.start : run.stop].copy_(whole[run.entry : run.entry + run.stop - run.start])
+
+    def take_values(self) -> None:
+        """Make the values that the model has now this rank's master weights."""
+        for bucket in range(self.layout.num_buckets):
+            own = self.values[self.layout.in_whole(bucket, self._transport.rank)]
+            self.master_weights[self.layout.in_shard(bucket)].copy_(own)
+
     def tensors(self) -> list[Tensor]:
         """Return the flat buffers."""
         return [self.values, self.grads, self.grad_shard, self.master_weights]
@@ -231,7 +276,12 @@ class FlatParameters:
         return {MASTER_WEIGHTS: self.master_weights}
 
 
-def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that train, by name, tied ones once.
+
+    Raises:
+        ModelRefused: there is none.
+    """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
         where, expected = f"model {type(model).__name__}", "at least one parameter that can be trained"
@@ -239,10 +289,17 @@ def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return named
 
 
-def _place_rest(model: nn.Module, transport: Transport, *, dtype: torch.dtype, device: torch.device) -> None:
-    """Put what does not train where the model runs: buffers, and the base under adapters in the compute dtype.
+def share_values(
+    model: nn.Module,
+    transport: Transport,
+    parameters: Iterable[nn.Parameter],
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> None:
+    """Put rank 0's buffers and `parameters` on every rank where the model runs, in `dtype`; None: its own. Collective.
 
-    They are in no flat buffer, but those of rank 0 on all ranks: buffers may be weights, too, which it alone reads.
+    Of what does not train, which is in no flat buffer; model buffers may be weights, too, which rank 0 alone reads.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -251,16 +308,14 @@ def _place_rest(model: nn.Module, transport: Transport, *, dtype: torch.dtype, d
                 if value.numel():
                     transport.broadcast(value.view(-1).view(torch.uint8), 0)
     made: dict[int, nn.Parameter] = {}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            continue
+    for parameter in parameters:
         if parameter.is_meta:
-            value = torch.empty(parameter.shape, dtype=dtype, device=device)
+            value = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device=device)
         else:
-            value = parameter.detach().to(device, dtype).contiguous()
+            value = parameter.detach().to(device, dtype or parameter.dtype).contiguous()
         transport.broadcast(value, 0)
         made[id(parameter)] = _as_view(parameter, value)
-    _replace(model, made)
+    replace_parameters(model, made)
 
 
 def _as_view(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
@@ -271,7 +326,7 @@ def _as_view(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
     return parameter
 
 
-def _replace(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
+def replace_parameters(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
     """Put parameters that were made anew in the place of those of these ids, tied ones in all their places."""
     for module in model.modules():
         for name, parameter in module._parameters.items():

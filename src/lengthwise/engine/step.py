@@ -23,6 +23,7 @@ from lengthwise.cost import LOGITS_AT_ONCE
 from lengthwise.engine.activations import Offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_MICROBATCHES, reporting_shortage
+from lengthwise.engine.objective import NextToken, Objective
 from lengthwise.engine.parameters import Parameters
 from lengthwise.models import (
     ANY_KEY,
@@ -33,7 +34,6 @@ from lengthwise.models import (
     count_choices,
     has_balance_loss,
     has_dropout,
-    model_loss,
     model_router_logits,
     token_keys,
 )
@@ -70,24 +70,28 @@ def run_plan(
     name: str,
     train: bool = True,
     logits_at_once: int | None = LOGITS_AT_ONCE,
+    objective: Objective | None = None,
     offloading: Offloading | None = None,
     parameters: Parameters | None = None,
     dropout: DropoutKey = ANY_KEY,
 ) -> RankResult:
     """Run the microbatches of this rank and let gradients add up in the model's parameters.
 
-    The loss is divided once, by the loss tokens of the global batch, and made from `logits_at_once` logits at a time
-    (None: all of a microbatch). No collective is issued before this rank's last transfer: a rank can never wait in one
-    for another that waits for its next ring message. `offloading` is what plans that offload need. `parameters`: whose
-    values may still arrive, and whose gradients may be summed early, by all ranks alike; None: neither. `dropout`: by
-    which entries fall out where the model has dropout; without `train` none does.
+    The loss is divided once, by what all loss tokens of the global batch weigh, and made from `logits_at_once` logits
+    at a time (None: all of a microbatch), or it is what `objective` says. No collective is issued before this rank's
+    last transfer: a rank can never wait in one for another that waits for its next ring message. `offloading` is what
+    plans that offload need. `parameters`: whose values may still arrive, and whose gradients may be summed early, by
+    all ranks alike; None: neither. `dropout`: by which entries fall out where the model has dropout; without `train`
+    none does.
 
     Raises:
         MemoryShortage: a microbatch does not fit on the device.
     """
     interval = transport.clock.start(next(model.parameters()).device)
     copied = 0.0 if offloading is None else offloading.store.waited_seconds
-    programs, transport.phase = lower_plan(plan, transport.rank), f"{name}, connecting"
+    in_lock_step = parameters is not None and parameters.in_lock_step
+    programs = lower_plan(plan, transport.rank, in_lock_step=in_lock_step)
+    transport.phase = f"{name}, connecting"
     new_peers = head_peers(programs, transport.rank)
     if new_peers and parameters is not None:
         parameters.published()
@@ -99,7 +103,7 @@ def run_plan(
         kernel,
         programs,
         name,
-        logits_at_once,
+        objective or NextToken(batch=batch, divisor=batch.loss_weight, logits_at_once=logits_at_once),
         offloading,
         parameters,
         dropout=dropout if has_dropout(model) else None,
@@ -154,7 +158,7 @@ class _RankStep:
     kernel: BlockKernel
     programs: Sequence[MicrobatchProgram]
     name: str
-    logits_at_once: int | None
+    objective: Objective
     offloading: Offloading | None
     parameters: Parameters | None = None
     dropout: DropoutKey | None = None
@@ -175,7 +179,7 @@ class _RankStep:
             if following is not None and following not in kept:
                 prepared = self.prepare(following)  # while the device runs what it was given
             if train:
-                objective = done.loss / self.batch.loss_tokens
+                objective = done.loss / self.objective.divisor
                 if balance is not None:
                     share = balance.share(done.router_logits)
                     objective = objective + balance.coefficient * share
@@ -216,9 +220,7 @@ class _RankStep:
         policy = self._policy(program, planned.num_rows) if train else ActivationPolicy()
         dropout = prepared.dropout(train=train)
         with torch.set_grad_enabled(train), apply_policy(self.model, planned, policy, dropout):
-            loss = model_loss(
-                self.model, planned, *prepared.tensors, hear_router=hear, logits_at_once=self.logits_at_once
-            )
+            loss = self.objective(self.model, planned, program.segments(self.transport.rank), prepared.tensors, hear)
         self.windows |= planned.windows
         return _Forward(loss=loss, router_logits=router_logits, saver=policy.saver)
 
@@ -244,7 +246,8 @@ class _RankStep:
     def prepare(self, number: int) -> _Prepared:
         """Make a microbatch's tensors, and lower what its layers are known to ask for."""
         program = self.programs[number]
-        planned = PlannedAttention(program, self.transport, self.kernel)
+        beyond = self.objective.rows_beyond
+        planned = PlannedAttention(program, self.transport, self.kernel, rows_beyond=beyond)
         planned.lower(self.windows, self._device)
         segments = program.segments(self.transport.rank)
         tensors, keys = self.batch.tensors(segments), None

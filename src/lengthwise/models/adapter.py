@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +24,14 @@ from lengthwise.cost import LOGITS_AT_ONCE
 from lengthwise.models.loss import DecoderOutput, token_loss
 from lengthwise.models.rope import forget_lengths, sequence_lengths
 
+Result = TypeVar("Result")
+
 ATTENTION_NAME = "lengthwise"
 
 # What Hugging Face hands to an attention function besides the tensors and that has no say in the result.
 _WITHOUT_EFFECT = frozenset(
     {"position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits"}
+    | {"num_items_in_batch", "shift_labels"}  # of losses that Hugging Face's `forward` computes
 )
 
 
@@ -51,6 +54,7 @@ def model_loss(
     input_ids: Tensor,
     position_ids: Tensor,
     shift_labels: Tensor,
+    weights: Tensor | None = None,
     *,
     hear_router: Callable[[list[Tensor]], None] | None = None,
     logits_at_once: int | None = LOGITS_AT_ONCE,
@@ -58,19 +62,20 @@ def model_loss(
     """Return the summed loss of this rank's tokens in one microbatch, in fp32 or wider.
 
     All three tensors are (tokens,), in the order of `MicrobatchProgram.segments`; `shift_labels[t]` is what the model
-    should say after token t, -100 where it has no loss. `hear_router` is given the router logits of the same tokens,
-    (tokens, experts) of each layer that has a router; only for models whose config says `output_router_logits`.
-    Logits of all words are made for so many tokens that they are `logits_at_once` (None: for all tokens at once).
+    should say after token t, -100 where it has no loss. `weights` (tokens,): what each loss counts; None: 1.
+    `hear_router` is given the router logits of the same tokens, (tokens, experts) of each layer that has a router; only
+    for models whose config says `output_router_logits`. Logits of all words are made for so many tokens that they are
+    `logits_at_once` (None: for all tokens at once).
     """
     vocabulary: int = model.config.vocab_size  # type: ignore[union-attr, assignment]
     if logits_at_once is None or len(shift_labels) * vocabulary <= logits_at_once:
         output = _run(model, planned, input_ids, position_ids)
-        loss = token_loss(output.logits[0, : planned.num_tokens], shift_labels)
+        loss = token_loss(output.logits[0, : planned.num_tokens], shift_labels, weights)
     else:
         decoded = DecoderOutput(model)
         with decoded.caught():
             output = _run(model, planned, input_ids, position_ids)
-        loss = decoded.loss(shift_labels, max(1, logits_at_once // vocabulary))
+        loss = decoded.loss(shift_labels, max(1, logits_at_once // vocabulary), weights)
     if hear_router is not None:
         hear_router(_own_router_logits(output, planned))
     return loss
@@ -95,6 +100,38 @@ def run_layers(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, p
     return found[-1]
 
 
+def planned_output(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor) -> Any:
+    """Return the model's output for this rank's tokens, (tokens,) each: `logits` (1, tokens, vocabulary) and the rest.
+
+    What it has for every row is without the rows of padding.
+    """
+    output = _run(model, planned, input_ids, position_ids)
+    output.logits = output.logits[:, : planned.num_tokens]
+    if output.get("hidden_states") is not None:
+        output.hidden_states = tuple(each[:, : planned.num_tokens] for each in output.hidden_states)
+    if output.get("router_logits") is not None:
+        output.router_logits = tuple(_own_router_logits(output, planned))
+    return output
+
+
+def run_planned(
+    model: nn.Module, planned: PlannedAttention, call: Callable[[], Result], *, once: bool = True
+) -> Result:
+    """Return what `call` does, which runs `model` by the plan, `once` or several times.
+
+    Raises:
+        ModelRefused: layers that did not attend through the plan.
+    """
+    with sequence_lengths(model, planned.spans), _planned_forward():
+        result = call()
+    layers: int = model.config.num_hidden_layers  # type: ignore[union-attr]
+    if not planned.layers_run or planned.layers_run % layers or (once and planned.layers_run != layers):
+        where, expected = f"model {type(model).__name__}", f"all {layers} layers to attend through the plan"
+        remedy = "A layer of another kind would be wrong without a word; use another model."
+        raise ModelRefused(where, expected=expected, got=f"{planned.layers_run} that did", remedy=remedy)
+    return result
+
+
 def _run(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, position_ids: Tensor, **options: Any) -> Any:
     """Return the model's output; rows past `planned.num_tokens` are padding, kept from attention, loss and counts."""
     # Up to a multiple that suits the device, and at least one token: a ring of more ranks than tokens leaves some
@@ -102,16 +139,21 @@ def _run(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, positio
     padding = planned.num_rows - planned.num_tokens
     if padding:
         input_ids, position_ids = (F.pad(x, (0, padding)) for x in (input_ids, position_ids))
-    with sequence_lengths(model, planned.spans), _planned_forward():
-        output = model(
-            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, lengthwise=planned, **options
-        )
-    layers: int = model.config.num_hidden_layers  # type: ignore[union-attr]
-    if planned.layers_run != layers:
-        where, expected = f"model {type(model).__name__}", f"all {layers} layers to attend through the plan"
-        remedy = "A layer of another kind would be wrong without a word; use another model."
-        raise ModelRefused(where, expected=expected, got=f"{planned.layers_run} that did", remedy=remedy)
-    return output
+    inputs = {"input_ids": input_ids[None], "position_ids": position_ids[None], "use_cache": False}
+    return run_planned(model, planned, lambda: model(**inputs, lengthwise=planned, **options))
+
+
+@contextmanager
+def attending_by_plan(model: nn.Module) -> Iterator[None]:
+    """Let a model attend by the plan it is given inside the block, and as it did before outside of it."""
+    register_attention()
+    config: Any = model.config
+    before = config._attn_implementation
+    config._attn_implementation = ATTENTION_NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
 _here = threading.local()  # ranks of a strict world are threads
@@ -219,7 +261,11 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     head_dim = max(query.shape[-1], value.shape[-1])
     q, k, v = (_widened(x[0].transpose(0, 1), head_dim) for x in (query, key, value))
-    out = planned_attention(q, k, v, lengthwise, scale=scale, window=sliding_window, sinks=sinks)
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # RoPE leaves queries and keys wide; torch casts for its own attention only
+        q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
+    with torch.autocast(kind, enabled=False):
+        out = planned_attention(q, k, v, lengthwise, scale=scale, window=sliding_window, sinks=sinks)
     return out[None, ..., : value.shape[-1]], None
 
 

@@ -27,6 +27,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from lengthwise.config.schema import TINY_MODEL
 from lengthwise.core.disk import MOST_BYTES
 from lengthwise.core.errors import ConfigError, LengthwiseError, OutputError, raise_problems
+from lengthwise.core.hub import only_cached, why_only_cached
 from lengthwise.cost import named_shape
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 from lengthwise.models.weights import WEIGHTS_FILES, check_dtypes, first_names, holds_weights
@@ -78,10 +79,11 @@ def find_model(name: str, *, weights: Literal["load", "fresh"] | None = None) ->
 def _read_config(name: str) -> Any:
     try:
         _refuse_odd_files(Path(name))
-        values: dict[str, Any] = _without_engine(PreTrainedConfig.get_config_dict(name)[0])
-        _refuse_adapter(name)
+        cached = only_cached(name)
+        values: dict[str, Any] = _without_engine(PreTrainedConfig.get_config_dict(name, local_files_only=cached)[0])
+        _refuse_adapter(name, local_files_only=cached)
         _refuse_endless(values, name)
-        found = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        found = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=cached)
         return type(found).from_dict({**values, "model_type": found.model_type}, name_or_path=name)
     except LengthwiseError:
         raise
@@ -100,9 +102,9 @@ def _refuse_odd_files(folder: Path) -> None:
             raise _refuse_config(str(path), f"{path.stat().st_size:,} bytes", f"at most {MOST_BYTES:,} bytes")
 
 
-def _refuse_adapter(name: str) -> None:
+def _refuse_adapter(name: str, *, local_files_only: bool) -> None:
     """Refuse a model with an adapter beside it: Hugging Face would load both, and train neither as it is."""
-    found = find_adapter_config_file(name)
+    found = find_adapter_config_file(name, local_files_only=local_files_only)
     if found is not None:
         expected, remedy = "a model without an adapter", "Give the base model, and the adapter by `lora.adapter`."
         raise ConfigError(f"model {name}", expected=expected, got=Path(found).name, remedy=remedy)
@@ -190,11 +192,12 @@ def check_weights(source: ModelSource) -> None:
         _load(source, device_map="meta")
 
 
-def _weights_folder(name: str) -> Path:
+def weights_folder(name: str) -> Path:
     """Return the folder of a model's weights: itself, or where the hub's files were put."""
     if Path(name).is_dir():
         return Path(name)
-    found = (cached_file(name, each, _raise_exceptions_for_missing_entries=False) for each in WEIGHTS_FILES)
+    options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "local_files_only": only_cached(name)}
+    found = (cached_file(name, each, **options) for each in WEIGHTS_FILES)
     return Path(next(each for each in found if each is not None)).parent
 
 
@@ -210,6 +213,7 @@ def _load(source: ModelSource, **options: Any) -> Any:
             ignore_mismatched_sizes=True,  # so that they are listed, and refused below with all others
             use_safetensors=True,
             trust_remote_code=False,
+            local_files_only=only_cached(source.name),
             **options,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -218,7 +222,7 @@ def _load(source: ModelSource, **options: Any) -> Any:
     _refuse_other_weights(source.name, loading)
     whole_numbers = [re.escape(name) for name, buffer in model.named_buffers() if not buffer.is_floating_point()]
     left_aside = [*whole_numbers, *(model._keys_to_ignore_on_load_unexpected or ())]
-    check_dtypes(_weights_folder(source.name), widest=dtype, but=left_aside)
+    check_dtypes(weights_folder(source.name), widest=dtype, but=left_aside)
     return model
 
 
@@ -323,7 +327,8 @@ def unwritable(folder: Path, what: str, error: Exception) -> OutputError:
 def _unreadable(name: str, error: Exception) -> ConfigError:
     expected = "tiny, a Hugging Face folder with config.json (and safetensors), or a hub name that can be reached"
     remedy = "Correct the name, or download the model and give its folder."
-    return ConfigError("model", expected=expected, got=f"{name}: {first_line(error)}", remedy=remedy)
+    got = why_only_cached() if isinstance(error, OSError) and only_cached(name) else first_line(error)
+    return ConfigError("model", expected=expected, got=f"{name}: {got}", remedy=remedy)
 
 
 def first_line(error: BaseException) -> str:

@@ -22,10 +22,16 @@ from torch import Tensor, nn
 from lengthwise.core.errors import ModelRefused
 
 
-def token_loss(logits: Tensor, shift_labels: Tensor) -> Tensor:
-    """Sum the cross entropy of logits (tokens, vocab) in fp32, or fp64 under fp64 (Hugging Face's own stays fp32)."""
+def token_loss(logits: Tensor, shift_labels: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Sum the cross entropy of logits (tokens, vocab) in fp32, or fp64 under fp64 (Hugging Face's own stays fp32).
+
+    weights: what each token's counts, (tokens,); None: 1.
+    """
     wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.to(wide), shift_labels, ignore_index=-100, reduction="sum")
+    if weights is None:
+        return F.cross_entropy(logits.to(wide), shift_labels, ignore_index=-100, reduction="sum")
+    losses = F.cross_entropy(logits.to(wide), shift_labels, ignore_index=-100, reduction="none")
+    return (losses * weights.to(wide)).sum()
 
 
 class DecoderOutput:
@@ -57,11 +63,14 @@ class DecoderOutput:
             expected = "a forward that runs its decoder once, for the chunked loss"
             raise ModelRefused(where, expected=expected, got=f"{len(self._outputs)} runs", remedy="Set loss: whole.")
 
-    def loss(self, shift_labels: Tensor, chunk_tokens: int) -> Tensor:
-        """Sum the loss of the first tokens, as many as `shift_labels` (tokens,) has, in fp32 or wider."""
+    def loss(self, shift_labels: Tensor, chunk_tokens: int, weights: Tensor | None = None) -> Tensor:
+        """Sum the loss of the first tokens, as many as `shift_labels` (tokens,) has, in fp32 or wider.
+
+        weights: as of `token_loss`.
+        """
         hidden = self._outputs[0].last_hidden_state[0, : len(shift_labels)]
         outside = _outside(self._model, self._decoder) if torch.is_grad_enabled() else []
-        return _ChunkedLoss.apply(hidden, shift_labels, self._logits, chunk_tokens, *outside)  # type: ignore[no-any-return]
+        return _ChunkedLoss.apply(hidden, shift_labels, weights, self._logits, chunk_tokens, *outside)  # type: ignore[no-any-return]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Run what the model does after its decoder, on hidden states (tokens, hidden)."""
@@ -71,7 +80,8 @@ class DecoderOutput:
         self._decoder.forward = lambda *_, **__: output
         try:
             ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
-            return self._model(input_ids=ids, position_ids=ids, use_cache=False).logits[0]
+            # Not its call: hooks, which may wait for values or gather them, ran with the decoder.
+            return self._model.forward(input_ids=ids, position_ids=ids, use_cache=False).logits[0]
         finally:
             self._decoder.forward = forward
 
@@ -98,6 +108,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         labels: Tensor,
+        weights: Tensor | None,
         logits: Callable[[Tensor], Tensor],
         chunk_tokens: int,
         *parameters: Tensor,
@@ -110,7 +121,8 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, len(hidden), chunk_tokens):
             part = slice(start, start + chunk_tokens)
             into = None if by_hidden is None else (by_hidden[part], *by_parameter)
-            total += _take_chunk(hidden[part], labels[part], logits, parameters, into)
+            weighed = None if weights is None else weights[part]
+            total += _take_chunk(hidden[part], labels[part], weighed, logits, parameters, into)
         if by_hidden is not None:
             narrow = [each.to(own.dtype) for each, own in zip(by_parameter, parameters, strict=True)]
             ctx.made = [by_hidden, *narrow]
@@ -121,12 +133,13 @@ class _ChunkedLoss(torch.autograd.Function):
         made: list[Tensor] = ctx.made
         del ctx.made  # handed on as they are, no copy of the head's
         by_hidden, *by_parameter = (each.mul_(gradients[0]) for each in made)
-        return by_hidden, None, None, None, *by_parameter
+        return by_hidden, None, None, None, None, *by_parameter
 
 
 def _take_chunk(
     hidden: Tensor,
     labels: Tensor,
+    weights: Tensor | None,
     logits: Callable[[Tensor], Tensor],
     parameters: Sequence[Tensor],
     into: Sequence[Tensor] | None,
@@ -137,7 +150,7 @@ def _take_chunk(
     """
     with torch.set_grad_enabled(into is not None):
         chunk = hidden.detach().requires_grad_(into is not None)
-        loss = token_loss(logits(chunk), labels)
+        loss = token_loss(logits(chunk), labels, weights)
     if into is not None:
         found = torch.autograd.grad(loss, (chunk, *parameters), allow_unused=True)
         into[0].copy_(found[0])

@@ -85,9 +85,7 @@ def check_dtypes(folder: Path, *, widest: torch.dtype, but: Sequence[str] = ()) 
     Raises:
         ConfigError: names the first tensors and their dtypes.
     """
-    whole = (folder / _SINGLE).is_file()
-    files = [_SINGLE] if whole else sorted(set(_read_weight_map(folder).values()))
-    wrong = []
+    files, wrong = sorted(set(tensor_files(folder).values())), []
     for name in files:
         with safe_open(folder / name, framework="pt") as file:
             dtypes = {each: str(file.get_slice(each).get_dtype()) for each in file.keys()}  # noqa: SIM118 - no mapping
@@ -100,6 +98,13 @@ def check_dtypes(folder: Path, *, widest: torch.dtype, but: Sequence[str] = ()) 
         expected = f"weights of floating-point numbers of 16 to {bits} bits, by the dtype of config.json"
         remedy = "Convert them to what config.json says."
         raise ConfigError(f"model {folder}", expected=expected, got=got, remedy=remedy)
+
+
+def tensor_files(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor of a folder with weights."""
+    if (folder / _SINGLE).is_file():
+        return dict.fromkeys(_tensor_names(folder, _SINGLE), _SINGLE)
+    return _read_weight_map(folder)
 
 
 def _tensor_names(folder: Path, name: str) -> list[str]:

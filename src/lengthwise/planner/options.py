@@ -18,7 +18,7 @@ from lengthwise.core.sizes import read_whole
 from lengthwise.cost import Choices, Cost
 from lengthwise.planner.problem.choices import refuse_choices
 from lengthwise.planner.problem.speeds import read_speeds
-from lengthwise.planner.registry import PLANNERS, planner_names
+from lengthwise.planner.registry import unknown_planner
 
 MODES = ("free", "waves", "pipeline")
 
@@ -95,10 +95,11 @@ class PlanOptions:
 
     def _refuse_names(self) -> None:
         """Refuse names that do not exist or do not go together."""
-        planners = PLANNERS if self.planner in PLANNERS else planner_names()  # of all packages: 50 ms
-        named = {"planner": planners, "mode": MODES, "recompute": RECOMPUTE_KINDS}
-        unknown = [(name, getattr(self, name), known) for name, known in named.items()]
-        raise_problems([unknown_name(name, value, known) for name, value, known in unknown if value not in known])
+        unknown = [unknown_planner("planner", self.planner)]
+        for name, known in (("mode", MODES), ("recompute", RECOMPUTE_KINDS)):
+            value = getattr(self, name)
+            unknown += [] if value in known else [unknown_name(name, value, known)]
+        raise_problems([each for each in unknown if each is not None])
         if self.mode == "waves" and self.planner != "lengthwise":
             remedy = "{one_mode|Use planner lengthwise, or mode free}."
             expected = f"free, all that planner {self.planner} plans"

@@ -11,12 +11,13 @@ such a planner returns is checked; what is wrong with it is a `PlanError` that n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import TypeAlias
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError, Problems, raise_problems
-from lengthwise.core.names import PLANNER_GROUP
+from lengthwise.core.names import PLANNER_GROUP, unknown_name
 from lengthwise.core.plan import Microbatch, Plan
+from lengthwise.core.planner_packages import PLANNER_PACKAGES, has_package, missing_package_of
 from lengthwise.planner.baselines.bytescale import plan_bytescale
 from lengthwise.planner.baselines.bytescale_naive import plan_bytescale_naive
 from lengthwise.planner.baselines.flexsp import plan_flexsp
@@ -40,12 +41,9 @@ _BUILT_IN: Mapping[str, Planner] = {
     "power-of-two": plan_power_of_two,
     PACKED_DP: plan_packed_dp,
 }
-_OPTIONAL: Mapping[str, tuple[str, Planner]] = {  # by name: the distribution that it needs, and the planner
-    "megatron-core": ("megatron-core", plan_megatron_core),
-    "flexsp": ("highspy", plan_flexsp),
-}
+_OPTIONAL: Mapping[str, Planner] = {"megatron-core": plan_megatron_core, "flexsp": plan_flexsp}
 PLANNERS = tuple(_BUILT_IN)
-OPTIONAL_PLANNERS = tuple(_OPTIONAL)
+OPTIONAL_PLANNERS = tuple(PLANNER_PACKAGES)
 CUTTING_PLANNERS = tuple(name for name in PLANNERS if name != PACKED_DP)  # these plan any lengths
 BASELINES = (plan_single_degree, plan_static, plan_bytescale, plan_bytescale_naive, plan_power_of_two)
 _registered: dict[str, Planner] = {}
@@ -73,7 +71,17 @@ def planner_names() -> tuple[str, ...]:
 
 def optional_planners() -> tuple[str, ...]:
     """Return those of `planner_names()` that another package is needed for, which is installed."""
-    return tuple(name for name, (package, _) in _OPTIONAL.items() if _is_there(package))
+    return tuple(filter(has_package, OPTIONAL_PLANNERS))
+
+
+def unknown_planner(where: str, name: str) -> ConfigError | None:
+    """Return the error for a name that is none of `planner_names()`; None for one that is."""
+    if name in PLANNERS:
+        return None
+    known = planner_names()  # asks all packages: 50 ms
+    if name in known:
+        return None
+    return missing_package_of(where, name) if name in OPTIONAL_PLANNERS else unknown_name(where, name, known)
 
 
 def find_planner(name: str) -> Planner:
@@ -109,7 +117,7 @@ def _named(name: str, error: LengthwiseError) -> PlanError:
 def _asked(name: str, request: PlanRequest) -> list[Microbatch]:
     """Ask a planner that is not ours; whatever it raises or returns, the error names it."""
     if name in _OPTIONAL:
-        function = _OPTIONAL[name][1]
+        function = _OPTIONAL[name]
     else:
         function = _registered[name] if name in _registered else _loaded(_installed()[name])
     try:
@@ -156,12 +164,3 @@ def _broken(name: str, expected: str, got: str) -> PlanError:
 def _installed() -> dict[str, EntryPoint]:
     known = {*_BUILT_IN, *_OPTIONAL}
     return {point.name: point for point in entry_points(group=PLANNER_GROUP) if point.name not in known}
-
-
-def _is_there(package: str) -> bool:
-    """Look it up without importing it: Megatron-Core takes seconds, and torch."""
-    try:
-        distribution(package)
-    except PackageNotFoundError:
-        return False
-    return True

@@ -30,15 +30,14 @@ class Feature(StrEnum):
 
 
 REQUIRED = frozenset(map(Feature, KNOWN_FEATURES))  # must stand in `requires` of a plan that uses them
-ENGINE = frozenset({Feature.HEADS, Feature.OFFLOAD, Feature.RECOMPUTE, Feature.SHARES, Feature.SPEEDS})
+ENGINE = frozenset(Feature) - {Feature.PIPELINE}
 ENGINE_DEVICES = 1  # of a rank: no tensor parallelism and no stages yet
 ENGINE_LOADERS = frozenset({"none", "local"})  # no loader service yet
 SIMULATOR = frozenset(Feature) - {Feature.SPEEDS}
 FIVE_COEFFICIENTS = frozenset(Feature) - {Feature.HEADS, Feature.OFFLOAD, Feature.SHARES}
 
 _INSTEAD = {
-    Feature.WAVES: "kind free (all this version runs)",
-    Feature.PIPELINE: "kind free (all this version runs)",
+    Feature.PIPELINE: "kind free or waves (all this version runs)",
 }
 _REPORTED = 10  # refusals in one message
 

@@ -264,12 +264,16 @@ def lower_microbatch(plan: Plan, index: int) -> MicrobatchProgram:
     return MicrobatchProgram(index=index, microbatch=plan.microbatches[index], tokens=plan.tokens)
 
 
-def lower_plan(plan: Plan, rank: int) -> tuple[MicrobatchProgram, ...]:
-    """Lower the microbatches that name `rank`, in the order in which it runs them."""
+def lower_plan(plan: Plan, rank: int, *, in_lock_step: bool = False) -> tuple[MicrobatchProgram, ...]:
+    """Lower the microbatches that name `rank`, in the order in which it runs them.
+
+    in_lock_step: all microbatches, whether they name it or not; of a plan of kind `waves` only.
+    """
+    assert not in_lock_step or plan.schedule["kind"] == "waves", f"a plan in lock-step, got kind {plan.schedule}"
     return tuple(
         lower_microbatch(plan, index)
         for index, microbatch in enumerate(plan.microbatches)
-        if any(rank in piece.ranks for piece in microbatch.pieces)
+        if in_lock_step or any(rank in piece.ranks for piece in microbatch.pieces)
     )
 
 

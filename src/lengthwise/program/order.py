@@ -18,6 +18,8 @@ from lengthwise.program.edges import head_peers
 from lengthwise.program.lower import MicrobatchProgram, last_on_all_ranks, lower_plan
 from lengthwise.program.records import Content, Round, Transfer
 
+_NO_LAYER = -1  # what of a model is in none: embedding, last norm, head
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
@@ -141,7 +143,8 @@ def check_order(
     Each rank connects to whom it needs and posts, for its microbatches in order, the forward and the backward rounds of
     every layer, between them what recomputation runs again, and last the step-end collective. `windows` gives the
     sliding window of each layer (default: `layers` layers without one). `counts_routers`: the counting pass of a model
-    with a router balance loss comes first (`engine.step`).
+    with a router balance loss comes first (`engine.step`). In a plan of kind `waves` every rank runs all microbatches,
+    and gathers layers and sums their gradients between rounds, as `comm.fsdp` does.
 
     Raises:
         PlanError: the ranks would wait for each other for ever; it names the ranks and what they wait in.
@@ -164,37 +167,70 @@ def rank_groups(
     plan: Plan, rank: int, *, windows: Sequence[int | None], counts_routers: bool = False
 ) -> Iterator[tuple[str, list[Operation]]]:
     """Yield (label, operations) of every grouped call that `rank` makes in a step, in order."""
-    programs = lower_plan(plan, rank)
+    gathers = plan.schedule["kind"] == "waves"
+    programs = lower_plan(plan, rank, in_lock_step=gathers)
     if peers := head_peers(programs, rank):
         yield "connections", [Operation(kind=kind, peer=peer) for kind in ("send", "receive") for peer in peers]
     if counts_routers:
         kept = last_on_all_ranks(plan)
         for program in programs:
-            yield from _pass_groups(program, rank, "forward" if program.index in kept else "counting", windows)
+            name = "forward" if program.index in kept else "counting"
+            yield from _pass_groups(program, rank, name, windows, gathers=gathers)
         yield "sum of counts", [Operation(kind="collective")]
         for program in (each for each in programs if each.index in kept):
-            yield from _pass_groups(program, rank, "backward", windows)
+            yield from _pass_groups(program, rank, "backward", windows, gathers=gathers)
         programs = [each for each in programs if each.index not in kept]
     for program in programs:
-        yield from _pass_groups(program, rank, "forward", windows)
-        yield from _pass_groups(program, rank, "backward", windows)
+        yield from _pass_groups(program, rank, "forward", windows, gathers=gathers)
+        yield from _pass_groups(program, rank, "backward", windows, gathers=gathers)
     yield "step end", [Operation(kind="collective")]
 
 
 def _pass_groups(
-    program: MicrobatchProgram, rank: int, name: str, windows: Sequence[int | None]
+    program: MicrobatchProgram, rank: int, name: str, windows: Sequence[int | None], *, gathers: bool
 ) -> Iterator[tuple[str, list[Operation]]]:
+    """Yield the groups of a pass. gathers: whether parameters are gathered in it, backward those of one layer ahead."""
+    last = len(windows) - 1
+    for layer, groups in _layer_groups(program, rank, name, windows):
+        if not gathers:
+            yield from groups
+            continue
+        if name == "backward":
+            ahead = [*([last] if layer == last else []), *([layer - 1] if layer else [])]
+        else:
+            ahead = [*([_NO_LAYER] if not layer else []), layer]
+        for each in ahead:
+            yield _collective(program, "gather", each, name)
+        yield from groups
+        if name == "backward":
+            for each in [layer, *([_NO_LAYER] if not layer else [])]:
+                yield _collective(program, "sum", each, name)
+
+
+def _collective(program: MicrobatchProgram, kind: str, layer: int, name: str) -> tuple[str, list[Operation]]:
+    what = "what is in no layer" if layer == _NO_LAYER else f"layer {layer}"
+    label = f"microbatch {program.index}, {name}, {kind} of {what}"
+    return label, [Operation(kind="collective", size=label)]
+
+
+def _layer_groups(
+    program: MicrobatchProgram, rank: int, name: str, windows: Sequence[int | None]
+) -> Iterator[tuple[int, list[tuple[str, list[Operation]]]]]:
+    """Yield each layer of a pass, in its order, with the rounds that this rank takes part in."""
     lowered = {window: program.with_window(window) for window in set(windows)}
     layers = range(len(windows))
-    passes = [(name, layer) for layer in layers]
+    kinds = [name]
     if name == "backward":
         again = {"layer": ["forward again"], "all_but_attention": ["heads again"]}.get(program.microbatch.recompute, [])
-        passes = [(each, layer) for layer in reversed(layers) for each in (*again, "backward")]
-    for kind, layer in passes:
-        for label, each in _pass_rounds(lowered[windows[layer]], kind):
-            operations = [_operation(t, rank) for t in each.transfers if rank in (t.source, t.target)]
-            if operations:
-                yield f"microbatch {program.index}, layer {layer}, {kind}, {label}", operations
+        kinds, layers = [*again, name], layers[::-1]
+    for layer in layers:
+        found = []
+        for kind in kinds:
+            for label, each in _pass_rounds(lowered[windows[layer]], kind):
+                operations = [_operation(t, rank) for t in each.transfers if rank in (t.source, t.target)]
+                if operations:
+                    found.append((f"microbatch {program.index}, layer {layer}, {kind}, {label}", operations))
+        yield layer, found
 
 
 def _pass_rounds(program: MicrobatchProgram, kind: str) -> Iterator[tuple[str, Round]]:

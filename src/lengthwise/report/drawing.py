@@ -24,9 +24,21 @@ class Span:
     tip: str
 
 
-def bar_chart(labels: Sequence[str], values: Sequence[float], *, title: str, tips: Sequence[str]) -> str:
-    """Draw one bar a label over an axis in percent; values are shares, 0 to 1, `tips` are shown on hovering."""
-    tallest = max(values, default=0.0) or 1.0
+def bar_chart(
+    labels: Sequence[str],
+    values: Sequence[float],
+    *,
+    title: str,
+    x_title: str,
+    y_title: str,
+    tips: Sequence[str],
+    marks: Sequence[float] = (),
+) -> str:
+    """Draw one bar a label over an axis in percent; values are shares, 0 to 1, `tips` are shown on hovering.
+
+    `marks`: further shares, one a label, each drawn as a line over its bar.
+    """
+    tallest = max((*values, *marks), default=0.0) or 1.0
     tick = next((each for each in (0.01, 0.05, 0.1) if tallest <= 5 * each), 0.2)
     most = tick * math.ceil(tallest / tick - 1e-9)
     width = _PLOT_WIDTH / max(1, len(values))
@@ -41,7 +53,10 @@ def bar_chart(labels: Sequence[str], values: Sequence[float], *, title: str, tip
             f'width="{max(1.0, width - 2):.1f}" height="{height:.1f}"><title>{escape(tip)}</title></rect>'
         )
         parts.append(_text(f"{x + width / 2:.1f}", HEIGHT - _BOTTOM + 14, label))
-    return _svg(parts, title)
+    for number, mark in enumerate(marks):
+        x, y = _LEFT + number * width, _TOP + _PLOT_HEIGHT * (1 - mark / most)
+        parts.append(f'<line class="mark" x1="{x + 1:.1f}" x2="{x + width - 1:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
+    return _svg([*parts, *_titles(x_title, y_title)], title)
 
 
 def scatter_chart(points: Sequence[tuple[float, float, str]], *, title: str, x_title: str, y_title: str) -> str:
@@ -59,9 +74,7 @@ def scatter_chart(points: Sequence[tuple[float, float, str]], *, title: str, x_t
         x = _LEFT + _PLOT_WIDTH * (math.log2(x_value) - x_low) / (x_high - x_low)
         y = _TOP + _PLOT_HEIGHT * (1 - (math.log2(y_value) - y_low) / (y_high - y_low))
         parts.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="2.5"><title>{escape(tip)}</title></circle>')
-    parts.append(_text(WIDTH / 2, HEIGHT - 4, x_title))
-    parts.append(f'<text class="small" x="4" y="{_TOP}">{escape(y_title)}</text>')
-    return _svg(parts, title)
+    return _svg([*parts, *_titles(x_title, y_title)], title)
 
 
 def span_chart(rows: Sequence[tuple[str, Sequence[Span]]], *, title: str, most: float) -> str:
@@ -80,7 +93,12 @@ def span_chart(rows: Sequence[tuple[str, Sequence[Span]]], *, title: str, most: 
     for part in range(5):
         x, seconds = f"{_LEFT + _PLOT_WIDTH * part / 4:.1f}", f"{most * part / 4:.3g} s"
         parts.append(_text(x, HEIGHT - _BOTTOM + 14, seconds, anchor="end" if part == 4 else "middle"))
-    return _svg(parts, title)
+    return _svg([*parts, *_titles("time since the step began", "")], title)
+
+
+def _titles(x_title: str, y_title: str) -> list[str]:
+    """Name both axes: below the plot, and above its left edge."""
+    return [_text(WIDTH / 2, HEIGHT - 4, x_title), f'<text class="small" x="4" y="{_TOP}">{escape(y_title)}</text>']
 
 
 def _y_tick(y: float, label: str) -> list[str]:

@@ -28,6 +28,15 @@ def seconds(value: float) -> str:
     return f"{hours} h {minutes:02d} min"
 
 
+def clock(value: float) -> str:
+    """Write a duration of whole seconds as a clock does: 0:07, 12:05, 9:38:00, 3 d 04 h."""
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 100:
+        return f"{hours // 24} d {hours % 24:02d} h"
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
 def unitless(value: float) -> str:
     """Write a time whose unit is the user's own: six digits, or all that stand before the point."""
     return f"{value:.0f}" if 1e6 <= value < 1e15 else f"{value:.6g}"

@@ -27,7 +27,7 @@ table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 th,td{white-space:nowrap;padding:.25rem .5rem;text-align:right;border-bottom:1px solid #8884}
 th:first-child,td:first-child{text-align:left}
 svg{width:100%;min-width:36rem;height:auto}.small{font-size:10px;fill:currentColor}.grid{stroke:#8883}
-.bar,.dot{fill:#3b76c4}.local{fill:#3b76c4}.ring{fill:#d9822b}.end{fill:#888}
+.mark{stroke:#d9822b;stroke-width:2}.bar,.dot{fill:#3b76c4}.local{fill:#3b76c4}.ring{fill:#d9822b}.end{fill:#888}
 .scroll{overflow-x:auto}.key{font-size:.85rem}
 """
 
@@ -56,14 +56,25 @@ def scrolling(wide: str) -> str:
 
 
 def length_chart(lengths: Sequence[int] | np.ndarray) -> str:
-    """Draw the share of all tokens that sequences of each power of two hold."""
+    """Draw the shares of all tokens, and of attention work, that sequences of each power of two hold."""
     first, sequences, tokens = sum_by_power(lengths)
+    values = np.asarray(lengths, dtype=np.float64)
+    squares = np.bincount(np.frexp(values)[1] - 1 - first, weights=values**2)
     labels = [written_tokens(2**power) for power in range(first, first + len(tokens))]
     works = [written_work(*each) for each in zip(sequences, tokens, strict=True)]
     tips = [f"from {label}: {work}" for label, work in zip(labels, works, strict=True)]
     shares = [each / sum(tokens) for each in tokens]
-    chart = bar_chart(labels, shares, title="tokens by length", tips=tips)
-    return f"{scrolling(chart)}<p class=key>Share of tokens in sequences from this length to the next.</p>"
+    chart = bar_chart(
+        labels,
+        shares,
+        title="tokens and attention work by length",
+        x_title="tokens of a sequence, from this number to the next",
+        y_title="share",
+        tips=tips,
+        marks=(squares / squares.sum()).tolist(),
+    )
+    key = "Bars: share of all tokens. Lines: share of the attention work, which grows with the square of the length."
+    return f"{scrolling(chart)}<p class=key>{key}</p>"
 
 
 def written_work(sequences: int, tokens: int) -> str:

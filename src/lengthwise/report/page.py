@@ -24,8 +24,14 @@ _SHOWN_RANKS, _SHOWN_WHOLE, _SHOWN_CUT = 16, 200, 600
 _GAP = 1e-4  # of the step: shorter gaps cannot be seen
 _WORDS = (
     "Static: one mesh of rings for all steps, sized for the longest sequence.",
+    "Other planners: packed-dp cuts no sequence; single-degree cuts all sequences of a step alike; power-of-two and "
+    "bytescale choose for each sequence by their published rules; lengthwise does, so that all ranks "
+    "end together.",
+    "Rank: one copy of the model. Degree: the ranks that share one sequence (context parallelism of its own).",
     "Pack: whole sequences that one rank computes together.",
     "Ring: ranks that share the tokens of a long sequence and pass its keys and values round.",
+    "Idle: time in which a rank has no microbatch. MFU: the model's floating-point operations over what the devices "
+    "could do at their peak.",
     "Exposed: time inside microbatches without arithmetic, waiting for transfers, copies or a slower partner.",
     "Of ideal: the arithmetic alone, spread evenly over all devices at their best speed, over the step; 100 % loses "
     "nothing.",

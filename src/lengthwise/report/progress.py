@@ -22,13 +22,18 @@ class LiveLine:
         self._live = stream.isatty()
         self._open = False
 
+    @property
+    def width(self) -> int | None:
+        """Columns of the terminal; None: the stream is none."""
+        return shutil.get_terminal_size().columns if self._live else None
+
     def update(self, line: str) -> None:
         """Show `line` in place of the live line before it."""
         if not self._live:
             self.write(line)
             return
         line = printable(line)
-        width = shutil.get_terminal_size().columns - 1
+        width = (self.width or 0) - 1
         self._put("\r\x1b[K" + (line if len(line) <= width else line[: max(0, width - 3)] + "..."))
         self._open = True
 

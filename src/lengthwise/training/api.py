@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import ConfigError, PlanError, RankError, TransferError
@@ -17,12 +19,14 @@ from lengthwise.core.faults import only_of_first_start
 from lengthwise.core.plan import Plan
 from lengthwise.core.plan_file import read_plan_text
 from lengthwise.core.sizes import read_whole
+from lengthwise.core.tracker_packages import check_trackers
 from lengthwise.program import check_plan, refuse_unsupported
 from lengthwise.training.callbacks import Callback, call_back
 from lengthwise.training.folder import RunFolder
 from lengthwise.training.job import Job
 from lengthwise.training.metrics import TrainResult
-from lengthwise.training.resume import Resume, find_resume, has_checkpoint, torchrun_agent
+from lengthwise.training.owning import claimed_url
+from lengthwise.training.resume import Resume, find_resume, has_checkpoint, has_model, torchrun_agent
 from lengthwise.training.stacks import FOLDER as STACKS
 from lengthwise.training.start import Run, Start, prepare, run_ranks
 from lengthwise.training.trainer import train_rank
@@ -37,7 +41,7 @@ def train(
     ranks: int | None = 1,
     overrides: Sequence[str] = (),
     overwrite: bool = False,
-    resume: bool = False,
+    resume: bool | Literal["if_any"] = False,
     accept_changes: bool = False,
     max_restarts: int = 0,
     timeout_seconds: float = 600.0,
@@ -48,9 +52,10 @@ def train(
     `run`: a run file, its values, or a `RunConfig`. `ranks`: processes; None: one a GPU, else 1. `overrides`: texts
     `key=value` for a run file. `overwrite`: delete an earlier run in the output folder. `resume`: go on with it from
     its newest checkpoint, on any number of ranks; a run that torchrun starts again does so by itself, or from its start
-    where it has no checkpoint. `accept_changes`: also where settings or data are not those of the checkpoint; each
-    difference is told. `max_restarts`: how often ranks that this process started are started again, to go on in the
-    same way, where one died or hung. `timeout_seconds`: how long a rank waits for another.
+    where it has no checkpoint, and "if_any" asks for that: of jobs that a cluster starts again. `accept_changes`: also
+    where settings or data are not those of the checkpoint; each difference is told. `max_restarts`: how often ranks
+    that this process started are started again, to go on in the same way, where one died or hung. `timeout_seconds`:
+    how long a rank waits for another.
 
     Raises:
         LengthwiseError: a problem with the input, all of them in one error; or what ended the run.
@@ -59,6 +64,7 @@ def train(
     with ExitStack() as claims:
 
         def claim(config: RunConfig) -> Resume | None:
+            check_trackers(config.report_to)
             if overwrite and resume:
                 got, remedy = "both", "Leave one out: the first deletes the run, the second goes on with it."
                 raise ConfigError("overwrite", expected="{overwrite} or {resume}", got=got, remedy=remedy)
@@ -67,11 +73,16 @@ def train(
                 raise ConfigError(
                     "accept_changes", expected="{resume} beside {accept_changes}", got="it alone", remedy=remedy
                 )
-            folder, deletes, goes_on = RunFolder(config.output), overwrite, resume
-            if folder.is_restart(torchrun_agent()):
+            folder, deletes, goes_on = RunFolder(config.folder), overwrite, bool(resume)
+            if resume == "if_any" or folder.is_restart(torchrun_agent()):
                 goes_on = has_checkpoint(config)
-                deletes = not goes_on
-            claims.enter_context(folder.claimed(overwrite=deletes, resume=goes_on, inputs=_inputs(config)))
+                deletes = not goes_on and not has_model(config)
+            claims.enter_context(
+                folder.claimed(overwrite=deletes or config.url is not None, resume=goes_on, inputs=_inputs(config))
+            )
+            if config.url is not None:
+                say = partial(call_back, callbacks, "on_note")
+                claims.enter_context(claimed_url(config, say, overwrite=deletes, resume=goes_on))
             return find_resume(config, accept_changes=accept_changes) if goes_on else None
 
         start = prepare(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds, claim=claim)
@@ -102,7 +113,7 @@ def _run_restarting(
                 start,
                 lambda world, on_phase, job=job: train_rank(job, world, callbacks, on_phase),
                 asks_to_stop=True,
-                stacks=config.output / STACKS,
+                stacks=config.folder / STACKS,
             )
         except (RankError, TransferError) as error:
             if restarts > most:
@@ -154,6 +165,10 @@ def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
     plan = Plan.from_json(text, str(path))
     check_plan(plan)
     refuse_unsupported(plan, num_heads=job.num_heads)
+    if job.shard != "zero1" and plan.schedule["kind"] != "waves":
+        where, remedy = str(path), "Plan it with `--mode waves`, or take `parallel` out of the run file."
+        expected, got = f"a plan of kind waves, for `shard: {job.shard}`", str(plan.schedule["kind"])
+        raise PlanError(where, expected=expected, got=got, remedy=remedy)
     if job.config.offload is None and any(each.offload for each in plan.microbatches):
         remedy = "Add `offload` to the run file: {store: disk, path: /scratch}."
         raise PlanError(str(path), expected="a plan without offload, or a place for it", got="none", remedy=remedy)

@@ -6,6 +6,7 @@ its `evaluation.json`, by which a run that goes on knows what is to be beaten.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -14,8 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lengthwise.core.disk import read_plain
 from lengthwise.core.errors import LengthwiseError, OutputError
-from lengthwise.core.strict_json import read_json
+from lengthwise.core.strict_json import parse_json
 from lengthwise.training.folder import BEST, previous_of, unfinished_of, whole_folder, writing
 
 NOTE = "evaluation.json"
@@ -37,12 +39,19 @@ def read_best(output: Path) -> tuple[Path, BestEvaluation] | None:
     A fault between two renames leaves the one before beside the place where the better one would be.
     """
     for folder in (output / BEST, previous_of(output / BEST)):
-        try:
-            found: Any = read_json(folder / NOTE)
-            return folder, BestEvaluation(step=int(found["step"]), loss=float(found["loss"]), data=str(found["data"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
+        with contextlib.suppress(OSError):
+            if (found := note_of(read_plain(folder / NOTE))) is not None:
+                return folder, found
     return None
+
+
+def note_of(content: bytes) -> BestEvaluation | None:
+    """Return what a best model's note says; None: nothing that can be read."""
+    try:
+        found: Any = parse_json(content.decode("utf-8"))
+        return BestEvaluation(step=int(found["step"]), loss=float(found["loss"]), data=str(found["data"]))
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 class BestModel:
@@ -58,13 +67,17 @@ class BestModel:
             note(f"{self._folder} is of other evaluation data: the next evaluation takes its place")
             self._best = None
 
+    def takes(self, loss: float) -> bool:
+        """Whether this loss is lower than that of all evaluations before."""
+        return math.isfinite(loss) and (self._best is None or loss < self._best.loss)
+
     def offer(self, step: int, loss: float, write: Callable[[Path], None]) -> None:
         """Let `write` fill the folder if this loss is lower than that of all evaluations before.
 
         Raises:
             OutputError: the third model in a row that could not be written.
         """
-        if not math.isfinite(loss) or (self._best is not None and loss >= self._best.loss):
+        if not self.takes(loss):
             return
         now = BestEvaluation(step=step, loss=loss, data=self._data)
         try:

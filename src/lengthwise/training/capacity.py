@@ -28,8 +28,8 @@ from lengthwise.models import check_recompute
 from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner import PACKED_DP
 from lengthwise.report.figures import count
+from lengthwise.steps.rank_memory import Capacities, RankMemory
 from lengthwise.training.job import Job
-from lengthwise.training.rank_memory import Capacities, RankMemory
 
 _RING_RANKS = 3  # from which on a rank of a ring holds no more: its own keys, those it has, those that arrive
 _AMPLE = 2.0  # times what is needed: rings and split heads need less than that more
@@ -53,6 +53,7 @@ def measure_capacities(
         job=job,
         model=model,
         kernel=kernel,
+        transport=transport,
         budget=_least(transport, [budget])[0],
         asked=job.config.recompute,
         offloads=planning.options.offload == "auto" or bool(planning.offload_ratio),
@@ -96,6 +97,7 @@ class _Measuring:
     job: Job
     model: nn.Module
     kernel: BlockKernel
+    transport: Transport
     budget: float
     asked: str
     offloads: bool
@@ -109,7 +111,8 @@ class _Measuring:
             budget_bytes=self.budget / _AMPLE, layouts=dict.fromkeys(kinds, (first,)), leaving_bytes=leaving
         )
         most = max(STEP_TOKENS, self.job.most_tokens)
-        if ample.peak_bytes(kinds[0], most) <= ample.budget_bytes:
+        is_ample = ample.peak_bytes(kinds[0], most) <= ample.budget_bytes
+        if _least(self.transport, [float(is_ample)])[0]:  # all ranks measure alike: they may gather in their passes
             return RankMemory(budget_bytes=self.budget, layouts=ample.layouts, leaving_bytes=leaving)
         measured = {}
         for kind in kinds:

@@ -7,11 +7,9 @@ The model is written into `model.unfinished`, synced and renamed, so that `model
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,12 +25,15 @@ from lengthwise.checkpoint import CheckpointFolder
 from lengthwise.config import RunConfig, dump_config
 from lengthwise.core.disk import make_readable, sync
 from lengthwise.core.errors import OutputError, WriteError
+from lengthwise.core.locks import owner_name, try_lock
 from lengthwise.core.measurements import Measurements
 from lengthwise.core.plan_file import compress_plan
 from lengthwise.training.callbacks import Callback
 from lengthwise.training.metrics import EvalMetrics, FinishedStep, NotFinite
 from lengthwise.training.resume import FOLDER as CHECKPOINTS
+from lengthwise.training.resume import MODEL as MODEL
 from lengthwise.training.stacks import FOLDER as STACKS
+from lengthwise.training.trackers import TENSORBOARD
 from lengthwise.training.writes import Writes, insist
 
 CONFIG = "config.yaml"
@@ -40,10 +41,13 @@ _AGENT = "torchrun.txt"
 _LEDGER, _OLD_LEDGER = "ledger.jsonl", "ledger.old.jsonl"  # the second: lines before the first's, where it grew long
 BEST = "model-best"  # of the best evaluation, see `training.best`
 _BESTS = (BEST, f"{BEST}.unfinished", f"{BEST}.previous")
-_FOLDERS = ("plans", "model", "model.unfinished", *_BESTS, "checkpoints", STACKS)
-_A_STEP_A_LINE = ("metrics.jsonl", _LEDGER, _OLD_LEDGER, "eval.jsonl", "not_finite.jsonl")
-_FILES = (CONFIG, _AGENT, "measurements.json", *_A_STEP_A_LINE)
-_LOCK = "run.lock"
+_FOLDERS = ("plans", MODEL, f"{MODEL}.unfinished", *_BESTS, CHECKPOINTS, STACKS, TENSORBOARD)
+LINES = ("metrics.jsonl", _OLD_LEDGER, _LEDGER, "eval.jsonl", "not_finite.jsonl")  # a step a line
+COPIED = (CONFIG, "measurements.json", *LINES)  # to a URL, beside folders
+UPLOADED = "uploaded"  # the step of the newest checkpoint at the URL
+_FILES = (_AGENT, UPLOADED, *COPIED)
+RUN_NAMES = frozenset((*_FILES, *_FOLDERS))
+LOCK = "run.lock"
 _BLOCK_BYTES = 4096  # that a file takes at least
 _RANKS_END_SECONDS = 10.0  # of a launcher that was killed
 
@@ -67,7 +71,7 @@ class RunFolder(Callback):
     @property
     def model(self) -> Path:
         """Where the trained model goes."""
-        return self.path / "model"
+        return self.path / MODEL
 
     @contextlib.contextmanager
     def claimed(self, *, overwrite: bool, resume: bool = False, inputs: Sequence[Path] = ()) -> Iterator[None]:
@@ -87,14 +91,14 @@ class RunFolder(Callback):
             if not resume:
                 self.check_free(overwrite=overwrite, inputs=inputs)
             yield
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             saved = self._saved_since(before)
             if saved is None:
                 raise
-            raise KeyboardInterrupt(saved) from None
+            raise KeyboardInterrupt("; ".join([saved, *map(str, error.args)])) from None
         finally:
             if lock is not None:
-                (self.path / _LOCK).unlink(missing_ok=True)
+                (self.path / LOCK).unlink(missing_ok=True)
                 lock.close()
             with contextlib.suppress(OSError):
                 for each in made:
@@ -127,14 +131,19 @@ class RunFolder(Callback):
                 expected = "no input of this run among what {overwrite} deletes"
                 raise self._refusal(expected, str(path), "Choose another output.")
 
-    def start(self, config: RunConfig) -> None:
-        """Delete an earlier run's files, and nothing else, and write the resolved config."""
+    def clear(self) -> None:
+        """Delete an earlier run's files, and nothing else."""
         with self.writing():
             for name in _FILES:
                 (self.path / name).unlink(missing_ok=True)
             for name in _FOLDERS:
                 if (self.path / name).exists():
                     shutil.rmtree(self.path / name)
+
+    def start(self, config: RunConfig) -> None:
+        """Delete an earlier run's files, and nothing else, and write the resolved config."""
+        self.clear()
+        with self.writing():
             (self.path / "plans").mkdir(parents=True)
             _replace(self.path / CONFIG, dump_config(config))
 
@@ -143,7 +152,7 @@ class RunFolder(Callback):
         with self.writing():
             for folder in (self.model, unfinished_of(self.model)):
                 shutil.rmtree(folder, ignore_errors=True)
-            for name in _A_STEP_A_LINE:
+            for name in LINES:
                 _cut(self.path / name, step)
             (self.path / "plans").mkdir(exist_ok=True)
             for path in sorted((self.path / "plans").glob("step-*.json.gz")):
@@ -233,28 +242,12 @@ class RunFolder(Callback):
         """Take the lock; where its owner is dead, wait for the owner's ranks, which hold it until they end, too."""
         self.path.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + _RANKS_END_SECONDS
-        while True:
-            file = (self.path / _LOCK).open("a+", encoding="utf-8")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                with file:
-                    file.seek(0)
-                    owner = file.read().strip() or "another process"
-                if _is_dead(owner) and time.monotonic() < deadline:
-                    time.sleep(0.05)
-                    continue
-                expected, got = "a folder that no other run is writing", f"one that {owner} is writing"
-                remedy = "Choose another output, or wait for the end of that run."
-                raise self._refusal(expected, got, remedy) from None
-            with contextlib.suppress(FileNotFoundError):  # its owner removed it between our two calls
-                if os.path.samestat(os.fstat(file.fileno()), (self.path / _LOCK).stat()):
-                    break
-            file.close()
-        file.truncate(0)
-        file.write(_owner(os.getpid()) + "\n")
-        file.flush()
-        return file
+        while isinstance(held := try_lock(self.path / LOCK), str):
+            if not _is_dead(held) or time.monotonic() >= deadline:
+                expected, got = "a folder that no other run is writing", f"one that {held} is writing"
+                raise self._refusal(expected, got, "Choose another output, or wait for the end of that run.")
+            time.sleep(0.05)
+        return held
 
     def _refusal(self, expected: str, got: str, remedy: str) -> OutputError:
         return OutputError(str(self.path), expected=expected, got=got, remedy=remedy)
@@ -273,14 +266,10 @@ class RunFolder(Callback):
         return f"the newest checkpoint is {new[-1]}" if new else None
 
 
-def _owner(pid: int) -> str:
-    return f"process {pid} on {socket.gethostname()}"
-
-
 def _is_dead(owner: str) -> bool:
     """Whether the process that a lock names was one of this machine, and is gone."""
     pid = (*owner.split(), "", "")[1]
-    if not pid.isdecimal() or owner != _owner(int(pid)):
+    if not pid.isdecimal() or owner != owner_name(int(pid)):
         return False
     try:
         os.kill(int(pid), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,11 +13,14 @@ import torch
 
 from lengthwise.comm import world_from_environment
 from lengthwise.config import MEASURE_AT_START, MEASURE_NOTHING, DataSource, RunConfig
+from lengthwise.config.optimizer import IN_8_BIT
 from lengthwise.core.errors import Collector, ConfigError, DataError
+from lengthwise.core.packages import is_installed
 from lengthwise.core.plan import Plan
 from lengthwise.cost import LOGITS_AT_ONCE, Cost, hardware_of_gpu, shape_from_config
 from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
+from lengthwise.data.fetch import fetch_sources
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import free_bytes
 from lengthwise.engine.schedule import check_steps
@@ -36,11 +40,12 @@ from lengthwise.models import (
 from lengthwise.planner import PACKED_DP, PlanOptions
 from lengthwise.program import refuse_unsupported
 from lengthwise.report.figures import count
+from lengthwise.report.progress import LiveLine
+from lengthwise.steps.rank_memory import Capacities
+from lengthwise.steps.step_planning import StepPlanning
 from lengthwise.training.caching import data_cache
 from lengthwise.training.launch import threads_of_each
-from lengthwise.training.rank_memory import Capacities
 from lengthwise.training.resume import Resume
-from lengthwise.training.step_planning import StepPlanning
 
 _UNMEASURED_TOKENS = 4096
 MEASURING_SECONDS = 8.0  # that measuring before the first step takes, about
@@ -141,7 +146,11 @@ class Job:
 
         The same on all ranks: a run's seconds are estimated from lengths and a device that is the same for all.
         """
-        asked, is_long = self.config.measurements, self._estimated_seconds > _MEASURED_RUN * MEASURING_SECONDS
+        device = _ANY_GPU if self.gpus else "cpu"  # not this rank's own: ranks may have different ones
+        is_long = self._seconds_of_a_step(device) * self.num_steps > _MEASURED_RUN * MEASURING_SECONDS
+        asked = self.config.measurements
+        if self.shard != "zero1":  # some measurements are of a few ranks, which alone would wait for the others
+            return False
         return asked == MEASURE_AT_START or (asked is None and is_long)
 
     @property
@@ -150,15 +159,23 @@ class Job:
         return self.measures_at_start or self.measured_cost is not None
 
     @property
-    def _estimated_seconds(self) -> float:
-        """What all steps compute, by estimates for one kind of GPU or the CPU, evenly over all ranks."""
+    def estimated_step_seconds(self) -> float:
+        """What a step takes, roughly: by estimates for this device, without waits."""
+        return self._seconds_of_a_step(self.hardware)
+
+    def _seconds_of_a_step(self, device: str) -> float:
+        """What a step computes, by estimates for a device, evenly over all ranks."""
         lengths, asked = self.dataset.lengths[self.dataset.ids], self.config.global_batch
         sequences = asked.sequences or asked.tokens / lengths.mean()
         shape = shape_from_config(self.model.config.to_dict())
-        device = _ANY_GPU if self.gpus else "cpu"  # not this rank's own: ranks may have different ones
         cost = base_cost(shape, device, precision=self.config.precision, adapters=self.adapters)
         once = float(cost.compute_seconds(lengths).sum()) / len(lengths)
-        return once * sequences * self.num_steps / self.ranks
+        return once * sequences / self.ranks
+
+    @property
+    def shard(self) -> str:
+        """How parameters lie over the ranks (see `ParallelConfig`)."""
+        return self.config.parallel.on(self.ranks)
 
     @property
     def hardware(self) -> str:
@@ -185,6 +202,7 @@ class Job:
             measured=self.measured_capacities,
             options=PlanOptions(
                 planner=config.planner,
+                mode=config.parallel.plan_mode(self.ranks),
                 layers=self.model.config.num_hidden_layers,
                 context_tokens=int(self.dataset.lengths.max()),
                 offload=ratio if isinstance(ratio, str) else "off",
@@ -218,23 +236,10 @@ def prepare_job(
     attempt = collector.attempt
     model = attempt(lambda: find_model(config.model, weights=config.weights))
     vocab_size = getattr(model.config, "vocab_size", None) if model else None
-    loaded: list[Tokenizer] = []
-
-    def tokenizer() -> Tokenizer:
-        if not loaded:
-            loaded.append(load_tokenizer(config.tokenizer_name))
-        return loaded[0]
-
-    def read(sources: Sequence[DataSource], key: str) -> Dataset | None:
-        def load() -> Dataset:
-            ready = sources if cache is None else cache.prepared(sources, key)
-            return load_dataset(ready, tokenizer=tokenizer, vocab_size=vocab_size, key=key)
-
-        return attempt(load)
-
-    cache = data_cache(config.tokenizer_name, tokenizer, vocab_size, timeout_seconds)
-    dataset = read(config.data, "data")
-    eval_dataset = read(config.eval.data, "eval.data") if config.eval and config.eval.data else None
+    data = _Data(config, vocab_size, timeout_seconds)
+    dataset = attempt(lambda: data.read(config.data, "data"))
+    asked = config.eval.data if config.eval else ()
+    eval_dataset = attempt(lambda: data.read(asked, "eval.data")) if asked else None
     positions = position_limit(model.config) if model else None
     capacity, cuts = config.capacity_tokens, config.planner != PACKED_DP
     for each in filter(None, (dataset, eval_dataset)):
@@ -244,6 +249,7 @@ def prepare_job(
             attempt(lambda each=each: check_positions(each, positions=positions))
     if dataset is not None:
         attempt(lambda: check_steps(config.optimizer, Batches(dataset, config).num_steps))
+    attempt(lambda: _check_optimizer(config))
     adapters, cost = None, None
     if model:
         adapters = _check_model(config, model, collector, gpus=gpus)
@@ -258,7 +264,7 @@ def prepare_job(
         model=model,
         dataset=dataset,
         eval_dataset=eval_dataset,
-        tokenizer=loaded[0] if loaded else None,
+        tokenizer=data.used_tokenizer,
         timeout_seconds=timeout_seconds,
         gpus=gpus,
         gpu_name=gpu_name,
@@ -275,13 +281,34 @@ def prepare_job(
     return job
 
 
+class _Data:
+    """Reads the data of a run; its tokenizer is loaded once, where a text asks for it."""
+
+    def __init__(self, config: RunConfig, vocab_size: int | None, timeout_seconds: float) -> None:
+        self._config, self._vocab_size = config, vocab_size
+        self._cache = data_cache(config.tokenizer_name, self._tokenizer, vocab_size, timeout_seconds)
+        self.used_tokenizer: Tokenizer | None = None
+
+    def read(self, sources: Sequence[DataSource], key: str) -> Dataset:
+        """Return all rows of some sources; `key` is their config path."""
+        here = fetch_sources(sources, key, LiveLine(sys.stderr).write)
+        ready = here if self._cache is None else self._cache.prepared(here, key)
+        return load_dataset(ready, tokenizer=self._tokenizer, vocab_size=self._vocab_size, key=key)
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.used_tokenizer is None:
+            self.used_tokenizer = load_tokenizer(self._config.tokenizer_name)
+        return self.used_tokenizer
+
+
 def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *, gpus: int) -> int | None:
     """Collect what keeps the model from being trained so; return how many parameters of adapters train, if any."""
     attempt, refused = collector.attempt, len(collector.problems)
     attempt(lambda: check_model_config(model.config))
     if len(collector.problems) == refused:
         parameters = attempt(lambda: check_buildable(model.config))
-        attempt(lambda: _check_room(model, parameters or 0))
+        if not (gpus and model.weights and config.parallel.shard != "zero1"):  # ranks read their own rows of them
+            attempt(lambda: _check_room(model, parameters or 0))
     if len(collector.problems) > refused:
         return None
     attempt(lambda: check_weights(model))
@@ -292,6 +319,20 @@ def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *,
     attempt(lambda: _check_heads(config, model))
     attempt(lambda: _check_offload(config, gpus, model.config.num_hidden_layers))
     return attempt(lambda: check_lora(model, config.lora))
+
+
+def _check_optimizer(config: RunConfig) -> None:
+    """Refuse an optimizer whose package is not there, or whose states would be less exact than what was asked for."""
+    if config.optimizer.name not in IN_8_BIT:
+        return
+    if config.precision == "fp64":
+        expected, got = "fp32 or bf16 with states of 8 bits", "fp64"
+        raise ConfigError("precision", expected=expected, got=got, remedy="Set precision, or another optimizer.name.")
+    if not is_installed("bitsandbytes"):
+        expected, got = f"the package bitsandbytes, which has {config.optimizer.name}", "none installed"
+        raise ConfigError(
+            "optimizer.name", expected=expected, got=got, remedy="pip install 'lengthwise[bitsandbytes]'."
+        )
 
 
 def _check_room(model: ModelSource, parameters: int) -> None:

@@ -22,9 +22,9 @@ from lengthwise.cost.refit import STEPS, RanStep, rank_speeds, refit
 from lengthwise.planner import score
 from lengthwise.profiler.profile import ProfileSettings, Trained, open_store, profile
 from lengthwise.report.figures import percent
+from lengthwise.steps.planner_process import PlannerProcess
+from lengthwise.steps.planning import STEPS_AHEAD
 from lengthwise.training.job import MEASURING_SECONDS, Job
-from lengthwise.training.planner_process import PlannerProcess
-from lengthwise.training.planning import STEPS_AHEAD
 
 _WARM_UP_STEPS = 1  # the oldest that are remembered, of which the first of a run is one
 _VERSIONS = 3 + STEPS_AHEAD  # of the costs, by which the plans under way may have been made

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,21 +30,25 @@ from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.schedule import learning_rates
 from lengthwise.engine.step import RankResult, run_plan
 from lengthwise.models import DTYPES, DropoutKey, choose_model_kernel, has_balance_loss
+from lengthwise.steps.planner_process import PlannerProcess
+from lengthwise.steps.planning import PlanAhead, PlannedStep, StepSource
 from lengthwise.training.best import BestModel
 from lengthwise.training.building import build_trained
 from lengthwise.training.callbacks import Callback, call_back
 from lengthwise.training.capacity import measure_capacities, told
 from lengthwise.training.checkpoints import Checkpoints
 from lengthwise.training.export import write_model
+from lengthwise.training.fetching import told_and_fetched
 from lengthwise.training.folder import RunFolder
 from lengthwise.training.job import MEASURING_SECONDS, Job
 from lengthwise.training.launch import StopRequest
 from lengthwise.training.metrics import EvalMetrics, FinishedStep, StepMetrics, TrainResult
+from lengthwise.training.mirror import NUMBERS, Mirror
 from lengthwise.training.not_finite import FinitePolicy
-from lengthwise.training.planner_process import PlannerProcess
-from lengthwise.training.planning import PlanAhead, PlannedStep, StepSource
+from lengthwise.training.owning import held_here
 from lengthwise.training.pricing import Pricing
-from lengthwise.training.resume import told_resume, torchrun_agent
+from lengthwise.training.resume import Resume, torchrun_agent
+from lengthwise.training.trackers import Trackers
 from lengthwise.training.warmup import check_memory, check_step_end, reporting_update
 
 
@@ -77,22 +81,28 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
     pricing = Pricing(job, corrects=job.measures and not world.rank)
     with nullcontext() if world.rank else PlannerProcess() as process:
         folder = RunFolder(
-            job.config.output,
+            job.config.folder,
             lambda line: call_back(callbacks, "on_note", line),
             most_log_bytes=job.config.most_log_mb * 1e6,
         )
         hearing = () if world.rank else (folder, *callbacks)
-        transport = connect(
-            world, job, on_phase, None if world.rank else lambda line: call_back(hearing, "on_note", line)
-        )
+        say = partial(call_back, hearing, "on_note")
+        transport = connect(world, job, on_phase, None if world.rank else say)
 
         def steps(batches: Iterator[StepBatch]) -> StepSource:
             planner = None if process is None else partial(pricing.plan, process)
             return PlanAhead(batches, planner, transport, timeout_seconds=job.timeout_seconds, num_heads=job.num_heads)
 
         transport.phase = "start, what to go on from"
-        job = replace(job, resume=told_resume(job.resume, job.config, transport))
-        with StopRequest(ends_at_the_second=world.world_size == 1).listening() as stop:
+        with (
+            held_here(job.config, world) as is_held,
+            StopRequest(ends_at_the_second=_is_alone(world)).listening() as stop,
+            Trackers(job, say) as trackers,
+        ):
+            hearing = () if world.rank else (*hearing, trackers)
+            job = replace(job, resume=told_and_fetched(job.resume, job.config, world, transport, say))
+            if is_held and job.resume is None:
+                folder.clear()
             trainer = _Trainer(job, world, transport, steps, hearing, stop, pricing, folder)
             try:
                 result = trainer.run()
@@ -100,6 +110,11 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
                 trainer.close()
             transport.close()
             return result
+
+
+def _is_alone(world: World) -> bool:
+    """Whether nobody else would end this process; a cluster may signal it and torchrun, which signals it again."""
+    return world.world_size == 1 and torchrun_agent() is None
 
 
 class _Trainer:
@@ -117,12 +132,12 @@ class _Trainer:
         self._job, self._transport, self._callbacks, self._stop = job, transport, callbacks, stop
         self._pricing, self._folder = pricing, folder
         dtype = DTYPES[job.config.precision]
-        say = partial(call_back, callbacks, "on_note")
+        self._say = say = partial(call_back, callbacks, "on_note")
         self._kernel = choose_model_kernel(job.model.config, job.computing, world.device, dtype=dtype, say=say)
         if job.hardware_note is not None:
-            call_back(callbacks, "on_note", job.hardware_note)
+            say(job.hardware_note)
         if isinstance(job.config.heads, int) and job.config.heads > job.ranks:
-            call_back(callbacks, "on_note", f"heads: {job.config.heads} splits nothing on {job.ranks} ranks")
+            say(f"heads: {job.config.heads} splits nothing on {job.ranks} ranks")
         with reporting_shortage(
             lambda: f"rank {world.rank}, start",
             needs=lambda: "the model, its gradients and its optimizer",
@@ -132,15 +147,21 @@ class _Trainer:
             self._optimizer = ShardedOptimizer(self._parameters, job.config.optimizer, transport)
         self._checkpoints = Checkpoints(
             job.config,
+            world,
             transport,
             self._parameters,
             self._optimizer,
             data=lambda: job.dataset.digest().hex(),
             note=say,
         )
+        self._mirror = None
+        if job.config.url is not None:
+            self._mirror = Mirror(job.config, world, transport, self._checkpoints, say)
+            self._checkpoints.on_written = self._mirror.written
         self._done = 0  # steps, before the first of this process
         self._finite = FinitePolicy(
             config=job.config,
+            world=world,
             transport=transport,
             parameters=self._parameters,
             checkpoints=self._checkpoints,
@@ -148,25 +169,11 @@ class _Trainer:
             largest_allowed=torch.finfo(dtype).max,
         )
         if job.resume is not None:
-            self._finite.skipped = job.resume.manifest.skipped
-            self._checkpoints.restore(job.resume)
-            self._done = job.resume.step
-            for each in job.resume.passed_over:
-                call_back(callbacks, "on_note", f"passed over, and removed: {each}")
-            call_back(callbacks, "on_note", f"going on from {job.resume.folder}, after step {self._done}")
+            self._restore(job.resume)
         if job.config.capacity_tokens == "auto":
-            transport.phase = "measuring what fits into memory"
-            ranks = transport.device_ranks
-            found = measure_capacities(job, self._model, self._parameters, self._kernel, transport, local_ranks=ranks)
-            self._job = job = job.with_capacities(found)
-            pricing.plan_for(job)
-            call_back(callbacks, "on_note", f"capacity of a rank: {told(found, job.most_tokens)}")
+            self._job = job = self._measure_capacities()
         if job.measures_at_start:
-            self._leave_if_asked("costs")
-            transport.phase = "measuring before the first step"
-            call_back(callbacks, "on_note", f"measuring the machine, about {MEASURING_SECONDS:.0f} s")
-            trained = (self._model, self._parameters, self._optimizer)
-            call_back(callbacks, "on_note", pricing.measure(world, transport, trained))
+            self._measure_costs(world)
         where = f"rank {world.rank}"
         self._offloading = start_offloading(job.config.offload, self._model, self._kernel, where=where)
         self._checks_memory = job.config.memory_check if job.config.memory_check is not None else job.gpus > 0
@@ -175,6 +182,33 @@ class _Trainer:
         self._num_steps = job.num_steps
         self._learning_rate = learning_rates(job.config.optimizer, self._num_steps)
         self._new_steps, self._steps = steps, steps(job.batches(after=self._done))
+
+    def _restore(self, resume: Resume) -> None:
+        """Take parameters, states and counts from a checkpoint. Collective."""
+        self._finite.skipped = resume.manifest.skipped
+        self._checkpoints.restore(resume)
+        self._done = resume.step
+        for each in resume.passed_over:
+            self._say(f"passed over, and removed: {each}")
+        self._say(f"going on from {resume.folder}, after step {self._done}")
+
+    def _measure_capacities(self) -> Job:
+        """Return the job with what ranks hold, by what fits beside all that is in memory now. Collective."""
+        transport, job = self._transport, self._job
+        transport.phase = "measuring what fits into memory"
+        ranks = transport.device_ranks
+        found = measure_capacities(job, self._model, self._parameters, self._kernel, transport, local_ranks=ranks)
+        job = job.with_capacities(found)
+        self._pricing.plan_for(job)
+        self._say(f"capacity of a rank: {told(found, job.most_tokens)}")
+        return job
+
+    def _measure_costs(self, world: World) -> None:
+        """Price plans by what the machine is measured to take; values and states stay as they are. Collective."""
+        self._leave_if_asked("costs")
+        self._transport.phase = "measuring before the first step"
+        self._say(f"measuring the machine, about {MEASURING_SECONDS:.0f} s")
+        self._say(self._pricing.measure(world, self._transport, (self._model, self._parameters, self._optimizer)))
 
     def _leave_if_asked(self, before: str) -> None:
         """End all ranks where one was asked to stop and nothing was trained yet. Collective."""
@@ -192,15 +226,16 @@ class _Trainer:
                 self._folder.start(self._job.config)
             self._folder.note_agent(torchrun_agent())
             if self._job.config.save is not None and self._job.eval_dataset is not None:
-                say = partial(call_back, self._callbacks, "on_note")
-                self._best = BestModel(self._folder.path, self._job.eval_dataset.digest().hex(), say)
+                self._best = BestModel(self._folder.path, self._job.eval_dataset.digest().hex(), self._say)
             if self._pricing.measurements is not None:
                 self._folder.keep_measurements(self._pricing.measurements)
+            if self._mirror is not None:
+                self._mirror.start(self._done)
         if self._checks_memory:
             self._transport.phase = "memory check before the first step"
             said = check_memory(self._model, self._parameters, self._job, self._kernel)
             check_step_end(self._optimizer, self._transport)
-            call_back(self._callbacks, "on_note", said)
+            self._say(said)
         start, tokens, metrics, stopped_by = time.perf_counter(), 0, None, None
         first_loss, loss = (None, 0.0) if self._job.resume is None else self._job.resume.losses
         number, planned = self._done, self._steps.next(f"step {self._done + 1}")
@@ -216,8 +251,12 @@ class _Trainer:
                 self._hold_parameters(number)
                 skipped = self._finite.skipped
                 self._checkpoints.save(number, first_loss=first_loss or 0.0, loss=loss, skipped=skipped)
+        if self._mirror is not None:
+            self._checkpoints.finish()  # and its copy begins while the model is saved: the machine may be about to go
         self._save(number)
         self._checkpoints.finish()
+        if self._mirror is not None:
+            self._mirror.finish()
         return TrainResult(
             steps=number,
             num_tokens=tokens,
@@ -228,6 +267,7 @@ class _Trainer:
             parameters=sum(parameter.numel() for parameter in self._model.parameters()),
             stopped_by=stopped_by,
             folder=self._folder.path,
+            url=self._job.config.url,
             skipped=self._finite.skipped,
         )
 
@@ -264,11 +304,14 @@ class _Trainer:
         numbers = [work.loss_sum, work.busy_seconds, stop, work.router_loss, self._finite.largest]
         waits = [work.ring_wait_seconds, work.offload_wait_seconds, work.offloaded_bytes]
         saving = [self._checkpoints.progress, self._checkpoints.asks]
-        rows = self._share([*numbers, *waits, self._memory.peak_bytes(), *saving])
+        copying = [0.0] * NUMBERS if self._mirror is None else self._mirror.numbers
+        rows = self._share([*numbers, *waits, self._memory.peak_bytes(), *saving, *copying])
         self._memory.start()
+        if self._mirror is not None:
+            self._mirror.hear(rows[:, -NUMBERS:])
         self._checkpoints.settle(rows[:, 9])
         self._asks_for_checkpoint = bool(rows[0, 10])
-        loss, router_loss = rows[:, 0].sum().item() / batch.loss_tokens, rows[:, 3].sum().item()
+        loss, router_loss = rows[:, 0].sum().item() / batch.loss_weight, rows[:, 3].sum().item()
         lr = self._learning_rate(number)
         is_finite = (
             self._finite.holds_parameters(number - 1, rows[:, 4], within=number)
@@ -295,6 +338,8 @@ class _Trainer:
             offload_wait_seconds=rows[:, 6].max().item(),
             offloaded_bytes=int(rows[:, 7].sum()),
             peak_memory_bytes=int(rows[:, 8].max()),
+            uploaded_step=None if self._mirror is None else self._mirror.uploaded,
+            upload_failures=None if self._mirror is None else self._mirror.failures,
         )
         busy = tuple(rows[:, 1].tolist())
         self._pricing.observe(RanStep(plan=plan, busy_seconds=busy, step_seconds=metrics.step_seconds))
@@ -331,7 +376,7 @@ class _Trainer:
         name = f"evaluation after step {number}"
         self._transport.phase = f"{name}, start"
         self._hold_parameters(number)
-        loss, loss_tokens, tokens, sequences = 0.0, 0, 0, 0
+        loss, loss_weight, loss_tokens, tokens, sequences = 0.0, 0.0, 0, 0, 0
         steps = self._new_steps(self._job.eval_batches())
         while (planned := steps.next(name)) is not None:
             batch = planned.batch
@@ -339,28 +384,35 @@ class _Trainer:
             self._transport.phase = f"{name}, sum"
             loss += self._share([work.loss_sum]).sum().item()
             loss_tokens += batch.loss_tokens
+            loss_weight += batch.loss_weight
             tokens, sequences = tokens + sum(batch.lengths), sequences + len(batch.ids)
         steps.close()
         metrics = EvalMetrics(
             step=number,
-            loss=loss / loss_tokens,
+            loss=loss / loss_weight,
             num_sequences=sequences,
             num_tokens=tokens,
             num_loss_tokens=loss_tokens,
         )
         call_back(self._callbacks, "on_eval", metrics)
-        if self._best is not None:
+        if self._job.config.save is not None:
             self._transport.phase = f"{name}, saving the best model"
-            self._parameters.published()
-            self._best.offer(number, metrics.loss, partial(self._write_model, number))
+            if self._share([float(self._best is not None and self._best.takes(metrics.loss))]).any():
+                with self._whole_on_first():
+                    if self._best is not None:
+                        self._best.offer(number, metrics.loss, partial(self._write_model, number))
 
     def _save(self, number: int) -> None:
         self._transport.phase = "saving the model"
         self._hold_parameters(number)
-        self._parameters.published()
-        if self._transport.rank == 0:
-            self._folder.save_model(partial(self._write_model, number))
-            self._folder.finish()
+        with self._whole_on_first():
+            if self._transport.rank == 0:
+                self._folder.save_model(partial(self._write_model, number))
+                self._folder.finish()
+
+    def _whole_on_first(self) -> AbstractContextManager[None]:
+        """See that rank 0's model can be written inside the block. Collective."""
+        return self._parameters.whole_on_first(trained_only=self._job.config.lora is not None)
 
     def _write_model(self, number: int, folder: Path) -> None:
         write_model(self._model, self._job.config, self._job.tokenizer, folder)

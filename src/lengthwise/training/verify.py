@@ -58,7 +58,7 @@ class VerifyReport:
     `router_loss` is the routers' balance loss over the batch, 0 where the model's config asks for none.
     `gradients` maps each parameter to |difference| / max(|reference|, 1e-3 of the median parameter's norm), L2.
     `rounding` is what it alone does, where it decides (bf16): the tolerance is added to that. `notes` say which kernel
-    and transport it was, and why.
+    and transport it was, and why. `uncut`: where no sequence was cut over ranks, what to do for one that is.
     """
 
     plan: Plan
@@ -70,6 +70,7 @@ class VerifyReport:
     reference_router_loss: float = 0.0
     rounding: Rounding | None = None
     notes: tuple[str, ...] = ()
+    uncut: str | None = None
 
     @property
     def loss_difference(self) -> float:
@@ -147,7 +148,7 @@ def _compare(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]
     reference, rounding = _expected(job, batch, world.device)
     return VerifyReport(
         plan=plan,
-        loss=losses[0].item() / batch.loss_tokens,
+        loss=losses[0].item() / batch.loss_weight,
         reference_loss=reference.loss,
         router_loss=losses[1].item(),
         reference_router_loss=reference.router_loss,
@@ -155,6 +156,24 @@ def _compare(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]
         tolerance=TOLERANCES[job.config.precision],
         rounding=rounding,
         notes=tuple(notes),
+        uncut=None if plan.ring_tokens else _how_to_cut(job, batch),
+    )
+
+
+def _how_to_cut(job: Job, batch: StepBatch) -> str:
+    """Say how a sequence of this batch is cut, else of the data; every sequence must still fit all ranks together."""
+    longest = max(batch.lengths)
+    if job.ranks == 1:
+        return "Give --ranks 2 or more."
+    if longest < job.ranks:
+        return f"Give data with longer sequences: the longest of this batch has {longest} tokens."
+    name = job.dataset.name(batch.ids[batch.lengths.index(longest)])
+    capacity = max(3 * longest // 4, -(-job.longest_tokens // job.ranks) + 1)  # + 1: ranks get whole chunks
+    if capacity < longest:
+        return f"{name}, of {longest} tokens, is with --set planner=lengthwise capacity_tokens={capacity}"
+    return (
+        f"Of this batch the longest, {name}, has {longest} tokens, of the data {job.longest_tokens}: "
+        "take another seed or a larger global_batch, so that a longer one is in the first batch."
     )
 
 
@@ -230,17 +249,26 @@ def plain_gradients(
         with sequence_dropout(model, dropout, ids[number], sequences[number]):
             return plain_output(model, sequences[number])
 
-    num_loss_tokens = sum(int((each[1:] != NO_LOSS).sum()) for each in labels)
+    weights = [_plain_weights(dataset, i, each) for i, each in zip(ids, labels, strict=True)]
+    together = sum(each.sum(dtype=torch.float64).item() for each in weights)
     with keep_double(dtype):
         router_loss, router_gradients = plain_balance(model, len(sequences), run)
         for number, (asked, from_routers) in enumerate(zip(labels, router_gradients, strict=True)):
             output = run(number)
-            loss = token_loss(output.logits[0, :-1], asked[1:])
+            loss = token_loss(output.logits[0, :-1], asked[1:], weights[number])
             routers = output.router_logits if from_routers else ()
-            torch.autograd.backward([loss / num_loss_tokens, *routers], [torch.ones_like(loss), *from_routers])
+            torch.autograd.backward([loss / together, *routers], [torch.ones_like(loss), *from_routers])
             loss_sum += loss.item()
     flat.reduce_gradients()
-    return Reference(loss=loss_sum / num_loss_tokens, router_loss=router_loss, gradients=flat.gather_gradients())
+    return Reference(loss=loss_sum / together, router_loss=router_loss, gradients=flat.gather_gradients())
+
+
+def _plain_weights(dataset: Dataset, row: int, labels: Tensor) -> Tensor:
+    """Return what each token of a row but the first weighs, (length - 1,), by labels alone where there is no more."""
+    weights = dataset.read_weights(row, 1, len(labels))
+    if weights is None:
+        return (labels[1:] != NO_LOSS).float()
+    return torch.tensor(weights, device=labels.device)
 
 
 def plain_balance(model: Any, num_sequences: int, run: Callable[[int], Any]) -> tuple[float, list[list[Tensor]]]:

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from lengthwise.core.errors import RankError
-from lengthwise.core.processes import end_with_parent, let_threads_end
+from lengthwise.core.processes import end_with_parent, kill_workers, let_threads_end
 from lengthwise.data.shards import Runner
 
 _AT_ONCE = 2  # tasks a process has at hand: one that it works on, and the next
@@ -45,7 +45,10 @@ def worker_processes(number: int) -> Iterator[Runner]:
 
     try:
         yield run
-    except BrokenProcessPool:
+    except BaseException as error:  # Ctrl-C, too: a shard takes minutes where data are large
+        kill_workers(pool)
+        if not isinstance(error, BrokenProcessPool):
+            raise
         expected, got = "all processes that prepare data to live", "one that was killed, perhaps for its memory"
         remedy = "Take fewer with {workers}; what is prepared stays, and the same command goes on."
         raise RankError("prepare", expected=expected, got=got, remedy=remedy) from None

@@ -1,20 +1,11 @@
-"""A baseline for small steps: FlexSP's program, groups of power-of-two degrees chosen micro-batch by micro-batch.
+"""A baseline for small steps: FlexSP's integer program (arXiv 2412.01523), solved by HiGHS (`milp`).
 
-It stands for planning by exact optimization (arXiv 2412.01523), and for its price: every micro-batch is one
-mixed-integer program, solved by HiGHS (`milp`); so it is there where that is installed, and takes small steps only.
-
-1. The batch becomes M micro-batches ("sequence blaster"): sequences by length, cut into M runs whose largest sum of
-   tokens is least. M is at least what memory needs; M and the next two numbers are tried, and the best kept.
-2. Of every micro-batch the ranks are divided into groups of power-of-two degrees, and each sequence goes to one group,
-   such that the slowest group ends first. m[p] says whether group p is used, a[k,p] how many sequences of length k it
-   gets: sum of d[p] m[p] <= N, tokens of a group <= d[p] x C, T >= seconds of each group.
+1. The batch becomes M micro-batches: sequences by length, cut into M runs whose largest sum of tokens is least. Three M
+   are tried, from what memory needs, and the best kept.
+2. Of each, ranks are divided into groups of power-of-two degrees (or all ranks), and every sequence goes to one group:
+   m[p] says whether group p is used, a[k,p] how many sequences of length k it gets. The slowest group ends first, with
+   sum of d[p] m[p] <= N, tokens of a group <= d[p] x C, T >= seconds of each group.
 3. Micro-batches follow each other on all ranks: each is one microbatch of several pieces.
-
-Where it differs from the paper, and why that is fair: groups take the costs of all planners here, their rings and split
-heads, not Ulysses' all-to-all alone; lengths are exact, not rounded into buckets; all ranks together are a group, too,
-where their number is no power of two; a rank that has no group in a microbatch waits for nobody. Where links are
-priced, the seconds of a group are the sum of those of its sequences alone, as the paper sums them: T is then no less
-than the group takes.
 """
 
 from __future__ import annotations
@@ -25,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.errors import PlanError
+from lengthwise.core.names import counted
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.cost import Cost
 from lengthwise.planner.baselines.milp import Program
@@ -47,13 +39,7 @@ def plan_flexsp(request: PlanRequest) -> list[Microbatch]:
         PlanError: more ranks and sequences than is small.
     """
     cluster, lengths = request.cluster, request.lengths
-    if not is_solvable(cluster.ranks, len(lengths)):
-        raise PlanError(
-            "flexsp",
-            expected=f"a step whose program is solved in seconds: at most {_MOST_CELLS} ranks x sequences",
-            got=f"{cluster.ranks} ranks x {len(lengths)} sequences",
-            remedy="Compare larger steps with the other planners.",
-        )
+    refuse_large(cluster.ranks, len(lengths))
     order = np.lexsort((np.arange(len(lengths)), -lengths))
     tried: list[tuple[float, list[Microbatch]]] = []
     least = -(-int(lengths.sum()) // (cluster.ranks * request.most_held_tokens))
@@ -71,6 +57,17 @@ def plan_flexsp(request: PlanRequest) -> list[Microbatch]:
 def is_solvable(ranks: int, sequences: int) -> bool:
     """Whether a step is small enough for `plan_flexsp`."""
     return ranks * sequences <= _MOST_CELLS
+
+
+def refuse_large(ranks: int, sequences: int) -> None:
+    """Raise PlanError for a step that `is_solvable` is false of."""
+    if not is_solvable(ranks, sequences):
+        raise PlanError(
+            "flexsp",
+            expected=f"a step whose program is solved in seconds: at most {_MOST_CELLS} ranks x sequences",
+            got=f"{counted(ranks, 'rank')} x {counted(sequences, 'sequence')}",
+            remedy="Give it less of {tokens|a step}, or compare such steps with the other planners.",
+        )
 
 
 def equal_runs(order: NDArray[np.int64], lengths: NDArray[np.int64], count: int) -> list[list[int]]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch
+from lengthwise.core.planner_packages import PLANNER_PACKAGES
 from lengthwise.planner.baselines.power_of_two import Gang, pack_gangs, write_sub_batch
 from lengthwise.planner.problem.request import PlanRequest
 
@@ -68,5 +69,5 @@ def load_scheduler() -> Any:
             return importlib.import_module(_SCHEDULER_MODULE).BalancedCPScheduler
     except (ImportError, AttributeError) as error:
         expected, got = f"BalancedCPScheduler in {_SCHEDULER_MODULE}, as Megatron-Core 0.16 has it", str(error)
-        remedy = "pip install --no-deps megatron-core==0.16.1 packaging, or compare without it."
+        remedy = f"{PLANNER_PACKAGES['megatron-core'].install}, or compare without it."
         raise PlanError("megatron-core", expected=expected, got=got, remedy=remedy) from error

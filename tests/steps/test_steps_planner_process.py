@@ -10,8 +10,8 @@ import pytest
 from lengthwise.core.errors import RankError
 from lengthwise.cost import Cost
 from lengthwise.planner import PlanOptions
-from lengthwise.training.planner_process import PlannerProcess
-from lengthwise.training.step_planning import StepPlanning
+from lengthwise.steps.planner_process import PlannerProcess
+from lengthwise.steps.step_planning import StepPlanning
 
 PLANNING = StepPlanning(ranks=2, cost=Cost(linear_seconds=1.0), capacities={"none": 9}, options=PlanOptions())
 

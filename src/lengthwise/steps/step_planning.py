@@ -14,7 +14,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.cost import Cost
 from lengthwise.planner import PLANNING_SHARE, PlanOptions, plan_recomputed
 from lengthwise.program import check_plan
-from lengthwise.training.rank_memory import Capacities
+from lengthwise.steps.rank_memory import Capacities
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

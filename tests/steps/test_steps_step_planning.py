@@ -4,8 +4,8 @@ import pytest
 
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNING_SHARE, PlanOptions, plan_recomputed
-from lengthwise.training import step_planning
-from lengthwise.training.step_planning import StepPlanning
+from lengthwise.steps import step_planning
+from lengthwise.steps.step_planning import StepPlanning
 
 COST = all_terms_cost(named_shape("tiny"), named_hardware("cpu"))
 LENGTHS = (90, 60, 30, 12)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lengthwise.comm import Transport, agree, broadcast_bytes
-from lengthwise.core.errors import RankError
+from lengthwise.core.errors import LengthwiseError, PlanError, Problems, RankError, raise_problems
 from lengthwise.core.plan import Plan
 from lengthwise.engine.batch import StepBatch
 from lengthwise.program import lower_plan, refuse_unsupported
@@ -79,11 +79,10 @@ class PlanAhead:
         """Return the next step (see `StepSource.next`); all ranks agree on the digest of plans and batches."""
         if not self._ended:
             self._transport.phase = f"{name}, agreeing on the plan"
-            message = None if self._transport.rank else json.dumps(self._made(name)).encode()
-            plans: list[tuple[str, float] | None] = json.loads(broadcast_bytes(self._transport, message))
+            plans = self._exchanged(name)
             batches = [self._wait_for(self._making.popleft(), name)[0] for _ in plans]
-            ids = [None if batch is None else batch.ids for batch in batches]
-            agree(self._transport, json.dumps([plans, ids]).encode(), f"plans and sequences from {name} on")
+            found = [None if batch is None else batch.identity for batch in batches]
+            agree(self._transport, json.dumps([plans, found]).encode(), f"plans and sequences from {name} on")
             for plan, batch in zip(plans, batches, strict=True):
                 if plan is None or batch is None:
                     self._ended = True
@@ -92,6 +91,26 @@ class PlanAhead:
         step = self._known.popleft() if self._known else None
         self._go_on()
         return step
+
+    def _exchanged(self, name: str) -> list[tuple[str, float] | None]:
+        """Return on every rank the plans that rank 0 has made.
+
+        Raises:
+            LengthwiseError: what kept rank 0 from planning, on every rank: nobody waits for what never comes.
+        """
+        made, error = [], None
+        if not self._transport.rank:
+            try:
+                made = self._made(name)
+            except LengthwiseError as raised:
+                error = raised
+        problems = [] if error is None else error.problems if isinstance(error, Problems) else (error,)
+        message = {"plans": made, "problems": [(each.where, each.expected, each.got, each.remedy) for each in problems]}
+        told = json.loads(broadcast_bytes(self._transport, json.dumps(message).encode()))
+        if error is not None:
+            raise error
+        raise_problems([PlanError(where, expected=one, got=got, remedy=do) for where, one, got, do in told["problems"]])
+        return told["plans"]
 
     def close(self) -> None:
         """Stop planning ahead; the planner goes on for others."""

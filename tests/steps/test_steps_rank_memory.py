@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lengthwise.core.held import kept_ratio
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.cost import MicrobatchBytes, Moments
-from lengthwise.training.rank_memory import RankMemory
+from lengthwise.steps.rank_memory import RankMemory
 
 LAYERS = 10
 

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 
 from lengthwise.core.errors import LengthwiseError, RankError
-from lengthwise.training.step_planning import StepPlanning
+from lengthwise.steps.step_planning import StepPlanning
 
 _STANDARD_ERROR = 2
 _GRACE_SECONDS = 3.0  # for the status of a process whose pipe is closed
@@ -47,7 +47,7 @@ class PlannerProcess:
         self._answers = os.fdopen(reading, "rb")
         try:
             self._process = subprocess.Popen(  # noqa: S603 - this module, a number
-                [sys.executable, "-m", "lengthwise.training.planner_process", str(writing)],
+                [sys.executable, "-m", "lengthwise.steps.planner_process", str(writing)],
                 stdin=subprocess.PIPE,
                 stdout=_STANDARD_ERROR,
                 pass_fds=[writing],

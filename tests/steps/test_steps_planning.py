@@ -14,7 +14,7 @@ from lengthwise.core.errors import LengthwiseError, PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.engine.batch import StepBatch
-from lengthwise.training.planning import STEPS_AHEAD, PlanAhead
+from lengthwise.steps.planning import STEPS_AHEAD, PlanAhead
 
 
 def data_of(rows: int):

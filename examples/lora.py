@@ -1,0 +1,29 @@
+"""The training of `lora_plain.py`, planned: python lora.py, or torchrun --nproc-per-node 2 lora.py."""
+
+import os
+
+from peft import LoraConfig, get_peft_model
+from tiny import model, rows, tokenizer
+from transformers import DataCollatorForLanguageModeling, TrainingArguments
+
+from lengthwise.integrations.transformers import PlannedTrainer
+
+arguments = TrainingArguments(
+    "runs/lora",
+    per_device_train_batch_size=8 // int(os.environ.get("WORLD_SIZE", "1")),
+    max_steps=3,
+    learning_rate=1e-3,
+    logging_steps=1,
+    report_to="none",
+    disable_tqdm=True,
+    save_strategy="no",
+    use_cpu=True,
+)
+trainer = PlannedTrainer(
+    model=get_peft_model(model(), LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")),
+    args=arguments,
+    train_dataset=rows(),
+    data_collator=DataCollatorForLanguageModeling(tokenizer(), mlm=False),
+    capacity_tokens=1024,
+)
+trainer.train()

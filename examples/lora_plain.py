@@ -1,0 +1,26 @@
+"""LoRA under Hugging Face's Trainer; `lora.py` is the same, planned."""
+
+import os
+
+from peft import LoraConfig, get_peft_model
+from tiny import model, rows, tokenizer
+from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+arguments = TrainingArguments(
+    "runs/lora",
+    per_device_train_batch_size=8 // int(os.environ.get("WORLD_SIZE", "1")),
+    max_steps=3,
+    learning_rate=1e-3,
+    logging_steps=1,
+    report_to="none",
+    disable_tqdm=True,
+    save_strategy="no",
+    use_cpu=True,
+)
+trainer = Trainer(
+    model=get_peft_model(model(), LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")),
+    args=arguments,
+    train_dataset=rows(),
+    data_collator=DataCollatorForLanguageModeling(tokenizer(), mlm=False),
+)
+trainer.train()

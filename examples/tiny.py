@@ -1,0 +1,69 @@
+"""What the examples train: a model, a tokenizer and data that any machine has, of very different lengths."""
+
+import random
+
+import datasets
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+SPECIAL = ["<pad>", "<eos>", "<user>", "<assistant>"]
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}<user>{{ m['content'] }}"
+    "{% else %}<assistant>{% generation %}{{ m['content'] }}<eos>{% endgeneration %}{% endif %}{% endfor %}"
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of bytes, with a chat template that marks what the assistant says."""
+    words = {word: number for number, word in enumerate([*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokens = Tokenizer(models.BPE(vocab=words, merges=[]))
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens.decoder = decoders.ByteLevel()
+    found = PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>")
+    found.add_special_tokens({"additional_special_tokens": SPECIAL[2:]})
+    found.chat_template = TEMPLATE
+    return found
+
+
+def model() -> PreTrainedModel:
+    """Return a Llama of 0.1 million parameters, the same at every call."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=260,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def rows() -> datasets.Dataset:
+    """Return sequences of tokens."""
+    draw = random.Random(0)
+    lengths = [900, 300, *[40] * 22]
+    return datasets.Dataset.from_list([{"input_ids": [draw.randrange(4, 260) for _ in range(n)]} for n in lengths])
+
+
+def chats() -> datasets.Dataset:
+    """Return conversations: `messages`."""
+    draw = random.Random(1)
+    turns = [{"role": role, "content": ""} for role in ("user", "assistant")]
+    talks = [turns * draw.choice([1, 1, 1, 2, 6]) for _ in range(24)]
+    return datasets.Dataset.from_list(
+        [{"messages": [{**turn, "content": _text(draw)} for turn in talk]} for talk in talks]
+    )
+
+
+def pairs() -> datasets.Dataset:
+    """Return preferences: `prompt`, `chosen`, `rejected`."""
+    draw = random.Random(2)
+    names = ("prompt", "chosen", "rejected")
+    return datasets.Dataset.from_list([{name: _text(draw) for name in names} for _ in range(16)])
+
+
+def _text(draw: random.Random) -> str:
+    return " ".join("".join(draw.choices("abcdefgh", k=4)) for _ in range(draw.choice([1, 2, 5, 60])))

@@ -1,0 +1,28 @@
+"""The training of `trainer_plain.py`, planned: python trainer.py, or torchrun --nproc-per-node 2 trainer.py."""
+
+import os
+
+from tiny import model, rows, tokenizer
+from transformers import DataCollatorForLanguageModeling, TrainingArguments
+
+from lengthwise.integrations.transformers import PlannedTrainer
+
+arguments = TrainingArguments(
+    "runs/trainer",
+    per_device_train_batch_size=8 // int(os.environ.get("WORLD_SIZE", "1")),
+    max_steps=3,
+    learning_rate=1e-3,
+    logging_steps=1,
+    report_to="none",
+    disable_tqdm=True,
+    save_strategy="no",
+    use_cpu=True,
+)
+trainer = PlannedTrainer(
+    model=model(),
+    args=arguments,
+    train_dataset=rows(),
+    data_collator=DataCollatorForLanguageModeling(tokenizer(), mlm=False),
+    capacity_tokens=1024,
+)
+trainer.train()

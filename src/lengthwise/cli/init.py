@@ -1,0 +1,163 @@
+"""`lengthwise init`: write a first run file, with the reasons for what it says in comments."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from lengthwise.cli.options import named_alike
+from lengthwise.cli.simulate_lengths import KnownLengths, lengths_of_data, refuse_data
+from lengthwise.core.errors import Collector, ConfigError, LengthwiseError
+from lengthwise.core.remote import is_url
+from lengthwise.core.sizes import read_whole
+from lengthwise.report.figures import count
+
+if TYPE_CHECKING:
+    from lengthwise.core.shape import ModelShape
+    from lengthwise.cost.first_settings import FirstSettings
+    from lengthwise.cost.hardware import Hardware
+
+_MOST_GPUS = 12_288
+_BATCH_TOKENS, _WIDTH = 1 << 19, 118  # of an optimizer step; of a line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Init:
+    """Write a first run file: what fits, and the reasons, from the memory model and the lengths of your data."""
+
+    model: Annotated[str, tyro.conf.arg(metavar="NAME|FOLDER")]
+    """A Hugging Face folder, or a hub name whose sizes are known here: Qwen/Qwen3-8B, meta-llama/Llama-3.1-8B, ..."""
+    data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE|FOLDER|URL ...", help_behavior_hint="")]
+    """Your rows: messages, text, prompt and completion, or input_ids."""
+    gpus: Annotated[int, tyro.conf.arg(metavar="N")] = 1
+    """How many, on all machines."""
+    hardware: Annotated[str, tyro.conf.arg(metavar="NAME")] = "h100"
+    """What they are, as `simulate` names it: h100, a100, ..., cpu."""
+    out: Annotated[Path, tyro.conf.arg(metavar="RUN.yaml")] = Path("run.yaml")
+    """The file that is written."""
+    force: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Replace --out where it is there."""
+
+    def run(self) -> int:
+        """Run the command; return the exit status."""
+        from lengthwise.cost.first_settings import first_settings
+        from lengthwise.cost.hardware import named_hardware
+
+        problems = Collector()
+        problems.attempt(lambda: read_whole("gpus", self.gpus, most=_MOST_GPUS))
+        shape = problems.attempt(lambda: _shape(self.model))
+        hardware = problems.attempt(lambda: named_hardware(self.hardware))
+        problems.attempt(lambda: refuse_data(self.data, "error"))
+        if self.out.exists() and not self.force:
+            remedy = "Give --force to replace it, or another --out."
+            problems.add(ConfigError("--out", expected="a new file", got=f"{self.out}, which is there", remedy=remedy))
+        problems.raise_all()
+        assert shape is not None, "it has no problem"
+        assert hardware is not None, "it has no problem"
+        known, unknown = self._lengths()
+        longest = max(known.lengths) if known else 1
+        chosen = first_settings(shape, hardware, self.gpus, longest)
+        self.out.write_text(self._text(shape, hardware, known, unknown, chosen), encoding="utf-8")
+        what = "adapters (LoRA)" if chosen.adapters else "the whole model"
+        print(f"{self.out}: {what} on {self.gpus} of {hardware.name}")
+        print(
+            f"look at it, then: lengthwise data {self.out}, lengthwise verify {self.out}, lengthwise train {self.out}"
+        )
+        return 0
+
+    def names(self) -> Mapping[str, str]:
+        """Map names of the library to what the user typed for them."""
+        return named_alike("gpus model hardware")
+
+    def _lengths(self) -> tuple[KnownLengths | None, str]:
+        """Return the lengths of the rows, in the model's tokens or else in bytes; None: with the reason."""
+        reasons = []
+        for tokenizer in (self.model, "bytes"):
+            try:
+                return lengths_of_data(self.data, tokenizer, "skip"), ""
+            except LengthwiseError as error:
+                reasons.append(" ".join(str(error).split()))
+        return None, reasons[0]
+
+    def _text(
+        self, shape: ModelShape, hardware: Hardware, known: KnownLengths | None, unknown: str, chosen: FirstSettings
+    ) -> str:
+        sources = ", ".join(f"{{{_source(name, self.out)}}}" for name in self.data)
+        longest, total, rows = _of(known)
+        batch = max(longest, min(_BATCH_TOKENS, total or _BATCH_TOKENS))
+        state, device = chosen.state_bytes / 1e9, hardware.device_bytes / 1e9
+        held = ", ".join(f"{tokens:,} ({kind})" for kind, tokens in chosen.capacities.items())
+        precision = "bf16" if hardware.compute_dtype_bytes == 2 else "fp32"
+        kind = "adapters" if chosen.adapters else "models of this size"
+        cuts = f"#   needs {-(-longest // max(chosen.capacities.values()))} at least." if known else "#   is not known."
+        lines = [
+            "# Written by lengthwise init: a start, not a result. Every key is in docs/run-file.md.",
+            f"model: {json.dumps(self.model)}  # {shape.total_params / 1e9:.3g} billion parameters",
+            f"data: [{sources}]  # {rows}",
+            *([] if known else [f"# They were not counted: {unknown}"[:_WIDTH]]),
+            f"output: {json.dumps('runs/' + self.out.stem)}",
+            "",
+            "epochs: 1  # or steps",
+            f"global_batch: {{tokens: {batch}}}  # of an optimizer step: 512K, all, or the longest row",
+            f"precision: {precision}  # what {hardware.name} multiplies in; masters, sums and merges are fp32",
+            "# capacity_tokens: auto  # of a microbatch of a rank: measured at the start. By estimate, by recompute:",
+            f"#   {held},",
+            f"#   beside {state:.0f} GB of weights, gradients and optimizer of {device:.0f} GB. Longer rows are",
+            "#   cut over several ranks; how many the longest",
+            cuts,
+            "# recompute: auto  # activation checkpointing where it pays, step by step",
+        ]
+        if chosen.shard != "zero1":
+            lines += [
+                "# Each rank has its part of the parameters, too, and gathers a layer when it runs: docs/sharding.md.",
+                f"parallel: {{shard: {chosen.shard}}}",
+            ]
+        if chosen.adapters:
+            whole = chosen.whole_bytes / 1e9
+            lines += [
+                f"# Of the whole model a rank would keep {whole:.0f} GB of {device:.0f}; with adapters {state:.0f}.",
+                "lora: {r: 16, lora_alpha: 32}  # pip install 'peft>=0.21'",
+            ]
+        lines += [
+            "optimizer:",
+            f"  lr: {chosen.learning_rate:g}  # where recipes begin for {kind}; try three times as much, and a third",
+            "  schedule: cosine",
+            "  warmup_steps: 20",
+            f"  weight_decay: {0.0 if chosen.adapters else 0.1}",
+            "checkpoint: {every_steps: 100, keep_last: 2}  # --resume goes on from the newest",
+            "# report_to: [tensorboard]  # or wandb, trackio, mlflow",
+            "# eval: {data: [{path: held-out.jsonl}], every_steps: 100}",
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def _of(known: KnownLengths | None) -> tuple[int, int, str]:
+    """Return the longest row, all tokens, and a sentence about them."""
+    if known is None:
+        return 1, 0, "rows that were not counted"
+    longest, total = max(known.lengths), sum(known.lengths)
+    return longest, total, f"{count(len(known.lengths))} rows, {count(total)} {known.unit}, the longest {longest}"
+
+
+def _shape(model: str) -> ModelShape:
+    """Return a model's sizes: of its folder, or by the last part of a hub name."""
+    from lengthwise.cost.shapes import SHAPE_NAMES, named_shape
+
+    own = model.rpartition("/")[2].lower()
+    for ending in ("", "-instruct", "-base", "-hf", "-it", "-chat"):
+        if own.removesuffix(ending) in SHAPE_NAMES and not Path(model).is_dir():
+            return named_shape(own.removesuffix(ending))
+    return named_shape(model)
+
+
+def _source(name: str, out: Path) -> str:
+    """Return a source as a run file at `out` names it: relative to its folder."""
+    if is_url(name):
+        return f"url: {json.dumps(name)}"
+    return f"path: {json.dumps(os.path.relpath(Path(name).absolute(), out.absolute().parent))}"

@@ -1,0 +1,76 @@
+"""What the microbatches of a step are to minimize: a sum over their tokens, by one divisor of the whole step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from torch import Tensor, nn
+
+from lengthwise.attention import PlannedAttention, to_device
+from lengthwise.cost import LOGITS_AT_ONCE
+from lengthwise.engine.batch import StepBatch
+from lengthwise.models import model_loss
+from lengthwise.program import Segment
+
+HearRouter: TypeAlias = Callable[[list[Tensor]], None]
+
+
+class Objective(Protocol):
+    """The loss of a rank's tokens in a microbatch; those of all ranks and microbatches sum to that of the step.
+
+    divisor: what the sum is divided by, the same on all ranks. rows_beyond: how many rows of padding the model must
+    have at least.
+    """
+
+    @property
+    def divisor(self) -> float:
+        """Return what the sum is divided by."""
+        ...
+
+    @property
+    def rows_beyond(self) -> int:
+        """Return the least number of rows of padding."""
+        ...
+
+    def __call__(
+        self,
+        model: nn.Module,
+        planned: PlannedAttention,
+        segments: Sequence[Segment],
+        tensors: Sequence[Tensor],
+        hear_router: HearRouter | None,
+    ) -> Tensor:
+        """Run the model on (input_ids, position_ids, shift_labels), (tokens,) each; return the sum, in fp32 or wider.
+
+        `hear_router` wants the router logits (see `model_loss`).
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextToken:
+    """The cross entropy of the next token, by the weights of the batch. `logits_at_once`: as of `model_loss`."""
+
+    batch: StepBatch
+    divisor: float
+    logits_at_once: int | None = LOGITS_AT_ONCE
+    rows_beyond: int = 0
+
+    def __call__(
+        self,
+        model: nn.Module,
+        planned: PlannedAttention,
+        segments: Sequence[Segment],
+        tensors: Sequence[Tensor],
+        hear_router: HearRouter | None,
+    ) -> Tensor:
+        """Return the summed loss of the tokens (see `model_loss`)."""
+        weights, at_once = self.batch.weights(segments), self.logits_at_once
+        if weights is not None:
+            weights = to_device(weights, tensors[0].device)
+        ids, positions, labels = tensors
+        return model_loss(
+            model, planned, ids, positions, labels, weights, hear_router=hear_router, logits_at_once=at_once
+        )

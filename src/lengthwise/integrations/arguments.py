@@ -1,0 +1,166 @@
+"""Which of a Trainer's arguments keep their meaning under a plan, and why the others are refused.
+
+Every field of `TrainingArguments` stands in one table here. One that stands in none, of a later version, is refused
+unless it has its default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from lengthwise.core.errors import ConfigError, LengthwiseError
+
+_KEPT = """
+output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type
+lr_scheduler_kwargs warmup_steps optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon
+gradient_accumulation_steps max_grad_norm label_smoothing_factor bf16 tf32 activation_checkpointing
+activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs logging_strategy logging_steps
+logging_first_step log_on_each_node include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to
+run_name project trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy eval_steps eval_delay
+per_device_eval_batch_size eval_on_start save_only_model save_strategy save_steps save_total_limit push_to_hub
+hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end
+metric_for_best_model greater_is_better ignore_data_skip restore_callback_states_from_checkpoint full_determinism
+seed data_seed use_cpu dataloader_drop_last dataloader_num_workers dataloader_persistent_workers
+dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order remove_unused_columns ddp_backend
+ddp_timeout skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint local_rank accelerator_config
+average_tokens_across_devices use_cache
+"""
+KEPT = frozenset(_KEPT.split())
+"""Fields that mean what they mean in a plain Trainer of one process."""
+
+WITHOUT_EFFECT: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
+        "there is no DistributedDataParallel",
+    ),
+    **dict.fromkeys(
+        ("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps"),
+        "evaluation gives the loss alone",
+    ),
+    "include_for_metrics": "compute_metrics is refused",
+    "logging_nan_inf_filter": "a loss that is not finite ends the training",
+    "dataloader_pin_memory": "rows are read on the host",
+    "length_column_name": "lengths are those of the rows",
+    "liger_kernel_config": "use_liger_kernel is refused",
+    "torch_compile_backend": "torch_compile is refused",
+    "torch_compile_mode": "torch_compile is refused",
+    "fsdp_config": "fsdp is refused",
+}
+"""Fields that change nothing here, and why."""
+
+Refusal: TypeAlias = tuple[tuple[Any, ...], str]
+"""The values of a field that can be kept, and why its others cannot."""
+OFF: tuple[Any, ...] = (None, False, "", [], {})
+
+REFUSED: Mapping[str, Refusal] = {
+    "deepspeed": (OFF, "it would own the optimizer and the gradients"),
+    "fsdp": (OFF, "it would shard the parameters itself"),
+    "parallelism_config": (OFF, "it is a fixed mesh; a plan shards each sequence over ranks of its own"),
+    "fp16": (OFF, "its loss scale would skip steps; use bf16"),
+    "fp16_full_eval": (OFF, "it would convert the model"),
+    "bf16_full_eval": (OFF, "it would convert the model"),
+    "auto_find_batch_size": (OFF, "a rank alone would start again; memory is bounded by capacity_tokens"),
+    "torch_compile": (OFF, "a planned attention is no graph"),
+    "use_liger_kernel": (OFF, "it has not been compared with the plain model here"),
+    "neftune_noise_alpha": (OFF, "its noise would be another under every plan"),
+    "train_sampling_strategy": (("random", "sequential"), "the plan balances unequal lengths itself"),
+    "batch_eval_metrics": (OFF, "it needs logits of whole sequences"),
+    "enable_jit_checkpoint": (OFF, "a rank alone would save, and all ranks must"),
+    "save_on_each_node": (OFF, "optimizer states are gathered on rank 0"),
+    "optim_target_modules": (OFF, "its optimizers need whole matrices"),
+    "torch_empty_cache_steps": (OFF, "microbatches are not Trainer's here"),
+    "debug": (OFF, "it would look at Trainer's own forward passes"),
+    "optim": (
+        ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"),
+        "a rank updates a slice of the parameters: the optimizer must compute each entry by itself, in no blocks",
+    ),
+    "label_names": ((None, ["labels"]), "the labels of a causal language model are its loss"),
+}
+"""Fields of which some values cannot be kept."""
+
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+"""The fields that ask for it, by its new and its old name."""
+
+CALLABLES: Mapping[str, str] = {
+    "compute_metrics": "it needs logits of whole sequences",
+    "preprocess_logits_for_metrics": "it needs logits of whole sequences",
+}
+"""What is given to a Trainer beside its arguments, and why not here."""
+
+
+def problems_of(
+    arguments: Any,
+    *,
+    capacity_tokens: int | None,
+    callables: Collection[str],
+    refused: Mapping[str, Refusal] = MappingProxyType({}),
+) -> list[LengthwiseError]:
+    """Return all that a planned Trainer refuses of `arguments`.
+
+    callables: which of `CALLABLES` it was given. refused: fields of a subclass of TrainingArguments.
+    """
+    problems: list[LengthwiseError] = []
+
+    def refuse(where: str, expected: str, got: object, why: str, remedy: str = "Leave it out.") -> None:
+        problems.append(ConfigError(where, expected=expected, got=f"{got!s:.80}, but {why}", remedy=remedy))
+
+    if capacity_tokens is None or isinstance(capacity_tokens, bool) or capacity_tokens < 1:
+        remedy = "Give the tokens that a rank holds in a microbatch; memory is bounded by them, not by the batch size."
+        problems.append(ConfigError("capacity_tokens", expected="1 or more", got=f"{capacity_tokens}", remedy=remedy))
+    for name, (fine, why) in {**REFUSED, **refused}.items():
+        value = _value(arguments, name)
+        if value not in fine:
+            others = [str(each) for each in fine if each not in OFF]
+            remedy = f"Use {' or '.join(others)}." if others else "Leave it out."
+            refuse(name, " or ".join(others) or "none", value, why, remedy)
+    for name, value in (_checkpointing(arguments) or {}).items():
+        if name not in ("use_reentrant", "determinism_check", "preserve_rng_state", "debug", "early_stop"):
+            refuse(f"activation_checkpointing_kwargs.{name}", "none", value, "the plan recomputes whole layers")
+    if not arguments.average_tokens_across_devices and arguments.world_size > 1:
+        refuse("average_tokens_across_devices", "True", False, "a token counts the same on every rank")
+    if arguments.n_gpu > 1:
+        refuse("n_gpu", "one process a GPU", arguments.n_gpu, "DataParallel is not run", "Start with torchrun.")
+    loader = arguments.accelerator_config
+    for name in ("split_batches", "dispatch_batches", "use_stateful_dataloader", "gradient_accumulation_kwargs"):
+        if getattr(loader, name, None):
+            refuse(f"accelerator_config.{name}", "none", getattr(loader, name), "every rank reads the global batch")
+    for name in callables:
+        refuse(name, "none", "a function", CALLABLES[name])
+    tabled = KEPT | WITHOUT_EFFECT.keys() | REFUSED.keys()
+    for field in dataclasses.fields(arguments):
+        value = getattr(arguments, field.name)
+        if field.name not in tabled | _of_subclasses(arguments) and value != _default(field):
+            refuse(field.name, "its default", value, "this version does not know what it means")
+    return problems
+
+
+def recompute_of(arguments: Any) -> str:
+    """Return the plan's word for the activation checkpointing that was asked for."""
+    return "layer" if any(_value(arguments, name) for name in CHECKPOINTING) else "none"
+
+
+def _checkpointing(arguments: Any) -> Mapping[str, Any] | None:
+    return next(filter(None, (_value(arguments, f"{name}_kwargs") for name in CHECKPOINTING)), None)
+
+
+def _value(arguments: Any, name: str) -> Any:
+    value = getattr(arguments, name, None)  # versions differ in a few
+    return getattr(value, "value", value)  # of an enumeration
+
+
+def _of_subclasses(arguments: Any) -> frozenset[str]:
+    """Return the fields that a subclass of TrainingArguments adds: whoever integrates it looks at them."""
+    from transformers import TrainingArguments
+
+    return frozenset(each.name for each in dataclasses.fields(arguments)) - {
+        each.name for each in dataclasses.fields(TrainingArguments)
+    }
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default

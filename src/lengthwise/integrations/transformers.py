@@ -1,0 +1,371 @@
+"""Hugging Face's Trainer with planned steps: `PlannedTrainer`, and a mixin for subclasses of theirs.
+
+The loop, data sets, collators, schedules, callbacks, logging and checkpoints stay Trainer's. A step's sequences are the
+global batch of all ranks, so every rank reads it, in the order of a one-process Trainer; `Session` plans and runs it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.data_loader import prepare_data_loader
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
+
+from lengthwise.core.errors import ConfigError, raise_problems
+from lengthwise.integrations.ahead import PlannedUpdates
+from lengthwise.integrations.arguments import CALLABLES, Refusal, problems_of, recompute_of
+from lengthwise.integrations.rows import Examples, RowCollator
+from lengthwise.session import Session, StepResult
+from lengthwise.session.rows import Row
+
+OPTIMIZER, SCHEDULER, MASTERS = "optimizer.pt", "scheduler.pt", "master_weights.safetensors"
+_PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU")  # accelerate's names of what is plain data parallelism
+
+_Base: Any = Trainer if TYPE_CHECKING else object
+
+
+class PlannedTrainerMixin(_Base):
+    """Goes before a Trainer: `class Mine(PlannedTrainerMixin, MyTrainer): ...`.
+
+    capacity_tokens: what a rank holds in a microbatch, in place of the bound that per_device_train_batch_size is
+    elsewhere. The global batch stays per_device_train_batch_size x ranks x gradient_accumulation_steps, under one plan.
+    planner, heads, hardware, attention: as in `Session`. Other arguments are the Trainer's.
+
+    Raises:
+        Problems: arguments whose meaning cannot be kept, all in one message.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        capacity_tokens: int | None = None,
+        planner: str = "lengthwise",
+        heads: int | str = "auto",
+        hardware: Any = None,
+        attention: str = "auto",
+        **kwargs: Any,
+    ) -> None:
+        self.session: Session | None = None
+        self._session_options: dict[str, Any] = {
+            "capacity_tokens": capacity_tokens,
+            "planner": planner,
+            "heads": heads,
+            "hardware": hardware,
+            "attention": attention,
+        }
+        self._reading: Iterator[Any] | None = None
+        self._updates: PlannedUpdates | None = None
+        self._batches: list[Examples] = []
+        self._planned: Any = None
+        self._last: StepResult | None = None
+        self._loss_is_checked = False
+        given = [name for name in CALLABLES if kwargs.get(name) is not None]
+        positional = [self._own(each, given) if isinstance(each, TrainingArguments) else each for each in args]
+        if isinstance(kwargs.get("args"), TrainingArguments):
+            kwargs["args"] = self._own(kwargs["args"], given)
+        super().__init__(*positional, **kwargs)
+        self._check_division()
+
+    # What a subclass for another library says of it.
+
+    _refused: Mapping[str, Refusal] = {}
+    """Arguments beside TrainingArguments' that cannot be kept, in the form of `REFUSED`."""
+
+    def _collator(self, collate: Any) -> Any:
+        """Return what makes `Examples` of a list of examples, with the user's collator."""
+        return RowCollator(collate)
+
+    def _rows_of_update(self, batches: list[Examples]) -> list[Row]:
+        """Return what is planned of the batches of one update."""
+        return [row for batch in batches for row in batch.rows]
+
+    def _divides_by_items(self) -> bool:
+        """Whether the loss is one that is known to divide by num_items_in_batch."""
+        return type(self).compute_loss is Trainer.compute_loss and self.compute_loss_func is None
+
+    def _check_division(self) -> None:
+        """Refuse a loss that is a mean of a microbatch, where it can be told before the first."""
+        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
+            remedy = "Give compute_loss_func, which divides a sum over the tokens by num_items_in_batch."
+            got = "one that takes no num_items_in_batch: its loss is a mean of whatever is in a microbatch"
+            raise ConfigError("model", expected="a loss divided by num_items_in_batch", got=got, remedy=remedy)
+        if self.loss_is_scaled_for_ga is False:
+            got = "loss_is_scaled_for_ga=False, a mean of a microbatch"
+            remedy = "Divide a sum over the tokens by num_items_in_batch."
+            raise ConfigError("compute_loss", expected="a loss divided by num_items_in_batch", got=got, remedy=remedy)
+
+    # Its arguments.
+
+    def _own(self, arguments: Any, callables: list[str]) -> Any:
+        """Return a copy of the arguments that asks the plan, and not the model, for activation checkpointing."""
+        if "recompute" in self._session_options:
+            return arguments
+        capacity = self._session_options["capacity_tokens"]
+        raise_problems(problems_of(arguments, capacity_tokens=capacity, callables=callables, refused=self._refused))
+        self._session_options["recompute"] = recompute_of(arguments)
+        arguments = copy.copy(arguments)
+        arguments.activation_checkpointing = arguments.gradient_checkpointing = False
+        arguments.average_tokens_across_devices = False  # else compute_loss multiplies, for the mean that DDP takes
+        return arguments
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, which wraps models in autocast alone, and gives every rank all data."""
+        self.args = self._own(self.args, [])
+        super().create_accelerator_and_postprocess()
+        accelerator: Any = self.accelerator
+        kind, precision = accelerator.distributed_type.name, accelerator.mixed_precision
+        if kind not in _PARALLEL or precision not in ("no", "bf16"):
+            remedy = "Start with torchrun, or with an accelerate config of plain data parallelism."
+            got = f"{kind} in {precision}"
+            raise ConfigError("accelerate", expected=f"{', '.join(_PARALLEL)}, in no or bf16", got=got, remedy=remedy)
+        prepare, config = accelerator.prepare_model, accelerator.dataloader_config
+        # evaluation_mode: without DDP, whose hooks are collectives in backward.
+        accelerator.prepare_model = lambda model, **how: prepare(
+            model, **{**how, "evaluation_mode": True, "device_placement": False}
+        )
+        accelerator.prepare_data_loader = lambda loader, **_: prepare_data_loader(
+            loader,
+            num_processes=1,
+            process_index=0,
+            rng_types=accelerator.rng_types.copy(),
+            use_seedable_sampler=config.use_seedable_sampler,
+            data_seed=config.data_seed,
+        )
+
+    # What a rank reads.
+
+    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        collate, self.data_collator = self.data_collator, self._collator(self.data_collator)
+        try:
+            return super()._get_dataloader(dataset, description, batch_size * self.args.world_size, *args, **kwargs)
+        finally:
+            self.data_collator = collate
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """Return the batches of the next update, and the loss tokens of all; its plan was made meanwhile."""
+        if self._updates is None or self._reading is not epoch_iterator:
+            self._end_updates()
+            self._reading = epoch_iterator
+            self._updates = PlannedUpdates(self._trained(), _checked(epoch_iterator), rows_of=self._rows_of_update)
+        found = self._updates.next(num_batches)
+        if found is None:
+            return [], None
+        self._batches, self._planned = found
+        return self._batches, self._get_num_items_in_batch(self._batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Examples], device: torch.device) -> int | None:
+        return sum(each.num_loss_tokens for each in batch_samples) or None
+
+    def _end_updates(self) -> None:
+        if self._updates is not None:
+            self._updates.close()
+        self._updates = self._reading = None
+
+    def _track_num_input_tokens(self, inputs: Examples) -> None:
+        if self.args.include_num_input_tokens_seen != "no":
+            self.state.num_input_tokens_seen += inputs.num_tokens
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return what Trainer would of this rank's share of some examples, without padding."""
+        parameters = self.model.num_parameters(exclude_embeddings=True)
+        return 6 * inputs.num_tokens * parameters // self.args.world_size
+
+    # A step.
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as Trainer does."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._end_updates()
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        session = self.session
+        if session is None or session.optimizer is not self.optimizer or session.model is not self.model:
+            self._start_session(self.optimizer)
+        self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        return prepared
+
+    def _start_session(self, optimizer: Any) -> Session:
+        if self.session is not None:
+            self.session.close()
+        self.session = Session(
+            self.model,
+            optimizer,
+            autocast=torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None,
+            seed=self.args.seed,
+            timeout_seconds=float(self.args.ddp_timeout),
+            **self._session_options,
+        )
+        return self.session
+
+    def _trained(self) -> Session:
+        assert self.session is not None, "train() has made it"
+        return self.session
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """Run the whole update at its last batch; return the loss of the global batch, 0 for the others."""
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        self.model.train()
+        loss, self._last = self._update(float(num_items_in_batch or 0))
+        return torch.tensor(loss, dtype=torch.float32, device=self.args.device)
+
+    def _update(self, normalizer: float) -> tuple[float, StepResult]:
+        """Run forward and backward of an update; return its loss."""
+        if not self._loss_is_checked:
+            self._check_loss(normalizer)
+        compute_loss = partial(self._share_of_loss, normalizer=normalizer)
+        result = self._trained().backward(self._planned, compute_loss=compute_loss, normalizer=normalizer)
+        return result.loss, result
+
+    def _share_of_loss(self, model: nn.Module, inputs: Mapping[str, Any], normalizer: float) -> Tensor:
+        """Return what Trainer's own compute_loss makes of a microbatch, its model casting by itself."""
+        with torch.autocast(self.args.device.type, enabled=False):
+            return self.compute_loss(self.model_wrapped, dict(inputs), num_items_in_batch=normalizer)  # type: ignore[arg-type]
+
+    def _check_loss(self, normalizer: float) -> None:
+        """Refuse a loss of the user's that does not divide by num_items_in_batch: a mean of a microbatch, for example.
+
+        Raises:
+            ConfigError: half of it is not found where twice as many are given.
+        """
+        self._loss_is_checked = True
+        if self._divides_by_items():
+            return
+        losses = [self._evaluated(self._planned, factor * normalizer) for factor in (1.0, 2.0)]
+        if abs(losses[0] - 2.0 * losses[1]) > 1e-2 * abs(losses[0]):
+            expected = "half the loss where num_items_in_batch is twice as much"
+            got = f"{losses[0]:g} and {losses[1]:g}"
+            remedy = "Return a sum over the tokens, divided by num_items_in_batch: microbatches differ in size."
+            raise ConfigError("compute_loss", expected=expected, got=got, remedy=remedy)
+
+    def _evaluated(self, sequences: Any, normalizer: float) -> float:
+        compute_loss = partial(self._share_of_loss, normalizer=normalizer)
+        return self._trained().evaluate(sequences, compute_loss=compute_loss, normalizer=normalizer).loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> float:
+        return self._trained().clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float | None:
+        return self._trained().grad_norm if grad_norm is None else grad_norm
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, with what the last step's plan was, where a loss is."""
+        if "loss" in logs and self._last is not None:
+            logs = {**logs, **_of_plan(self._last)}
+        super().log(logs, *args, **kwargs)
+
+    # Evaluation.
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Return the mean loss of the tokens of all batches, and no predictions.
+
+        Raises:
+            ConfigError: predictions are asked for, or no token has a label.
+        """
+        if metric_key_prefix == "test":
+            remedy = "Use the plain model, which it is between steps."
+            raise ConfigError("predict", expected="evaluate or train", got="predict", remedy=remedy)
+        session = self.session
+        if session is None or session.model is not self.model:
+            self.accelerator.prepare_model(self.model)
+            session = self._start_session(None)
+        self.model.eval()
+        self.callback_handler.eval_dataloader = dataloader
+        total = weight = examples = 0.0
+        updates = PlannedUpdates(session, _checked(iter(dataloader)), rows_of=self._rows_of_update)
+        try:
+            while (found := updates.next(1)) is not None:
+                (batch,), planned = found
+                examples += batch.num_examples
+                if batch.num_loss_tokens:
+                    loss, counts = self._evaluate_batch(batch, planned)
+                    total, weight = total + loss, weight + counts
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        finally:
+            updates.close()
+        if not weight:
+            remedy = "Give labels that are not -100."
+            raise ConfigError("eval_dataset", expected="a token with a label", got="none", remedy=remedy)
+        metrics = {f"{metric_key_prefix}_loss": total / weight}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=int(examples))  # type: ignore[arg-type]
+
+    def _evaluate_batch(self, batch: Examples, planned: Any) -> tuple[float, float]:
+        """Return the sum of the losses of a batch, and how many they are."""
+        return self._evaluated(planned, 1.0), batch.num_loss_tokens
+
+    # Checkpoints: Trainer's files, the optimizer's state in the form of a plain one, whatever the number of ranks.
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        state = self._trained().state_dict()
+        if not self.args.should_save:
+            return
+        os.makedirs(output_dir, exist_ok=True)
+        torch.save(state["optimizer"], os.path.join(output_dir, OPTIMIZER))
+        if any(each.dtype == torch.bfloat16 for each in self.model.parameters() if each.requires_grad):
+            save_file(state["master_weights"], os.path.join(output_dir, MASTERS))
+        assert self.lr_scheduler is not None, "train() has made it"
+        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        lacking = [name for name in (OPTIMIZER, SCHEDULER) if not os.path.isfile(os.path.join(checkpoint, name))]
+        if lacking:
+            remedy = "Take a checkpoint that save_only_model did not cut short, or load its model and start anew."
+            got = f"no {' and no '.join(lacking)}"
+            raise ConfigError(f"{checkpoint}", expected="what a training goes on from", got=got, remedy=remedy)
+        state: dict[str, Any] | None = None
+        if self.args.process_index == 0:
+            optimizer = torch.load(os.path.join(checkpoint, OPTIMIZER), map_location="cpu", weights_only=True)
+            masters = os.path.join(checkpoint, MASTERS)
+            state = {"steps": self.state.global_step, "optimizer": optimizer}
+            if os.path.isfile(masters):
+                state["master_weights"] = load_file(masters)
+        self._trained().load_state_dict(state)
+        assert self.lr_scheduler is not None, "it was made"
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True))
+
+
+class PlannedTrainer(PlannedTrainerMixin, Trainer):
+    """transformers' `Trainer` with planned steps."""
+
+
+def _of_plan(step: StepResult) -> dict[str, float]:
+    """Return what is logged of a step beside Trainer's, in the words of our metrics."""
+    mean = sum(step.busy_seconds) / len(step.busy_seconds)
+    return {
+        "ring_token_ratio": step.plan.ring_tokens / step.num_tokens,
+        "imbalance_ratio": max(step.busy_seconds) / mean if mean else 1.0,
+    }
+
+
+def _checked(batches: Iterator[Any]) -> Iterator[Examples]:
+    """Yield batches.
+
+    Raises:
+        ConfigError: a loader of the user's own, which gives each rank another part.
+    """
+    for batch in batches:
+        if not isinstance(batch, Examples):
+            remedy = "Override data_collator or the samplers in place of get_train_dataloader."
+            got = f"a {type(batch).__name__}"
+            raise ConfigError("get_train_dataloader", expected="a loader of Trainer's", got=got, remedy=remedy)
+        yield batch

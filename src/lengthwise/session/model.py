@@ -1,0 +1,66 @@
+"""What a model must be for a session to run it by a plan, all that is wrong with it in one message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lengthwise.core.errors import LengthwiseError, ModelRefused, raise_problems
+from lengthwise.models import DTYPES, check_model_config, check_recompute, has_balance_loss, wrapped_layers
+
+PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def hugging_face_model(model: nn.Module) -> Any:
+    """Return the Hugging Face model under peft's wrap; the adapters are in it."""
+    unwrap: Any = getattr(model, "get_base_model", None) if hasattr(model, "peft_config") else None
+    return model if unwrap is None else unwrap()
+
+
+def check_session_model(
+    model: Any, recompute: str, autocast: torch.dtype | None, *, trains: bool = True
+) -> torch.dtype:
+    """Return the dtype of a model that a plan can run: of its trainable parameters, or of all if it does not train."""
+    where, problems = f"model {type(model).__name__}", list[LengthwiseError]()
+
+    def refuse(expected: str, got: str, remedy: str) -> None:
+        problems.append(ModelRefused(where, expected=expected, got=got, remedy=remedy))
+
+    if not hasattr(model, "config") or not hasattr(model, "get_decoder"):
+        remedy = "Give the model itself, not what DDP or a compiler put around it."
+        raise ModelRefused(where, expected="a Hugging Face causal language model", got="none", remedy=remedy)
+    for check in (lambda: check_model_config(model.config), lambda: check_recompute(model.config, recompute)):
+        try:
+            check()
+        except LengthwiseError as error:
+            problems.append(error)
+    dtypes = {
+        each.dtype for each in model.parameters() if each.requires_grad or (not trains and each.is_floating_point())
+    }
+    names = sorted(str(each).removeprefix("torch.") for each in dtypes)
+    if len(dtypes) != 1 or not dtypes <= PRECISIONS.keys():
+        expected = "trainable parameters of one dtype of float32, bfloat16 and float64"
+        refuse(expected, ", ".join(names) or "no trainable parameter", "Convert the model, model.to(dtype).")
+    if autocast not in (None, torch.bfloat16):
+        refuse("autocast None or torch.bfloat16", f"{autocast}", "Use bfloat16: fp16 needs a loss scale.")
+    if any(layer.gradient_checkpointing for layer in wrapped_layers(model)):
+        remedy = "Call model.gradient_checkpointing_disable(), and give Session recompute='layer'."
+        refuse("activation checkpointing by the plan", "that of the model", remedy)
+    if getattr(model, "is_quantized", False):
+        refuse("a model that is not quantized", "a quantized one", "Load it in bfloat16.")
+    raise_problems(problems)
+    return dtypes.pop()
+
+
+def refuse_balance(model: Any, what: str) -> None:
+    """Refuse a model whose routers have a balance loss where nobody would count it.
+
+    Raises:
+        ModelRefused: it has.
+    """
+    if has_balance_loss(model.config):
+        remedy = "Set output_router_logits to False in the model's config, or use loss=."
+        got = f"{type(model).__name__} with output_router_logits"
+        raise ModelRefused(what, expected="a model without a balance loss", got=got, remedy=remedy)

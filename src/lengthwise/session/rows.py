@@ -1,0 +1,150 @@
+"""The sequences of a step as a loop has them: mappings with `input_ids`, or ids alone, of any length each.
+
+`weights` of its tokens, as labels lie, weigh the next token's loss. Every other column has one value a token; a loss
+sees it cut and packed as the tokens are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lengthwise.core.errors import DataError, LengthwiseError, raise_problems
+from lengthwise.data import NO_LOSS
+from lengthwise.data.dataset import DatasetBuilder
+from lengthwise.data.rows import LEAST_WEIGHT, MOST_WEIGHT
+from lengthwise.engine.batch import StepBatch
+from lengthwise.program import Segment
+
+Row: TypeAlias = Mapping[str, Any] | Sequence[int] | np.ndarray | Tensor
+"""One sequence: `input_ids` [length] and per-token columns, or the ids alone."""
+
+_IDS, _LABELS, _MASK, _POSITIONS = "input_ids", "labels", "attention_mask", "position_ids"
+_WEIGHTS = "weights"
+_SHOWN = 10  # problems of one step
+
+
+class RowBatch(StepBatch):
+    """The global batch of a step that was given as rows.
+
+    columns: of the rows beside ids and labels, by name; one tensor (length, ...) a row.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        problems: list[LengthwiseError] = []
+        builder, columns = DatasetBuilder(), list[dict[str, Tensor]]()
+        builder.start_source("sequences", "sequence", None)
+        for number, row in enumerate(rows):
+            try:
+                ids, labels, others = _read(row, f"sequence {number}")
+            except DataError as error:
+                problems.append(error)
+                continue
+            builder.add(*_weighed(ids, labels, others.pop(_WEIGHTS, None), f"sequence {number}, {_WEIGHTS}"))
+            columns.append(others)
+        if not rows:
+            remedy = "Give every step at least one sequence."
+            problems.append(DataError("sequences", expected="at least one", got="none", remedy=remedy))
+        raise_problems(problems[:_SHOWN])
+        super().__init__(builder.finish(), range(len(rows)))
+        self.columns = _by_name(columns)
+
+    @property
+    def identity(self) -> object:
+        """A digest of all rows."""
+        found = hashlib.sha256(self.dataset.digest())
+        for name in sorted(self.columns):
+            found.update(name.encode())
+            for each in self.columns[name]:
+                found.update(each.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()
+
+    def column(self, name: str, segments: Sequence[Segment]) -> Tensor:
+        """Return a column of a rank's segments, (tokens, ...), in local order."""
+        values = self.columns[name]
+        return torch.cat([values[each.sequence][each.start : each.stop] for each in segments])
+
+
+def _read(row: Row, where: str) -> tuple[np.ndarray, np.ndarray | None, dict[str, Tensor]]:
+    """Return ids, labels where there are some, and the other columns of a row, without what it masks as padding."""
+    columns = dict(row) if isinstance(row, Mapping) else {_IDS: row}
+    if columns.get(_IDS) is None:
+        raise _wrong(where, f"a column {_IDS}", ", ".join(map(str, columns)) or "no column")
+    tensors = {name: _tensor(values, f"{where}, {name}") for name, values in columns.items() if values is not None}
+    if not tensors[_IDS].numel():
+        raise _wrong(where, "at least one token", "none")
+    ids = _whole(tensors.pop(_IDS), f"{where}, {_IDS}")
+    for name, values in tensors.items():
+        if len(values) != len(ids):
+            raise _wrong(f"{where}, {name}", f"one value a token, {len(ids)}", f"{len(values)}")
+    kept = _kept(tensors.pop(_MASK, None), len(ids), where)
+    positions = tensors.pop(_POSITIONS, None)
+    if positions is not None and not torch.equal(positions[kept].long(), torch.arange(kept.stop - kept.start)):
+        raise _wrong(f"{where}, {_POSITIONS}", "0, 1, 2, ...: one sequence a row", "others", "Give packed rows apart.")
+    labels = tensors.pop(_LABELS, None)
+    given = None if labels is None else _whole(labels, f"{where}, {_LABELS}", least=NO_LOSS)[kept]
+    return ids[kept], given, {name: values[kept] for name, values in tensors.items()}
+
+
+def _tensor(values: Any, where: str) -> Tensor:
+    try:
+        tensor = torch.as_tensor(values).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _wrong(where, "numbers, one a token", str(error).splitlines()[0]) from None
+    if tensor.dim() == 0:
+        raise _wrong(where, "one value a token", "a single number")
+    return tensor
+
+
+def _whole(values: Tensor, where: str, least: int = 0) -> np.ndarray:
+    if values.dim() != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        got = f"{str(values.dtype).removeprefix('torch.')} of {tuple(values.shape)}"
+        raise _wrong(where, "whole numbers (length,), one sequence a row", got)
+    low, high = int(values.min()), int(values.max())
+    if (low < 0 and low != least) or low < least or high >= 1 << 31:
+        raise _wrong(where, f"numbers from 0{f', or {least}' * (least < 0)}", f"{low if low < 0 else high}")
+    return values.numpy().astype(np.int32)
+
+
+def _weighed(
+    ids: np.ndarray, labels: np.ndarray | None, weights: Tensor | None, where: str
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """Return ids, labels with no loss where the weight is 0, and the weights, float32, where some are not 0 or 1."""
+    if weights is None:
+        return ids, labels, None
+    found = weights.to(torch.float32).numpy()
+    if found.ndim != 1 or not ((found == 0) | (found >= LEAST_WEIGHT) & (found <= MOST_WEIGHT)).all():
+        raise _wrong(where, f"weights of 0 (no loss), or from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}", "others")
+    given = np.where(found > 0, ids if labels is None else labels, np.int32(NO_LOSS))
+    found = np.where(given != NO_LOSS, found, np.float32(0))
+    return ids, given, None if np.isin(found, (0, 1)).all() else found
+
+
+def _kept(mask: Tensor | None, length: int, where: str) -> slice:
+    """Return which tokens of a row its attention mask leaves: a run of them."""
+    if mask is None:
+        return slice(0, length)
+    kept = torch.nonzero(mask.reshape(-1)).flatten()
+    if not len(kept) or int(kept[-1]) - int(kept[0]) + 1 != len(kept):
+        raise _wrong(f"{where}, {_MASK}", "one run of tokens that are no padding", f"{len(kept)} of {length}, apart")
+    return slice(int(kept[0]), int(kept[-1]) + 1)
+
+
+def _by_name(columns: Sequence[Mapping[str, Tensor]]) -> dict[str, list[Tensor]]:
+    names = {name for each in columns for name in each}
+    problems = [
+        _wrong(f"sequence {number}", f"the columns of the others, {', '.join(sorted(names))}", f"no {name}")
+        for number, each in enumerate(columns)
+        for name in sorted(names - each.keys())
+    ]
+    raise_problems(problems[:_SHOWN])
+    return {name: [each[name] for each in columns] for name in names}
+
+
+def _wrong(where: str, expected: str, got: str, remedy: str = "Correct what the loop gives.") -> DataError:
+    return DataError(where, expected=expected, got=got, remedy=remedy)

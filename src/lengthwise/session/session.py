@@ -1,0 +1,385 @@
+"""A planned step in a loop of somebody else's: their model, optimizer, scheduler and data.
+
+Between steps the model is plain Hugging Face. A step plans the sequences it is given, runs this rank's microbatches and
+reduces their gradients; `optimizer.step()` updates this rank's slices, and a hook sends them to all ranks. All ranks
+are given the same sequences, and call the same methods in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lengthwise.comm import join, session_world
+from lengthwise.core.errors import ConfigError, ModelRefused, NumericError
+from lengthwise.cost import Cost, hardware_of_gpu, shape_from_config
+from lengthwise.cost.measured import base_cost
+from lengthwise.engine.norm import clip_factor, gradient_norm
+from lengthwise.engine.objective import Objective
+from lengthwise.engine.replicated import FlatParameters, share_values
+from lengthwise.engine.step import RankResult
+from lengthwise.models import (
+    Computing,
+    compute_so,
+    has_balance_loss,
+    has_dropout,
+    wrapped_layers,
+)
+from lengthwise.planner import PlanOptions
+from lengthwise.session.losses import (
+    ComputeLoss,
+    TokenLoss,
+    TokenValues,
+    log_probabilities,
+    objective_of,
+)
+from lengthwise.session.microbatches import Microbatches, rows_of, shared
+from lengthwise.session.model import PRECISIONS, check_session_model, hugging_face_model
+from lengthwise.session.result import StepResult
+from lengthwise.session.rows import Row, RowBatch
+from lengthwise.session.saving import on_first_rank, read_session, write_session
+from lengthwise.session.sharded import ShardedInPlace, check_optimizer
+from lengthwise.session.state import take_state, whole_state
+from lengthwise.session.values import Combine, Per, ValuesOfTokens, combined
+from lengthwise.steps.planner_process import PlannerProcess
+from lengthwise.steps.planning import PlanAhead, PlannedStep, StepSource
+from lengthwise.steps.step_planning import StepPlanning
+
+
+class Session:
+    """Plans and runs the steps of a loop; see the module.
+
+    model: a Hugging Face causal language model, or peft's LoRA around one, on the device of this rank; rank 0's values
+    count. optimizer: one that computes each entry by itself, over all trainable parameters; None: the session
+    evaluates. capacity_tokens: what a rank holds in a microbatch. autocast: the dtype of mixed precision,
+    as torch.autocast has it; None: that of a surrounding torch.autocast, if any. recompute: activation checkpointing of
+    every microbatch. scheduler, max_grad_norm: of `step`. planner, heads: as in a run file. hardware: a name, or costs,
+    to plan with; None: those of the device. seed: of dropout.
+
+    Raises:
+        ConfigError, ModelRefused, Problems: what cannot be kept, all in one message.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        capacity_tokens: int,
+        autocast: torch.dtype | None = None,
+        recompute: str = "none",
+        scheduler: Any = None,
+        max_grad_norm: float | None = None,
+        planner: str = "lengthwise",
+        heads: int | str = "auto",
+        hardware: str | Cost | None = None,
+        attention: str = "auto",
+        seed: int = 0,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        self.model, self.optimizer, self._inner = model, optimizer, hugging_face_model(model)
+        config: Any = self._inner.config
+        self._dtype = check_session_model(self._inner, recompute, autocast, trains=optimizer is not None)
+        self._device = device = next(self._inner.parameters()).device
+        self._scheduler, self._max_grad_norm, self._timeout_seconds = scheduler, max_grad_norm, timeout_seconds
+        computing = Computing(attention=attention, fused_layers="off")
+        inner = None if optimizer is None else check_optimizer(optimizer, self._inner)
+        shape = shape_from_config(config.to_dict())
+        self._num_heads = shape.heads
+        if hardware is None:
+            hardware = hardware_of_gpu(torch.cuda.get_device_name(device))[0] if device.type == "cuda" else "cpu"
+        precision = PRECISIONS[self._dtype]
+        cost = hardware if isinstance(hardware, Cost) else base_cost(shape, hardware, precision=precision)
+        self._closing = ExitStack()
+        world = session_world(device)
+        self._transport = join(world, timeout_seconds=timeout_seconds)
+        self._closing.callback(self._transport.close)
+        self.rank, self.world_size = self._transport.rank, self._transport.world_size
+        self._planning = StepPlanning(
+            ranks=self.world_size,
+            cost=cost,
+            capacities={recompute: capacity_tokens},
+            options=PlanOptions(planner=planner, layers=shape.layers, heads=heads),
+        )
+        self._planner = None if self.rank else self._closing.enter_context(PlannerProcess())
+        if self._planner is not None:
+            weakref.finalize(self, self._planner.close)  # of a session that nobody closes
+        compute_so(self._inner, computing, device, dtype=self._dtype)
+        self._microbatches = Microbatches(
+            model=self._inner,
+            transport=self._transport,
+            computing=computing,
+            device=device,
+            dtype=self._dtype,
+            autocast=autocast,
+            seed=seed,
+        )
+        self._sharded = None if inner is None else self._shard(inner)
+        if inner is None:
+            share_values(self._inner, self._transport, self._inner.parameters(), dtype=None, device=device)
+        self.steps, self.grad_norm = 0, None
+
+    def _shard(self, optimizer: Optimizer) -> ShardedInPlace:
+        sharded = ShardedInPlace(optimizer, self._inner)
+        layers = wrapped_layers(self._inner)
+        parameters = FlatParameters(self._inner, self._transport, dtype=self._dtype, layers=layers, keeps_frozen=True)
+        sharded.point_at(parameters, self.rank)
+        hook = self._inner.register_load_state_dict_post_hook(lambda *_: parameters.take_values())
+        self._closing.callback(hook.remove)
+        return sharded
+
+    def step(self, sequences: Sequence[Row] | PlannedStep, **loss: Any) -> StepResult:
+        """Make a whole step: `backward`, clipping, the optimizer and the scheduler. Collective."""
+        optimizer = self._trained("step")
+        result = self.backward(sequences, **loss)
+        if self._max_grad_norm is not None:
+            self.clip_grad_norm_(self._max_grad_norm)
+        optimizer.optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        return result
+
+    def backward(
+        self,
+        sequences: Sequence[Row] | PlannedStep,
+        *,
+        loss: TokenLoss | None = None,
+        compute_loss: ComputeLoss | None = None,
+        normalizer: float | None = None,
+    ) -> StepResult:
+        """Run forward and backward of a global batch, and reduce its gradients. Collective.
+
+        sequences: the same on all ranks, or a step of `batches`. loss: a sum over the tokens, in place of the next
+        token's cross entropy; compute_loss: a share of the loss, of the model and its inputs. normalizer: what sums are
+        divided by; None: the loss tokens of the batch. Gradients of several calls add up until `optimizer.step()` or
+        `zero_grad()`.
+
+        Raises:
+            NumericError: loss or gradients are not finite; no update was made.
+        """
+        self._trained("backward").attach()
+        self.steps += 1
+        return self._run(sequences, loss, compute_loss, normalizer, train=True)
+
+    def backward_by_sequence(
+        self,
+        sequences: Sequence[Row] | PlannedStep,
+        *,
+        combine: Combine,
+        values: TokenValues = log_probabilities,
+        per: Per = "sequence",
+    ) -> StepResult:
+        """Run forward and backward of a loss that is no sum over tokens, and reduce its gradients. Collective.
+
+        values: of each token, of the model's outputs; by itself the log-probability of its label, 0 without one.
+        combine: makes the loss of their sums over each sequence, (sequences, ...), in the order of `sequences`; with
+        per="token" of a list of all values, (length, ...) each. It runs on every rank and must give the same on all.
+
+        Raises:
+            ModelRefused: a model with dropout: the two passes would differ.
+        """
+        self._trained("backward_by_sequence").attach()
+        if has_dropout(self._inner) and self._inner.training:
+            remedy = "Set the model's dropout to 0."
+            raise ModelRefused("dropout", expected="none: the model runs twice", got="some", remedy=remedy)
+        self.steps += 1
+        start, name = time.perf_counter(), f"step {self.steps}"
+        planned = self._planned(sequences, name)
+        gathered, first = self._microbatches.gather(planned, values, per, name, step=self.steps)
+        assert gathered.sums is not None, "they were summed"
+        loss, weights = combined(gathered, gathered.sums, combine)
+        objective = ValuesOfTokens(gathered=gathered, values=values, weights=weights)
+        works = [first, self._run_microbatches(planned, objective, name, train=True)]
+        return self._result(planned, works, name, start, loss=loss, train=True)
+
+    def token_values(
+        self, sequences: Sequence[Row] | PlannedStep, values: TokenValues = log_probabilities
+    ) -> list[Tensor]:
+        """Return what `values` gives of every token, (length, ...) a sequence, on every rank. Collective."""
+        name = f"values after step {self.steps}"
+        gathered, _ = self._microbatches.gather(self._planned(sequences, name), values, "token", name, step=self.steps)
+        assert gathered.sums is not None, "they were summed"
+        found = gathered.handed_on(gathered.sums)
+        return list(found)
+
+    def evaluate(
+        self,
+        sequences: Sequence[Row] | PlannedStep,
+        *,
+        loss: TokenLoss | None = None,
+        compute_loss: ComputeLoss | None = None,
+        normalizer: float | None = None,
+    ) -> StepResult:
+        """Return the loss of sequences, as `backward` has it, without gradients and dropout. Collective."""
+        return self._run(sequences, loss, compute_loss, normalizer, train=False)
+
+    def batches(self, batches: Iterable[Sequence[Row]]) -> Generator[PlannedStep, None, None]:
+        """Yield a planned step for each list of sequences, planned while those before it run. Collective."""
+        steps = self._steps(RowBatch(rows) for rows in batches)
+        try:
+            number = self.steps
+            while (planned := steps.next(f"step {(number := number + 1)}")) is not None:
+                yield planned
+        finally:
+            steps.close()
+
+    def clip_grad_norm_(self, limit: float) -> float:
+        """Scale the gradients as torch.nn.utils.clip_grad_norm_ does; return their norm before. Collective."""
+        assert self.grad_norm is not None, "backward comes before it"
+        self._trained("clip_grad_norm_").parameters.grad_shard.mul_(clip_factor(limit, self.grad_norm))
+        return self.grad_norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return, on rank 0, what a session on any number of ranks goes on from; {} on others. Collective.
+
+        steps: made so far. optimizer: what a plain one's `state_dict` holds, of whole parameters. master_weights: exact
+        parameters by name, on the host, fp32 or wider.
+        """
+        trained = self._trained("state_dict")
+        optimizer = whole_state(trained, self._transport)
+        weights = trained.parameters.gather_to_first(trained.parameters.master_weights)
+        return {} if self.rank else {"steps": self.steps, "optimizer": optimizer, "master_weights": weights}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from what rank 0 was given: a `state_dict` of any number of ranks; others may give None. Collective.
+
+        `optimizer` may be that of a plain loop; without `master_weights` the model keeps its values.
+
+        Raises:
+            ConfigError, Problems: it is of another model or optimizer; nothing was changed.
+        """
+        given = state or {}
+        trained, weights = self._trained("load_state_dict"), given.get("master_weights")
+        take_state(trained, self._transport, given.get("optimizer"), weights)
+        numbers = torch.tensor([given.get("steps", 0) if not self.rank else 0])
+        self._transport.broadcast(numbers, 0)
+        self.steps = int(numbers)
+        trained.parameters.publish()
+
+    def save(self, folder: str | Path) -> None:
+        """Write the model as Hugging Face does, `folder`/model, and what `load` goes on from. Collective.
+
+        Raises:
+            OutputError: the folder is there, or cannot be written.
+        """
+        state = self.state_dict()
+        on_first_rank(self._transport, lambda: write_session(Path(folder), self.model, state))
+
+    def load(self, folder: str | Path) -> None:
+        """Go on from what `save` wrote, on any number of ranks. Collective.
+
+        Raises:
+            OutputError: the folder is not what was written.
+            ConfigError, Problems: it is of another model or optimizer; nothing was changed.
+        """
+        self.load_state_dict(on_first_rank(self._transport, lambda: read_session(Path(folder))))
+
+    def sum_over_ranks(self, numbers: Tensor) -> Tensor:
+        """Replace a loop's own numbers by their sums over the ranks; return them. Collective, between steps."""
+        self._transport.all_reduce(numbers)
+        return numbers
+
+    def close(self) -> None:
+        """Leave the ranks and end the planner; the model and its values stay. Collective."""
+        self._closing.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _trained(self, what: str) -> ShardedInPlace:
+        if self._sharded is None:
+            remedy = "Give Session an optimizer."
+            raise ConfigError("optimizer", expected=f"an optimizer for {what}", got="none", remedy=remedy)
+        return self._sharded
+
+    def _steps(self, batches: Iterator[RowBatch]) -> StepSource:
+        process = self._planner
+        planner = None if process is None else partial(process.plan, self._planning)
+        return PlanAhead(
+            batches, planner, self._transport, timeout_seconds=self._timeout_seconds, num_heads=self._num_heads
+        )
+
+    def _planned(self, sequences: Sequence[Row] | PlannedStep, name: str) -> PlannedStep:
+        if isinstance(sequences, PlannedStep):
+            return sequences
+        steps = self._steps(iter([RowBatch(sequences)]))
+        try:
+            planned = steps.next(name)
+        finally:
+            steps.close()
+        assert planned is not None, "it has one batch"
+        return planned
+
+    def _run(
+        self,
+        sequences: Sequence[Row] | PlannedStep,
+        loss: TokenLoss | None,
+        compute_loss: ComputeLoss | None,
+        normalizer: float | None,
+        *,
+        train: bool,
+    ) -> StepResult:
+        start, name = time.perf_counter(), f"step {self.steps}" if train else f"evaluation after step {self.steps}"
+        planned = self._planned(sequences, name)
+        objective = objective_of(
+            self.model, self._inner, rows_of(planned), loss=loss, compute_loss=compute_loss, normalizer=normalizer
+        )
+        work = self._run_microbatches(planned, objective, name, train=train)
+        return self._result(planned, [work], name, start, divisor=objective.divisor, train=train)
+
+    def _run_microbatches(self, planned: PlannedStep, objective: Objective, name: str, *, train: bool) -> RankResult:
+        parameters = self._trained("backward").parameters if train else None
+        return self._microbatches.run(planned, objective, name, step=self.steps, parameters=parameters)
+
+    def _result(
+        self,
+        planned: PlannedStep,
+        works: Sequence[RankResult],
+        name: str,
+        start: float,
+        *,
+        divisor: float = 1.0,
+        loss: float | None = None,
+        train: bool,
+    ) -> StepResult:
+        """End a step: share what the ranks found, and reduce the gradients. Collective."""
+        self._transport.phase = f"{name}, step end"
+        last, busy = works[-1], sum(each.busy_seconds for each in works)
+        rows = shared(self._transport, [last.loss_sum, busy, last.router_loss])
+        total = rows[:, 0].sum().item() / divisor if loss is None else loss
+        self._refuse_not_finite(name, "loss", total)
+        if train:
+            self._transport.phase = f"{name}, sum of the gradients"
+            self.grad_norm = gradient_norm(self._trained("backward").parameters.reduce_gradients(), self._transport)
+            self._refuse_not_finite(name, "norm of the gradient", self.grad_norm)
+        batch = planned.batch
+        return StepResult(
+            loss=total,
+            plan=planned.plan,
+            num_sequences=len(batch.ids),
+            num_tokens=sum(batch.lengths),
+            num_loss_tokens=batch.loss_tokens,
+            busy_seconds=tuple(rows[:, 1].tolist()),
+            step_seconds=time.perf_counter() - start,
+            plan_seconds=planned.plan_seconds,
+            grad_norm=self.grad_norm if train else None,
+            router_loss=rows[:, 2].sum().item() if train and has_balance_loss(self._inner.config) else None,
+        )
+
+    def _refuse_not_finite(self, name: str, what: str, value: float) -> None:
+        if not math.isfinite(value):
+            remedy = "Look at the step's sequences and the learning rate; no update was made."
+            raise NumericError(f"{name}, {what}", expected="a finite number", got=f"{value}", remedy=remedy)

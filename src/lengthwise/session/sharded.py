@@ -1,0 +1,161 @@
+"""A loop's own optimizer, pointed at this rank's slices of the master weights: its groups, arguments and states stay.
+
+An optimizer that computes each entry by itself gives the same on a slice as on the whole. The others are refused by
+name. What its user keeps is the object: schedulers change its groups, `step` updates the slices, and a hook then
+publishes them to all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
+from lengthwise.engine.flat_layout import Run
+from lengthwise.engine.replicated import FlatParameters
+
+BY_ENTRY: Mapping[str, tuple[str, ...]] = {  # classes by the package that has them
+    "torch": (
+        *("AdamW", "Adam", "Adamax", "NAdam", "RAdam", "SGD", "ASGD", "RMSprop", "Rprop", "Adagrad", "Adadelta"),
+    ),
+    "lion_pytorch": ("Lion",),
+    "lengthwise": ("Lion",),
+}
+_WHY_NOT = {
+    "Adafactor": "its update of an entry depends on the rows and columns of the matrix",
+    "Muon": "its update of an entry depends on the whole matrix",
+    "SparseAdam": "it is for sparse gradients",
+    "LBFGS": "it takes several forward passes a step, and a global history",
+}
+_OF_FEW_BITS = "its states may be of 8 or 4 bits, which share a scale in blocks that would lie over two ranks"
+_WHY_NONE_OF: Mapping[str, str] = {"bitsandbytes": _OF_FEW_BITS, "torchao": _OF_FEW_BITS}  # by package
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> Optimizer:
+    """Return torch's optimizer under what a library has put around it, if it can be sharded.
+
+    Raises:
+        ConfigError, Problems: it is of another kind, or its parameters are not those of the model that train.
+    """
+    inner = optimizer
+    while isinstance(getattr(inner, "optimizer", None), Optimizer):  # as accelerate's has it
+        inner = inner.optimizer
+    if not isinstance(inner, Optimizer):
+        raise _refuse("a torch.optim.Optimizer", f"a {type(optimizer).__name__}")
+    problems: list[LengthwiseError] = []
+    kind, package = type(inner).__name__, type(inner).__module__.partition(".")[0]
+    if kind not in BY_ENTRY.get(package, ()):
+        known = ", ".join(f"{package}'s {' '.join(names)}" for package, names in BY_ENTRY.items() if names)
+        why = _WHY_NONE_OF.get(package) or _WHY_NOT.get(kind, "it is not known to compute each entry by itself")
+        expected = f"an optimizer that computes each entry by itself, so that slices change nothing: {known}"
+        problems.append(_refuse(expected, f"{type(inner).__module__}.{kind}: {why}"))
+    names = {id(each): name for name, each in model.named_parameters()}
+    others = sum(id(each) not in names for group in inner.param_groups for each in group["params"])
+    if others:
+        problems.append(_refuse("parameters of the model alone", f"{others} that are not"))
+    trained = {id(each) for group in inner.param_groups for each in group["params"]}
+    left = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in trained]
+    if left:
+        got = f"{len(left)} trainable parameters in none, first {left[0]}"
+        problems.append(_refuse("every trainable parameter in a group", got, "Freeze the others, or add them."))
+    raise_problems(problems)
+    return inner
+
+
+class ShardedInPlace:
+    """An optimizer whose groups hold this rank's slices of the model's parameters, with what it kept of them so far.
+
+    Made before the parameters move into flat buffers, and pointed at these by `point_at`. parameters: the buffers.
+    numbers: which of the optimizer's parameters, as torch counts them, each trainable parameter of the model is.
+    """
+
+    parameters: FlatParameters
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        self.optimizer = optimizer
+        group_of = {id(each): number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
+        members = [each for group in optimizer.param_groups for each in group["params"]]
+        counted = {id(each): number for number, each in enumerate(members)}
+        trainable = [each for each in model.parameters() if each.requires_grad]
+        self._groups = [group_of[id(each)] for each in trainable]
+        self.numbers = [counted[id(each)] for each in trainable]
+        self._members = [[counted[id(each)] for each in group["params"]] for group in optimizer.param_groups]
+        self._before = [(tuple(each.shape), optimizer.state.get(each, {})) for each in trainable]
+        self._slices: list[tuple[Run, nn.Parameter]] = []
+
+    def point_at(self, parameters: FlatParameters, rank: int) -> None:
+        """Take this rank's slices for the parameters, and slices of the states that there are."""
+        self.parameters, members = parameters, [list[nn.Parameter]() for _ in self.optimizer.param_groups]
+        self.optimizer.state.clear()
+        for run in parameters.layout.runs(rank):
+            piece = nn.Parameter(parameters.master_weights[run.start : run.stop])
+            shape, state = self._before[run.parameter]
+            if state:
+                entries = slice(run.entry, run.entry + run.stop - run.start)
+                self.optimizer.state[piece] = {key: _sliced(value, shape, entries) for key, value in state.items()}
+            self._slices.append((run, piece))
+            members[self._groups[run.parameter]].append(piece)
+        for group, each in zip(self.optimizer.param_groups, members, strict=True):
+            group["params"] = each
+        self._before.clear()
+        self.optimizer.zero_grad = self.zero_grad
+        self.optimizer.register_state_dict_pre_hook(lambda *_: _refuse_slices("state_dict"))
+        self.optimizer.register_load_state_dict_pre_hook(lambda *_: _refuse_slices("load_state_dict"))
+        self.optimizer.register_step_post_hook(lambda *_: parameters.publish())
+        self.attach()
+
+    def attach(self) -> None:
+        """Give each parameter of the model and each slice its gradient."""
+        self.parameters.attach_gradients()
+        for run, piece in self._slices:
+            piece.grad = self.parameters.grad_shard[run.start : run.stop]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients of this rank: those of the slices, and those from which the slices are summed."""
+        del set_to_none  # they stay where they are
+        self.parameters.clear_gradients()
+        self.parameters.grad_shard.zero_()
+
+    def states(self) -> Iterator[tuple[Run, dict[str, Any]]]:
+        """Yield what the optimizer keeps of each slice."""
+        for run, piece in self._slices:
+            yield run, self.optimizer.state[piece]
+
+    def plain_groups(self) -> list[dict[str, Any]]:
+        """Return the groups as torch's `state_dict` does, with the numbers of the whole parameters."""
+        groups = ({k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups)
+        return [{**group, "params": each} for group, each in zip(groups, self._members, strict=True)]
+
+    def set_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Set the arguments of the groups."""
+        for group, given in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update({key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+
+    def set_states(self, parameter: int, states: Mapping[str, Tensor]) -> None:
+        """Replace what is kept of a parameter by this rank's slices of `states`, (entries,) or () each."""
+        for run, piece in self._slices:
+            if run.parameter == parameter:
+                entries = slice(run.entry, run.entry + run.stop - run.start)
+                self.optimizer.state[piece] = {
+                    key: value[entries].to(piece.device, copy=True) if value.dim() else value.clone()
+                    for key, value in states.items()
+                }
+
+
+def _refuse_slices(name: str) -> None:
+    got, remedy = f"optimizer.{name}, which knows this rank's slices alone", f"Call session.{name}."
+    raise ConfigError(f"optimizer.{name}", expected=f"session.{name}", got=got, remedy=remedy)
+
+
+def _sliced(value: Any, shape: tuple[int, ...], entries: slice) -> Any:
+    """Return a slice of what is kept of each entry of a parameter, and a copy of any other tensor."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.reshape(-1)[entries].clone() if tuple(value.shape) == shape else value.clone()
+
+
+def _refuse(expected: str, got: str, remedy: str = "Take another optimizer.") -> ConfigError:
+    return ConfigError("optimizer", expected=expected, got=got, remedy=remedy)

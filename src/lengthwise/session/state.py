@@ -1,0 +1,163 @@
+"""What a session saves and takes back: whole tensors by parameter, in the form of the loop's own optimizer.
+
+So a state fits any number of ranks, and a plain loop: its optimizer loads it, and a session loads that of a plain loop.
+Tensors pass one bucket or parameter at a time, and rank 0 alone keeps them, in the host's memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lengthwise.comm import Transport, broadcast_bytes
+from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.session.sharded import ShardedInPlace
+
+_SHOWN = 10  # parameters that differ
+_STATE, _GROUPS, _MEMBERS = "state", "param_groups", "params"
+
+
+def whole_state(optimizer: ShardedInPlace, transport: Transport) -> dict[str, Any]:
+    """Return what torch's `Optimizer.state_dict` would of the whole parameters, on rank 0; {} on others. Collective."""
+    parameters = optimizer.parameters
+    sizes = parameters.layout.sizes
+    vectors, numbers = _kinds(optimizer, transport)
+    table = torch.full((len(sizes), len(numbers)), math.nan, dtype=torch.float64)
+    for run, state in optimizer.states():
+        for column, key in enumerate(numbers):
+            if key in state:
+                table[run.parameter, column] = float(state[key])
+    rows = torch.empty(transport.world_size, *table.shape, dtype=torch.float64)
+    if table.numel():
+        transport.all_gather(rows.view(-1), table.view(-1))
+    found: dict[int, dict[str, Any]] = {}
+    for key in vectors:
+        shard = torch.zeros_like(parameters.master_weights)
+        for run, state in optimizer.states():
+            if key in state:
+                shard[run.start : run.stop].copy_(state[key])
+        for place, tensor in enumerate(parameters.gather_to_first(shard).values()):
+            found.setdefault(optimizer.numbers[place], {})[key] = tensor
+    if transport.rank:
+        return {}
+    for column, key in enumerate(numbers):
+        for place, values in enumerate(rows[:, :, column].T):
+            known = values[~values.isnan()]
+            if len(known):
+                found.setdefault(optimizer.numbers[place], {})[key] = known[0].float()
+    return {_STATE: found, _GROUPS: optimizer.plain_groups()}
+
+
+def take_state(
+    optimizer: ShardedInPlace,
+    transport: Transport,
+    given: Mapping[str, Any] | None,
+    weights: Mapping[str, Tensor] | None,
+) -> None:
+    """Give each rank its slices of what rank 0 was given: a whole optimizer's state dict, and weights by name.
+
+    Without weights those that there are stay. Collective.
+
+    Raises:
+        ConfigError, Problems: it is of other parameters or groups; nothing was changed.
+    """
+    parameters = optimizer.parameters
+    told: dict[str, Any] = {"problems": []}
+    if not transport.rank:
+        problems = [*_problems(given, optimizer), *_other_weights(weights, parameters)]
+        told["problems"] = [(each.where, each.expected, each.got, each.remedy) for each in problems]
+        if given is not None and not problems:
+            groups = [{k: v for k, v in group.items() if k != _MEMBERS} for group in given[_GROUPS]]
+            kinds = {number: sorted(given[_STATE].get(number, {})) for number in optimizer.numbers}
+            told |= {"groups": plain_values(groups), "keys": kinds, "weights": weights is not None}
+    told = json.loads(broadcast_bytes(transport, json.dumps(told).encode()))
+    raise_problems([ConfigError(where, expected=a, got=b, remedy=c) for where, a, b, c in told["problems"]])
+    optimizer.set_groups(told["groups"])
+    states: dict[int, dict[str, Tensor]] = {}
+    for place, number in enumerate(optimizer.numbers):
+        for key in told["keys"][str(number)]:
+            value = None if given is None or transport.rank else torch.as_tensor(given[_STATE][number][key])
+            states.setdefault(place, {})[key] = _sent(value, parameters, place, transport)
+        optimizer.set_states(place, states.pop(place, {}))
+        if told["weights"]:
+            own = None if weights is None or transport.rank else weights[parameters.names[place]]
+            parameters.set_master_weights(place, _sent(own, parameters, place, transport))
+
+
+def _kinds(optimizer: ShardedInPlace, transport: Transport) -> tuple[list[str], list[str]]:
+    """Return what rank 0's states are named that have one number an entry, and the others."""
+    vectors, numbers = set[str](), set[str]()
+    for run, state in optimizer.states():
+        for key, value in state.items():
+            by_entry = isinstance(value, Tensor) and value.dim() > 0 and len(value) == run.stop - run.start
+            if value is not None:
+                (vectors if by_entry else numbers).add(key)
+    numbers -= vectors
+    told = json.dumps([sorted(vectors), sorted(numbers)]).encode()
+    first, second = json.loads(broadcast_bytes(transport, told))
+    return first, second
+
+
+def _sent(value: Tensor | None, parameters: FlatParameters, place: int, transport: Transport) -> Tensor:
+    """Return on every rank what rank 0 has: flat, one number an entry of a parameter, or a number alone."""
+    device = parameters.master_weights.device
+    is_vector = torch.tensor([0 if value is None else int(value.dim() > 0)])
+    transport.broadcast(is_vector, 0)
+    if not int(is_vector):
+        number = torch.zeros(1, dtype=torch.float64) if value is None else value.double().reshape(1).cpu()
+        transport.broadcast(number, 0)
+        return number[0].float()
+    whole = torch.empty(parameters.layout.sizes[place], dtype=parameters.master_weights.dtype, device=device)
+    if value is not None:
+        whole.copy_(value.reshape(-1))
+    transport.broadcast(whole, 0)
+    return whole
+
+
+def _problems(given: Mapping[str, Any] | None, optimizer: ShardedInPlace) -> list[LengthwiseError]:
+    remedy = "Give rank 0 what state_dict returned of this model and optimizer."
+    if given is None or not {_STATE, _GROUPS} <= given.keys():
+        got = "nothing" if given is None else ", ".join(map(str, given)) or "an empty one"
+        return [ConfigError("state", expected=f"{_STATE} and {_GROUPS}, on rank 0", got=got, remedy=remedy)]
+    problems: list[LengthwiseError] = []
+    wanted, got = ([group[_MEMBERS] for group in groups] for groups in (optimizer.plain_groups(), given[_GROUPS]))
+    if wanted != got:
+        shown = [f"{len(each)} groups of {', '.join(str(len(one)) for one in each)}" for each in (wanted, got)]
+        problems.append(ConfigError("state, param_groups", expected=shown[0], got=shown[1], remedy=remedy))
+    parameters = optimizer.parameters
+    for place, number in enumerate(optimizer.numbers):
+        size = parameters.layout.sizes[place]
+        for key, value in given[_STATE].get(number, {}).items():
+            if isinstance(value, Tensor) and value.dim() and value.numel() != size:
+                where, shape = f"state, {parameters.names[place]}, {key}", tuple(value.shape)
+                problems.append(ConfigError(where, expected=f"{size} entries", got=f"{shape}", remedy=remedy))
+    return problems
+
+
+def _other_weights(weights: Mapping[str, Tensor] | None, parameters: FlatParameters) -> list[LengthwiseError]:
+    if weights is None:
+        return []
+    wanted = {name: tuple(shape) for name, shape in zip(parameters.names, parameters.shapes, strict=True)}
+    found = {name: tuple(each.shape) for name, each in weights.items()}
+    wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    remedy = "Give what state_dict returned of this model."
+    return [
+        ConfigError(
+            f"state, master_weights, {name}",
+            expected=str(wanted.get(name, "no such parameter")),
+            got=str(found.get(name, "nothing")),
+            remedy=remedy,
+        )
+        for name in wrong[:_SHOWN]
+    ]
+
+
+def plain_values(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return groups whose arguments are plain numbers; a learning rate may be a tensor."""
+    return [{k: v.item() if isinstance(v, Tensor) else v for k, v in group.items()} for group in groups]

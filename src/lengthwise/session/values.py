@@ -1,0 +1,121 @@
+"""Losses that are no sum over tokens (DPO, GRPO, a distillation over whole sequences), exact under any cut.
+
+1. All microbatches run forward without gradients; what they give of each token is summed over the ranks.
+2. The loss is computed of these numbers, on every rank the same, and its gradient by each of them.
+3. All microbatches run forward and backward, each token's value weighted by that gradient: the chain rule, cut there.
+
+Costs one forward pass more, and four bytes a token and value on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.attention import PlannedAttention
+from lengthwise.core.errors import ConfigError
+from lengthwise.engine.objective import HearRouter
+from lengthwise.models.adapter import planned_output
+from lengthwise.program import Segment
+from lengthwise.session.losses import Tokens, TokenValues, tokens_of
+from lengthwise.session.rows import RowBatch
+
+Per: TypeAlias = Literal["sequence", "token"]
+Combine: TypeAlias = Callable[[Tensor], Tensor] | Callable[[list[Tensor]], Tensor]
+"""Takes the sums of all sequences, (sequences, ...), or per token a list of (length, ...); returns the loss, ()."""
+
+
+@dataclass(slots=True)
+class Gathered:
+    """Numbers of all tokens of a step, or their sums by sequence: (slots, ...), in fp32 or wider."""
+
+    batch: RowBatch
+    per: Per
+    dtype: torch.dtype
+    device: torch.device
+    sums: Tensor | None = None
+    offsets: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.offsets = torch.tensor([0, *accumulate(self.batch.lengths)], device=self.device)
+
+    @property
+    def num_slots(self) -> int:
+        """How many there are."""
+        return len(self.batch.lengths) if self.per == "sequence" else sum(self.batch.lengths)
+
+    def slots(self, tokens: Tokens) -> Tensor:
+        """Return the slot of each token, (tokens,)."""
+        if self.per == "sequence":
+            return tokens.sequences
+        return self.offsets[tokens.sequences] + tokens.position_ids
+
+    def add(self, tokens: Tokens, values: Tensor) -> None:
+        """Add what a microbatch gives."""
+        if self.sums is None:
+            self.sums = torch.zeros(self.num_slots, *values.shape[1:], dtype=self.dtype, device=self.device)
+        self.sums.index_add_(0, self.slots(tokens), values.detach().to(self.dtype))
+
+    def handed_on(self, leaf: Tensor) -> Tensor | list[Tensor]:
+        """Return a tensor (slots, ...) as `Combine` takes it."""
+        return leaf if self.per == "sequence" else list(leaf.split(list(self.batch.lengths)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValuesOfTokens:
+    """An `Objective` over what `values` gives of each token: gathered without `weights`, weighted by them with.
+
+    weights: the loss's gradient by each slot, (slots, ...).
+    """
+
+    gathered: Gathered
+    values: TokenValues
+    weights: Tensor | None = None
+    divisor: float = 1.0
+    rows_beyond: int = 0
+
+    def __call__(
+        self,
+        model: nn.Module,
+        planned: PlannedAttention,
+        segments: Sequence[Segment],
+        tensors: Sequence[Tensor],
+        hear_router: HearRouter | None,
+    ) -> Tensor:
+        """Return the weighted sum of the rank's tokens; 0 where they are gathered."""
+        assert hear_router is None, "the session refuses models with a balance loss here"
+        input_ids, position_ids, shift_labels = tensors
+        output = planned_output(model, planned, input_ids, position_ids)
+        tokens = tokens_of(self.gathered.batch, segments, input_ids, position_ids, shift_labels)
+        values = self.values(output, tokens)
+        if not values.dim() or len(values) != len(input_ids):
+            expected = f"one value a token, ({len(input_ids)},) or ({len(input_ids)}, k)"
+            remedy = "Return what has not been summed; `combine` sums."
+            raise ConfigError("values", expected=expected, got=f"{tuple(values.shape)}", remedy=remedy)
+        if self.weights is None:
+            self.gathered.add(tokens, values)
+            return torch.zeros((), dtype=self.gathered.dtype, device=input_ids.device)
+        wide = values.to(torch.promote_types(values.dtype, torch.float32))
+        return (wide * self.weights[self.gathered.slots(tokens)].to(wide.dtype)).sum()
+
+
+def combined(gathered: Gathered, sums: Tensor, combine: Combine) -> tuple[float, Tensor]:
+    """Return the loss that `combine` makes of sums, and its gradient by each of them.
+
+    Raises:
+        ConfigError: it makes no single number of them, or does not depend on them.
+    """
+    leaf = sums.detach().requires_grad_()
+    with torch.enable_grad():
+        loss = combine(gathered.handed_on(leaf))  # type: ignore[arg-type] - which of the two, `per` says
+    if loss.numel() != 1 or not loss.requires_grad:
+        got = f"{tuple(loss.shape)}{'' if loss.requires_grad else ', which does not depend on them'}"
+        remedy = "Return the mean or sum over sequences."
+        raise ConfigError("combine", expected="one number, computed of the values", got=got, remedy=remedy)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    return loss.item(), gradient

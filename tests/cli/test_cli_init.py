@@ -1,0 +1,97 @@
+"""`lengthwise init`: a run file that loads and trains, with what fits; what cannot be is refused, all at once."""
+
+import json
+import re
+
+import pytest
+import yaml
+
+from lengthwise.config import load_config
+from training.small_runs import call, losses, make_rows, write_model
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+
+
+def rows(path, number=40):
+    path.write_text("".join(json.dumps({"text": "x" * (n + 1)}) + "\n" for n in range(number)))
+    return path
+
+
+def test_the_whole_model_where_it_fits_else_adapters(tmp_path, capsys):
+    data = rows(tmp_path / "deep rows.jsonl")
+    asked = [("Qwen/Qwen3-8B", 8, False, 1e-5), ("meta-llama/Llama-3.1-8B-Instruct", 1, True, 2e-4)]
+    for model, gpus, adapters, rate in asked:
+        assert call("init", "--model", model, "--gpus", gpus, "--data", data, "--out", "run.yaml", "--force") == 0
+        config = load_config(tmp_path / "run.yaml", [])
+        assert config.model == model
+        assert (config.lora is not None) == adapters
+        assert config.optimizer.lr == rate
+        assert config.precision == "bf16"
+        assert config.data[0].path == data
+        assert f"on {gpus} of h100" in capsys.readouterr().out
+    assert max(map(len, (tmp_path / "run.yaml").read_text().splitlines())) <= 120
+
+
+def test_what_it_says_in_comments_loads_too(tmp_path):
+    data = rows(tmp_path / "rows.jsonl")
+    assert call("init", "--model", "qwen3-8b", "--gpus", 8, "--data", data) == 0
+    text = (tmp_path / "run.yaml").read_text()
+    rows(tmp_path / "held-out.jsonl")
+    found = yaml.safe_load(re.sub(r"^# (?=[a-z_]+: )", "", text, flags=re.MULTILINE))
+    assert {"capacity_tokens", "recompute", "report_to", "eval"} <= found.keys()
+    assert found["global_batch"]["tokens"] == sum(range(1, 41))
+
+
+def test_the_file_trains(tmp_path):
+    model = write_model(tmp_path / "model", hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in make_rows([30, 12, 5, 60])))
+    assert call("init", "--model", model, "--gpus", 2, "--hardware", "cpu", "--data", data, "--out", "my.yaml") == 0
+    assert call("train", tmp_path / "my.yaml", "--ranks", 2, "--set", "steps=2", "epochs=null") == 0
+    assert len(losses(tmp_path / "runs" / "my")) == 2
+
+
+def test_too_little_memory_names_how_many_are_enough(tmp_path, capsys):
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"input_ids": [1] * 400_000}) + "\n")
+    command = ["init", "--model", "qwen3-14b", "--data", data, "--gpus"]
+    assert call(*command, 1) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    enough = re.search(r"(\d+) of these are enough", said)
+    assert enough, said
+    assert not (tmp_path / "run.yaml").exists()
+    assert call(*command, enough[1]) == 0
+
+
+def test_a_model_that_fits_no_gpu_is_sharded(tmp_path, capsys):
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"input_ids": [1] * 400_000}) + "\n")
+    command = ["init", "--model", "llama-3.1-70b", "--data", data, "--gpus"]
+    assert call(*command, 64) == 0
+    text = (tmp_path / "run.yaml").read_text()
+    assert "parallel: {shard: zero3}" in text
+    assert "lora" not in text
+    assert call(*command, 1, "--force") == 2
+    assert "under shard: zero3" in " ".join(capsys.readouterr().err.split())
+    assert call("init", "--model", "qwen3-8b", "--data", data, "--gpus", 64, "--force") == 0
+    assert "parallel" not in (tmp_path / "run.yaml").read_text()
+
+
+def test_rows_that_cannot_be_counted_here_are_said(tmp_path):
+    data = tmp_path / "chat.jsonl"
+    data.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
+    assert call("init", "--model", "qwen3-8b", "--gpus", 8, "--data", data) == 0
+    assert "They were not counted: " in (tmp_path / "run.yaml").read_text()
+
+
+def test_all_that_is_wrong_is_told_and_nothing_is_replaced(tmp_path, capsys):
+    kept = rows(tmp_path / "run.yaml")
+    before = kept.read_text()
+    assert call("init", "--model", "qwen9", "--data", "nowhere", "--gpus", 0, "--hardware", "h200x") == 2
+    said = capsys.readouterr().err
+    assert all(each in said for each in ("--model", "--data", "--gpus", "--hardware", "--force"))
+    assert kept.read_text() == before

@@ -1,0 +1,35 @@
+"""What `lengthwise train` says before its first step."""
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+from lengthwise.cli.train import describe_job
+from lengthwise.report.figures import seconds
+from lengthwise.training.start import prepare
+from training.small_runs import make_rows, write_run
+
+
+def told(path, **options):
+    job = prepare(path, options.pop("overrides", []), ranks=options.pop("ranks", 1), timeout_seconds=60).job
+    return job, describe_job(job)
+
+
+def test_train_says_beforehand_how_long_it_will_take(tmp_path):
+    path = write_run(tmp_path, make_rows([30, 12, 5, 40] * 8), capacity_tokens=40, steps=200)
+    job, said = told(path)
+    found = re.search(r"^time    roughly (.*) a step, (.*) in all, estimated for cpu: ", said, re.MULTILINE)
+    assert found, said
+    assert job.estimated_step_seconds > 0
+    more, _ = told(path, overrides=["global_batch.sequences=8"])
+    assert more.estimated_step_seconds == 2 * job.estimated_step_seconds
+    shared, _ = told(path, ranks=4)
+    assert shared.estimated_step_seconds == job.estimated_step_seconds / 4
+
+
+def test_train_says_how_long_the_rest_of_a_run_will_take(tmp_path):
+    path = write_run(tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40, steps=100)
+    job, _ = told(path)
+    assert f" {seconds(100 * job.estimated_step_seconds)} in all" in describe_job(job)
+    resumed = replace(job, resume=SimpleNamespace(step=90))
+    assert f" {seconds(10 * job.estimated_step_seconds)} in all" in describe_job(resumed)

@@ -1,0 +1,71 @@
+"""Chats and preference pairs for TRL's trainers, and a tokenizer of bytes."""
+
+import random
+from functools import cache
+
+import datasets
+import torch
+from loops import small_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import trainers as tokenizer_trainers
+from transformers import PreTrainedTokenizerFast
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}<user>{{ m['content'] }}"
+    "{% else %}<assistant>{% generation %}{{ m['content'] }}<eos>{% endgeneration %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@cache
+def tokenizer():
+    """Return a tokenizer of bytes with a chat template."""
+    tokens = Tokenizer(models.BPE())
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<eos>", "<user>", "<assistant>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizer_trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
+    tokens.train_from_iterator(["the quick brown fox"], trainer)
+    found = PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>")
+    found.chat_template = TEMPLATE
+    return found
+
+
+def model(dtype=torch.float32, **changes):
+    """Return a small model of the tokenizer's vocabulary."""
+    return small_model(dtype, vocab_size=len(tokenizer()), pad_token_id=0, eos_token_id=1, bos_token_id=None, **changes)
+
+
+def _words(draw, count):
+    return " ".join("".join(draw.choice("abcdefgh") for _ in range(draw.randint(1, 6))) for _ in range(count))
+
+
+def chats(count=16):
+    """Return conversations of 4 to about 350 tokens."""
+    draw = random.Random(0)
+
+    def chat(turns, words):
+        roles = ["user", "assistant"] * turns
+        return [{"role": role, "content": _words(draw, draw.randint(1, words))} for role in roles]
+
+    rows = [{"messages": chat(draw.choice([1, 1, 2, 6]), draw.choice([1, 3, 12]))} for _ in range(count)]
+    return datasets.Dataset.from_list(rows)
+
+
+def completions(count=16):
+    """Return prompts with their completions."""
+    draw = random.Random(1)
+    rows = [{"prompt": _words(draw, draw.choice([1, 5, 30])), "completion": _words(draw, 3)} for _ in range(count)]
+    return datasets.Dataset.from_list(rows)
+
+
+def pairs(count=12):
+    """Return prompts with what was chosen and what was rejected."""
+    draw = random.Random(2)
+    sides = [[1, 5, 30], [1, 8, 40], [1, 8, 40]]
+    rows = [[_words(draw, draw.choice(each)) for each in sides] for _ in range(count)]
+    names = ("prompt", "chosen", "rejected")
+    return datasets.Dataset.from_list([dict(zip(names, row, strict=True)) for row in rows])

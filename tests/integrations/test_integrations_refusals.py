@@ -1,0 +1,199 @@
+"""What a planned Trainer cannot keep is refused when it is made, all at once; other mistakes at the first step."""
+
+import copy
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from loops import small_model
+from trainers import CAPACITY, arguments, data, in_trainers, padded, relative, trained
+from transformers import Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from lengthwise.config.optimizer import IN_8_BIT, REFUSED_NAMES
+from lengthwise.core.errors import ConfigError, DataError, LengthwiseError, Problems
+from lengthwise.integrations.arguments import CALLABLES, KEPT, REFUSED, WITHOUT_EFFECT, problems_of
+from lengthwise.integrations.rows import rows_of
+from lengthwise.integrations.transformers import PlannedTrainer, PlannedTrainerMixin
+
+
+def planned(args, **options):
+    given = {"train_dataset": data(), "data_collator": padded, "capacity_tokens": 2 * CAPACITY, **options}
+    return PlannedTrainer(model=given.pop("model", None) or small_model(torch.float32), args=args, **given)
+
+
+def test_every_argument_stands_in_one_table():
+    names = [each.name for each in dataclasses.fields(TrainingArguments)]
+    tables = [KEPT, WITHOUT_EFFECT.keys(), REFUSED.keys()]
+    assert [(name, sum(name in table for table in tables)) for name in names] == [(name, 1) for name in names]
+
+
+def test_the_page_names_all_that_is_refused():
+    page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
+    reasons = {**{name: why for name, (_, why) in REFUSED.items()}, **CALLABLES}
+    lacking = [
+        name for name, why in reasons.items() if not re.search(rf"\| `{name}` \| .* \| {re.escape(why)} \|", page)
+    ]
+    assert not lacking
+
+
+OTHERS = {
+    "deepspeed": {"zero_optimization": {"stage": 2}},
+    "fsdp": True,
+    "parallelism_config": object(),
+    "debug": ["underflow_overflow"],
+    "neftune_noise_alpha": 5.0,
+    "train_sampling_strategy": "group_by_length",
+    "optim": "adafactor",
+    "optim_target_modules": ["q_proj"],
+    "torch_empty_cache_steps": 4,
+    "label_names": ["start_positions"],
+}
+
+
+def test_all_that_cannot_be_kept_is_refused_in_one_message(tmp_path):
+    args = arguments(tmp_path)
+    for name in REFUSED:
+        setattr(args, name, OTHERS.get(name, True))  # as they are after `__post_init__`, which would start some
+    args.activation_checkpointing_kwargs = {"every_n_layers": 2}
+    with pytest.raises(Problems) as raised:
+        planned(args, compute_metrics=lambda _: {}, capacity_tokens=0)
+    said = {each.where for each in raised.value.problems}
+    assert said == {*REFUSED, "activation_checkpointing_kwargs.every_n_layers", "compute_metrics", "capacity_tokens"}
+
+
+def test_an_argument_of_a_later_version_is_refused_unless_it_has_its_default(tmp_path):
+    @dataclasses.dataclass
+    class Later(TrainingArguments):
+        pass
+
+    field = dataclasses.field(default=3)
+    field.name = "halves"
+    args = arguments(tmp_path)
+    args.halves = 3
+    known = dataclasses.fields(args)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dataclasses, "fields", lambda _: (*known, field))
+        assert problems_of(args, capacity_tokens=1, callables=()) == []
+        args.halves = 4
+        (problem,) = problems_of(args, capacity_tokens=1, callables=())
+    assert problem.where == "halves"
+
+
+def test_arguments_stay_as_they_were_given(tmp_path):
+    args = arguments(tmp_path, gradient_accumulation_steps=2, activation_checkpointing=True)
+    before = copy.deepcopy(args.to_dict())
+    planned(args).train()
+    assert args.to_dict() == before
+
+
+def test_a_loss_that_is_a_mean_of_its_microbatch_is_refused(tmp_path):
+    class Mean(PlannedTrainerMixin, Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs).loss
+
+    with pytest.raises(ConfigError, match="half the loss where num_items_in_batch is twice as much"):
+        trained(Mean, arguments(tmp_path), capacity_tokens=2 * CAPACITY)
+
+    def mean(outputs, labels, num_items_in_batch=None):
+        return outputs.logits.mean()
+
+    with pytest.raises(ConfigError, match="half the loss"):
+        planned(arguments(tmp_path), compute_loss_func=mean).train()
+
+
+def test_a_loader_of_the_users_own_is_refused(tmp_path):
+    class Own(PlannedTrainerMixin, Trainer):
+        def get_train_dataloader(self):
+            return torch.utils.data.DataLoader(self.train_dataset, batch_size=4, collate_fn=padded)
+
+    with pytest.raises(ConfigError, match="get_train_dataloader"):
+        trained(Own, arguments(tmp_path), capacity_tokens=2 * CAPACITY)
+
+
+def test_predictions_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="predict"):
+        planned(arguments(tmp_path)).predict(data())
+
+
+def test_an_evaluation_without_labels_is_refused(tmp_path):
+    rows = [{**row, "labels": [-100] * len(row["labels"])} for row in data()]
+    with pytest.raises(ConfigError, match="a token with a label"):
+        planned(arguments(tmp_path), eval_dataset=rows).evaluate()
+
+
+def test_going_on_without_the_optimizers_state_is_refused(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    planned(arguments(tmp_path / "out", save_only_model=True, **saving)).train()
+    with pytest.raises(ConfigError, match=r"no optimizer\.pt and no scheduler\.pt"):
+        planned(arguments(tmp_path / "out", **saving)).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({"labels": [[1, 2]]}, "a column input_ids"),
+        ({"input_ids": [[1, 2]], "score": [0.5]}, "one value a token in score"),
+        ({"input_ids": [[1, 2]], "text": ["ab"]}, "numbers in text"),
+        ({"input_ids": [[1, 2, 3]], "position_ids": [[5, 6, 7]]}, "0, 1, 2, ... of each document"),
+    ],
+)
+def test_columns_that_are_not_of_tokens_are_refused(batch, said):
+    with pytest.raises(DataError, match=said):
+        list(rows_of(batch))
+
+
+def test_padding_on_any_side_goes():
+    batch = {"input_ids": [[0, 0, 5, 6], [7, 8, 9, 0]], "attention_mask": [[0, 0, 1, 1], [1, 1, 1, 0]]}
+    assert [row["input_ids"].tolist() for row in rows_of(batch)] == [[5, 6], [7, 8, 9]]
+
+
+def test_ranks_that_read_other_data_are_named(tmp_path):
+    """A stream that gives each rank another part, as people write them for DistributedDataParallel."""
+
+    def work(rank):
+        try:
+            trained(PlannedTrainer, arguments(tmp_path, 2), capacity_tokens=CAPACITY, train_dataset=data()[rank:])
+        except LengthwiseError as error:
+            return str(error)
+        return "no error"
+
+    for said in in_trainers(work, 2, tmp_path):
+        assert "rank" in said
+        assert "plans and sequences" in said
+
+
+def test_a_trainer_trains_twice_and_evaluates_between(tmp_path):
+    trainer = planned(arguments(tmp_path, max_steps=3), eval_dataset=data())
+    first = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    second = trainer.evaluate()["eval_loss"]
+    session = trainer.session
+    trainer.train()
+    assert trainer.session is session  # states of the optimizer stay, as in Trainer
+    assert trainer.evaluate()["eval_loss"] < second < first
+    again = planned(arguments(tmp_path, max_steps=3), model=trainer.model, eval_dataset=data())
+    assert relative(again.evaluate()["eval_loss"], trainer.evaluate()["eval_loss"]) < 2e-6
+
+
+def test_a_model_made_by_model_init_is_planned(tmp_path):
+    trainer = PlannedTrainer(
+        model_init=lambda: small_model(torch.float32),
+        args=arguments(tmp_path, max_steps=3),
+        train_dataset=data(),
+        data_collator=padded,
+        capacity_tokens=2 * CAPACITY,
+    )
+    first = trainer.train().training_loss
+    assert trainer.train().training_loss == first
+
+
+def test_every_optimizer_of_few_bits_is_a_run_files_own_or_refused_with_a_reason_and_refused_of_a_trainer(tmp_path):
+    names = [each.value for each in OptimizerNames if "bit" in each.value or "bnb" in each.value]
+    assert {"adamw_8bit", "adamw_torch_4bit", "paged_lion_8bit"} <= set(names)
+    assert not [name for name in names if name not in IN_8_BIT and name not in REFUSED_NAMES["name"]]
+    for name in names:
+        (problem,) = problems_of(arguments(tmp_path, optim=name), capacity_tokens=1, callables=())
+        assert (problem.where, name in problem.got) == ("optim", True)

@@ -1,0 +1,237 @@
+"""PlannedTrainer on ranks against transformers' Trainer in one process: the same batches, losses, weights and files."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from loops import plain_losses, small_model
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import IterableDataset
+from trainers import CAPACITY, LENGTHS, arguments, data, difference, in_trainers, padded, relative, trained
+from transformers import DataCollatorWithFlattening, Trainer
+
+from lengthwise.integrations.transformers import PlannedTrainer, PlannedTrainerMixin
+from lengthwise.models import keep_double
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
+
+PLANNED = partial(PlannedTrainer, capacity_tokens=CAPACITY)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(data() * 4)
+
+
+def with_z_loss(outputs, labels, num_items_in_batch=None):
+    """What users write: it shifts by itself, and pads nothing."""
+    logits, targets = outputs.logits[:, :-1].float(), labels[:, 1:]
+    found = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    z = logits.logsumexp(-1)[targets != -100].square().sum()
+    return (found + 1e-3 * z) / num_items_in_batch
+
+
+class Doubled:
+    """A subclass that people have: it changes the loss, and logs."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        return (2 * loss, outputs) if return_outputs else 2 * loss
+
+
+class DoubledTrainer(Doubled, Trainer):
+    pass
+
+
+class PlannedDoubledTrainer(PlannedTrainerMixin, DoubledTrainer):
+    pass
+
+
+def lora(model):
+    adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=True)
+    return get_peft_model(model, adapters)
+
+
+def adapted():
+    torch.manual_seed(1)
+    return lora(small_model(torch.float32))
+
+
+# name: (arguments, what else a trainer is given, most that loss, norm and weights differ)
+CASES = {
+    "base": ({}, {}, 2e-6),
+    "accumulation": ({"gradient_accumulation_steps": 3, "max_steps": 5}, {}, 2e-6),
+    "epochs": ({"gradient_accumulation_steps": 4, "max_steps": -1, "num_train_epochs": 2}, {}, 2e-6),
+    "recompute": (
+        {"activation_checkpointing": True, "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.1},
+        {},
+        2e-6,
+    ),
+    "smoothing": ({"label_smoothing_factor": 0.1}, {}, 2e-6),
+    "own loss": ({}, {"compute_loss_func": with_z_loss}, 2e-6),
+    "bf16": ({"bf16": True}, {}, 2e-2),
+    "lora": ({}, {"model": adapted}, 2e-6),
+    "stream": ({"max_steps": 6}, {"train_dataset": Stream}, 2e-6),
+    "datasets": ({"remove_unused_columns": True}, {"train_dataset": lambda: noted(data())}, 2e-6),
+    "sequential": ({"train_sampling_strategy": "sequential", "dataloader_drop_last": True}, {}, 2e-6),
+    "subclass": ({}, {"kinds": (PlannedDoubledTrainer, DoubledTrainer)}, 2e-6),
+}
+
+
+def noted(rows):
+    return Dataset.from_list([{**row, "note": "a column of no model"} for row in rows])
+
+
+def run(name, folder, *, ranks):
+    changes, options, _ = CASES[name]
+    options = dict(options)
+    planned, plain = options.pop("kinds", (PlannedTrainer, Trainer))
+    kind = partial(planned, capacity_tokens=CAPACITY) if ranks else plain
+    options = {key: value() if key in ("model", "train_dataset") else value for key, value in options.items()}
+    found = trained(kind, arguments(folder, ranks or 1, **changes), **options)
+    found.pop("trainer")
+    return found
+
+
+def test_a_planned_trainer_is_the_plain_trainer(tmp_path):
+    def on_ranks(_rank):
+        return {name: run(name, tmp_path / "planned", ranks=2) for name in CASES}
+
+    def alone(_rank):
+        return {name: run(name, tmp_path / "plain", ranks=0) for name in CASES}
+
+    (plain,) = in_trainers(alone, 1, tmp_path)
+    for found in in_trainers(on_ranks, 2, tmp_path):
+        assert found.keys() == CASES.keys() == plain.keys()
+        for name, (_, _, limit) in CASES.items():
+            got, expected = found[name], plain[name]
+            assert got["events"] == expected["events"], name
+            assert len(got["logs"]) == len(expected["logs"]) > 4, name
+            for here, there in zip(got["logs"], expected["logs"], strict=True):
+                for key in there.keys() & {"loss", "train_loss"}:
+                    assert relative(here[key], there[key]) < limit, (name, here["step"])
+                if "grad_norm" in there:
+                    assert relative(here["grad_norm"], there["grad_norm"]) < 10 * limit, (name, here["step"])
+                for key in there.keys() & {"learning_rate", "epoch", "step", "num_input_tokens_seen"}:
+                    assert here[key] == there[key], (name, key)
+            assert difference(got["weights"], expected["weights"]) < 10 * limit, name
+        assert any(log.get("ring_token_ratio", 0) > 0 for log in found["base"]["logs"])
+
+
+def test_in_double_precision_nothing_but_rounding_differs(tmp_path):
+    def work(ranks, _rank):
+        with keep_double(torch.float64):
+            model = small_model(torch.float64)
+            found = trained(PLANNED if ranks else Trainer, arguments(tmp_path, ranks or 1), model=model)
+        return found["weights"], [log["loss"] for log in found["logs"] if "loss" in log]
+
+    ((expected, losses),) = in_trainers(partial(work, 0), 1, tmp_path)
+    for weights, found in in_trainers(partial(work, 4), 4, tmp_path):
+        assert difference(weights, expected) < 1e-11
+        assert found == losses  # Trainer logs them in single precision
+
+
+def test_packed_rows_are_taken_apart(tmp_path):
+    """Rows of several documents, as a collator without padding makes them: each document is a sequence."""
+
+    def packed(rows):
+        return [
+            {name: [x for row in rows[at : at + 3] for x in row[name]] for name in ("input_ids", "labels")}
+            | {"position_ids": [x for row in rows[at : at + 3] for x in range(len(row["input_ids"]))]}
+            for at in range(0, len(rows), 3)
+        ]
+
+    def tensors(examples):
+        (example,) = examples
+        return {name: torch.tensor([values]) for name, values in example.items()}
+
+    def work(_rank):
+        rows, ordered = data(), {"train_sampling_strategy": "sequential"}
+        documents = trained(PLANNED, arguments(tmp_path, 2, per_device_train_batch_size=6, max_steps=2, **ordered))
+        packs = trained(
+            PLANNED,
+            arguments(tmp_path, 2, max_steps=2, **ordered),
+            train_dataset=packed(rows),
+            data_collator=tensors,
+        )
+        flat = trained(
+            PLANNED,
+            arguments(tmp_path, 2, per_device_train_batch_size=6, max_steps=2, **ordered),
+            data_collator=DataCollatorWithFlattening(),
+        )
+        return [[log["loss"] for log in each["logs"] if "loss" in log] for each in (documents, packs, flat)]
+
+    for documents, packs, flat in in_trainers(work, 2, tmp_path):
+        assert len(documents) == 2
+        assert documents == packs == flat
+
+
+def test_evaluation_is_the_mean_of_the_tokens(tmp_path):
+    def work(_rank):
+        rows = data(LENGTHS[:9])
+        changes = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+        best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 1}
+        args = arguments(tmp_path / "out", 2, **changes, **best)
+        trainer = PLANNED(
+            model=small_model(torch.float32), args=args, train_dataset=data(), eval_dataset=rows, data_collator=padded
+        )
+        before = trainer.evaluate()["eval_loss"]
+        untrained = plain_mean(small_model(torch.float32), rows)
+        trainer.train()
+        logged = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+        after = trainer.evaluate()["eval_loss"]
+        generated = trainer.model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False)
+        return before, untrained, logged, after, plain_mean(trainer.model, rows), tuple(generated.shape)
+
+    for before, untrained, logged, after, expected, generated in in_trainers(work, 2, tmp_path):
+        assert relative(before, untrained) < 2e-6
+        assert relative(after, expected) < 2e-6
+        assert len(logged) == 2
+        assert after == min(logged)
+        assert generated == (1, 7)
+    assert len(list((tmp_path / "out").glob("checkpoint-*"))) == 1
+
+
+def plain_mean(model, rows):
+    rows = [{name: torch.tensor(values) for name, values in row.items()} for row in rows]
+    with torch.no_grad():
+        total = sum(loss.item() for loss in plain_losses(model, rows))
+    return total / sum(int((row["labels"][1:] != -100).sum()) for row in rows)
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2, "max_steps": 6}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_goes_on_from_a_checkpoint_on_any_number_of_ranks(tmp_path, dtype):
+    """To the same bits on as many ranks; on others, and between planned and plain, within rounding."""
+
+    def work(ranks, folder, resume, _rank):
+        args = arguments(tmp_path / folder, ranks or 1, **SAVING)
+        kind = partial(PlannedTrainer, capacity_tokens=2 * CAPACITY // ranks) if ranks else Trainer
+        if not ranks and dtype == torch.bfloat16:
+            return None  # without masters it trains another model
+        found = trained(kind, args, model=small_model(dtype), resume=resume)
+        return found["weights"], [log["loss"] for log in found["logs"] if "loss" in log]
+
+    whole, *_ = in_trainers(partial(work, 2, "two", None), 2, tmp_path)
+    plain, *_ = in_trainers(partial(work, 0, "plain", None), 1, tmp_path)
+    middle = str(tmp_path / "two/checkpoint-3")
+    for weights, losses in in_trainers(partial(work, 2, "again", middle), 2, tmp_path):
+        assert all(torch.equal(weights[name], whole[0][name]) for name in whole[0])
+        assert losses == whole[1][3:]
+    exact = dtype == torch.float32
+    found = in_trainers(partial(work, 1, "one", middle), 1, tmp_path)
+    if exact:
+        found += in_trainers(partial(work, 0, "plain2", middle), 1, tmp_path)
+        found += in_trainers(partial(work, 2, "two2", str(tmp_path / "plain/checkpoint-3")), 2, tmp_path)
+        assert difference(plain[0], whole[0]) < 2e-5
+    for weights, losses in found:
+        assert difference(weights, whole[0]) < (2e-5 if exact else 2e-2)
+        assert max(map(relative, losses, whole[1][3:])) < (2e-6 if exact else 1e-2)
+    assert (tmp_path / "two/checkpoint-3/master_weights.safetensors").exists() != exact
+    state = json.loads((tmp_path / "two/checkpoint-3/trainer_state.json").read_text())
+    assert state["global_step"] == 3

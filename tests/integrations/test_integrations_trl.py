@@ -1,0 +1,144 @@
+"""TRL's trainers, planned on two ranks, give what they give in one process: losses, weights and every logged number."""
+
+from functools import partial
+
+import pytest
+import torch
+
+trl = pytest.importorskip("trl")  # an extra
+
+from peft import LoraConfig  # noqa: E402
+from preferences import chats, completions, model, pairs, tokenizer  # noqa: E402
+from trainers import difference, in_trainers, relative, trained  # noqa: E402
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
+
+from lengthwise.core.errors import LengthwiseError, Problems  # noqa: E402
+from lengthwise.integrations.trl import PlannedDPOTrainer, PlannedSFTTrainer, PreferenceCollator  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated")  # TRL and peft read it
+
+CAPACITY = 200
+SETTINGS = {
+    "max_steps": 4,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+    "max_length": None,
+    "activation_checkpointing": False,
+}
+TIMES = ("runtime", "per_second")
+
+
+def arguments(kind, folder, ranks, **changes):
+    sizes = {"per_device_train_batch_size": 4 // ranks, "per_device_eval_batch_size": 4 // ranks}
+    return kind(str(folder), **{**SETTINGS, **sizes, **changes})
+
+
+def both(plain, planned, config, folder, *, make, capacity=CAPACITY, **changes):
+    """Return what the plain trainer logs and learns in one process, and each of two ranks of the planned one."""
+
+    def work(ranks, kind, _rank):
+        options = {"processing_class": tokenizer(), **make()}
+        args = arguments(config, folder / f"ranks{ranks}", ranks, **changes)
+        given = options.pop("model", None) or model()
+        found = trained(kind, args, model=given, data_collator=None, **options)
+        return found["logs"], found["weights"]
+
+    (one,) = in_trainers(partial(work, 1, plain), 1, folder)
+    return one, in_trainers(partial(work, 2, partial(planned, capacity_tokens=capacity)), 2, folder)
+
+
+def compared(one, found, *, tolerance=5e-5, weights=2e-4, others=()):
+    """Compare the weights and every logged number but times, operations, and `others`, of which means are others."""
+    left_out = ("total_flos", *others)
+    for logs, learned in found:
+        assert len(logs) == len(one[0])
+        for got, expected in zip(logs, one[0], strict=True):
+            names = {name for name in expected if name not in left_out and not any(each in name for each in TIMES)}
+            assert names <= got.keys()
+            wrong = {n: (got[n], expected[n]) for n in names if relative(got[n], expected[n]) > tolerance}
+            assert not wrong
+        assert difference(learned, one[1]) < weights
+        assert any(log.get("ring_token_ratio") for log in logs)
+
+
+LORA = partial(LoraConfig, r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+CHATS = {"train_dataset": chats, "eval_dataset": partial(chats, 8)}
+SFT = {
+    "the whole chat": (CHATS, {}),
+    "assistant turns alone": (CHATS, {"assistant_only_loss": True, "eval_strategy": "steps", "eval_steps": 2}),
+    "completions, accumulated": ({"train_dataset": completions}, {"gradient_accumulation_steps": 2, "max_steps": 2}),
+    "packed": ({"train_dataset": chats}, {"packing": True, "max_length": 160, "max_steps": 2}),
+    "adapters": ({**CHATS, "peft_config": LORA}, {"assistant_only_loss": True}),
+    "dft, recomputed": (CHATS, {"loss_type": "dft", "activation_checkpointing": True, "assistant_only_loss": True}),
+}
+
+
+@pytest.mark.parametrize("case", SFT)
+def test_sft_is_trls(case, tmp_path):
+    data, changes = SFT[case]
+
+    def make():
+        return {name: each() for name, each in data.items()}
+
+    one, found = both(SFTTrainer, PlannedSFTTrainer, SFTConfig, tmp_path, make=make, capacity=100, **changes)
+    # Ours are means over the tokens of an update or a data set; TRL's are means of the means of its batches.
+    by_batch = ["eval_loss"] * ("eval_strategy" in changes)
+    if "gradient_accumulation_steps" in changes:
+        by_batch += ["entropy", "mean_token_accuracy"]
+    compared(one, found, others=by_batch)
+
+
+DPO = {
+    "sigmoid": {},
+    "ipo and sft, accumulated": {
+        "loss_type": ["ipo", "sft"],
+        "loss_weights": [1.0, 0.5],
+        "gradient_accumulation_steps": 2,
+        "max_steps": 2,
+    },
+    "adapters": {},
+    "a reference that follows": {"sync_ref_model": True, "ref_model_sync_steps": 2, "activation_checkpointing": True},
+    "weighted, evaluated": {"use_weighting": True, "ld_alpha": 0.5, "eval_strategy": "steps", "eval_steps": 2},
+}
+
+
+@pytest.mark.parametrize("case", DPO)
+def test_dpo_is_trls(case, tmp_path):
+    def make():
+        data = {"train_dataset": pairs(), "eval_dataset": pairs(6)}
+        return {**data, "peft_config": LORA()} if case == "adapters" else {**data, "ref_model": model()}
+
+    one, found = both(DPOTrainer, PlannedDPOTrainer, DPOConfig, tmp_path, make=make, **DPO[case])
+    compared(one, found, tolerance=2e-4)
+
+
+def test_what_trl_would_do_beside_a_plan_is_refused(tmp_path):
+    args = arguments(SFTConfig, tmp_path, 1, activation_offloading=True)
+    args.torch_compile = True
+    with pytest.raises(Problems) as raised:
+        PlannedSFTTrainer(model=model(), args=args, train_dataset=chats(4), processing_class=tokenizer())
+    said = {each.where for each in raised.value.problems}
+    assert said == {"activation_offloading", "torch_compile", "capacity_tokens"}
+    args = arguments(DPOConfig, tmp_path, 1, precompute_ref_log_probs=True)
+    given = {"train_dataset": pairs(), "processing_class": tokenizer(), "capacity_tokens": 999}
+    with pytest.raises(LengthwiseError, match="precompute_ref_log_probs"):
+        PlannedDPOTrainer(model=model(), args=args, **given)
+
+
+def test_a_preference_loss_of_a_model_with_dropout_is_refused(tmp_path):
+    args = arguments(DPOConfig, tmp_path, 1, disable_dropout=False)
+    given = {"train_dataset": pairs(), "processing_class": tokenizer(), "capacity_tokens": 999}
+    trainer = PlannedDPOTrainer(model=model(), args=args, peft_config=LORA(lora_dropout=0.1), **given)
+    with pytest.raises(LengthwiseError, match="the model runs twice"):
+        trainer.train()
+
+
+def test_pairs_with_columns_that_are_not_of_text_are_refused():
+    inputs = {"input_ids": torch.ones(2, 3, dtype=torch.int64), "pixel_values": torch.ones(2, 4)}
+    with pytest.raises(LengthwiseError, match="pixel_values"):
+        PreferenceCollator(lambda _: inputs)([{}])

@@ -1,0 +1,134 @@
+"""A loop as its users have it, planned and plain, over the same steps; and processes that joined before us."""
+
+import copy
+import os
+import pickle
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lengthwise.session import Session
+from lengthwise.training.launch import launch
+
+torch.set_num_threads(1)
+VOCAB = 64
+UGLY = [[1, 2, 97, 3], [64, 65, 63, 1, 1, 31], [128, 5], [59, 2, 2, 2]]
+
+
+def small_model(dtype=torch.float64, **changes):
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        config = LlamaConfig(**{**settings, **changes})
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype).train()
+
+
+def rows_of(lengths, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for length in lengths:
+        ids = torch.randint(0, VOCAB, (length,), generator=generator)
+        labels = torch.where(torch.rand(length, generator=generator) < 0.3, -100, ids)
+        rows.append({"input_ids": ids, "labels": labels})
+    rows[0]["labels"] = rows[0]["input_ids"].clone()
+    rows.append({"input_ids": torch.arange(9) % VOCAB, "labels": torch.arange(9) % VOCAB})
+    return rows
+
+
+def steps_of(lengths=UGLY):
+    return [rows_of(each, seed) for seed, each in enumerate(lengths)]
+
+
+def loss_tokens(rows):
+    return sum(int((row["labels"][1:] != -100).sum()) for row in rows)
+
+
+def plain_losses(model, rows, *, autocast=None, wide=torch.float64):
+    """Yield the summed cross entropy of each row, alone."""
+    for row in rows:
+        with nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast):
+            logits = model(input_ids=row["input_ids"][None], use_cache=False).logits[0]
+        yield F.cross_entropy(logits.to(wide)[:-1], row["labels"][1:], ignore_index=-100, reduction="sum")
+
+
+def plain_loop(model, optimizer, scheduler, steps, *, limit=1.0, **how):
+    """Train one row after the other; return (loss, norm) of each step."""
+    found = []
+    for rows in steps:
+        total, divisor = 0.0, loss_tokens(rows)
+        for loss in plain_losses(model, rows, **how):
+            (loss / divisor).backward()
+            total += loss.item() / divisor
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        found.append((total, norm))
+    return found
+
+
+def planned_loop(session, optimizer, scheduler, steps, *, limit=1.0, ahead=False):
+    """The same loop, planned."""
+    found = []
+    for rows in session.batches(steps) if ahead else steps:
+        result = session.backward(rows)
+        session.clip_grad_norm_(limit)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        found.append((result.loss, result.grad_norm))
+    return found
+
+
+def both_loops(make_optimizer, *, dtype=torch.float64, autocast=None, ahead=False, capacity=64, model=None, steps=None):
+    """Return the worst relative differences of loss, norm and weights between the planned loop and the plain one."""
+    model = small_model(dtype) if model is None else model
+    plain, steps, found = copy.deepcopy(model), steps or steps_of(), []
+    for each in (model, plain):
+        optimizer = make_optimizer([weights for weights in each.parameters() if weights.requires_grad])
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+        if each is model:
+            with Session(model, optimizer, capacity_tokens=capacity, autocast=autocast) as session:
+                found.append(planned_loop(session, optimizer, scheduler, steps, ahead=ahead))
+        else:
+            wide = torch.promote_types(dtype, torch.float32)
+            found.append(plain_loop(plain, optimizer, scheduler, steps, autocast=autocast, wide=wide))
+    losses, norms = zip(*(zip(*each, strict=True) for each in found), strict=True)
+    weights = [(a - b).norm() / b.norm() for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
+    return (
+        max(abs(a - b) / abs(b) for a, b in zip(losses[0], losses[1], strict=True)),
+        max(abs(a - b) / abs(b) for a, b in zip(norms[0], norms[1], strict=True)),
+        max(each.item() for each in weights),
+    )
+
+
+def in_ranks(work, ranks, folder):
+    """Call `work(rank)` in processes that have joined a process group of their own; return what each returned."""
+    folder = Path(folder)
+    meeting = folder / "meeting"
+
+    def rank_work(world, _on_phase):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if ranks > 1:
+            dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=world.rank, world_size=ranks)
+        result = work(world.rank)
+        if ranks > 1:
+            dist.barrier()  # the group is still that of the loop
+            dist.destroy_process_group()
+        (folder / str(world.rank)).write_bytes(pickle.dumps(result))
+
+    launch(rank_work, ranks)
+    meeting.unlink(missing_ok=True)
+    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(ranks)]

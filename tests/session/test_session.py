@@ -1,0 +1,441 @@
+"""A planned step in somebody's loop gives what the plain loop gives, whatever the loop does."""
+
+import copy
+import gc
+from functools import partial
+
+import bitsandbytes
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import (
+    both_loops,
+    in_ranks,
+    loss_tokens,
+    plain_loop,
+    plain_losses,
+    planned_loop,
+    rows_of,
+    small_model,
+    steps_of,
+)
+
+from lengthwise import Session
+from lengthwise.core.errors import LengthwiseError, NumericError, PlanError, RankError
+from lengthwise.models import keep_double
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def in_double(work):
+    def rank_work(rank):
+        with keep_double(torch.float64):
+            return work(rank)
+
+    return rank_work
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_a_planned_loop_is_the_plain_loop(ranks, tmp_path):
+    capacity = 128 if ranks == 1 else 64
+    work = in_double(lambda _rank: both_loops(ADAMW, capacity=capacity, ahead=ranks == 3))
+    for loss, norm, weights in in_ranks(work, ranks, tmp_path):
+        assert loss < 1e-13
+        assert norm < 1e-12
+        assert weights < 1e-11
+
+
+OPTIMIZERS = {
+    "nesterov": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-3),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "nadam": partial(torch.optim.NAdam, lr=1e-3),
+    "adamax": partial(torch.optim.Adamax, lr=1e-3),
+    "adadelta": partial(torch.optim.Adadelta, lr=1.0),
+    "rprop": partial(torch.optim.Rprop, lr=1e-3),
+    "asgd": partial(torch.optim.ASGD, lr=1e-2),
+    "groups": lambda parameters: torch.optim.AdamW(
+        [
+            {"params": [each for each in parameters if each.dim() >= 2], "weight_decay": 0.1},
+            {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0, "lr": 3e-3},
+        ],
+        lr=1e-2,
+    ),
+}
+
+
+def test_every_optimizer_by_entry_is_itself(tmp_path):
+    work = in_double(lambda _rank: {name: both_loops(make) for name, make in OPTIMIZERS.items()})
+    for found in in_ranks(work, 2, tmp_path):
+        assert {name: loss for name, (loss, _, _) in found.items() if loss > 1e-12} == {}
+        assert {name: weights for name, (_, _, weights) in found.items() if weights > 1e-10} == {}
+
+
+def test_single_and_mixed_precision_stay_within_rounding(tmp_path):
+    def work(_rank):
+        return both_loops(ADAMW, dtype=torch.float32), both_loops(SGD, dtype=torch.float32, autocast=torch.bfloat16)
+
+    for single, mixed in in_ranks(work, 2, tmp_path):
+        assert single[0] < 2e-6
+        assert single[1] < 1e-5
+        assert mixed[0] < 1e-3
+        assert mixed[2] < 2e-3
+
+
+def test_a_surrounding_autocast_is_that_of_the_step(tmp_path):
+    def work(_rank):
+        losses = []
+        for surrounding in (True, False):
+            model, (rows, *_) = small_model(torch.float32), steps_of()
+            given = None if surrounding else torch.bfloat16
+            with (
+                Session(model, SGD(model.parameters()), capacity_tokens=64, autocast=given) as session,
+                torch.autocast("cpu", dtype=torch.bfloat16, enabled=surrounding),
+            ):
+                result = session.backward(rows)
+            losses.append((result.loss, result.grad_norm))
+        return losses
+
+    for first, second in in_ranks(work, 2, tmp_path):
+        assert first == second
+
+
+def test_gradients_add_up_until_they_are_cleared(tmp_path):
+    def work(_rank):
+        first, second = rows_of([65, 3], 0), rows_of([5, 90], 1)
+        model = small_model()
+        plain, optimizer = copy.deepcopy(model), SGD(model.parameters())
+        together = float(loss_tokens(first) + loss_tokens(second))
+        for loss in (*plain_losses(plain, first), *plain_losses(plain, second)):
+            (loss / together).backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
+        found = []
+        with Session(model, optimizer, capacity_tokens=64) as session:
+            keeping = {"set_to_none": False}
+            of_both = (optimizer.zero_grad, model.zero_grad)
+            for clear in (*of_both, *(partial(each, **keeping) for each in of_both)):
+                session.backward(second)
+                clear()
+                session.backward(first, normalizer=together)
+                found.append(session.backward(second, normalizer=together).grad_norm)
+                optimizer.zero_grad()
+        return norm, found
+
+    for norm, found in in_ranks(in_double(work), 2, tmp_path):
+        assert found == pytest.approx([norm] * 4, rel=1e-12)
+
+
+def test_a_loss_of_ones_own_is_exact_under_any_cut(tmp_path):
+    def weighted(output, tokens):
+        logits = output.logits[0]
+        each = F.cross_entropy(logits, tokens.shift_labels, ignore_index=-100, reduction="none")
+        z = torch.logsumexp(logits, -1).square() * (tokens.shift_labels != -100)
+        return (each * tokens.columns["importance"]).sum() + 1e-2 * z.sum() + 0.0 * tokens.sequences.sum()
+
+    def plain(model, row):
+        logits = model(input_ids=row["input_ids"][None], use_cache=False).logits[0, :-1]
+        each = F.cross_entropy(logits, row["labels"][1:], ignore_index=-100, reduction="none")
+        z = torch.logsumexp(logits, -1).square() * (row["labels"][1:] != -100)
+        return (each * row["importance"][:-1]).sum() + 1e-2 * z.sum()
+
+    def by_itself(model, inputs):
+        divisor = inputs.pop("divisor")
+        return model(**inputs, num_items_in_batch=divisor).loss
+
+    def work(_rank):
+        rows = rows_of([97, 2, 1, 40, 64], 5)
+        marked = [{**row, "importance": torch.rand(len(row["input_ids"]), dtype=torch.float64)} for row in rows]
+        torch.manual_seed(0)
+        for row in marked:
+            row["importance"] = torch.rand(len(row["input_ids"]), dtype=torch.float64)
+        model = small_model()
+        reference, divisor = copy.deepcopy(model), float(loss_tokens(rows))
+        expected = sum(plain(reference, row) for row in marked if len(row["input_ids"]) > 1) / divisor
+        expected.backward()
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9).item()
+        with Session(model, SGD(model.parameters()), capacity_tokens=64) as session:
+            result = session.backward(marked, loss=weighted)
+            session.optimizer.zero_grad()
+            ours = session.backward(rows)
+            session.optimizer.zero_grad()
+            theirs = session.backward(
+                rows, compute_loss=lambda model, inputs: by_itself(model, {**inputs, "divisor": divisor})
+            )
+        return (
+            (result.loss, expected.item()),
+            (result.grad_norm, norm),
+            (theirs.loss, ours.loss),
+            (theirs.grad_norm, ours.grad_norm),
+        )
+
+    for pairs in in_ranks(in_double(work), 2, tmp_path):
+        for got, expected in pairs:
+            assert got == pytest.approx(expected, rel=2e-7)
+        (loss, wanted), (norm, wanted_norm), *_ = pairs
+        assert loss == pytest.approx(wanted, rel=1e-13)
+        assert norm == pytest.approx(wanted_norm, rel=1e-12)
+
+
+def test_an_optimizer_that_made_steps_before_goes_on_with_its_states(tmp_path):
+    def work(_rank):
+        first, second = steps_of()[:2]
+        model = small_model()
+        optimizer = ADAMW(model.parameters())
+        constant = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
+        plain_loop(model, optimizer, constant(optimizer), [first])
+        plain = copy.deepcopy(model)
+        other = ADAMW(plain.parameters())
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        plain_loop(plain, other, constant(other), [second])
+        with Session(model, optimizer, capacity_tokens=64) as session:
+            planned_loop(session, optimizer, constant(optimizer), [second])
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+
+    assert max(in_ranks(in_double(work), 2, tmp_path)) < 1e-11
+
+
+def test_a_loop_goes_on_from_its_state_at_any_number_of_ranks_and_in_plain(tmp_path):
+    steps, constant = steps_of(), partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
+
+    def first(_rank):
+        model = small_model()
+        optimizer = ADAMW(model.parameters())
+        with Session(model, optimizer, capacity_tokens=64) as session:
+            planned_loop(session, optimizer, constant(optimizer), steps[:2])
+            state = copy.deepcopy(session.state_dict())
+            with pytest.raises(LengthwiseError, match=r"Call session\.state_dict"):
+                optimizer.state_dict()
+            planned_loop(session, optimizer, constant(optimizer), steps[2:])
+        return state, [each.detach().clone() for each in model.parameters()]
+
+    ended = in_ranks(in_double(first), 2, tmp_path)
+    state, end = ended[0]
+    assert ended[1][0] == {}
+
+    def second(rank):
+        model = small_model()
+        optimizer = ADAMW(model.parameters())
+        with Session(model, optimizer, capacity_tokens=128 if ranks == 1 else 64) as session:
+            session.load_state_dict(state if rank == 0 else None)
+            assert session.steps == 2
+            planned_loop(session, optimizer, constant(optimizer), steps[2:])
+        return [each.detach().clone() for each in model.parameters()]
+
+    def differs(weights):
+        return max(((a - b).norm() / b.norm()).item() for a, b in zip(weights, end, strict=True))
+
+    for ranks in (1, 2, 3):
+        found = in_ranks(in_double(second), ranks, tmp_path)
+        assert differs(found[0]) == 0 if ranks == 2 else differs(found[0]) < 1e-11
+
+    plain = small_model()
+    plain.load_state_dict(state["master_weights"], strict=False)
+    optimizer = ADAMW(plain.parameters())
+    optimizer.load_state_dict(state["optimizer"])
+    with keep_double(torch.float64):
+        plain_loop(plain, optimizer, constant(optimizer), steps[2:])
+    assert differs([each.detach() for each in plain.parameters()]) < 1e-11
+
+
+def test_a_state_of_another_model_changes_nothing():
+    model, other = small_model(), small_model(intermediate_size=40)
+    with Session(other, ADAMW(other.parameters()), capacity_tokens=128) as session:
+        session.step([[1, 2, 3]])
+        state = session.state_dict()
+    with Session(model, ADAMW(model.parameters()), capacity_tokens=128) as session:
+        session.step([[1, 2, 3]])
+        before = copy.deepcopy(session.state_dict())
+        for wrong in (state, {**before, "optimizer": {}}, None, {**before, "master_weights": {}}):
+            with pytest.raises(LengthwiseError, match="expected"):
+                session.load_state_dict(wrong)
+        after = session.state_dict()
+        kept = before["optimizer"]["state"], after["optimizer"]["state"]
+        assert all(torch.equal(kept[0][n][key], kept[1][n][key]) for n in kept[0] for key in kept[0][n])
+
+
+def logps_of(model, row):
+    logits = model(input_ids=row["input_ids"][None], use_cache=False).logits[0, :-1]
+    return -F.cross_entropy(logits, row["labels"][1:], ignore_index=-100, reduction="none")
+
+
+@pytest.mark.parametrize("per", ["sequence", "token"])
+def test_a_loss_over_whole_sequences_has_the_right_gradient(per, tmp_path):
+    def preference(chosen_and_rejected, reference):
+        margins = [a - b for a, b in zip(chosen_and_rejected[::2], chosen_and_rejected[1::2], strict=True)]
+        kept = [a - b for a, b in zip(reference[::2], reference[1::2], strict=True)]
+        return -F.logsigmoid(0.1 * (torch.stack(margins) - torch.stack(kept))).mean()
+
+    def work(_rank):
+        rows = rows_of([97, 90, 3, 60, 64, 31, 2], 5)
+        model, reference = small_model(), small_model(rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+        plain = copy.deepcopy(model)
+        with Session(reference, capacity_tokens=64) as judge:
+            by_token = judge.token_values(rows)
+        said = [each.sum() for each in by_token]
+        expected = preference(
+            [logps_of(plain, row).sum() for row in rows], [logps_of(reference, row).sum() for row in rows]
+        )
+        expected.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
+        with Session(model, SGD(model.parameters()), capacity_tokens=64) as session:
+
+            def combine(found):
+                return preference(list(found) if per == "sequence" else [each.sum() for each in found], said)
+
+            result = session.backward_by_sequence(rows, combine=combine, per=per)
+            session.clip_grad_norm_(1e9)
+            session.optimizer.step()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        return result.loss, expected.item(), result.grad_norm, norm, max((a - b).abs().max().item() for a, b in pairs)
+
+    for loss, expected, got, norm, weights in in_ranks(in_double(work), 2, tmp_path):
+        assert loss == pytest.approx(expected, rel=1e-12)
+        assert got == pytest.approx(norm, rel=1e-11)
+        assert weights < 1e-13
+
+
+def test_outside_of_a_step_the_model_is_plain(tmp_path):
+    def work(_rank):
+        model, steps = small_model(), steps_of()
+        before = copy.deepcopy(model)
+        optimizer = ADAMW(model.parameters())
+        with Session(model, optimizer, capacity_tokens=64) as session:
+            prompt, how = torch.tensor([[1, 2, 3]]), {"max_new_tokens": 4, "do_sample": False}
+            same = torch.equal(model.generate(prompt, **how), before.generate(prompt, **how))
+            evaluated = session.evaluate(steps[1]).loss
+            plain = sum(plain_losses(before, steps[1])).item() / loss_tokens(steps[1])
+            session.step(steps[0])
+            model.load_state_dict(before.state_dict())
+            session.backward(steps[0])
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+            optimizer.step()  # publishes masters, which are those that were loaded
+            kept = all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+            return same, evaluated, plain, kept, model.config._attn_implementation
+
+    for same, evaluated, plain, kept, attention in in_ranks(in_double(work), 2, tmp_path):
+        assert same
+        assert evaluated == pytest.approx(plain, rel=1e-13)
+        assert kept
+        assert attention == "sdpa"
+
+
+def test_a_model_that_does_not_train_is_evaluated_where_it_lies(tmp_path):
+    """The reference of a preference loss: no optimizer, no gradients, and no second copy of its values."""
+
+    def work(rank):
+        model = small_model().requires_grad_(False)
+        rows = rows_of([70, 40, 3, 9, 17], seed=1)
+        wanted = sum(each.item() for each in plain_losses(model, rows)) / loss_tokens(rows)
+        before = {name: each.data_ptr() for name, each in model.named_parameters()}
+        if rank:
+            model.load_state_dict({name: torch.zeros_like(each) for name, each in model.state_dict().items()})
+        with Session(model, capacity_tokens=64) as session:
+            found = session.evaluate(rows).loss
+            with pytest.raises(LengthwiseError, match="an optimizer for backward"):
+                session.backward(rows)
+        assert before == {name: each.data_ptr() for name, each in model.named_parameters()}
+        return abs(found - wanted) / wanted
+
+    assert max(in_ranks(in_double(work), 2, tmp_path)) < 1e-13
+
+
+def test_what_cannot_be_kept_is_refused_by_name():
+    model = small_model()
+    whole = torch.optim.Adafactor(model.parameters())
+    with pytest.raises(LengthwiseError, match=r"Adafactor: its update of an entry depends on the rows"):
+        Session(model, whole, capacity_tokens=64)
+    low_bit = bitsandbytes.optim.AdamW8bit(model.parameters())
+    as_transformers_makes_it = bitsandbytes.optim.AdamW(model.parameters(), optim_bits=8)
+    for each in (low_bit, as_transformers_makes_it):
+        with pytest.raises(LengthwiseError, match="share a scale in blocks"):
+            Session(model, each, capacity_tokens=64)
+    with pytest.raises(LengthwiseError, match="every trainable parameter in a group; got 1 "):
+        Session(model, SGD(list(model.parameters())[1:]), capacity_tokens=64)
+    with pytest.raises(LengthwiseError, match=r"parameters of the model alone; got 1 "):
+        Session(model, SGD([*model.parameters(), torch.nn.Parameter(torch.zeros(2))]), capacity_tokens=64)
+    half = small_model(torch.float16)
+    with pytest.raises(LengthwiseError, match="one dtype"):
+        Session(half, SGD(half.parameters()), capacity_tokens=64)
+
+
+def test_a_model_that_was_moved_is_named():
+    model = small_model()
+    with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
+        model.to(torch.float32)
+        with pytest.raises(LengthwiseError, match="trainable parameters where they were put"):
+            session.backward(steps_of()[0])
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"ids": [1]}, "a column input_ids"),
+        ({"input_ids": []}, "at least one token"),
+        ({"input_ids": [1.5]}, "whole numbers"),
+        ({"input_ids": [1, -3]}, "numbers from 0"),
+        ({"input_ids": [[1, 2]]}, "whole numbers"),
+        ({"input_ids": [1, 2], "labels": [1]}, "one value a token, 2"),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "one run of tokens"),
+        ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}, "one sequence a row"),
+        ({"input_ids": "abc"}, "numbers, one a token"),
+    ],
+)
+def test_a_row_that_is_none_is_named(row, said):
+    model = small_model()
+    with (
+        Session(model, SGD(model.parameters()), capacity_tokens=128) as session,
+        pytest.raises(LengthwiseError, match=rf"sequence 1.*{said}"),
+    ):
+        session.backward([[1, 2], row])
+
+
+def test_padding_that_a_mask_names_is_left_out():
+    model, ids = small_model(), [5, 6, 7, 8]
+    padded = {"input_ids": [0, 0, *ids, 0], "attention_mask": [0, 0, 1, 1, 1, 1, 0], "labels": [-100, -100, *ids, -100]}
+    with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
+        assert session.evaluate([padded]).loss == session.evaluate([ids]).loss
+
+
+def test_every_rank_hears_why_there_is_no_plan_and_who_has_other_rows(tmp_path):
+    def work(rank):
+        said = []
+        model = small_model()
+        with Session(model, SGD(model.parameters()), capacity_tokens=64, timeout_seconds=60) as session:
+            for rows in ([[1] * 500], [[1, 2, rank]]):
+                try:
+                    session.backward(rows)
+                except (PlanError, RankError) as error:
+                    said.append(str(error))
+        return said
+
+    for long, other in in_ranks(work, 2, tmp_path):
+        assert "expected at most 128 tokens" in long
+        assert "another digest on rank 1" in other
+
+
+def test_a_loss_that_is_not_finite_makes_no_update():
+    model = small_model()
+    before = copy.deepcopy(model)
+    with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
+        with pytest.raises(NumericError, match="loss: expected a finite number; got nan"):
+            session.step([[1, 2, 3]], loss=lambda output, _tokens: output.logits.sum() * float("nan"))
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+        session.optimizer.zero_grad()
+        assert session.step([[1, 2, 3]]).grad_norm is not None
+
+
+def test_a_session_that_nobody_closed_leaves_no_process(tmp_path):
+    def work(_rank):
+        model = small_model()
+        session = Session(model, SGD(model.parameters()), capacity_tokens=128)
+        session.step(rows_of([65, 3], 0))
+        planner = session._planner
+        del session
+        gc.collect()
+        return planner is None or planner._process.poll() is not None
+
+    assert in_ranks(work, 1, tmp_path) + in_ranks(work, 2, tmp_path) == [True] * 3
