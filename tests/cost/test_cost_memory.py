@@ -1,5 +1,7 @@
 """Formulas of a step's memory: by hand for one model, and what holds for all. Held to steps in tests/engine."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given

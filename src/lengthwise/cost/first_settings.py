@@ -23,9 +23,10 @@ _MOST_RANKS = 12_288
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstSettings:
-    """What fits on each rank. shard: how parameters lie over the ranks. capacities: tokens by kinds of recomputation. state_bytes: beside them, kept for a run.
+    """What fits on each rank.
 
-    whole_bytes: the states of the whole model, where adapters are trained.
+    shard: how parameters lie over the ranks. capacities: tokens by kinds of recomputation. state_bytes: beside them,
+    kept for a run. whole_bytes: the states of the whole model, where adapters are trained.
     """
 
     adapters: bool

@@ -1,9 +1,9 @@
 """Bytes of a step on one device, by formulas from a model's shape: where nothing runs and nothing can be measured.
 
-States as `engine.replicated` or `engine.sharded` and AdamW keep them. Of a layer what its operations save for backward, tensor by tensor,
-by family (`_KINDS`; others are counted as a Llama). Beside that, the most of three moments: the loss; the first norm of
-backward; the first MLP of backward, all of its layer computed again where it was not kept. Held to what steps take by
-`benchmarks/memory_model.py`. `cost.capacity` says how many tokens fit.
+States as `engine.replicated` or `engine.sharded` and AdamW keep them. Of a layer what its operations save for
+backward, tensor by tensor, by family (`_KINDS`; others are counted as a Llama). Beside that, the most of three
+moments: the loss; the first norm of backward; the first MLP of backward, all of its layer computed again where it was
+not kept. Held to what steps take by `benchmarks/memory_model.py`. `cost.capacity` says how many tokens fit.
 """
 
 from __future__ import annotations
