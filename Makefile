@@ -13,8 +13,8 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(VENV)/.installed-dev
-	$(BIN)/ruff check src tests benchmarks $(wildcard examples)
-	$(BIN)/ruff format --check src tests benchmarks $(wildcard examples)
+	$(BIN)/ruff check src tests testing benchmarks $(wildcard examples)
+	$(BIN)/ruff format --check src tests testing benchmarks $(wildcard examples)
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from testing import run_ranks
 
 from lengthwise.cli.machine import machine_lines
 from lengthwise.comm import World
@@ -39,7 +40,6 @@ from lengthwise.profiler.profile import ProfileSettings, RankProfiler, build
 from lengthwise.profiler.runs import Run, local_run
 from lengthwise.simulator import simulate_plan
 from pages import Findings, add_out
-from support import run_ranks
 
 RANKS = 2
 LOCAL = ((90,), (400,), (750,), (1500,), (333, 77, 50), (200,) * 5, (900, 300))

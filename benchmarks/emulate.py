@@ -34,6 +34,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from testing import run_ranks
 
 from emulated_rank import EmulatedRank, Wire
 from lengthwise.cli.machine import machine_lines
@@ -49,7 +50,6 @@ from lengthwise.steps.step_planning import StepPlanning
 from measured_links import measured_links, refuse_measured
 from namespaces import shaped_nodes
 from pages import Findings, add_out
-from support import run_ranks
 
 LAYERS, RANKS_PER_NODE, CAPACITY = 4, 4, 8192
 _TIMEOUT_SECONDS = 600.0

@@ -29,6 +29,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from testing import make_plan, run_ranks
+from testing.core_shares import core_shares
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig
 
@@ -48,8 +50,6 @@ from lengthwise.report.figures import count
 from namespaces import shaped_nodes
 from pages import Findings, add_out
 from rivals import LENGTHWISE, WAYS
-from support import make_plan, run_ranks
-from support.core_shares import core_shares
 from training_ways import Setting, TimedStep, Trained, train_in_turns
 
 LONGEST, WORDS = 16_384, 1024

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from testing import MODEL_TYPES, VARIANTS, build_pair, family_difference, tiny_family_config
 from transformers import AutoConfig, PretrainedConfig
 
 from lengthwise.core.errors import LengthwiseError, Problems
@@ -29,7 +30,6 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.models import FAMILIES, check_model_config
 from lengthwise.planner import PlanOptions, plan_step
-from support import MODEL_TYPES, VARIANTS, build_pair, family_difference, tiny_family_config
 
 LENGTHS, RANKS, MEMORY_BYTES, SECONDS = (1, 57, 2, 40, 5, 31, 11, 8), (1, 2, 3, 5), 6 << 30, 600
 COST = Cost(quadratic_seconds=1.0, linear_seconds=100.0)

@@ -14,10 +14,11 @@ import importlib
 import os
 from typing import Any
 
+from testing import build_pair, family_difference, make_plan, tiny_family_config
+
 from lengthwise.core.plan import Piece
 from lengthwise.models.fused_layers import FUSED_FAMILIES, fuse_layers, installed_liger, liger_kernels
 from pages import Findings, add_out
-from support import build_pair, family_difference, make_plan, tiny_family_config
 
 LENGTHS = (9, 5)
 

@@ -16,6 +16,7 @@ import time
 from math import prod
 
 import torch
+from testing import RecordingTransport, make_plan, run_ranks
 
 from lengthwise.attention import FlashCpuKernel, PlannedAttention, planned_attention
 from lengthwise.comm import Transport
@@ -23,7 +24,6 @@ from lengthwise.core.plan import Piece, Plan
 from lengthwise.program import lower_plan
 from lengthwise.report.figures import count
 from pages import Findings, add_out
-from support import RecordingTransport, make_plan, run_ranks
 
 HEADS, HEAD_DIM = 16, 64
 

@@ -14,11 +14,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
+from testing import make_plan
+
 from lengthwise.attention.ring_steps import ring_steps_of
 from lengthwise.core.plan import Piece
 from lengthwise.program import MicrobatchProgram, lower_microbatch, ring_order
 from pages import Findings, add_out
-from support import make_plan
 
 TOKENS = 4096
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from testing import LiveBytes, make_batch, make_plan
 from transformers import LlamaConfig
 
 from lengthwise.attention import choose_kernel
@@ -36,7 +37,6 @@ from lengthwise.models.adapter import ATTENTION_NAME
 from lengthwise.offload import DiskStore
 from lengthwise.report.figures import count
 from pages import Findings, add_out
-from support import LiveBytes, make_batch, make_plan
 
 MODELS = {
     "1M": {"hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 131072},

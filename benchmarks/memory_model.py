@@ -18,10 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-
-from lengthwise.report.figures import count
-from pages import Findings, add_out
-from support.peaks import (
+from testing.peaks import (
     Cell,
     drawn,
     long_ones,
@@ -30,6 +27,9 @@ from support.peaks import (
     predicted_at_start,
     predicted_by_formula,
 )
+
+from lengthwise.report.figures import count
+from pages import Findings, add_out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

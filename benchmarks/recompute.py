@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 
 import torch
+from testing import LiveBytes, make_batch, make_plan
 
 from lengthwise.attention import ActivationPolicy, PlannedAttention, choose_kernel
 from lengthwise.comm import SoloTransport
@@ -22,7 +23,6 @@ from lengthwise.models.load import tiny_config
 from lengthwise.program import lower_plan
 from lengthwise.report.figures import count
 from pages import Findings, add_out
-from support import LiveBytes, make_batch, make_plan
 
 
 def measure(kind: str, *, layers: int, hidden: int, tokens: int) -> tuple[int, int]:

@@ -17,6 +17,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+from testing import make_plan, run_ranks
+from testing.core_shares import core_shares
 
 from lengthwise.attention import choose_kernel
 from lengthwise.cli.machine import machine_lines
@@ -27,8 +29,6 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import build_model, find_model
 from pages import Findings, add_out
-from support import make_plan, run_ranks
-from support.core_shares import core_shares
 
 RING, ALONE = (0, 1), 2  # ranks
 

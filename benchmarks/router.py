@@ -15,6 +15,7 @@ import statistics
 import time
 
 import torch
+from testing import make_batch, make_plan
 from transformers import Qwen3MoeConfig
 
 from lengthwise.attention import choose_kernel
@@ -25,7 +26,6 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import ModelSource, build_model
 from pages import Findings, add_out
-from support import make_batch, make_plan
 
 SEQUENCES, TOKENS, VOCAB = 16, 256, 512
 LAYERS = 4

@@ -2,8 +2,9 @@
 
 import os
 
-from tiny import model, pairs, tokenizer
 from trl import DPOConfig, DPOTrainer
+
+from tiny import model, pairs, tokenizer
 
 arguments = DPOConfig(
     "runs/dpo",

@@ -3,8 +3,9 @@
 import os
 
 from peft import LoraConfig, get_peft_model
-from tiny import model, rows, tokenizer
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+from tiny import model, rows, tokenizer
 
 arguments = TrainingArguments(
     "runs/lora",

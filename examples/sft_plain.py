@@ -2,8 +2,9 @@
 
 import os
 
-from tiny import chats, model, tokenizer
 from trl import SFTConfig, SFTTrainer
+
+from tiny import chats, model, tokenizer
 
 arguments = SFTConfig(
     "runs/sft",

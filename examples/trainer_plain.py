@@ -2,8 +2,9 @@
 
 import os
 
-from tiny import model, rows, tokenizer
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+from tiny import model, rows, tokenizer
 
 arguments = TrainingArguments(
     "runs/trainer",

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from testing.attention_ranks import attend_on_ranks
+from testing.oracles import relative_error
 from torch import Tensor
 
 from gpu.loops import OurLoop
@@ -21,8 +23,6 @@ from lengthwise.core.errors import ConfigError, MemoryShortage
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.engine.batch import random_batch
 from lengthwise.engine.step import run_plan
-from support.attention_ranks import attend_on_ranks
-from support.oracles import relative_error
 
 KERNELS = ("auto", "flash2", "flash3", "flash4", "cudnn", "efficient", "reference")
 PARTS = ("out", "dq", "dk", "dv")

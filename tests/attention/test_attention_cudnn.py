@@ -5,17 +5,17 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
+from testing import dense_attention, make_plan, relative_error
+from testing.strict import StrictWorld
+from testing.varlen import ReferenceDenseOps, ReferenceVarlenOps
 
 from lengthwise.attention import Block, PlannedAttention, ReferenceKernel, Saved, planned_attention
 from lengthwise.attention.cudnn import ByLengthKernel, CudnnOps, DenseKernel
 from lengthwise.attention.kernels import BlockMask
 from lengthwise.attention.packs import PackKernel, pack_of
 from lengthwise.attention.varlen import VarlenKernel
-from lengthwise.comm import StrictWorld
 from lengthwise.core.plan import Piece
 from lengthwise.program import lower_microbatch, lower_plan
-from support import dense_attention, make_plan, relative_error
-from support.varlen import ReferenceDenseOps, ReferenceVarlenOps
 
 CPU = torch.device("cpu")
 

@@ -6,17 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-from lengthwise.attention import FlashCpuKernel, PlannedAttention, ReferenceKernel, planned_attention
-from lengthwise.attention.heads import heads_taken, shares_keys
-from lengthwise.attention.varlen import VarlenKernel
-from lengthwise.comm import StrictWorld
-from lengthwise.core.errors import PlanError
-from lengthwise.core.plan import Piece
-from lengthwise.core.shape import ModelShape
-from lengthwise.cost import all_terms_cost, named_hardware
-from lengthwise.program import HeadRange, check_order, lower_plan
-from support import (
+from testing import (
     RecordingTransport,
     dense_attention,
     draw_lengths,
@@ -26,7 +16,18 @@ from support import (
     rounding_floor,
     run_ranks,
 )
-from support.varlen import ReferenceVarlenOps
+from testing.order import check_order
+from testing.strict import StrictWorld
+from testing.varlen import ReferenceVarlenOps
+
+from lengthwise.attention import FlashCpuKernel, PlannedAttention, ReferenceKernel, planned_attention
+from lengthwise.attention.heads import heads_taken, shares_keys
+from lengthwise.attention.varlen import VarlenKernel
+from lengthwise.core.errors import PlanError
+from lengthwise.core.plan import Piece
+from lengthwise.core.shape import ModelShape
+from lengthwise.cost import all_terms_cost, named_hardware
+from lengthwise.program import HeadRange, lower_plan
 
 DIM, SCALE = 4, 0.4
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}

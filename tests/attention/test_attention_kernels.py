@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
+from testing import dense_attention, relative_error, rounding_floor
+from testing.varlen import ReferenceVarlenOps
 
 from lengthwise.attention import Block, FlashCpuKernel, ReferenceKernel, Saved
 from lengthwise.attention.kernels import merge_block
 from lengthwise.attention.varlen import VarlenKernel
-from support import dense_attention, relative_error, rounding_floor
-from support.varlen import ReferenceVarlenOps
 
 KERNELS = (FlashCpuKernel(), ReferenceKernel(), VarlenKernel(ReferenceVarlenOps()))
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 2e-2}

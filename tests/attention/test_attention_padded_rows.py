@@ -2,15 +2,16 @@
 
 import pytest
 import torch
+from testing import make_plan
+from testing.strict import StrictWorld
+from testing.varlen import ReferenceVarlenOps
 
 from lengthwise.attention import Block, FlashCpuKernel, PlannedAttention
 from lengthwise.attention.packs import pack_of
 from lengthwise.attention.varlen import VarlenKernel
-from lengthwise.comm import SoloTransport, StrictWorld
+from lengthwise.comm import SoloTransport
 from lengthwise.core.plan import Piece
 from lengthwise.program import lower_microbatch, lower_plan
-from support import make_plan
-from support.varlen import ReferenceVarlenOps
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 8, 0.3
 LENGTHS = (13, 1, 2, 9, 30, 5)

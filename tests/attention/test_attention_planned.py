@@ -4,15 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-from lengthwise.attention import FlashCpuKernel, PlannedAttention, ReferenceKernel, planned_attention
-from lengthwise.attention.varlen import VarlenKernel
-from lengthwise.comm import StrictWorld
-from lengthwise.core.errors import LengthwiseError
-from lengthwise.core.plan import Piece
-from lengthwise.program import lower_plan
-from properties import costly
-from support import (
+from testing import (
     RecordingTransport,
     dense_attention,
     draw_lengths,
@@ -22,7 +14,15 @@ from support import (
     rounding_floor,
     run_ranks,
 )
-from support.varlen import ReferenceVarlenOps
+from testing.strict import StrictWorld
+from testing.varlen import ReferenceVarlenOps
+
+from lengthwise.attention import FlashCpuKernel, PlannedAttention, ReferenceKernel, planned_attention
+from lengthwise.attention.varlen import VarlenKernel
+from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.plan import Piece
+from lengthwise.program import lower_plan
+from properties import costly
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 4, 0.4
 KERNELS = (FlashCpuKernel(), ReferenceKernel(), VarlenKernel(ReferenceVarlenOps()))

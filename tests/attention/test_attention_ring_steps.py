@@ -1,11 +1,11 @@
 """One rank's ring steps: lowered without the rounds of the others, in as many transfers as it makes."""
 
 import pytest
+from testing import make_plan
 
 from lengthwise.attention.ring_steps import ring_steps_of
 from lengthwise.core.plan import Piece
 from lengthwise.program import lower_microbatch, ring_order
-from support import make_plan
 
 
 @pytest.mark.parametrize(("degree", "heads"), [(64, 1), (256, 1), (256, 4)])

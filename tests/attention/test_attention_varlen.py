@@ -6,17 +6,17 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from testing import make_plan, relative_error
+from testing.strict import StrictWorld
+from testing.varlen import ReferenceVarlenOps
 
 from lengthwise.attention import Block, PlannedAttention, ReferenceKernel, Saved, planned_attention
 from lengthwise.attention.cuda_kernels import EfficientKernel, FlashAttnOps, TorchVarlenOps, flash_attn_interface
 from lengthwise.attention.kernels import BlockMask
 from lengthwise.attention.packs import pack_of
 from lengthwise.attention.varlen import VarlenKernel
-from lengthwise.comm import StrictWorld
 from lengthwise.core.plan import Piece
 from lengthwise.program import lower_microbatch, lower_plan
-from support import make_plan, relative_error
-from support.varlen import ReferenceVarlenOps
 
 CPU = torch.device("cpu")
 

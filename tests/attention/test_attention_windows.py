@@ -4,15 +4,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testing import dense_attention, draw_lengths, make_plan, random_plan, relative_error, rounding_floor
+from testing.strict import StrictWorld
+from testing.varlen import ReferenceVarlenOps
 
 from lengthwise.attention import FlashCpuKernel, PlannedAttention, ReferenceKernel, planned_attention
 from lengthwise.attention.varlen import VarlenKernel
-from lengthwise.comm import StrictWorld
 from lengthwise.core.plan import Piece
 from lengthwise.program import lower_plan
 from properties import costly
-from support import dense_attention, draw_lengths, make_plan, random_plan, relative_error, rounding_floor
-from support.varlen import ReferenceVarlenOps
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 4, 0.4
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}

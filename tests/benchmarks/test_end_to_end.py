@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testing.core_shares import quota
 
 from end_to_end import link_bytes_per_second, ratios, refuse_unequal, training_flops, waiting_share, worst_difference
 from lengthwise.core.plan import Plan
@@ -13,7 +14,6 @@ from lengthwise.data import NO_LOSS
 from lengthwise.program import check_plan
 from lengthwise.simulator import simulate_plan
 from rivals import PACKED, PADDING, WAYS, choose_ways, pack_step, pad_step, padded_seconds
-from support.core_shares import quota
 from training_ways import TimedStep, padded_rows
 
 BATCHES = st.lists(st.lists(st.integers(1, 900), min_size=1, max_size=6), min_size=1, max_size=2)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testing import make_plan
 
 from gpu import replay
 from gpu.batches import plan_for
@@ -17,7 +18,6 @@ from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.engine.batch import random_batch
 from lengthwise.simulator import simulate_plan
 from lengthwise.simulator.rounds import microbatch_clocks
-from support import make_plan
 
 CPU = torch.device("cpu")
 COST = all_terms_cost(named_shape("llama-7b"), replace(named_hardware("h100"), node_uplink_bytes_per_second=1e18))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testing import relative_error
 from torch.nn.attention import varlen as torch_varlen
 
 from gpu import loops, steps
@@ -19,7 +20,6 @@ from gpu.sizes import TINY
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.engine.batch import random_batch
-from support import relative_error
 
 CPU = torch.device("cpu")
 LENGTHS = [50, 3, 20, 1, 30]

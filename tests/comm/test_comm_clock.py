@@ -8,10 +8,11 @@ import torch
 from fake_device import FakeDevice
 from hypothesis import given
 from hypothesis import strategies as st
+from testing import run_ranks
+from testing.strict import StrictWorld
 
-from lengthwise.comm import StagedTransport, StrictWorld
+from lengthwise.comm import StagedTransport
 from lengthwise.comm.clock import Clock, Spent
-from support import run_ranks
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 SECONDS = st.floats(0, 10)

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from nccl_options import NcclOptions
+from testing import run_ranks
 
 from lengthwise.comm import TorchTransport, World, agree, broadcast_bytes, join, torch_transport, world_from_environment
 from lengthwise.comm import world as comm_world
 from lengthwise.core.errors import DataError, RankError, TransferError
 from lengthwise.training.launch import launch
-from support import run_ranks
 
 
 @pytest.fixture(autouse=True)

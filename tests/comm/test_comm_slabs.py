@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testing import run_ranks
+from testing.strict import StrictWorld
 
-from lengthwise.comm import StagedTransport, StrictWorld
+from lengthwise.comm import StagedTransport
 from lengthwise.comm.slabs import Slabs, cut_into_rounds
-from support import run_ranks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 SLAB_BYTES = 64

@@ -4,14 +4,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testing import draw_lengths, random_plan, run_ranks
+from testing.strict import StrictWorld
 
 from lengthwise.attention import FlashCpuKernel, PlannedAttention, planned_attention
-from lengthwise.comm import StagedTransport, StrictWorld, agree, broadcast_bytes, join
+from lengthwise.comm import StagedTransport, agree, broadcast_bytes, join
 from lengthwise.comm.slabs import Slabs
 from lengthwise.program import lower_plan
 from lengthwise.training.launch import launch
 from properties import costly
-from support import draw_lengths, random_plan, run_ranks
 
 
 class Device(torch.Tensor):

@@ -4,8 +4,9 @@ import threading
 
 import pytest
 import torch
+from testing.strict import StrictWorld
 
-from lengthwise.comm import SoloTransport, StrictWorld, agree, broadcast_bytes
+from lengthwise.comm import SoloTransport, agree, broadcast_bytes
 from lengthwise.core.errors import RankError, TransferError
 
 

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from testing import make_plan
 
 from lengthwise.core.plan import Piece
 from lengthwise.cost import Cost, analytic_cost, named_hardware, named_shape
 from lengthwise.planner import score
-from support import make_plan
 
 COST = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing import make_plan
 
 from cost.test_cost_fit import machine
 from lengthwise.core.plan import Piece
 from lengthwise.cost.passes import parts_by_shares
 from lengthwise.cost.refit import STEPS, RanStep, rank_speeds, refit
-from support import make_plan
 
 
 def work_of(plan, cost):

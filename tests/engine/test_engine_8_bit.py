@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testing.strict import StrictWorld
 from torch import nn
 
 from lengthwise.checkpoint import parameters_of, read_state, write_part
-from lengthwise.comm import StrictWorld
 from lengthwise.config import OptimizerConfig
 from lengthwise.engine.optimizer import SHORT, ShardedOptimizer, block_of
 from lengthwise.engine.replicated import FlatParameters

@@ -7,10 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testing import CountingStore, DelayedStore, build_pair, draw_lengths, make_batch, make_plan, random_plan, run_ranks
+from testing.strict import StrictWorld
 from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 from lengthwise.attention import ActivationPolicy, PlannedAttention, choose_kernel
-from lengthwise.comm import SoloTransport, StrictWorld
+from lengthwise.comm import SoloTransport
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
 from lengthwise.engine.activations import Offloading, measure_saved
 from lengthwise.engine.replicated import FlatParameters
@@ -19,7 +21,6 @@ from lengthwise.models import DTYPES, apply_policy, keep_double, run_layers
 from lengthwise.offload import ActivationSaver, DiskStore, parameter_storages
 from lengthwise.program import lower_plan
 from properties import costliest
-from support import CountingStore, DelayedStore, build_pair, draw_lengths, make_batch, make_plan, random_plan, run_ranks
 
 CPU = torch.device("cpu")
 LAYERS = 5

@@ -5,11 +5,11 @@ import itertools
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testing import make_batch
 
 from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.engine.batch import StepBatch
 from lengthwise.program import Segment
-from support import make_batch
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=4), st.data())

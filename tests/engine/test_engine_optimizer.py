@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from testing.strict import StrictWorld
 from torch import nn
 from transformers import LlamaConfig
 
-from lengthwise.comm import SoloTransport, StrictWorld
+from lengthwise.comm import SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.engine.live_bytes import LiveBytes
 from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes, step_end_bytes

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from testing.strict import StrictWorld
 from torch import nn
 
 from engine.optimizer_cases import CASES, keys_of, plain_optimizer
-from lengthwise.comm import SoloTransport, StrictWorld
+from lengthwise.comm import SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.config.optimizer import FUSED, OPTIMIZERS
 from lengthwise.engine.live_bytes import LiveBytes

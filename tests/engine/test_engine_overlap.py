@@ -8,10 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testing import RecordingTransport, make_batch, make_plan, run_ranks, tiny_family_config
+from testing.strict import StrictWorld
 from transformers import AutoModelForCausalLM
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import StrictWorld
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
 from lengthwise.engine.flat_layout import BucketOrder
@@ -21,7 +22,6 @@ from lengthwise.engine.step import run_plan
 from lengthwise.models import keep_double, wrapped_layers
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 from lengthwise.models.compiled import compile_layers
-from support import RecordingTransport, make_batch, make_plan, run_ranks, tiny_family_config
 
 CPU = torch.device("cpu")
 LENGTHS = (37, 5, 9, 30, 3, 14)

@@ -6,10 +6,10 @@
 from dataclasses import replace
 
 import pytest
+from testing.peaks import Cell, Rank, measured_peak, predicted_at_start, predicted_by_formula
 
 from lengthwise.comm import SoloTransport
 from lengthwise.engine.live_bytes import LiveBytes
-from support.peaks import Cell, Rank, measured_peak, predicted_at_start, predicted_by_formula
 
 FEW = Cell(tokens=384, logits_at_once=1 << 18)
 CELLS = [

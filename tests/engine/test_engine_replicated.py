@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testing.strict import StrictWorld
 from torch import nn
 
-from lengthwise.comm import SoloTransport, StrictWorld
+from lengthwise.comm import SoloTransport
 from lengthwise.engine.flat_layout import ALIGNMENT, lay_out
 from lengthwise.engine.live_bytes import LiveBytes
 from lengthwise.engine.replicated import FlatParameters

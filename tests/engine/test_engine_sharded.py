@@ -7,19 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
-
-from lengthwise.attention import choose_kernel
-from lengthwise.core.plan import Piece
-from lengthwise.engine.flat_layout import lay_out_rows
-from lengthwise.engine.sharded import ShardedParameters
-from lengthwise.engine.step import run_plan
-from lengthwise.models import wrapped_layers
-from lengthwise.models.adapter import ATTENTION_NAME, register_attention
-from lengthwise.program import check_order
-from lengthwise.program.order import Operation, StrictMatcher, rank_groups
-from properties import costliest
-from support import (
+from testing import (
     RecordingTransport,
     build_pair,
     family_difference,
@@ -29,6 +17,17 @@ from support import (
     run_ranks,
     tiny_family_config,
 )
+from testing.order import Operation, StrictMatcher, check_order, rank_groups
+from transformers import AutoModelForCausalLM
+
+from lengthwise.attention import choose_kernel
+from lengthwise.core.plan import Piece
+from lengthwise.engine.flat_layout import lay_out_rows
+from lengthwise.engine.sharded import ShardedParameters
+from lengthwise.engine.step import run_plan
+from lengthwise.models import wrapped_layers
+from lengthwise.models.adapter import ATTENTION_NAME, register_attention
+from properties import costliest
 
 CPU = torch.device("cpu")
 LENGTHS = (41, 11, 5, 7, 1, 23)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from testing import make_batch
 from transformers import Gemma3TextConfig
 
 from lengthwise.attention import choose_kernel, planned
@@ -10,7 +11,6 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.step import run_plan
 from lengthwise.models import ModelSource, build_model
-from support import make_batch
 
 CPU = torch.device("cpu")
 WINDOW = 6

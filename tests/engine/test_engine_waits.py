@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from testing import make_batch, make_plan, tiny_family_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -13,7 +14,6 @@ from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
-from support import make_batch, make_plan, tiny_family_config
 
 LENGTHS = (9, 12, 5, 7, 8, 3)
 READS = ("_local_scalar_dense", "nonzero", "equal", "unique", "masked_select")

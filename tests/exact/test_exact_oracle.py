@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing.plans import planners_of
 
 from exact.oracle import Best, plan_oracle
 from lengthwise.core.errors import ConfigError, PlanError
@@ -18,7 +19,6 @@ from lengthwise.planner import PlanOptions, bound_seconds, plan_step, score
 from lengthwise.program import check_plan
 from planner.partitions import partitions
 from properties import costly
-from support.plans import planners_of
 
 COSTS = st.builds(
     Cost,

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from testing import LiveBytes, make_batch, make_plan
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lengthwise.attention import choose_kernel
@@ -16,7 +17,6 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import wrapped_layers
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
-from support import LiveBytes, make_batch, make_plan
 
 LENGTHS = (300, 128, 1, 40, 129, 64)
 

@@ -5,6 +5,9 @@ On the CPU the varlen kernel is a reference that refuses what a GPU kernel would
 
 import pytest
 import torch
+from testing import dense_attention, make_plan, relative_error
+from testing.attention_ranks import attend_on_ranks
+from testing.varlen import ReferenceVarlenOps
 
 from lengthwise.attention import Block, ReferenceKernel, Saved, choose_kernel
 from lengthwise.attention.cuda_kernels import EfficientKernel, TorchVarlenOps
@@ -12,9 +15,6 @@ from lengthwise.attention.kernels import BlockMask, FlashCpuKernel
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.comm import StagedTransport
 from lengthwise.core.plan import Piece
-from support import dense_attention, make_plan, relative_error
-from support.attention_ranks import attend_on_ranks
-from support.varlen import ReferenceVarlenOps
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
 HEADS, KV_HEADS, SCALE = 8, 2, 0.11

@@ -8,15 +8,28 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testing import (
+    LiveBytes,
+    RecordingTransport,
+    build_pair,
+    draw_lengths,
+    make_batch,
+    make_plan,
+    random_plan,
+    run_ranks,
+    tiny_family_config,
+)
+from testing.order import check_order
+from testing.strict import StrictWorld
 
 from lengthwise.attention import ActivationPolicy, PlannedAttention, choose_kernel
-from lengthwise.comm import SoloTransport, StrictWorld
+from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import apply_policy, check_recompute, model_loss
-from lengthwise.program import check_order, lower_plan
+from lengthwise.program import lower_plan
 from models.test_models_parity import (
     BATCH,
     CONFIGS,
@@ -29,17 +42,6 @@ from models.test_models_parity import (
     run_rank,
 )
 from properties import costly
-from support import (
-    LiveBytes,
-    RecordingTransport,
-    build_pair,
-    draw_lengths,
-    make_batch,
-    make_plan,
-    random_plan,
-    run_ranks,
-    tiny_family_config,
-)
 
 AGAIN = ("layer", "all_but_attention")
 CPU = torch.device("cpu")

@@ -6,10 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch._dynamo
+from testing import make_batch, make_plan
+from testing.strict import StrictWorld
+from testing.tiny import VOCAB, tiny_family_config
 from torch._dynamo.utils import counters
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import SoloTransport, StrictWorld
+from lengthwise.comm import SoloTransport
 from lengthwise.core.plan import Piece
 from lengthwise.engine.activations import Offloading
 from lengthwise.engine.replicated import FlatParameters
@@ -17,8 +20,6 @@ from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, Computing, ModelSource, build_model, compute_so, keep_double
 from lengthwise.models.compiled import compile_layers
 from lengthwise.offload import CopyStore
-from support import make_batch, make_plan
-from support.tiny import VOCAB, tiny_family_config
 
 CPU = torch.device("cpu")
 KERNEL = choose_kernel(CPU)

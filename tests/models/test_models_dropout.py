@@ -8,10 +8,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from testing import MODEL_TYPES, build_pair, family_difference, make_batch, make_plan, tiny_family_config
+from testing.strict import StrictWorld
+from testing.tiny import VOCAB
 from torch import nn
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import SoloTransport, StrictWorld
+from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.engine.replicated import FlatParameters
@@ -21,8 +24,6 @@ from lengthwise.models.dropout import DROPOUT_FAMILIES, DROPOUT_KEYS, drop
 from lengthwise.training.verify import gradient_differences, plain_gradients, relative_difference
 from models.test_models_checkpointing import recomputing
 from models.test_models_families import LENGTHS, NOT_RECOMPUTED, SPLIT, planned
-from support import MODEL_TYPES, build_pair, family_difference, make_batch, make_plan, tiny_family_config
-from support.tiny import VOCAB
 
 WORD = (1 << 64) - 1
 

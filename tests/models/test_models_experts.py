@@ -5,6 +5,8 @@ from functools import cache
 
 import pytest
 import torch
+from testing import make_batch, make_plan
+from testing.tiny import MODEL_TYPES, VOCAB, tiny_family_config
 
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport
@@ -16,8 +18,6 @@ from lengthwise.models import DTYPES, Computing, ModelSource, build_model, check
 from lengthwise.models.experts import ExpertsNeeds, choose_experts, experts_of, needs_of
 from lengthwise.models.families import FAMILIES
 from lengthwise.models.load import build_skeleton
-from support import make_batch, make_plan
-from support.tiny import MODEL_TYPES, VOCAB, tiny_family_config
 
 CPU = torch.device("cpu")
 LENGTHS = (21, 1, 8, 13)

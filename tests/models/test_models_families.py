@@ -5,6 +5,8 @@ from functools import cache
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
+from testing import MODEL_TYPES, build_pair, family_difference, make_plan, tiny_family_config
+from testing.tiny import VOCAB
 from transformers import AutoConfig, PretrainedConfig
 
 from lengthwise.core.errors import ModelRefused, Problems
@@ -14,8 +16,6 @@ from lengthwise.cost import analytic_cost, named_hardware, shape_from_config
 from lengthwise.models import FAMILIES, check_model_config
 from lengthwise.planner import PlanOptions, plan_step, score
 from models.test_models_checkpointing import recomputing
-from support import MODEL_TYPES, build_pair, family_difference, make_plan, tiny_family_config
-from support.tiny import VOCAB
 
 LENGTHS = (1, 57, 2, 40, 5, 31, 11, 8)
 # ctrl has no wrap; hrm_text runs its layers several times, the first times without gradients: refused by their counts.

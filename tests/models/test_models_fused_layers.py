@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
+from testing import build_pair, family_difference, make_plan, tiny_family_config
 from transformers.models.llama import modeling_llama
 
 from lengthwise.core.errors import ConfigError
@@ -24,7 +25,6 @@ from lengthwise.models.fused_layers import (
     installed_liger,
     liger_kernels,
 )
-from support import build_pair, family_difference, make_plan, tiny_family_config
 
 CPU = torch.device("cpu")
 LENGTHS = (13, 1, 8)

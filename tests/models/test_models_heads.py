@@ -8,10 +8,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testing import (
+    CountingStore,
+    RecordingTransport,
+    build_pair,
+    family_difference,
+    make_batch,
+    make_plan,
+    random_plan,
+    run_ranks,
+    tiny_family_config,
+)
+from testing.order import check_order
+from testing.strict import StrictWorld
 from transformers import Qwen3Config
 
 from lengthwise.attention import FlashCpuKernel
-from lengthwise.comm import StrictWorld
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, shape_from_config
@@ -20,7 +32,7 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import FAMILIES, keep_double
 from lengthwise.planner import PlanOptions, plan_step
-from lengthwise.program import check_order, check_plan, head_peers, lower_plan, refuse_unsupported
+from lengthwise.program import check_plan, head_peers, lower_plan, refuse_unsupported
 from models.test_models_checkpointing import recomputing, same_bits
 from models.test_models_parity import (
     BATCH,
@@ -35,17 +47,6 @@ from models.test_models_parity import (
     run_rank,
 )
 from properties import costliest
-from support import (
-    CountingStore,
-    RecordingTransport,
-    build_pair,
-    family_difference,
-    make_batch,
-    make_plan,
-    random_plan,
-    run_ranks,
-    tiny_family_config,
-)
 
 MANY_HEADS = 120  # divided by 1 to 6 and by 8
 # For `built` and `run_plain`; the tests over all families were made before.

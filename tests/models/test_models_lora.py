@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from testing import make_batch, run_ranks
+from testing.strict import StrictWorld
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import SoloTransport, StrictWorld
+from lengthwise.comm import SoloTransport
 from lengthwise.config import LoraConfig
 from lengthwise.core.errors import ConfigError, Problems
 from lengthwise.engine.replicated import FlatParameters
@@ -32,7 +34,6 @@ from lengthwise.models import (
 )
 from models.test_models_checkpointing import recomputing
 from models.test_models_parity import LENGTHS, built, check_parity, planned
-from support import make_batch, run_ranks
 
 peft = pytest.importorskip("peft", minversion="0.21")
 

@@ -4,6 +4,8 @@ import importlib
 
 import pytest
 import torch
+from testing import LiveBytes, make_batch, make_plan, relative_error, tiny_family_config
+from testing.tiny import VOCAB
 
 from lengthwise.attention import PlannedAttention, choose_kernel
 from lengthwise.comm import SoloTransport
@@ -13,8 +15,6 @@ from lengthwise.cost import loss_bytes, shape_from_config
 from lengthwise.models import ModelSource, build_adapted, build_model, keep_double, loss, model_loss
 from lengthwise.models.lora import LoraConfig
 from lengthwise.program import lower_plan
-from support import LiveBytes, make_batch, make_plan, relative_error, tiny_family_config
-from support.tiny import VOCAB
 
 CPU = torch.device("cpu")
 LENGTHS = (23, 1, 40, 7)

@@ -4,17 +4,18 @@ import copy
 
 import pytest
 import torch
+from testing import build_pair, families, family_difference, make_batch, make_plan, tiny_family_config
+from testing.strict import StrictWorld
+from testing.varlen import ReferenceVarlenOps
 
 from lengthwise.attention import FlashCpuKernel, PlannedAttention
 from lengthwise.attention.varlen import VarlenKernel
-from lengthwise.comm import SoloTransport, StrictWorld
+from lengthwise.comm import SoloTransport
 from lengthwise.core.plan import Piece
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, FAMILIES, keep_double, largest_head_dim
 from lengthwise.program import lower_plan
-from support import build_pair, families, family_difference, make_batch, make_plan, tiny_family_config
-from support.varlen import ReferenceVarlenOps
 
 # 1 and 2 leave ranks of a ring without a token; 127 to 129 lie around the multiple.
 LENGTHS = (127, 128, 129, 1, 2, 31)

@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from testing import RecordingTransport, make_batch, make_plan, random_plan, run_ranks
+from testing.order import check_order
+from testing.strict import StrictWorld
+from testing.tiny import ROPES
 from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
@@ -25,7 +29,7 @@ from transformers import (
 )
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import SoloTransport, StrictWorld
+from lengthwise.comm import SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster
@@ -35,9 +39,7 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, ModelSource, build_model, check_model_config, keep_double, plain_attention
 from lengthwise.planner import PlanOptions, plan_step
-from lengthwise.program import Segment, check_order, lower_plan
-from support import RecordingTransport, make_batch, make_plan, random_plan, run_ranks
-from support.tiny import ROPES
+from lengthwise.program import Segment, lower_plan
 
 LENGTHS = (1, 57, 2, 3, 40, 1, 5, 7, 31, 11, 13, 8)
 SIZES = {

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from testing import make_batch, make_plan
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -21,7 +22,6 @@ from lengthwise.core.plan import Piece
 from lengthwise.models import ModelSource, build_model, check_model_config, families, find_model, model_loss
 from lengthwise.models.adapter import AskedMask
 from lengthwise.program import lower_plan
-from support import make_batch, make_plan
 
 SIZES = {
     "vocab_size": 32,

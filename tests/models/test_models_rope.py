@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testing import VARIANTS, build_pair, family_difference, make_plan, tiny_family_config
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -14,7 +15,6 @@ from lengthwise.core.plan import Piece
 from lengthwise.models import adapter, check_model_config, plain_output
 from lengthwise.models.rope import sequence_lengths
 from properties import costliest
-from support import VARIANTS, build_pair, family_difference, make_plan, tiny_family_config
 
 KINDS = ("llama, rope dynamic", "llama, rope longrope", "phi3, rope longrope")
 LENGTHS = (57, 2, 16, 17, 1, 31)  # 16 is the border

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
+from testing import MODEL_TYPES, tiny_family_config
+from testing.strict import StrictWorld
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lengthwise.comm import StrictWorld
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import FAMILIES, ModelSource, build_model, find_model, wrapped_layers
-from support import MODEL_TYPES, tiny_family_config
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testing import CountingStore, DelayedStore, LiveBytes
 
 from lengthwise.offload import ActivationSaver, DiskStore, parameter_storages
-from support import CountingStore, DelayedStore, LiveBytes
 
 LAYERS, WIDTH, ROWS = 6, 64, 50
 

@@ -6,6 +6,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing.plans import clip_for, draw_lengths, random_plan
 
 from judge import Coefficients, broken_rules, judge, judge_bound
 from lengthwise.core.errors import LengthwiseError
@@ -14,7 +15,6 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.program import check_plan
-from support.plans import clip_for, draw_lengths, random_plan
 
 FOUR = st.tuples(
     st.sampled_from([0.0, 1.0]),

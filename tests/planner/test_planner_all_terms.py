@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing.plans import clip_for
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
@@ -15,7 +16,6 @@ from lengthwise.planner import PLANNERS, PlanOptions, plan_step, score
 from lengthwise.planner.problem.degrees import DegreeTable
 from lengthwise.program import check_plan, ring_order
 from properties import costly
-from support.plans import clip_for
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 COST = all_terms_cost(SHAPE, HARDWARE)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing.order import check_order
+from testing.stage_actions import check_stage_actions, device_actions
 
 from lengthwise.core.errors import ConfigError, Problems
 from lengthwise.core.plan import Microbatch, Piece, Plan
@@ -16,10 +18,9 @@ from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.planner.problem.bounds import least_makespan
 from lengthwise.planner.problem.request import PlanRequest
-from lengthwise.program import check_order, check_plan, ring_order
+from lengthwise.program import check_plan, ring_order
 from lengthwise.program.stage_order import stage_order
 from properties import costliest
-from support.stage_actions import check_stage_actions, device_actions
 
 COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
 TERMS = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)

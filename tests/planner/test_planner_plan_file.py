@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing.plans import clip_for
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
@@ -13,7 +14,6 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.planner import PLANNERS, PlanOptions, plan_step
 from lengthwise.program import check_plan
-from support.plans import clip_for
 
 EXAMPLE = """
 {"schema": "lengthwise.plan/1", "requires": [], "ranks": 8, "layers": 32, "capacity": 8192,

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from testing.plans import planners_of
 
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
@@ -19,7 +20,6 @@ from lengthwise.planner.problem.score import score
 from lengthwise.program import check_plan
 from lengthwise.program.ring_order import interval_microbatch
 from properties import costliest, costly
-from support.plans import planners_of
 
 COSTS = st.builds(
     Cost,

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing.order import check_order
+from testing.plans import clip_for
 
 from judge import Coefficients, judge
 from lengthwise.core.errors import ConfigError, PlanError, Problems
@@ -19,10 +21,9 @@ from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import CUTTING_PLANNERS, PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.planner.problem.speeds import noted_speeds, read_speeds, speed_runs
 from lengthwise.planner.problem.topology import levelled
-from lengthwise.program import check_order, check_plan, ring_order
+from lengthwise.program import check_plan, ring_order
 from lengthwise.simulator import simulate_plan
 from properties import costliest, costly
-from support.plans import clip_for
 
 CAPACITY = 29
 FOUR = {"quadratic": 1.0, "linear": 500.0, "fixed": 20000.0, "ring": 90.0}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing.plans import clip_for
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError, Problems
 from lengthwise.core.plan import Microbatch, Piece, Plan
@@ -19,7 +20,6 @@ from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import CUTTING_PLANNERS, PLANNERS, PlanOptions, bound_seconds, plan_step, score
 from lengthwise.planner.problem.bounds import has_lone_rings
 from lengthwise.program import check_plan, ring_order
-from support.plans import clip_for
 
 COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
 ALL_TERMS = Cost(

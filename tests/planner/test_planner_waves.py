@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing.order import check_order
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Plan
@@ -12,7 +13,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, bound_seconds, plan_step, score
-from lengthwise.program import check_order, check_plan, ring_order
+from lengthwise.program import check_plan, ring_order
 from properties import costly
 
 COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0)

@@ -5,15 +5,16 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing.order import check_order
+from testing.plans import clip_for
 
 from judge import Coefficients, judge
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, PlanOptions, bound_seconds, plan_step, score
-from lengthwise.program import check_order, check_plan
+from lengthwise.program import check_plan
 from properties import costliest, costly
-from support.plans import clip_for
 
 CAPACITY = 29
 RANKS = (1, 2, 3, 5, 6, 7, 12, 97)

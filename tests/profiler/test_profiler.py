@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from testing import run_ranks
 
 from lengthwise.comm import SoloTransport, World
 from lengthwise.config import OptimizerConfig
@@ -19,7 +20,6 @@ from lengthwise.profiler.watch import Stopwatch, WatchedTransport
 from lengthwise.program import check_plan, refuse_unsupported
 from lengthwise.simulator import simulate_plan
 from lengthwise.training.profiling import profile_model
-from support import run_ranks
 
 SETTINGS = ProfileSettings(seconds=1.0, longest_tokens=256, precision="fp32", clock="wall", hardware="cpu")
 

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from testing.plans import make_plan
 
 from lengthwise.core.errors import PlanError, Problems
 from lengthwise.core.plan import KNOWN_FEATURES, Piece
 from lengthwise.program import Feature, refuse_unsupported
 from lengthwise.program.features import ENGINE, FIVE_COEFFICIENTS, SIMULATOR, feature_uses, features_of, uses_beyond
-from support.plans import make_plan
 
 RING = Piece(ranks=(0, 2, 1), sequences=(0,))
 PAIR = Piece(ranks=(1, 2), sequences=(1,))

@@ -5,13 +5,14 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing import draw_lengths, make_plan, random_plan, visible_pairs
+from testing.order import check_order, rank_groups
 
 from lengthwise.core.plan import Piece
 from lengthwise.program import (
     Content,
     HeadRange,
     RankRound,
-    check_order,
     head_peers,
     line_peers,
     lower_microbatch,
@@ -19,9 +20,7 @@ from lengthwise.program import (
     ring_order,
 )
 from lengthwise.program.heads import group_of, group_runs
-from lengthwise.program.order import rank_groups
 from properties import costly
-from support import draw_lengths, make_plan, random_plan, visible_pairs
 
 HEADS = 840  # divided by every degree up to 8
 INTO, HOME = (Content.QKV, Content.QKV_OUT, Content.GRAD_OUT), (Content.OUT, Content.DQKV)

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing import draw_lengths, make_plan, random_plan
+from testing.order import Operation, StrictMatcher, check_order, rank_groups
 
 import lengthwise
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
-from lengthwise.program import check_order, last_on_all_ranks, lower_microbatch, refuse_unsupported
-from lengthwise.program.order import Operation, StrictMatcher, rank_groups
-from support import draw_lengths, make_plan, random_plan
+from lengthwise.program import last_on_all_ranks, lower_microbatch, refuse_unsupported
 
 SOURCE = Path(lengthwise.__file__).parent
 RING = Piece(ranks=(0, 2, 1), sequences=(0,))

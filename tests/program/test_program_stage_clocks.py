@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing.stage_actions import device_actions
 
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.program.stage_clocks import stage_clocks
 from lengthwise.program.stage_order import stage_order
-from support.stage_actions import device_actions
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, 8])

@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing.stage_actions import check_stage_actions, device_actions
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.program.stage_order import stage_order
-from support.stage_actions import check_stage_actions, device_actions
 
 RANKS = 5
 STAGES = st.sampled_from([1, 2, 3, 5, 8])

@@ -6,10 +6,11 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing import draw_lengths, make_plan, random_plan, visible_pairs
+from testing.order import check_order
 
 from lengthwise.core.plan import Piece, Plan
-from lengthwise.program import check_order, lower_microbatch, lower_plan
-from support import draw_lengths, make_plan, random_plan, visible_pairs
+from lengthwise.program import lower_microbatch, lower_plan
 
 
 def covered_pairs(plan: Plan, window: int | None) -> Counter[tuple[int, int, int]]:

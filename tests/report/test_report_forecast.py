@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from testing import make_plan
 
 from lengthwise.core.plan import Piece
 from lengthwise.core.shape import ModelShape
 from lengthwise.report.forecast import ThreadRates, forecast_lines, forecast_verification
-from support import make_plan
 
 SHAPE = ModelShape(
     name="t", layers=2, hidden=16, heads=4, kv_heads=2, head_dim=4, intermediate=32, vocab=64

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing.plans import clip_for
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch, Piece, Plan
@@ -17,7 +18,6 @@ from lengthwise.simulator import microbatch_clocks, simulate_plan
 from lengthwise.simulator.contention import Uplinks, node_bytes
 from lengthwise.simulator.piece_layers import piece_layer
 from properties import costly
-from support.plans import clip_for
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 NODES_OF_4 = replace(HARDWARE, ranks_per_node=4, node_uplink_bytes_per_second=4 * HARDWARE.link_bytes_per_second)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from testing import RecordingTransport, run_ranks
 
 import emulate
 import measured_links
@@ -22,7 +23,6 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.program import lower_plan
 from lengthwise.simulator import simulate_plan
-from support import RecordingTransport, run_ranks
 
 needs_root = pytest.mark.skipif(
     not namespaces.can_make_namespaces(), reason="namespaces need root, ip and tc, and a kernel's leave"

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing.strict import StrictWorld
 
-from lengthwise.comm import StrictWorld, Transport
+from lengthwise.comm import Transport
 from lengthwise.core.errors import LengthwiseError, PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.data.dataset import DatasetBuilder

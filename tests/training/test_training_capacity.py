@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from testing import LiveBytes, make_batch, run_ranks
 
 from lengthwise.attention import choose_kernel
 from lengthwise.core.held import held_by_rank
@@ -18,7 +19,6 @@ from lengthwise.models import build_adapted
 from lengthwise.training import capacity
 from lengthwise.training import job as jobs
 from lengthwise.training.start import prepare
-from support import LiveBytes, make_batch, run_ranks
 from training.small_runs import VOCAB, call, losses, make_rows, read_lines, train, write_model, write_run
 
 CPU = torch.device("cpu")

@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 import torch
+from testing import tiny_family_config
 from transformers import GPT2LMHeadModel
 
 import lengthwise
-from support import tiny_family_config
 from training.small_runs import call, losses, make_rows, train, write_run
 from training.test_training_resume import LENGTHS, assert_equal_runs, broken_off, run_of, whole
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from testing import make_batch, make_plan
 
 from lengthwise.attention import FlashCpuKernel
 from lengthwise.comm import SoloTransport
@@ -17,7 +18,6 @@ from lengthwise.models import DTYPES, build_model
 from lengthwise.training import building, warmup
 from lengthwise.training.job import prepare_job
 from lengthwise.training.warmup import check_memory, largest_pack
-from support import make_batch, make_plan
 from training.small_runs import VOCAB, call, losses, make_rows, train, write_run
 
 

@@ -6,6 +6,7 @@ import signal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing import make_plan
 
 from lengthwise.comm import World
 from lengthwise.core.plan import Microbatch, Piece
@@ -13,7 +14,6 @@ from lengthwise.training import trainer
 from lengthwise.training.launch import StatusBoard, StopRequest
 from lengthwise.training.metrics import StepMetrics
 from lengthwise.training.verify import VerifyReport
-from support import make_plan
 
 
 def test_step_metrics_by_hand():

@@ -8,10 +8,21 @@ from functools import cache
 
 import pytest
 import torch
+from testing import (
+    RecordingTransport,
+    build_pair,
+    make_batch,
+    make_plan,
+    random_plan,
+    run_ranks,
+    tiny_family_config,
+)
+from testing.order import check_order, rank_groups
+from testing.strict import StrictWorld
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import SoloTransport, StrictWorld
+from lengthwise.comm import SoloTransport
 from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import analytic_cost, named_hardware, shape_from_config
@@ -28,18 +39,8 @@ from lengthwise.models import (
     token_loss,
 )
 from lengthwise.planner import PlanOptions, plan_step
-from lengthwise.program import check_order, last_on_all_ranks, lower_plan
-from lengthwise.program.order import rank_groups
+from lengthwise.program import last_on_all_ranks, lower_plan
 from lengthwise.training import verify
-from support import (
-    RecordingTransport,
-    build_pair,
-    make_batch,
-    make_plan,
-    random_plan,
-    run_ranks,
-    tiny_family_config,
-)
 from training.small_runs import VOCAB, call, make_rows, read_lines, relative, row_losses, steps_of, train, write_run
 
 pytestmark = pytest.mark.usefixtures("checked_transfers")

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from testing import run_ranks, tiny_family_config
 from transformers import AutoModelForCausalLM
 
 from lengthwise.checkpoint.manifest import parameters_of
@@ -17,7 +18,6 @@ from lengthwise.engine.flat_layout import lay_out, lay_out_rows
 from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.models import build_model, find_model, wrapped_layers
 from lengthwise.models.own_rows import own_rows
-from support import run_ranks, tiny_family_config
 from training.small_runs import (
     Command,
     call,

@@ -6,9 +6,9 @@ import multiprocessing.process
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from testing import tiny_family_config
 from transformers import AutoModelForCausalLM
 
-from support import tiny_family_config
 from training.small_runs import call, losses, make_rows, train, write_model, write_run
 
 

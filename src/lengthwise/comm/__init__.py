@@ -9,7 +9,6 @@ from lengthwise.comm.devices import built_for_gpus, count_gpus, find_gpus, has_u
 from lengthwise.comm.exchange import agree, broadcast_bytes
 from lengthwise.comm.solo import SoloTransport
 from lengthwise.comm.staged import StagedTransport
-from lengthwise.comm.strict import StrictWorld
 from lengthwise.comm.torch_transport import TorchTransport, join
 from lengthwise.comm.transport import Done, Pending, Transport
 from lengthwise.comm.world import World, session_world, world_from_environment
@@ -20,7 +19,6 @@ __all__ = [
     "Pending",
     "SoloTransport",
     "StagedTransport",
-    "StrictWorld",
     "TorchTransport",
     "Transport",
     "World",

@@ -4,7 +4,6 @@ from lengthwise.program.check import check_plan
 from lengthwise.program.edges import head_peers, line_peers
 from lengthwise.program.features import Feature, features_of, refuse_unsupported, trains
 from lengthwise.program.lower import MicrobatchProgram, last_on_all_ranks, lower_microbatch, lower_plan
-from lengthwise.program.order import check_order
 from lengthwise.program.records import (
     ALL_HEADS,
     BlockTask,
@@ -28,7 +27,6 @@ __all__ = [
     "Round",
     "Segment",
     "Transfer",
-    "check_order",
     "check_plan",
     "features_of",
     "head_peers",

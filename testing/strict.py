@@ -1,6 +1,6 @@
 """A transport inside one process, one thread a rank, as strict as NCCL and stricter than gloo.
 
-Real tensors move by the rules of `program.order.StrictMatcher`: groups of a rank run one after the other, messages
+Real tensors move by the rules of `testing.order.StrictMatcher`: groups of a rank run one after the other, messages
 match in the order posted, in shape and dtype, and a collective needs the same call on all ranks. When every rank waits
 and nothing can move, all of them raise at once and name what they wait in: a hang becomes a failed test. A rank with
 collectives under way may post no transfer, and no collective with transfers under way, even where it would go well.
@@ -17,7 +17,7 @@ from torch import Tensor
 from lengthwise.comm.clock import Clock
 from lengthwise.comm.transport import Done, Message, Pending
 from lengthwise.core.errors import TransferError
-from lengthwise.program.order import Group, Operation, StrictMatcher
+from testing.order import Group, Operation, StrictMatcher
 
 
 class StrictWorld:

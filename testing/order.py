@@ -2,7 +2,7 @@
 
 Strict means what NCCL means and gloo hides: a rank's groups run one after the other, a group completes only as a
 whole, messages between two ranks match in the order in which they were posted, without tags, and a collective needs
-all ranks at once. A plan that completes here completes on every backend. `comm.strict` moves tensors by these rules.
+all ranks at once. A plan that completes here completes on every backend. `testing.strict` moves tensors by these rules.
 """
 
 from __future__ import annotations

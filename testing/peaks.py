@@ -27,8 +27,8 @@ from lengthwise.engine.small_pass import Layout, Lone
 from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, ModelSource, build_adapted
 from lengthwise.offload import CopyStore
-from support.ranks import run_ranks
-from support.sequences import make_batch
+from testing.ranks import run_ranks
+from testing.sequences import make_batch
 
 LAYERS, VOCAB = 6, 4096
 _SIZES: dict[str, Any] = {

@@ -1,14 +1,14 @@
 """What the tests and the benchmarks stand on: builders, oracles, recorders, and real processes; not installed."""
 
 from lengthwise.engine.live_bytes import LiveBytes
-from support.families import Difference, build_pair, family_difference
-from support.oracles import dense_attention, relative_error, rounding_floor
-from support.plans import draw_lengths, make_plan, random_plan, visible_pairs
-from support.ranks import run_ranks
-from support.recording import Call, RecordingTransport
-from support.sequences import make_batch
-from support.stores import CountingStore, DelayedStore
-from support.tiny import MODEL_TYPES, VARIANTS, tiny_family_config
+from testing.families import Difference, build_pair, family_difference
+from testing.oracles import dense_attention, relative_error, rounding_floor
+from testing.plans import draw_lengths, make_plan, random_plan, visible_pairs
+from testing.ranks import run_ranks
+from testing.recording import Call, RecordingTransport
+from testing.sequences import make_batch
+from testing.stores import CountingStore, DelayedStore
+from testing.tiny import MODEL_TYPES, VARIANTS, tiny_family_config
 
 __all__ = [
     "MODEL_TYPES",

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from lengthwise.attention import Block, BlockKernel, PlannedAttention
-from lengthwise.comm import StrictWorld, Transport
+from lengthwise.comm import Transport
 from lengthwise.core.plan import Plan
 from lengthwise.program import lower_plan
+from testing.strict import StrictWorld
 
 Rows = Sequence[Tensor]
 """(q, k, v, gradient of the output) of one sequence, each (tokens, heads, head_dim), or (out, dq, dk, dv) of it."""

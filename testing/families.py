@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import StrictWorld, Transport
+from lengthwise.comm import Transport
 from lengthwise.core.plan import Plan
 from lengthwise.cost import LOGITS_AT_ONCE
 from lengthwise.engine.batch import StepBatch
@@ -20,9 +20,10 @@ from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, ModelSource, build_model, keep_double, plain_attention, wrapped_layers
 from lengthwise.training.verify import Reference, gradient_differences, plain_gradients, relative_difference
-from support.ranks import run_ranks
-from support.sequences import make_batch
-from support.tiny import VOCAB
+from testing.ranks import run_ranks
+from testing.sequences import make_batch
+from testing.strict import StrictWorld
+from testing.tiny import VOCAB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
