@@ -4,13 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint families newest gpu-check clean
+.PHONY: demo test test-all lint families newest gpu-check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lengthwise demo
 
+# Every promise once: under five minutes on two cores.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10
+
+# Every case of every promise, before a release: half an hour.
+test-all: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 -m ''
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests testing benchmarks $(wildcard examples)

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import lengthwise
+from tiers import more
 from training.small_runs import call, make_rows, write_run
 
 KEYS = {"steps": 6, "capacity_tokens": 64, "checkpoint": {"every_steps": 2, "background": False}}
@@ -64,8 +65,8 @@ def test_what_is_broken_is_named_and_the_status_says_it(own, capsys):
 
 
 @pytest.mark.parametrize("keys", [
-    {},
-    {"precision": "bf16"},
+    more({}),
+    more({"precision": "bf16"}),
     {"lora": {"r": 4}},
 ], ids=str)  # fmt: skip
 def test_an_exported_checkpoint_is_the_model_of_a_run_that_ended_there(tmp_path, keys):

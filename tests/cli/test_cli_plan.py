@@ -12,10 +12,11 @@ import pytest
 from cli.plan_calls import plan_without_torch, read_plan, refused
 from lengthwise.core.plan import Plan
 from lengthwise.core.plan_file import read_plan_text
+from tiers import more
 from training.small_runs import VOCAB, call, make_rows, read_lines, train, write_model, write_run
 
 
-@pytest.mark.parametrize("planner", ["lengthwise", "static"])
+@pytest.mark.parametrize("planner", ["lengthwise", more("static")])
 def test_plan_of_a_run_file_is_the_plan_of_the_first_step_of_training(tmp_path, planner):
     texts = [{"text": "x" * n} for n in (30, 1, 12, 5, 61, 2, 90, 17)]
     write_model(tmp_path / "model", vocab_size=256)

@@ -14,6 +14,7 @@ import pytest
 from transformers import GPT2Config, OPTConfig
 
 from lengthwise import __version__
+from tiers import more
 from training.small_runs import (
     VOCAB,
     Command,
@@ -136,7 +137,7 @@ def test_start_refuses_a_bad_argument_by_name(tmp_path, capfd, monkeypatch, verb
     assert said in refused(capfd, verb, write_run(tmp_path, make_rows([3])), *arguments)
 
 
-@pytest.mark.parametrize("family", [GPT2Config, OPTConfig])
+@pytest.mark.parametrize("family", [GPT2Config, more(OPTConfig)])
 def test_train_refuses_sequences_beyond_a_table_of_positions(tmp_path, capfd, monkeypatch, family):
     # Once an IndexError in the middle of a step.
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
@@ -240,7 +241,7 @@ def test_train_refuses_ranks_that_conflict_with_torchrun(tmp_path, capfd, monkey
     assert "MASTER_PORT" in refused(capfd, "train", path)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [more(1), 2])
 def test_train_into_a_pipe_writes_plain_lines(tmp_path, ranks):
     path = write_run(tmp_path, make_rows([5, 6]), steps=12, eval={"data": [{"path": "train.jsonl"}], "every_steps": 6})
     status, out, err = Command("train", path, "--ranks", ranks).finish()
@@ -251,7 +252,7 @@ def test_train_into_a_pipe_writes_plain_lines(tmp_path, ranks):
     assert any(line.startswith("evaluation after step 6: loss ") for line in lines)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [more(1), 2])
 def test_train_whose_reader_went_away_goes_on(tmp_path, ranks):
     """`lengthwise train ... | head -1`"""
     path = write_run(tmp_path, make_rows([5, 6]), steps=60)
@@ -267,8 +268,8 @@ def test_train_whose_reader_went_away_goes_on(tmp_path, ranks):
     assert (tmp_path / "out/model/model.safetensors").exists()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("log", ["on a full disk", "closed"])
+@pytest.mark.parametrize("ranks", [more(1), 2])
+@pytest.mark.parametrize("log", [more("on a full disk"), "closed"])
 def test_train_whose_log_cannot_be_written_goes_on(tmp_path, ranks, log):
     """In a real process, with the interpreter's own last words."""
     run = [
@@ -298,7 +299,7 @@ def test_command_whose_reader_went_away_ends_without_a_traceback(tmp_path):
     assert "BrokenPipe" not in done.stderr
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [more(1), 2])
 def test_train_cuts_no_step_on_a_narrow_terminal(tmp_path, ranks):
     path = write_run(tmp_path, make_rows([5, 6]), steps=6, eval={"data": [{"path": "train.jsonl"}], "every_steps": 6})
     ours, theirs = pty.openpty()
@@ -344,7 +345,7 @@ def test_command_in_the_c_locale_does_not_crash(tmp_path):
         assert b"Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("verb", ["verify", "train"])
+@pytest.mark.parametrize("verb", [more("verify"), "train"])
 def test_start_interrupted_ends_soon_and_leaves_no_process(tmp_path, monkeypatch, verb):
     """Ctrl-C in `verify` ends it; in `train`, while a rank is busy with one long step, the second does."""
     name = f"lengthwise.training.{'verify' if verb == 'verify' else 'trainer'}.run_plan"
@@ -369,7 +370,7 @@ def test_start_interrupted_ends_soon_and_leaves_no_process(tmp_path, monkeypatch
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("wakes", [True, False])
+@pytest.mark.parametrize("wakes", [True, more(False)])
 def test_train_alone_interrupted_twice_ends_soon(tmp_path, monkeypatch, wakes):
     """One process has no parent that could end it: it listens itself, also where Python hears of a signal too late."""
 

@@ -15,6 +15,7 @@ from transformers import DataCollatorWithFlattening, Trainer
 
 from lengthwise.integrations.transformers import PlannedTrainer, PlannedTrainerMixin
 from lengthwise.models import keep_double
+from tiers import more
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
 
@@ -205,7 +206,7 @@ def plain_mean(model, rows):
 SAVING = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2, "max_steps": 6}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, more(torch.bfloat16)])
 def test_training_goes_on_from_a_checkpoint_on_any_number_of_ranks(tmp_path, dtype):
     """To the same bits on as many ranks; on others, and between planned and plain, within rounding."""
 

@@ -14,6 +14,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
 from lengthwise.core.errors import LengthwiseError, Problems  # noqa: E402
 from lengthwise.integrations.trl import PlannedDPOTrainer, PlannedSFTTrainer, PreferenceCollator  # noqa: E402
+from tiers import some  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated")  # TRL and peft read it
 
@@ -78,7 +79,7 @@ SFT = {
 }
 
 
-@pytest.mark.parametrize("case", SFT)
+@pytest.mark.parametrize("case", some(SFT, 1))
 def test_sft_is_trls(case, tmp_path):
     data, changes = SFT[case]
 
@@ -107,7 +108,7 @@ DPO = {
 }
 
 
-@pytest.mark.parametrize("case", DPO)
+@pytest.mark.parametrize("case", some(DPO))
 def test_dpo_is_trls(case, tmp_path):
     def make():
         data = {"train_dataset": pairs(), "eval_dataset": pairs(6)}

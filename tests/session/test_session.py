@@ -23,6 +23,7 @@ from loops import (
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError, NumericError, PlanError, RankError
 from lengthwise.models import keep_double
+from tiers import more
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -36,7 +37,7 @@ def in_double(work):
     return rank_work
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranks", [more(1), more(2), 3, more(5)])
 def test_a_planned_loop_is_the_plain_loop(ranks, tmp_path):
     capacity = 128 if ranks == 1 else 64
     work = in_double(lambda _rank: both_loops(ADAMW, capacity=capacity, ahead=ranks == 3))

@@ -133,17 +133,19 @@ def test_ranks_whose_batches_differ_are_named() -> None:
     assert "plans and sequences from step" in str(caught.value)
 
 
-def test_a_plan_that_takes_too_long_ends_the_run() -> None:
+def test_a_plan_that_takes_too_long_ends_the_run_but_not_the_start_of_the_planner() -> None:
     goes_on = threading.Event()
+    plans = iter([lambda: time.sleep(0.2), lambda: goes_on.wait(10)])
 
     def planner(lengths: Sequence[int]) -> tuple[str, float]:
-        goes_on.wait(10)
+        next(plans)()
         return plan_of(lengths, 1).to_json(), 0.0
 
     def work(transport: Transport) -> None:
-        ahead = PlanAhead(stream([[0]]), planner, transport, timeout_seconds=0.05)
-        with pytest.raises(LengthwiseError, match=r"step 1, planning: expected a plan within 0.05 s; got none"):
-            ahead.next("step 1")
+        ahead = PlanAhead(stream([[0], [0]]), planner, transport, timeout_seconds=0.05)
+        assert ahead.next("step 1") is not None
+        with pytest.raises(LengthwiseError, match=r"step 2, planning: expected a plan within 0.05 s; got none"):
+            ahead.next("step 2")
         goes_on.set()
         ahead.close()
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 import lengthwise
 from lengthwise.training.best import BestModel, read_best
+from tiers import more
 from training.small_runs import (
     Command,
     call,
@@ -60,7 +61,7 @@ def check_best(output):
     return step
 
 
-@pytest.mark.parametrize("keys", [{}, {"overlap": True}], ids=str)
+@pytest.mark.parametrize("keys", [{}, more({"overlap": True})], ids=str)
 def test_the_best_model_is_kept_beside_the_last(tmp_path, capsys, keys):
     output = train(run_file(tmp_path, **keys), "--ranks", 2)
     step = check_best(output)
@@ -89,7 +90,7 @@ def test_it_survives_a_resume(tmp_path):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("action", ["kill", "error"])
+@pytest.mark.parametrize("action", ["kill", more("error")])
 def test_a_fault_while_it_is_written_leaves_the_one_before(tmp_path, action):
     path = run_file(tmp_path, steps=4)
     command = Command("train", path, "--ranks", 1, LENGTHWISE_FAULT=f"model-save:0:2:{action}")

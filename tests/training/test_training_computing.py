@@ -11,6 +11,7 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.models import Computing, computing
 from lengthwise.training import pricing
 from lengthwise.training.job import prepare_job
+from tiers import more
 from training.small_runs import call, losses, make_rows, relative, train, write_run
 
 LENGTHS = (40, 9, 17, 3)
@@ -65,7 +66,7 @@ def test_layers_by_liger_are_refused_on_the_cpu_before_any_process_starts(tmp_pa
     assert job_of(tmp_path, fused_layers="off").computing == Computing(fused_layers="off")
 
 
-@pytest.mark.parametrize("lora", [None, {"r": 4}])
+@pytest.mark.parametrize("lora", [more(None), more({"r": 4})])
 def test_a_compiled_run_says_so_and_gives_the_same(tmp_path, capfd, monkeypatch, lora):
     """Ranks are forked, so what is patched here is patched there: the backend that compiles nothing in C++."""
     path = write_run(tmp_path, make_rows(LENGTHS), device="cpu", recompute="layer", lora=lora)

@@ -8,6 +8,7 @@ from testing import tiny_family_config
 from transformers import GPT2LMHeadModel
 
 import lengthwise
+from tiers import more
 from training.small_runs import call, losses, make_rows, train, write_run
 from training.test_training_resume import LENGTHS, assert_equal_runs, broken_off, run_of, whole
 
@@ -31,6 +32,7 @@ def model(tmp_path_factory):
     return write_gpt2(tmp_path_factory.mktemp("gpt2") / "model", **DROPOUT)
 
 
+@pytest.mark.exhaustive
 def test_losses_are_the_same_on_any_ranks_under_any_plan(tmp_path, model):
     found = {}
     for ranks, keys in (
@@ -71,7 +73,7 @@ def test_a_run_that_goes_on_draws_as_if_nothing_had_been(tmp_path, model):
     assert_equal_runs(tmp_path / "other", wanted, exactly=False)
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp64", more("fp32"), more("bf16")])
 def test_dropout_verifies(tmp_path, capsys, model, precision):
     keys = {"precision": precision, "global_batch": {"sequences": 7}, "capacity_tokens": 30}
     path = write_run(tmp_path, make_rows(LENGTHS), model=model, **keys)
@@ -79,6 +81,7 @@ def test_dropout_verifies(tmp_path, capsys, model, precision):
     assert "PASS" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_dropout_of_adapters_verifies_trains_and_is_saved_with_them(tmp_path, capsys):
     pytest.importorskip("peft", minversion="0.21")
     found = []

@@ -13,12 +13,18 @@ from lengthwise.core.errors import ConfigError, Problems, TransferError
 from lengthwise.core.faults import ACTIONS, POINTS, VARIABLE
 from lengthwise.training import api
 from lengthwise.training.stacks import with_own_stacks
+from tiers import more, some
 from training.small_runs import Command, call, count_lines
 from training.test_training_resume import PAGE, assert_equal_runs, run_of, whole
 
 OF_RANK_0 = frozenset(("checkpoint-manifest", "checkpoint-rename", "checkpoint-committed", "model-save"))
 OF_SAVING = ("checkpoint-write", "checkpoint-written", "checkpoint-manifest", "checkpoint-rename")
 LAST = 7  # step of the runs
+BY_DEFAULT = {("start", 1), ("microbatches", 1), ("checkpoint-rename", 0), ("model-save", 0)}
+KILLED = [
+    case if case in BY_DEFAULT else more(*case)
+    for case in ((point, rank) for point in POINTS for rank in (0, 1) if not (rank and point in OF_RANK_0))
+]
 SOURCES = Path(faults.__file__).parents[1]
 
 
@@ -33,13 +39,10 @@ def fault_of(point, rank, action):
     return f"{point}:{rank}:{step}:{action}"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("point", [each for each in POINTS if not each.startswith("upload")])  # see _remote
+@pytest.mark.parametrize(("point", "rank"), KILLED)
 def test_a_rank_killed_anywhere_costs_no_more_than_the_steps_since_the_checkpoint(
     tmp_path, monkeypatch, undisturbed, point, rank
 ):
-    if rank and point in OF_RANK_0:
-        pytest.skip("rank 0 alone comes there")
     path = run_of(tmp_path)
     monkeypatch.setenv(VARIABLE, fault_of(point, rank, "kill"))
     with pytest.raises(lengthwise.LengthwiseError, match=rf"rank {rank}.*died \(signal SIGKILL\)"):
@@ -64,9 +67,9 @@ def faults_again(monkeypatch):
 @pytest.mark.usefixtures("faults_again")
 @pytest.mark.parametrize(("point", "rank", "action", "said"), [
     ("update", 1, "kill", "restart 1 of 2, from step 2: error[rank] rank 1"),
-    ("microbatches", 0, "stop", "restart 1 of 2, from step 2: "),
-    ("start", 1, "kill", "restart 1 of 2, from its start: error[rank] rank 1"),
-    ("model-save", 0, "kill", f"restart 1 of 2, from step {LAST}: error[rank] rank 0"),
+    more("microbatches", 0, "stop", "restart 1 of 2, from step 2: "),
+    more("start", 1, "kill", "restart 1 of 2, from its start: error[rank] rank 1"),
+    more("model-save", 0, "kill", f"restart 1 of 2, from step {LAST}: error[rank] rank 0"),
 ])  # fmt: skip
 def test_ranks_are_started_again_and_the_run_goes_on(
     tmp_path, monkeypatch, capfd, undisturbed, point, rank, action, said
@@ -100,7 +103,7 @@ def test_restarts_are_a_sensible_number(tmp_path, capsys, number):
     assert "--max-restarts" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("point", OF_SAVING)
+@pytest.mark.parametrize("point", some(OF_SAVING))
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_disk_that_fails_costs_one_checkpoint_and_no_step(tmp_path, monkeypatch, capfd, undisturbed, point, rank):
     if rank and point in OF_RANK_0:
@@ -156,7 +159,7 @@ def test_a_rank_of_torchrun_keeps_its_own_stacks(tmp_path, is_free):
         assert "in waits_in_vain" in (folder / "hang/rank-00003.txt").read_text()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [more(0), 1])
 def test_a_rank_that_is_asked_to_end_commits_and_the_run_goes_on_from_there(tmp_path, monkeypatch, undisturbed, rank):
     path = run_of(tmp_path)
     monkeypatch.setenv(VARIABLE, fault_of("microbatches", rank, "term").replace(":4:", ":3:"))

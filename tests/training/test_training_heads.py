@@ -5,6 +5,7 @@ import json
 import pytest
 
 from lengthwise.core.plan_file import read_plan_text
+from tiers import more
 from training.small_runs import call, losses, make_rows, train, write_run
 
 pytestmark = pytest.mark.usefixtures("checked_transfers")
@@ -23,7 +24,7 @@ def pieces_run(output):
     return pieces_of(*(output / "plans").iterdir())
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [more(2), 4])
 def test_heads_are_in_the_plans_of_a_run_and_change_no_loss(tmp_path, ranks):
     found = {}
     for heads in ("off", 2, 4):

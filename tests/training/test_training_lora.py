@@ -13,6 +13,7 @@ from lengthwise.cost import shape_from_config
 from lengthwise.cost.measured import base_cost, read_measurements
 from lengthwise.training import building, pricing
 from lengthwise.training.job import prepare_job
+from tiers import more
 from training.small_runs import (
     DTYPES,
     call,
@@ -39,7 +40,7 @@ def run_file(folder, *, lora=LORA, **keys):
     return write_run(folder, make_rows(LENGTHS), lora=lora, **keys)
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp64", more("fp32"), more("bf16")])
 def test_lora_verifies(tmp_path, capsys, precision):
     path = run_file(tmp_path, precision=precision, recompute="layer", global_batch={"sequences": 8})
     assert call("verify", path, "--ranks", 3) == 0

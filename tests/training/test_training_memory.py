@@ -18,6 +18,7 @@ from lengthwise.models import DTYPES, build_model
 from lengthwise.training import building, warmup
 from lengthwise.training.job import prepare_job
 from lengthwise.training.warmup import check_memory, largest_pack
+from tiers import more
 from training.small_runs import VOCAB, call, losses, make_rows, train, write_run
 
 
@@ -45,7 +46,7 @@ def test_largest_pack_is_the_capacity_or_the_largest_batch(tmp_path, lengths, ke
     assert sum(pack) <= keys["capacity_tokens"]
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("precision", [more("fp64"), more("fp32"), "bf16"])
 def test_memory_check_leaves_no_gradient_and_no_other_parameter(tmp_path, precision):
     job = job_of(tmp_path, [30, 12], precision=precision)
     model = build_model(job.model, seed=0)
@@ -85,7 +86,7 @@ def test_memory_check_runs_forward_and_backward_of_the_whole_pack(tmp_path, monk
     assert seen == [((30, 2), True)]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [more(1), 3])
 def test_memory_check_changes_nothing_of_the_training(tmp_path, ranks, capfd):
     rows = make_rows([30, 12, 5, 60])
     found = []

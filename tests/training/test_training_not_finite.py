@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 import lengthwise
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.training import not_finite, trainer
+from tiers import more
 from training.small_runs import (
     FailsAfter,
     call,
@@ -74,7 +75,7 @@ def assert_kept(path, kept, *, ledger=None):
         torch.testing.assert_close(value, weights[key], rtol=1e-9, atol=1e-11, check_dtype=False)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, more(2), more(3)])
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_a_step_that_is_not_finite_is_left_out(tmp_path, monkeypatch, capfd, ranks, what):
     path = run_of(tmp_path)
@@ -92,11 +93,11 @@ def test_a_step_that_is_not_finite_is_left_out(tmp_path, monkeypatch, capfd, ran
     assert "2 steps made no update" in said
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [more(1), 2, more(3)])
 @pytest.mark.parametrize(("what", "step", "kept", "ledger"), [
-    ("loss", 6, [1, 2, 3, 4, 7, 8], [1, 2, 3, 4, 5, 7, 8]),
-    ("gradient", 6, [1, 2, 3, 4, 7, 8], [1, 2, 3, 4, 5, 7, 8]),
-    ("parameter", 3, [1, 2, 5, 6, 7, 8], [1, 2, 3, 5, 6, 7, 8]),  # seen by the numbers of step 4
+    more("loss", 6, [1, 2, 3, 4, 7, 8], [1, 2, 3, 4, 5, 7, 8]),
+    more("gradient", 6, [1, 2, 3, 4, 7, 8], [1, 2, 3, 4, 5, 7, 8]),
+    more("parameter", 3, [1, 2, 5, 6, 7, 8], [1, 2, 3, 5, 6, 7, 8]),  # seen by the numbers of step 4
     ("parameter", 4, [1, 2, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8]),  # seen before its checkpoint
     ("parameter", 8, [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, 8]),  # seen before the model is saved
 ])  # fmt: skip
@@ -109,8 +110,8 @@ def test_a_run_goes_back_to_its_checkpoint(tmp_path, monkeypatch, ranks, what, s
     assert (found["step"], found["sequences"]) == (step, steps_of(tmp_path / "all")[step - 1])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("policy", ["skip", "roll_back"])
+@pytest.mark.parametrize("ranks", [more(1), 2])
+@pytest.mark.parametrize("policy", [more("skip"), "roll_back"])
 def test_a_run_that_left_steps_out_goes_on_to_the_same_bits(tmp_path, monkeypatch, ranks, policy):
     """AdamW counts updates, not steps: a checkpoint knows both."""
     path = run_of(tmp_path)
@@ -127,14 +128,14 @@ def test_a_run_that_left_steps_out_goes_on_to_the_same_bits(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(("policy", "what", "steps", "told"), [
-    ("stop", "loss", [3], "step 3: expected a finite loss; got nan over sequences"),
+    more("stop", "loss", [3], "step 3: expected a finite loss; got nan over sequences"),
     ("stop", "parameter", [3], "step 3: expected a finite parameter; got nan over sequences"),
-    ("skip", "parameter", [3], "step 3: expected a finite parameter; got nan over sequences"),
-    ("roll_back", "loss", [1], "There is no checkpoint yet to go back to"),
+    more("skip", "parameter", [3], "step 3: expected a finite parameter; got nan over sequences"),
+    more("roll_back", "loss", [1], "There is no checkpoint yet to go back to"),
     ("roll_back", "loss", [5, 6, 7, 8], "did not help 3 times"),
     ("skip", "gradient", [2, 3, 4, 5, 6], "The 4 steps before it made no update either"),
 ])  # fmt: skip
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, more(2)])
 def test_a_run_that_cannot_be_helped_stops_and_saves_no_model(
     tmp_path, monkeypatch, capfd, ranks, policy, what, steps, told
 ):

@@ -6,6 +6,7 @@ import pytest
 
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.plan_file import read_plan_text
+from tiers import more
 from training.small_runs import call, losses, make_rows, train, write_run
 
 LENGTHS = [30, 1, 12, 5, 61, 2, 9, 40]
@@ -15,7 +16,7 @@ def kinds_of(plan):
     return [microbatch.get("recompute", "none") for microbatch in plan["microbatches"]]
 
 
-@pytest.mark.parametrize("heads", ["off", 2])
+@pytest.mark.parametrize("heads", [more("off"), 2])
 def test_recompute_is_in_every_plan_of_a_run_and_changes_no_loss(tmp_path, heads):
     found = {}
     for kind in RECOMPUTE_KINDS:
@@ -31,7 +32,7 @@ def test_recompute_is_in_every_plan_of_a_run_and_changes_no_loss(tmp_path, heads
     assert found["all_but_attention"] == found["none"]
 
 
-@pytest.mark.parametrize("kind", ["layer", "all_but_attention"])
+@pytest.mark.parametrize("kind", ["layer", more("all_but_attention")])
 def test_recompute_holds_under_verify_and_is_planned(tmp_path, capsys, kind):
     path = write_run(tmp_path, make_rows(LENGTHS), recompute=kind, global_batch={"sequences": 8})
     assert call("verify", path, "--ranks", 2) == 0

@@ -10,6 +10,7 @@ import torch
 from lengthwise.core.plan import Plan
 from lengthwise.core.plan_file import read_plan_text
 from lengthwise.program import check_plan
+from tiers import more
 from training.small_runs import (
     DTYPES,
     METRIC_KEYS,
@@ -44,7 +45,7 @@ def mixed_rows():
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-13), ("fp32", 2e-6)])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, more(2), 3])
 def test_train_first_loss_and_gradient_norm_equal_plain_hugging_face(tmp_path, precision, tolerance, ranks):
     rows = mixed_rows()
     path = write_run(tmp_path, rows, steps=1, global_batch={"sequences": 14}, precision=precision, capacity_tokens=96)
@@ -234,7 +235,7 @@ def test_train_shifts_labels_inside_a_sequence_only(tmp_path):
     assert last != same
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [more(1), more(2), 3])
 def test_train_labels_are_not_shifted_after_the_cut(tmp_path, ranks):
     """Design 7: the last token of a shard is asked for the first token of the next; all on one ring, lengths prime."""
     rows = make_rows([89, 31, 2])
@@ -259,7 +260,7 @@ def test_train_loss_is_not_scaled_by_world_size_and_does_not_average_averages(tm
     assert abs(loss - (long.item() / 59 + short.item() / 3) / 2) > 1e-4
 
 
-@pytest.mark.parametrize("lengths", [[1, 1, 1, 2], [2], [1, 5], [3, 1, 1, 1, 1, 1, 1, 1, 1]])
+@pytest.mark.parametrize("lengths", [[1, 1, 1, 2], more([2]), more([1, 5]), more([3, 1, 1, 1, 1, 1, 1, 1, 1])])
 def test_train_goes_on_with_ranks_without_work_or_loss(tmp_path, lengths):
     """Design 7: fewer sequences than ranks, one-token rows, ranks whose tokens have no loss."""
     rows = make_rows(lengths)

@@ -18,6 +18,7 @@ from lengthwise.engine.flat_layout import lay_out, lay_out_rows
 from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.models import build_model, find_model, wrapped_layers
 from lengthwise.models.own_rows import own_rows
+from tiers import more
 from training.small_runs import (
     Command,
     call,
@@ -89,7 +90,7 @@ def test_offload_and_evaluation_work_beside_it(tmp_path):
     assert all(row["offloaded_bytes"] for row in rows)
 
 
-@pytest.mark.parametrize(("first", "then"), [(("zero1", 3), ("zero3", 4)), (("zero3", 3), ("zero1", 2))])
+@pytest.mark.parametrize(("first", "then"), [more(("zero1", 3), ("zero3", 4)), (("zero3", 3), ("zero1", 2))])
 def test_a_run_goes_on_under_another_layout_and_rank_count(tmp_path, first, then):
     """Without `--accept-changes`: how parameters lie decides nothing of what is trained."""
     path = run_file(tmp_path, checkpoint={"every_steps": 2}, steps=5)
@@ -111,7 +112,7 @@ def saved_model(folder, family, **changes):
     return sum(each.nbytes for each in model.parameters())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "mistral"])
+@pytest.mark.parametrize("family", ["llama", more("qwen3"), more("gemma3_text"), more("mistral")])
 def test_ranks_read_their_own_rows_of_what_transformers_would_load(tmp_path, family):
     num_bytes = saved_model(tmp_path, family, vocab_size=4096, hidden_size=128, tie_word_embeddings=family != "llama")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1 or family != "llama"

@@ -18,6 +18,8 @@ from small_runs import (
     write_run,
 )
 
+from tiers import more
+
 LENGTHS = [60, 2, 33, 1, 7, 90, 3, 31]
 
 
@@ -38,7 +40,7 @@ def run(tmp_path_factory):
     return write_run(folder, rows, steps=4, capacity_tokens=64, **keys), rows
 
 
-@pytest.mark.parametrize("chunks", ["chunked", "whole"])
+@pytest.mark.parametrize("chunks", ["chunked", more("whole")])
 def test_losses_are_the_weighed_mean_on_any_ranks(run, tmp_path, chunks):
     path, rows = run
     found = {}

@@ -8,6 +8,7 @@ import pytest
 
 import lengthwise
 from lengthwise.core.faults import VARIABLE
+from tiers import more
 from training.small_runs import losses, read_lines
 from training.test_training_resume import assert_equal_runs, run_of, whole
 
@@ -26,7 +27,7 @@ def run(path, *options, fault="", restarts=1):
     )
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [more(0), 1])
 def test_a_killed_rank_is_started_again_and_the_run_goes_on_by_itself(tmp_path, rank):
     path = run_of(tmp_path)
     wanted = whole(path, ranks=2)
@@ -36,6 +37,7 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on_by_itself(tmp_path, 
     assert_equal_runs(tmp_path / "out", wanted)
 
 
+@pytest.mark.exhaustive
 def test_without_a_checkpoint_it_starts_again(tmp_path):
     path = run_of(tmp_path, checkpoint=None)
     wanted = whole(path, ranks=2)
@@ -44,6 +46,7 @@ def test_without_a_checkpoint_it_starts_again(tmp_path):
     assert_equal_runs(tmp_path / "out", wanted)
 
 
+@pytest.mark.exhaustive
 def test_another_torchrun_neither_deletes_nor_goes_on_with_a_run(tmp_path):
     path = run_of(tmp_path)
     whole(path, ranks=2)

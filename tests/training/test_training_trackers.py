@@ -9,6 +9,7 @@ from lengthwise.core import tracker_packages
 from lengthwise.core.errors import ConfigError, Problems
 from lengthwise.training import trackers
 from lengthwise.training.callbacks import Callback
+from tiers import more
 from training.small_runs import FailsAfter, losses, make_rows, read_lines, write_run
 
 LENGTHS = [30, 12, 5, 40]
@@ -45,7 +46,7 @@ def tensorboard():
     return pytest.importorskip("tensorboard")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [more(1), 2])
 def test_trackers_tensorboard_reads_back_the_metrics_of_every_step(tmp_path, tensorboard, ranks):
     lengthwise.train(run_of(tmp_path, "tensorboard", eval=EVALUATED), ranks=ranks)
     assert len(list((tmp_path / "out/tensorboard").iterdir())) == 1, "of rank 0 alone"
@@ -113,8 +114,8 @@ def test_trackers_call_a_callback_as_its_trainer_would(tmp_path, monkeypatch):
     assert heard.calls[3][2] == {"eval_loss": losses_of_evaluations(tmp_path)[0]}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("fails", [("on_train_begin", 0), ("on_log", 2), ("on_train_end", 3)])
+@pytest.mark.parametrize("ranks", [more(1), 2])
+@pytest.mark.parametrize("fails", [more(("on_train_begin", 0)), ("on_log", 2), more(("on_train_end", 3))])
 def test_trackers_that_fail_are_named_once_and_change_nothing(tmp_path, monkeypatch, ranks, fails):
     put_in_place(monkeypatch, Recording(fails=fails))
     notes = Notes(tmp_path / "notes")
@@ -126,7 +127,7 @@ def test_trackers_that_fail_are_named_once_and_change_nothing(tmp_path, monkeypa
     assert (result.steps, (tmp_path / "out/model/config.json").exists()) == (3, True)
 
 
-@pytest.mark.parametrize("hangs", [("on_train_begin", 0), ("on_log", 2), ("on_train_end", 5)])
+@pytest.mark.parametrize("hangs", [more(("on_train_begin", 0)), ("on_log", 2), more(("on_train_end", 5))])
 def test_trackers_that_hang_are_named_once_and_do_not_stall_a_run(tmp_path, monkeypatch, hangs):
     monkeypatch.setattr(trackers, "PATIENCE_SECONDS", 1.0)
     heard, notes = put_in_place(monkeypatch, Recording(hangs=hangs)), Notes(tmp_path / "notes")

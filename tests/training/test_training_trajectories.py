@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from lengthwise.core.plan import Plan
 from lengthwise.core.plan_file import read_plan_text
+from tiers import more
 from training.small_runs import (
     DTYPES,
     call,
@@ -31,13 +32,16 @@ def lively_rows(count=60):
     return make_rows([choose.choice((1, 2, 3, 5, 7, 11, 16, 17, 24, 31, 47)) for _ in range(count)], seed=9)
 
 
-@pytest.mark.parametrize(("precision", "ranks", "tolerance"), [("fp64", 2, 1e-9), ("fp64", 3, 1e-9), ("fp32", 3, 1e-4)])
-def test_train_trajectory_of_100_steps_equals_one_process(tmp_path, precision, ranks, tolerance):
+@pytest.mark.parametrize(
+    ("steps", "precision", "ranks", "tolerance"),
+    [(25, "fp64", 3, 1e-9), more(100, "fp64", 2, 1e-9), more(100, "fp64", 3, 1e-9), more(100, "fp32", 3, 1e-4)],
+)
+def test_train_trajectory_of_many_steps_equals_one_process(tmp_path, steps, precision, ranks, tolerance):
     rows = lively_rows()
-    keys = {"steps": 100, "precision": precision, "optimizer": {"lr": 3e-4}, "global_batch": {"sequences": 3}}
+    keys = {"steps": steps, "precision": precision, "optimizer": {"lr": 3e-4}, "global_batch": {"sequences": 3}}
     output = train(write_run(tmp_path, rows, capacity_tokens=48 // ranks, **keys), "--ranks", ranks)
-    steps = steps_of(output)
-    expected, _, _ = plain_training(tmp_path / "model", rows, steps, dtype=DTYPES[precision], lrs=[3e-4] * 100)
+    taken = steps_of(output)
+    expected, _, _ = plain_training(tmp_path / "model", rows, taken, dtype=DTYPES[precision], lrs=[3e-4] * steps)
     assert max(relative(got, loss) for got, loss in zip(losses(output), expected, strict=True)) < tolerance
     plans = [Plan.from_json(read_plan_text(path)) for path in sorted((output / "plans").iterdir())]
     assert all(
@@ -47,7 +51,7 @@ def test_train_trajectory_of_100_steps_equals_one_process(tmp_path, precision, r
     assert degrees == set(range(1, ranks + 1))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [more("fp32"), "bf16"])
 def test_train_twice_gives_the_same_bits(tmp_path, precision):
     found = []
     write_run(tmp_path, lively_rows())
@@ -119,7 +123,7 @@ def test_train_bf16_keeps_fp32_masters_so_that_small_updates_are_not_lost(tmp_pa
     assert (before - after)[chosen].abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("precision", ["bf16", more("fp32"), more("fp64")])
 def test_train_saves_a_model_that_from_pretrained_opens_and_that_gives_the_trained_loss(tmp_path, precision):
     """The model saved after n steps has the loss that a run of n + 1 steps writes for step n + 1."""
     rows = make_rows([30, 12, 5, 40])
@@ -196,7 +200,7 @@ def test_train_eval_is_written_apart_and_equals_plain_hugging_face(tmp_path):
     assert not (tmp_path / "plain/eval.jsonl").exists()
 
 
-@pytest.mark.parametrize("planner", ["lengthwise", "static"])
+@pytest.mark.parametrize("planner", ["lengthwise", more("static")])
 def test_train_eval_may_hold_longer_sequences_than_training(tmp_path, planner):
     path = write_run(
         tmp_path, make_rows([8, 9]), steps=2, planner=planner, eval={"data": [{"path": "eval.jsonl"}], "every_steps": 1}
@@ -206,7 +210,7 @@ def test_train_eval_may_hold_longer_sequences_than_training(tmp_path, planner):
     assert len(read_lines(train(path, "--ranks", 2) / "eval.jsonl")) == 2
 
 
-@pytest.mark.parametrize(("ranks", "heads"), [(3, "off"), (4, 2)])
+@pytest.mark.parametrize(("ranks", "heads"), [more(3, "off"), (4, 2)])
 def test_train_with_each_message_checked_gives_the_same_bits(tmp_path, monkeypatch, capfd, ranks, heads):
     found = []
     for asked in ("0", "1"):

@@ -56,6 +56,11 @@ def let_threads_end() -> None:
         time.sleep(_LOOK_SECONDS)
 
 
+def has_one_thread() -> bool:
+    """Return whether this process has one thread, so no CUDA either, and may be forked. False off Linux."""
+    return sys.platform == "linux" and not _other_threads()
+
+
 def _other_threads() -> dict[str, str]:
     """Return the system's state ("R": running) of each thread of this process but this one, by its number."""
     states = {}

@@ -16,6 +16,7 @@ from lengthwise.engine.batch import StepBatch
 from lengthwise.program import lower_plan, refuse_unsupported
 
 STEPS_AHEAD = 2  # that are planned and read while one runs; a plan's costs are that much older
+_START_SECONDS = 60.0  # more for the first plan: a planner that is a new process imports first
 
 StepPlanner = Callable[[Sequence[int]], tuple[str, float]]
 """Makes (plan file, seconds that it took) from the lengths of a step."""
@@ -54,8 +55,8 @@ class PlanAhead:
     """A `StepSource` that plans consecutive batches ahead, and begins to read what this rank will take of them.
 
     `planner` is there on rank 0 alone. A plan depends on lengths, ranks and costs only, so the plan of a step is the
-    same whenever it is made, and when the others hear of it. A plan that takes longer than `timeout_seconds` ends the
-    run. `num_heads`: of the model's attention, which plans may split.
+    same whenever it is made and sent. A plan that takes longer than `timeout_seconds` ends the run; the first may take
+    `start_seconds` more, for the planner's own start. `num_heads`: of the model's attention, which plans may split.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class PlanAhead:
         transport: Transport,
         *,
         timeout_seconds: float,
+        start_seconds: float = _START_SECONDS,
         num_heads: int | None = None,
     ) -> None:
         self._batches, self._planner, self._transport = batches, planner, transport
@@ -73,6 +75,7 @@ class PlanAhead:
         self._making: deque[Future[_Made]] = deque()
         self._known: deque[PlannedStep] = deque()
         self._ended = False
+        self._start_seconds = start_seconds  # 0 after the first plan
         self._go_on()
 
     def next(self, name: str) -> PlannedStep | None:
@@ -148,10 +151,13 @@ class PlanAhead:
         return PlannedStep(batch=batch, plan=plan, plan_seconds=seconds)
 
     def _wait_for(self, future: Future[_Made], name: str) -> _Made:
+        seconds = self._timeout_seconds + self._start_seconds
         try:
-            return future.result(timeout=self._timeout_seconds)
+            made = future.result(timeout=seconds)
+            self._start_seconds = 0.0
+            return made
         except TimeoutError:
             where = f"rank {self._transport.rank}, {name}, planning"
-            expected = f"a plan within {self._timeout_seconds:g} s"
+            expected = f"a plan within {seconds:g} s"
             remedy = "Use a simpler planner, or raise {timeout_seconds}."
             raise RankError(where, expected=expected, got="none", remedy=remedy) from None

@@ -79,7 +79,7 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
         NumericError: a loss, a gradient or the parameters are not finite; no model is saved.
     """
     pricing = Pricing(job, corrects=job.measures and not world.rank)
-    with nullcontext() if world.rank else PlannerProcess() as process:
+    with nullcontext() if world.rank else PlannerProcess(forks=world.rendezvous is not None) as process:
         folder = RunFolder(
             job.config.folder,
             lambda line: call_back(callbacks, "on_note", line),
