@@ -1,6 +1,7 @@
 """A run under torchrun whose ranks die: the agent starts them again, and the run goes on by itself."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -17,14 +18,21 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 def run(path, *options, fault="", restarts=1):
     outside = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC", "RANK"))}
-    return subprocess.run(
-        [*TORCHRUN, "--max-restarts", str(restarts), "-m", "lengthwise", "train", str(path), *options],
-        capture_output=True,
+    command = [*TORCHRUN, "--max-restarts", str(restarts), "-m", "lengthwise", "train", str(path), *options]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=90,
-        check=False,
+        start_new_session=True,
         env={**outside, "OMP_NUM_THREADS": "1", VARIABLE: fault},
-    )
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the agent and its ranks
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 @pytest.mark.parametrize("rank", [more(0), 1])
