@@ -19,6 +19,7 @@ simulator.best_mesh = lambda *_, **__: time.sleep(600)
 import os
 os.cpu_count = lambda: 2
 from lengthwise.cli import main
+from tiers import more
 main(sys.argv[1:])
 """
 SMALL = ("simulate", "--model", "llama-7b", "--ranks", "4", "--batch-tokens", "4K", "--batches", "1", "--lengths",
@@ -50,9 +51,9 @@ def is_running(process: int) -> bool:
     [
         (True, signal.SIGKILL, 1, "fewer devices or --planners, or --mesh same"),
         (False, signal.SIGINT, 130, "interrupted"),
-        (False, signal.SIGTERM, -signal.SIGTERM, ""),
-        (False, signal.SIGHUP, -signal.SIGHUP, ""),
-        (False, signal.SIGKILL, -signal.SIGKILL, ""),
+        more(False, signal.SIGTERM, -signal.SIGTERM, ""),
+        more(False, signal.SIGHUP, -signal.SIGHUP, ""),
+        more(False, signal.SIGKILL, -signal.SIGKILL, ""),
     ],
 )
 def test_simulate_ends_with_all_its_processes(tmp_path, to_child, sent, status, told) -> None:
