@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tiers import more
+
 ENDLESS = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # both may be ignored where the tests run in the background
@@ -19,7 +21,6 @@ simulator.best_mesh = lambda *_, **__: time.sleep(600)
 import os
 os.cpu_count = lambda: 2
 from lengthwise.cli import main
-from tiers import more
 main(sys.argv[1:])
 """
 SMALL = ("simulate", "--model", "llama-7b", "--ranks", "4", "--batch-tokens", "4K", "--batches", "1", "--lengths",
