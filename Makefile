@@ -15,7 +15,7 @@ test: $(VENV)/.installed-dev
 
 # Every case of every promise, before a release: half an hour.
 test-all: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 -m ''
+	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 -m ''
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests testing benchmarks $(wildcard examples)

@@ -2,7 +2,7 @@
 
 With LENGTHWISE_TEST_GPU=1 (`make gpu-check`) GPUs are seen; all other tests are of the CPU, also where there is one.
 HYPOTHESIS_PROFILE names the profile of the property-based tests: ci (default), full, or search, whose cases are new
-each time. How many cases each gives is in docs/architecture.md; which share of them a test takes, in properties.py.
+each time. Which share of its cases a test takes is in properties.py; which tests run by default, in tiers.py.
 """
 
 import os
