@@ -22,6 +22,7 @@ from lengthwise.engine.step import run_plan
 from lengthwise.models import keep_double, wrapped_layers
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 from lengthwise.models.compiled import compile_layers
+from tiers import some
 
 CPU = torch.device("cpu")
 LENGTHS = (37, 5, 9, 30, 3, 14)
@@ -87,9 +88,9 @@ def train(inner, family, dtype, recompute, *, overlaps, compiles=False):
     return names, norms, values
 
 
-@pytest.mark.parametrize("recompute", ["none", "layer", "all_but_attention"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral", "mixtral balanced"])
+@pytest.mark.parametrize("recompute", some(["none", "layer", "all_but_attention"], 0, 1))
+@pytest.mark.parametrize("dtype", some([torch.float64, torch.float32, torch.bfloat16], 2), ids=str)
+@pytest.mark.parametrize("family", some(["llama", "qwen2", "mixtral", "mixtral balanced"], 0, 3))
 def test_overlapped_steps_are_those_of_any_other_to_the_bit(family, dtype, recompute):
     """A strict world: it refuses a transfer posted beside a collective, and ranks whose collectives differ in order."""
     built(family)
@@ -140,7 +141,7 @@ def test_values_are_waited_for_layer_by_layer(monkeypatch):
     assert sorted(seen) == [(0, [4, 1, 0]), (1, [4, 1, 0]), (2, [4])]
 
 
-@pytest.mark.parametrize(("overlaps", "compiles"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("overlaps", "compiles"), some([(False, False), (True, False), (True, True)], 1))
 def test_overlapped_steps_on_real_processes(overlaps, compiles):
     """Compiled layers wait for their values, too: before the graph, not in it."""
     built("llama")

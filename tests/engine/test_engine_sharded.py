@@ -28,6 +28,7 @@ from lengthwise.engine.step import run_plan
 from lengthwise.models import wrapped_layers
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 from properties import costliest
+from tiers import some
 
 CPU = torch.device("cpu")
 LENGTHS = (41, 11, 5, 7, 1, 23)
@@ -46,7 +47,7 @@ def in_waves(plan, *recompute):
     return replace(plan, microbatches=tuple(microbatches), schedule={"kind": "waves"}, requires=requires)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss", "mistral"])
+@pytest.mark.parametrize("family", some(["llama", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss", "mistral"], 0, 2))
 def test_gradients_are_those_of_one_process(family):
     """Whatever is computed again, a loss in chunks, and ranks that have nothing in a wave."""
     config = tiny_family_config(family)

@@ -14,6 +14,7 @@ from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
+from tiers import some
 
 LENGTHS = (9, 12, 5, 7, 8, 3)
 READS = ("_local_scalar_dense", "nonzero", "equal", "unique", "masked_select")
@@ -53,7 +54,7 @@ def reads(model_type, microbatches, *, experts="eager"):
 
 @pytest.mark.parametrize(
     ("model_type", "experts"),
-    [("llama", "eager"), ("gemma3_text", "eager"), ("qwen3", "eager"), ("qwen3_moe", "grouped_mm")],
+    some([("llama", "eager"), ("gemma3_text", "eager"), ("qwen3", "eager"), ("qwen3_moe", "grouped_mm")], 0, 3),
 )
 def test_nothing_is_read_between_microbatches(model_type, experts):
     """The sums of losses are read once, when all of a step was posted, and once the norm of the gradient."""

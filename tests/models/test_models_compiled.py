@@ -20,6 +20,7 @@ from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, Computing, ModelSource, build_model, compute_so, keep_double
 from lengthwise.models.compiled import compile_layers
 from lengthwise.offload import CopyStore
+from tiers import some
 
 CPU = torch.device("cpu")
 KERNEL = choose_kernel(CPU)
@@ -115,13 +116,13 @@ def pair(family, precision="fp64", *, backend="eager", **changes):
     return Trained(compiled, precision), Trained(model, precision)
 
 
-@pytest.mark.parametrize("precision", BARS)
+@pytest.mark.parametrize("precision", some(BARS, 0))
 def test_microbatches_of_any_length_run_the_same_graphs_to_the_bit(precision):
     """The backend that runs what was traced as it was: what differs would be the trace's fault."""
     check(*pair("llama", precision), 0.0)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "phi3"])
+@pytest.mark.parametrize("family", some(["gemma3_text", "phi3"], 0))
 def test_other_families_run_the_same_graphs_to_the_bit(family):
     """gemma3: windows in some layers, so two kinds of attention in graphs of one layer class."""
     check(*pair(family), 0.0)
@@ -129,13 +130,16 @@ def test_other_families_run_the_same_graphs_to_the_bit(family):
 
 @pytest.mark.parametrize(
     ("recompute", "offload", "backend"),
-    [
-        ("none", 0.5, "eager"),
-        ("layer", None, "eager"),
-        ("layer", 0.5, "aot_eager"),
-        ("all_but_attention", None, "aot_eager"),
-        ("all_but_attention", 0.5, "eager"),
-    ],
+    some(
+        [
+            ("none", 0.5, "eager"),
+            ("layer", None, "eager"),
+            ("layer", 0.5, "aot_eager"),
+            ("all_but_attention", None, "aot_eager"),
+            ("all_but_attention", 0.5, "eager"),
+        ],
+        4,
+    ),
 )
 def test_compiled_layers_are_recomputed_and_offloaded_like_others(recompute, offload, backend):
     """aot_eager: whole graphs through autograd, which saves what the graph says."""
@@ -143,6 +147,7 @@ def test_compiled_layers_are_recomputed_and_offloaded_like_others(recompute, off
     check(compiled, plain, BARS["fp64"], recompute=recompute, offload=offload)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of inductor's imports
 def test_inductor_keeps_the_gradients_of_fp64():
     """What runs on GPUs, as C++ here: one fused kernel for each part between products."""

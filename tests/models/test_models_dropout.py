@@ -24,6 +24,7 @@ from lengthwise.models.dropout import DROPOUT_FAMILIES, DROPOUT_KEYS, drop
 from lengthwise.training.verify import gradient_differences, plain_gradients, relative_difference
 from models.test_models_checkpointing import recomputing
 from models.test_models_families import LENGTHS, NOT_RECOMPUTED, SPLIT, planned
+from tiers import some
 
 WORD = (1 << 64) - 1
 
@@ -99,7 +100,7 @@ def test_other_random_numbers_and_tokens_without_a_row_are_refused():
         assert torch.equal(F.dropout(torch.ones(3, 4), 0.5), torch.ones(3, 4))
 
 
-@pytest.mark.parametrize("model_type", [name for name in DROPOUT_FAMILIES if name in MODEL_TYPES])
+@pytest.mark.parametrize("model_type", some([name for name in DROPOUT_FAMILIES if name in MODEL_TYPES], 0, 3))
 def test_family_with_dropout_equals_plain_hugging_face_that_draws_the_same(model_type):
     """All places of dropout; recomputed layers, a ring, packs and split heads."""
     config = tiny_family_config(model_type)
@@ -151,7 +152,7 @@ def test_dropout_depends_on_seed_and_step_and_evaluations_have_none():
     assert evaluated == pytest.approx(run(gpt2(0.0), plan, batch, train=False)[0], rel=1e-14)
 
 
-@pytest.mark.parametrize("kind", ["layer", "all_but_attention"])
+@pytest.mark.parametrize("kind", some(["layer", "all_but_attention"], 0))
 def test_recomputation_draws_the_same_to_the_bit(kind):
     batch, model = make_batch(LENGTHS, vocab=VOCAB), gpt2(0.3)
     wanted, found = run(model, planned(), batch), run(model, recomputing(planned(), kind), batch)

@@ -40,6 +40,7 @@ from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, ModelSource, build_model, check_model_config, keep_double, plain_attention
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.program import Segment, lower_plan
+from tiers import more, some
 
 LENGTHS = (1, 57, 2, 3, 40, 1, 5, 7, 31, 11, 13, 8)
 SIZES = {
@@ -85,6 +86,15 @@ CONFIGS = {
     **{f"llama {kind}": LlamaConfig(**SIZES, rope_parameters=rope) for kind, rope in ROPES.items()},
 }
 BATCH = make_batch(LENGTHS, vocab=48, seed=1, masked=0.2)
+BY_DEFAULT = {
+    "llama",
+    "qwen2 windows in the upper layers",
+    "gemma3",
+    "gpt-oss",
+    "qwen3-moe",
+    "qwen3 tied",
+    "padded vocabulary",
+}
 BARS = {"fp64": (1e-13, 1e-12), "fp32": (2e-6, 1e-5)}
 
 
@@ -165,7 +175,7 @@ def check_parity(got, want, precision):
 
 
 @pytest.mark.parametrize("precision", BARS)
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", [name if name in BY_DEFAULT else more(name) for name in CONFIGS])
 def test_family_equals_plain_hugging_face(family, precision):
     check_model_config(CONFIGS[family])
     want = run_plain(family, BATCH, precision)
@@ -189,7 +199,7 @@ def test_fp32_error_is_near_that_of_one_process(family):
         assert all(got[name] <= 3 * alone[name] + 1e-6 for name in exact)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", some(range(4), 1))
 def test_any_plan_equals_plain_hugging_face(seed):
     """Plans of outside tools: several pieces a microbatch, any ranks in any order, shares, ranks without tokens."""
     choose, ranks = random.Random(seed), (3, 4, 5, 6)[seed]
@@ -198,26 +208,37 @@ def test_any_plan_equals_plain_hugging_face(seed):
     check_parity(run_planned("qwen3", plan, batch, "fp64"), run_plain("qwen3", batch, "fp64"), "fp64")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3 tied", "gemma3"])
+@pytest.mark.parametrize("family", some(["llama", "qwen3 tied", "gemma3"], 0))
 def test_bf16_error_is_near_that_of_one_device(family):
-    """At most 1.5 x the one-device bf16 error against fp64, over all gradients together and tensor by tensor."""
-    batch = make_batch(LENGTHS, vocab=48, seed=1)
-    exact = run_plain(family, batch, "fp64", weights="bf16")
-    alone = run_plain(family, batch, "bf16", weights="bf16")
+    """At most 1.5 x the one-device bf16 error against fp64, over all gradients together and tensor by tensor.
 
-    ones = gradient_errors(alone[1], exact[1])
+    A tensor's error is the root mean square over three batches: the rounding of one batch in a tensor of few entries is
+    by chance more than twice that of another, and which one it is differs from one CPU to the next.
+    """
+    batches = [make_batch(LENGTHS, vocab=48, seed=seed) for seed in (1, 2, 3)]
+    exact = [run_plain(family, batch, "fp64", weights="bf16") for batch in batches]
+    alone = [run_plain(family, batch, "bf16", weights="bf16") for batch in batches]
+    ones = mean_errors(alone, exact)
     for ranks in (1, 3, 5):
-        got = run_planned(family, planned(ranks), batch, "bf16", weights="bf16")
-        assert abs(got[0] - exact[0]) <= 1.5 * abs(alone[0] - exact[0]) + 1e-4 * abs(exact[0])
-        assert total_error(got[1], exact[1]) <= 1.5 * total_error(alone[1], exact[1])
-        for name, error in gradient_errors(got[1], exact[1]).items():
+        found = [run_planned(family, planned(ranks), batch, "bf16", weights="bf16") for batch in batches]
+        for got, one, want in zip(found, alone, exact, strict=True):
+            assert abs(got[0] - want[0]) <= 1.5 * abs(one[0] - want[0]) + 1e-4 * abs(want[0])
+            assert total_error(got[1], want[1]) <= 1.5 * total_error(one[1], want[1])
+        for name, error in mean_errors(found, exact).items():
             assert error <= 1.5 * ones[name] + 3e-3, name
+
+
+def mean_errors(found, exact):
+    """The root mean square of each tensor's error over several batches."""
+    errors = [gradient_errors(got[1], want[1]) for got, want in zip(found, exact, strict=True)]
+    return {name: (sum(each[name] ** 2 for each in errors) / len(errors)) ** 0.5 for name in errors[0]}
 
 
 def total_error(gradients, exact):
     return sum((gradients[n].double() - exact[n]).square().sum().item() for n in exact) ** 0.5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["mixtral", "olmoe", "gpt-oss"])
 def test_bf16_error_of_mixtures_is_near_that_of_one_device(family):
     """The median over five batches of all gradients together is at most 1.5 x one device's.

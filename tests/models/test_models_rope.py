@@ -15,6 +15,7 @@ from lengthwise.core.plan import Piece
 from lengthwise.models import adapter, check_model_config, plain_output
 from lengthwise.models.rope import sequence_lengths
 from properties import costliest
+from tiers import some
 
 KINDS = ("llama, rope dynamic", "llama, rope longrope", "phi3, rope longrope")
 LENGTHS = (57, 2, 16, 17, 1, 31)  # 16 is the border
@@ -28,7 +29,7 @@ def pair_of(variant, **more):
 
 
 @pytest.mark.parametrize("variant", KINDS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranks", some([1, 2, 3, 5], 2))
 def test_frequencies_are_those_of_each_sequence(variant, ranks):
     """One pack of all, cut over all ranks: every row holds parts of sequences on both sides of the border."""
     plan = make_plan(ranks, LENGTHS, [Piece(ranks=tuple(range(ranks)), sequences=tuple(range(6)))], layers=2)
