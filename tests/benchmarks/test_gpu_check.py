@@ -67,6 +67,7 @@ class Forked:
         return self._process.exitcode
 
 
+@pytest.mark.exhaustive
 def test_all_four_scripts_run_tiny_on_the_cpu_and_make_the_page(tmp_path, monkeypatch):
     """With a part that fails, an unknown table, and one that runs into its time limit; nothing stops for them."""
     scripts = {name: dict(parts) for name, parts in gpu_check.SCRIPTS.items()}
@@ -97,6 +98,7 @@ def test_all_four_scripts_run_tiny_on_the_cpu_and_make_the_page(tmp_path, monkey
         assert f"| {plan.name} |" in text
 
 
+@pytest.mark.exhaustive
 def test_what_fails_or_hangs_stops_no_other_part(tmp_path, capsys):
     forks = "import os, time\nos.fork()\ntime.sleep(60)"
     made = [
@@ -151,6 +153,7 @@ def test_a_script_ends_with_a_status_when_a_part_failed(tmp_path, monkeypatch):
         call(gpu_check, monkeypatch, "contact", "--out", tmp_path, "--device", "cpu", "--tiny")
 
 
+@pytest.mark.exhaustive
 def test_tests_run_by_their_command_line(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check, "_TINY_TESTS", {"test_gpu_kernels": "kernel_for"})
     made = gpu_check.parts_of("contact", tmp_path, device="cpu", tiny=True)

@@ -172,6 +172,7 @@ def test_nccl_path_has_two_eager_groups_and_keeps_host_tensors_on_gloo(gpus_repl
     assert launch(told, 3)
 
 
+@pytest.mark.exhaustive
 def test_nccl_path_names_rank_and_phase_when_a_rank_stops_answering(gpus_replaced, capfd):
     def work(world, on_phase):
         t = TorchTransport(dataclasses.replace(world, gpus=2), timeout_seconds=1, on_phase=on_phase)
@@ -273,6 +274,7 @@ def test_gloo_names_rank_and_phase_when_a_rank_stops_answering():
     assert time.monotonic() - start < 1 + 5
 
 
+@pytest.mark.exhaustive
 def test_gloo_collective_names_the_phase_when_a_rank_stops_answering():
     def work(t):
         t.phase = "step end"
@@ -284,6 +286,7 @@ def test_gloo_collective_names_the_phase_when_a_rank_stops_answering():
         run_ranks(work, 2, timeout_seconds=1.0)
 
 
+@pytest.mark.exhaustive
 def test_gloo_collective_under_way_names_the_phase_it_was_posted_in():
     def work(t):
         t.phase = "step 3, end"

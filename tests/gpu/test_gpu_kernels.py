@@ -69,6 +69,7 @@ def test_gpu_blocks_equal_dense(device, dtype, dim):
         close((out, *grads), expected(*rows), dtype)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["varlen", "efficient"])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 200), (200, 1), (130, 64), (64, 130)])
 def test_gpu_blocks_give_their_share_under_the_lse_of_all_keys(device, name, queries, keys):
@@ -110,6 +111,7 @@ def test_gpu_window_edges_are_where_the_mask_says(device, queries, keys, distanc
         assert relative_error(b.cpu(), a, floor=0.05 * a.numel() ** 0.5) < 2e-2, name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(("window", "with_sinks"), [(None, False), (50, False), (200, True), (1, False)])
 @pytest.mark.parametrize("staged", [False, True])

@@ -115,6 +115,7 @@ def test_backward_never_has_more_on_the_device_than_its_window():
     assert 0 < most <= 2 * everything // LAYERS
 
 
+@pytest.mark.exhaustive
 def test_memory_falls_by_what_is_away_and_is_free_after_backward(tmp_path):
     model, x = make_model(), inputs(2000)
     left = {}

@@ -18,6 +18,7 @@ from lengthwise.planner.baselines.single_degree import (
     schedule_at,
 )
 from lengthwise.planner.problem.request import PlanRequest
+from tiers import some
 
 LINEAR = Cost(linear_seconds=1.0)
 RING = Cost(linear_seconds=1.0, ring_seconds=2.0)
@@ -94,7 +95,7 @@ def test_first_fit_packs_go_in_data_order() -> None:
     assert first_fit_packs(np.array([6, 5, 4, 5, 1]), 10) == [[0, 2], [1, 3], [4]]
 
 
-@pytest.mark.parametrize("recipe", ["github", "byted", "prolong", "wikipedia"])
+@pytest.mark.parametrize("recipe", some(["github", "byted", "prolong", "wikipedia"], 0))
 def test_single_degree_is_not_behind_the_static_mesh(recipe: str) -> None:
     """Here the mesh of `static` is all 64 ranks, one of the degrees tried; like lengths alone end 2.5 % behind it."""
     cost = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))

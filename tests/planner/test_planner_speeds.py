@@ -24,6 +24,7 @@ from lengthwise.planner.problem.topology import levelled
 from lengthwise.program import check_plan, ring_order
 from lengthwise.simulator import simulate_plan
 from properties import costliest, costly
+from tiers import some
 
 CAPACITY = 29
 FOUR = {"quadratic": 1.0, "linear": 500.0, "fixed": 20000.0, "ring": 90.0}
@@ -168,7 +169,7 @@ def test_levelled_parts_end_as_early_as_any_that_fit(speeds: list[float], room: 
     assert could < 1  # sooner, even with every rank busy until then or full, something is left over
 
 
-@pytest.mark.parametrize("recipe", ["prolong", "wikipedia"])
+@pytest.mark.parametrize("recipe", some(["prolong", "wikipedia"], 0))
 def test_plan_step_levels_ranks_of_unequal_speed(recipe: str) -> None:
     """64 ranks at random half as fast as the others: with shares, and packs by speed, as good as on equal ranks."""
     cluster = Cluster(ranks=64, capacity_tokens=8192)
@@ -183,7 +184,7 @@ def test_plan_step_levels_ranks_of_unequal_speed(recipe: str) -> None:
     assert blind > 1.3 * plan.notes["predicted_seconds"]
 
 
-@pytest.mark.parametrize("recipe", ["github", "prolong"])
+@pytest.mark.parametrize("recipe", some(["github", "prolong"], 0))
 def test_rings_keep_to_ranks_of_one_speed_where_costs_know_no_shares(recipe: str) -> None:
     """Nodes of 8 at random 0.6 times as fast: placed by their ends alone, rings leave github at 1.033 of the bound."""
     cluster = Cluster(ranks=64, capacity_tokens=8192)

@@ -138,6 +138,7 @@ def test_real_messages_are_as_large_as_those_of_the_engine(plan: Plan) -> None:
         assert sent > 0
 
 
+@pytest.mark.exhaustive
 def test_real_links_are_fitted_and_measured_on_other_sizes() -> None:
     took = {4.0 * floats: 2e-4 + 4.0 * floats / 5e8 for floats in measured_links.MESSAGE_FLOATS}
     link = measured_links.fitted_link(took, layers=3)
@@ -148,6 +149,7 @@ def test_real_links_are_fitted_and_measured_on_other_sizes() -> None:
         measured_links.refuse_measured({1, 80_021})
 
 
+@pytest.mark.exhaustive
 def test_real_bytes_are_sent_over_links_measured_before() -> None:
     """Every rank agrees on links that were measured; a step is timed and simulated with them."""
     asked = emulate.Emulation(
