@@ -34,7 +34,7 @@ def fault_of(point, rank, action):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("point", [each for each in POINTS if not each.startswith("upload")])  # see _remote
+@pytest.mark.parametrize("point", POINTS)
 def test_a_rank_killed_anywhere_costs_no_more_than_the_steps_since_the_checkpoint(
     tmp_path, monkeypatch, undisturbed, point, rank
 ):
