@@ -33,7 +33,7 @@ newest:
 	grep '^torch==' constraints.txt > .venv-newest/torch.txt
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
 	  --constraint .venv-newest/torch.txt -e '.[dev]'
-	.venv-newest/bin/python -m pip list | grep -E '^(torch|transformers|accelerate|peft|trl|datasets|bitsandbytes) '
+	.venv-newest/bin/python -m pip list | grep -E '^(torch|transformers|accelerate|peft|trl|datasets) '
 	.venv-newest/bin/python -m pytest -n 2 tests/integrations tests/session tests/models/test_models_load.py tests/data
 
 # On a machine with a GPU: four scripts of at most ten minutes, then the page from what they wrote, whatever failed.

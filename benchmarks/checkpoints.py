@@ -32,7 +32,6 @@ from typing import Any
 import torch
 
 import lengthwise
-from lengthwise.checkpoint import File
 from lengthwise.core.faults import VARIABLE
 from lengthwise.training import checkpoints as saving
 from lengthwise.training.callbacks import Callback
@@ -139,9 +138,9 @@ def _time_calls(log: Path) -> None:
         with _timed(log, "copy", is_first=self._transport.rank == 0):
             save(self, step, **numbers)
 
-    def timed_write(folder: Path, rank: int, state: Mapping[str, torch.Tensor]) -> File:
+    def timed_write(folder: Path, rank: int, state: Mapping[str, torch.Tensor]) -> None:
         with _timed(log, "write", is_first=rank == 0):
-            return write_part(folder, rank, state)
+            write_part(folder, rank, state)
 
     saving.Checkpoints.save, saving.write_part = timed_save, timed_write  # pyright: ignore[reportPrivateImportUsage]
 

@@ -76,17 +76,6 @@ def shaped_nodes(nodes: int, bytes_per_second: float) -> Iterator[ShapedNodes]:
         _remove([own])
 
 
-def can_make_namespaces() -> bool:
-    """Tell whether this process may make a namespace and a link: root in a container often may not."""
-    if os.geteuid() != 0 or not shutil.which("tc") or not shutil.which("ip"):
-        return False
-    own = f"lwprobe{os.getpid()}"
-    made = [["netns", "add", own], ["link", "add", own, "type", "veth", "peer", "name", "eth0", "netns", own]]
-    removed = [["link", "del", own], ["netns", "del", own]]
-    codes = [subprocess.run(["ip", *words], capture_output=True).returncode for words in (*made, *removed)]
-    return not any(codes)
-
-
 def _left_behind() -> list[str]:
     """Name what processes that are no more have left."""
     listed = _output("ip netns list") + _output("ip -br link show type bridge")

@@ -1,4 +1,4 @@
-"""Every optimizer there is, with arguments that show, and the same of torch or bitsandbytes on whole parameters."""
+"""Every optimizer there is, with arguments that show, and the same of torch, made by hand."""
 
 import torch
 
@@ -16,10 +16,7 @@ CASES = {
     "radam": {"betas": [0.8, 0.8], "weight_decay": 0.3},
     "radam decoupled": {"betas": [0.8, 0.8], "decoupled_weight_decay": True, "weight_decay": 0.3},
     "lion": {"weight_decay": 0.3},
-    "adamw_8bit": {"betas": [0.8, 0.9], "weight_decay": 0.3},
-    "lion_8bit": {"weight_decay": 0.3},
 }
-_8_BIT = {"adamw_8bit": "AdamW8bit", "lion_8bit": "Lion8bit"}
 _TORCH = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop", "nadam": "NAdam",
           "radam": "RAdam"}  # fmt: skip
 
@@ -61,8 +58,4 @@ def plain_optimizer(case, parameters):
     ]
     if name == "lion":
         return PlainLion(groups)
-    if name in _8_BIT:
-        import bitsandbytes
-
-        return getattr(bitsandbytes.optim, _8_BIT[name])(groups, lr=1.0, **args)
     return getattr(torch.optim, _TORCH[name])(groups, lr=1.0, foreach=False, **args)

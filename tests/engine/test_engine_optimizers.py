@@ -10,7 +10,7 @@ from lengthwise.comm import SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.config.optimizer import FUSED, OPTIMIZERS
 from lengthwise.engine.live_bytes import LiveBytes
-from lengthwise.engine.optimizer import ShardedOptimizer, block_of, kept_bytes, step_end_bytes
+from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes, step_end_bytes
 from lengthwise.engine.replicated import FlatParameters
 from tiers import some
 
@@ -29,7 +29,7 @@ def make_model(width):
 def make(transport, case, dtype=torch.float64, *, width=70, **keys):
     model = make_model(width)
     config = OptimizerConfig.model_validate(keys_of(case, **keys))
-    flat = FlatParameters(model, transport, dtype=dtype, layers=[*model], bucket_entries=1, block=block_of(config))
+    flat = FlatParameters(model, transport, dtype=dtype, layers=[*model], bucket_entries=1)
     return model, flat, ShardedOptimizer(flat, config, transport)
 
 

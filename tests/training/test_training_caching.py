@@ -317,19 +317,3 @@ def test_ranks_of_torchrun_share_one_entry(tmp_path, monkeypatch):
     write_run(tmp_path, name="memory.yaml", output="memory")
     lengthwise.train(tmp_path / "memory.yaml", ranks=2)
     assert losses(tmp_path / "out") == losses(tmp_path / "memory")
-
-
-def test_two_ranks_train_on_data_at_a_url_that_is_copied_once(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
-    rows, run = tmp_path / "far" / "rows.jsonl", tmp_path / "run.yaml"
-    rows.parent.mkdir()
-    rows.write_text("".join(json.dumps({"text": "ab" * (20 + number)}) + "\n" for number in range(8)))
-    run.write_text(
-        f"model: tiny\ndata: [{{url: 'file://{rows}'}}]\nglobal_batch: {{sequences: 4}}\nsteps: 1\noutput: first\n"
-    )
-    lengthwise.train(run, ranks=2)
-    assert capfd.readouterr().err.count("is copied once") == 1, "one process copies"
-    lengthwise.train(run, ranks=2, overrides=["output=second"])
-    assert "is copied once" not in capfd.readouterr().err
-    copies = list((tmp_path / "cache" / "remote").rglob("rows.jsonl"))
-    assert [each.read_text() for each in copies] == [rows.read_text()]

@@ -8,8 +8,6 @@ import torch
 
 import lengthwise
 from engine.optimizer_cases import CASES, keys_of, plain_optimizer
-from lengthwise.config.optimizer import IN_8_BIT
-from lengthwise.training import job
 from training.small_runs import call, losses, make_rows, plain_model, plain_training, relative, steps_of
 from training.test_training_resume import LENGTHS, assert_equal_runs, broken_off, run_of, whole
 
@@ -18,7 +16,7 @@ TRAINED = ("adam", "sgd nesterov", "adagrad", "rmsprop centered", "nadam", "rada
 
 def test_every_optimizer_is_trained_with():
     """AdamW in all other tests."""
-    assert {case.split()[0] for case in (*TRAINED, *IN_8_BIT, "adamw")} == {case.split()[0] for case in CASES}
+    assert {case.split()[0] for case in (*TRAINED, "adamw")} == {case.split()[0] for case in CASES}
 
 
 @pytest.mark.parametrize("case", TRAINED)
@@ -41,28 +39,6 @@ def test_training_is_that_of_one_process_and_goes_on_on_any_ranks(tmp_path, case
     assert_equal_runs(tmp_path / "out", wanted)
     lengthwise.train(path, ranks=3, resume=True, overrides=["output=other"])
     assert_equal_runs(tmp_path / "other", wanted, exactly=False)
-
-
-@pytest.mark.parametrize("case", IN_8_BIT)
-def test_states_of_8_bits_go_on_on_any_ranks(tmp_path, case):
-    """To the bit on as many; on others a state near the middle of two codes may round to the other."""
-    path = run_of(tmp_path, optimizer=keys_of(case, lr=2e-3), capacity_tokens=48, precision="fp32")
-    wanted = whole(path, ranks=2)
-    broken_off(path, 2, after=5)
-    shutil.copytree(tmp_path / "out", tmp_path / "other")
-    lengthwise.train(path, ranks=2, resume=True)
-    assert_equal_runs(tmp_path / "out", wanted)
-    lengthwise.train(path, ranks=3, resume=True, overrides=["output=other"])
-    assert losses(tmp_path / "other") == pytest.approx(losses(wanted), rel=1e-4)
-
-
-def test_states_of_8_bits_are_refused_beside_fp64_and_without_their_package(tmp_path, capsys, monkeypatch):
-    path = run_of(tmp_path, optimizer={"name": "adamw_8bit"}, precision="fp64")
-    assert call("train", path) == 2
-    assert "fp32 or bf16 with states of 8 bits" in " ".join(capsys.readouterr().err.split())
-    monkeypatch.setattr(job, "is_installed", lambda _: False)
-    assert call("train", path, "--set", "precision=fp32") == 2
-    assert "the package bitsandbytes, which has adamw_8bit" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused_by_name(tmp_path, capsys):

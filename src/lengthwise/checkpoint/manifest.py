@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from lengthwise.config.problems import shown
 from lengthwise.core.errors import OutputError
-from lengthwise.core.strict_json import parse_json, read_json
+from lengthwise.core.strict_json import read_json
 from lengthwise.engine.flat_layout import FlatLayout
 
 SCHEMA = "lengthwise.checkpoint/1"
@@ -123,42 +123,21 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if path.is_symlink():
             raise ValueError("a link")
-        return _checked(read_json(path), str(path), folder.name)
-    except ValueError as error:
-        raise _no_manifest(str(path), str(error)) from None
-
-
-def manifest_of(content: bytes, where: str, step: int) -> Manifest:
-    """Return the manifest that these bytes of `where` are, of the checkpoint after `step`.
-
-    Raises:
-        OutputError: as `read_manifest` does.
-    """
-    try:
-        return _checked(parse_json(content.decode("utf-8")), where, f"step-{step:06d}")
-    except ValueError as error:
-        raise _no_manifest(where, str(error)) from None
-
-
-def _no_manifest(where: str, got: str) -> OutputError:
-    return OutputError(where, expected="a checkpoint's manifest", got=got, remedy=_REMEDY)
-
-
-def _checked(raw: Any, where: str, folder: str) -> Manifest:
-    """Return a manifest of the checkpoint in the folder of this name. ValueError, OutputError: it is none."""
-    if not isinstance(raw, dict) or raw.pop(_DIGEST, None) != _digest_of(raw):
-        raise ValueError(f"other values than those of its {_DIGEST}")
-    try:
+        raw = read_json(path)
+        if not isinstance(raw, dict) or raw.pop(_DIGEST, None) != _digest_of(raw):
+            raise ValueError(f"other values than those of its {_DIGEST}")
         found = TypeAdapter(Manifest).validate_json(json.dumps(raw))
     except ValidationError as error:
         first = error.errors()[0]
         got = f"{shown(first['input'])} at {'.'.join(map(str, first['loc'])) or 'the top'}"
-        raise _no_manifest(where, got) from None
+        raise OutputError(str(path), expected="a checkpoint's manifest", got=got, remedy=_REMEDY) from None
+    except ValueError as error:
+        raise OutputError(str(path), expected="a checkpoint's manifest", got=str(error), remedy=_REMEDY) from None
     wrong = next(_contradictions(found), None)
-    if folder != f"step-{found.step:06d}":
+    if folder.name != f"step-{found.step:06d}":
         wrong = f"step {shown(found.step)}, by the folder's name another"
     if wrong is not None:
-        raise OutputError(where, expected="a manifest without contradictions", got=wrong, remedy=_REMEDY)
+        raise OutputError(str(path), expected="a manifest without contradictions", got=wrong, remedy=_REMEDY)
     return found
 
 

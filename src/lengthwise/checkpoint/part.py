@@ -1,4 +1,4 @@
-"""A rank's file of a checkpoint: written, checked before it is believed, read at any number of ranks.
+"""A rank's file of a checkpoint: written beside its digest, checked before it is believed, read at any number of ranks.
 
 A tensor a state ("master_weights", "exp_avg", "exp_avg_sq"), each (entries,) of the rank's shard.
 """
@@ -6,7 +6,8 @@ A tensor a state ("master_weights", "exp_avg", "exp_avg_sq"), each (entries,) of
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -17,16 +18,40 @@ from torch import Tensor
 
 from lengthwise.checkpoint.manifest import File, Manifest, file_name
 from lengthwise.core.disk import make_readable, sync
+from lengthwise.core.errors import OutputError
+from lengthwise.core.strict_json import read_json
 from lengthwise.engine.flat_layout import FlatLayout
 
+_DIGEST = ".digest"  # beside a rank's file until the checkpoint is committed
 
-def write_part(folder: Path, rank: int, state: Mapping[str, Tensor]) -> File:
-    """Write a rank's file, which is on the disk then; return its size and digest."""
+
+def write_part(folder: Path, rank: int, state: Mapping[str, Tensor]) -> None:
+    """Write a rank's file and, beside it, its size and digest; both are on the disk then."""
     path = folder / file_name(rank)
     save_file(dict(state), path)
     make_readable(path)
     sync(path)
-    return File(num_bytes=path.stat().st_size, sha256=sha256_of(path))
+    row = {"num_bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    path.with_suffix(_DIGEST).write_text(json.dumps(row), encoding="utf-8")
+    sync(path.with_suffix(_DIGEST))
+
+
+def take_digests(folder: Path, ranks: int) -> dict[str, File]:
+    """Return what all ranks wrote into the folder, by file; the notes beside the files go.
+
+    Raises:
+        OutputError: a rank's file is not there.
+    """
+    found = {}
+    for rank in range(ranks):
+        note = (folder / file_name(rank)).with_suffix(_DIGEST)
+        try:
+            found[file_name(rank)] = File(**read_json(note))
+            note.unlink()
+        except (OSError, ValueError) as error:
+            remedy = "Let all machines write into one shared folder."
+            raise OutputError(str(note), expected=f"what rank {rank} wrote", got=str(error), remedy=remedy) from None
+    return found
 
 
 def broken(folder: Path, manifest: Manifest, *, every: int = 1, first: int = 0) -> str | None:
@@ -58,10 +83,9 @@ def differences(manifest: Manifest, names: Sequence[str], shapes: Sequence[tuple
 
 
 class Move(NamedTuple):
-    """Entries [source] of the file of `rank`, of a parameter, that are entries [target] of a shard now."""
+    """Entries [source] of the file of `rank` that are entries [target] of a shard now."""
 
     rank: int
-    parameter: int
     source: slice
     target: slice
 
@@ -73,30 +97,15 @@ def moves(old: FlatLayout, new: FlatLayout, rank: int) -> Iterator[Move]:
         while start < run.stop:
             owner, place, follow = old.owner(run.parameter, entry)
             size = min(follow, run.stop - start)
-            yield Move(
-                rank=owner,
-                parameter=run.parameter,
-                source=slice(place, place + size),
-                target=slice(start, start + size),
-            )
+            yield Move(rank=owner, source=slice(place, place + size), target=slice(start, start + size))
             entry, start = entry + size, start + size
 
 
 def read_state(
-    folder: Path,
-    manifest: Manifest,
-    layout: FlatLayout,
-    names: Sequence[str],
-    rank: int,
-    state: Mapping[str, Tensor],
-    *,
-    short: Collection[str] = (),
-    below: int = 0,
+    folder: Path, manifest: Manifest, layout: FlatLayout, names: Sequence[str], rank: int, state: Mapping[str, Tensor]
 ) -> None:
     """Fill the state of `rank`, (entries,) each, in a model whose parameters `names` lie as in `layout`.
 
-    A state may also have one number for so many entries, (entries / n,), where both layouts keep such blocks whole.
-    short: states of the parameters alone that have fewer than `below` entries, as in `FlatLayout.short_runs`.
     Only what this rank needs is read. The files must have been checked (`broken`, `differences`).
     """
     order = {each.name: number for number, each in enumerate(manifest.parameters)}
@@ -109,37 +118,14 @@ def read_state(
         bucket_of=tuple(saved.bucket_of[place] for place in places),
         world_size=saved.world_size,
     )
-    moved_to, moved_from = _moved_by(layout, rank, below), dict[int, Mapping[int, int]]()
     with ExitStack() as files:
         opened: dict[int, dict[str, object]] = {}
         for move in moves(old, layout, rank):
             if move.rank not in opened:
                 file = files.enter_context(safe_open(folder / file_name(move.rank), "pt"))
                 opened[move.rank] = {name: file.get_slice(name) for name in state}
-                moved_from[move.rank] = _moved_by(old, move.rank, below)
             for name, tensor in state.items():
-                if name not in short:
-                    each = layout.shard_entries // len(tensor)
-                    source, target = (_of_blocks(place, each) for place in (move.source, move.target))
-                elif move.parameter in moved_to:
-                    source = _moved(move.source, moved_from[move.rank][move.parameter])
-                    target = _moved(move.target, moved_to[move.parameter])
-                else:
-                    continue
-                tensor[target] = opened[move.rank][name][source]  # pyright: ignore[reportIndexIssue]
-
-
-def _moved_by(layout: FlatLayout, rank: int, below: int) -> Mapping[int, int]:
-    """Return by parameter how far a rank's part of it lies from its place in the shard, where there are short ones."""
-    return {run.parameter: place - run.start for run, place in layout.short_runs(rank, below)}
-
-
-def _moved(entries: slice, by: int) -> slice:
-    return slice(entries.start + by, entries.stop + by)
-
-
-def _of_blocks(entries: slice, each: int) -> slice:
-    return slice(entries.start // each, -(-entries.stop // each))
+                tensor[move.target] = opened[move.rank][name][move.source]  # pyright: ignore[reportIndexIssue]
 
 
 def sha256_of(path: Path) -> str:

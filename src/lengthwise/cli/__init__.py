@@ -15,7 +15,6 @@ from lengthwise.cli.checkpoint import Checkpoint
 from lengthwise.cli.data import Data
 from lengthwise.cli.demo import Demo
 from lengthwise.cli.init import Init
-from lengthwise.cli.launch import Launch
 from lengthwise.cli.machine import prepare_environment
 from lengthwise.cli.plan import PlanCommand
 from lengthwise.cli.prepare import Prepare
@@ -42,7 +41,6 @@ _VERBS: dict[str, tuple[type, str | None]] = {
     "verify": (Verify, None),
     "profile": (Profile, None),
     "checkpoint": (Checkpoint, None),
-    "launch": (Launch, None),
     "prepare": (Prepare, None),
     "data": (Data, None),
     "demo": (Demo, "See all of it in a few minutes, with no GPU and no download."),

@@ -12,12 +12,11 @@ from lengthwise.cli.options import named_alike
 from lengthwise.cli.output import plain_console
 from lengthwise.core.errors import ConfigError, OutputError
 from lengthwise.core.names import counted
-from lengthwise.core.remote import RemoteFolder, is_url, storing, wrong_in_url
 from lengthwise.core.sizes import read_whole
 from lengthwise.report.figures import count
 
 if TYPE_CHECKING:
-    from lengthwise.checkpoint import CheckpointFolder, RemoteCheckpoints
+    from lengthwise.checkpoint import CheckpointFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +28,8 @@ class Checkpoint:
 
     action: Annotated[tyro.conf.Positional[Literal["list", "verify", "export"]], tyro.conf.arg(metavar="ACTION")]
     """list, verify or export."""
-    output: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUTPUT")]
-    """The run's output folder, or its URL."""
+    output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUTPUT")]
+    """The run's output folder."""
     step: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """The checkpoint after this step; default: verify all, export the newest."""
     to: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
@@ -46,37 +45,24 @@ class Checkpoint:
         if self.action == "list" and self.step is not None:
             remedy = "Leave it out, or verify."
             raise ConfigError("--step", expected="none for list", got=str(self.step), remedy=remedy)
-        action = {"list": self._list, "verify": self._verify, "export": self._export}[self.action]
-        if not is_url(self.output):
-            return action()
-        if (wrong := wrong_in_url(self.output)) is not None:
-            raise ConfigError("output", expected="a folder, or the URL of one", got=wrong, remedy="Name another.")
-        with storing(self.output, OutputError):
-            return action()
+        return {"list": self._list, "verify": self._verify, "export": self._export}[self.action]()
 
     def names(self) -> dict[str, str]:
         """Map names of the library to what the user typed for them."""
         return named_alike("step to") | {"resume": "lengthwise train --resume", "resume|resuming": "--resume"}
 
-    def _remote(self) -> RemoteFolder | None:
-        """Return the output at a URL; None: it is a folder of this machine."""
-        return RemoteFolder(self.output) if is_url(self.output) else None
-
-    def _all(self) -> CheckpointFolder | RemoteCheckpoints:
-        from lengthwise.checkpoint import CheckpointFolder, RemoteCheckpoints
+    def _folder(self) -> CheckpointFolder:
+        from lengthwise.checkpoint import CheckpointFolder
         from lengthwise.training.resume import FOLDER
 
-        remote = self._remote()
-        return CheckpointFolder(Path(self.output) / FOLDER) if remote is None else RemoteCheckpoints(remote, FOLDER)
-
-    def _folder(self) -> CheckpointFolder | RemoteCheckpoints:
-        folder = self._all()
+        folder = CheckpointFolder(self.output / FOLDER)
         if not folder.steps():
             expected, remedy = "a run's output folder with checkpoints", "Train with `checkpoint: {every_steps: 50}`."
-            raise OutputError(str(folder), expected=expected, got="none", remedy=remedy)
+            raise OutputError(str(folder.path), expected=expected, got="none", remedy=remedy)
         return folder
 
     def _list(self) -> int:
+        from lengthwise.checkpoint import check_sizes, read_manifest
         from lengthwise.report.tables import ColumnTable
 
         if self._print_best(alone=True):
@@ -85,14 +71,15 @@ class Checkpoint:
         rows = [("after step", "ranks", "loss", "bytes", "parameters")]
         for step in folder.steps():
             try:
-                manifest = folder.whole(step)
+                manifest = read_manifest(folder.at(step))
+                check_sizes(folder.at(step), manifest)
             except OutputError as error:
                 wrong.append(str(error))
                 continue
             num_bytes = sum(file.num_bytes for file in manifest.files.values())
             entries = sum(each.entries for each in manifest.parameters)
             rows.append((str(step), str(manifest.ranks), f"{manifest.loss:.4f}", count(num_bytes), count(entries)))
-        console.print(ColumnTable(rows=rows, title=f"{folder}, sizes alone checked"))
+        console.print(ColumnTable(rows=rows, title=f"{folder.path}, sizes alone checked"))
         for each in wrong:
             console.print(each)
         self._print_best()
@@ -100,41 +87,42 @@ class Checkpoint:
 
     def _print_best(self, *, alone: bool = False) -> bool:
         """Name the model of the best evaluation, if one was kept; `alone`: only where there is no checkpoint."""
+        from lengthwise.checkpoint import CheckpointFolder
         from lengthwise.training.best import read_best
-        from lengthwise.training.run_files import read_best_at
+        from lengthwise.training.resume import FOLDER
 
-        remote = self._remote()
-        found = read_best(Path(self.output)) if remote is None else read_best_at(remote)
-        if found is None or (alone and self._all().steps()):
+        found = read_best(self.output)
+        if found is None or (alone and CheckpointFolder(self.output / FOLDER).steps()):
             return False
         folder, best = found
         print(f"best evaluation: loss {best.loss:.4f} after step {best.step}, its model: {folder}", flush=True)
         return True
 
     def _verify(self) -> int:
+        from lengthwise.checkpoint import broken, read_manifest
+
         folder, bad = self._folder(), 0
         steps = folder.steps() if self.step is None else [self.step]
         for step in steps:
             if step not in folder.steps():
                 got = f"those after {', '.join(map(str, folder.steps()))}"
                 expected, remedy = f"a checkpoint after step {step}", "Take another {step}."
-                raise OutputError(str(folder), expected=expected, got=got, remedy=remedy)
-            wrong = folder.wrong(step)
+                raise OutputError(str(folder.path), expected=expected, got=got, remedy=remedy)
+            try:
+                wrong = broken(folder.at(step), read_manifest(folder.at(step)))
+            except OutputError as error:
+                wrong = str(error)
             bad += wrong is not None
-            print(f"{folder.place(step)}: {'whole' if wrong is None else f'NOT what was written: {wrong}'}", flush=True)
+            print(f"{folder.at(step)}: {'whole' if wrong is None else f'NOT what was written: {wrong}'}", flush=True)
         print(f"{counted(len(steps), 'checkpoint')}, {bad or 'none'} broken; every byte was read")
         return int(bad > 0)
 
     def _export(self) -> int:
-        from lengthwise.training.export import export_checkpoint, export_remote
+        from lengthwise.training.export import export_checkpoint
         from lengthwise.training.start import quiet_libraries
 
         quiet_libraries()
         assert self.to is not None, "checked before"
-        remote = self._remote()
-        if remote is None:
-            taken = str(export_checkpoint(Path(self.output), self.to, step=self.step))
-        else:
-            taken = export_remote(remote, self.to, step=self.step)
+        taken = export_checkpoint(self.output, self.to, step=self.step)
         print(f"{taken} exported to {self.to}")
         return 0

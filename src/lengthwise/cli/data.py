@@ -43,7 +43,7 @@ class Asked:
 class Data:
     """Say what data is: lengths, tokens with a loss, copies, rows that are bad or do not fit, one row with its mask."""
 
-    inputs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN.yaml|FILE|URL...")]
+    inputs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN.yaml|FILE...")]
     """A run file, for its data and tokenizer; or files and folders of data, prepared ones too."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="NAME|FOLDER", help_behavior_hint="")] = None
     """Counts the tokens of texts: bytes (the default: four to five times too many for English), or a Hugging Face

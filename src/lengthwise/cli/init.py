@@ -14,7 +14,6 @@ import tyro
 from lengthwise.cli.options import named_alike
 from lengthwise.cli.simulate_lengths import KnownLengths, lengths_of_data, refuse_data
 from lengthwise.core.errors import Collector, ConfigError, LengthwiseError
-from lengthwise.core.remote import is_url
 from lengthwise.core.sizes import read_whole
 from lengthwise.report.figures import count
 
@@ -33,7 +32,7 @@ class Init:
 
     model: Annotated[str, tyro.conf.arg(metavar="NAME|FOLDER")]
     """A Hugging Face folder, or a hub name whose sizes are known here: Qwen/Qwen3-8B, meta-llama/Llama-3.1-8B, ..."""
-    data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE|FOLDER|URL ...", help_behavior_hint="")]
+    data: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE|FOLDER ...", help_behavior_hint="")]
     """Your rows: messages, text, prompt and completion, or input_ids."""
     gpus: Annotated[int, tyro.conf.arg(metavar="N")] = 1
     """How many, on all machines."""
@@ -88,7 +87,8 @@ class Init:
     def _text(
         self, shape: ModelShape, hardware: Hardware, known: KnownLengths | None, unknown: str, chosen: FirstSettings
     ) -> str:
-        sources = ", ".join(f"{{{_source(name, self.out)}}}" for name in self.data)
+        here = self.out.absolute().parent
+        sources = ", ".join(f"{{path: {json.dumps(os.path.relpath(path.absolute(), here))}}}" for path in self.data)
         longest, total, rows = _of(known)
         batch = max(longest, min(_BATCH_TOKENS, total or _BATCH_TOKENS))
         state, device = chosen.state_bytes / 1e9, hardware.device_bytes / 1e9
@@ -154,10 +154,3 @@ def _shape(model: str) -> ModelShape:
         if own.removesuffix(ending) in SHAPE_NAMES and not Path(model).is_dir():
             return named_shape(own.removesuffix(ending))
     return named_shape(model)
-
-
-def _source(name: str, out: Path) -> str:
-    """Return a source as a run file at `out` names it: relative to its folder."""
-    if is_url(name):
-        return f"url: {json.dumps(name)}"
-    return f"path: {json.dumps(os.path.relpath(Path(name).absolute(), out.absolute().parent))}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -315,10 +314,9 @@ class PlanCommand:
             assert asked.lengths is not None, "one of the two was checked to be given"
             return asked.lengths, None
         from lengthwise.data import Batches, load_dataset, load_tokenizer
-        from lengthwise.data.fetch import fetch_sources
 
         dataset = load_dataset(
-            fetch_sources(config.data, "data", lambda line: print(line, file=sys.stderr)),
+            config.data,
             tokenizer=lambda: load_tokenizer(config.tokenizer_name),
             vocab_size=None if self.model_shape or not shape else shape.vocab,
         )

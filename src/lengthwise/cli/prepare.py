@@ -31,7 +31,7 @@ class Prepare:
     what is there.
     """
 
-    inputs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN.yaml|FILE|URL...")]
+    inputs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN.yaml|FILE...")]
     """A run file, for its data and tokenizer; or files and folders of data; with --verify folders of prepared data."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
     """Where the prepared data goes: a new folder."""
@@ -154,7 +154,7 @@ class Prepare:
             remedy = "Name what `lengthwise prepare` wrote."
             raise ConfigError("FILE", expected="folders of prepared data", got="none", remedy=remedy)
         bad = 0
-        for folder in map(Path, self.inputs):
+        for folder in self.inputs:
             manifest, line = check_store(folder), LiveLine(sys.stdout)
             done, whole = 0, sum(each.num_bytes for each in manifest.files.values())
 

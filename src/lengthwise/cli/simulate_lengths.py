@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lengthwise.cli.sources import fetched_sources, wrong_names
+from lengthwise.cli.sources import wrong_paths
 from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.names import counted, unknown_name
 from lengthwise.core.sizes import parse_tokens
@@ -90,18 +90,19 @@ def listed_lengths(name: str) -> KnownLengths:
     return KnownLengths(name=name, lengths=lengths_from_file(name))
 
 
-def refuse_data(names: Sequence[str], empty: str) -> None:
+def refuse_data(paths: Sequence[Path], empty: str) -> None:
     """Raise ConfigError, or Problems, for nothing at a path and for no such way to treat empty rows."""
     problems = [] if empty in _EMPTY else [unknown_name("--empty", empty, _EMPTY)]
-    raise_problems([*problems, *wrong_names(names, "--data")])
+    raise_problems([*problems, *wrong_paths(paths, "--data")])
 
 
-def lengths_of_data(names: Sequence[str], tokenizer: str, empty: str) -> KnownLengths:
+def lengths_of_data(paths: Sequence[Path], tokenizer: str, empty: str) -> KnownLengths:
     """Read one's own data and count their tokens.
 
     Raises:
         LengthwiseError: of `load_dataset`, all bad rows together.
     """
+    from lengthwise.config import DataSource
     from lengthwise.data import Tokenizer, load_dataset, load_tokenizer
     from lengthwise.data.store import prepared_with
 
@@ -111,15 +112,14 @@ def lengths_of_data(names: Sequence[str], tokenizer: str, empty: str) -> KnownLe
         used.append(tokenizer)
         return load_tokenizer(tokenizer)
 
-    sources = fetched_sources(names, "--data", {"empty": empty})
+    sources = [DataSource.model_validate({"path": path, "empty": empty}) for path in paths]
     dataset = load_dataset(sources, tokenizer=load, vocab_size=None, key="--data", check_tokenizer=False)
-    paths = [source.path for source in sources if source.path is not None]
     used += [name for name in map(prepared_with, paths) if name is not None]
     units = ["bytes" if name == "bytes" else f"tokens of {name}" for name in dict.fromkeys(used)]
     unit = " and ".join(units) or "tokens"
     lengths = [int(length) for length in dataset.lengths[dataset.ids]]
-    others = f" and {counted(len(names) - 1, 'other')}" if len(names) > 1 else ""
-    return KnownLengths(name=f"{names[0]}{others}", lengths=lengths, unit=unit, left_out=dataset.skipped)
+    others = f" and {counted(len(paths) - 1, 'other')}" if len(paths) > 1 else ""
+    return KnownLengths(name=f"{paths[0]}{others}", lengths=lengths, unit=unit, left_out=dataset.skipped)
 
 
 def drawn_batch(known: Sequence[int], wanted_tokens: int, seed: int) -> list[int]:

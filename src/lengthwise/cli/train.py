@@ -158,7 +158,7 @@ def describe_job(job: Job) -> str:
         f"longest {data.lengths.max()}{beyond}{skipped}\n"
         f"ranks   {processes} on {device}, {_capacity(config)}, "
         f"planner {config.planner}\n"
-        f"output  {config.output}{'' if config.url is None else f', by way of {config.folder}'}\n"
+        f"output  {config.output}\n"
         f"time    {_time_line(job)}"
     )
 
@@ -207,7 +207,6 @@ def summary(result: TrainResult, *, lora: bool) -> str:
         lines.append(f"all {result.steps} steps of this run were done before; the model is saved")
     rate = count(result.num_tokens / result.seconds)
     opened = "peft's PeftModel.from_pretrained on the base model" if lora else "from_pretrained"
-    copied = [] if result.url is None else [f"copied  to {result.url}: all of it"]
     return "\n".join(
         [
             *lines,
@@ -215,6 +214,5 @@ def summary(result: TrainResult, *, lora: bool) -> str:
             f"({rate} tokens/s), loss {result.first_loss:.4f} -> {result.last_loss:.4f}",
             f"model   {result.folder / 'model'} (open it with {opened})",
             f"steps   {result.folder / 'metrics.jsonl'}, ledger.jsonl, plans/",
-            *copied,
         ]
     )

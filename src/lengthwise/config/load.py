@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,13 +14,11 @@ from lengthwise.config.schema import MEASURE_AT_START, MEASURE_NOTHING, TINY_MOD
 from lengthwise.core.disk import read_plain
 from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.names import BYTES_TOKENIZER
-from lengthwise.core.remote import is_url, wrong_in_url
 
 _FILE, _FOLDER = "file", "folder"
 _MOST_BYTES = 1 << 20  # of a run file
 _MOST_NAME_BYTES = 255  # of a part of a path, in all file systems of today
 _MOST_PATH_BYTES = 4095  # of a path, in Linux
-_LOST_SLASH = re.compile(r"[a-z][a-z0-9]+:/")
 _PATH_STARTS = ("./", "../", "/", "~")
 
 
@@ -91,21 +88,12 @@ def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]
     if output == "":
         problems.append(ConfigError("output", expected="a folder", got="''", remedy="Write for example runs/first."))
     elif isinstance(output, str | Path):
-        values["output"], wrong = _resolve_output(output, folder)
+        values["output"] = _absolute(str(output), folder)
+        wrong = _no_path(values["output"])
         if wrong is not None:
-            expected, remedy = "a folder's path, or the URL of one", "Choose another output."
-            problems.append(ConfigError("output", expected=expected, got=wrong, remedy=remedy))
+            remedy = "Choose another output."
+            problems.append(ConfigError("output", expected="a folder's path", got=wrong, remedy=remedy))
     return problems
-
-
-def _resolve_output(output: str | Path, folder: Path) -> tuple[str, str | None]:
-    """Return an absolute path or a URL, and what is wrong with it, if anything."""
-    if is_url(output):
-        return str(output).rstrip("/"), wrong_in_url(str(output))
-    local = _absolute(str(output), folder)
-    if _LOST_SLASH.match(str(output)):
-        return local, f"{output}, with one slash where a URL has two; a Path loses one, so give it as text"
-    return local, _no_path(local)
 
 
 def _resolve_name(key: str, name: str, folder: Path, problems: list[ConfigError]) -> str:

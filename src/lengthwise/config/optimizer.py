@@ -11,11 +11,6 @@ from lengthwise.config.settings import Fraction, Settings
 from lengthwise.core.errors import ConfigError
 
 Curve = Literal["linear", "cosine", "1-sqrt"]
-# fmt: off
-OptimizerName = Literal[
-    "adamw", "adam", "sgd", "adagrad", "rmsprop", "nadam", "radam", "lion", "adamw_8bit", "lion_8bit",
-]
-# fmt: on
 
 _ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
 # The arguments of each optimizer, with its defaults: torch's, of Lion its paper's, of AdamW ours.
@@ -28,10 +23,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, object]] = {
     "nadam": {"lr": 2e-3, **_ADAM, "momentum_decay": 4e-3, "decoupled_weight_decay": False, "weight_decay": 0.0},
     "radam": {"lr": 1e-3, **_ADAM, "decoupled_weight_decay": False, "weight_decay": 0.0},
     "lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
-    "adamw_8bit": {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
-    "lion_8bit": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
 }
-IN_8_BIT = ("adamw_8bit", "lion_8bit")  # bitsandbytes' own, on slices that end where its blocks do
 FUSED = ("adamw", "adam", "sgd", "adagrad")  # of which torch has one kernel for a whole update
 _ARGUMENTS = tuple(dict.fromkeys(key for arguments in OPTIMIZERS.values() for key in arguments))
 
@@ -58,23 +50,17 @@ _FOLLOWS_LOSS = (
 # Names of other trainers that are known to be refused, by the key that has them: why, or what they are called here.
 _NOT_BY_ENTRY = "Its update of an entry depends on {}, and a rank has a slice that begins and ends anywhere in them"
 _MATRICES, _NORMS = _NOT_BY_ENTRY.format("the whole matrix"), _NOT_BY_ENTRY.format("the norm of the whole parameter")
-_PAGED = "Its states lie in memory that CUDA pages, which was not tried here; adamw_8bit and lion_8bit are not paged"
-_PAGED_NAMES = tuple(f"paged_{name}_{bits}bit" for name in ("adamw", "lion", "ademamix") for bits in (8, 32))
-_TORCHAO = "Its states are torchao's, which is not used here; bitsandbytes' are those of adamw_8bit"
-_OF_8_BIT = "With states of 8 bits there are adamw_8bit and lion_8bit"
+_BLOCKS = "8-bit states are rounded in blocks that slices do not end at: results would depend on the number of ranks"
+_IN_8_BIT = (  # transformers' names, then those of bitsandbytes' classes
+    *("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "lion_8bit", "paged_lion_8bit"),
+    *("rmsprop_bnb_8bit", "ademamix_8bit", "paged_ademamix_8bit"),
+    *("adamw8bit", "pagedadamw8bit", "adam8bit", "lion8bit", "sgd8bit", "rmsprop8bit", "adagrad8bit", "lamb8bit"),
+)
 REFUSED_NAMES: Mapping[str, Mapping[str, str]] = {
     "name": {
         **dict.fromkeys(("adafactor", "muon", "shampoo", "soap", "galore_adamw", "apollo_adamw"), _MATRICES),
-        **dict.fromkeys(("galore_adamw_8bit", "galore_adamw_8bit_layerwise"), _MATRICES),
         **dict.fromkeys(("lamb", "lars"), _NORMS),
-        **dict.fromkeys(("adamw_bnb_8bit", "adamw8bit", "adam8bit"), "Here it is adamw_8bit"),
-        "lion8bit": "Here it is lion_8bit",
-        **dict.fromkeys(("adamw_torch_8bit", "adamw_torch_4bit"), _TORCHAO),
-        **dict.fromkeys((*_PAGED_NAMES, "pagedadamw8bit"), _PAGED),
-        "lion_32bit": "Here it is lion",
-        **dict.fromkeys(("rmsprop_bnb", "rmsprop_bnb_32bit"), "Here it is rmsprop"),
-        **dict.fromkeys(("rmsprop_bnb_8bit", "ademamix_8bit", "sgd8bit", "rmsprop8bit", "adagrad8bit"), _OF_8_BIT),
-        "lamb8bit": _NORMS,
+        **dict.fromkeys(_IN_8_BIT, _BLOCKS),
         **dict.fromkeys(("adamw_torch", "adamw_hf", "adamw_torch_fused"), "Here it is adamw; see `fused`"),
         "lbfgs": "It takes several forward passes a step, and a global history",
     },
@@ -115,7 +101,7 @@ class ScheduleArgs(Settings):
 class OptimizerConfig(Settings):
     """The optimizer and its learning-rate schedule. Arguments that the optimizer does not take are None."""
 
-    name: OptimizerName = Field(
+    name: Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "nadam", "radam", "lion"] = Field(
         default="adamw", description="the optimizer; its other keys and their defaults depend on it; default adamw"
     )
     lr: float = Field(default=3e-4, ge=0, description="peak learning rate, per step; default of adamw 3e-4")

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, WrapValidator, model_validator
 
-from lengthwise.config.optimizer import IN_8_BIT, OptimizerConfig, ScheduleArgs
+from lengthwise.config.optimizer import OptimizerConfig, ScheduleArgs
 from lengthwise.config.sections import (
     CheckpointConfig,
     DataSource,
@@ -23,12 +22,12 @@ from lengthwise.config.sections import (
     OffloadConfig,
     ParallelConfig,
     SaveConfig,
+    scheme_of,
 )
-from lengthwise.config.settings import Output, Settings, Tokens
+from lengthwise.config.settings import PathSetting, Settings, Tokens
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import BYTES_TOKENIZER, PLANNER_GROUP
 from lengthwise.core.planner_packages import PLANNER_PACKAGES, has_package
-from lengthwise.core.remote import staging_of
 
 DEFAULT_STEPS = 100
 TINY_MODEL = "tiny"
@@ -204,10 +203,7 @@ class RunConfig(Settings):
     optimizer: OptimizerConfig = Field(
         default=OptimizerConfig(), description="AdamW unless named; every key has a default"
     )
-    output: Output = Field(
-        description="the folder this run writes, relative to the run file's folder, or a URL that fsspec knows: "
-        "s3://bucket/run"
-    )
+    output: PathSetting = Field(description="the folder this run writes; relative to the run file's folder")
 
     @model_validator(mode="before")
     @classmethod
@@ -236,20 +232,13 @@ class RunConfig(Settings):
             got, remedy = ", ".join(map(str, trackers)), "Leave out what is there before."
             found.append(ConfigError("report_to", expected="each tracker once", got=got, remedy=remedy))
         found += _not_under_zero3(values)
+        if (scheme := scheme_of(output := values.get("output"))) is not None:
+            expected, got = "a folder of this machine", f"{output}: {scheme}:// is not written yet"
+            found.append(ConfigError("output", expected=expected, got=got, remedy="Mount it, and name that folder."))
         if values.get("not_finite") == "roll_back" and values.get("checkpoint") is None:
             remedy = "Add `checkpoint: {every_steps: 50}`."
             found.append(ConfigError("not_finite", expected="`checkpoint` beside roll_back", got="none", remedy=remedy))
         return found
-
-    @property
-    def url(self) -> str | None:
-        """Where the output is copied to as the run goes on; None: it is a folder of this machine."""
-        return self.output if isinstance(self.output, str) else None
-
-    @property
-    def folder(self) -> Path:
-        """The folder of this machine that the run writes: its output, or what is copied to the URL."""
-        return self.output if isinstance(self.output, Path) else staging_of(self.output)
 
     @property
     def tokenizer_name(self) -> str:
@@ -261,9 +250,8 @@ class RunConfig(Settings):
 
 def _not_under_zero3(values: Mapping[str, object]) -> list[ConfigError]:
     """Refuse what goes by whole parameters, or plans without lock-step, where each rank has a part of them."""
-    shard, optimizer = (
-        _key_of(values.get(section), key) for section, key in (("parallel", "shard"), ("optimizer", "name"))
-    )
+    section = values.get("parallel")  # which may be raw
+    shard = section.get("shard") if isinstance(section, Mapping) else getattr(section, "shard", None)
     if shard != "zero3":
         return []
     found, under = [], f"under `parallel: {{shard: {shard}}}`"
@@ -277,16 +265,7 @@ def _not_under_zero3(values: Mapping[str, object]) -> list[ConfigError]:
     if values.get("compile"):
         remedy = "Take compile out."
         found.append(ConfigError("compile", expected=f"false {under}", got="true", remedy=remedy))
-    if optimizer in IN_8_BIT:
-        expected = f"an optimizer with states of 32 bits {under}: ranks end inside of blocks of entries"
-        remedy = "Set optimizer.name: adamw."
-        found.append(ConfigError("optimizer.name", expected=expected, got=str(optimizer), remedy=remedy))
     return found
-
-
-def _key_of(section: object, key: str) -> object:
-    """Return a key of a section, which may be raw."""
-    return section.get(key) if isinstance(section, Mapping) else getattr(section, key, None)
 
 
 # The section each part of a run file is read into, by its config path without list indices.

@@ -11,12 +11,17 @@ from pydantic import Field, model_validator
 
 from lengthwise.config.settings import Fraction, PathSetting, Settings, Tokens
 from lengthwise.core.errors import ConfigError
-from lengthwise.core.remote import is_url, wrong_in_url
 
 ALL_LINEAR = "all-linear"
 _HUB_NAME = r"\w[\w.-]*(/\w[\w.-]*)?"
 _REMOTE = re.compile(r"(?:^|/)(s3a?|gs|gcs|az|abfss?|adl|hdfs|hf|oci|https?|ftp|memory):/")  # a Path has one slash
 _SPLIT = r"\w+([.-]\w+)*"  # no slices: `train[:10%]` is none of a dataset's files
+
+
+def scheme_of(path: object) -> str | None:
+    """Return what a path of another machine starts with, as `s3`; None: it is no such path."""
+    found = _REMOTE.search(str(path)) if isinstance(path, str | Path) else None
+    return found[1] if found else None
 
 
 class DataSource(Settings):
@@ -28,11 +33,6 @@ class DataSource(Settings):
         "save_to_disk wrote, an indexed dataset of Megatron-LM, or a folder of text files (one file one document; "
         "links and hidden files are left out); "
         "relative to the run file's folder",
-    )
-    url: str | None = Field(
-        default=None,
-        description="a file of rows, or what `lengthwise prepare` wrote, at a URL that fsspec knows; it is copied once "
-        "to this machine and checked",
     )
     dataset: str | None = Field(
         default=None,
@@ -85,22 +85,18 @@ class DataSource(Settings):
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
         """Ask for exactly one source, for a dataset's split, and for a limit where too long ones are to be skipped."""
         found = []
-        given = [key for key in ("path", "url", "dataset") if values.get(key) is not None]
+        given = [key for key in ("path", "dataset") if values.get(key) is not None]
         stdlib = values.get("python_stdlib") or False
         # A value of a wrong type, such as `yes`, is reported as such, and says nothing of what was meant.
         if isinstance(stdlib, bool) and len(given) + stdlib != 1:
-            expected = "exactly one of `path`, `url`, `dataset` and `python_stdlib: true`"
+            expected = "exactly one of `path`, `dataset` and `python_stdlib: true`"
             got = " and ".join([*given, *["python_stdlib"] * stdlib]) or "none of them"
             remedy = "Split the source in two." if given else "Add one of them."
             found.append(ConfigError("", expected=expected, got=got, remedy=remedy))
-        path = values.get("path")
-        if isinstance(path, str | Path) and (scheme := _REMOTE.search(str(path))):
-            expected, got = "a path of this machine", f"a URL of {scheme[1]}://"
-            found.append(ConfigError("path", expected=expected, got=got, remedy="Name it as `url`, not as `path`."))
-        url = values.get("url")
-        if isinstance(url, str) and (wrong := wrong_in_url(url) if is_url(url) else f"{url!r}, a path"):
-            remedy = "Correct it, and install what reads it: lengthwise[remote] for HTTP, s3fs for s3://."
-            found.append(ConfigError("url", expected="a URL that fsspec reads", got=wrong, remedy=remedy))
+        if (scheme := scheme_of(path := values.get("path"))) is not None:
+            expected, got = "a path of this machine", f"{path}: {scheme}:// is not read yet"
+            remedy = "Mount or copy it, and name that; lengthwise prepare makes it a folder to copy."
+            found.append(ConfigError("path", expected=expected, got=got, remedy=remedy))
         of_datasets = [key for key in ("subset", "split", "revision") if values.get(key) is not None]
         if "dataset" in given and "split" not in of_datasets:
             remedy = "Add for example `split: train`."

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import Annotated, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WrapValidator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from lengthwise.core.errors import ConfigError
-from lengthwise.core.remote import is_url
 from lengthwise.core.sizes import parse_tokens
 
 
@@ -25,17 +24,6 @@ def _read_tokens(value: object) -> object:
 
 # A YAML list is what a user can write for a tuple, and text for a path: the two places where strict types give way.
 PathSetting = Annotated[Path, Field(strict=False)]
-
-
-def _take_output(value: object, of_path: Callable[[object], Path]) -> object:
-    """Take a URL as the text that it is, and else a path."""
-    return value if is_url(value) else of_path(value)
-
-
-if TYPE_CHECKING:
-    Output = Path | str
-else:  # a union would tell of each of its types what a wrong value is not
-    Output = Annotated[PathSetting, WrapValidator(_take_output), PlainSerializer(str, when_used="json")]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Tokens = Annotated[int, Field(ge=1), BeforeValidator(_read_tokens)]
 

@@ -31,10 +31,6 @@ POINTS: Mapping[str, str] = {
     "checkpoint-rename": "on rank 0, before it renames a whole checkpoint",
     "checkpoint-committed": "on rank 0, after it did",
     "model-save": "on rank 0, within the model's folder",
-    "upload": "before a rank copies its files of a checkpoint to the output's URL",
-    "uploaded": "after it did",
-    "upload-manifest": "on rank 0, before it copies the manifest there",
-    "upload-committed": "on rank 0, after it did",
 }
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 ACTIONS = (*_SIGNALS, "error", "sleep")

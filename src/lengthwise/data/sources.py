@@ -92,7 +92,7 @@ def list_source(source: DataSource, report: Report) -> list[Listing]:
     else:
         if source.dataset is not None:
             return _list_hub(source, report)
-        assert source.path is not None, f"{source}: a URL is fetched first, and there is no other kind"
+        assert source.path is not None, "a DataSource has a path, a dataset or python_stdlib"
         root, label = source.path, printable_name(source.path.name)
         if not os.path.isdir(root):
             return [Listing(root=root, label=label)]

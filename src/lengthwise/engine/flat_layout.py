@@ -80,17 +80,6 @@ class FlatLayout:
                 moved = shard.start - whole.start
                 yield Run(parameter=index, entry=first - start, start=first + moved, stop=last + moved)
 
-    def short_runs(self, rank: int, below: int) -> Iterator[tuple[Run, int]]:
-        """Yield what a rank has of parameters of fewer than `below` entries, and where it lies without the others.
-
-        In the order of the shard, whatever that of the parameters.
-        """
-        place = 0
-        for run in sorted(self.runs(rank), key=lambda each: each.start):
-            if self.sizes[run.parameter] < below:
-                yield run, place
-                place += run.stop - run.start
-
     def owner(self, parameter: int, entry: int) -> tuple[int, int, int]:
         """Return where an entry of a parameter lies: (rank, place in its shard, how many entries follow it there).
 
@@ -133,23 +122,16 @@ class BucketOrder:
 
 
 def lay_out(
-    sizes: Sequence[int],
-    layers: Sequence[int],
-    *,
-    world_size: int,
-    bucket_entries: int = BUCKET_ENTRIES,
-    block: int = 1,
+    sizes: Sequence[int], layers: Sequence[int], *, world_size: int, bucket_entries: int = BUCKET_ENTRIES
 ) -> FlatLayout:
     """Lay parameters of `sizes` entries one after the other, `layers[i]` the layer of the i-th, any number.
 
-    A bucket ends where a layer does, as soon as it has `bucket_entries`. Every parameter starts, and every rank's slice
-    of a bucket ends, at a multiple of `block` entries.
+    A bucket ends where a layer does, as soon as it has `bucket_entries`.
     """
-    alignment = lcm(ALIGNMENT, block)
-    multiple = lcm(world_size * lcm(SLICE_MULTIPLE, block), alignment)
+    multiple = lcm(world_size * SLICE_MULTIPLE, ALIGNMENT)
     starts, borders, bucket_of, stop = [], [0], [], 0
     for index, size in enumerate(sizes):
-        stop = _up(stop, alignment)
+        stop = _up(stop, ALIGNMENT)
         if index and layers[index] != layers[index - 1] and stop - borders[-1] >= bucket_entries:
             stop = _up(stop, multiple)
             borders.append(stop)

@@ -1,8 +1,6 @@
 """The optimizer on this rank's shards of the master weights, with the gradient clipped by its norm.
 
-Those of torch that compute each entry by itself, and Lion: how parameters are cut into shards changes no result. Nor of
-bitsandbytes, whose states of 8 bits share a scale in blocks of entries: no shard ends inside of one (`block_of`); and
-whether a parameter is so short that its states are in fp32 is said by the whole of it, as bitsandbytes does.
+Those of torch that compute each entry by itself, and Lion: how parameters are cut into shards changes no result.
 
 The norm goes over the shards in parts, a 64th of them at a time, so that what it needs beside them is small. So does
 the update, or it is fused: one kernel for all of a shard, which clips, too, and needs nothing beside it.
@@ -11,9 +9,7 @@ the update, or it is fused: one kernel for all of a shard, which clips, too, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from threading import Lock
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,11 +17,10 @@ from torch import Tensor, nn
 
 from lengthwise.comm import Transport
 from lengthwise.config import OptimizerConfig
-from lengthwise.config.optimizer import FUSED, IN_8_BIT
-from lengthwise.engine.flat_layout import FlatLayout
+from lengthwise.config.optimizer import FUSED
 from lengthwise.engine.lion import Lion
 from lengthwise.engine.norm import clip_factor, gradient_norm, part_of
-from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters, Shard
+from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _KINDS: Mapping[str, Callable[..., Any]] = {
@@ -38,62 +33,19 @@ _KINDS: Mapping[str, Callable[..., Any]] = {
     "radam": torch.optim.RAdam,
     "lion": Lion,
 }
-_BLOCK = 256  # entries of one scale in bitsandbytes
-SHORT = 4096  # entries below which a parameter has states of fp32 there, its `min_8bit_size`
-_ALONE = Lock()  # bitsandbytes on CPUs rounds with another thread's table where two do it at once
-_IN_FP32 = "_fp32"  # of such states, after bitsandbytes' name
 _UNCOUNTED = ("sgd", "lion")  # whose update does not depend on the number of the step
 _TEMPORARIES = {"adamw": 2}  # of a part's size in an update that is not fused
 _MOST_TEMPORARIES = 6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """What an optimizer keeps: a number for each `entries`, that starts from `start`. dtype: None, that of weights.
-
-    is_short: it is kept of parameters of fewer than `SHORT` entries alone (`FlatLayout.short_runs`).
-    """
-
-    start: float = 0.0
-    dtype: torch.dtype | None = None
-    entries: int = 1
-    is_short: bool = False
-
-    def number(self, layout: FlatLayout, rank: int) -> int:
-        """Return how many numbers of it a rank has."""
-        if self.is_short:
-            return sum(run.stop - run.start for run, _ in layout.short_runs(rank, SHORT))
-        return -(-layout.shard_entries // self.entries)
-
-    def made(self, weights: Tensor, number: int) -> Tensor:
-        """Return so many numbers as they start for weights (entries,)."""
-        return torch.full((number,), self.start, dtype=self.dtype or weights.dtype, device=weights.device)
-
-    def within(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        """Return what of it is of the entries [start, stop); `start` begins a block."""
-        return tensor[start // self.entries : -(-stop // self.entries)]
-
-
-def states_of(config: OptimizerConfig) -> dict[str, State]:
-    """Return what an optimizer keeps of each entry, as torch or bitsandbytes names it."""
-    if config.name in IN_8_BIT:
-        numbers = (1, 2) if config.name == "adamw_8bit" else (1,)
-        kept = {
-            "state{}": State(dtype=torch.uint8),
-            "absmax{}": State(dtype=torch.float32, entries=_BLOCK),
-            "state{}" + _IN_FP32: State(dtype=torch.float32, is_short=True),
-        }
-        return {name.format(number): state for number in numbers for name, state in kept.items()}
+def states_of(config: OptimizerConfig) -> dict[str, float]:
+    """Return what an optimizer keeps of each entry, as torch names it, and what that starts from."""
     if config.name == "adagrad":
-        return {"sum": State(start=config.initial_accumulator_value or 0.0)}
+        return {"sum": config.initial_accumulator_value or 0.0}
     names = {"sgd": (), "rmsprop": ("square_avg",), "lion": ("exp_avg",)}.get(config.name, _MOMENTS)
-    names = (*names, *["momentum_buffer"] * bool(config.momentum), *["grad_avg"] * bool(config.centered))
-    return dict.fromkeys(names, State())
-
-
-def block_of(config: OptimizerConfig) -> int:
-    """Return how many entries of a parameter, from its first on, no shard may divide."""
-    return _BLOCK if config.name in IN_8_BIT else 1
+    return dict.fromkeys(
+        (*names, *["momentum_buffer"] * bool(config.momentum), *["grad_avg"] * bool(config.centered)), 0.0
+    )
 
 
 class ShardedOptimizer:
@@ -107,81 +59,53 @@ class ShardedOptimizer:
         self._updates = 0
         groups: dict[bool, list[torch.nn.Parameter]] = {}
         shards, own = parameters.shards(), parameters.state()[MASTER_WEIGHTS]
-        self._kept = states_of(config)
-        layout, rank = parameters.layout, transport.rank
-        self._states = {name: each.made(own, each.number(layout, rank)) for name, each in self._kept.items()}
-        self.short = [name for name, each in self._kept.items() if each.is_short]
-        self._short_runs = [*layout.short_runs(rank, SHORT)] if self.short else []
+        self._starts = states_of(config)
+        self._states = {name: torch.empty_like(own).fill_(start) for name, start in self._starts.items()}
         states_of_part: dict[torch.nn.Parameter, dict[str, Tensor]] = {}
-        block = block_of(config)
-        self._part = -(-part_of(sum(len(shard.weights) for shard in shards)) // block) * block
+        self._part = part_of(sum(len(shard.weights) for shard in shards))
         on_gpu = any(shard.weights.is_cuda for shard in shards)
         self.fused = on_gpu and config.name in FUSED if config.fused is None else config.fused
         for shard in shards:
             at_once = len(shard.weights) if self.fused else self._part
-            for first, last, place in self._pieces(shard, at_once):
-                within = slice(first - shard.start, last - shard.start)
-                weights = torch.nn.Parameter(shard.weights[within])
-                weights.grad = shard.gradient[within]
-                states_of_part[weights] = self._states_of(first, last, place)
+            within = slice(shard.start, shard.start + len(shard.weights))
+            beside = (shard.gradient, *(each[within] for each in self._states.values()))
+            for part, gradient, *states in zip(
+                *(each.split(at_once) for each in (shard.weights, *beside)), strict=True
+            ):
+                weights = torch.nn.Parameter(part)
+                weights.grad = gradient
+                states_of_part[weights] = dict(zip(self._states, states, strict=True))
                 groups.setdefault(shard.decayed, []).append(weights)
         self._weights = [each for group in groups.values() for each in group]
         self._optimizer: Any = None  # whose divisor of gradients, which GradScaler sets, has no type
         if groups:  # more ranks than parameters leave a rank without any
             self._optimizer = self._make(groups)
             counts_on = own.device if self.fused else torch.device("cpu")
-            for weights, states in states_of_part.items():  # what it would make itself in its first step
+            for weights, states in states_of_part.items():  # what torch's own would make in its first step
                 self._optimizer.state[weights] = {**self._counts(counts_on), **states}
-
-    def _pieces(self, shard: Shard, at_once: int) -> Iterator[tuple[int, int, int | None]]:
-        """Yield what of a shard is updated at once: (start, stop), and of a short parameter where its states lie."""
-        first, stop, block = shard.start, shard.start + len(shard.weights), block_of(self._config)
-        for run, place in self._short_runs:
-            if shard.start <= run.start < stop:
-                yield from (
-                    (start, min(start + at_once, run.start), None) for start in range(first, run.start, at_once)
-                )
-                yield run.start, run.stop, place
-                first = -(-run.stop // block) * block
-        yield from ((start, min(start + at_once, stop), None) for start in range(first, stop, at_once))
-
-    def _states_of(self, first: int, last: int, place: int | None) -> dict[str, Tensor]:
-        """Return what is kept of a piece, by the names that the optimizer has for it."""
-        if place is not None:
-            within = slice(place, place + last - first)
-            return {name.removesuffix(_IN_FP32): self._states[name][within] for name in self.short}
-        kept = {name: each for name, each in self._kept.items() if name not in self.short}
-        return {name: each.within(self._states[name], first, last) for name, each in kept.items()}
 
     def _make(self, groups: Mapping[bool, list[torch.nn.Parameter]]) -> Any:
         """Make torch's optimizer of no parameters, as some would make states of theirs, then give it these."""
         config = self._config
-        if config.name in IN_8_BIT:
-            made: Any = _of_bitsandbytes(config)
-        else:
-            options: dict[str, Any] = {"fused": self.fused} if config.name in FUSED else {}
-            if config.name != "lion":
-                options["foreach"] = False  # which would need as much as all of the shards
-            made = _KINDS[config.name]([torch.zeros(1)], lr=config.lr, **config.arguments, **options)
+        options: dict[str, Any] = {"fused": self.fused} if config.name in FUSED else {}
+        if config.name != "lion":
+            options["foreach"] = False  # which would need as much as all of the shards
+        made = _KINDS[config.name]([torch.zeros(1)], lr=config.lr, **config.arguments, **options)
         made.param_groups.clear()
         made.state.clear()
         for decayed, weights in groups.items():
             made.add_param_group({"params": weights, "weight_decay": config.weight_decay if decayed else 0.0})
         return made
 
-    def _counts(self, device: torch.device) -> dict[str, Any]:
-        """Return what is counted for each parameter, before the first step, and what its states are read with."""
-        if self._config.name in IN_8_BIT:
-            maps: dict[str, Tensor] = self._optimizer.name2qmap
-            maps.update({name: each.to(self._weights[0].device) for name, each in maps.items()})
-            return {"step": 0, "qmap1": maps["dynamic"], "qmap2": maps["udynamic"]}
+    def _counts(self, device: torch.device) -> dict[str, Tensor]:
+        """Return what torch counts for each parameter, before the first step."""
         if self._config.name in _UNCOUNTED:
             return {}
         step = {"step": torch.zeros((), dtype=torch.float32, device=device)}
         return {**step, "mu_product": torch.ones(())} if self._config.name == "nadam" else step
 
     def state(self) -> dict[str, Tensor]:
-        """Return the states of this rank, by name, each as `states_of` says, in the places of `Parameters.state`."""
+        """Return the states of this rank, by name: (entries,) each, in the places of `Parameters.state`."""
         return self._states
 
     def go_on_from(self, step: int) -> None:
@@ -189,9 +113,7 @@ class ShardedOptimizer:
         self._updates = step
         product = _mu_product(self._config, step) if self._config.name == "nadam" else None
         for state in self._optimizer.state.values() if self._optimizer is not None else ():
-            if isinstance(state.get("step"), int):
-                state["step"] = step
-            elif "step" in state:
+            if "step" in state:
                 state["step"].fill_(step)
             if product is not None:
                 state["mu_product"].copy_(product)
@@ -216,8 +138,7 @@ class ShardedOptimizer:
             self._clip(norm)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
-            with _ALONE if self._config.name in IN_8_BIT else nullcontext():
-                self._optimizer.step()
+            self._optimizer.step()
 
     def _clip(self, norm: float) -> None:
         """Scale gradients of global norm `norm` as torch.nn.utils.clip_grad_norm_ does, or have the kernel do it."""
@@ -242,7 +163,7 @@ class ShardedOptimizer:
         kept = {name: each.to("cpu", copy=True) for name, each in self._states.items()} if before else {}
         yield
         for name, each in self._states.items():
-            each.copy_(kept[name]) if before else each.fill_(self._kept[name].start)
+            each.copy_(kept[name]) if before else each.fill_(self._starts[name])
         self.go_on_from(before)
 
     def rehearse(self) -> None:
@@ -255,12 +176,7 @@ def kept_bytes(model: nn.Module, parameters: Parameters, config: OptimizerConfig
     """Count the bytes of a rank from step to step: of the model, its gradients and masters, and optimizer states."""
     there = (*model.parameters(), *model.buffers(), *parameters.tensors())
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in there}
-    weights, layout = parameters.state()[MASTER_WEIGHTS], parameters.layout
-    states = (
-        max(each.number(layout, rank) for rank in range(layout.world_size)) * (each.dtype or weights.dtype).itemsize
-        for each in states_of(config).values()
-    )
-    return sum(storages.values()) + sum(states)
+    return sum(storages.values()) + len(states_of(config)) * parameters.state()[MASTER_WEIGHTS].nbytes
 
 
 def step_end_bytes(parameters: Parameters, config: OptimizerConfig) -> int:
@@ -271,14 +187,6 @@ def step_end_bytes(parameters: Parameters, config: OptimizerConfig) -> int:
     wide = weights[0].element_size() if weights else 0
     update = _TEMPORARIES.get(config.name, _MOST_TEMPORARIES) * wide * part
     return max(2 * 8 * part, update, parameters.publish_bytes())
-
-
-def _of_bitsandbytes(config: OptimizerConfig) -> Any:
-    """Make an optimizer of bitsandbytes, which updates with the states that it finds: in 8 bits or in fp32."""
-    import bitsandbytes
-
-    kind = {"adamw_8bit": bitsandbytes.optim.AdamW8bit, "lion_8bit": bitsandbytes.optim.Lion8bit}[config.name]
-    return kind([torch.nn.Parameter(torch.zeros(1))], lr=config.lr, **config.arguments)
 
 
 def _mu_product(config: OptimizerConfig, step: int) -> Tensor:

@@ -34,7 +34,7 @@ class FlatParameters:
     storage (on the meta device).
     device: where the buffers are; None: where the model is. layers: the decoder's, whose parameters stay together.
     overlaps: whether sums and values of buckets travel while backward and forward run. keeps_frozen: what does not
-    train keeps its dtype, and is not made to compute in `dtype`. block: entries that no slice ends inside of.
+    train keeps its dtype, and is not made to compute in `dtype`.
     """
 
     in_lock_step = False
@@ -50,7 +50,6 @@ class FlatParameters:
         bucket_entries: int = BUCKET_ENTRIES,
         overlaps: bool = False,
         keeps_frozen: bool = False,
-        block: int = 1,
     ) -> None:
         self._transport, self._model = transport, model
         self._overlaps = overlaps and transport.world_size > 1
@@ -69,7 +68,6 @@ class FlatParameters:
             [layer_of.get(id(parameter), -1) for parameter in parameters],
             world_size=transport.world_size,
             bucket_entries=bucket_entries,
-            block=block,
         )
         alone, wide = transport.world_size == 1, torch.promote_types(dtype, torch.float32)
         self._is_exact = dtype == wide

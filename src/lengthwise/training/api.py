@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +24,6 @@ from lengthwise.training.callbacks import Callback, call_back
 from lengthwise.training.folder import RunFolder
 from lengthwise.training.job import Job
 from lengthwise.training.metrics import TrainResult
-from lengthwise.training.owning import claimed_url
 from lengthwise.training.resume import Resume, find_resume, has_checkpoint, has_model, torchrun_agent
 from lengthwise.training.stacks import FOLDER as STACKS
 from lengthwise.training.start import Run, Start, prepare, run_ranks
@@ -73,16 +71,11 @@ def train(
                 raise ConfigError(
                     "accept_changes", expected="{resume} beside {accept_changes}", got="it alone", remedy=remedy
                 )
-            folder, deletes, goes_on = RunFolder(config.folder), overwrite, bool(resume)
+            folder, deletes, goes_on = RunFolder(config.output), overwrite, bool(resume)
             if resume == "if_any" or folder.is_restart(torchrun_agent()):
                 goes_on = has_checkpoint(config)
                 deletes = not goes_on and not has_model(config)
-            claims.enter_context(
-                folder.claimed(overwrite=deletes or config.url is not None, resume=goes_on, inputs=_inputs(config))
-            )
-            if config.url is not None:
-                say = partial(call_back, callbacks, "on_note")
-                claims.enter_context(claimed_url(config, say, overwrite=deletes, resume=goes_on))
+            claims.enter_context(folder.claimed(overwrite=deletes, resume=goes_on, inputs=_inputs(config)))
             return find_resume(config, accept_changes=accept_changes) if goes_on else None
 
         start = prepare(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds, claim=claim)
@@ -113,7 +106,7 @@ def _run_restarting(
                 start,
                 lambda world, on_phase, job=job: train_rank(job, world, callbacks, on_phase),
                 asks_to_stop=True,
-                stacks=config.folder / STACKS,
+                stacks=config.output / STACKS,
             )
         except (RankError, TransferError) as error:
             if restarts > most:

@@ -6,7 +6,6 @@ its `evaluation.json`, by which a run that goes on knows what is to be beaten.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import shutil
@@ -15,9 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lengthwise.core.disk import read_plain
 from lengthwise.core.errors import LengthwiseError, OutputError
-from lengthwise.core.strict_json import parse_json
+from lengthwise.core.strict_json import read_json
 from lengthwise.training.folder import BEST, previous_of, unfinished_of, whole_folder, writing
 
 NOTE = "evaluation.json"
@@ -39,19 +37,12 @@ def read_best(output: Path) -> tuple[Path, BestEvaluation] | None:
     A fault between two renames leaves the one before beside the place where the better one would be.
     """
     for folder in (output / BEST, previous_of(output / BEST)):
-        with contextlib.suppress(OSError):
-            if (found := note_of(read_plain(folder / NOTE))) is not None:
-                return folder, found
+        try:
+            found: Any = read_json(folder / NOTE)
+            return folder, BestEvaluation(step=int(found["step"]), loss=float(found["loss"]), data=str(found["data"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
     return None
-
-
-def note_of(content: bytes) -> BestEvaluation | None:
-    """Return what a best model's note says; None: nothing that can be read."""
-    try:
-        found: Any = parse_json(content.decode("utf-8"))
-        return BestEvaluation(step=int(found["step"]), loss=float(found["loss"]), data=str(found["data"]))
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 class BestModel:

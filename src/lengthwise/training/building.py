@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from lengthwise.comm import Transport, World, agree
-from lengthwise.engine.optimizer import block_of
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.sharded import ShardedParameters
@@ -50,7 +49,6 @@ def build_trained(
         dtype=dtype,
         device=world.device,
         layers=layers,
-        block=block_of(job.config.optimizer),
         overlaps=world.device.type == "cuda" if overlap is None else overlap,
     )
     return model, parameters

@@ -22,7 +22,6 @@ from typing import Any
 from lengthwise.config import DataSource
 from lengthwise.core.errors import Collector, ConfigError, DataError, OutputError, RankError, raise_problems
 from lengthwise.core.locks import try_lock
-from lengthwise.core.remote import cache_folder
 from lengthwise.data import Tokenizer
 from lengthwise.data.load import is_mapped
 from lengthwise.data.prepare import prepare_store
@@ -144,10 +143,13 @@ def data_cache(
     tokenizer_name: str, tokenizer: Callable[[], Tokenizer], vocab_size: int | None, timeout_seconds: float
 ) -> DataCache | None:
     """Return where this user's data are kept; None: nowhere."""
-    if os.environ.get(VARIABLE) == "off":
+    asked = os.environ.get(VARIABLE, "")
+    if asked == "off":
         return None
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lengthwise"
+    folder = Path(os.path.abspath(os.path.expanduser(asked or usual)))
     return DataCache(
-        folder=cache_folder(),
+        folder=folder,
         tokenizer_name=tokenizer_name,
         tokenizer=tokenizer,
         vocab_size=vocab_size,

@@ -1,9 +1,8 @@
 """When a run saves a checkpoint, who writes what of it, and how a run goes on from one.
 
 Each rank copies its state at a step's end and writes the copy in a thread while the next steps run. How far it is goes
-with the numbers that ranks share at each step's end; when all are done they share sizes and digests, and rank 0 writes
-the manifest and renames; where the output is a URL the first rank of each machine does. A failure to write is a
-warning, three in a row end the run.
+with the numbers that ranks share at each step's end; when all are done, rank 0 writes the manifest and renames. A
+failure to write is a warning, three in a row end the run.
 """
 
 from __future__ import annotations
@@ -18,21 +17,20 @@ from torch import Tensor
 
 from lengthwise.checkpoint import (
     CheckpointFolder,
-    File,
     Manifest,
     broken,
     differences,
-    file_name,
     parameters_of,
     read_state,
+    take_digests,
     write_part,
 )
-from lengthwise.comm import Transport, World
+from lengthwise.comm import Transport
 from lengthwise.config import RunConfig
 from lengthwise.core import __version__
 from lengthwise.core.errors import LengthwiseError, OutputError
 from lengthwise.core.faults import fault
-from lengthwise.engine.optimizer import SHORT, ShardedOptimizer
+from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters
 from lengthwise.training.resume import FOLDER, Resume, run_settings
 
@@ -46,7 +44,6 @@ class Checkpoints:
     def __init__(
         self,
         config: RunConfig,
-        world: World,
         transport: Transport,
         parameters: Parameters,
         optimizer: ShardedOptimizer,
@@ -56,19 +53,12 @@ class Checkpoints:
     ) -> None:
         self._config, self._transport, self._parameters, self._optimizer = config, transport, parameters, optimizer
         self._asked, self._note, self._data = config.checkpoint, note, data
-        self._folder = CheckpointFolder(config.folder / FOLDER)
-        own = range(world.rank - world.local_rank, world.rank - world.local_rank + world.local_size)
-        self._leads = world.rank == (own[0] if config.url else 0)  # makes, commits and removes folders
-        self._files = [file_name(rank) for rank in own] if config.url else None  # in the folder; None: all
-        self.committed = 0  # the step of the newest one
-        self.on_written: Callable[[int], None] = lambda _step: None  # hears, on all ranks, of what all have written
-        self.uploading = 0  # the step of one that is not to be removed
+        self._folder = CheckpointFolder(config.output / FOLDER)
         self._step = self._failures = 0  # the step of the one under way; failures in a row
         self._losses = (0.0, 0.0)  # of the first step and of this one
         self._skipped = 0
         self._thread: threading.Thread | None = None
         self._error: str | None = None
-        self._written: File | None = None
         self._last = time.monotonic()
 
     @property
@@ -101,7 +91,7 @@ class Checkpoints:
         self._transport.phase = f"step {step}, checkpoint"
         self._last = time.monotonic()
         self._step, self._losses, self._skipped, self._error = step, (first_loss, loss), skipped, None
-        if self._leads:
+        if self._transport.rank == 0:
             try:
                 self._folder.begin(step)
             except OSError as error:
@@ -120,15 +110,12 @@ class Checkpoints:
         if self._thread is None or (progress == WRITING).any():
             return
         failed = bool((progress == FAILED).any())
-        files = {} if failed else self._share_files()
-        if self._leads and not failed:
+        if self._transport.rank == 0 and not failed:
             try:
-                self._commit(files)
+                self._commit()
             except (OSError, LengthwiseError) as error:
                 self._error, failed = str(error), True
         self._end(failed)
-        if files:
-            self.on_written(self._step)
 
     def finish(self) -> None:
         """Wait until the checkpoint under way is committed, or has failed. Collective."""
@@ -148,9 +135,8 @@ class Checkpoints:
         self._thread = None
         self._failures = self._failures + 1 if failed else 0
         if not failed:
-            self.committed = self._step
             return
-        if self._leads:
+        if self._transport.rank == 0:
             self._folder.abandon(self._step)
         got = self._error or "another rank failed to write"
         self._note(f"no checkpoint after step {self._step}: {got}")
@@ -163,19 +149,20 @@ class Checkpoints:
         try:
             if self._error is None:
                 fault("checkpoint-write", self._transport.rank, step)
-                self._written = write_part(self._folder.unfinished(step), self._transport.rank, state)
+                write_part(self._folder.unfinished(step), self._transport.rank, state)
                 fault("checkpoint-written", self._transport.rank, step)
         except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on and says so
             self._error = f"{type(error).__name__}: {error}"
 
-    def _commit(self, files: dict[str, File]) -> None:
-        parameters, rank = self._parameters, self._transport.rank
-        fault("checkpoint-manifest", rank, self._step)
+    def _commit(self) -> None:
+        parameters, ranks = self._parameters, self._transport.world_size
+        files = take_digests(self._folder.unfinished(self._step), ranks)
+        fault("checkpoint-manifest", 0, self._step)
         self._folder.commit(
             Manifest(
                 version=__version__,
                 step=self._step,
-                ranks=self._transport.world_size,
+                ranks=ranks,
                 dtype=_name(parameters),  # pyright: ignore[reportArgumentType]
                 first_loss=self._losses[0],
                 loss=self._losses[1],
@@ -185,25 +172,11 @@ class Checkpoints:
                 borders=parameters.layout.borders,
                 parameters=parameters_of(parameters.layout, list(parameters.names), list(parameters.shapes)),
                 files=files,
-            ),
-            files=self._files,
+            )
         )
-        fault("checkpoint-committed", rank, self._step)
+        fault("checkpoint-committed", 0, self._step)
         assert self._asked is not None, "who saves was asked to"
-        # One more where they are uploaded: the newest may be about to be, of which this rank has not heard.
-        self._folder.keep_last(self._asked.keep_last + (self._config.url is not None), also=[self.uploading])
-
-    def _share_files(self) -> dict[str, File]:
-        """Return what all ranks wrote, by file. Collective."""
-        assert self._written is not None, "all ranks have written"
-        own = self._written.num_bytes.to_bytes(8, "little") + bytes.fromhex(self._written.sha256)
-        rows = torch.empty(self._transport.world_size * len(own), dtype=torch.uint8)
-        self._transport.all_gather(rows, torch.frombuffer(bytearray(own), dtype=torch.uint8))
-        told = [bytes(row.tolist()) for row in rows.view(-1, len(own))]
-        return {
-            file_name(rank): File(num_bytes=int.from_bytes(each[:8], "little"), sha256=each[8:].hex())
-            for rank, each in enumerate(told)
-        }
+        self._folder.keep_last(self._asked.keep_last)
 
     def _state(self) -> dict[str, Tensor]:
         return {**self._parameters.state(), **self._optimizer.state()}
@@ -231,28 +204,29 @@ class Checkpoints:
             got, remedy = "; ".join(wrong[:8]) + more, "Give the model and data that the run began with."
             raise OutputError(str(resume.folder), expected="a checkpoint of this run", got=got, remedy=remedy)
         found = broken(resume.folder, manifest, first=transport.rank, every=transport.world_size)
-        told = [each for each in all_texts(transport, found or "") if each]
+        told = [each for each in _all_texts(transport, found or "") if each]
         if told:
             remedy = "Remove this checkpoint: {resume|resuming} then takes the one before."
             raise OutputError(str(resume.folder), expected="the files that were written", got=told[0], remedy=remedy)
         layout, names = parameters.layout, parameters.names
-        short = self._optimizer.short
-        read_state(resume.folder, manifest, layout, names, transport.rank, self._state(), short=short, below=SHORT)
+        read_state(resume.folder, manifest, layout, names, transport.rank, self._state())
         self._optimizer.go_on_from(manifest.step - manifest.skipped)
         parameters.publish()
         parameters.published()
-        self.committed = resume.step
-        if self._leads:
-            self._folder.go_back_to(resume.step)
+        self._folder_is_clean(resume)
         for each in (*resume.changes, *["the tokens of the data"] * other_data):
             self._note(f"changed since the checkpoint: {each}")
+
+    def _folder_is_clean(self, resume: Resume) -> None:
+        if self._transport.rank == 0:
+            self._folder.go_back_to(resume.step)
 
 
 def _name(parameters: Parameters) -> str:
     return str(parameters.state()[MASTER_WEIGHTS].dtype).removeprefix("torch.")
 
 
-def all_texts(transport: Transport, text: str) -> list[str]:
+def _all_texts(transport: Transport, text: str) -> list[str]:
     """Return the texts of all ranks, cut to 400 bytes each. Collective."""
     size = 400
     rows = torch.zeros(transport.world_size * size, dtype=torch.uint8)

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lengthwise.checkpoint import (
-    CheckpointFolder,
-    Manifest,
-    RemoteCheckpoints,
-    broken,
-    changed,
-    differences,
-    read_manifest,
-    read_state,
-)
+from lengthwise.checkpoint import CheckpointFolder, Manifest, broken, changed, differences, read_manifest, read_state
 from lengthwise.comm.solo import SoloTransport
 from lengthwise.config import RunConfig, load_config
-from lengthwise.core.errors import ConfigError, LengthwiseError, OutputError, raise_problems
-from lengthwise.core.remote import RemoteFolder
+from lengthwise.core.errors import ConfigError, OutputError
 from lengthwise.data import Tokenizer, load_tokenizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import DTYPES, build_adapted, find_model, save_adapter, save_model, wrapped_layers
@@ -66,7 +55,8 @@ def export_checkpoint(output: Path, to: Path, *, step: int | None = None) -> Pat
         LengthwiseError: the run's model cannot be found any more.
     """
     path, manifest = chosen_checkpoint(output, step)
-    _check_new(to)
+    if to.exists():
+        raise OutputError(str(to), expected="a new folder", got="one that is there", remedy="Choose another {to}.")
     config = load_config(output / CONFIG)
     other = changed(model_settings(manifest.run), model_settings(run_settings(config)))
     if other:
@@ -87,36 +77,6 @@ def export_checkpoint(output: Path, to: Path, *, step: int | None = None) -> Pat
     with whole_folder(to) as folder:
         write_model(model, config, _tokenizer(config), folder)
     return path
-
-
-def export_remote(remote: RemoteFolder, to: Path, *, step: int | None = None) -> str:
-    """Do as `export_checkpoint` with a run at a URL; return the URL of the checkpoint. What is fetched goes afterwards.
-
-    Raises:
-        OSError: the store failed; else as `export_checkpoint` does.
-    """
-    _check_new(to)
-    there, problems = RemoteCheckpoints(remote, FOLDER), list[LengthwiseError]()
-    for each in reversed(there.steps()) if step is None else [step]:
-        try:
-            manifest = there.whole(each)
-            break
-        except OutputError as error:
-            problems.append(error)
-    else:
-        raise_problems(problems)
-        raise OutputError(str(there), expected="a checkpoint", got="none", remedy=_ANOTHER)
-    to.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{to.name}.", dir=to.parent) as folder:
-        remote.fetch(CONFIG, Path(folder) / CONFIG)
-        there.fetch(manifest, CheckpointFolder(Path(folder) / FOLDER), lambda _line: None)
-        export_checkpoint(Path(folder), to, step=manifest.step)
-    return there.place(manifest.step)
-
-
-def _check_new(to: Path) -> None:
-    if to.exists():
-        raise OutputError(str(to), expected="a new folder", got="one that is there", remedy="Choose another {to}.")
 
 
 def _build(config: RunConfig) -> tuple[Any, FlatParameters]:

@@ -31,7 +31,7 @@ from lengthwise.core.plan_file import compress_plan
 from lengthwise.training.callbacks import Callback
 from lengthwise.training.metrics import EvalMetrics, FinishedStep, NotFinite
 from lengthwise.training.resume import FOLDER as CHECKPOINTS
-from lengthwise.training.resume import MODEL as MODEL
+from lengthwise.training.resume import MODEL
 from lengthwise.training.stacks import FOLDER as STACKS
 from lengthwise.training.trackers import TENSORBOARD
 from lengthwise.training.writes import Writes, insist
@@ -42,12 +42,9 @@ _LEDGER, _OLD_LEDGER = "ledger.jsonl", "ledger.old.jsonl"  # the second: lines b
 BEST = "model-best"  # of the best evaluation, see `training.best`
 _BESTS = (BEST, f"{BEST}.unfinished", f"{BEST}.previous")
 _FOLDERS = ("plans", MODEL, f"{MODEL}.unfinished", *_BESTS, CHECKPOINTS, STACKS, TENSORBOARD)
-LINES = ("metrics.jsonl", _OLD_LEDGER, _LEDGER, "eval.jsonl", "not_finite.jsonl")  # a step a line
-COPIED = (CONFIG, "measurements.json", *LINES)  # to a URL, beside folders
-UPLOADED = "uploaded"  # the step of the newest checkpoint at the URL
-_FILES = (_AGENT, UPLOADED, *COPIED)
-RUN_NAMES = frozenset((*_FILES, *_FOLDERS))
-LOCK = "run.lock"
+_A_STEP_A_LINE = ("metrics.jsonl", _LEDGER, _OLD_LEDGER, "eval.jsonl", "not_finite.jsonl")
+_FILES = (CONFIG, _AGENT, "measurements.json", *_A_STEP_A_LINE)
+_LOCK = "run.lock"
 _BLOCK_BYTES = 4096  # that a file takes at least
 _RANKS_END_SECONDS = 10.0  # of a launcher that was killed
 
@@ -91,14 +88,14 @@ class RunFolder(Callback):
             if not resume:
                 self.check_free(overwrite=overwrite, inputs=inputs)
             yield
-        except KeyboardInterrupt as error:
+        except KeyboardInterrupt:
             saved = self._saved_since(before)
             if saved is None:
                 raise
-            raise KeyboardInterrupt("; ".join([saved, *map(str, error.args)])) from None
+            raise KeyboardInterrupt(saved) from None
         finally:
             if lock is not None:
-                (self.path / LOCK).unlink(missing_ok=True)
+                (self.path / _LOCK).unlink(missing_ok=True)
                 lock.close()
             with contextlib.suppress(OSError):
                 for each in made:
@@ -131,19 +128,14 @@ class RunFolder(Callback):
                 expected = "no input of this run among what {overwrite} deletes"
                 raise self._refusal(expected, str(path), "Choose another output.")
 
-    def clear(self) -> None:
-        """Delete an earlier run's files, and nothing else."""
+    def start(self, config: RunConfig) -> None:
+        """Delete an earlier run's files, and nothing else, and write the resolved config."""
         with self.writing():
             for name in _FILES:
                 (self.path / name).unlink(missing_ok=True)
             for name in _FOLDERS:
                 if (self.path / name).exists():
                     shutil.rmtree(self.path / name)
-
-    def start(self, config: RunConfig) -> None:
-        """Delete an earlier run's files, and nothing else, and write the resolved config."""
-        self.clear()
-        with self.writing():
             (self.path / "plans").mkdir(parents=True)
             _replace(self.path / CONFIG, dump_config(config))
 
@@ -152,7 +144,7 @@ class RunFolder(Callback):
         with self.writing():
             for folder in (self.model, unfinished_of(self.model)):
                 shutil.rmtree(folder, ignore_errors=True)
-            for name in LINES:
+            for name in _A_STEP_A_LINE:
                 _cut(self.path / name, step)
             (self.path / "plans").mkdir(exist_ok=True)
             for path in sorted((self.path / "plans").glob("step-*.json.gz")):
@@ -242,7 +234,7 @@ class RunFolder(Callback):
         """Take the lock; where its owner is dead, wait for the owner's ranks, which hold it until they end, too."""
         self.path.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + _RANKS_END_SECONDS
-        while isinstance(held := try_lock(self.path / LOCK), str):
+        while isinstance(held := try_lock(self.path / _LOCK), str):
             if not _is_dead(held) or time.monotonic() >= deadline:
                 expected, got = "a folder that no other run is writing", f"one that {held} is writing"
                 raise self._refusal(expected, got, "Choose another output, or wait for the end of that run.")

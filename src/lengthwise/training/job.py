@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +12,11 @@ import torch
 
 from lengthwise.comm import world_from_environment
 from lengthwise.config import MEASURE_AT_START, MEASURE_NOTHING, DataSource, RunConfig
-from lengthwise.config.optimizer import IN_8_BIT
 from lengthwise.core.errors import Collector, ConfigError, DataError
-from lengthwise.core.packages import is_installed
 from lengthwise.core.plan import Plan
 from lengthwise.cost import LOGITS_AT_ONCE, Cost, hardware_of_gpu, shape_from_config
 from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
-from lengthwise.data.fetch import fetch_sources
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import free_bytes
 from lengthwise.engine.schedule import check_steps
@@ -40,7 +36,6 @@ from lengthwise.models import (
 from lengthwise.planner import PACKED_DP, PlanOptions
 from lengthwise.program import refuse_unsupported
 from lengthwise.report.figures import count
-from lengthwise.report.progress import LiveLine
 from lengthwise.steps.rank_memory import Capacities
 from lengthwise.steps.step_planning import StepPlanning
 from lengthwise.training.caching import data_cache
@@ -236,10 +231,23 @@ def prepare_job(
     attempt = collector.attempt
     model = attempt(lambda: find_model(config.model, weights=config.weights))
     vocab_size = getattr(model.config, "vocab_size", None) if model else None
-    data = _Data(config, vocab_size, timeout_seconds)
-    dataset = attempt(lambda: data.read(config.data, "data"))
-    asked = config.eval.data if config.eval else ()
-    eval_dataset = attempt(lambda: data.read(asked, "eval.data")) if asked else None
+    loaded: list[Tokenizer] = []
+
+    def tokenizer() -> Tokenizer:
+        if not loaded:
+            loaded.append(load_tokenizer(config.tokenizer_name))
+        return loaded[0]
+
+    def read(sources: Sequence[DataSource], key: str) -> Dataset | None:
+        def load() -> Dataset:
+            ready = sources if cache is None else cache.prepared(sources, key)
+            return load_dataset(ready, tokenizer=tokenizer, vocab_size=vocab_size, key=key)
+
+        return attempt(load)
+
+    cache = data_cache(config.tokenizer_name, tokenizer, vocab_size, timeout_seconds)
+    dataset = read(config.data, "data")
+    eval_dataset = read(config.eval.data, "eval.data") if config.eval and config.eval.data else None
     positions = position_limit(model.config) if model else None
     capacity, cuts = config.capacity_tokens, config.planner != PACKED_DP
     for each in filter(None, (dataset, eval_dataset)):
@@ -249,7 +257,6 @@ def prepare_job(
             attempt(lambda each=each: check_positions(each, positions=positions))
     if dataset is not None:
         attempt(lambda: check_steps(config.optimizer, Batches(dataset, config).num_steps))
-    attempt(lambda: _check_optimizer(config))
     adapters, cost = None, None
     if model:
         adapters = _check_model(config, model, collector, gpus=gpus)
@@ -264,7 +271,7 @@ def prepare_job(
         model=model,
         dataset=dataset,
         eval_dataset=eval_dataset,
-        tokenizer=data.used_tokenizer,
+        tokenizer=loaded[0] if loaded else None,
         timeout_seconds=timeout_seconds,
         gpus=gpus,
         gpu_name=gpu_name,
@@ -279,26 +286,6 @@ def prepare_job(
     collector.raise_all()
     _check_losses(job)
     return job
-
-
-class _Data:
-    """Reads the data of a run; its tokenizer is loaded once, where a text asks for it."""
-
-    def __init__(self, config: RunConfig, vocab_size: int | None, timeout_seconds: float) -> None:
-        self._config, self._vocab_size = config, vocab_size
-        self._cache = data_cache(config.tokenizer_name, self._tokenizer, vocab_size, timeout_seconds)
-        self.used_tokenizer: Tokenizer | None = None
-
-    def read(self, sources: Sequence[DataSource], key: str) -> Dataset:
-        """Return all rows of some sources; `key` is their config path."""
-        here = fetch_sources(sources, key, LiveLine(sys.stderr).write)
-        ready = here if self._cache is None else self._cache.prepared(here, key)
-        return load_dataset(ready, tokenizer=self._tokenizer, vocab_size=self._vocab_size, key=key)
-
-    def _tokenizer(self) -> Tokenizer:
-        if self.used_tokenizer is None:
-            self.used_tokenizer = load_tokenizer(self._config.tokenizer_name)
-        return self.used_tokenizer
 
 
 def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *, gpus: int) -> int | None:
@@ -319,20 +306,6 @@ def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *,
     attempt(lambda: _check_heads(config, model))
     attempt(lambda: _check_offload(config, gpus, model.config.num_hidden_layers))
     return attempt(lambda: check_lora(model, config.lora))
-
-
-def _check_optimizer(config: RunConfig) -> None:
-    """Refuse an optimizer whose package is not there, or whose states would be less exact than what was asked for."""
-    if config.optimizer.name not in IN_8_BIT:
-        return
-    if config.precision == "fp64":
-        expected, got = "fp32 or bf16 with states of 8 bits", "fp64"
-        raise ConfigError("precision", expected=expected, got=got, remedy="Set precision, or another optimizer.name.")
-    if not is_installed("bitsandbytes"):
-        expected, got = f"the package bitsandbytes, which has {config.optimizer.name}", "none installed"
-        raise ConfigError(
-            "optimizer.name", expected=expected, got=got, remedy="pip install 'lengthwise[bitsandbytes]'."
-        )
 
 
 def _check_room(model: ModelSource, parameters: int) -> None:

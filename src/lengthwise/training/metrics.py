@@ -20,8 +20,6 @@ class StepMetrics:
     `predicted_step_seconds` is what the plan's costs say. Of memory and waits the largest rank counts:
     `peak_memory_bytes` on its GPU, or resident, with the update before this step; `exposed_ring_seconds` for transfers
     that no work hid; `offload_wait_seconds` for copies. `offloaded_bytes` are those of all ranks.
-    Of an output at a URL: `uploaded_step` is that of the newest checkpoint there (0: none), `upload_failures` how many
-    copies failed so far.
     """
 
     plan: InitVar[Plan]
@@ -46,8 +44,6 @@ class StepMetrics:
     offload_wait_seconds: float
     exposed_ring_seconds: float
     router_loss: float | None = None
-    uploaded_step: int | None = None
-    upload_failures: int | None = None
 
     def __post_init__(self, plan: Plan, busy_seconds: Sequence[float]) -> None:
         num_tokens, mean_busy = sum(plan.tokens), sum(busy_seconds) / len(busy_seconds)
@@ -104,8 +100,7 @@ class TrainResult:
 
     steps: from the first one, those before a checkpoint too; `num_tokens`, `seconds`: of this process alone. metrics:
     of the last step; None: the run was at its end. stopped_by: the signal that ended it early, or None. skipped: of the
-    steps, those whose sequences changed nothing, because something in them was not finite. folder: of this machine,
-    with all that the run wrote; url: where it was copied, None: nowhere.
+    steps, those whose sequences changed nothing, because something in them was not finite.
     """
 
     steps: int
@@ -118,4 +113,3 @@ class TrainResult:
     stopped_by: int | None
     folder: Path
     skipped: int = 0
-    url: str | None = None

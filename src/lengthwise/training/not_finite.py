@@ -8,20 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NoReturn
 
 from torch import Tensor
 
-from lengthwise.comm import Transport, World
+from lengthwise.comm import Transport
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import LengthwiseError, NumericError
 from lengthwise.engine.parameters import Parameters, largest_magnitude
 from lengthwise.training.callbacks import Callback, call_back
 from lengthwise.training.checkpoints import Checkpoints
-from lengthwise.training.fetching import told_and_fetched
 from lengthwise.training.metrics import NotFinite
-from lengthwise.training.resume import Resume, find_resume
+from lengthwise.training.resume import Resume, find_resume, told_resume
 
 MOST_IN_A_ROW = 10  # steps without an update
 MOST_TIMES_BACK = 3  # to one checkpoint
@@ -35,7 +33,6 @@ class FinitePolicy:
     """
 
     config: RunConfig
-    world: World
     transport: Transport
     parameters: Parameters
     checkpoints: Checkpoints
@@ -103,8 +100,7 @@ class FinitePolicy:
     def _go_back(self, found: NotFinite, now: int) -> None:
         """Take parameters and moments from the newest checkpoint; steps since, and `now`, are not made again."""
         self.checkpoints.finish()
-        say = partial(call_back, self.callbacks, "on_note")
-        resume = told_and_fetched(self._newest(), self.config, self.world, self.transport, say)
+        resume = told_resume(self._newest(), self.config, self.transport)
         if resume is None:
             self._stop(found, "There is no checkpoint yet to go back to: lower optimizer.lr, or save the first sooner.")
         self._times_back = self._times_back + 1 if resume.step == self._back_at else 1

@@ -8,25 +8,17 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
 
-from lengthwise.checkpoint import (
-    CheckpointFolder,
-    Manifest,
-    RemoteCheckpoints,
-    changed,
-    manifest_of,
-    read_manifest,
-)
-from lengthwise.comm import Transport, broadcast_bytes, world_from_environment
+from lengthwise.checkpoint import CheckpointFolder, Manifest, changed, read_manifest
+from lengthwise.comm import Transport
 from lengthwise.config import OptimizerConfig, RunConfig
-from lengthwise.core.errors import LengthwiseError, OutputError, Problems
-from lengthwise.core.remote import RemoteFolder, storing
+from lengthwise.core.errors import LengthwiseError, OutputError
 from lengthwise.engine.optimizer import states_of
 
 FOLDER = "checkpoints"  # within the output of a run
@@ -82,36 +74,24 @@ def model_settings(run: Mapping[str, object]) -> dict[str, object]:
 
 
 def has_checkpoint(config: RunConfig) -> bool:
-    """Whether a checkpoint was ever committed in the run's output."""
-    if CheckpointFolder(config.folder / FOLDER).steps():
-        return True
-    if config.url is None:
-        return False
-    with storing(config.url, OutputError):
-        return bool(RemoteCheckpoints(RemoteFolder(config.url), FOLDER).steps())
+    """Whether a checkpoint was ever committed in the run's output folder."""
+    return bool(CheckpointFolder(config.output / FOLDER).steps())
 
 
 def has_model(config: RunConfig) -> bool:
-    """Whether a run has ended in the run's output: a model is there."""
-    if (config.folder / MODEL).exists():
-        return True
-    if config.url is None:
-        return False
-    with storing(config.url, OutputError):
-        return bool(RemoteFolder(config.url).sizes(MODEL))
+    """Whether a run has ended in the run's output folder: a model is there."""
+    return (config.output / MODEL).exists()
 
 
-def find_resume(config: RunConfig, *, accept_changes: bool = False, without: Collection[int] = ()) -> Resume:
-    """Return the newest checkpoint in the run's output that is whole and of these settings.
+def find_resume(config: RunConfig, *, accept_changes: bool = False) -> Resume:
+    """Return the newest checkpoint in the run's output folder that is whole and of these settings.
 
-    `accept_changes`: of other settings, too, where it has the optimizer's states. `without`: these steps. Of an output
-    at a URL it may have to be fetched (`training.fetching`).
+    `accept_changes`: of other settings, too, where it has the optimizer's states.
 
     Raises:
         OutputError: there is none, or it is of other settings, which are listed.
     """
-    here = CheckpointFolder(config.folder / FOLDER)
-    folder, manifest, passed_over = here.newest() if config.url is None else _newest(config.url, here, without)
+    folder, manifest, passed_over = CheckpointFolder(config.output / FOLDER).newest()
     different = changed(manifest.run, run_settings(config))
     if different and not accept_changes:
         remedy = "Change them back, train into another output, or give {accept_changes} to go on with these."
@@ -129,36 +109,6 @@ def find_resume(config: RunConfig, *, accept_changes: bool = False, without: Col
     )
 
 
-def _newest(
-    url: str, here: CheckpointFolder, without: Collection[int]
-) -> tuple[Path, Manifest, Sequence[LengthwiseError]]:
-    """Return the newest checkpoint at a URL or on this machine, and what newer ones have wrong, as `newest` does.
-
-    Of several machines none has the files of all ranks: then those at the URL alone count.
-    """
-    world = world_from_environment()
-    problems: list[LengthwiseError] = []
-    with storing(url, OutputError):
-        there = RemoteCheckpoints(RemoteFolder(url), FOLDER)
-        own = set(here.steps()) if world is None or world.local_size == world.world_size else set[int]()
-        committed = set(there.steps())
-        for step in sorted((own | committed) - set(without), reverse=True):
-            try:
-                if step in own:
-                    return here.at(step), here.whole(step), problems
-            except OutputError as error:
-                problems.append(error)
-            try:
-                if step in committed:
-                    return here.at(step), there.whole(step), problems
-            except OutputError as error:
-                problems.append(error)
-    if not problems:
-        expected, remedy = "a checkpoint to go on from", "Train without {resume|resuming}."
-        raise OutputError(str(there), expected=expected, got="none", remedy=remedy)
-    raise problems[0] if len(problems) == 1 else Problems(problems)
-
-
 def _states(optimizer: object) -> str:
     """Name an optimizer of a run's settings, and what it keeps of each entry."""
     try:
@@ -169,7 +119,7 @@ def _states(optimizer: object) -> str:
 
 
 def told_resume(found: Resume | None, config: RunConfig, transport: Transport) -> Resume | None:
-    """Return what rank 0 goes on from; ranks of other processes read it in the shared folder, or are told. Collective.
+    """Return what rank 0 goes on from; ranks of other processes read it in the shared folder. Collective.
 
     Raises:
         OutputError: this rank cannot read it.
@@ -180,13 +130,10 @@ def told_resume(found: Resume | None, config: RunConfig, transport: Transport) -
     mine = [0, 0] if found is None else [found.step, found.accepts_changes]
     transport.all_gather(rows, torch.tensor(mine, dtype=torch.float64))
     step, accepts_changes = int(rows[0]), bool(rows[1])
-    folder, manifest = CheckpointFolder(config.folder / FOLDER).at(step), None
-    if step and config.url is not None:  # other machines do not have it yet
-        text = broadcast_bytes(transport, found.manifest.to_json().encode() if found and not transport.rank else None)
-        manifest = manifest_of(text, config.url, step)
     if step == 0 or (found is not None and found.step == step):
         return found if step else None
-    return Resume(folder=folder, manifest=manifest or read_manifest(folder), accepts_changes=accepts_changes)
+    folder = CheckpointFolder(config.output / FOLDER).at(step)
+    return Resume(folder=folder, manifest=read_manifest(folder), accepts_changes=accepts_changes)
 
 
 def torchrun_agent() -> str | None:

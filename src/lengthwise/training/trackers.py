@@ -167,11 +167,11 @@ class _Reports:
 
         config = job.config
         settings = config.model_dump(mode="json")
-        self._arguments = RunArguments(output_dir=str(config.folder), settings=settings)
+        self._arguments = RunArguments(output_dir=str(config.output), settings=settings)
         self._state = TrainerState(max_steps=job.num_steps, global_step=first_step - 1)
         self._control = TrainerControl()
         self._model = SimpleNamespace(config=job.model.config)
-        self._callback = _callback_of(name, config.folder / TENSORBOARD, first_step)
+        self._callback = _callback_of(name, config.output / TENSORBOARD, first_step)
         self._finish = _wandb_finish() if name == "wandb" else None
         self._callback.on_train_begin(self._arguments, self._state, self._control, model=self._model)
 

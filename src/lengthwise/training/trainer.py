@@ -38,16 +38,13 @@ from lengthwise.training.callbacks import Callback, call_back
 from lengthwise.training.capacity import measure_capacities, told
 from lengthwise.training.checkpoints import Checkpoints
 from lengthwise.training.export import write_model
-from lengthwise.training.fetching import told_and_fetched
 from lengthwise.training.folder import RunFolder
 from lengthwise.training.job import MEASURING_SECONDS, Job
 from lengthwise.training.launch import StopRequest
 from lengthwise.training.metrics import EvalMetrics, FinishedStep, StepMetrics, TrainResult
-from lengthwise.training.mirror import NUMBERS, Mirror
 from lengthwise.training.not_finite import FinitePolicy
-from lengthwise.training.owning import held_here
 from lengthwise.training.pricing import Pricing
-from lengthwise.training.resume import Resume, torchrun_agent
+from lengthwise.training.resume import Resume, told_resume, torchrun_agent
 from lengthwise.training.trackers import Trackers
 from lengthwise.training.warmup import check_memory, check_step_end, reporting_update
 
@@ -81,7 +78,7 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
     pricing = Pricing(job, corrects=job.measures and not world.rank)
     with nullcontext() if world.rank else PlannerProcess(forks=world.rendezvous is not None) as process:
         folder = RunFolder(
-            job.config.folder,
+            job.config.output,
             lambda line: call_back(callbacks, "on_note", line),
             most_log_bytes=job.config.most_log_mb * 1e6,
         )
@@ -95,14 +92,11 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
 
         transport.phase = "start, what to go on from"
         with (
-            held_here(job.config, world) as is_held,
             StopRequest(ends_at_the_second=_is_alone(world)).listening() as stop,
             Trackers(job, say) as trackers,
         ):
             hearing = () if world.rank else (*hearing, trackers)
-            job = replace(job, resume=told_and_fetched(job.resume, job.config, world, transport, say))
-            if is_held and job.resume is None:
-                folder.clear()
+            job = replace(job, resume=told_resume(job.resume, job.config, transport))
             trainer = _Trainer(job, world, transport, steps, hearing, stop, pricing, folder)
             try:
                 result = trainer.run()
@@ -147,21 +141,15 @@ class _Trainer:
             self._optimizer = ShardedOptimizer(self._parameters, job.config.optimizer, transport)
         self._checkpoints = Checkpoints(
             job.config,
-            world,
             transport,
             self._parameters,
             self._optimizer,
             data=lambda: job.dataset.digest().hex(),
             note=say,
         )
-        self._mirror = None
-        if job.config.url is not None:
-            self._mirror = Mirror(job.config, world, transport, self._checkpoints, say)
-            self._checkpoints.on_written = self._mirror.written
         self._done = 0  # steps, before the first of this process
         self._finite = FinitePolicy(
             config=job.config,
-            world=world,
             transport=transport,
             parameters=self._parameters,
             checkpoints=self._checkpoints,
@@ -229,8 +217,6 @@ class _Trainer:
                 self._best = BestModel(self._folder.path, self._job.eval_dataset.digest().hex(), self._say)
             if self._pricing.measurements is not None:
                 self._folder.keep_measurements(self._pricing.measurements)
-            if self._mirror is not None:
-                self._mirror.start(self._done)
         if self._checks_memory:
             self._transport.phase = "memory check before the first step"
             said = check_memory(self._model, self._parameters, self._job, self._kernel)
@@ -251,12 +237,8 @@ class _Trainer:
                 self._hold_parameters(number)
                 skipped = self._finite.skipped
                 self._checkpoints.save(number, first_loss=first_loss or 0.0, loss=loss, skipped=skipped)
-        if self._mirror is not None:
-            self._checkpoints.finish()  # and its copy begins while the model is saved: the machine may be about to go
         self._save(number)
         self._checkpoints.finish()
-        if self._mirror is not None:
-            self._mirror.finish()
         return TrainResult(
             steps=number,
             num_tokens=tokens,
@@ -267,7 +249,6 @@ class _Trainer:
             parameters=sum(parameter.numel() for parameter in self._model.parameters()),
             stopped_by=stopped_by,
             folder=self._folder.path,
-            url=self._job.config.url,
             skipped=self._finite.skipped,
         )
 
@@ -304,11 +285,8 @@ class _Trainer:
         numbers = [work.loss_sum, work.busy_seconds, stop, work.router_loss, self._finite.largest]
         waits = [work.ring_wait_seconds, work.offload_wait_seconds, work.offloaded_bytes]
         saving = [self._checkpoints.progress, self._checkpoints.asks]
-        copying = [0.0] * NUMBERS if self._mirror is None else self._mirror.numbers
-        rows = self._share([*numbers, *waits, self._memory.peak_bytes(), *saving, *copying])
+        rows = self._share([*numbers, *waits, self._memory.peak_bytes(), *saving])
         self._memory.start()
-        if self._mirror is not None:
-            self._mirror.hear(rows[:, -NUMBERS:])
         self._checkpoints.settle(rows[:, 9])
         self._asks_for_checkpoint = bool(rows[0, 10])
         loss, router_loss = rows[:, 0].sum().item() / batch.loss_weight, rows[:, 3].sum().item()
@@ -338,8 +316,6 @@ class _Trainer:
             offload_wait_seconds=rows[:, 6].max().item(),
             offloaded_bytes=int(rows[:, 7].sum()),
             peak_memory_bytes=int(rows[:, 8].max()),
-            uploaded_step=None if self._mirror is None else self._mirror.uploaded,
-            upload_failures=None if self._mirror is None else self._mirror.failures,
         )
         busy = tuple(rows[:, 1].tolist())
         self._pricing.observe(RanStep(plan=plan, busy_seconds=busy, step_seconds=metrics.step_seconds))
