@@ -349,7 +349,7 @@ def test_what_cannot_be_kept_is_refused_by_name():
     with pytest.raises(LengthwiseError, match=r"Adafactor: its update of an entry depends on the rows"):
         Session(model, whole, capacity_tokens=64)
     for package in ("bitsandbytes", "torchao"):
-        low_bit = type("AdamW8bit", (SGD,), {"__module__": f"{package}.optim"})(model.parameters())
+        low_bit = type("AdamW8bit", (torch.optim.SGD,), {"__module__": f"{package}.optim"})(model.parameters())
         with pytest.raises(LengthwiseError, match="share a scale in blocks"):
             Session(model, low_bit, capacity_tokens=64)
     with pytest.raises(LengthwiseError, match="every trainable parameter in a group; got 1 "):
