@@ -10,14 +10,16 @@ from transformers import AttentionInterface
 
 from lengthwise.attention import heads, partials
 from lengthwise.cli import calibrate
+from lengthwise.cli.verify import Verify
 from lengthwise.comm import StagedTransport, join
 from lengthwise.comm.slabs import Slabs
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.engine import batch as batches
-from lengthwise.engine import objective
+from lengthwise.engine import objective, replicated
 from lengthwise.models import adapter
 from lengthwise.program import MicrobatchProgram
 from lengthwise.training import trainer, verify
+from lengthwise.training.rounding import FACTOR, TOLERANCES
 from training.small_runs import call, make_rows, write_model, write_rows, write_run
 
 
@@ -258,6 +260,61 @@ def test_verify_of_a_deep_model_in_bf16_fails_at_a_fault(deep_run_file, capsys, 
     monkeypatch.setattr(place, name, broken)
     assert call("verify", path, "--ranks", 3, "--set", "heads=off") == 1
     assert "FAIL" in capsys.readouterr().out
+
+
+def queries_off_by_a_percent(self, task, grads, into, inner=partials.PartialGradients.take):
+    inner(self, task, (grads[0] if task.causal else grads[0] * 1.01, *grads[1:]), into)
+
+
+def sum_in_bf16(self, index, grad, parameter, inner=replicated.FlatParameters._take_gradient):
+    inner(self, index, grad, parameter)
+    if parameter.dtype == torch.bfloat16:
+        grad.copy_(grad.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "broken", "said"),
+    [
+        (partials.PartialGradients, "take", queries_off_by_a_percent, "the same plan in fp32"),
+        (replicated.FlatParameters, "_take_gradient", sum_in_bf16, "sums of gradients"),
+    ],
+)
+def test_verify_in_bf16_sees_what_is_smaller_than_rounding(run_file, capsys, monkeypatch, place, name, broken, said):
+    assert call("verify", run_file, "--ranks", 3, "--set", "precision=bf16", "heads=off") == 0
+    assert f"{said}: " in capsys.readouterr().out
+    monkeypatch.setattr(place, name, broken)
+    assert call("verify", run_file, "--ranks", 3, "--set", "precision=bf16", "heads=off") == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(said)]
+    difference, tolerance = re.findall(r"\d[\d.]*(?:e-?\d+)?", line.rpartition("largest")[2])
+    assert float(difference) > float(tolerance)
+
+
+def test_verify_says_whether_keys_are_shared_and_sees_where_their_gradients_are_not_summed(
+    run_file, capsys, monkeypatch
+):
+    arguments = ("verify", run_file, "--ranks", 4, "--set", "capacity_tokens=20")
+    assert call(*arguments, "heads=2") == 0
+    assert "heads split in groups of 2, no keys shared" in capsys.readouterr().out
+    assert call(*arguments, "heads=4") == 0
+    assert "heads split in groups of 4, heads of keys shared in 4" in capsys.readouterr().out
+    add = heads._add
+
+    def last_only(own, tokens, taken, message):
+        """Let the last rank's gradient of a head of keys stand where all are to be summed; queries have one rank."""
+        for each in own[1:]:
+            each[tokens] = 0
+        add(own, tokens, taken, message)
+
+    monkeypatch.setattr(heads, "_add", last_only)
+    assert call(*arguments, "heads=4") == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
+def test_verify_help_has_the_tolerances_of_the_code():
+    told = " ".join(Verify.__doc__.split())
+    assert f"above {TOLERANCES['fp64']:g} in fp64 and {TOLERANCES['fp32']:.0e} in fp32".replace("e-05", "e-5") in told
+    assert f"above {TOLERANCES['bf16']:.0e} + twice".replace("e-03", "e-3") in told
+    assert FACTOR == 2
 
 
 def test_verify_fails_when_the_tokens_of_a_group_are_not_put_in_order(run_file, capsys, monkeypatch):

@@ -14,6 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2e-3}  # in bf16 beside `FACTOR` times what rounding alone does
+SUMS_TOLERANCE = 1e-5  # of fp32 sums of bf16 gradients: they differ by 1e-7, sums in bf16 by 1e-3
 FACTOR = 2.0
 SCORE_BYTES = 6  # of an entry of eager attention's score matrix: two tensors of bf16, one cast
 MOST_SCORE_BYTES = 4 << 30

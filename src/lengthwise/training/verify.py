@@ -2,15 +2,17 @@
 
 The first global batch goes once over N ranks under its plan, through the very path of training up to the reduced
 gradient, and once through the plain Hugging Face model (its own attention, none of ours) one sequence at a time. In
-bf16 that model is fp32 at the rounded parameters, and plain bf16 says how far rounding alone leads (`rounding`).
+bf16 that model is fp32 at the rounded parameters, and plain bf16 says how far rounding alone leads (`rounding`). What
+is smaller than rounding shows in two checks more: the same plan in fp32, and the sums of gradients by themselves.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +21,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.models.auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lengthwise.attention import activate_flash
-from lengthwise.comm import SoloTransport, World
+from lengthwise.attention.heads import shares_keys
+from lengthwise.comm import SoloTransport, Transport, World
 from lengthwise.core.plan import Plan
+from lengthwise.cost import shape_from_config
 from lengthwise.data import NO_LOSS, Dataset
 from lengthwise.engine.activations import start_offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import reporting_shortage
-from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.replicated import FlatParameters, trainable
 from lengthwise.engine.step import run_plan
 from lengthwise.models import (
     ANY_KEY,
@@ -41,12 +45,19 @@ from lengthwise.models import (
     sequence_dropout,
     token_loss,
 )
+from lengthwise.program import HeadRange
 from lengthwise.training.building import build_trained
 from lengthwise.training.job import Job
-from lengthwise.training.rounding import Difference, Rounding, plain_kernels, rounding_of
+from lengthwise.training.rounding import (
+    SUMS_TOLERANCE,
+    TOLERANCES,
+    Difference,
+    Rounding,
+    plain_kernels,
+    rounding_of,
+)
 from lengthwise.training.trainer import connect
 
-TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2e-3}  # in bf16 beside what rounding alone does
 _FLOOR = 1e-3
 _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # the first that can
 
@@ -59,6 +70,9 @@ class VerifyReport:
     `gradients` maps each parameter to |difference| / max(|reference|, 1e-3 of the median parameter's norm), L2.
     `rounding` is what it alone does, where it decides (bf16): the tolerance is added to that. `notes` say which kernel
     and transport it was, and why. `uncut`: where no sequence was cut over ranks, what to do for one that is.
+    `shared_keys`: sizes of the groups that split heads in which several ranks attend to one head of keys.
+    In bf16 `in_fp32` compares the same plan in fp32, and `sums` has the difference of each gradient's sum, over
+    microbatches and ranks, from one that was made beside it.
     """
 
     plan: Plan
@@ -71,6 +85,9 @@ class VerifyReport:
     rounding: Rounding | None = None
     notes: tuple[str, ...] = ()
     uncut: str | None = None
+    shared_keys: tuple[int, ...] = ()
+    in_fp32: VerifyReport | None = None
+    sums: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def loss_difference(self) -> float:
@@ -94,7 +111,9 @@ class VerifyReport:
         within_loss = self.loss_difference <= self._allowed(rounding and rounding.loss)
         within_router_loss = self.router_loss_difference <= self._allowed(rounding and rounding.router_loss)
         gradients = all(difference <= self.allowed(name) for name, difference in self.gradients.items())
-        return within_loss and within_router_loss and gradients
+        sums = all(difference <= SUMS_TOLERANCE for difference in self.sums.values())
+        in_fp32 = self.in_fp32 is None or self.in_fp32.passed
+        return within_loss and within_router_loss and gradients and sums and in_fp32
 
     def allowed(self, parameter: str) -> float:
         """Return the largest difference that a parameter's gradient may have."""
@@ -126,38 +145,109 @@ def verify_rank(job: Job, plan: Plan, world: World, on_phase: Callable[[str], No
 def _compare(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]) -> VerifyReport | None:
     notes: list[str] = []
     transport, batch = connect(world, job, on_phase, notes.append), next(job.batches())
+    planned = _run_plan(job, plan, batch, world, transport, notes.append)
+    in_fp32 = None
+    if job.config.precision == "bf16":
+        exact = replace(job, config=job.config.model_copy(update={"precision": "fp32"}))
+        in_fp32 = _run_plan(exact, plan, batch, world, transport, lambda _: None, rounds_to=torch.bfloat16)
+    transport.close()
+    if world.rank:
+        return None
+    on_phase("verify, one process")
+    reference, rounding = _expected(job, batch, world.device)
+
+    def report(found: Reference, precision: str, **more: Any) -> VerifyReport:
+        return VerifyReport(
+            plan=plan,
+            loss=found.loss,
+            reference_loss=reference.loss,
+            router_loss=found.router_loss,
+            reference_router_loss=reference.router_loss,
+            gradients=gradient_differences(found.gradients, reference.gradients),
+            tolerance=TOLERANCES[precision],
+            **more,
+        )
+
+    return report(
+        planned.found,
+        job.config.precision,
+        rounding=rounding,
+        notes=tuple(notes),
+        uncut=None if plan.ring_tokens else _how_to_cut(job, batch),
+        shared_keys=_shared_keys(job, plan),
+        in_fp32=None if in_fp32 is None else report(in_fp32.found, "fp32"),
+        sums=planned.sums,
+    )
+
+
+def _shared_keys(job: Job, plan: Plan) -> tuple[int, ...]:
+    shape = shape_from_config(job.model.config.to_dict())
+    groups = sorted({piece.heads for microbatch in plan.microbatches for piece in microbatch.pieces} - {1})
+    return tuple(n for n in groups if shares_keys(HeadRange(index=0, parts=n), shape.heads, shape.kv_heads))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    """What a plan gave, on rank 0 whole; sums: see `VerifyReport`."""
+
+    found: Reference
+    sums: Mapping[str, float]
+
+
+def _run_plan(
+    job: Job,
+    plan: Plan,
+    batch: StepBatch,
+    world: World,
+    transport: Transport,
+    say: Callable[[str], None],
+    *,
+    rounds_to: torch.dtype | None = None,
+) -> _Planned:
+    """Run the batch under its plan, up to the reduced gradient. rounds_to: what parameters are rounded to before."""
     dtype = DTYPES[job.config.precision]
-    kernel = choose_model_kernel(job.model.config, job.computing, world.device, dtype=dtype, say=notes.append)
-    model, flat = build_trained(job, world, transport, say=notes.append, draws_both=True)
+    kernel = choose_model_kernel(job.model.config, job.computing, world.device, dtype=dtype, say=say)
+    model, parameters = build_trained(job, world, transport, say=say, draws_both=True)
+    if rounds_to is not None:
+        parameters.published()
+        for parameter in model.parameters():
+            parameter.data.copy_(parameter.data.to(rounds_to))
     offloading = start_offloading(job.config.offload, model, kernel, where=f"rank {world.rank}")
-    options = {"logits_at_once": job.logits_at_once, "offloading": offloading, "parameters": flat}
-    with keep_double(dtype):
+    options = {"logits_at_once": job.logits_at_once, "offloading": offloading, "parameters": parameters}
+    with keep_double(dtype), _summing(model, asked=dtype == torch.bfloat16 and job.shard == "zero1") as own:
         work = run_plan(model, plan, batch, transport, kernel, name="verify", **options)
     if offloading is not None:
         offloading.store.close()
     transport.phase = "verify, gathering gradients"
     losses = torch.tensor([work.loss_sum, work.router_loss], dtype=torch.float64)
     transport.all_reduce(losses)
-    flat.reduce_gradients()
-    gradients = flat.gather_gradients()
-    transport.close()
-    if world.rank:
-        return None
-    on_phase("verify, one process")
-    del model, flat, options
-    reference, rounding = _expected(job, batch, world.device)
-    return VerifyReport(
-        plan=plan,
-        loss=losses[0].item() / batch.loss_weight,
-        reference_loss=reference.loss,
-        router_loss=losses[1].item(),
-        reference_router_loss=reference.router_loss,
-        gradients=gradient_differences(gradients, reference.gradients),
-        tolerance=TOLERANCES[job.config.precision],
-        rounding=rounding,
-        notes=tuple(notes),
-        uncut=None if plan.ring_tokens else _how_to_cut(job, batch),
-    )
+    parameters.reduce_gradients()
+    gradients = parameters.gather_gradients()
+    for sum_of_rank in own.values():
+        transport.all_reduce(sum_of_rank)
+    loss, router_loss = losses.tolist()
+    found = Reference(loss=loss / batch.loss_weight, router_loss=router_loss, gradients=gradients)
+    on_host = {name: gradient.cpu() for name, gradient in gradients.items()} if own else {}
+    return _Planned(found=found, sums=gradient_differences(on_host, own) if own else {})
+
+
+def _add(total: Tensor, grad: Tensor) -> None:
+    total.add_(grad.cpu())
+
+
+@contextmanager
+def _summing(model: nn.Module, *, asked: bool) -> Iterator[dict[str, Tensor]]:
+    """Sum in fp32 on the host what backward inside the block gives each trainable parameter; {} if not asked."""
+    sums: dict[str, Tensor] = {}
+    hooks = []
+    for name, parameter in trainable(model) if asked else ():
+        sums[name] = torch.zeros(parameter.shape, dtype=torch.float32)
+        hooks.append(parameter.register_hook(partial(_add, sums[name])))
+    try:
+        yield sums
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _how_to_cut(job: Job, batch: StepBatch) -> str:
