@@ -41,6 +41,17 @@ def load(tmp_path):
     return load_rows
 
 
+def merging_tokenizer(folder):
+    """Save a tokenizer that makes one token of `ab`, and one of a space with the letter after it."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate(["<eos>", "a", "b", "c", " ", "ab", " b", " c"])}
+    inner = Tokenizer(models.BPE(vocabulary, [("a", "b"), (" ", "b"), (" ", "c")]))
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>").save_pretrained(folder)
+    return str(folder)
+
+
 def load_rows_by(folder, rows, tokenizer):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return load_dataset([DataSource(path=folder / "rows.jsonl")], tokenizer=tokenizer, vocab_size=None)
@@ -93,6 +104,22 @@ def test_pair_has_a_loss_on_the_completion_and_the_end(load, eos):
     assert (text, learned) == (("a b c d <eos>", "c d <eos>") if eos else ("a b c d", "c d"))
 
 
+def test_chat_that_says_what_is_so_anyway_of_its_turns_is_trained_on(load):
+    turns = [{**each, "train": each["role"] == "assistant"} for each in messages(("user", "a"), ("assistant", "b"))]
+    assert told(load({"messages": turns}, template=PLAIN))[1] == "b <end>"
+
+
+def test_pair_with_a_token_across_its_border_is_refused_by_row(tmp_path):
+    """Nothing of such a token would be learned."""
+    tokenizer = load_tokenizer(merging_tokenizer(tmp_path / "tokenizer"))
+    row = {"prompt": "a", "completion": " b"}
+    assert load_rows_by(tmp_path, [row], lambda: tokenizer).read(0, 0, 9)[1].tolist() == [NO_LOSS, 6, 0]
+    for across in ({"prompt": "a", "completion": "b"}, {"prompt": "a ", "completion": "b"}):
+        with pytest.raises(DataError, match="a token across the end of the prompt") as caught:
+            load_rows_by(tmp_path, [row, across], lambda: tokenizer)
+        assert caught.value.where.endswith("rows.jsonl:2")
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
@@ -102,6 +129,10 @@ def test_pair_has_a_loss_on_the_completion_and_the_end(load, eos):
         ({"messages": [{"role": "user", "content": 3}]}, r"\"content\" of messages\[0\] to be text; got 3"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images, video and audio"),
         ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, r"\"weight\" of messages\[0\], which"),
+        ({"messages": [{"role": "assistant", "content": "a", "train": False}]}, r"\"train\" of messages\[0\], which"),
+        ({"messages": [{"role": "user", "content": "a", "train": True}]}, r"\"train\" of messages\[0\], which"),
+        ({"messages": messages(("user", "a"), ("gpt", "b"))}, r"assistant, .*got \"gpt\" of messages\[1\]"),
+        ({"messages": messages(("user", "a"), ("Assistant", "b"))}, r"got \"Assistant\" of messages\[1\]"),
         ({"messages": messages(("user", "a")), "labels": [1]}, '"labels", which would be ignored'),
         ({"messages": messages(("user", "a")), "tools": {}}, '"tools" to be a list'),
         ({"messages": messages(("user", "a")), "completion": "b"}, '"messages" and "completion" in one row'),
