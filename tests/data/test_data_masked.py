@@ -121,39 +121,40 @@ def test_pair_with_a_token_across_its_border_is_refused_by_row(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "place"),
     [
-        ({"messages": "a"}, '"messages" to be a list'),
-        ({"messages": []}, 'empty "messages"'),
-        ({"messages": [{"content": "a"}]}, r"messages\[0\] to be an object with a \"role\""),
-        ({"messages": [{"role": "user", "content": 3}]}, r"\"content\" of messages\[0\] to be text; got 3"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images, video and audio"),
-        ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, r"\"weight\" of messages\[0\], which"),
-        ({"messages": [{"role": "assistant", "content": "a", "train": False}]}, r"\"train\" of messages\[0\], which"),
-        ({"messages": [{"role": "user", "content": "a", "train": True}]}, r"\"train\" of messages\[0\], which"),
+        ({"messages": "a"}, '"messages"'),
+        ({"messages": []}, '"messages"'),
+        ({"messages": [{"content": "a"}]}, r"messages\[0\].*role"),
+        ({"messages": [{"role": "user", "content": 3}]}, r"\"content\" of messages\[0\]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"messages\[0\]"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, r"\"weight\" of messages\[0\]"),
+        ({"messages": [{"role": "assistant", "content": "a", "train": False}]}, r"\"train\" of messages\[0\]"),
+        ({"messages": [{"role": "user", "content": "a", "train": True}]}, r"\"train\" of messages\[0\]"),
         ({"messages": messages(("user", "a"), ("gpt", "b"))}, r"assistant, .*got \"gpt\" of messages\[1\]"),
         ({"messages": messages(("user", "a"), ("Assistant", "b"))}, r"got \"Assistant\" of messages\[1\]"),
-        ({"messages": messages(("user", "a")), "labels": [1]}, '"labels", which would be ignored'),
-        ({"messages": messages(("user", "a")), "tools": {}}, '"tools" to be a list'),
-        ({"messages": messages(("user", "a")), "completion": "b"}, '"messages" and "completion" in one row'),
-        ({"messages": messages(("user", "a")), "images": ["x"]}, "images, video and audio are not trained on yet"),
-        ({"messages": messages(("user", "a")), "video": "x"}, "images, video and audio are not trained on yet"),
+        ({"messages": messages(("user", "a")), "labels": [1]}, '"labels"'),
+        ({"messages": messages(("user", "a")), "tools": {}}, '"tools"'),
+        ({"messages": messages(("user", "a")), "completion": "b"}, '"messages" and "completion"'),
+        ({"messages": messages(("user", "a")), "images": ["x"]}, '"images"'),
+        ({"messages": messages(("user", "a")), "video": "x"}, '"video"'),
         (
             {"image": "x.png", "prompt": "a", "completion": "b"},
-            '"image": images, video and audio are not trained on yet',
+            '"image"',
         ),
-        ({"input_ids": [1], "pixel_values": [[0.5]]}, '"pixel_values": images, video and audio are not trained on yet'),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference pairs are not trained on yet"),
-        ({"chosen": messages(("user", "a")), "rejected": []}, '"chosen": preference pairs are not trained on yet'),
-        ({"rejected": "a"}, '"rejected": preference pairs are not trained on yet'),
-        ({"prompt": "a"}, '"completion" beside "prompt"; got none'),
-        ({"prompt": "a", "completion": None}, '"completion" to be a string; got null'),
-        ({"prompt": messages(("user", "a")), "completion": "b"}, "Write a chat as"),
-        ({"prompt": "", "completion": ""}, 'empty "prompt" and "completion"'),
-        ({"conversations": []}, 'Name the column "messages"'),
+        ({"input_ids": [1], "pixel_values": [[0.5]]}, '"pixel_values"'),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, '"chosen"'),
+        ({"chosen": messages(("user", "a")), "rejected": []}, '"chosen"'),
+        ({"rejected": "a"}, '"rejected"'),
+        ({"prompt": "a"}, '"completion"'),
+        ({"prompt": "a", "completion": None}, '"completion"'),
+        ({"prompt": messages(("user", "a")), "completion": "b"}, '"prompt"'),
+        ({"prompt": "", "completion": ""}, '"prompt" and "completion"'),
+        ({"conversations": []}, '"messages"'),
     ],
     ids=str,
 )
-def test_chat_or_pair_that_cannot_be_trained_on_is_refused(tmp_path, row, said):
-    with pytest.raises(DataError, match=said):
+def test_chat_or_pair_that_cannot_be_trained_on_is_refused(tmp_path, row, place):
+    with pytest.raises(DataError, match=place) as caught:
         load_rows_by(tmp_path, [row], ByteTokenizer)
+    assert caught.value.where.endswith("rows.jsonl:1")

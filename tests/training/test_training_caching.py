@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 import lengthwise
-from data.stores import DOCUMENTS, FILES, SHARD_BYTES, content, load, write_sources
+from data.stores import DOCUMENTS, FILES, SHARD_BYTES, content, load, prepare, write_sources
 from data.test_data_hub import hub  # noqa: F401 - a fixture
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError, OutputError, RankError
@@ -74,7 +74,7 @@ def test_cached_sources_are_the_sources(tmp_path_factory, files, documents):
     assert cache_in(folder / "cache").prepared(sources, "data") == cached
 
 
-@pytest.mark.parametrize("where", ["data", "eval"])
+@pytest.mark.parametrize("where", ["data", pytest.param("eval", marks=pytest.mark.exhaustive)])
 def test_a_run_trains_on_the_same_steps_from_the_cache(tmp_path, monkeypatch, where):
     rows = [*make_rows([30, 12, 5, 25, 1, 17, 24]), {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}]
     write_rows(tmp_path / "other.jsonl", make_rows([9, 8, 7], seed=1))
@@ -258,6 +258,18 @@ def test_a_damaged_entry_is_made_again(tmp_path):
     (first.path / "tokens-00000.bin").write_bytes(b"")
     assert cache.prepared([source], "data") == (first,)
     assert content(load(first)) == content(load(source))
+
+
+def test_a_run_whose_prepared_data_is_changed_ends_at_the_row(tmp_path):
+    write_run(tmp_path, make_rows([30, 12, 5, 25, 1, 17, 24]), data=[{"path": "store"}])
+    prepare([DataSource(path=tmp_path / "train.jsonl")], tmp_path / "store")
+    tokens = tmp_path / "store/tokens-00000.bin"
+    content = bytearray(tokens.read_bytes())
+    content[4 * 31] ^= 1
+    tokens.write_bytes(content)
+    with pytest.raises(DataError, match=r"row 1 \(train\.jsonl:2\)") as caught:
+        lengthwise.train(tmp_path / "run.yaml", ranks=2)
+    assert caught.value.where == str(tokens)
 
 
 def test_where_the_cache_is(tmp_path, monkeypatch):
