@@ -1,12 +1,13 @@
 import mmap
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data.stores import load, prepare, write_sources
 from lengthwise.data.ahead import read_ahead
-from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.engine.batch import StepBatch
 from lengthwise.program import Segment
 
@@ -54,13 +55,13 @@ def test_nothing_is_asked_for_of_memory_or_of_no_tokens(mapped: tuple[NotedMap, 
     assert file.__dict__["advised"] == []
 
 
-def test_a_batch_asks_for_its_segments_and_the_token_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[list[int]]()
-    monkeypatch.setattr("lengthwise.engine.batch.read_ahead", lambda values: asked.append(values.tolist()))
-    builder = DatasetBuilder()
-    builder.start_source("data.0", "rows", None)
-    builder.add(np.arange(10, dtype=np.int32), None)
-    builder.add(np.arange(20, 25, dtype=np.int32), None)
-    batch = StepBatch(builder.finish(), [1, 0])
-    batch.read_ahead([Segment(sequence=0, start=1, stop=5), Segment(sequence=1, start=2, stop=4)])
-    assert asked == [[21, 22, 23, 24], [2, 3, 4]]
+def test_a_batch_asks_for_the_rows_of_its_segments_and_reads_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"input_ids": [*range(10)]}, {"input_ids": [20, 21, 22], "labels": [-100, 21, 22]}]
+    prepare(write_sources(tmp_path, [rows]), tmp_path / "store")
+    batch, asked = StepBatch(load(tmp_path / "store"), [1, 0]), list[list[int]]()
+    monkeypatch.setattr("lengthwise.data.store.read_ahead", lambda values: asked.append(values.tolist()))
+    monkeypatch.setattr("lengthwise.data.store.row_digest", lambda *_row: pytest.fail("a row was read"))
+    batch.read_ahead([Segment(sequence=0, start=1, stop=2), Segment(sequence=1, start=2, stop=4)])
+    assert asked == [[20, 21, 22], [-100, 21, 22], [*range(10)], [*range(10)]]

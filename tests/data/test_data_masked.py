@@ -41,6 +41,17 @@ def load(tmp_path):
     return load_rows
 
 
+def merging_tokenizer(folder):
+    """Save a tokenizer that makes one token of `ab`, and one of a space with the letter after it."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate(["<eos>", "a", "b", "c", " ", "ab", " b", " c"])}
+    inner = Tokenizer(models.BPE(vocabulary, [("a", "b"), (" ", "b"), (" ", "c")]))
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>").save_pretrained(folder)
+    return str(folder)
+
+
 def load_rows_by(folder, rows, tokenizer):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return load_dataset([DataSource(path=folder / "rows.jsonl")], tokenizer=tokenizer, vocab_size=None)
@@ -93,36 +104,57 @@ def test_pair_has_a_loss_on_the_completion_and_the_end(load, eos):
     assert (text, learned) == (("a b c d <eos>", "c d <eos>") if eos else ("a b c d", "c d"))
 
 
+def test_chat_that_says_what_is_so_anyway_of_its_turns_is_trained_on(load):
+    turns = [{**each, "train": each["role"] == "assistant"} for each in messages(("user", "a"), ("assistant", "b"))]
+    assert told(load({"messages": turns}, template=PLAIN))[1] == "b <end>"
+
+
+def test_pair_with_a_token_across_its_border_is_refused_by_row(tmp_path):
+    """Nothing of such a token would be learned."""
+    tokenizer = load_tokenizer(merging_tokenizer(tmp_path / "tokenizer"))
+    row = {"prompt": "a", "completion": " b"}
+    assert load_rows_by(tmp_path, [row], lambda: tokenizer).read(0, 0, 9)[1].tolist() == [NO_LOSS, 6, 0]
+    for across in ({"prompt": "a", "completion": "b"}, {"prompt": "a ", "completion": "b"}):
+        with pytest.raises(DataError, match="a token across the end of the prompt") as caught:
+            load_rows_by(tmp_path, [row, across], lambda: tokenizer)
+        assert caught.value.where.endswith("rows.jsonl:2")
+
+
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "place"),
     [
-        ({"messages": "a"}, '"messages" to be a list'),
-        ({"messages": []}, 'empty "messages"'),
-        ({"messages": [{"content": "a"}]}, r"messages\[0\] to be an object with a \"role\""),
-        ({"messages": [{"role": "user", "content": 3}]}, r"\"content\" of messages\[0\] to be text; got 3"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images, video and audio"),
-        ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, r"\"weight\" of messages\[0\], which"),
-        ({"messages": messages(("user", "a")), "labels": [1]}, '"labels", which would be ignored'),
-        ({"messages": messages(("user", "a")), "tools": {}}, '"tools" to be a list'),
-        ({"messages": messages(("user", "a")), "completion": "b"}, '"messages" and "completion" in one row'),
-        ({"messages": messages(("user", "a")), "images": ["x"]}, "images, video and audio are not trained on yet"),
-        ({"messages": messages(("user", "a")), "video": "x"}, "images, video and audio are not trained on yet"),
+        ({"messages": "a"}, '"messages"'),
+        ({"messages": []}, '"messages"'),
+        ({"messages": [{"content": "a"}]}, r"messages\[0\].*role"),
+        ({"messages": [{"role": "user", "content": 3}]}, r"\"content\" of messages\[0\]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"messages\[0\]"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, r"\"weight\" of messages\[0\]"),
+        ({"messages": [{"role": "assistant", "content": "a", "train": False}]}, r"\"train\" of messages\[0\]"),
+        ({"messages": [{"role": "user", "content": "a", "train": True}]}, r"\"train\" of messages\[0\]"),
+        ({"messages": messages(("user", "a"), ("gpt", "b"))}, r"assistant, .*got \"gpt\" of messages\[1\]"),
+        ({"messages": messages(("user", "a"), ("Assistant", "b"))}, r"got \"Assistant\" of messages\[1\]"),
+        ({"messages": messages(("user", "a")), "labels": [1]}, '"labels"'),
+        ({"messages": messages(("user", "a")), "tools": {}}, '"tools"'),
+        ({"messages": messages(("user", "a")), "completion": "b"}, '"messages" and "completion"'),
+        ({"messages": messages(("user", "a")), "images": ["x"]}, '"images"'),
+        ({"messages": messages(("user", "a")), "video": "x"}, '"video"'),
         (
             {"image": "x.png", "prompt": "a", "completion": "b"},
-            '"image": images, video and audio are not trained on yet',
+            '"image"',
         ),
-        ({"input_ids": [1], "pixel_values": [[0.5]]}, '"pixel_values": images, video and audio are not trained on yet'),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference pairs are not trained on yet"),
-        ({"chosen": messages(("user", "a")), "rejected": []}, '"chosen": preference pairs are not trained on yet'),
-        ({"rejected": "a"}, '"rejected": preference pairs are not trained on yet'),
-        ({"prompt": "a"}, '"completion" beside "prompt"; got none'),
-        ({"prompt": "a", "completion": None}, '"completion" to be a string; got null'),
-        ({"prompt": messages(("user", "a")), "completion": "b"}, "Write a chat as"),
-        ({"prompt": "", "completion": ""}, 'empty "prompt" and "completion"'),
-        ({"conversations": []}, 'Name the column "messages"'),
+        ({"input_ids": [1], "pixel_values": [[0.5]]}, '"pixel_values"'),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, '"chosen"'),
+        ({"chosen": messages(("user", "a")), "rejected": []}, '"chosen"'),
+        ({"rejected": "a"}, '"rejected"'),
+        ({"prompt": "a"}, '"completion"'),
+        ({"prompt": "a", "completion": None}, '"completion"'),
+        ({"prompt": messages(("user", "a")), "completion": "b"}, '"prompt"'),
+        ({"prompt": "", "completion": ""}, '"prompt" and "completion"'),
+        ({"conversations": []}, '"messages"'),
     ],
     ids=str,
 )
-def test_chat_or_pair_that_cannot_be_trained_on_is_refused(tmp_path, row, said):
-    with pytest.raises(DataError, match=said):
+def test_chat_or_pair_that_cannot_be_trained_on_is_refused(tmp_path, row, place):
+    with pytest.raises(DataError, match=place) as caught:
         load_rows_by(tmp_path, [row], ByteTokenizer)
+    assert caught.value.where.endswith("rows.jsonl:1")

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 import time
 
@@ -47,7 +48,7 @@ def killed_at(number, sources, out):
 
 
 def test_prepare_killed_anywhere_goes_on_to_the_same_bytes(tmp_path):
-    sources = write_sources(tmp_path, ROWS, ["a", "bc"])
+    sources = write_sources(tmp_path, [[{"text": "x" * n} for n in (97, 300)], ROWS[1][:1]])
     prepare(sources, tmp_path / "whole")
     expected, number, kept = files_of(tmp_path / "whole"), 1, []
     while killed_at(number, sources, out := fresh(tmp_path / "out")):
@@ -60,11 +61,10 @@ def test_prepare_killed_anywhere_goes_on_to_the_same_bytes(tmp_path):
     assert files_of(out) == expected
     assert max(each for each in kept if each is not None) == len(list((tmp_path / "whole").glob("tokens-*")))
     assert None in kept  # killed when all was written, only not renamed
-    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(
-        ["documents", "out", "rows-0.jsonl", "rows-1.jsonl", "whole"]
-    )
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(["out", "rows-0.jsonl", "rows-1.jsonl", "whole"])
 
 
+@pytest.mark.exhaustive
 @given(files=FILES, documents=DOCUMENTS, number=st.integers(1, 40))
 @costliest
 def test_prepare_killed_of_any_data_goes_on_to_the_same_bytes(tmp_path_factory, files, documents, number):
@@ -113,6 +113,28 @@ def test_an_error_ends_processes_that_prepare_where_they_stand():
     with pytest.raises(DataError, match="a row"), worker_processes(2) as run:
         list(run(fail_or_hang, range(4)))
     assert time.monotonic() - start < 30, "waited for a task of 60 s that nobody needs"
+
+
+@pytest.mark.parametrize("phase", ["reading", "writing shard 0 from"])
+def test_prepare_with_a_stopped_process_ends_and_names_it_with_its_file_and_phase(tmp_path, monkeypatch, phase):
+    sources = write_sources(tmp_path, [[{"text": "x"}]])
+    name = "lengthwise.data.shards._index_file" if phase == "reading" else "lengthwise.data.shard_writer.add_rows"
+    monkeypatch.setattr(name, lambda *_args, **_options: os.kill(os.getpid(), signal.SIGSTOP))
+    with pytest.raises(RankError) as caught, worker_processes(2, timeout_seconds=0.5) as run:
+        prepare(sources, tmp_path / "out", run=run)
+    assert re.search(rf"process \d+ in 0\.5 s, which is {phase} .*rows-0\.jsonl", str(caught.value))
+
+
+def test_a_process_that_works_for_longer_than_the_time_out_is_waited_for():
+    with worker_processes(2, timeout_seconds=0.1) as run:
+        assert sorted(run(count_for, [1.5, 0.0])) == [0.0, 1.5]
+
+
+def count_for(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        sum(range(1000))
+    return seconds
 
 
 def test_prepare_of_changed_sources_or_settings_begins_anew(tmp_path):

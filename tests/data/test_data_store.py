@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from data.stores import DOCUMENTS, FILES, content, load, prepare, write_sources
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError, Problems
 from lengthwise.data import ByteTokenizer, load_tokenizer
-from lengthwise.data.manifest import NAME, read_manifest
+from lengthwise.data.manifest import NAME, read_manifest, signed
 from lengthwise.data.store import broken_files
 from properties import costly
 
@@ -96,7 +97,7 @@ def test_store_of_ids_that_the_model_lacks_is_refused(store):
         load(store, vocab_size=255)
 
 
-@pytest.mark.parametrize("change", ["cut", "longer", "gone", "link", "manifest", "lengths", "offsets", "sum", "name"])
+@pytest.mark.parametrize("change", ["cut", "longer", "gone", "link", "manifest", "sum", "name"])
 def test_store_with_a_damaged_or_missing_file_is_refused_by_name(store, change):
     shard, lengths, manifest = store / "tokens-00000.bin", store / "lengths.bin", store / NAME
     values, expected = json.loads(manifest.read_text()), shard.name
@@ -109,20 +110,86 @@ def test_store_with_a_damaged_or_missing_file_is_refused_by_name(store, change):
     elif change == "link":
         shard.rename(store / "elsewhere")
         shard.symlink_to(store / "elsewhere")
-    elif change in ("lengths", "offsets"):
-        path, expected = store / f"{change}.bin", "lengths.bin, offsets.bin"
-        found = np.fromfile(path, dtype="<i8")
-        found[1:3] += [1, -1]
-        found.tofile(path)
     else:
         expected = NAME
         values |= {"manifest": {"rows": -1}, "sum": {"tokens": values["tokens"] + 1}}.get(change, {})
         if change == "name":
             values["shards"][0]["file"] = "../tokens-00000.bin"
-        manifest.write_text(json.dumps(values))
-    with pytest.raises(DataError, match=expected):
+        manifest.write_text(signed(values))
+    with pytest.raises(DataError) as caught:
         load(store)
+    assert Path(caught.value.where).name == expected
     assert lengths.exists()
+
+
+def flip(path, byte):
+    """Change a byte of a file in its place."""
+    with path.open("r+b") as file:
+        file.seek(byte)
+        (value,) = file.read(1)
+        file.seek(byte)
+        file.write(bytes([value ^ 1]))
+
+
+@pytest.fixture
+def weighed(tmp_path):
+    """Prepare rows of which the second has labels and the third weights, nine tokens in one shard."""
+    labels, weights = {"labels": [-100, 4, 5]}, {"weights": [0.5, 0, 2]}
+    rows = [{"input_ids": [1, 2, 3], **more} for more in ({}, labels, weights)]
+    prepare(write_sources(tmp_path, [rows]), tmp_path / "weighed")
+    return tmp_path / "weighed"
+
+
+@pytest.mark.parametrize("part", [0, 1, 2], ids=["ids", "labels", "weights"])
+@pytest.mark.parametrize("opened", [False, True])
+def test_store_whose_tokens_changed_is_named_with_the_row_that_is_read(weighed, part, opened):
+    dataset = load(weighed)
+    flip(weighed / "tokens-00000.bin", 4 * (9 * part + 5))  # the last of the second row
+    dataset = dataset if opened else load(weighed)
+    assert dataset.read(0, 0, 3)[0].tolist() == [1, 2, 3]
+    for read in (dataset.read, dataset.read_weights):
+        with pytest.raises(DataError, match=r"expected row 1 \(rows-0\.jsonl:2\) as") as caught:
+            read(1, 0, 1)
+        assert caught.value.where == str(weighed / "tokens-00000.bin")
+
+
+@pytest.mark.parametrize("name", ["lengths", "offsets", "losses", "weights", "digests", "files"])
+def test_store_whose_table_changed_is_refused_by_name(weighed, name):
+    path = weighed / (f"{name}.jsonl" if name == "files" else f"{name}.bin")
+    flip(path, path.stat().st_size - 2)
+    with pytest.raises(DataError) as caught:
+        load(weighed)
+    assert caught.value.where == str(path)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"data": "0" * 64},
+        {"largest_id": 1},
+        {"version": "0"},
+        {"origins": []},
+        {"sha256": None},
+        {"schema": "lengthwise.store/1"},  # of the version before, which had no digest of itself
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_store_whose_manifest_changed_is_refused_with_what_to_do(store, changed):
+    manifest = store / NAME
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | changed))
+    with pytest.raises(DataError, match="lengthwise prepare") as caught:
+        load(store)
+    assert caught.value.where == str(manifest)
+
+
+def test_store_that_is_replaced_while_it_is_open_stays_what_it_was(tmp_path):
+    sources = write_sources(tmp_path, ROWS, ["x", "yz"])
+    prepare(sources, tmp_path / "store")
+    expected, dataset = content(load(tmp_path / "store")), load(tmp_path / "store")
+    sources[0].path.write_text('{"text": "other"}\n')
+    prepare(sources, tmp_path / "store", overwrite=True)
+    assert content(load(tmp_path / "store")) != expected
+    assert content(dataset) == expected
 
 
 def test_store_verified_names_each_file_that_is_not_what_was_written(store):

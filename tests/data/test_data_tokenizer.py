@@ -117,6 +117,17 @@ def test_tokenizer_runs_no_code_of_the_folder(tmp_path):
     assert not mark.exists()
 
 
+@pytest.mark.parametrize("key", ["split_special_tokens", "some_rule_of_its_class"])
+def test_tokenizer_of_another_argument_has_another_digest(tmp_path, key):
+    folder = save_tokenizer(tmp_path / "one", eos="<eos>")
+    digest = load_tokenizer(folder).digest()
+    load_tokenizer(folder).save(tmp_path / "saved")
+    assert load_tokenizer(str(tmp_path / "saved")).digest() == digest, "its place does not matter"
+    config = tmp_path / "saved/tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), key: True}))
+    assert load_tokenizer(str(tmp_path / "saved")).digest() != digest
+
+
 def test_tokenizer_needs_no_torch(tmp_path):
     name = save_tokenizer(tmp_path, eos="<eos>")
     code = (

@@ -69,6 +69,10 @@ class Dataset(Protocol):
         """
         ...
 
+    def read_ahead(self, row: int, start: int, stop: int) -> None:
+        """Begin to read what `read` of the same will need, where it is still on the disk, without waiting for it."""
+        ...
+
     def row_digests(self, first: int, last: int) -> np.ndarray:
         """Return what tells rows [first, last) from others, uint8 [last - first, 16]: see `digests`."""
         ...
@@ -101,6 +105,9 @@ class NumberedRows:
         """Raise IndexError for a row that there is none of, numbers below 0 included."""
         if not 0 <= row < self.num_rows:
             raise IndexError(f"row {row} of {self.num_rows}")
+
+    def read_ahead(self, row: int, start: int, stop: int) -> None:
+        """Do nothing: rows in memory need no reading."""
 
 
 def write_protect(*arrays: np.ndarray | None) -> None:
@@ -177,11 +184,9 @@ class MemoryDataset(NumberedRows):
         """Return what tells rows [first, last) from others, uint8 [last - first, 16]."""
         found = bytearray()
         for row in range(first, last):
-            span = self._span(row)
-            tokens, labels = self.flat_tokens[span], None if self.flat_labels is None else self.flat_labels[span]
-            weights = self.read_weights(row, 0, len(tokens))
-            weights = None if weights is None or np.isin(weights, (0, 1)).all() else weights
-            found += row_digest(tokens, None if labels is None or np.array_equal(tokens, labels) else labels, weights)
+            values = (self.flat_tokens, self.flat_labels, self.flat_weights)
+            tokens, labels, weights = (None if each is None else each[self._span(row)] for each in values)
+            found += row_digest(tokens, labels, weights)
         return np.frombuffer(found, dtype=np.uint8).reshape(-1, ROW_DIGEST_BYTES)
 
     def digest(self) -> bytes:

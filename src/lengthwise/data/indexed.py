@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import numpy as np
 
 from lengthwise.core.errors import DataError
+from lengthwise.data.ahead import read_ahead
 from lengthwise.data.dataset import TOO_LONG, NumberedRows, digest_of_parts, too_long, write_protect
 from lengthwise.data.digests import ROW_DIGEST_BYTES, row_digest
 from lengthwise.data.sources import printable_name
@@ -108,6 +109,11 @@ class IndexedDataset(NumberedRows):
         ids = self._tokens[first : first + int(self.lengths[row])][start:stop].astype(np.int32, copy=False)
         write_protect(ids)
         return ids, ids
+
+    def read_ahead(self, row: int, start: int, stop: int) -> None:
+        """Begin to read tokens [start, stop) of a row."""
+        first = int(self._starts[row])
+        read_ahead(self._tokens[first : first + int(self.lengths[row])][start:stop])
 
     @property
     def loss_weights(self) -> np.ndarray:

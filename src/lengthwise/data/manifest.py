@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -15,9 +16,10 @@ from lengthwise.core.errors import DataError
 from lengthwise.core.strict_json import read_json
 
 NAME = "lengthwise-store.json"
-SCHEMA = "lengthwise.store/1"
-AGAIN = "Prepare it again: lengthwise prepare."
+SCHEMA = "lengthwise.store/2"
+AGAIN = "Delete the folder and prepare it again: lengthwise prepare (in the cache: start the run again)."
 
+_DIGEST = "sha256"  # of all other values of the file
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _FromZero = Annotated[int, Field(ge=0)]
 _Hex = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -86,7 +88,7 @@ class Manifest:
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
-    schema: Literal["lengthwise.store/1"] = SCHEMA
+    schema: Literal["lengthwise.store/2"] = SCHEMA
     version: str
     encoding: int
     plan: _Hex
@@ -105,11 +107,21 @@ class Manifest:
     files: Mapping[Annotated[str, Field(pattern=r"^[a-z0-9-]+\.(bin|jsonl)$")], StoredFile]
 
     def to_json(self) -> str:
-        """Return the manifest as the text of its file."""
-        return json.dumps(asdict(self), indent=1) + "\n"
+        """Return the manifest as the text of its file, with the digest of its own values."""
+        return signed(asdict(self))
 
 
 _READER = TypeAdapter(Manifest)
+
+
+def signed(values: Mapping[str, object]) -> str:
+    """Return the text of a manifest of these values with their digest, which a change would not fit."""
+    rest = {key: value for key, value in values.items() if key != _DIGEST}
+    return json.dumps({**rest, _DIGEST: _digest_of(rest)}, indent=1) + "\n"
+
+
+def _digest_of(values: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -117,6 +129,11 @@ def read_manifest(folder: Path) -> Manifest:
     where = str(folder / NAME)
     try:
         values = read_json(folder / NAME)
+        schema = values.get("schema") if isinstance(values, dict) else None
+        if schema != SCHEMA:
+            raise ValueError(f"schema {shown(schema)}")
+        if values.pop(_DIGEST, None) != _digest_of(values):
+            raise ValueError(f"values that its {_DIGEST} is not of: it was changed")
         return _READER.validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         first = error.errors()[0]

@@ -1,6 +1,7 @@
 """Texts of which only a part has a loss: a prompt with its completion, and chats, where assistants' turns have it.
 
-The whole text is encoded once; a token has a loss when its first character lies in what is to be learned.
+The whole text is encoded once; a token has a loss when its first character lies in what is to be learned. One that
+begins in a prompt and ends in its completion is refused: it would be learned with neither.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ def encode_pair(tokenizer: Any, prompt: str, completion: str) -> tuple[np.ndarra
 
     `tokenizer` is one of transformers. Returns ids and labels, int32 [tokens] each. ValueError: it cannot be encoded.
     """
-    ids, starts = _encode(tokenizer, prompt + completion, special_tokens=True)
-    eos = tokenizer.eos_token_id
+    ids, places = _encode(tokenizer, prompt + completion, special_tokens=True)
+    if any(first < len(prompt) < last for first, last in places):
+        raise ValueError("a token across the end of the prompt (a space there belongs to the completion)")
+    starts, eos = [first for first, _ in places], tokenizer.eos_token_id
     if eos is not None and (not ids or ids[-1] != eos):
         ids, starts = [*ids, eos], [*starts, len(prompt + completion)]
     learned = np.array(starts, dtype=np.int64) >= len(prompt)
@@ -44,8 +47,8 @@ def encode_chat(
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("a tokenizer without a chat template")
     text, spans = _spans(tokenizer, messages, tools)
-    ids, starts = _encode(tokenizer, text, special_tokens=False)
-    places, learned = np.array(starts, dtype=np.int64), np.zeros(len(ids), dtype=bool)
+    ids, found = _encode(tokenizer, text, special_tokens=False)
+    places, learned = np.array([first for first, _ in found], dtype=np.int64), np.zeros(len(ids), dtype=bool)
     for first, last in spans:
         learned |= (places >= first) & (places < last)
     return _masked(ids, learned)
@@ -100,13 +103,13 @@ def _render(
     return rendered[0], [(int(first), int(last)) for first, last in marked[0]] if marks else []
 
 
-def _encode(tokenizer: Any, text: str, *, special_tokens: bool) -> tuple[list[int], list[int]]:
-    """Return ids, and where each token starts in the text; 0 for what the tokenizer adds."""
+def _encode(tokenizer: Any, text: str, *, special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return ids, and the characters [first, last) of each token in the text; (0, 0) for what the tokenizer adds."""
     text.encode("utf-8")  # a lone surrogate is no text
     if not tokenizer.is_fast:
         raise ValueError("a tokenizer that does not tell where its tokens are (a slow one)")
     found = tokenizer(text, add_special_tokens=special_tokens, return_offsets_mapping=True, verbose=False)
-    return found["input_ids"], [start for start, _ in found["offset_mapping"]]
+    return found["input_ids"], found["offset_mapping"]
 
 
 def _masked(ids: Sequence[int], learned: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -22,6 +22,8 @@ _OTHER_ROWS = '{"messages": [...]} or {"prompt": ..., "completion": ...}'
 _MAIN = ("text", "input_ids", "messages", "prompt")  # what makes a row; the first that is there
 _OTHER_CHATS = ("conversations", "conversation", "chat")
 _PAIRS = ("chosen", "rejected")
+_ROLES = ("assistant", "user", "system", "developer", "tool", "function", "ipython", "environment", "observation")
+_TRAINED = ("train", "training", "train_detail")  # what other trainers read in a message as what has a loss
 _PIXELS = ("pixel_values", "pixel_values_videos", "input_features")
 _IMAGES = ("image", "images", "video", "videos", "audio", "audios", *_PIXELS)
 # What other trainers read as labels, or as what has a loss or is seen; ignored, a run would learn something else.
@@ -222,8 +224,12 @@ def _chat_row(values: Mapping[str, Any], where: str) -> Row:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             expected = f'messages[{number}] to be an object with a "role"'
             raise _refuse(where, expected, _shown(message))
-        content = message.get("content")
+        content, role = message.get("content"), message["role"]
+        if role not in _ROLES:
+            remedy = "Rename it; a turn of the model has the role assistant."
+            raise _refuse(where, f"a role of {', '.join(_ROLES)}", f"{_shown(role)} of messages[{number}]", remedy)
         marks = [name for name in message if _is_like_labels(name) and message[name] is not None]
+        marks += [name for name in _TRAINED if message.get(name) not in (None, role == "assistant")]
         if marks:
             got = f'"{marks[0]}" of messages[{number}], which would be ignored'
             raise _refuse(where, "a loss on all turns of the assistant and no other", got, "Take it out.")

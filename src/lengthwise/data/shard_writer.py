@@ -25,7 +25,7 @@ from lengthwise.data.digests import ROW_DIGEST_BYTES, file_digest, row_digest
 from lengthwise.data.load import add_rows
 from lengthwise.data.refusals import Refusals
 from lengthwise.data.rows import Row
-from lengthwise.data.shards import Piece, SourceFile
+from lengthwise.data.shards import Piece, SourceFile, shown_files
 from lengthwise.data.sources import printable_name
 from lengthwise.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -44,6 +44,11 @@ class ShardTask:
     tokenizer_name: str
     keys: tuple[str, ...]
     vocab_size: int | None
+
+    def __str__(self) -> str:
+        """Say in words what is done, and with which files."""
+        files = [each.path for piece in self.pieces for each in piece.files]
+        return f"writing shard {self.number} from {shown_files(files)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,19 @@ class SourceFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexTask:
+    """Files to be read once: part of a listing, `place` is its number and that of the first of these files in it."""
+
+    place: tuple[int, int]
+    paths: Sequence[Path]
+    cut_bytes: int
+
+    def __str__(self) -> str:
+        """Say in words what is done, and with which files."""
+        return f"reading {shown_files(self.paths)}, to cut it into shards"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """Rows of one listing: number `listing` of all, of the source of this number, from `files`."""
 
@@ -122,7 +135,7 @@ def plan_shards(
     total = sum(map(_size, (path for group in paths for path in group)))
     cut_bytes = max(least_bytes, total // _MOST_SHARDS)
     tasks = [
-        ((number, first), group[first:last], cut_bytes if listing.names is None else 0)
+        IndexTask(place=(number, first), paths=group[first:last], cut_bytes=cut_bytes if listing.names is None else 0)
         for number, ((_, listing), group) in enumerate(zip(listings, paths, strict=True))
         for first, last in _spans([_size(path) for path in group], cut_bytes)
     ]
@@ -143,6 +156,12 @@ def plan_shards(
         files=files,
         shards=tuple(_shards(listings, files, cut_bytes)),
     )
+
+
+def shown_files(paths: Sequence[Path]) -> str:
+    """Return the name of the first of some files, and how many more there are."""
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return f"{printable_name(paths[0])}{more}" if paths else "no file"
 
 
 def _paths(listing: Listing) -> list[Path]:
@@ -166,9 +185,8 @@ def _spans(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
             first, held = number + 1, 0
 
 
-def _index_files(task: tuple[tuple[int, int], Sequence[Path], int]) -> tuple[tuple[int, int], list[Any]]:
-    place, paths, cut_bytes = task
-    return place, [_index_file(path, cut_bytes) for path in paths]
+def _index_files(task: IndexTask) -> tuple[tuple[int, int], list[Any]]:
+    return task.place, [_index_file(path, task.cut_bytes) for path in task.paths]
 
 
 def _index_file(path: Path, cut_bytes: int) -> SourceFile | DataError:

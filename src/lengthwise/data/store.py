@@ -11,12 +11,14 @@
                               many float32 weights where some are neither 0 nor 1
 
 All numbers are little-endian, and every array is memory-mapped: a row is read where it lies, and pages that are not
-used go when memory is short. Opening checks sizes, lengths and offsets: 0.1 s for 10M rows.
+used go when memory is short. Opening maps all files, so that a store that is replaced meanwhile changes no run, and
+compares all but the tokens with their SHA-256; a row's tokens are compared with its digest when they are read.
 """
 
 from __future__ import annotations
 
 import bisect
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -27,9 +29,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lengthwise.core.errors import DataError
+from lengthwise.data.ahead import read_ahead
 from lengthwise.data.dataset import TOO_LONG, NumberedRows, digest_of_parts, plain_weights, too_long, write_protect
-from lengthwise.data.digests import ROW_DIGEST_BYTES, ROWS_AT_ONCE, file_digest
-from lengthwise.data.manifest import AGAIN, NAME, Manifest, read_manifest
+from lengthwise.data.digests import ROW_DIGEST_BYTES, file_digest, row_digest
+from lengthwise.data.manifest import AGAIN, NAME, Manifest, Shard, read_manifest
 from lengthwise.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -72,6 +75,9 @@ def open_store(
         store = StoreDataset(folder, manifest, key=key, max_tokens=source.max_tokens, weight=source.weight)
     except DataError as error:
         report(error)
+        return None
+    except OSError as error:  # it is being replaced
+        report(_refuse(Path(error.filename or folder), "a file that stays there", error.strerror or str(error)))
         return None
     if tokenizer is not None and manifest.tokenizer is not None:
         refused += _other_tokenizer(folder, manifest, tokenizer())
@@ -135,19 +141,25 @@ class StoreDataset(NumberedRows):
     """A `Dataset` on the disk. Memory: 8 bytes a row for ids; with rows that `max_tokens` leaves out, 16 more."""
 
     def __init__(self, folder: Path, manifest: Manifest, *, key: str, max_tokens: int | None, weight: float) -> None:
-        """Map a store whose sizes are right (`check_store`). DataError where lengths and offsets do not agree."""
+        """Map a store whose sizes are right (`check_store`).
+
+        Raises:
+            DataError: a file, of those that have no tokens, is not what was prepared.
+            OSError: a file is gone.
+        """
         self._folder, self._manifest, self._key = folder, manifest, key
         self.weights = ((0, weight),)
-        self._offsets = _mapped(folder / OFFSETS, "<i8")
-        self._stored_lengths = self.lengths = _mapped(folder / LENGTHS, "<i8")
-        self.loss_tokens = _mapped(folder / LOSSES, "<i8")
+        self._shards = [self._map_shard(each) for each in manifest.shards]
+        self._offsets = self._map_table(OFFSETS, "<i8")
+        self._stored_lengths = self.lengths = self._map_table(LENGTHS, "<i8")
+        self.loss_tokens = self._map_table(LOSSES, "<i8")
         weighed = any(shard.weights for shard in manifest.shards)
-        self._loss_weights = _mapped(folder / WEIGHTS, "<f8") if weighed else None
-        self._digests = _mapped(folder / DIGESTS, "u1").reshape(-1, ROW_DIGEST_BYTES)
+        self._loss_weights = self._map_table(WEIGHTS, "<f8") if weighed else None
+        self._digests = self._map_table(DIGESTS, "u1").reshape(-1, ROW_DIGEST_BYTES)
+        self._files = self._map_table(FILES, "u1")
+        self._checked = -1  # the row that was read last: its labels are asked for after its ids
         self._shard_rows = [0, *np.cumsum([each.rows for each in manifest.shards]).tolist()]
         self._shard_tokens = [0, *np.cumsum([each.tokens for each in manifest.shards]).tolist()]
-        self._shards: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
-        self._check_rows()
         self.skipped: Mapping[str, int] = manifest.skipped
         self.too_long = np.flatnonzero(self.lengths > max_tokens) if max_tokens is not None else self.lengths[:0]
         if len(self.too_long):
@@ -167,26 +179,47 @@ class StoreDataset(NumberedRows):
 
     def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return views of ids and labels of tokens [start, stop) of a row, int32 [stop - start] each."""
-        shard, span = self._place(row)
-        ids, labels, _ = self._shard(shard)
-        return ids[span][start:stop], labels[span][start:stop]
+        ids, labels, _ = self._read_row(row)
+        return ids[start:stop], labels[start:stop]
 
     def read_weights(self, row: int, start: int, stop: int) -> np.ndarray | None:
         """Return the weights of tokens [start, stop) of a row, float32 [stop - start], where the store has any."""
         if self._loss_weights is None:
             return None
-        shard, span = self._place(row)
-        _, labels, weights = self._shard(shard)
-        if weights is None:
-            return plain_weights(labels[span][start:stop])
-        return weights[span][start:stop]
+        _, labels, weights = self._read_row(row)
+        return plain_weights(labels[start:stop]) if weights is None else weights[start:stop]
 
-    def _place(self, row: int) -> tuple[int, slice]:
-        """Return the shard of a row, and where the row is in it."""
+    def read_ahead(self, row: int, start: int, stop: int) -> None:
+        """Begin to read a row: all of it, as its digest is of all."""
+        del start, stop
+        _, *parts = self._place(row)
+        for values in parts:
+            if values is not None:
+                read_ahead(values)
+
+    def _read_row(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return views of ids, labels and weights of a row; DataError where they are not what was prepared."""
+        shard, ids, labels, weights = self._place(row)
+        if len(ids) and row != self._checked:
+            if row_digest(ids, labels, weights) != self._digests[row].tobytes():
+                where, expected = self._folder / shard.file, f"row {row} ({self.name(row)}) as it was prepared"
+                raise _refuse(where, expected, "other ids, labels or weights")
+            self._checked = row
+        return ids, ids if labels is None else labels, weights
+
+    def _place(self, row: int) -> tuple[Shard, np.ndarray, np.ndarray | None, np.ndarray | None]:
+        """Return the shard of a row, and views of the row's ids, of its labels and weights where the shard has any."""
         self.check_row(row)
-        shard = bisect.bisect_right(self._shard_rows, row) - 1
-        first = int(self._offsets[row]) - self._shard_tokens[shard]
-        return shard, slice(first, first + int(self.lengths[row]))
+        number = bisect.bisect_right(self._shard_rows, row) - 1
+        first = int(self._offsets[row]) - self._shard_tokens[number]
+        span = slice(first, first + int(self.lengths[row]))
+        ids, labels, weights = self._shards[number]
+        return (
+            self._manifest.shards[number],
+            ids[span],
+            None if labels is None else labels[span],
+            None if weights is None else weights[span],
+        )
 
     def row_digests(self, first: int, last: int) -> np.ndarray:
         """Return what tells rows [first, last) from others, uint8 [last - first, 16]."""
@@ -218,30 +251,20 @@ class StoreDataset(NumberedRows):
 
     @cached_property
     def _document_names(self) -> list[str]:
-        lines = (self._folder / FILES).read_text(encoding="utf-8").splitlines()
-        return [json.loads(line)["path"] for line in lines]
+        return [json.loads(line)["path"] for line in self._files.tobytes().splitlines()]
 
-    def _shard(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        if number not in self._shards:
-            shard = self._manifest.shards[number]
-            found = _mapped(self._folder / shard.file, "<i4")
-            ids, end = found[: shard.tokens], shard.tokens * (1 + shard.labels)
-            labels = found[shard.tokens : end] if shard.labels else ids
-            self._shards[number] = ids, labels, found[end:].view("<f4") if shard.weights else None
-        return self._shards[number]
+    def _map_shard(self, shard: Shard) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+        """Map ids of a shard, and labels and weights where it has any."""
+        found, end = _mapped(self._folder / shard.file, "<i4"), shard.tokens * (1 + shard.labels)
+        labels = found[shard.tokens : end] if shard.labels else None
+        return found[: shard.tokens], labels, found[end:].view("<f4") if shard.weights else None
 
-    def _check_rows(self) -> None:
-        """Refuse lengths and offsets that do not tile the tokens: a wrong one would read another row's."""
-        rows, offsets, lengths = len(self.lengths), self._offsets, self.lengths
-        right = offsets[self._shard_rows].tolist() == self._shard_tokens
-        for first in range(0, rows, ROWS_AT_ONCE):
-            last = min(rows, first + ROWS_AT_ONCE)
-            part = lengths[first:last]
-            right = right and bool(np.all(part >= 0) and np.array_equal(np.diff(offsets[first : last + 1]), part))
-            losses = self.loss_tokens[first:last]
-            right = right and bool(np.all((losses >= 0) & (losses <= np.maximum(part - 1, 0))))
-        if not right:
-            raise _refuse(self._folder, f"{LENGTHS}, {OFFSETS} and {LOSSES} that agree", "others")
+    def _map_table(self, name: str, kind: str) -> np.ndarray:
+        """Map a file that has no tokens; DataError where it is not what was prepared."""
+        values, sha256 = _mapped(self._folder / name, kind), self._manifest.files[name].sha256
+        if hashlib.sha256(values.data).hexdigest() != sha256:
+            raise _refuse(self._folder / name, f"SHA-256 {sha256[:16]}..., as it was prepared", "another")
+        return values
 
 
 def _mapped(path: Path, kind: str) -> np.ndarray:

@@ -25,6 +25,10 @@ from lengthwise.data.dataset import NO_LOSS
 from lengthwise.data.digests import file_digest
 from lengthwise.data.masked import Message, encode_chat, encode_pair
 
+# Arguments of a tokenizer of transformers that change no ids of a text: where it is, and what is done to ids
+_NO_RULES = ("name_or_path", "is_local", "local_files_only", "processor_class", "chat_template", "model_max_length")
+_NO_RULES += ("padding_side", "truncation_side", "clean_up_tokenization_spaces")
+
 
 class Tokenizer(Protocol):
     """What the data half needs of a tokenizer.
@@ -167,7 +171,7 @@ class HuggingFaceTokenizer:
         )
 
     def digest(self) -> str:
-        """Return the digest of its class, vocabulary, rules and special tokens; files beside them do not count."""
+        """Return the digest of its class, vocabulary, rules, special tokens and all arguments that may change ids."""
         made: Any = self.tokenizer
         rules: dict[str, Any] = {}
         if made.is_fast:
@@ -177,7 +181,13 @@ class HuggingFaceTokenizer:
             files = (made.init_kwargs.get(name) for name in made.vocab_files_names)
             rules = {"files": [file_digest(Path(each)) for each in files if each and Path(each).is_file()]}
         special = {name: str(value) for name, value in made.special_tokens_map.items()}
-        return _digest([type(made).__name__, sorted(made.get_vocab().items()), rules, special, self.eos_id])
+        given = {
+            name: str(value)
+            for name, value in made.init_kwargs.items()
+            if name not in (*_NO_RULES, *made.vocab_files_names) and not name.endswith("_file")
+        }
+        vocabulary, splits = sorted(made.get_vocab().items()), made.split_special_tokens
+        return _digest([type(made).__name__, vocabulary, rules, special, given, splits, self.eos_id])
 
     def template_digest(self) -> str:
         """Return the digest of the chat template."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lengthwise.data import NO_LOSS, Dataset
-from lengthwise.data.ahead import read_ahead
 from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.program import Segment
 
@@ -45,10 +44,7 @@ class StepBatch:
     def read_ahead(self, segments: Sequence[Segment]) -> None:
         """Begin to read these segments where they are still on the disk, without waiting for it."""
         for segment in segments:
-            ids, labels = self.dataset.read(self.ids[segment.sequence], segment.start, segment.stop + 1)
-            read_ahead(ids)
-            if labels.ctypes.data != ids.ctypes.data:
-                read_ahead(labels)
+            self.dataset.read_ahead(self.ids[segment.sequence], segment.start, segment.stop + 1)
 
     def sequences(self, segments: Sequence[Segment]) -> Tensor:
         """Return the sequence of the data that each token of these segments is of, (tokens,)."""

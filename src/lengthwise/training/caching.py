@@ -89,13 +89,17 @@ class DataCache:
 
     def _make(self, source: DataSource, store: Path, key: str) -> None:
         """Prepare a source, or wait until another process has."""
-        lock = self.folder / f"{store.name}.lock"
+        lock, seen, still = self.folder / f"{store.name}.lock", set[tuple[Any, ...]](), 0.0
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             while not _is_whole(store):
                 held = try_lock(lock)
                 if isinstance(held, str):
-                    self._wait(store, lock, held, key)
+                    before, seen = seen, _written(store, lock)
+                    still = still + _LOOK_SECONDS if seen == before else 0.0
+                    if still > self.timeout_seconds:
+                        raise self._no_progress(key, held)
+                    time.sleep(_LOOK_SECONDS)
                     continue
                 try:
                     if not _is_whole(store):
@@ -107,21 +111,16 @@ class DataCache:
             got = f"{error.strerror or error} at {error.filename or self.folder}"
             raise _unwritable(self.folder, got) from None
 
-    def _wait(self, store: Path, lock: Path, owner: str, key: str) -> None:
-        with contextlib.suppress(FileNotFoundError):  # its owner is at its end
-            still = time.time() - _last_written(store, lock)
-            if still > self.timeout_seconds:
-                expected = f"{key} to be prepared, which {owner} is doing, with progress in {self.timeout_seconds:g} s"
-                remedy = "Raise {timeout_seconds}, or prepare the data first: lengthwise prepare."
-                got = f"none for {still:.0f} s"
-                raise RankError("start, preparing data", expected=expected, got=got, remedy=remedy)
-        time.sleep(_LOOK_SECONDS)
+    def _no_progress(self, key: str, owner: str) -> RankError:
+        expected = f"{key} to be prepared, which {owner} is doing, with progress in {self.timeout_seconds:g} s"
+        remedy = "Raise {timeout_seconds}, or prepare the data first: lengthwise prepare."
+        return RankError("start, preparing data", expected=expected, got="none", remedy=remedy)
 
     def _prepare(self, source: DataSource, store: Path, key: str, lock: Path) -> None:
         line = LiveLine(sys.stderr)
         line.write(f"{key} is prepared once, into {store} (another folder, or off: {VARIABLE})")
         try:
-            with worker_processes(usable_cores()) as run:
+            with worker_processes(usable_cores(), timeout_seconds=self.timeout_seconds) as run:
                 prepare_store(
                     [source],
                     store,
@@ -185,15 +184,16 @@ def _is_whole(store: Path) -> bool:
     return True
 
 
-def _last_written(store: Path, lock: Path) -> float:
-    """Return when the one who prepares a store last wrote anything, in seconds since 1970: a file that is not cut into
-    shards grows for a long time before it is one. FileNotFoundError: it is at its end.
+def _written(store: Path, lock: Path) -> set[tuple[Any, ...]]:
+    """Return what differs whenever the one who prepares a store has written anything: sizes and times of its files. A
+    file that is not cut into shards grows for a long time before it is one.
     """
-    times = [lock.stat().st_mtime]
-    for path in store.with_name(store.name + UNFINISHED).rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            times.append(path.stat().st_mtime)
-    return max(times)
+    found = set[tuple[Any, ...]]()
+    with contextlib.suppress(FileNotFoundError):  # it is at its end
+        for path in (lock, *store.with_name(store.name + UNFINISHED).rglob("*")):
+            status = path.stat()
+            found.add((path, status.st_size, status.st_mtime_ns))
+    return found
 
 
 def _telling(run: Runner, lock: Path) -> Runner:
