@@ -230,6 +230,28 @@ def test_temporary_folders_of_killed_launchers_go_at_the_next_start(tmp_path, mo
     assert os.listdir(tmp_path / "tmp") == ["lengthwise-others"]
 
 
+def test_folders_that_no_launcher_made_stay(tmp_path, monkeypatch):
+    """Neither what else is in them is deleted, nor a pipe waited for, nor a link followed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    for name in ("lengthwise-notes", "lengthwise-pipe", "lengthwise-linked"):
+        (tmp_path / "tmp" / name).mkdir(parents=True)
+    (tmp_path / "tmp/lengthwise-notes/lock").write_text("")
+    (tmp_path / "tmp/lengthwise-notes/thesis.txt").write_text("all of it")
+    os.mkfifo(tmp_path / "tmp/lengthwise-pipe/lock")
+    (tmp_path / "lock").write_text("")
+    (tmp_path / "tmp/lengthwise-linked/lock").symlink_to(tmp_path / "lock")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/lock").write_text("")
+    (tmp_path / "tmp/lengthwise-link").symlink_to(tmp_path / "elsewhere")
+    before = sorted(tmp_path.rglob("*"))
+    opener = threading.Timer(5, lambda: os.open(tmp_path / "tmp/lengthwise-pipe/lock", os.O_WRONLY | os.O_NONBLOCK))
+    opener.start()  # lets one that waits for the pipe go on, and fail
+    with launch._meeting_place():
+        pass
+    opener.cancel()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_start_whose_folder_another_start_took_for_a_dead_ones_makes_another(tmp_path, monkeypatch):
     """The other had the lock first, in the moment between its file and its lock."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
