@@ -6,7 +6,6 @@ its `evaluation.json`, by which a run that goes on knows what is to be beaten.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import shutil
@@ -15,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lengthwise.config.problems import shown
 from lengthwise.core.disk import read_plain
 from lengthwise.core.errors import LengthwiseError, OutputError
 from lengthwise.core.strict_json import parse_json
@@ -37,11 +37,22 @@ def read_best(output: Path) -> tuple[Path, BestEvaluation] | None:
     """Return the folder of the best model of a run, and what it is of; None: there is none.
 
     A fault between two renames leaves the one before beside the place where the better one would be.
+
+    Raises:
+        OutputError: what its note says cannot be read.
     """
     for folder in (output / BEST, previous_of(output / BEST)):
-        with contextlib.suppress(OSError):
-            if (found := note_of(read_plain(folder / NOTE))) is not None:
-                return folder, found
+        note = folder / NOTE
+        try:
+            found, got = note_of(content := read_plain(note)), content.decode(errors="replace")
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            found, got = None, error.strerror or str(error)
+        if found is None:
+            expected, remedy = "the step, loss and data of an evaluation", f"Correct it, or move {folder} elsewhere."
+            raise OutputError(str(note), expected=expected, got=shown(got), remedy=remedy)
+        return folder, found
     return None
 
 
@@ -49,8 +60,10 @@ def note_of(content: bytes) -> BestEvaluation | None:
     """Return what a best model's note says; None: nothing that can be read."""
     try:
         found: Any = parse_json(content.decode("utf-8"))
-        return BestEvaluation(step=int(found["step"]), loss=float(found["loss"]), data=str(found["data"]))
-    except (ValueError, KeyError, TypeError):
+        step, loss, data = found["step"], found["loss"], found["data"]
+        kinds = type(step) is int and type(loss) in (int, float) and isinstance(data, str)
+        return BestEvaluation(step=step, loss=float(loss), data=data) if kinds and math.isfinite(loss) else None
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
