@@ -10,7 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.checkpoint import CheckpointFolder, Manifest, broken, differences, parameters_of, read_state, write_part
+from lengthwise.checkpoint import (
+    CheckpointFolder,
+    Manifest,
+    broken,
+    differences,
+    parameters_of,
+    read_state,
+    unfit,
+    write_part,
+)
 from lengthwise.checkpoint.manifest import file_name, read_manifest, signed
 from lengthwise.core.errors import OutputError, Problems
 from lengthwise.engine.flat_layout import lay_out
@@ -184,6 +193,8 @@ CHANGES = {
     "borders": [0, 64],
     "data": "../x",
     "unknown": 1,
+    "skipped": 99,
+    "loss": 10**400,
 }
 
 
@@ -249,3 +260,40 @@ def test_differences_are_told_all_at_once(saved):
         "p0 has shape [100], not [10, 10]",
         "all are float32, not float64",
     ]
+
+
+UNFIT = {
+    "missing": lambda state: {"master_weights": state["master_weights"]},
+    "short": lambda state: {**state, "exp_avg_sq": state["exp_avg_sq"][:-1]},
+    "2-D": lambda state: {**state, "exp_avg_sq": state["exp_avg_sq"][None]},
+    "int64": lambda state: {**state, "exp_avg_sq": state["exp_avg_sq"].long()},
+    "NaN": lambda state: {**state, "exp_avg_sq": state["exp_avg_sq"] * float("nan")},
+    "negative": lambda state: {**state, "exp_avg_sq": -1 - state["exp_avg_sq"]},
+}
+
+
+@pytest.mark.parametrize("change", ["none", *UNFIT])
+def test_a_file_whose_states_do_not_fit_is_named_with_the_state(tmp_path, change):
+    layout = lay_out([100, 7], [0, 1], world_size=2)
+    states = [{"master_weights": each, "exp_avg_sq": each.square()} for each in shards(layout, [torch.ones(100)] * 2)]
+    changed = [states[0], UNFIT.get(change, dict)(states[1])]
+    parts = iter(changed)
+    folder, manifest = save(
+        tmp_path,
+        layout,
+        [torch.ones(100), torch.ones(7)],
+        states=lambda _: {k: v.clone() for k, v in next(parts).items()},
+    )
+    alone = lay_out([100, 7], [0, 1], world_size=1)
+    state = {name: torch.zeros(alone.shard_entries) for name in states[0]}
+    found = unfit(folder.at(5), manifest, alone, state)
+    assert unfit(folder.at(5), manifest, alone, state, every=2) is None, "of rank 0's"
+    assert (found is None) == (change == "none")
+    assert found is None or ("rank-00001.safetensors" in found and "exp_avg_sq" in found)
+
+
+def test_weights_that_are_not_finite_do_not_fit(tmp_path):
+    layout = lay_out([100], [0], world_size=1)
+    folder, manifest = save(tmp_path, layout, [torch.full((100,), float("inf"))])
+    state = with_moment(torch.zeros(layout.shard_entries))
+    assert "master_weights" in str(unfit(folder.at(5), manifest, layout, state))

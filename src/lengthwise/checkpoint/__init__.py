@@ -13,5 +13,6 @@ from lengthwise.checkpoint.manifest import read_manifest as read_manifest
 from lengthwise.checkpoint.part import broken as broken
 from lengthwise.checkpoint.part import differences as differences
 from lengthwise.checkpoint.part import read_state as read_state
+from lengthwise.checkpoint.part import unfit as unfit
 from lengthwise.checkpoint.part import write_part as write_part
 from lengthwise.checkpoint.remote import RemoteCheckpoints as RemoteCheckpoints

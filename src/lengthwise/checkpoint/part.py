@@ -6,18 +6,25 @@ A tensor a state ("master_weights", "exp_avg", "exp_avg_sq"), each (entries,) of
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from safetensors import safe_open
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from lengthwise.checkpoint.manifest import File, Manifest, file_name
 from lengthwise.core.disk import make_readable, sync
 from lengthwise.engine.flat_layout import FlatLayout
+from lengthwise.engine.parameters import MASTER_WEIGHTS
+
+# Squares, and the scales of blocks of 8 bits; see `engine.optimizer.states_of`.
+_NOT_NEGATIVE = ("exp_avg_sq", "square_avg", "sum", "absmax1", "absmax2", "state2_fp32")
+_AT_ONCE = 1 << 24  # numbers of a state that are looked at
 
 
 def write_part(folder: Path, rank: int, state: Mapping[str, Tensor]) -> File:
@@ -41,6 +48,52 @@ def broken(folder: Path, manifest: Manifest, *, every: int = 1, first: int = 0) 
             return f"{path}: {error.strerror or error}"
         if found != file.sha256:
             return f"{path}: SHA-256 {found[:16]}..., not {file.sha256[:16]}..."
+    return None
+
+
+def unfit(
+    folder: Path,
+    manifest: Manifest,
+    layout: FlatLayout,
+    state: Mapping[str, Tensor],
+    *,
+    short: Collection[str] = (),
+    below: int = 0,
+    every: int = 1,
+    first: int = 0,
+) -> str | None:
+    """Return which file `read_state` cannot take such a state from, and why; None: none. Looks at files as `broken`."""
+    old = manifest.layout
+    for rank in range(first, manifest.ranks, every):
+        path = folder / file_name(rank)
+        try:
+            with safe_open(path, "pt") as file:
+                for name, tensor in state.items():
+                    number = -(-old.shard_entries // (layout.shard_entries // max(1, len(tensor)) or 1))
+                    if name in short:
+                        number = sum(run.stop - run.start for run, _ in old.short_runs(rank, below))
+                    if name not in file.keys():  # noqa: SIM118 - no mapping
+                        return f"{path}: no {name}"
+                    if wrong := _wrong(file.get_slice(name), name, number, tensor.dtype):
+                        return f"{path}: {name} {wrong}"
+        except (OSError, SafetensorError) as error:
+            return f"{path}: {error}"
+    return None
+
+
+def _wrong(saved: Any, name: str, number: int, dtype: torch.dtype) -> str | None:
+    """Return what is wrong with a state of a file that should be so many finite numbers; None: nothing."""
+    if saved.get_shape() != [number]:
+        return f"of shape {saved.get_shape()}, not {[number]}"
+    for start in range(0, number, _AT_ONCE):
+        part = saved[start : start + _AT_ONCE]
+        if part.dtype != dtype:
+            return f"of {part.dtype}, not {dtype}"
+        low, high = (each.item() for each in part.aminmax())
+        if math.isnan(low) or (name == MASTER_WEIGHTS and not (math.isfinite(low) and math.isfinite(high))):
+            return "with a value that is not finite"
+        if name in _NOT_NEGATIVE and low < 0:
+            return "with a negative value"
     return None
 
 
