@@ -10,7 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.checkpoint import CheckpointFolder, Manifest, broken, differences, parameters_of, read_state, write_part
+from lengthwise.checkpoint import (
+    CheckpointFolder,
+    Manifest,
+    broken,
+    differences,
+    parameters_of,
+    read_state,
+    unfit,
+    write_part,
+)
 from lengthwise.checkpoint.manifest import read_manifest, signed
 from lengthwise.checkpoint.part import take_digests
 from lengthwise.core.errors import OutputError, Problems
@@ -29,11 +38,15 @@ def shards(layout, values):
     return found
 
 
-def save(path, layout, values, *, step=5, names=None):
+def with_moment(shard):
+    return {"master_weights": shard, "exp_avg": shard * 2}
+
+
+def save(path, layout, values, *, step=5, names=None, states=with_moment):
     folder = CheckpointFolder(path)
     folder.begin(step)
     for rank, shard in enumerate(shards(layout, values)):
-        write_part(folder.unfinished(step), rank, {"master_weights": shard, "exp_avg": shard * 2})
+        write_part(folder.unfinished(step), rank, states(shard))
     names = names or [f"p{index}" for index in range(len(values))]
     manifest = Manifest(
         version="0",
@@ -132,6 +145,8 @@ CHANGES = {
     "borders": [0, 64],
     "data": "../x",
     "unknown": 1,
+    "skipped": 99,
+    "loss": 10**400,
 }
 
 
@@ -197,3 +212,39 @@ def test_differences_are_told_all_at_once(saved):
         "p0 has shape [100], not [10, 10]",
         "all are float32, not float64",
     ]
+
+
+UNFIT = {
+    "missing": lambda state: {"master_weights": state["master_weights"]},
+    "short": lambda state: {**state, "exp_avg_sq": state["exp_avg_sq"][:-1]},
+    "2-D": lambda state: {**state, "exp_avg_sq": state["exp_avg_sq"][None]},
+    "int64": lambda state: {**state, "exp_avg_sq": state["exp_avg_sq"].long()},
+    "NaN": lambda state: {**state, "exp_avg_sq": state["exp_avg_sq"] * float("nan")},
+    "negative": lambda state: {**state, "exp_avg_sq": -1 - state["exp_avg_sq"]},
+}
+
+
+@pytest.mark.parametrize("change", ["none", *UNFIT])
+def test_a_file_whose_states_do_not_fit_is_named_with_the_state(tmp_path, change):
+    layout = lay_out([100, 7], [0, 1], world_size=2)
+    states = [{"master_weights": each, "exp_avg_sq": each.square()} for each in shards(layout, [torch.ones(100)] * 2)]
+    changed = [states[0], UNFIT.get(change, dict)(states[1])]
+    parts = iter(changed)
+    folder, manifest = save(
+        tmp_path,
+        layout,
+        [torch.ones(100), torch.ones(7)],
+        states=lambda _: {k: v.clone() for k, v in next(parts).items()},
+    )
+    state = {name: torch.zeros(1) for name in states[0]}
+    found = unfit(folder.at(5), manifest, state)
+    assert unfit(folder.at(5), manifest, state, every=2) is None, "of rank 0's"
+    assert (found is None) == (change == "none")
+    assert found is None or ("rank-00001.safetensors" in found and "exp_avg_sq" in found)
+
+
+def test_weights_that_are_not_finite_do_not_fit(tmp_path):
+    layout = lay_out([100], [0], world_size=1)
+    folder, manifest = save(tmp_path, layout, [torch.full((100,), float("inf"))])
+    state = {"master_weights": torch.zeros(1)}
+    assert "master_weights" in str(unfit(folder.at(5), manifest, state))

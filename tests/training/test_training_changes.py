@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import lengthwise
+from lengthwise.core.errors import OutputError
 from training.small_runs import call, losses, make_rows, plain_training, read_lines, relative, steps_of, write_rows
 from training.test_training_resume import EVERY, LENGTHS, assert_equal_runs, broken_off, run_of, whole
 
@@ -46,9 +47,11 @@ def test_each_change_is_named_and_the_rest_of_the_run_obeys(tmp_path, capfd):
         assert call("checkpoint", "export", tmp_path / "out", "--to", exported, "--step", step) == 0
 
 
-def test_a_run_that_ended_can_be_made_longer(tmp_path):
+def test_a_run_that_ended_can_be_made_longer_and_not_shorter(tmp_path):
     path = run_of(tmp_path)
     lengthwise.train(path, ranks=2)
+    with pytest.raises(OutputError, match="one after 7"):
+        lengthwise.train(path, ranks=2, resume=True, accept_changes=True, overrides=["steps=5"])
     result = lengthwise.train(path, ranks=2, resume=True, accept_changes=True, overrides=["steps=9"])
     assert result.steps == 9
     lengthwise.train(path, ranks=2, overrides=["steps=9", "output=whole"])

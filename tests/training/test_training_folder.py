@@ -16,15 +16,16 @@ from pathlib import Path
 
 import pytest
 
+from lengthwise import train
 from lengthwise.config import load_config
-from lengthwise.core.errors import OutputError
+from lengthwise.core.errors import LengthwiseError, OutputError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.plan_file import read_plan_text
 from lengthwise.training import export, folder, launch, trainer, writes
 from lengthwise.training.folder import RunFolder
 from lengthwise.training.metrics import EvalMetrics, FinishedStep, StepMetrics
 from lengthwise.training.writes import MOST_FAILURES
-from training.small_runs import Command, call, count_lines, make_rows, write_run
+from training.small_runs import Command, FailsAfter, call, count_lines, make_rows, write_run
 
 
 def test_run_folder_refuses_a_file_and_a_run_and_names_them(tmp_path):
@@ -230,6 +231,28 @@ def test_temporary_folders_of_killed_launchers_go_at_the_next_start(tmp_path, mo
     assert os.listdir(tmp_path / "tmp") == ["lengthwise-others"]
 
 
+def test_folders_that_no_launcher_made_stay(tmp_path, monkeypatch):
+    """Neither what else is in them is deleted, nor a pipe waited for, nor a link followed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    for name in ("lengthwise-notes", "lengthwise-pipe", "lengthwise-linked"):
+        (tmp_path / "tmp" / name).mkdir(parents=True)
+    (tmp_path / "tmp/lengthwise-notes/lock").write_text("")
+    (tmp_path / "tmp/lengthwise-notes/thesis.txt").write_text("all of it")
+    os.mkfifo(tmp_path / "tmp/lengthwise-pipe/lock")
+    (tmp_path / "lock").write_text("")
+    (tmp_path / "tmp/lengthwise-linked/lock").symlink_to(tmp_path / "lock")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/lock").write_text("")
+    (tmp_path / "tmp/lengthwise-link").symlink_to(tmp_path / "elsewhere")
+    before = sorted(tmp_path.rglob("*"))
+    opener = threading.Timer(5, lambda: os.open(tmp_path / "tmp/lengthwise-pipe/lock", os.O_WRONLY | os.O_NONBLOCK))
+    opener.start()  # lets one that waits for the pipe go on, and fail
+    with launch._meeting_place():
+        pass
+    opener.cancel()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_start_whose_folder_another_start_took_for_a_dead_ones_makes_another(tmp_path, monkeypatch):
     """The other had the lock first, in the moment between its file and its lock."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -363,3 +386,54 @@ def test_a_plan_that_is_no_whole_gzip_is_refused(tmp_path, capsys, of, change, t
     (tmp_path / "plan.json.gz").write_bytes(content)
     assert call("verify", path, "--ranks", 2, "--plan", tmp_path / "plan.json.gz") == 2
     assert f"{tmp_path / 'plan.json.gz'}: expected a plan file; got {told}" in capsys.readouterr().err
+
+
+DAMAGES = {
+    "garbage": ("metrics.jsonl", b"{{{"),
+    "no UTF-8": ("ledger.jsonl", b'{"step": 1, "a": "\xff"}'),
+    "an empty object": ("eval.jsonl", b"{}"),
+    "a list": ("metrics.jsonl", b"[1]"),
+    "no step": ("not_finite.jsonl", b'{"what": "loss"}'),
+    "no whole step": ("ledger.jsonl", b'{"step": 1e400}'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_line_is_named_before_anything_changes(tmp_path, damage):
+    config = load_config(write_run(tmp_path, make_rows([3])))
+    run = RunFolder(tmp_path / "out")
+    run.start(config)
+    for step in (1, 2, 3):
+        run.on_step(finished(step, (1,)))
+    (run.model).mkdir()
+    name, line = DAMAGES[damage]
+    path = run.path / name
+    path.write_bytes(line + b"\n" + (path.read_bytes() if path.exists() else b""))
+    before = {each: each.is_file() and each.read_bytes() for each in run.path.rglob("*")}
+    with pytest.raises(OutputError) as found:
+        run.go_on(config, 1)
+    assert found.value.where == f"{path}:1"
+    assert {each: each.is_file() and each.read_bytes() for each in run.path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("name", ["plans/step-abc.json.gz", "metrics.jsonl", "model-best/evaluation.json", "model"])
+def test_what_no_run_can_go_on_with_is_refused_at_the_start(tmp_path, name):
+    """A name of no plan, a pipe, an evaluation after infinitely many steps, a link where the model goes."""
+    path = write_run(tmp_path, make_rows([30, 12]), checkpoint={"every_steps": 2, "background": False})
+    with pytest.raises(LengthwiseError, match="Fault"):
+        train(path, callbacks=[FailsAfter(3)])
+    there = tmp_path / "out" / name
+    there.parent.mkdir(exist_ok=True)
+    there.unlink(missing_ok=True)
+    if name == "metrics.jsonl":
+        os.mkfifo(there)
+    elif name == "model":
+        there.symlink_to(tmp_path)
+    else:
+        there.write_text('{"step": 1e400, "loss": 1.0, "data": "a"}')
+    plans = sorted((tmp_path / "out/plans").iterdir())
+    with pytest.raises(OutputError) as found:
+        train(path, resume=True)
+    assert found.value.where == str(there)
+    assert sorted((tmp_path / "out/plans").iterdir()) == plans
+    assert len(plans) >= 3

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from transformers.optimization import get_scheduler
 
 import lengthwise
+from lengthwise.checkpoint import write_part
+from lengthwise.checkpoint.manifest import signed
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import OutputError
 from lengthwise.training import checkpoints
@@ -192,6 +194,22 @@ def test_a_damaged_file_is_named_before_anything_changes(tmp_path, capsys, damag
     assert "step-000004/rank-0000" in told
     after = {each: each.read_bytes() for each in (tmp_path / "out").rglob("*") if each.is_file()}
     assert after == before
+
+
+def test_a_state_that_cannot_be_is_named_before_anything_changes(tmp_path, capsys):
+    """Of files and a manifest that fit each other."""
+    path = run_of(tmp_path)
+    broken_off(path, 1, after=3)
+    folder = tmp_path / "out/checkpoints/step-000002"
+    state = load_file(folder / "rank-00000.safetensors")
+    part = write_part(folder, 0, {**state, "exp_avg_sq": -1 - state["exp_avg_sq"]})
+    values = json.loads((folder / "manifest.json").read_text())
+    values["files"]["rank-00000.safetensors"]["sha256"] = part.sha256
+    (folder / "manifest.json").write_text(signed(values))
+    lines = (tmp_path / "out/metrics.jsonl").read_text()
+    assert call("train", path, "--resume") == 2
+    assert "rank-00000.safetensors: exp_avg_sq" in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "out/metrics.jsonl").read_text() == lines
 
 
 def test_what_a_run_is_may_not_change(tmp_path, capsys):

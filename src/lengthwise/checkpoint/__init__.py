@@ -10,4 +10,5 @@ from lengthwise.checkpoint.part import broken as broken
 from lengthwise.checkpoint.part import differences as differences
 from lengthwise.checkpoint.part import read_state as read_state
 from lengthwise.checkpoint.part import take_digests as take_digests
+from lengthwise.checkpoint.part import unfit as unfit
 from lengthwise.checkpoint.part import write_part as write_part

@@ -21,8 +21,9 @@ SCHEMA = "lengthwise.checkpoint/1"
 NAME = "manifest.json"
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-_Count = Annotated[int, Field(ge=1)]
-_FromZero = Annotated[int, Field(ge=0)]
+_MOST = 2**53  # which ranks still share exactly, as float64
+_Count = Annotated[int, Field(ge=1, le=_MOST)]
+_FromZero = Annotated[int, Field(ge=0, le=_MOST)]
 _Hex = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _ENTRY_BYTES = {"float32": 4, "float64": 8}
 _DIGEST = "sha256"
@@ -143,6 +144,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _contradictions(found: Manifest) -> Iterator[str]:
     """Yield what cannot be so of a manifest; code that reads the files trusts that none of it is."""
+    if found.skipped > found.step:
+        yield f"skipped: {found.skipped} of {found.step} steps"
     if len(found.files) != found.ranks or list(found.files) != [file_name(rank) for rank in range(found.ranks)]:
         yield "other files than one of each rank"
     borders = found.borders

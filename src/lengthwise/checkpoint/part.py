@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from safetensors import safe_open
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,6 +23,10 @@ from lengthwise.core.disk import make_readable, sync
 from lengthwise.core.errors import OutputError
 from lengthwise.core.strict_json import read_json
 from lengthwise.engine.flat_layout import FlatLayout
+from lengthwise.engine.parameters import MASTER_WEIGHTS
+
+_NOT_NEGATIVE = ("exp_avg_sq", "square_avg", "sum")  # of squares; see `engine.optimizer.states_of`
+_AT_ONCE = 1 << 24  # numbers of a state that are looked at
 
 _DIGEST = ".digest"  # beside a rank's file until the checkpoint is committed
 
@@ -66,6 +72,41 @@ def broken(folder: Path, manifest: Manifest, *, every: int = 1, first: int = 0) 
             return f"{path}: {error.strerror or error}"
         if found != file.sha256:
             return f"{path}: SHA-256 {found[:16]}..., not {file.sha256[:16]}..."
+    return None
+
+
+def unfit(
+    folder: Path, manifest: Manifest, state: Mapping[str, Tensor], *, every: int = 1, first: int = 0
+) -> str | None:
+    """Return which file `read_state` cannot take such a state from, and why; None: none. Looks at files as `broken`."""
+    number = manifest.layout.shard_entries
+    for rank in range(first, manifest.ranks, every):
+        path = folder / file_name(rank)
+        try:
+            with safe_open(path, "pt") as file:
+                for name, tensor in state.items():
+                    if name not in file.keys():  # noqa: SIM118 - no mapping
+                        return f"{path}: no {name}"
+                    if wrong := _wrong(file.get_slice(name), name, number, tensor.dtype):
+                        return f"{path}: {name} {wrong}"
+        except (OSError, SafetensorError) as error:
+            return f"{path}: {error}"
+    return None
+
+
+def _wrong(saved: Any, name: str, number: int, dtype: torch.dtype) -> str | None:
+    """Return what is wrong with a state of a file that should be so many finite numbers; None: nothing."""
+    if saved.get_shape() != [number]:
+        return f"of shape {saved.get_shape()}, not {[number]}"
+    for start in range(0, number, _AT_ONCE):
+        part = saved[start : start + _AT_ONCE]
+        if part.dtype != dtype:
+            return f"of {part.dtype}, not {dtype}"
+        low, high = (each.item() for each in part.aminmax())
+        if math.isnan(low) or (name == MASTER_WEIGHTS and not (math.isfinite(low) and math.isfinite(high))):
+            return "with a value that is not finite"
+        if name in _NOT_NEGATIVE and low < 0:
+            return "with a negative value"
     return None
 
 

@@ -20,6 +20,7 @@ from lengthwise.core.plan_file import read_plan_text
 from lengthwise.core.sizes import read_whole
 from lengthwise.core.tracker_packages import check_trackers
 from lengthwise.program import check_plan, refuse_unsupported
+from lengthwise.training.best import read_best
 from lengthwise.training.callbacks import Callback, call_back
 from lengthwise.training.folder import RunFolder
 from lengthwise.training.job import Job
@@ -76,7 +77,12 @@ def train(
                 goes_on = has_checkpoint(config)
                 deletes = not goes_on and not has_model(config)
             claims.enter_context(folder.claimed(overwrite=deletes, resume=goes_on, inputs=_inputs(config)))
-            return find_resume(config, accept_changes=accept_changes) if goes_on else None
+            if not goes_on:
+                return None
+            found = find_resume(config, accept_changes=accept_changes)
+            folder.kept(found.step)  # what is damaged is refused before anything changes
+            read_best(config.folder)
+            return found
 
         start = prepare(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds, claim=claim)
         hearing = callbacks if start.is_first else ()

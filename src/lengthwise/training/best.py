@@ -14,8 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lengthwise.config.problems import shown
+from lengthwise.core.disk import read_plain
 from lengthwise.core.errors import LengthwiseError, OutputError
-from lengthwise.core.strict_json import read_json
+from lengthwise.core.strict_json import parse_json
 from lengthwise.training.folder import BEST, previous_of, unfinished_of, whole_folder, writing
 
 NOTE = "evaluation.json"
@@ -35,14 +37,34 @@ def read_best(output: Path) -> tuple[Path, BestEvaluation] | None:
     """Return the folder of the best model of a run, and what it is of; None: there is none.
 
     A fault between two renames leaves the one before beside the place where the better one would be.
+
+    Raises:
+        OutputError: what its note says cannot be read.
     """
     for folder in (output / BEST, previous_of(output / BEST)):
+        note = folder / NOTE
         try:
-            found: Any = read_json(folder / NOTE)
-            return folder, BestEvaluation(step=int(found["step"]), loss=float(found["loss"]), data=str(found["data"]))
-        except (OSError, ValueError, KeyError, TypeError):
+            found, got = note_of(content := read_plain(note)), content.decode(errors="replace")
+        except (FileNotFoundError, NotADirectoryError):
             continue
+        except OSError as error:
+            found, got = None, error.strerror or str(error)
+        if found is None:
+            expected, remedy = "the step, loss and data of an evaluation", f"Correct it, or move {folder} elsewhere."
+            raise OutputError(str(note), expected=expected, got=shown(got), remedy=remedy)
+        return folder, found
     return None
+
+
+def note_of(content: bytes) -> BestEvaluation | None:
+    """Return what a best model's note says; None: nothing that can be read."""
+    try:
+        found: Any = parse_json(content.decode("utf-8"))
+        step, loss, data = found["step"], found["loss"], found["data"]
+        kinds = type(step) is int and type(loss) in (int, float) and isinstance(data, str)
+        return BestEvaluation(step=step, loss=float(loss), data=data) if kinds and math.isfinite(loss) else None
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return None
 
 
 class BestModel:

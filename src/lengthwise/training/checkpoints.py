@@ -23,6 +23,7 @@ from lengthwise.checkpoint import (
     parameters_of,
     read_state,
     take_digests,
+    unfit,
     write_part,
 )
 from lengthwise.comm import Transport
@@ -203,12 +204,13 @@ class Checkpoints:
             more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             got, remedy = "; ".join(wrong[:8]) + more, "Give the model and data that the run began with."
             raise OutputError(str(resume.folder), expected="a checkpoint of this run", got=got, remedy=remedy)
-        found = broken(resume.folder, manifest, first=transport.rank, every=transport.world_size)
+        own = {"first": transport.rank, "every": transport.world_size}
+        layout, names = parameters.layout, parameters.names
+        found = broken(resume.folder, manifest, **own) or unfit(resume.folder, manifest, self._state(), **own)
         told = [each for each in _all_texts(transport, found or "") if each]
         if told:
             remedy = "Remove this checkpoint: {resume|resuming} then takes the one before."
             raise OutputError(str(resume.folder), expected="the files that were written", got=told[0], remedy=remedy)
-        layout, names = parameters.layout, parameters.names
         read_state(resume.folder, manifest, layout, names, transport.rank, self._state())
         self._optimizer.go_on_from(manifest.step - manifest.skipped)
         parameters.publish()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import time
 from collections import deque
@@ -23,11 +24,13 @@ from safetensors import SafetensorError
 
 from lengthwise.checkpoint import CheckpointFolder
 from lengthwise.config import RunConfig, dump_config
-from lengthwise.core.disk import make_readable, sync
+from lengthwise.config.problems import shown
+from lengthwise.core.disk import make_readable, read_plain, sync
 from lengthwise.core.errors import OutputError, WriteError
 from lengthwise.core.locks import owner_name, try_lock
 from lengthwise.core.measurements import Measurements
 from lengthwise.core.plan_file import compress_plan
+from lengthwise.core.strict_json import parse_json
 from lengthwise.training.callbacks import Callback
 from lengthwise.training.metrics import EvalMetrics, FinishedStep, NotFinite
 from lengthwise.training.resume import FOLDER as CHECKPOINTS
@@ -42,9 +45,10 @@ _LEDGER, _OLD_LEDGER = "ledger.jsonl", "ledger.old.jsonl"  # the second: lines b
 BEST = "model-best"  # of the best evaluation, see `training.best`
 _BESTS = (BEST, f"{BEST}.unfinished", f"{BEST}.previous")
 _FOLDERS = ("plans", MODEL, f"{MODEL}.unfinished", *_BESTS, CHECKPOINTS, STACKS, TENSORBOARD)
-_A_STEP_A_LINE = ("metrics.jsonl", _LEDGER, _OLD_LEDGER, "eval.jsonl", "not_finite.jsonl")
-_FILES = (CONFIG, _AGENT, "measurements.json", *_A_STEP_A_LINE)
+_LINES = ("metrics.jsonl", _LEDGER, _OLD_LEDGER, "eval.jsonl", "not_finite.jsonl")  # a step a line
+_FILES = (CONFIG, _AGENT, "measurements.json", *_LINES)
 _LOCK = "run.lock"
+_PLAN = re.compile(r"step-([0-9]{6,18})\.json\.gz")
 _BLOCK_BYTES = 4096  # that a file takes at least
 _RANKS_END_SECONDS = 10.0  # of a launcher that was killed
 
@@ -139,16 +143,42 @@ class RunFolder(Callback):
             (self.path / "plans").mkdir(parents=True)
             _replace(self.path / CONFIG, dump_config(config))
 
+    def kept(self, step: int) -> tuple[dict[Path, str], dict[Path, int]]:
+        """Return what a run that goes on after `step` finds: the lines up to it by file, and of which step a plan is.
+
+        Raises:
+            OutputError: a file is damaged, or no folder is where a model goes; names it.
+        """
+        for path in (self.path / name for name in (MODEL, f"{MODEL}.unfinished", *_BESTS)):
+            if path.is_symlink() or (path.exists() and not path.is_dir()):
+                got = "a link" if path.is_symlink() else "a file"
+                raise OutputError(str(path), expected="a folder, or none", got=got, remedy="Move it elsewhere.")
+        plans = dict[Path, int]()
+        for path in sorted((self.path / "plans").glob("step-*.json.gz")):
+            name = _PLAN.fullmatch(path.name)
+            if name is None:
+                expected, remedy = "a name like step-000001.json.gz", "Move it elsewhere."
+                raise OutputError(str(path), expected=expected, got=path.name, remedy=remedy)
+            plans[path] = int(name[1])
+        paths = (self.path / name for name in _LINES)
+        return {path: _lines_up_to(path, step) for path in paths if os.path.lexists(path)}, plans
+
     def go_on(self, config: RunConfig, step: int) -> None:
-        """Take back what was written after `step`, and the model: the run does these steps again."""
+        """Take back what was written after `step`, and the model: the run does these steps again.
+
+        Raises:
+            OutputError: see `kept`; nothing was changed.
+        """
+        lines, plans = self.kept(step)
         with self.writing():
             for folder in (self.model, unfinished_of(self.model)):
-                shutil.rmtree(folder, ignore_errors=True)
-            for name in _A_STEP_A_LINE:
-                _cut(self.path / name, step)
+                if folder.exists():
+                    shutil.rmtree(folder)
+            for path, text in lines.items():
+                _replace(path, text)
             (self.path / "plans").mkdir(exist_ok=True)
-            for path in sorted((self.path / "plans").glob("step-*.json.gz")):
-                if int(path.name.removeprefix("step-").removesuffix(".json.gz")) > step:
+            for path, of in plans.items():
+                if of > step:
                     path.unlink()
                 else:
                     self._count_plan(path, path.stat().st_size)
@@ -272,16 +302,23 @@ def _is_dead(owner: str) -> bool:
     return False
 
 
-def _cut(path: Path, step: int) -> None:
-    """Keep the lines up to `step`; one that a fault left without its end goes."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n") or json.loads(line)["step"] > step:
-            break
-        kept.append(line)
-    _replace(path, "".join(kept))
+def _lines_up_to(path: Path, step: int) -> str:
+    """Return the lines up to `step`; one that a fault left without its end goes. OutputError: one is damaged."""
+    where, expected, kept = str(path), "a file of lines", list[str]()
+    try:
+        *lines, _ = read_plain(path, most_bytes=path.stat().st_size).split(b"\n")
+        for number, line in enumerate(lines, 1):
+            where, expected = f"{path}:{number}", "an object with a step"
+            row = parse_json(text := line.decode("utf-8"))
+            if not isinstance(row, dict) or type(row.get("step")) is not int:
+                raise ValueError(shown(row))
+            if row["step"] > step:
+                break
+            kept.append(f"{text}\n")
+    except (OSError, ValueError) as error:
+        remedy = "Correct or remove it: {resume|resuming} keeps what was written up to the checkpoint."
+        raise OutputError(where, expected=expected, got=str(error), remedy=remedy) from None
+    return "".join(kept)
 
 
 def _replace(path: Path, text: str) -> None:

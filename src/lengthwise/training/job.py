@@ -257,6 +257,8 @@ def prepare_job(
             attempt(lambda each=each: check_positions(each, positions=positions))
     if dataset is not None:
         attempt(lambda: check_steps(config.optimizer, Batches(dataset, config).num_steps))
+        if resume is not None:
+            attempt(lambda: resume.check_within(Batches(dataset, config).num_steps))
     adapters, cost = None, None
     if model:
         adapters = _check_model(config, model, collector, gpus=gpus)

@@ -12,8 +12,9 @@ import fcntl
 import mmap
 import multiprocessing
 import os
-import shutil
+import re
 import signal
+import stat
 import tempfile
 import threading
 import time
@@ -37,7 +38,8 @@ RankMain = Callable[[World, Callable[[str], None]], Result]
 
 _GRACE_SECONDS = 3.0
 _ROW_BYTES = 128
-_PLACE = "lengthwise-"
+_PLACE, _LOCK = "lengthwise-", "lock"
+_LEFT = re.compile(rf"{_LOCK}|rendezvous|rank-\d+\.txt")  # what a launcher and its ranks write there
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -163,20 +165,36 @@ def _meeting_place() -> Iterator[Path]:
 
     Nothing removes the folder of a launcher that is killed, but the next one on this machine.
     """
-    for lock in Path(tempfile.gettempdir()).glob(f"{_PLACE}*/lock"):
-        with contextlib.suppress(OSError), lock.open("rb") as file:  # another user's, or its owner lives
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent)
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PLACE}*"):
+        with contextlib.suppress(OSError):  # its owner lives, or another start removes it
+            _remove_left(folder)
     is_ours = False
     while not is_ours:
         with (
             tempfile.TemporaryDirectory(prefix=_PLACE, ignore_cleanup_errors=True) as folder,
-            (Path(folder) / "lock").open("wb") as file,
+            (Path(folder) / _LOCK).open("wb") as file,
         ):
             fcntl.flock(file, fcntl.LOCK_EX)
             is_ours = Path(file.name).exists()  # another start may have had it first, and taken us for dead
             if is_ours:
                 yield Path(folder)
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove a folder that a launcher of this user left; one of somebody else, or with anything else in it, stays."""
+    found = {each: each.lstat() for each in sorted(folder.iterdir(), reverse=True)}  # the lock is the last to go
+    if not all(stat.S_ISREG(each.st_mode) and _LEFT.fullmatch(path.name) for path, each in found.items()):
+        return
+    if {each.st_uid for each in (folder.lstat(), *found.values())} != {os.getuid()} or folder.is_symlink():
+        return
+    lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for path in found:
+            path.unlink()
+        folder.rmdir()
+    finally:
+        os.close(lock)
 
 
 def threads_of_each(ranks: int) -> int:

@@ -58,6 +58,13 @@ class Resume:
         """The losses of the first step and of the last that is done."""
         return self.manifest.first_loss, self.manifest.loss
 
+    def check_within(self, num_steps: int) -> None:
+        """Raise OutputError where more steps are done than the run has."""
+        if self.step > num_steps:
+            expected, got = f"a checkpoint of the run's {num_steps} steps", f"one after {self.step}"
+            remedy = "Set the steps or epochs back, or train into another output."
+            raise OutputError(str(self.folder), expected=expected, got=got, remedy=remedy)
+
 
 def run_settings(config: RunConfig) -> dict[str, object]:
     """Return the settings of a run that decide what is trained."""
