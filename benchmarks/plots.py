@@ -7,7 +7,6 @@
     zigzag    how a sequence is cut over ranks
     planners  makespans over the bound           (docs/benchmarks/planners.md)
     meshes    planners, each with its best mesh  (docs/benchmarks/meshes.md)
-    surface   static over bytescale, by setting  (docs/benchmarks/bytescale_evaluation.md)
     emulate   emulated against simulated seconds (docs/benchmarks/emulate.md)
 
 Grey levels and shapes carry the meaning, so that prints and readers without colour lose nothing; the paper is white in
@@ -22,7 +21,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -274,55 +272,6 @@ def meshes() -> str:
     return sheet.svg()
 
 
-def surface() -> str:
-    """Draw `static` over `bytescale` by link, capacity and tensor-parallel devices, on logarithmic axes."""
-    rows = table_rows(FOLDER / "bytescale_evaluation.md", heading="static over bytescale")
-    links = [float(title.split()[0]) for title in rows[0] if title.endswith("GB/s")]
-    titles = [title for title in rows[0] if title.endswith("GB/s")]
-    capacities = list(dict.fromkeys(row["tokens of a rank"] for row in rows))
-    tensors = list(dict.fromkeys(row["mesh of both"] for row in rows))
-    sheet = Sheet(800, 470, "static over bytescale by link, tokens of a rank and tensor-parallel devices of a rank")
-    sheet.text(
-        16, 24, "static over bytescale, 7B, 2M, 1,024 GPUs (simulated), by what was not published", size=14, bold=True
-    )
-    for shape, capacity in enumerate(capacities):
-        sheet.mark(24 + 150 * shape, 44, shape)
-        sheet.text(36 + 150 * shape, 48, f"{capacity} tokens of a rank", size=11)
-    sheet.line(480, 44, 510, 44, ink=INK, dashed=True)
-    sheet.text(516, 48, "published", size=11)
-    most, least = 20.0, 0.8
-    for number, recipe in enumerate(PUBLISHED_RATIOS):
-        for place, tensor in enumerate(tensors):
-            left, top, width, height = 60 + 186 * place, 80 + 190 * number, 150, 140
-
-            def at(link: float, ratio: float, left: float = left, top: float = top) -> tuple[float, float]:
-                share = math.log(link / links[0]) / math.log(links[-1] / links[0])
-                return left + 10 + 130 * share, top + 140 * math.log(most / ratio) / math.log(most / least)
-
-            sheet.text(left, top - 6, f"{recipe}, {tensor}", size=12, bold=True)
-            for ratio in (1, 2, 4, 8, 16):
-                y = at(links[0], ratio)[1]
-                sheet.line(left, y, left + width, y)
-                sheet.text(left - 6, y + 4, f"{ratio}", size=10, anchor="end")
-            for link in links:
-                sheet.text(at(link, 1)[0], top + height + 16, f"{link:g}", size=10, anchor="middle")
-            y = at(links[0], PUBLISHED_RATIOS[recipe])[1]
-            sheet.line(left, y, left + width, y, ink=INK, dashed=True)
-            for row in (row for row in rows if (row["set"], row["mesh of both"]) == (recipe, tensor)):
-                points = [
-                    at(link, float(row[title])) for link, title in zip(links, titles, strict=True) if row[title] != "-"
-                ]
-                for (x, y), (to_x, to_y) in pairwise(points):
-                    sheet.line(x, y, to_x, to_y, ink=MIDDLE)
-                for x, y in points:
-                    sheet.mark(x, y, capacities.index(row["tokens of a rank"]))
-    sheet.text(400, 456, "GB/s of a link between nodes", size=12, anchor="middle")
-    return sheet.svg()
-
-
-PUBLISHED_RATIOS = {"github": 7.89, "byted": 3.69}  # of ByteScale over a static mesh, arXiv 2502.21231
-
-
 def emulate() -> str:
     """Draw emulated against simulated seconds, on logarithmic axes."""
     rows = table_rows(FOLDER / "emulate.md", heading="Simulator against emulation")
@@ -360,7 +309,6 @@ CHARTS: dict[str, Callable[[], str]] = {
     "zigzag": zigzag,
     "planners": planners,
     "meshes": meshes,
-    "surface": surface,
     "emulate": emulate,
 }
 
