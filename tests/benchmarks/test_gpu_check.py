@@ -126,7 +126,7 @@ class WrongKernel(ReferenceKernel):
 def test_a_wrong_kernel_fails_the_parity_part(tmp_path, monkeypatch):
     kernel = WrongKernel()
     monkeypatch.setattr(parity, "choose_kernel", lambda *_, **__: kernel)
-    with pytest.raises(SystemExit, match="over the tolerance: ring$"):
+    with pytest.raises(SystemExit, match=r"over the tolerance: ring$"):
         parity.parity(sizes_of("cpu", tiny=True), Records(tmp_path, "parity"))
     assert [row["passed"] for row in read_rows(tmp_path)] == [False, True]
 

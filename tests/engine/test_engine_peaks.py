@@ -1,4 +1,4 @@
-"""The memory of a rank is predicted within 5 %: what small passes say against a whole step, counted tensor by tensor."""
+"""A rank's memory is predicted within 5 %: what small passes say against a whole step, counted tensor by tensor."""
 
 from dataclasses import replace
 
