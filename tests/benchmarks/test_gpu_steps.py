@@ -94,6 +94,7 @@ def test_the_varlen_call_is_that_of_the_release(monkeypatch, call):
     assert torch.equal(got, wanted)
 
 
+@pytest.mark.exhaustive
 def test_what_does_not_fit_is_said_and_stops_no_other(tmp_path, monkeypatch):
     def out_of_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 62.62 GiB.")
