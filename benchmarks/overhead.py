@@ -224,7 +224,7 @@ def main() -> None:
     def runs() -> Iterator[Run]:
         for _ in range(arguments.runs):
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
-                yield fresh.submit(run_once, name, *asked).result()
+                yield fresh.submit(run_once, *asked).result()
 
     findings.add(table(runs()))
     findings.sign(

@@ -8,6 +8,7 @@ import pytest
 
 import chaos
 from lengthwise.training import checkpoints
+from tiers import some
 
 
 @pytest.fixture(scope="module")
@@ -20,25 +21,28 @@ def saved(trials):
     return dict(chaos.saved_runs(trials))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", some(range(2)))
 def test_a_run_that_is_killed_goes_on_to_the_same_bits(trials, seed):
     assert chaos.kill(trials, random.Random(seed)) in ("went on to the same bits", "killed too late")
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_is_stopped_is_named(trials):
     assert chaos.stop(trials, random.Random(0)) in ("named in time, went on to the same bits", "stopped too late")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(6))
 def test_damage_is_found_or_does_no_harm(trials, saved, seed):
     chaos.corrupt(trials, random.Random(seed), saved)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_hostile_input_is_refused_in_words_or_trained(trials, seed):
     assert chaos.hostile(trials, random.Random(seed)) in ("trained", "refused in words")
 
 
+@pytest.mark.exhaustive
 def test_damage_that_nobody_looks_for_is_told(trials, saved, monkeypatch):
     """A flipped bit of a moment, where digests are not checked: the run ends with other bits."""
 
@@ -66,6 +70,7 @@ def test_bits_that_differ_are_told(trials):
         trials.check_end(1)
 
 
+@pytest.mark.exhaustive
 def test_a_traceback_and_a_process_that_is_left_are_told(tmp_path, monkeypatch):
     def prints(_arguments):
         raise RuntimeError("not told in words")

@@ -42,6 +42,7 @@ def test_the_aim_is_judged_by_what_saves_cost():
     assert rows[-1] == "| it | 2 | 1.5 | 12.5 | 21.0 | 20 s: **missed** |"
 
 
+@pytest.mark.exhaustive
 def test_a_real_run_is_measured():
     run = checkpoints.measured(2, True, hidden=32, layers=1, steps=9)
     assert len(run.with_save) + len(run.without) == 5  # steps 5 to 9
@@ -49,6 +50,7 @@ def test_a_real_run_is_measured():
     assert run.num_bytes > 100_000
 
 
+@pytest.mark.exhaustive
 def test_a_real_kill_is_measured():
     new, first = checkpoints.seconds_after_kill((), hidden=32, layers=1)
     assert 0 < new < first < checkpoints.LONGEST_SECONDS
