@@ -36,14 +36,13 @@ newest:
 	.venv-newest/bin/python -m pip list | grep -E '^(torch|transformers|accelerate|peft|trl|datasets) '
 	.venv-newest/bin/python -m pytest -n 2 tests/integrations tests/session tests/models/test_models_load.py tests/data
 
-# On a machine with a GPU: four scripts of at most ten minutes, then the page from what they wrote, whatever failed.
+# On a machine with a GPU: all parts, then the page from what they wrote, whatever failed.
 # Elsewhere: one line, status 2.
 gpu-check:
 	@test -e /dev/nvidiactl || test -e /dev/dxg || test -e /dev/kfd || \
 	  { echo "gpu-check: no GPU on this machine; nothing was run or written" >&2; exit 2; }
 	@$(MAKE) --no-print-directory $(VENV)/.installed-dev
-	@status=0; $(BIN)/python benchmarks/gpu_check.py all --out runs/gpu || status=1; \
-	  $(BIN)/python benchmarks/gpu_page.py runs/gpu --out docs/gpu.md || status=1; exit $$status
+	@$(BIN)/python benchmarks/gpu_check.py --out runs/gpu --page docs/gpu.md
 
 clean:
 	rm -rf $(VENV) .venv-newest runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -43,14 +43,14 @@ from lengthwise.data import load_dataset, load_tokenizer
 from lengthwise.engine.batch import StepBatch, random_batch
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
-from lengthwise.models import build_model
+from lengthwise.models import ModelSource, build_model
+from lengthwise.models.load import tiny_config
 from lengthwise.steps.planner_process import PlannerProcess
 from lengthwise.steps.planning import PlanAhead
 from lengthwise.training.job import Job, prepare_job
-from overhead import CAPACITY, model_source
 from pages import Findings, add_out
 
-AIM = 1.02
+AIM, CAPACITY = 1.02, 8192
 FILES, MEAN_TOKENS, VOCAB = 8, 64, 256
 KINDS = WARM, COLD, COLD_WITHOUT = "prepared", "prepared, cold", "prepared, cold, no read-ahead"
 
@@ -86,7 +86,7 @@ class Loops:
 
     def __init__(self, job: Job, steps: int) -> None:
         self._job, self._steps, self._transport = job, steps, SoloTransport()
-        self._model = build_model(model_source("tiny"), seed=0)
+        self._model = build_model(ModelSource(name="tiny", config=tiny_config(), weights=False), seed=0)
         FlatParameters(self._model, self._transport, dtype=torch.float32)
         self._kernel = choose_kernel(torch.device("cpu"))
         self._made: list[tuple[StepBatch, Plan]] = []

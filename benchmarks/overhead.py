@@ -1,20 +1,18 @@
-"""What being general costs: one rank of Lengthwise against the faster of the plain Hugging Face loops.
+"""What being general costs: one rank of Lengthwise against the plain Hugging Face loop.
 
-    python benchmarks/overhead.py [--models tiny] [--runs 5] [--repeats 5] [--batches 1] [--with-packed]
-        [--clock cpu]
+    python benchmarks/overhead.py [--runs 5] [--repeats 5] [--batches 1] [--clock cpu]
 
 Forward and backward over the same global batches of standard library files up to 8,192 bytes, in fp32, in one process:
     one by one  one document at a time
-    packed      documents packed to the capacity, position ids, use_cache=False: Hugging Face makes the block mask
     lengthwise  the plan of one rank, through the engine's own path (collate, planned attention, flat gradients)
 
 The protocol, written on 2026-11-23 before its first run; the command without options is the protocol. With --clock cpu,
 added before the first run as the machine was never quiet, loops are timed in seconds of the process in place of those
 on the wall, and rule 4 refuses nothing:
-1. Five runs, each a new process of one thread. `packed` is in none: it took 3.3 to 3.5 times as long as the other loop
-   on 2026-11-21; --with-packed adds it, and the faster of both then counts.
-2. A run warms up with one round and repeats five. A repeat runs all loops one after the other, each first in turn; its
-   ratio is that of `lengthwise` to the loop that is the faster one by its median over the run.
+1. Five runs, each a new process of one thread. Documents packed with position ids, for which Hugging Face makes the
+   block mask, took 3.3 to 3.5 times as long as one by one on 2026-11-21, so they are left out.
+2. A run warms up with one round and repeats five. A repeat runs both loops, each first in turn; its ratio is that of
+   `lengthwise` to the other.
 3. The ratio of a run is the median of its repeats; the figure is the mean over all runs, beside their median, least
    and most. Every run counts, none is dropped or repeated. The aim: a mean of 1.02 or less.
 4. Load of the machine: the script waits for a one-minute load average of at most 1, three minutes long, and then
@@ -40,7 +38,6 @@ from lengthwise.attention import choose_kernel
 from lengthwise.cli.machine import machine_lines
 from lengthwise.comm import SoloTransport
 from lengthwise.config import RunConfig, build_config
-from lengthwise.core.plan import Plan
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
@@ -50,22 +47,11 @@ from lengthwise.training.job import Job, prepare_job
 from pages import Findings, add_out
 
 CAPACITY = 8192
-OURS, ONE_BY_ONE, PACKED = "lengthwise", "one by one", "packed"
+OURS, ONE_BY_ONE = "lengthwise", "one by one"
 AIM = 1.02
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 MOST_LOAD = 1.0  # one-minute average at the start of the first run
 MOST_OTHERS = 0.1  # cores kept busy by others in a run, above which it is said so
-
-
-def model_source(name: str) -> ModelSource:
-    """`tiny`, or a Llama of 25M parameters over bytes."""
-    config = tiny_config()
-    if name == "25m":
-        config.hidden_size, config.intermediate_size, config.num_hidden_layers = 512, 1536, 8
-        config.num_attention_heads, config.num_key_value_heads, config.head_dim = 8, 4, 64
-    elif name != "tiny":
-        raise SystemExit(f"--models: expected tiny or 25m; got {name}")
-    return ModelSource(name=name, config=config, weights=False)
 
 
 def plain_one_by_one(model: torch.nn.Module, batch: StepBatch) -> None:
@@ -75,23 +61,6 @@ def plain_one_by_one(model: torch.nn.Module, batch: StepBatch) -> None:
         ids = batch.whole(index)[0].to(device)
         model(
             input_ids=ids[None], labels=ids[None], use_cache=False, num_items_in_batch=batch.loss_tokens
-        ).loss.backward()
-
-
-def plain_packed(model: torch.nn.Module, batch: StepBatch, packs: Sequence[Sequence[int]]) -> None:
-    """Documents packed as `packs` says, kept apart by position ids."""
-    device = next(model.parameters()).device
-    for pack in packs:
-        ids = torch.cat([batch.whole(index)[0] for index in pack]).to(device)
-        positions = torch.cat([torch.arange(batch.lengths[index]) for index in pack]).to(device)
-        labels = torch.cat([batch.whole(index)[1] for index in pack]).to(device)
-        model(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            labels=ids[None],
-            shift_labels=labels[None],
-            use_cache=False,
-            num_items_in_batch=batch.loss_tokens,
         ).loss.backward()
 
 
@@ -132,27 +101,22 @@ class Run:
     others_cores: float
 
     @property
-    def fastest(self) -> str:
-        """The plain loop whose median is least."""
-        return min(
-            (name for name in self.seconds if name != OURS), key=lambda name: statistics.median(self.seconds[name])
-        )
+    def pairs(self) -> list[float]:
+        """Ours over the plain loop, by repeat."""
+        return [ours / plain for ours, plain in zip(self.seconds[OURS], self.seconds[ONE_BY_ONE], strict=True)]
 
     @property
     def ratio(self) -> float:
-        """The median over repeats of ours over the fastest plain loop, each pair of the same repeat."""
-        pairs = zip(self.seconds[OURS], self.seconds[self.fastest], strict=True)
-        return statistics.median(ours / plain for ours, plain in pairs)
+        """The median over repeats of ours over the plain loop, each pair of the same repeat."""
+        return statistics.median(self.pairs)
 
 
-def run_once(name: str, repeats: int, num_batches: int, with_packed: bool, clock: str) -> Run:
-    """Measure one model in this process."""
+def run_once(repeats: int, num_batches: int, clock: str) -> Run:
+    """Measure in this process."""
     torch.set_num_threads(1)
     job = prepare_job(_config(), ranks=1, timeout_seconds=60)
     batches = [batch for batch, _ in zip(job.batches(), range(num_batches), strict=False)]
-    loops, parameters = loops_of(name, job, batches)
-    if not with_packed:
-        del loops[PACKED]
+    loops, parameters = loops_of(job, batches)
     load, busy, own, start = os.getloadavg()[0], busy_seconds(), time.process_time(), time.monotonic()
     seconds = interleaved_seconds(loops, repeats, clock=CLOCKS[clock])
     others = (busy_seconds() - busy) - (time.process_time() - own)
@@ -184,9 +148,9 @@ def _config() -> RunConfig:
     )
 
 
-def loops_of(name: str, job: Job, batches: Sequence[StepBatch]) -> tuple[dict[str, Callable[[], object]], int]:
-    """Build the model twice; return the three loops, and how many parameters it has."""
-    source = model_source(name)
+def loops_of(job: Job, batches: Sequence[StepBatch]) -> tuple[dict[str, Callable[[], object]], int]:
+    """Build the model twice; return the loops, and how many parameters it has."""
+    source = ModelSource(name="tiny", config=tiny_config(), weights=False)
     plain = build_model(source, seed=0, attention=plain_attention(source))
     ours = build_model(source, seed=0)
     transport, kernel = SoloTransport(), choose_kernel(torch.device("cpu"))
@@ -194,11 +158,7 @@ def loops_of(name: str, job: Job, batches: Sequence[StepBatch]) -> tuple[dict[st
         FlatParameters(model, transport, dtype=torch.float32)
     plans = [job.make_plan(batch.lengths) for batch in batches]
 
-    def packs_of(plan: Plan) -> list[tuple[int, ...]]:
-        return [piece.sequences for microbatch in plan.microbatches for piece in microbatch.pieces]
-
     loops: dict[str, Callable[[], object]] = {
-        PACKED: lambda: [plain_packed(plain, b, packs_of(p)) for b, p in zip(batches, plans, strict=True)],
         ONE_BY_ONE: lambda: [plain_one_by_one(plain, b) for b in batches],
         OURS: lambda: [
             run_plan(ours, p, b, transport, kernel, name="benchmark") for b, p in zip(batches, plans, strict=True)
@@ -207,19 +167,18 @@ def loops_of(name: str, job: Job, batches: Sequence[StepBatch]) -> tuple[dict[st
     return loops, sum(parameter.numel() for parameter in ours.parameters())
 
 
-def table(name: str, runs: Iterator[Run]) -> Iterator[str]:
+def table(runs: Iterator[Run]) -> Iterator[str]:
     """Yield a line a run as they are made, and the figure over all of them."""
-    yield "| model | run | fastest other, s | lengthwise, s | ratio | repeats | load before, after | others, cores |"
+    yield "| model | run | one by one, s | lengthwise, s | ratio | repeats | load before, after | others, cores |"
     yield "|---" * 8 + "|"
     found: list[Run] = []
     for number, run in enumerate(runs, start=1):
         found.append(run)
-        plain, ours = (statistics.median(run.seconds[loop]) for loop in (run.fastest, OURS))
-        pairs = sorted(a / b for a, b in zip(run.seconds[OURS], run.seconds[run.fastest], strict=True))
+        plain, ours = (statistics.median(run.seconds[loop]) for loop in (ONE_BY_ONE, OURS))
         loads = ", ".join(f"{load:.2f}" for load in run.loads)
         yield (
-            f"| {name} ({run.parameters / 1e6:.1f}M) | {number} | {plain:.3f} ({run.fastest}) | {ours:.3f} | "
-            f"{run.ratio:.3f} | {pairs[0]:.3f} to {pairs[-1]:.3f} | {loads} | {run.others_cores:.2f} |"
+            f"| tiny ({run.parameters / 1e6:.1f}M) | {number} | {plain:.3f} | {ours:.3f} | "
+            f"{run.ratio:.3f} | {min(run.pairs):.3f} to {max(run.pairs):.3f} | {loads} | {run.others_cores:.2f} |"
         )
     yield ""
     yield verdict([run.ratio for run in found], sum(run.others_cores > MOST_OTHERS for run in found))
@@ -248,13 +207,11 @@ def wait_for_quiet(seconds: float = 180.0, pause_seconds: float = 5.0) -> None:
 
 
 def main() -> None:
-    """Measure every model asked for, a new process a run."""
+    """Measure, a new process a run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="tiny", help="of tiny and 25m")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--batches", type=int, default=1)
-    parser.add_argument("--with-packed", action="store_true")
     parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall", help="cpu: where other work goes on")
     add_out(parser, "overhead")
     arguments = parser.parse_args()
@@ -262,15 +219,14 @@ def main() -> None:
         wait_for_quiet()
     print("\n".join(machine_lines()[1:]))
     findings = Findings("overhead")
-    asked = arguments.repeats, arguments.batches, arguments.with_packed, arguments.clock
+    asked = arguments.repeats, arguments.batches, arguments.clock
 
-    def runs(name: str) -> Iterator[Run]:
+    def runs() -> Iterator[Run]:
         for _ in range(arguments.runs):
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
-                yield fresh.submit(run_once, name, *asked).result()
+                yield fresh.submit(run_once, *asked).result()
 
-    for name in arguments.models.split(","):
-        findings.add(table(name, runs(name)))
+    findings.add(table(runs()))
     findings.sign(
         "Measured",
         f"{arguments.batches} batches, {arguments.repeats} repeats a run, one thread, clock {arguments.clock}",

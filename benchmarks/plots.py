@@ -5,12 +5,9 @@
     step      32 ranks over one step: docs/pictures/step.json, which --trace makes from traces of `lengthwise simulate`
     tail      what share of sequences, tokens and attention is in sequences of each length; drawn from `github`
     zigzag    how a sequence is cut over ranks
-    planners  makespans over the bound           (docs/benchmarks/planners.md)
     meshes    planners, each with its best mesh  (docs/benchmarks/meshes.md)
-    surface   static over bytescale, by setting  (docs/benchmarks/bytescale_evaluation.md)
-    emulate   emulated against simulated seconds (docs/benchmarks/emulate.md)
 
-Grey levels and shapes carry the meaning, so that prints and readers without colour lose nothing; the paper is white in
+Grey levels carry the meaning, so that prints and readers without colour lose nothing; the paper is white in
 light and dark themes alike. A test draws them again and compares.
 """
 
@@ -18,11 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -71,21 +66,6 @@ class Sheet:
         self.parts.append(f'<polygon points="{points}" fill="white"/>')
         for start, end in ((corners[0], corners[3]), (corners[1], corners[2])):
             self.line(*start, *end, ink="#5c656d")
-
-    def mark(self, x: float, y: float, shape: int) -> None:
-        """Draw one of six shapes, told apart without colour: 0 is filled, the others are hollow."""
-        fill = DARK if shape == 0 else "white"
-        if shape in (0, 1):
-            self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{fill}" stroke="{INK}"/>')
-            return
-        corners = {
-            2: [(-4, -4), (4, -4), (4, 4), (-4, 4)],
-            3: [(0, -5), (5, 4), (-5, 4)],
-            4: [(0, -5), (5, 0), (0, 5), (-5, 0)],
-            5: [(-5, -4), (5, -4), (0, 5)],
-        }[shape]
-        points = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)
-        self.parts.append(f'<polygon points="{points}" fill="{fill}" stroke="{INK}"/>')
 
     def svg(self) -> str:
         """Return the file."""
@@ -209,38 +189,6 @@ def zigzag() -> str:
     return sheet.svg()
 
 
-def planners() -> str:
-    """Draw makespan over bound of every planner on every batch, on a logarithmic axis."""
-    rows = table_rows(FOLDER / "planners.md", heading="Planners on the same batches")
-    names = [title.partition(" (ms)")[0].partition(":")[0] for title in rows[0] if "(" in title]
-    titles = [title for title in rows[0] if "(" in title]
-    sheet = Sheet(800, 112 + 17 * len(rows), "Makespan over the bound, by planner and batch")
-    sheet.text(16, 24, "Makespan over the bound (modelled); 1 cannot be beaten", size=14, bold=True)
-    x = 16.0
-    for shape, name in enumerate(names):
-        sheet.mark(x + 6, 42, shape)
-        sheet.text(x + 16, 46, name, size=11)
-        x += 34 + 6.6 * len(name)
-    left, width, most = 250, 520, 5.0
-
-    def place(ratio: float) -> float:
-        return left + width * math.log(max(1.0, ratio)) / math.log(most)
-
-    for ratio in (1, 1.25, 1.5, 2, 3, 4, 5):
-        sheet.line(place(ratio), 62, place(ratio), 74 + 17 * len(rows), ink=INK if ratio == 1 else "#c4cad0")
-        sheet.text(place(ratio), 92 + 17 * len(rows), f"{ratio:g}", size=11, anchor="middle")
-    for number, row in enumerate(rows):
-        y = 74 + 17 * number
-        case, _, rest = row["case"].replace("`", "").partition(":")
-        sheet.text(
-            left - 12, y + 4, case + (" (compute only)" if "compute only" in rest else ""), size=11, anchor="end"
-        )
-        for shape, title in reversed(list(enumerate(titles))):
-            if row[title] != "-":
-                sheet.mark(place(float(row[title].split()[0])), y, shape)
-    return sheet.svg()
-
-
 def meshes() -> str:
     """Draw, for each setting, the best mesh of every planner over what `lengthwise` ends at today."""
     page, words = FOLDER / "meshes.md", ("set", "GPUs", "longest", "step")
@@ -274,94 +222,11 @@ def meshes() -> str:
     return sheet.svg()
 
 
-def surface() -> str:
-    """Draw `static` over `bytescale` by link, capacity and tensor-parallel devices, on logarithmic axes."""
-    rows = table_rows(FOLDER / "bytescale_evaluation.md", heading="static over bytescale")
-    links = [float(title.split()[0]) for title in rows[0] if title.endswith("GB/s")]
-    titles = [title for title in rows[0] if title.endswith("GB/s")]
-    capacities = list(dict.fromkeys(row["tokens of a rank"] for row in rows))
-    tensors = list(dict.fromkeys(row["mesh of both"] for row in rows))
-    sheet = Sheet(800, 470, "static over bytescale by link, tokens of a rank and tensor-parallel devices of a rank")
-    sheet.text(
-        16, 24, "static over bytescale, 7B, 2M, 1,024 GPUs (simulated), by what was not published", size=14, bold=True
-    )
-    for shape, capacity in enumerate(capacities):
-        sheet.mark(24 + 150 * shape, 44, shape)
-        sheet.text(36 + 150 * shape, 48, f"{capacity} tokens of a rank", size=11)
-    sheet.line(480, 44, 510, 44, ink=INK, dashed=True)
-    sheet.text(516, 48, "published", size=11)
-    most, least = 20.0, 0.8
-    for number, recipe in enumerate(PUBLISHED_RATIOS):
-        for place, tensor in enumerate(tensors):
-            left, top, width, height = 60 + 186 * place, 80 + 190 * number, 150, 140
-
-            def at(link: float, ratio: float, left: float = left, top: float = top) -> tuple[float, float]:
-                share = math.log(link / links[0]) / math.log(links[-1] / links[0])
-                return left + 10 + 130 * share, top + 140 * math.log(most / ratio) / math.log(most / least)
-
-            sheet.text(left, top - 6, f"{recipe}, {tensor}", size=12, bold=True)
-            for ratio in (1, 2, 4, 8, 16):
-                y = at(links[0], ratio)[1]
-                sheet.line(left, y, left + width, y)
-                sheet.text(left - 6, y + 4, f"{ratio}", size=10, anchor="end")
-            for link in links:
-                sheet.text(at(link, 1)[0], top + height + 16, f"{link:g}", size=10, anchor="middle")
-            y = at(links[0], PUBLISHED_RATIOS[recipe])[1]
-            sheet.line(left, y, left + width, y, ink=INK, dashed=True)
-            for row in (row for row in rows if (row["set"], row["mesh of both"]) == (recipe, tensor)):
-                points = [
-                    at(link, float(row[title])) for link, title in zip(links, titles, strict=True) if row[title] != "-"
-                ]
-                for (x, y), (to_x, to_y) in pairwise(points):
-                    sheet.line(x, y, to_x, to_y, ink=MIDDLE)
-                for x, y in points:
-                    sheet.mark(x, y, capacities.index(row["tokens of a rank"]))
-    sheet.text(400, 456, "GB/s of a link between nodes", size=12, anchor="middle")
-    return sheet.svg()
-
-
-PUBLISHED_RATIOS = {"github": 7.89, "byted": 3.69}  # of ByteScale over a static mesh, arXiv 2502.21231
-
-
-def emulate() -> str:
-    """Draw emulated against simulated seconds, on logarithmic axes."""
-    rows = table_rows(FOLDER / "emulate.md", heading="Simulator against emulation")
-    names = list(dict.fromkeys(row["planner"] for row in rows))[::-1]
-    sheet = Sheet(520, 412, "Emulated against simulated seconds of a step")
-    sheet.text(16, 24, "Seconds of a step on 16 and 32 processes", size=14, bold=True)
-    low, high = math.log(15), math.log(120)
-
-    def place(seconds: float) -> float:
-        return (math.log(seconds) - low) / (high - low)
-
-    left, top, size = 50, 62, 300
-    for seconds in (15, 20, 30, 50, 80, 120):
-        x, y = left + 440 * place(seconds), top + size * (1 - place(seconds))
-        sheet.line(x, top, x, top + size)
-        sheet.line(left, y, left + 440, y)
-        sheet.text(x, top + size + 16, str(seconds), size=11, anchor="middle")
-        sheet.text(left - 6, y + 4, str(seconds), size=11, anchor="end")
-    sheet.line(left, top + size, left + 440, top, ink=INK, dashed=True)
-    sheet.box(left + 10, top + 8, 110, 16 + 20 * len(names), "white", line="#c4cad0")
-    for shape, name in enumerate(names):
-        sheet.mark(left + 24, top + 26 + 20 * shape, shape)
-        sheet.text(left + 36, top + 30 + 20 * shape, name, size=11)
-    for row in rows:
-        x, y = place(float(row["simulated, s"])), place(float(row["measured, s"]))
-        sheet.mark(left + 440 * x, top + size * (1 - y), names.index(row["planner"]))
-    sheet.text(left + 220, top + size + 36, "simulated", size=12, anchor="middle")
-    sheet.text(16, top - 12, "emulated", size=12)
-    return sheet.svg()
-
-
 CHARTS: dict[str, Callable[[], str]] = {
     "step": step,
     "tail": tail,
     "zigzag": zigzag,
-    "planners": planners,
     "meshes": meshes,
-    "surface": surface,
-    "emulate": emulate,
 }
 
 

@@ -7,7 +7,6 @@ under its own interface and fed its own `cu_seq_lens_q`; on the CPU, which has n
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Sequence
 from itertools import pairwise
@@ -71,14 +70,11 @@ class PlainLoop:
         *,
         packed: bool,
         pack_tokens: int,
-        liger: bool = False,
     ) -> None:
         if packed:
             register_varlen()
         self.device, self.said, self._packed, self._pack_tokens = device, list[str](), packed, pack_tokens
         self.model = draw_model(name, device, attention=VARLEN if packed else plain_attention(model_source(name)))
-        if liger:
-            _apply_liger(self.model)
         self.parameters = FlatParameters(self.model, SoloTransport(), dtype=dtype)
         self._end = _PlainEnd(self.parameters, fused=device.type == "cuda")
 
@@ -190,8 +186,3 @@ class _PlainEnd:
         torch.nn.utils.clip_grad_norm_(self._weights, 1.0)
         self._adamw.step()
         self._parameters.publish()
-
-
-def _apply_liger(model: nn.Module) -> None:
-    """Give a model all of Liger's kernels, its loss among them, as Hugging Face's Trainer does."""
-    importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=model)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers import LlamaConfig
 
 from gpu.place import device_name
 from lengthwise.cost import hardware_of_gpu, named_hardware
@@ -26,32 +26,25 @@ _SHAPES = {
     "tiny": (2, 32, 64, 4, 2, 8, 256),
     "wide words": (1, 256, 256, 4, 4, 64, 128_256),
     "wide words, tiny": (1, 32, 64, 4, 2, 8, 512),
-    "mixture": (8, 1024, 768, 16, 4, 64, 32_000),
-    "mixture, tiny": (2, 32, 64, 4, 2, 8, 256),
 }
-_EXPERTS = {"mixture": (64, 8), "mixture, tiny": (4, 2)}  # of each layer, and for a token; intermediate is one's
 
 
 def model_config(name: str) -> Any:
     """Return the Hugging Face config of a shape; input and output embedding are apart, so that MFU is unambiguous."""
     layers, hidden, intermediate, heads, kv_heads, head_dim, words = _SHAPES[name]
-    sizes: dict[str, Any] = {
-        "vocab_size": words,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": 1 << 20,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "tie_word_embeddings": False,
-    }
-    if name not in _EXPERTS:
-        return LlamaConfig(**sizes)
-    experts, taken = _EXPERTS[name]
-    return Qwen3MoeConfig(**sizes, num_experts=experts, num_experts_per_tok=taken, moe_intermediate_size=intermediate)
+    return LlamaConfig(
+        vocab_size=words,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=1 << 20,
+        bos_token_id=None,
+        eos_token_id=None,
+        tie_word_embeddings=False,
+    )
 
 
 def model_source(name: str) -> ModelSource:
@@ -73,7 +66,11 @@ def step_flops(config: Any, parameters: int, lengths: Sequence[int]) -> float:
     return 6.0 * (parameters - embedding) * sum(lengths) + attention
 
 
+def hardware_here(device: torch.device) -> str:
+    """Return the named hardware of a device."""
+    return hardware_of_gpu(device_name(device))[0] if device.type == "cuda" else "cpu"
+
+
 def peak_flops_per_second(device: torch.device) -> float:
     """Return the data sheet's rate in bf16 of the hardware that the device's name says."""
-    name = hardware_of_gpu(device_name(device))[0] if device.type == "cuda" else "cpu"
-    return named_hardware(name).peak_flops_per_second
+    return named_hardware(hardware_here(device)).peak_flops_per_second

@@ -13,15 +13,8 @@ TITLES = {
     "attention": "Attention, causal, forward and backward",
     "replay": "Whole plans of many ranks, replayed on this device",
     "step": "Whole steps of one rank, beside plain Hugging Face",
-    "switch": "Each switch alone",
-    "share": "Where a step's seconds go",
-    "kernel": "The longest kernels",
     "hardware": "The device as `--hardware` describes it (`hardware.json` of the folder)",
     "term": "Terms of the costs, fitted by `lengthwise profile`",
-    "costs": "Costs and bytes predicted for microbatches that were not fitted",
-    "longest": "The longest document of one rank",
-    "staged": "Ranks that share the GPU, with rings",
-    "kernel parity": "Kernels against fp32",
     "ring parity": "Rings in bf16 beside one call, both against fp32",
     "logits": "Over 2^31 logits",
 }
@@ -30,10 +23,9 @@ _NOTES = {
     "one (aim: 5 %).",
     "step": "MFU by the bf16 rate of the data sheet, recomputation not counted (`benchmarks/gpu/models.py`); *times "
     "lengthwise* above 1: slower than ours.",
-    "costs": "Aim: 5 %.",
 }
 _HIDDEN = ("table", "part")
-_NOT_TABLES = ("place", "end", "part", "note", "step, each turn", "held-out microbatch", "fit")
+_NOT_TABLES = ("place", "end", "part", "note", "step, each turn")
 
 
 def page_of(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -91,5 +83,4 @@ def _parts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     parts = [row for row in rows if row["table"] == "part"]
     if not parts:
         return []
-    latest = {(row["script"], row["name"]): row for row in parts}
-    return ["### Parts", "", *markdown_table(list(latest.values())), ""]
+    return ["### Parts", "", *markdown_table(parts), ""]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,16 +21,22 @@ from torch import Tensor
 
 from gpu.batches import plan_for
 from gpu.clock import finish
-from gpu.costs_here import cost_of, profile_loop
 from gpu.loops import OurLoop
+from gpu.models import hardware_here, model_source
 from gpu.records import Records
 from gpu.sizes import Sizes
-from lengthwise.comm import Done, Pending, SoloTransport
+from lengthwise.comm import Done, Pending, SoloTransport, World
 from lengthwise.comm.transport import Around, Message
+from lengthwise.config import OptimizerConfig
+from lengthwise.core.measurements import Measurements
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost
+from lengthwise.cost import Cost, shape_from_config
+from lengthwise.cost.fit import with_terms
+from lengthwise.cost.measured import base_cost
 from lengthwise.engine.batch import StepBatch, random_batch
+from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.profiler.profile import ProfileSettings, profile
 from lengthwise.simulator import simulate_plan
 from lengthwise.simulator.rounds import microbatch_clocks
 
@@ -43,14 +50,10 @@ def replay(sizes: Sizes, records: Records) -> None:
     device = sizes.where
     loop = OurLoop(sizes.replay_model, device, sizes.dtype)
     config: Any = loop.model.config
-    measured = profile_loop(
-        sizes.replay_model,
-        loop,
-        seconds=sizes.replay_profile_seconds,
-        longest_tokens=sizes.replay_capacity_tokens,
-        precision=sizes.precision,
-    )
-    cost = cost_of(measured, config)
+    measured = _measure(sizes, loop)
+    base = base_cost(shape_from_config(config.to_dict()), measured.hardware, precision=measured.precision)
+    curve = measured.fit.block_efficiency or base.block_efficiency
+    cost = with_terms(replace(base, block_efficiency=curve), measured.fit.terms)
     records.keep("replay-measurements.json", measured.to_json())
     for line in loop.said:
         records.add("note", said=line)
@@ -74,6 +77,21 @@ def replay(sizes: Sizes, records: Records) -> None:
                 computing_share=sum(seconds.values()) / (makespan * ranks),
                 plan=records.keep(f"replay-{ranks}-{planner}.json", plan.to_json()),
             )
+
+
+def _measure(sizes: Sizes, loop: OurLoop) -> Measurements:
+    """Profile the model of a loop on one rank, which changes no weight."""
+    world = World(rank=0, world_size=1, gpus=int(loop.device.type == "cuda"))
+    settings = ProfileSettings(
+        seconds=sizes.replay_profile_seconds,
+        longest_tokens=sizes.replay_capacity_tokens,
+        precision=sizes.precision,
+        clock="wall",
+        hardware=hardware_here(loop.device),
+        computing=loop.computing,
+    )
+    trained = (loop.model, loop.parameters, ShardedOptimizer(loop.parameters, OptimizerConfig(), loop.transport))
+    return profile(model_source(sizes.replay_model), world, loop.transport, settings, trained=trained)
 
 
 class ReplayTransport(Around):

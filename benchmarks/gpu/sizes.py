@@ -12,7 +12,6 @@ from gpu.batches import BatchKind
 from lengthwise.cost import LOGITS_AT_ONCE
 
 _K = 1024
-_PACKS = BatchKind(name="uniform", tokens=32 * _K, longest_tokens=16 * _K)
 _STEPS = {
     "llama-1b": (
         BatchKind(name="uniform", tokens=32 * _K, longest_tokens=16 * _K),
@@ -54,33 +53,12 @@ class Sizes:
     step_repeats: int = 2
     step_compiled: bool = True
     pack_tokens: int = 16 * _K
-    switch_model: str = "llama-1b"
-    experts_model: str = "mixture"
-    switch_batch: BatchKind = _PACKS
-    switch_steps: int = 6
-    staged_model: str = "llama-1b"
-    staged_ranks: tuple[int, ...] = (2, 3, 4)
-    staged_capacity_tokens: int = 8 * _K
-    staged_tokens: int = 32 * _K
-    staged_short: tuple[int, ...] = (3000, 900, 100)
-    staged_steps: int = 4
-    share_model: str = "llama-1b"
-    share_batch: BatchKind = _PACKS
     profile_model: str = "llama-1b"
     profile_seconds: float = 30.0
     profile_tokens: int = 16 * _K
-    cost_model: str = "llama-1b"
-    cost_fitted: int = 40
-    cost_held_out: int = 30
-    cost_tokens: tuple[int, int] = (128, 16 * _K)
-    cost_repeats: int = 3
-    longest_model: str = "llama-1b"
-    longest_budget_bytes: int = 40 * 10**9
-    longest_most_tokens: int = 256 * _K
-    longest_runs: int = 5
-    parity_tokens: tuple[int, ...] = (1, 127, 1024, 8 * _K, 64 * _K)
-    parity_heads: tuple[tuple[int, int, int], ...] = ((8, 2, 128), (8, 8, 64), (4, 1, 256), (8, 2, 80))
-    parity_rings: tuple[tuple[int, int], ...] = ((2, 8 * _K), (3, 32 * _K), (3, 48 * _K), (5, 40 * _K))
+    ring_heads: tuple[int, int, int] = (8, 2, 128)
+    ring_degree: int = 3
+    ring_tokens: int = 32 * _K
     logits_model: str = "wide words"
     logits_tokens: int = 17 * _K
     logits_at_once: int = LOGITS_AT_ONCE
@@ -119,33 +97,11 @@ TINY = replace(
     step_repeats=1,
     step_compiled=False,
     pack_tokens=64,
-    switch_model="tiny",
-    experts_model="mixture, tiny",
-    switch_batch=BatchKind(name="uniform", tokens=64, longest_tokens=32),
-    switch_steps=3,
-    staged_model="tiny",
-    staged_ranks=(2,),
-    staged_capacity_tokens=32,
-    staged_tokens=60,
-    staged_short=(20, 3),
-    staged_steps=2,
-    share_model="tiny",
-    share_batch=BatchKind(name="uniform", tokens=64, longest_tokens=32),
     profile_model="tiny",
     profile_seconds=0.5,
     profile_tokens=64,
-    cost_model="tiny",
-    cost_fitted=6,
-    cost_held_out=3,
-    cost_tokens=(8, 64),
-    cost_repeats=1,
-    longest_model="tiny",
-    longest_budget_bytes=3 * 10**6,
-    longest_most_tokens=2048,
-    longest_runs=3,
-    parity_tokens=(1, 40),
-    parity_heads=((4, 2, 8), (2, 1, 20)),
-    parity_rings=((3, 50),),
+    ring_heads=(4, 2, 8),
+    ring_tokens=50,
     logits_model="wide words, tiny",
     logits_tokens=40,
     logits_at_once=4 * 512,

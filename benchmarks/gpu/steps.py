@@ -1,14 +1,12 @@
 """Whole steps of one rank, ours and plain Hugging Face's: tokens a second, MFU, memory beside the state.
 
 Loops are built one after the other and again in the opposite order, so that a drift of the clocks meets all alike.
-In `steps` nobody has fused kernels of Liger; in `steps_liger`, a process of its own, all have them, for rotary
-positions are changed for all models of a process.
+Nobody has fused kernels of Liger.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib.util
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,10 +15,8 @@ import torch
 
 from gpu.batches import BatchKind, plan_for
 from gpu.clock import seconds_of
-from gpu.costs_here import hardware_here
 from gpu.loops import OurLoop, PlainLoop
-from gpu.models import model_config, peak_flops_per_second, step_flops
-from gpu.peaks import alloc_retries, held_bytes
+from gpu.models import hardware_here, model_config, peak_flops_per_second, step_flops
 from gpu.place import clocks
 from gpu.records import Records
 from gpu.sizes import Sizes
@@ -33,30 +29,17 @@ from lengthwise.engine.batch import random_batch
 from lengthwise.engine.memory import PeakMemory
 from lengthwise.models import Computing
 
-OURS, COMPILED, OURS_LIGER = "lengthwise", "lengthwise, compiled", "lengthwise + Liger"
+OURS, COMPILED = "lengthwise", "lengthwise, compiled"
 RIVALS: Mapping[str, Mapping[str, bool]] = {
     "HF one by one": {"packed": False},
     "HF + varlen": {"packed": True},
-    "HF one by one + Liger": {"packed": False, "liger": True},
-    "HF + varlen + Liger": {"packed": True, "liger": True},
 }
 
 
 def steps(sizes: Sizes, records: Records) -> None:
     """Write rows `step` of lengthwise and of plain Hugging Face."""
     ours = [OURS, COMPILED] if sizes.step_compiled else [OURS]
-    _write_steps(sizes, records, [*ours, *(name for name in RIVALS if "Liger" not in name)])
-
-
-def steps_liger(sizes: Sizes, records: Records) -> None:
-    """Write rows `step` of all with Liger's kernels; one that says so where they are not installed."""
-    if importlib.util.find_spec("liger_kernel") is None:
-        records.add("note", said="liger-kernel is not installed: no rival has its kernels")
-        return
-    _write_steps(sizes, records, [OURS_LIGER, *(name for name in RIVALS if "Liger" in name)])
-
-
-def _write_steps(sizes: Sizes, records: Records, names: Sequence[str]) -> None:
+    names = [*ours, *RIVALS]
     for model, batches in sizes.step_models.items():
         took: dict[tuple[str, str], list[float]] = {}
         for turn, loop in enumerate([*names, *reversed(names)]):
@@ -80,7 +63,7 @@ def _summary(sizes: Sizes, records: Records, model: str, kind: BatchKind, took: 
     config, lengths = model_config(model), kind.lengths()
     first = next(iter(took.values()))  # ours
     ours = statistics.median(first) if first else None
-    flops = step_flops(config, _parameters(config), lengths)
+    flops = step_flops(config, shape_from_config(config.to_dict()).total_params, lengths)
     peak = peak_flops_per_second(sizes.where)
     for loop, seconds in took.items():
         if not seconds:
@@ -99,11 +82,6 @@ def _summary(sizes: Sizes, records: Records, model: str, kind: BatchKind, took: 
             mfu=flops / median / peak,
             times_lengthwise=None if ours is None else median / ours,
         )
-
-
-def _parameters(config: Any) -> int:
-    shape = shape_from_config(config.to_dict())
-    return shape.total_params
 
 
 def _rows_of(
@@ -127,8 +105,8 @@ def _run_batch(sizes: Sizes, loop: OurLoop | PlainLoop, kind: BatchKind) -> dict
     device, lengths, memory = sizes.where, kind.lengths(), PeakMemory()
     config: Any = loop.model.config
     batch, plan = random_batch(lengths, vocab=config.vocab_size), _plan(sizes, config, kind)
-    first_loss = loop.step(plan, batch)
-    state = held_bytes(device)
+    on_gpu, first_loss = device.type == "cuda", loop.step(plan, batch)
+    state = torch.cuda.memory_allocated(device) if on_gpu else 0
     memory.start()
     seconds = seconds_of(lambda: loop.step(plan, batch), device, repeats=sizes.step_repeats, warm_up=0)
     return {
@@ -136,7 +114,7 @@ def _run_batch(sizes: Sizes, loop: OurLoop | PlainLoop, kind: BatchKind) -> dict
         "first_loss": first_loss,
         "state_bytes": state,
         "beside_state_bytes": memory.peak_bytes() - state,
-        "num_alloc_retries": alloc_retries(device),
+        "num_alloc_retries": int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if on_gpu else 0,
         "clocks": clocks(),
         "said": "; ".join(loop.said),
     }
@@ -144,9 +122,8 @@ def _run_batch(sizes: Sizes, loop: OurLoop | PlainLoop, kind: BatchKind) -> dict
 
 def _build(sizes: Sizes, model: str, name: str) -> OurLoop | PlainLoop:
     device = sizes.where
-    if name in (OURS, COMPILED, OURS_LIGER):
-        fused = "liger" if name == OURS_LIGER and device.type == "cuda" else "off"
-        computing = Computing(compile=name == COMPILED, fused_layers=fused)
+    if name in (OURS, COMPILED):
+        computing = Computing(compile=name == COMPILED, fused_layers="off")
         return OurLoop(model, device, sizes.dtype, computing=computing)
     return PlainLoop(model, device, sizes.dtype, pack_tokens=sizes.pack_tokens, **RIVALS[name])
 

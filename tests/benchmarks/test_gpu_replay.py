@@ -18,11 +18,13 @@ from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.engine.batch import random_batch
 from lengthwise.simulator import simulate_plan
 from lengthwise.simulator.rounds import microbatch_clocks
+from properties import costly
 
 CPU = torch.device("cpu")
 COST = all_terms_cost(named_shape("llama-7b"), replace(named_hardware("h100"), node_uplink_bytes_per_second=1e18))
 
 
+@costly
 @given(
     lengths=st.lists(st.integers(1, 60_000), min_size=1, max_size=12),
     ranks=st.sampled_from([1, 3, 8]),

@@ -1,8 +1,6 @@
 """Steps beside plain Hugging Face: the same losses, the same updates, torch's varlen call as each release has it."""
 
-import sys
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
@@ -97,22 +95,7 @@ def test_the_varlen_call_is_that_of_the_release(monkeypatch, call):
     assert torch.equal(got, wanted)
 
 
-def test_liger_is_given_to_rivals_alone_where_it_is_installed(tmp_path, monkeypatch):
-    given = []
-    liger = ModuleType("liger_kernel.transformers")
-    liger._apply_liger_kernel_to_instance = lambda model: given.append(model)
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
-    monkeypatch.setattr(steps.importlib.util, "find_spec", lambda _: object())
-    sizes = replace(TINY, device="cpu", step_models={"tiny": TINY.step_models["tiny"][:1]})
-    steps.steps_liger(sizes, Records(tmp_path, "steps_liger"))
-    rows = [row for row in read_rows(tmp_path) if row["table"] == "step"]
-    assert [row["loop"] for row in rows] == [steps.OURS_LIGER, "HF one by one + Liger", "HF + varlen + Liger"]
-    assert rows[0]["times_lengthwise"] == 1
-    assert len(given) == 4  # two rivals, two turns
-    losses = {row["first_loss"] for row in read_rows(tmp_path) if row["table"] == "step, each turn"}
-    assert max(losses) == pytest.approx(min(losses), rel=1e-5)
-
-
+@pytest.mark.exhaustive
 def test_what_does_not_fit_is_said_and_stops_no_other(tmp_path, monkeypatch):
     def out_of_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 62.62 GiB.")

@@ -12,6 +12,7 @@ def test_kind_compares_each_block_with_its_neighbour() -> None:
     assert rows[-1] == "prepared, cold: 1.500 (aim 1.02: **missed**)."
 
 
+@pytest.mark.exhaustive
 def test_blocks_run_from_prepared_rows_and_from_memory(tmp_path, capfd) -> None:
     store, made = loader.prepared_store(tmp_path, 500)
     assert "500 sequences" in capfd.readouterr().out

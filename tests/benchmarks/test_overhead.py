@@ -13,16 +13,13 @@ def _run(**seconds: list[float]) -> overhead.Run:
     return overhead.Run(seconds=loops, parameters=1, tokens=1, loads=(0.0, 1.0), others_cores=0.0)
 
 
-def test_overhead_ratio_is_the_median_of_pairs_over_the_faster_other_loop() -> None:
-    run = _run(one_by_one=[1.0, 2.0, 4.0], packed=[9.0, 9.0, 0.1], lengthwise=[1.5, 2.2, 4.0])
-    assert run.fastest == "one by one"
-    assert run.ratio == pytest.approx(1.1)  # of 1.5, 1.1 and 1.0; the ratio of medians is the same here
-    slower = _run(one_by_one=[1.0, 2.0, 4.0], lengthwise=[2.0, 2.0, 4.0])
-    assert slower.ratio == pytest.approx(1.0)
+def test_overhead_ratio_is_the_median_of_pairs() -> None:
+    assert _run(one_by_one=[1.0, 2.0, 4.0], lengthwise=[1.5, 2.2, 4.0]).ratio == pytest.approx(1.1)
+    assert _run(one_by_one=[1.0, 2.0, 4.0], lengthwise=[2.0, 2.0, 4.0]).ratio == pytest.approx(1.0)
 
 
 def test_overhead_counts_every_run() -> None:
-    lines = list(overhead.table("tiny", iter([_run(one_by_one=[1.0], lengthwise=[r]) for r in (1.0, 1.01, 1.06)])))
+    lines = list(overhead.table(iter([_run(one_by_one=[1.0], lengthwise=[r]) for r in (1.0, 1.01, 1.06)])))
     assert sum(line.startswith("| tiny") for line in lines) == 3
     assert "All 3 runs: mean 1.023 (aim 1.02: **missed**), median 1.010, 1.000 to 1.060; in 0" in lines[-1]
     assert "mean 1.020 (aim 1.02: met)" in overhead.verdict([1.0, 1.04], 0)

@@ -55,6 +55,7 @@ def commands(text: str) -> Iterator[tuple[str, bool]]:
                 for command in re.split(r" && | \|\| ", re.sub(r"(^|\s)#.*", "", line)):
                     if command.strip():
                         yield command.strip(), True
+    text = re.sub(r"`[^`]+`\s+at\s+commit [0-9a-f]{7}\b", "", text)  # an experiment of then, whose script is gone
     for line in re.sub(r"^ *```\w*\n.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL).split("\n\n"):
         for code in re.findall(r"`([^`]+)`", line):
             words = " ".join(code.split())
@@ -166,8 +167,7 @@ def test_benchmarks_take_the_options_that_they_name(script: Path) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
 def test_benchmarks_have_a_page_that_says_how_it_was_made(script: Path) -> None:
-    if script.stem in ("families", "plots", "plan_time") or script.stem.startswith("gpu_"):
-        # pages elsewhere, pictures, two checkouts
+    if script.stem in ("families", "plots", "gpu_check"):  # pages elsewhere, pictures
         return
     page = (ROOT / "docs" / "benchmarks" / f"{script.stem}.md").read_text(encoding="utf-8")
     begin, end = (f"<!-- {script.stem}: {part} -->\n" for part in ("begin", "end"))

@@ -1,7 +1,4 @@
-"""The memory of a rank is predicted within 5 %: what small passes say against a whole step, counted tensor by tensor.
-
-`benchmarks/memory_model.py` holds many more kinds of steps to it.
-"""
+"""A rank's memory is predicted within 5 %: what small passes say against a whole step, counted tensor by tensor."""
 
 from dataclasses import replace
 

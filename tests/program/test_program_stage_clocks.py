@@ -113,7 +113,7 @@ def test_bubbles_of_unequal_microbatches_depend_on_their_order() -> None:
 
 
 def test_slots_that_grow_from_the_ends_lose_less_to_bubbles() -> None:
-    """What docs/benchmarks/pipeline.md says of 32 full packs in 8 stages: 1.22 of their work, 1.09 with ramps."""
+    """32 full packs in 8 stages: 1.22 of their work, 1.09 with ramps."""
     assert _fill(np.ones(32), 8) == pytest.approx(7)
     ramp = 1.1 ** np.arange(-59, 0.0)
     full = 32 - 2 * ramp.sum()

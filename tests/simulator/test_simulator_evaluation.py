@@ -1,22 +1,14 @@
-"""Tables of every planner with its best mesh, and of ByteScale's evaluation: figures follow from rows, by hand."""
+"""Tables of every planner with its best mesh: figures follow from rows, by hand."""
 
-import argparse
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-import bytescale_evaluation as evaluation
 from best_tables import Aim, best_tables
-from bytescale_report import PublishedRow, Rows, report
 from lengthwise.cost import named_hardware, named_shape
 from lengthwise.simulator import MeshQuestion
 from mesh_rows import MeshRow, Taken, add_line, read_lines, search
 
 PLACE = ("llama-7b", "github", "2M")
-TENSORS = {"llama-7b": 1, "llama-13b": 2}
 
 
 def _taken(seconds: float, *, trains: bool = True, flops_ratio: float = 0.5) -> Taken:
@@ -42,22 +34,11 @@ def _tables(*rows: MeshRow, least_gain: float = 1.1) -> str:
     return "\n".join(best_tables(rows, ("model", "set", "longest"), [aim]))
 
 
-def _published(planner: str, seconds: float, **changes: Any) -> PublishedRow:
-    row = PublishedRow(model="llama-7b", recipe="github", planner=planner, tensor=1, capacity="8K", link=50e9)
-    return replace(row, seconds=[seconds - 1, seconds + 1], ideal_seconds=[1.0, 1.0], **changes)
-
-
-def _report(*published: PublishedRow) -> str:
-    return "\n".join(report(Rows(best=[], published=list(published), default=("8K", 50e9), tensors=TENSORS)))
-
-
 def test_rows_survive_the_file(tmp_path: Path) -> None:
     rows = [_row("static", 20.0, 8.0), _row("lengthwise", None, None)]
     for row in rows:
         add_line(tmp_path / "deep" / "rows.jsonl", row)
     assert [MeshRow.from_json(line) for line in read_lines(tmp_path / "deep" / "rows.jsonl")] == rows
-    published = _published("static", 4.0)
-    assert PublishedRow(**json.loads(json.dumps(asdict(published)))) == published
     assert read_lines(tmp_path / "none") == []
 
 
@@ -131,64 +112,3 @@ def test_search_writes_what_the_package_found_and_refusals() -> None:
     refused = search(PLACE, "static", [[10**9]], question)
     assert refused.today is refused.any_mesh is None
     assert refused.refused
-
-
-def test_batches_are_dealt_from_one_draw() -> None:
-    batches = evaluation.cut_batches("byted", 2, 2**21)
-    assert len(batches) == 2
-    assert all(sum(batch) == pytest.approx(evaluation.BATCH_TOKENS, rel=0.07) for batch in batches)
-
-
-def test_places_without_a_rival_are_left_out() -> None:
-    names = ("static", "single-degree", "power-of-two", "bytescale", "lengthwise")
-    rows = [replace(_row(name, 9.0, 9.0), place=(model, *PLACE[1:])) for model in TENSORS for name in names]
-    text = "\n".join(report(Rows(best=rows[:-1], published=[], default=("8K", 50e9), tensors=TENSORS)))
-    assert "| llama-7b | github | 2M |" in text
-    assert "| llama-13b |" not in text
-    said = "Not simulated with all planners at 2M: llama-13b on github, llama-7b on byted, llama-13b on byted."
-    assert said in text
-
-
-def test_rows_asked_are_asked_once() -> None:
-    arguments = argparse.Namespace(models="llama-7b", recipes="github,byted", planners="static,packed-dp,bytescale")
-    keys = [row.key for row in evaluation.published_keys(arguments)]
-    assert [key[1:3] for key in keys] == [(r, p) for r in ("github", "byted") for p in ("static", "bytescale")]
-    surface = [row.key for row in evaluation.surface_keys(["github"])]
-    assert len(surface) == len(set(surface)) == (4 + 3) * 3 * 2  # TP 8 holds 2M with 16K alone
-    assert set(keys) & set(surface)  # the published setting is a point of the surface
-
-
-def test_a_published_row_is_simulated_as_it_is_keyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "cut_batches", lambda *_: [[8192] * 2048])
-    seconds = {}
-    for tensor, link in ((1, 50e9), (2, 50e9), (1, 200e9)):
-        key = replace(_published("static", 0.0), tensor=tensor, link=link)
-        seconds[tensor, link] = evaluation.simulate_published(key, 1).mean_seconds
-        assert evaluation.simulate_published(key, 1).key == key.key
-    # 2M over 256 ranks: rings of all, sooner with faster links; two devices a rank hold as much, in half the ranks.
-    assert seconds[1, 200e9] < seconds[1, 50e9]
-    assert seconds[2, 50e9] != seconds[1, 50e9]
-
-
-def test_published_figures_stand_beside_simulated_ones() -> None:
-    text = _report(
-        _published("static", 80.0),
-        _published("bytescale", 10.0),
-        _published("static", 60.0, model="llama-13b", tensor=2),
-        _published("static", 104.0, recipe="byted"),
-        _published("bytescale", 31.4, recipe="byted"),
-    )
-    assert "| llama-7b | github | TP 1 | 80.00 | 7.89x | - | - | - | 8.00x | - |" in text
-    assert "| llama-13b | github | TP 2 | 60.00 | 6.88x | - | - | - | - | - |" in text
-    assert "| llama-7b | byted | TP 1 | 104.00 | - | - | - | - | 3.31x | - |" in text
-    assert "| static | 8 min 40 s | 104.0 s | 5.0 | 1.00x | 1.00x | 1.00x |" in text
-    assert "| bytescale | 2 min 37 s | 31.4 s | 5.0 | 3.31x | 3.69x | 3.31x |" in text
-
-
-def test_the_surface_has_every_link_and_leaves_out_what_was_not_run() -> None:
-    simulated = (("static", 20, 5e9, 1), ("bytescale", 8, 5e9, 1), ("static", 9, 5e10, 1))
-    simulated += (("static", 30, 5e10, 4), ("bytescale", 20, 5e10, 4))
-    text = _report(*(_published(name, s, link=link, tensor=tensor) for name, s, link, tensor in simulated))
-    assert "| set | mesh of both | tokens of a rank | 5 GB/s | 50 GB/s |" in text
-    assert "| github | TP 1 | 8K | 2.50 | - |" in text
-    assert "| github | TP 4 | 8K | - | 1.50 |" in text

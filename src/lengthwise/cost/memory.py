@@ -3,7 +3,7 @@
 States as `engine.replicated` or `engine.sharded` and AdamW keep them. Of a layer what its operations save for
 backward, tensor by tensor, by family (`_KINDS`; others are counted as a Llama). Beside that, the most of three
 moments: the loss; the first norm of backward; the first MLP of backward, all of its layer computed again where it was
-not kept. Held to what steps take by `benchmarks/memory_model.py`. `cost.capacity` says how many tokens fit.
+not kept. Held to what steps take by tests/engine/test_engine_peaks.py. `cost.capacity` says how many tokens fit.
 """
 
 from __future__ import annotations

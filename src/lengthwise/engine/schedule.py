@@ -7,6 +7,7 @@ transformers' scheduler gives after s - 1 calls, as in its Trainer: the first st
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers.optimization import get_scheduler
@@ -21,7 +22,8 @@ def learning_rates(config: OptimizerConfig, num_steps: int) -> Callable[[int], f
     args = {} if config.schedule_args is None else config.schedule_args.model_dump(exclude_none=True)
     steps = None if "num_stable_steps" in args else num_steps  # transformers warns of both
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=config.lr)  # some schedules look its lr up
-    (factor,) = get_scheduler(name, optimizer, config.warmup_steps, steps, args).lr_lambdas
+    scheduler: Any = get_scheduler(name, optimizer, config.warmup_steps, steps, args)
+    (factor,) = scheduler.lr_lambdas
     return lambda step: config.lr * factor(step - 1)
 
 

@@ -81,7 +81,7 @@ def train(
                 return None
             found = find_resume(config, accept_changes=accept_changes)
             folder.kept(found.step)  # what is damaged is refused before anything changes
-            read_best(config.folder)
+            read_best(config.output)
             return found
 
         start = prepare(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds, claim=claim)

@@ -2,7 +2,7 @@
 
 `BalancedCPScheduler` is plain Python and needs no GPU: it is given lengths and a stand-in for its process group, of
 which it asks the size only. The samples of each rank and sub-batch that it returns become a plan, packed as
-`power-of-two` packs: run as 0.16 runs them, every sample a launch, they take longer (`benchmarks/megatron_core.py`).
+`power-of-two` packs: run as 0.16 runs them, every sample a launch, they take longer.
 """
 
 from __future__ import annotations
