@@ -184,9 +184,10 @@ class MemoryDataset(NumberedRows):
         """Return what tells rows [first, last) from others, uint8 [last - first, 16]."""
         found = bytearray()
         for row in range(first, last):
-            values = (self.flat_tokens, self.flat_labels, self.flat_weights)
-            tokens, labels, weights = (None if each is None else each[self._span(row)] for each in values)
-            found += row_digest(tokens, labels, weights)
+            span = self._span(row)
+            labels = None if self.flat_labels is None else self.flat_labels[span]
+            weights = None if self.flat_weights is None else self.flat_weights[span]
+            found += row_digest(self.flat_tokens[span], labels, weights)
         return np.frombuffer(found, dtype=np.uint8).reshape(-1, ROW_DIGEST_BYTES)
 
     def digest(self) -> bytes:
