@@ -23,7 +23,7 @@ PACKAGES = (
     *("pytest", "pluggy", "iniconfig", "hypothesis", "sortedcontainers"),
 )
 """What the scripts of a GPU import, directly or not."""
-OPTIONAL = ("liger-kernel", "flash-attn", "flash-attn-4", "nvidia-cudnn-frontend", "triton")
+OPTIONAL = ("liger-kernel", "nvidia-cudnn-frontend", "triton")
 _CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu", "driver_version")
 
 

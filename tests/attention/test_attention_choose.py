@@ -1,8 +1,5 @@
 """Which attention kernel is chosen, refused and activated, and what is said of it: without a GPU."""
 
-import sys
-from types import ModuleType, SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +8,7 @@ from torch.nn.attention import _registry, current_flash_attention_impl
 
 from lengthwise.attention import AttentionNeeds, Block, ReferenceKernel, check_attention, choose_kernel
 from lengthwise.attention.abilities import GpuAbilities, obstacle, order_of
-from lengthwise.attention.choose import _is_installed, gpu_kernel
+from lengthwise.attention.choose import gpu_kernel
 from lengthwise.attention.cuda_kernels import TorchVarlenOps
 from lengthwise.attention.cudnn import ByLengthKernel
 from lengthwise.attention.packs import PackKernel
@@ -19,30 +16,23 @@ from lengthwise.attention.varlen import Documents, VarlenKernel
 from lengthwise.core.errors import ConfigError
 
 CPU = torch.device("cpu")
-EVERYTHING = {"torch_flash": True, "flash_attn": True, "flash3": True, "flash4": True, "cudnn": 91900}
+EVERYTHING = {"torch_flash": True, "flash3": True, "cudnn": 91900}
 BF16 = AttentionNeeds(dtype=torch.bfloat16, head_dim=128)
 
 
-@pytest.fixture(autouse=True)
-def package(monkeypatch):
-    calls = dict.fromkeys(("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"))
-    monkeypatch.setattr("lengthwise.attention.choose.flash_attn_interface", lambda: SimpleNamespace(**calls))
-
-
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "capability", "torch_flash", "flash_attn", "name", "reason"),
+    ("dtype", "head_dim", "capability", "torch_flash", "name", "reason"),
     [
-        (torch.bfloat16, 128, (9, 0), True, True, "torch flash attention", "torch has flash attention"),
-        (torch.bfloat16, 128, (8, 0), False, True, "flash-attn", "built without flash attention, and the flash-attn"),
-        (torch.bfloat16, 128, (8, 0), False, False, "torch efficient", "no flash-attn from 2.7.1"),
-        (torch.bfloat16, 320, (9, 0), True, True, "torch efficient", "at most 256, and this model has 320"),
-        (torch.bfloat16, 64, (7, 5), True, True, "reference", "this GPU has 7.5, and efficient attention lacks bf"),
-        (torch.float32, 64, (9, 0), True, True, "torch efficient", "takes bf16, not float32"),
-        (torch.float64, 64, (9, 0), True, True, "reference", "not float64, and efficient attention lacks float64"),
+        (torch.bfloat16, 128, (9, 0), True, "torch flash attention", "torch has flash attention"),
+        (torch.bfloat16, 128, (8, 0), False, "torch efficient", "built without flash attention"),
+        (torch.bfloat16, 320, (9, 0), True, "torch efficient", "at most 256, and this model has 320"),
+        (torch.bfloat16, 64, (7, 5), True, "reference", "this GPU has 7.5, and efficient attention lacks bf"),
+        (torch.float32, 64, (9, 0), True, "torch efficient", "takes bf16, not float32"),
+        (torch.float64, 64, (9, 0), True, "reference", "not float64, and efficient attention lacks float64"),
     ],
 )
-def test_gpu_kernel_is_chosen_and_said_why(dtype, head_dim, capability, torch_flash, flash_attn, name, reason):
-    abilities = GpuAbilities(capability=capability, torch_flash=torch_flash, flash_attn=flash_attn)
+def test_gpu_kernel_is_chosen_and_said_why(dtype, head_dim, capability, torch_flash, name, reason):
+    abilities = GpuAbilities(capability=capability, torch_flash=torch_flash)
     kernel, said = gpu_kernel(abilities, AttentionNeeds(dtype=dtype, head_dim=head_dim))
     assert name in kernel.name
     assert reason in said
@@ -54,7 +44,6 @@ def test_gpu_kernel_is_chosen_and_said_why(dtype, head_dim, capability, torch_fl
     ("capability", "lacks", "windowed", "name", "reason"),
     [
         ((9, 0), (), False, "torch flash attention 3, varlen", "this GPU and its libraries have flash3"),
-        ((10, 0), (), False, "torch flash attention 4, varlen", "this GPU and its libraries have flash4"),
         ((8, 0), (), False, "torch flash attention, varlen", "and torch has flash attention"),
         ((12, 0), (), False, "torch flash attention, varlen", "and torch has flash attention"),
         (
@@ -64,7 +53,6 @@ def test_gpu_kernel_is_chosen_and_said_why(dtype, head_dim, capability, torch_fl
             "cuDNN from 4,096 tokens of one",
             "have cudnn; not flash3: there is no package fl",
         ),
-        ((10, 0), (), True, "cuDNN from 4,096 tokens", "not flash4: this model has windows, which torch hands on to"),
         ((9, 0), ("flash3", "cudnn"), False, "torch flash attention, varlen", "and this torch has none"),
     ],
 )
@@ -84,7 +72,6 @@ def test_auto_takes_the_fastest_and_names_what_is_missing(capability, lacks, win
     [
         ("flash2", VarlenKernel),
         ("flash3", VarlenKernel),
-        ("flash4", VarlenKernel),
         ("cudnn", ByLengthKernel),
         ("reference", ReferenceKernel),
     ],
@@ -99,8 +86,6 @@ def test_a_name_is_taken_and_nothing_else(name, kind):
     ("name", "capability", "dtype", "head_dim", "got"),
     [
         ("flash3", (10, 0), torch.bfloat16, 64, "flash3: flash attention 3 needs compute capability 9.0, and this GPU"),
-        ("flash4", (8, 0), torch.bfloat16, 64, "flash4: flash attention 4 needs compute capability 9.0 or 10.0, and"),
-        ("flash4", (9, 0), torch.bfloat16, 192, "flash4: flash attention 4 takes heads of at most 128"),
         ("cudnn", (9, 0), torch.bfloat16, 192, "cudnn: cuDNN's backward takes heads of at most 128"),
         ("flash2", (8, 6), torch.bfloat16, 224, "flash2: flash attention 2 has no backward for heads of 224 there"),
         ("flash2", (9, 0), torch.float32, 64, "flash2: flash attention takes bf16, not float32"),
@@ -163,17 +148,8 @@ def test_what_no_gpu_could_do_is_refused_without_one():
         check_attention("flash2", fp32, on_gpus=True)
     with pytest.raises(ConfigError, match="flash3: there is no package flash_attn_interface"):
         check_attention("flash3", BF16, on_gpus=True)
-    with pytest.raises(ConfigError, match=r"flash4: there is no package flash_attn\.cute"):
-        check_attention("flash4", BF16, on_gpus=True)
     for name in ("auto", "efficient", "reference"):
         check_attention(name, fp32, on_gpus=True)
-
-
-def test_a_package_inside_one_that_is_missing_is_not_installed(monkeypatch):
-    assert not _is_installed("flash_attn.cute")
-    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
-    assert not _is_installed("flash_attn.cute")
-    assert _is_installed("torch.nn")
 
 
 class _Handle:
@@ -184,24 +160,22 @@ class _Handle:
 def test_each_call_activates_its_own_implementation(monkeypatch):
     """torch has one at a time for the process, so two kernels side by side must not mix."""
     activated = []
-    for name in ("FA3", "FA4"):
+    for name in ("FA3", "other"):
         monkeypatch.setitem(
             _registry._FLASH_ATTENTION_IMPLS, name, lambda name=name: activated.append(name) or _Handle()
         )
     q, k, v = (torch.empty(10, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
     block = Block(q=q, k=k, v=v, scale=0.1)
     try:
-        for wanted in ("FA3", "FA3", None, "FA4", "FA3", None, None):
+        for wanted in ("FA3", "FA3", None, "other", "FA3", None, None):
             VarlenKernel(TorchVarlenOps(activated=wanted)).forward(block)
             assert current_flash_attention_impl() == wanted
     finally:
         _registry.restore_flash_attention_impl(_raise_warn=False)
-    assert activated == ["FA3", "FA4", "FA3"]
+    assert activated == ["FA3", "other", "FA3"]
 
 
 def test_no_limit_is_none_for_every_kernel():
-    """Flash attention 4 takes -1, and 0 on the right, for windows, which it refuses in torch 2.11."""
-
     def window(causal, left):
         borders = torch.tensor([0, 4], dtype=torch.int32)
         return Documents(

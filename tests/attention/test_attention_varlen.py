@@ -1,9 +1,5 @@
 """GPU kernels without a GPU: what they are handed, which is chosen and why, and that a pack is one call."""
 
-import inspect
-import sys
-from types import ModuleType, SimpleNamespace
-
 import pytest
 import torch
 from testing import make_plan, relative_error
@@ -11,7 +7,7 @@ from testing.strict import StrictWorld
 from testing.varlen import ReferenceVarlenOps
 
 from lengthwise.attention import Block, PlannedAttention, ReferenceKernel, Saved, planned_attention
-from lengthwise.attention.cuda_kernels import EfficientKernel, FlashAttnOps, TorchVarlenOps, flash_attn_interface
+from lengthwise.attention.cuda_kernels import EfficientKernel, TorchVarlenOps
 from lengthwise.attention.kernels import BlockMask
 from lengthwise.attention.packs import pack_of
 from lengthwise.attention.varlen import VarlenKernel
@@ -159,70 +155,3 @@ def test_efficient_kernel_hands_masked_blocks_to_the_reference():
         out, Block(q=q, k=k, v=v, causal=True, scale=0.3, mask=mask), Saved(out=out, lse=lse)
     )
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
-
-
-def flash_attn_stub():
-    """The raw calls of flash-attn 2.7.1 and later, by their published signatures, computed by the reference."""
-    ops = ReferenceVarlenOps()
-
-    def documents(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size_left, window_size_right):
-        return SimpleNamespace(
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            causal=causal,
-            window=(window_size_left, 0 if causal else window_size_right),
-        )
-
-    def _flash_attn_varlen_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
-        block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
-    ):  # fmt: skip
-        borders = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size_left, window_size_right)
-        return (*ops.forward(Block(q=q, k=k, v=v, scale=softmax_scale), documents(*borders)), None, None)
-
-    def _flash_attn_varlen_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
-        rng_state=None, zero_tensors=False,
-    ):  # fmt: skip
-        borders = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, window_size_left, window_size_right)
-        grads = ops.backward(
-            dout, Block(q=q, k=k, v=v, scale=softmax_scale), Saved(out=out, lse=softmax_lse), documents(*borders)
-        )
-        for into, grad in zip((dq, dk, dv), grads, strict=True):
-            into.copy_(grad)
-
-    return SimpleNamespace(
-        _flash_attn_varlen_forward=_flash_attn_varlen_forward, _flash_attn_varlen_backward=_flash_attn_varlen_backward
-    )
-
-
-@pytest.mark.parametrize("window", [None, 7])
-def test_flash_attn_package_gives_what_the_reference_gives(window):
-    """Its calls are bound by their signatures, and write gradients into room that we make."""
-    stub, (q, k, v) = flash_attn_stub(), draw(30)
-    assert "window_size_left" in inspect.signature(stub._flash_attn_varlen_forward).parameters
-    plan = make_plan(1, [21, 9], [Piece(ranks=(0,), sequences=(0, 1))])
-    pack = pack_of(lower_microbatch(plan, 0).with_window(window).tasks(0, 0), window=window, device=CPU)
-    results = []
-    for ops in (FlashAttnOps(stub), ReferenceVarlenOps()):
-        kernel = VarlenKernel(ops)
-        out, lse = kernel.forward_pack(Block(q=q, k=k, v=v, scale=0.3), pack)
-        results.append(
-            (out, lse, *kernel.backward_pack(out, Block(q=q, k=k, v=v, scale=0.3), Saved(out=out, lse=lse), pack))
-        )
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_flash_attn_is_not_taken_where_it_is_missing_or_too_old(monkeypatch):
-    assert flash_attn_interface() is None
-    interface = ModuleType("flash_attn.flash_attn_interface")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
-    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
-    for version, taken in (("2.6.3", False), ("2.7.0.post2", False), ("2.7.1", True), ("2.8.3+cu12torch2.7", True)):
-        monkeypatch.setattr("importlib.metadata.version", lambda name, version=version: version)
-        assert (flash_attn_interface() is not None) == taken, version

@@ -1,7 +1,7 @@
 """Which attention implementations a GPU, its libraries and a model allow, and in which order they are tried.
 
 Pure decisions over records; `choose` fills the records and builds the kernels. Sources: the checks of
-`torch.nn.attention._fa3` and `_fa4` and of `sdp_utils.cpp`, in torch 2.11 and 2.13. Nothing of it was measured on a
+`torch.nn.attention._fa3` and of `sdp_utils.cpp`, in torch 2.11 and 2.13. Nothing of it was measured on a
 GPU: docs/decisions/attention-by-length.md.
 """
 
@@ -13,18 +13,17 @@ import torch
 
 from lengthwise.attention.varlen import MOST_HEAD_DIM
 
-LEAST_FLASH_ATTN = (2, 7, 1)  # older ones have the window as a pair
 LEAST_CUDNN = 90501  # from 9.5.1 on a gradient's strides need not be those of the output
 
 _HALF = (torch.bfloat16, torch.float16)
 _FLASH_CAPABILITY = (8, 0)
-_HOPPER, _BLACKWELL = 9, 10
+_HOPPER = 9
 _BESIDE_SM80, _LATER = ((8, 6), (8, 9)), 12  # too little shared memory for some backward passes
 _MOST_HEAD_DIM_THERE, _LEAST_HEAD_DIM_THERE = 192, 224
-_MOST_HEAD_DIM_CUDNN = _MOST_HEAD_DIM_FLASH4 = 128
+_MOST_HEAD_DIM_CUDNN = 128
 
 FALLBACKS = ("efficient", "reference")
-BY_CAPABILITY = {_HOPPER: ("flash3", "cudnn", "flash2"), _BLACKWELL: ("flash4", "cudnn", "flash2")}
+BY_CAPABILITY = {_HOPPER: ("flash3", "cudnn", "flash2")}
 """What is tried first, by the major compute capability; elsewhere flash2."""
 
 
@@ -33,16 +32,13 @@ class GpuAbilities:
     """What of attention a GPU and the installed libraries have.
 
     capability: CUDA's (major, minor); None: not known yet, and no obstacle. torch_flash: torch was built with flash
-    attention. flash_attn, flash3, flash4: the package is there, and for the latter two torch can activate it.
-    flash4_windows: torch hands windows on to it. cudnn: its version as cuDNN counts, 0: none; None: not known yet.
+    attention. flash3: its package is there, and torch can activate it. cudnn: its version as cuDNN counts, 0: none;
+    None: not known yet.
     """
 
     capability: tuple[int, int] | None
     torch_flash: bool
-    flash_attn: bool
     flash3: bool = False
-    flash4: bool = False
-    flash4_windows: bool = False
     cudnn: int | None = 0
 
 
@@ -70,7 +66,6 @@ def obstacle(name: str, abilities: GpuAbilities, needs: AttentionNeeds) -> str |
     return {
         "flash2": _against_flash2,
         "flash3": _against_flash3,
-        "flash4": _against_flash4,
         "cudnn": _against_cudnn,
         "efficient": _against_efficient,
         "reference": lambda *_: None,
@@ -95,10 +90,7 @@ def _against_flash2(abilities: GpuAbilities, needs: AttentionNeeds) -> str | Non
     little_memory = _BESIDE_SM80[0] <= capability <= _BESIDE_SM80[1] or capability[0] >= _LATER
     if little_memory and _MOST_HEAD_DIM_THERE < needs.head_dim <= _LEAST_HEAD_DIM_THERE:
         return f"flash attention 2 has no backward for heads of {needs.head_dim} there: {_this_gpu(abilities)}"
-    if not abilities.torch_flash and not abilities.flash_attn:
-        least = ".".join(map(str, LEAST_FLASH_ATTN))
-        return f"this torch was built without flash attention, and there is no flash-attn from {least}"
-    return None
+    return None if abilities.torch_flash else "this torch was built without flash attention"
 
 
 def _against_flash3(abilities: GpuAbilities, needs: AttentionNeeds) -> str | None:
@@ -108,21 +100,6 @@ def _against_flash3(abilities: GpuAbilities, needs: AttentionNeeds) -> str | Non
     if abilities.capability is not None and abilities.capability[0] != _HOPPER:
         return f"flash attention 3 needs compute capability 9.0, and {_this_gpu(abilities)}"
     return None if abilities.flash3 else "there is no package flash_attn_interface (flash attention 3)"
-
-
-def _against_flash4(abilities: GpuAbilities, needs: AttentionNeeds) -> str | None:
-    found = _against_flash(abilities, needs)
-    if found is not None:
-        return found
-    if abilities.capability is not None and abilities.capability[0] not in (_HOPPER, _BLACKWELL):
-        return f"flash attention 4 needs compute capability 9.0 or 10.0, and {_this_gpu(abilities)}"
-    if needs.head_dim > _MOST_HEAD_DIM_FLASH4:
-        return f"flash attention 4 takes heads of at most {_MOST_HEAD_DIM_FLASH4}, and this model has {needs.head_dim}"
-    if not abilities.flash4:
-        return "there is no package flash_attn.cute (flash attention 4)"
-    if needs.windowed and not abilities.flash4_windows:
-        return "this model has windows, which torch hands on to flash attention 4 from 2.13 on"
-    return None
 
 
 def _against_cudnn(abilities: GpuAbilities, needs: AttentionNeeds) -> str | None:

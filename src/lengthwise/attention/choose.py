@@ -6,7 +6,6 @@ CPU there are torch's flash attention for CPUs and the reference.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 from collections.abc import Callable
 
@@ -21,13 +20,12 @@ from lengthwise.attention.abilities import (
     obstacle,
     order_of,
 )
-from lengthwise.attention.cuda_kernels import EfficientKernel, FlashAttnOps, TorchVarlenOps, flash_attn_interface
+from lengthwise.attention.cuda_kernels import EfficientKernel, TorchVarlenOps
 from lengthwise.attention.cudnn import ByLengthKernel, CudnnOps, DenseKernel
 from lengthwise.attention.kernels import BlockKernel, FlashCpuKernel, ReferenceKernel
 from lengthwise.attention.varlen import TOKEN_MULTIPLE, VarlenKernel
 from lengthwise.core.errors import ConfigError
 
-_FLASH4_WINDOWS = (2, 13)  # of torch
 _ON_CPU = ("auto", "reference")
 
 
@@ -86,33 +84,29 @@ def gpu_kernel(
         against = obstacle(implementation, abilities, needs)
         if against is not None:
             raise _refuse(implementation, against)
-        return _build(implementation, abilities), "the run file asks for it"
+        return _build(implementation), "the run file asks for it"
     against = {name: obstacle(name, abilities, needs) for name in order_of(abilities.capability)}
     name = next(name for name, each in against.items() if each is None)
-    return _build(name, abilities), _reason(name, abilities, needs, against)
+    return _build(name), _reason(name, needs, against)
 
 
-def _reason(name: str, abilities: GpuAbilities, needs: AttentionNeeds, against: dict[str, str | None]) -> str:
+def _reason(name: str, needs: AttentionNeeds, against: dict[str, str | None]) -> str:
     if name in FALLBACKS:
         return ", and ".join(str(against[each]) for each in ("flash2", *FALLBACKS[: FALLBACKS.index(name)]))
-    if name == "flash2" and not abilities.torch_flash:
-        reason = "this torch was built without flash attention, and the flash-attn package is installed"
-    else:
-        has = "torch has flash attention" if name == "flash2" else f"this GPU and its libraries have {name}"
-        reason = f"{needs.bits} with heads of {needs.head_dim}, and {has}"
+    has = "torch has flash attention" if name == "flash2" else f"this GPU and its libraries have {name}"
+    reason = f"{needs.bits} with heads of {needs.head_dim}, and {has}"
     tried = list(against)[: list(against).index(name)]
     return "; ".join([reason, *(f"not {each}: {against[each]}" for each in tried)])
 
 
-def _build(name: str, abilities: GpuAbilities) -> BlockKernel:
+def _build(name: str) -> BlockKernel:
     if name == "efficient":
         return EfficientKernel()
     if name == "reference":
         return ReferenceKernel(token_multiple=TOKEN_MULTIPLE)
-    if name in ("flash3", "flash4"):
-        return VarlenKernel(TorchVarlenOps(activated=f"FA{name[-1]}"))
-    ops = TorchVarlenOps() if abilities.torch_flash else FlashAttnOps(flash_attn_interface())
-    varlen = VarlenKernel(ops)
+    if name == "flash3":
+        return VarlenKernel(TorchVarlenOps(activated="FA3"))
+    varlen = VarlenKernel(TorchVarlenOps())
     return varlen if name == "flash2" else ByLengthKernel(DenseKernel(CudnnOps()), varlen)
 
 
@@ -130,19 +124,9 @@ def _refuse(implementation: str, against: str) -> ConfigError:
 def _abilities(device: torch.device | None) -> GpuAbilities:
     """Look what a GPU and the libraries have; without a device only at what starts no CUDA."""
     activable = list_flash_attention_impls()
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return GpuAbilities(
         capability=None if device is None else torch.cuda.get_device_capability(device),
         torch_flash=torch.backends.cuda.is_flash_attention_available(),
-        flash_attn=flash_attn_interface() is not None,
-        flash3="FA3" in activable and _is_installed("flash_attn_interface"),
-        flash4="FA4" in activable and _is_installed("flash_attn.cute"),
-        flash4_windows=version >= _FLASH4_WINDOWS,
+        flash3="FA3" in activable and importlib.util.find_spec("flash_attn_interface") is not None,
         cudnn=None if device is None else torch.backends.cudnn.version() or 0,
     )
-
-
-def _is_installed(module: str) -> bool:
-    with contextlib.suppress(ImportError):  # of the package that it is in
-        return importlib.util.find_spec(module) is not None
-    return False

@@ -1,4 +1,4 @@
-"""The raw attention calls for GPUs: flash attention in torch, in the flash-attn package, and torch's efficient one.
+"""The raw attention calls for GPUs: torch's flash attention, and its memory-efficient one.
 
 Raw operators, because the public functions give either no log-sum-exp or no backward that takes one from outside.
 `aten._flash_attention_forward` and its backward are what `torch.nn.attention.varlen.varlen_attn` calls; that function's
@@ -7,9 +7,6 @@ own operators have other arguments in every release. Dropout is zero everywhere,
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import importlib.util
 from typing import Any
 
 import torch
@@ -21,7 +18,6 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
 )
 
-from lengthwise.attention.abilities import LEAST_FLASH_ATTN
 from lengthwise.attention.kernels import Block, Gradients, ReferenceKernel, Saved, batched, grouped, unbatched
 from lengthwise.attention.varlen import TOKEN_MULTIPLE, Documents
 
@@ -29,7 +25,7 @@ _LSE_MULTIPLE = 32
 
 
 class TorchVarlenOps:
-    """Flash attention as torch ships it, or what is `activated` in its place: FA3 or FA4 of torch's registry.
+    """Flash attention as torch ships it, or what is `activated` in its place: FA3 of torch's registry.
 
     torch has one of them at a time, for the process: each call makes sure that it is this one.
     """
@@ -60,31 +56,6 @@ class TorchVarlenOps:
             torch.empty(0, device=device),
             **_scale_and_window(block, documents),
         )
-
-
-class FlashAttnOps:
-    """The flash-attn package; `interface` is its module `flash_attn.flash_attn_interface`."""
-
-    name = "flash-attn, varlen"
-
-    def __init__(self, interface: Any) -> None:
-        self._forward, self._backward = interface._flash_attn_varlen_forward, interface._flash_attn_varlen_backward
-
-    def forward(self, block: Block, documents: Documents) -> tuple[Tensor, Tensor]:
-        """Compute out and lse (see `VarlenOps.forward`)."""
-        out, lse, *_ = self._forward(block.q, block.k, block.v, **_flash_attn_arguments(block, documents))
-        return out, lse
-
-    def backward(self, grad_out: Tensor, block: Block, saved: Saved, documents: Documents) -> Gradients:
-        """Compute gradients (see `VarlenOps.backward`)."""
-        operands = (block.q, block.k, block.v)
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands)
-        self._backward(
-            *(grad_out, *operands, saved.out, saved.lse, dq, dk, dv),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            **_flash_attn_arguments(block, documents),
-        )
-        return dq, dk, dv
 
 
 class EfficientKernel:
@@ -132,15 +103,6 @@ class EfficientKernel:
         return dq, dk, dv
 
 
-def flash_attn_interface() -> Any | None:
-    """Return the flash-attn package's module of raw calls, or None where there is none that is new enough."""
-    if importlib.util.find_spec("flash_attn") is None:
-        return None
-    numbers = importlib.metadata.version("flash_attn").split("+")[0].split(".")
-    version = tuple(int(number) if number.isdigit() else 0 for number in numbers)
-    return importlib.import_module("flash_attn.flash_attn_interface") if version >= LEAST_FLASH_ATTN else None
-
-
 def _with_all_heads(block: Block) -> tuple[Tensor, Tensor, Tensor]:
     heads = block.q.shape[1]
     return batched(block.q), batched(grouped(block.k, heads)), batched(grouped(block.v, heads))
@@ -151,7 +113,7 @@ def _borders(documents: Documents) -> tuple[Tensor, Tensor, int, int]:
 
 
 def activate_flash(implementation: str | None) -> None:
-    """Let torch's flash attention be FA3 or FA4 in this process, for all who call it; None: torch's own."""
+    """Let torch's flash attention be FA3 in this process, for all who call it; None: torch's own."""
     if current_flash_attention_impl() != implementation:
         if implementation is None:
             restore_flash_attention_impl()
@@ -162,20 +124,3 @@ def activate_flash(implementation: str | None) -> None:
 def _scale_and_window(block: Block, documents: Documents) -> dict[str, Any]:
     left, right = documents.window
     return {"scale": block.scale, "window_size_left": left, "window_size_right": right}
-
-
-def _flash_attn_arguments(block: Block, documents: Documents) -> dict[str, Any]:
-    left, right = (-1 if each is None else each for each in documents.window)
-    return {
-        "cu_seqlens_q": documents.cu_seqlens_q,
-        "cu_seqlens_k": documents.cu_seqlens_k,
-        "max_seqlen_q": documents.max_seqlen_q,
-        "max_seqlen_k": documents.max_seqlen_k,
-        "dropout_p": 0.0,
-        "softmax_scale": block.scale,
-        "causal": documents.causal,
-        "window_size_left": left,
-        "window_size_right": right,
-        "softcap": 0.0,
-        "alibi_slopes": None,
-    }

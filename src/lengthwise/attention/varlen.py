@@ -1,4 +1,4 @@
-"""Blocks and packs through a varlen flash kernel: one way in for torch's own and for the flash-attn package.
+"""Blocks and packs through a varlen flash kernel: torch's own, or what it activates.
 
 Tokens of all documents lie in a row, borders are int32 `cu_seqlens`, masks count from the last query and key, and the
 raw backward takes out and lse of ALL keys, so that a ring's blocks need nothing special. What a kernel wants of its

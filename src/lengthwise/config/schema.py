@@ -126,10 +126,10 @@ class RunConfig(Settings):
         "`lengthwise profile` (both corrected by the run's own steps, so that plans may differ from run to run), or "
         "off: estimates for the device; default null: auto where the run takes long enough, else off",
     )
-    attention: Literal["auto", "flash2", "flash3", "flash4", "cudnn", "efficient", "reference"] = Field(
+    attention: Literal["auto", "flash2", "flash3", "cudnn", "efficient", "reference"] = Field(
         default="auto",
         description="the attention implementation: auto (the fastest that the device, its libraries and the model "
-        "allow), on GPUs flash2, flash3, flash4, cudnn (for long documents, flash2 for the others) or efficient, "
+        "allow), on GPUs flash2, flash3, cudnn (for long documents, flash2 for the others) or efficient, "
         "anywhere reference (plain matrix products, slow); default auto",
     )
     compile: bool = Field(
