@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from testing.order import check_order
 from testing.plans import clip_for
 
 from judge import Coefficients, judge
 from lengthwise.core.errors import ConfigError, PlanError, Problems
-from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
@@ -23,7 +23,7 @@ from lengthwise.planner.problem.speeds import noted_speeds, read_speeds, speed_r
 from lengthwise.planner.problem.topology import levelled
 from lengthwise.program import check_plan, ring_order
 from lengthwise.simulator import simulate_plan
-from properties import costliest, costly
+from properties import costliest
 from tiers import some
 
 CAPACITY = 29
@@ -44,24 +44,28 @@ def uneven_steps(draw: st.DrawFn, most_ranks: int = 13) -> tuple[list[int], Clus
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-@costly
-@given(step=uneven_steps(), cost=st.sampled_from([COST, HOPS, ALL_TERMS]))
+@costliest
+@given(step=uneven_steps(), cost=st.sampled_from([COST, HOPS, ALL_TERMS]), recompute=st.sampled_from(RECOMPUTE_KINDS))
+@example(([60, 45], Cluster(ranks=3, capacity_tokens=CAPACITY), [1.0, 0.4, 1.0]), ALL_TERMS, "layer")  # makes shares
 def test_planners_hold_every_rule_on_ranks_of_unequal_speed(
-    planner: str, step: tuple[list[int], Cluster, list[float]], cost: Cost
+    planner: str, step: tuple[list[int], Cluster, list[float]], cost: Cost, recompute: str
 ) -> None:
     tokens, cluster, speeds = step
     tokens = clip_for(planner, tokens, CAPACITY)
-    plan = plan_step(tokens, cluster, cost, PlanOptions(planner=planner, speeds=speeds))
+    options = PlanOptions(planner=planner, speeds=speeds, recompute=recompute)
+    plan = plan_step(tokens, cluster, cost, options)
+    recomputing = cost.recomputing(recompute)  # what drafts are scored with
     check_plan(plan)
     makespan = score(plan, cost, speeds=speeds).makespan_seconds
     assert plan.notes["predicted_seconds"] == makespan == score(plan, cost).makespan_seconds
+    assert score(plan, recomputing, speeds=speeds).makespan_seconds == pytest.approx(makespan)
     assert plan.notes["bound_seconds"] <= makespan * (1 + 1e-9)
-    assert bound_seconds(tokens, cluster, cost, lone_rings=False, speeds=speeds) <= makespan * (1 + 1e-9)
-    if cost is COST:
+    assert bound_seconds(tokens, cluster, recomputing, lone_rings=False, speeds=speeds) <= makespan * (1 + 1e-9)
+    if cost is COST and recompute == "none":
         assert judge(json.loads(plan.to_json()), Coefficients(**FOUR)) == pytest.approx(makespan, rel=1e-12)
     assert Plan.from_json(plan.to_json()) == plan
     assert noted_speeds(plan) == read_speeds(speeds, cluster.ranks)
-    assert plan_step(tokens, cluster, cost, PlanOptions(planner=planner, speeds=speeds)).digest() == plan.digest()
+    assert plan_step(tokens, cluster, cost, options).digest() == plan.digest()
     peers: dict[int, set[int]] = {}
     for piece in (piece for microbatch in plan.microbatches for piece in microbatch.pieces if piece.degree > 1):
         for here, there in zip(piece.ranks, (*piece.ranks[1:], piece.ranks[0]), strict=True):

@@ -19,7 +19,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.cost import Cost
 from lengthwise.cost.measured import measured_cost
 from lengthwise.cost.refit import STEPS, RanStep, rank_speeds, refit
-from lengthwise.planner import score
+from lengthwise.planner import PlanOptions, score
 from lengthwise.profiler.profile import ProfileSettings, Trained, open_store, profile
 from lengthwise.report.figures import percent
 from lengthwise.steps.planner_process import PlannerProcess
@@ -40,7 +40,7 @@ class Pricing:
         self._start = self.cost = job.planning.cost
         self._end_seconds = {self.cost.version: self.cost.step_end_seconds(job.ranks)}
         self._steps: list[RanStep] = []
-        self._corrections = 0
+        self._corrections, self._said_speeds = 0, False
         self.speeds: tuple[float, ...] | None = None
         self.measurements: Measurements | None = None
 
@@ -81,7 +81,7 @@ class Pricing:
         """Plan one step with the costs of now (see `PlannerProcess.plan`)."""
         planning = replace(self._job.planning, cost=self.cost)
         options = planning.options
-        if self.speeds is not None and options.planner == "lengthwise" and options.offload == "off":
+        if self.speeds is not None and _plans_speeds(options):
             planning = replace(planning, options=replace(options, speeds=self.speeds, heads="off"))
         return process.plan(planning, lengths)
 
@@ -90,10 +90,10 @@ class Pricing:
         end_seconds = self._end_seconds.get(str(plan.notes["cost"]), 0.0)
         return float(plan.notes["predicted_seconds"]) + end_seconds
 
-    def observe(self, step: RanStep) -> None:
-        """Take in a step that was run."""
+    def observe(self, step: RanStep) -> str | None:
+        """Take in a step that was run; say so, once, when ranks turn out to differ in speed."""
         if not self._corrects:
-            return
+            return None
         self._steps = [*self._steps[-STEPS:], step]
         told = self._steps[_WARM_UP_STEPS:]
         if told:
@@ -101,11 +101,31 @@ class Pricing:
             cost = _with_rest(refit(self._start, told, self.speeds), told[-_REST_STEPS:], self.speeds)
             self._corrections += 1
             self._take(replace(cost, version=f"{self._start.version} corrected {self._corrections}"))
+        if self.speeds is None or self._said_speeds:
+            return None
+        self._said_speeds = True
+        return _unequal(self.speeds, self._job.planning.options)
 
     def _take(self, cost: Cost) -> None:
         self.cost, self._end_seconds[cost.version] = cost, cost.step_end_seconds(self._job.ranks)
         if len(self._end_seconds) > _VERSIONS:
             del self._end_seconds[next(iter(self._end_seconds))]
+
+
+def _plans_speeds(options: PlanOptions) -> bool:
+    """Return whether steps can be planned with unequal speeds; split heads are then left out."""
+    return (options.planner, options.offload, options.mode) == ("lengthwise", "off", "free")
+
+
+def _unequal(speeds: Sequence[float], options: PlanOptions) -> str:
+    """Say what unequal speeds change in plans, and what they do not."""
+    slowest = min(speeds)
+    found = f"rank {speeds.index(slowest)} computes at {percent(slowest)} of the fastest rank's speed"
+    if not _plans_speeds(options):
+        return f"{found}; it gets no less work: only planner lengthwise does that, without offload auto and shard zero3"
+    if options.heads == "off":
+        return f"{found}; it gets less work"
+    return f"{found}; it gets less work, and while ranks differ no ring splits heads (heads: {options.heads})"
 
 
 def _with_rest(cost: Cost, steps: Sequence[RanStep], speeds: Sequence[float] | None) -> Cost:

@@ -318,7 +318,8 @@ class _Trainer:
             peak_memory_bytes=int(rows[:, 8].max()),
         )
         busy = tuple(rows[:, 1].tolist())
-        self._pricing.observe(RanStep(plan=plan, busy_seconds=busy, step_seconds=metrics.step_seconds))
+        if said := self._pricing.observe(RanStep(plan=plan, busy_seconds=busy, step_seconds=metrics.step_seconds)):
+            self._say(said)
         finished = FinishedStep(metrics=metrics, num_steps=self._num_steps, sequences=batch.ids, plan=plan)
         call_back(self._callbacks, "on_step", finished)
         return metrics, following, stopped_by

@@ -84,7 +84,7 @@ def score(plan: Plan, cost: Cost, *, speeds: Sequence[float] | None = None) -> S
 def _pipelined_seconds(plan: Plan, totals: Sequence[Mapping[int, float]], stages: int, cost: Cost) -> float:
     """Run microbatches, given as seconds of each of their ranks, through stages; return when the last one is done."""
     counts = [len(total) for total in totals]
-    forward = np.repeat([cost.forward_share(microbatch.recompute) for microbatch in plan.microbatches], counts)
+    forward = np.repeat([cost.forward_share(_recompute(each, cost)) for each in plan.microbatches], counts)
     seconds = np.array([each for total in totals for each in total.values()])
     clocks = stage_clocks(
         [tuple(total) for total in totals],
@@ -179,15 +179,20 @@ def _pieces_seconds(placed: Sequence[tuple[Microbatch, Piece]], tokens: NDArray[
 
 
 def _reads_choices(cost: Cost) -> bool:
-    """Return whether heads, offload and recomputation are priced as the plan has them written."""
-    return cost.prices_choices and not cost.chooses
+    """Return whether heads, offload and shares are priced as the plan has them written."""
+    return cost.prices_choices and not cost.chooses_by_degree
+
+
+def _recompute(microbatch: Microbatch, cost: Cost) -> str:
+    """Return the kind that is priced: costs of one kind price plans, still without it, as they will be."""
+    return cost.choices.recompute if microbatch.recompute == "none" else microbatch.recompute
 
 
 def _written_seconds(
     lengths: list[int], microbatch: Microbatch, piece: Piece, cost: Cost, *, speeds: Sequence[float] | None = None
 ) -> float:
     """Price a piece where the plan puts it, launches left out."""
-    choice = Choice(heads=piece.heads, offload=microbatch.offload, recompute=microbatch.recompute)
+    choice = Choice(heads=piece.heads, offload=microbatch.offload, recompute=_recompute(microbatch, cost))
     return cost.piece_seconds(lengths, piece.degree, choice, ranks=piece.ranks, shares=piece.shares, speeds=speeds)
 
 
