@@ -2,10 +2,10 @@
 
 import os
 
+from tiny import model, pairs, tokenizer
 from trl import DPOConfig
 
 from lengthwise.integrations.trl import PlannedDPOTrainer
-from tiny import model, pairs, tokenizer
 
 arguments = DPOConfig(
     "runs/dpo",

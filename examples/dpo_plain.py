@@ -2,9 +2,8 @@
 
 import os
 
-from trl import DPOConfig, DPOTrainer
-
 from tiny import model, pairs, tokenizer
+from trl import DPOConfig, DPOTrainer
 
 arguments = DPOConfig(
     "runs/dpo",

@@ -3,10 +3,10 @@
 import os
 
 from peft import LoraConfig, get_peft_model
+from tiny import model, rows, tokenizer
 from transformers import DataCollatorForLanguageModeling, TrainingArguments
 
 from lengthwise.integrations.transformers import PlannedTrainer
-from tiny import model, rows, tokenizer
 
 arguments = TrainingArguments(
     "runs/lora",

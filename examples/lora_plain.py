@@ -3,9 +3,8 @@
 import os
 
 from peft import LoraConfig, get_peft_model
-from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
-
 from tiny import model, rows, tokenizer
+from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
 arguments = TrainingArguments(
     "runs/lora",

@@ -2,10 +2,10 @@
 
 import os
 
+from tiny import chats, model, tokenizer
 from trl import SFTConfig
 
 from lengthwise.integrations.trl import PlannedSFTTrainer
-from tiny import chats, model, tokenizer
 
 arguments = SFTConfig(
     "runs/sft",

@@ -2,9 +2,8 @@
 
 import os
 
-from trl import SFTConfig, SFTTrainer
-
 from tiny import chats, model, tokenizer
+from trl import SFTConfig, SFTTrainer
 
 arguments = SFTConfig(
     "runs/sft",

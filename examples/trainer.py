@@ -2,10 +2,10 @@
 
 import os
 
+from tiny import model, rows, tokenizer
 from transformers import DataCollatorForLanguageModeling, TrainingArguments
 
 from lengthwise.integrations.transformers import PlannedTrainer
-from tiny import model, rows, tokenizer
 
 arguments = TrainingArguments(
     "runs/trainer",

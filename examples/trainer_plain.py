@@ -2,9 +2,8 @@
 
 import os
 
-from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
-
 from tiny import model, rows, tokenizer
+from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
 arguments = TrainingArguments(
     "runs/trainer",
