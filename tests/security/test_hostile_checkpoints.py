@@ -10,6 +10,7 @@ import lengthwise
 from lengthwise.checkpoint import CheckpointFolder
 from lengthwise.checkpoint.manifest import signed
 from lengthwise.core.errors import OutputError, Problems
+from tiers import some
 from training.small_runs import make_rows, write_run
 
 RANK = "rank-00000.safetensors"
@@ -86,7 +87,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("hostile", HOSTILE)
+@pytest.mark.parametrize("hostile", some(HOSTILE, 0, 5, 10, 15))
 def test_hostile_manifests_are_refused_by_name(checkpoints, hostile):
     (folder,) = checkpoints.iterdir()
     manifest = json.loads((folder / "manifest.json").read_text())
