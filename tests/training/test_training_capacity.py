@@ -14,6 +14,7 @@ from lengthwise.engine import memory
 from lengthwise.engine.activations import start_offloading
 from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes
 from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.small_pass import SmallPasses
 from lengthwise.engine.step import run_plan
 from lengthwise.models import build_adapted
 from lengthwise.training import capacity
@@ -49,6 +50,7 @@ def test_auto_trains_to_the_same_losses(tmp_path, capfd, recompute):
     assert all(row["peak_memory_bytes"] > 0 for row in read_lines(output / "metrics.jsonl"))
 
 
+@pytest.mark.exhaustive
 def test_little_memory_makes_more_rings_or_another_recomputation(tmp_path, monkeypatch, capsys):
     """With room for 128 to 300 tokens without recomputation, 700 tokens need more ranks than there are."""
     write_model(tmp_path / "model", num_hidden_layers=8)
@@ -67,6 +69,16 @@ def test_little_memory_makes_more_rings_or_another_recomputation(tmp_path, monke
 
 
 def test_what_cannot_fit_is_told_what_would_save_it(tmp_path, monkeypatch, capsys):
+    """By passes of which none is run twice."""
+    run_pass, done = SmallPasses._run, set()
+
+    def run_once(self, rows, **options):
+        key = (self.recompute, self.layout, rows, *options.items())
+        assert key not in done, "the rank ends by this, and not with status 2"
+        done.add(key)
+        return run_pass(self, rows, **options)
+
+    monkeypatch.setattr(SmallPasses, "_run", run_once)
     write_model(tmp_path / "model", num_hidden_layers=8)
     monkeypatch.setattr(capacity, "free_bytes", lambda *_: 9_000_000.0)
     run(tmp_path, rows=make_rows([1600, 60]), status=2, recompute="none")
@@ -75,6 +87,7 @@ def test_what_cannot_fit_is_told_what_would_save_it(tmp_path, monkeypatch, capsy
     assert re.search(r"or \d+ ranks with as much memory each, on further machines", refused)
 
 
+@pytest.mark.exhaustive
 def test_a_loss_in_chunks_is_told_where_whole_logits_do_not_fit(tmp_path, monkeypatch, capsys):
     write_model(tmp_path / "model", vocab_size=4096)
     rows = make_rows([1200, 60])
@@ -85,6 +98,7 @@ def test_a_loss_in_chunks_is_told_where_whole_logits_do_not_fit(tmp_path, monkey
     run(tmp_path, rows=rows, recompute="none", loss="chunked")
 
 
+@pytest.mark.exhaustive
 def test_offload_takes_no_capacity_from_what_does_not_offload(tmp_path, monkeypatch, capfd):
     """With 8 layers a rank may hold four times its capacity, and a layer's backward needs four times as much."""
     write_model(tmp_path / "model", num_hidden_layers=8)
@@ -193,6 +207,7 @@ def test_a_batch_of_one_sequence_fits_whatever_its_length(tmp_path, tokens, keys
     train(path, "--ranks", 1)
 
 
+@pytest.mark.exhaustive
 def test_the_ratio_that_is_told_is_enough(tmp_path, monkeypatch, capsys):
     write_model(tmp_path / "model", num_hidden_layers=8)
     rows = make_rows([2400, 60])

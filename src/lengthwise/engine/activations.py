@@ -17,7 +17,7 @@ from lengthwise.config import OffloadConfig
 from lengthwise.core.held import kept_ratio
 from lengthwise.core.plan import Microbatch
 from lengthwise.cost import WINDOW_LAYERS, MicrobatchBytes, shape_from_config
-from lengthwise.engine.small_pass import ALONE, Layout, SmallPasses, fitted
+from lengthwise.engine.small_pass import ALONE, Layout, Seen, SmallPasses, fitted
 from lengthwise.models import position_limit
 from lengthwise.offload import ActivationSaver, ActivationStore, DiskStore, PinnedStore, parameter_storages
 
@@ -87,12 +87,15 @@ def measure_microbatch(
     logits_at_once: int | None = None,
     most_rows: int | None = None,
     offloads: bool = False,
+    done: dict[object, Seen] | None = None,
 ) -> MicrobatchBytes:
     """Measure all that microbatches of up to `most_rows` rows hold; gradients are added to those that there are.
 
-    logits_at_once: that the loss makes; None: all. offloads: whether ratios of offload will be asked for.
+    logits_at_once: that the loss makes; None: all. offloads: whether ratios of offload will be asked for. done: passes
+    of this model that were run before, which are not run again; new ones are added.
     """
-    passes = SmallPasses(model=model, kernel=kernel, recompute=recompute, layout=layout)
+    done = {} if done is None else done
+    passes = SmallPasses(model=model, kernel=kernel, recompute=recompute, layout=layout, done=done)
     rows = _rows(model, kernel, layout)
     config: Any = model.config
     if logits_at_once is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -179,12 +179,13 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallPasses:
-    """Runs small passes of a model under one kind of recomputation."""
+    """Runs small passes of a model under one kind of recomputation, but those that are `done`, of any kind."""
 
     model: nn.Module
     kernel: BlockKernel
     recompute: str
     layout: Layout = ALONE
+    done: dict[object, Seen] = field(default_factory=dict)
 
     def measure(self, rows: int, *, chunk_tokens: int | None, offloads: bool) -> MicrobatchBytes:
         """Measure all moments of microbatches, from passes of so many rows and half of them.
@@ -207,6 +208,12 @@ class SmallPasses:
 
     def run(self, rows: int, *, chunked: bool, away: int = 0) -> Seen:
         """Run forward and backward, of `away` bytes all away from the device; gradients are added to what is there."""
+        key = (self.recompute, self.layout, rows, chunked, away)
+        if key not in self.done:
+            self.done[key] = self._run(rows, chunked=chunked, away=away)
+        return self.done[key]
+
+    def _run(self, rows: int, *, chunked: bool, away: int) -> Seen:
         planned, ids, positions = self._start(rows)
         layers = self._config.num_hidden_layers
         saver = _QuietSaver(

@@ -9,7 +9,7 @@ free, no more is measured.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from lengthwise.engine.activations import measure_microbatch
 from lengthwise.engine.memory import free_bytes
 from lengthwise.engine.optimizer import step_end_bytes
 from lengthwise.engine.parameters import Parameters
-from lengthwise.engine.small_pass import ALONE, Layout
+from lengthwise.engine.small_pass import ALONE, Layout, Seen
 from lengthwise.models import check_recompute
 from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner import PACKED_DP
@@ -92,7 +92,10 @@ def _least(transport: Transport, numbers: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measuring:
-    """Measures what microbatches of a run need, all ranks the same: with this recomputation, offloading or not."""
+    """Measures what microbatches of a run need, all ranks the same: with this recomputation, offloading or not.
+
+    `done`: the passes that were run; copies of this record run them no second time.
+    """
 
     job: Job
     model: nn.Module
@@ -101,6 +104,7 @@ class _Measuring:
     budget: float
     asked: str
     offloads: bool
+    done: dict[object, Seen] = field(default_factory=dict)
 
     def memory(self) -> RankMemory:
         """Return what was measured of all kinds of recomputation, over rings, too, which need little more."""
@@ -139,6 +143,7 @@ class _Measuring:
             logits_at_once=self.job.logits_at_once,
             most_rows=self.job.most_tokens,
             offloads=self.offloads,
+            done=self.done,
         )
 
 
