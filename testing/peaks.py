@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -130,33 +129,6 @@ def measured_peak(cell: Cell) -> int:
         return live.peak_bytes
 
     return work(SoloTransport()) if cell.degree == 1 else max(run_ranks(work, cell.degree))
-
-
-def one_at_a_time() -> list[Cell]:
-    """List the cells that differ from the base in one thing, of each family and precision, and a few in two."""
-    cells = [
-        replace(Cell(), family=family, precision=precision, recompute=kind)
-        for family, precision, kind in product(FAMILIES, ("fp32", "bf16"), RECOMPUTE_KINDS)
-    ]
-    cells += [
-        replace(Cell(), family=family, recompute=kind, offload=ratio)
-        for family, kind, ratio in product(("llama", "qwen3_moe"), RECOMPUTE_KINDS, (0.5, 1.0))
-    ]
-    layouts = ((1, 1, 8), (2, 1, 1), (2, 2, 1), (4, 1, 1), (4, 2, 1))
-    cells += [
-        replace(Cell(), family=family, recompute=kind, degree=degree, heads=heads, documents=documents, tokens=768)
-        for family, kind, (degree, heads, documents) in product(("llama", "gemma3"), ("none", "layer"), layouts)
-    ]
-    cells += [replace(Cell(), family=family, logits_at_once=None) for family in FAMILIES]
-    cells += [replace(Cell(), recompute=kind, tokens=tokens) for kind in RECOMPUTE_KINDS for tokens in (512, 4096)]
-    return list(dict.fromkeys(cells))
-
-
-def long_ones() -> list[Cell]:
-    """List cells of 16K tokens, where the layers outweigh states and loss."""
-    long = [replace(Cell(), recompute=kind, tokens=16384) for kind in RECOMPUTE_KINDS]
-    long += [replace(Cell(), family=family, recompute="layer", tokens=16384) for family in ("gemma3", "qwen3_moe")]
-    return [*long, replace(Cell(), recompute="layer", logits_at_once=None, tokens=16384)]
 
 
 def drawn(number: int, seed: int = 0) -> list[Cell]:
