@@ -246,7 +246,7 @@ def test_order_check_finds_a_circle_of_rings_in_opposite_orders():
 
 def test_order_check_names_ranks_of_a_deadlock(monkeypatch):
     """`check_order` itself, on ranks that lower another plan each."""
-    from lengthwise.program import order
+    from testing import order
 
     a, b, c = (Piece(ranks=(i, (i + 1) % 3), sequences=(i,)) for i in range(3))
     plans = {0: (a, c), 1: (b, a), 2: (c, b)}

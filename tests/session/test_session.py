@@ -435,6 +435,6 @@ def test_a_session_that_nobody_closed_leaves_no_process(tmp_path):
         planner = session._planner
         del session
         gc.collect()
-        return planner is None or planner._process.poll() is not None
+        return planner is None or planner._status(0) is not None
 
     assert in_ranks(work, 1, tmp_path) + in_ranks(work, 2, tmp_path) == [True] * 3
