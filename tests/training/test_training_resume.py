@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers.optimization import get_scheduler
 
 import lengthwise
-from lengthwise.checkpoint import write_part
+from lengthwise.checkpoint import take_digests, write_part
 from lengthwise.checkpoint.manifest import signed
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import OutputError
@@ -202,7 +202,8 @@ def test_a_state_that_cannot_be_is_named_before_anything_changes(tmp_path, capsy
     broken_off(path, 1, after=3)
     folder = tmp_path / "out/checkpoints/step-000002"
     state = load_file(folder / "rank-00000.safetensors")
-    part = write_part(folder, 0, {**state, "exp_avg_sq": -1 - state["exp_avg_sq"]})
+    write_part(folder, 0, {**state, "exp_avg_sq": -1 - state["exp_avg_sq"]})
+    (part,) = take_digests(folder, 1).values()
     values = json.loads((folder / "manifest.json").read_text())
     values["files"]["rank-00000.safetensors"]["sha256"] = part.sha256
     (folder / "manifest.json").write_text(signed(values))
