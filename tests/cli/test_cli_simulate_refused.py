@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from cli.simulate_calls import OWN, SMALL, simulate
+from tiers import some
 
 
 def test_simulate_refuses_devices_that_no_mesh_has_room_on(tmp_path, capsys) -> None:
@@ -149,12 +150,15 @@ def test_simulate_remedies_name_its_own_options(tmp_path, capsys) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "title"),
-    [
-        (("--gpus", 8, "--pp", 2), "planned only: this version trains none of it"),
-        (("--gpus", 8, "--mesh", "same", "--tp", 2), "planned only: this version trains none of it"),
-        (("--gpus", 8, "--loader", "remote"), "planned only: this version trains none of it"),
-        (("--gpus", 8), "as this version trains it"),
-    ],
+    some(
+        [
+            (("--gpus", 8, "--pp", 2), "planned only: this version trains none of it"),
+            (("--gpus", 8, "--mesh", "same", "--tp", 2), "planned only: this version trains none of it"),
+            (("--gpus", 8, "--loader", "remote"), "planned only: this version trains none of it"),
+            (("--gpus", 8), "as this version trains it"),
+        ],
+        0,
+    ),
 )
 def test_simulate_says_why_nothing_trains(tmp_path, capsys, asked: tuple[object, ...], title: str) -> None:
     rest = ("--lengths", "github", "--context", "8K", "--batch-tokens", "64K", "--batches", 1, "--out", tmp_path)

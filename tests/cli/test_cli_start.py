@@ -214,6 +214,7 @@ def clean_environment():
     return {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "COLUMNS")}
 
 
+@pytest.mark.exhaustive
 def test_train_under_torchrun_is_the_same_run(tmp_path):
     path = write_run(tmp_path, make_rows([30, 12, 5, 61, 2, 17]))
     alone = train(path, "--ranks", 2)

@@ -30,6 +30,7 @@ print(asked)
 """
 
 
+@pytest.mark.exhaustive
 def test_hub_that_cannot_be_reached_is_asked_once(tmp_path):
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     environment |= {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "https://hub.invalid"}

@@ -42,6 +42,7 @@ for _ in range(20):
 """
 
 
+@pytest.mark.exhaustive
 def test_a_child_multiplies_after_threads_that_ended_a_moment_ago():
     """Without the wait, one in eight of them never comes out of its first product (one in 100 with a thread each)."""
     several = {**os.environ, "OMP_NUM_THREADS": "2"}

@@ -25,6 +25,7 @@ def test_gpu_nccl_moves_and_sums(device, ranks):
     assert done.stdout.startswith("NCCL" if device.type == "cuda" else "gloo")
 
 
+@pytest.mark.exhaustive
 def test_gpu_nccl_verify_passes(tmp_path, device):
     """Two ranks, started as by torchrun, each on a machine of its own as far as NCCL knows; rings are forced."""
     model = write_model(tmp_path / "model", hidden_size=64, num_attention_heads=4, num_key_value_heads=2)

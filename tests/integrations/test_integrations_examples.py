@@ -49,7 +49,7 @@ def numbers(text):
     return [float(each) for each in re.findall(r"\b(?:loss|grad_norm|gradient norm)'?:? '?([\d.e-]+\d)", text)]
 
 
-@pytest.mark.parametrize("example", some(PAGES))
+@pytest.mark.parametrize("example", some(PAGES, 1))
 def test_an_example_says_what_its_plain_form_says(example, tmp_path):
     expected = said(f"{example}_plain", 1, tmp_path)
     assert len(expected) >= 6
@@ -59,6 +59,7 @@ def test_an_example_says_what_its_plain_form_says(example, tmp_path):
         assert max(map(relative, found, expected)) < 1e-3  # four digits are printed
 
 
+@pytest.mark.exhaustive
 def test_an_example_runs_under_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -97,6 +97,7 @@ def run(name, folder, *, ranks):
     return found
 
 
+@pytest.mark.exhaustive
 def test_a_planned_trainer_is_the_plain_trainer(tmp_path):
     def on_ranks(_rank):
         return {name: run(name, tmp_path / "planned", ranks=2) for name in CASES}

@@ -122,12 +122,14 @@ def test_microbatches_of_any_length_run_the_same_graphs_to_the_bit(precision):
     check(*pair("llama", precision), 0.0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", some(["gemma3_text", "phi3"], 0))
 def test_other_families_run_the_same_graphs_to_the_bit(family):
     """gemma3: windows in some layers, so two kinds of attention in graphs of one layer class."""
     check(*pair(family), 0.0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("recompute", "offload", "backend"),
     some(
@@ -154,6 +156,7 @@ def test_inductor_keeps_the_gradients_of_fp64():
     check(*pair("llama", backend="inductor"), BARS["fp64"])
 
 
+@pytest.mark.exhaustive
 def test_an_evaluation_is_a_class_of_its_own_traced_once():
     compiled, plain = pair("llama")
     traced = []
@@ -166,6 +169,7 @@ def test_an_evaluation_is_a_class_of_its_own_traced_once():
     assert not any(traced[1:])
 
 
+@pytest.mark.exhaustive
 def test_rings_of_compiled_layers_give_what_one_rank_gives():
     model, lengths = built("llama"), (40, 7, 9)
     want = Trained(copy.deepcopy(model)).run(plan_of(lengths, layers=2), lengths)

@@ -141,6 +141,7 @@ def test_offload_asks_for_the_layers_that_it_is_counted_by() -> None:
         plan_step([9000], Cluster(ranks=2, capacity_tokens=8192), COST, PlanOptions(offload="auto"))
 
 
+@pytest.mark.exhaustive
 def test_plans_with_choices_are_the_same_in_every_process() -> None:
     program = (
         "from lengthwise.core.shape import Cluster; import json\n"

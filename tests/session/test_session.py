@@ -65,6 +65,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.exhaustive
 def test_every_optimizer_by_entry_is_itself(tmp_path):
     work = in_double(lambda _rank: {name: both_loops(make) for name, make in OPTIMIZERS.items()})
     for found in in_ranks(work, 2, tmp_path):

@@ -20,6 +20,7 @@ from lengthwise.models import build_adapted
 from lengthwise.training import capacity
 from lengthwise.training import job as jobs
 from lengthwise.training.start import prepare
+from tiers import some
 from training.small_runs import VOCAB, call, losses, make_rows, read_lines, train, write_model, write_run
 
 CPU = torch.device("cpu")
@@ -68,6 +69,7 @@ def test_little_memory_makes_more_rings_or_another_recomputation(tmp_path, monke
     assert {each.recompute for plan in plans for each in plan.microbatches} & {"layer", "all_but_attention"}
 
 
+@pytest.mark.exhaustive
 def test_what_cannot_fit_is_told_what_would_save_it(tmp_path, monkeypatch, capsys):
     """By passes of which none is run twice."""
     run_pass, done = SmallPasses._run, set()
@@ -113,13 +115,16 @@ def test_offload_takes_no_capacity_from_what_does_not_offload(tmp_path, monkeypa
 
 @pytest.mark.parametrize(
     ("free_bytes", "keys"),
-    [
-        (22e6, {"recompute": "none"}),
-        (16e6, {"recompute": "auto"}),
-        (22e6, {"recompute": "none", "offload": {"store": "disk", "ratio": "auto"}}),
-        (22e6, {"recompute": "none", "offload": {"store": "disk", "ratio": 0.5}}),
-        (20e6, {"recompute": "layer", "loss": "whole"}),
-    ],
+    some(
+        [
+            (22e6, {"recompute": "none"}),
+            (16e6, {"recompute": "auto"}),
+            (22e6, {"recompute": "none", "offload": {"store": "disk", "ratio": "auto"}}),
+            (22e6, {"recompute": "none", "offload": {"store": "disk", "ratio": 0.5}}),
+            (20e6, {"recompute": "layer", "loss": "whole"}),
+        ],
+        0,
+    ),
     ids=str,
 )
 def test_a_step_holds_what_the_start_said(tmp_path, monkeypatch, free_bytes, keys):

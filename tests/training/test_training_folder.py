@@ -25,6 +25,7 @@ from lengthwise.training import export, folder, launch, trainer, writes
 from lengthwise.training.folder import RunFolder
 from lengthwise.training.metrics import EvalMetrics, FinishedStep, StepMetrics
 from lengthwise.training.writes import MOST_FAILURES
+from tiers import more, some
 from training.small_runs import Command, FailsAfter, call, count_lines, make_rows, write_run
 
 
@@ -57,8 +58,8 @@ def test_run_folder_line_is_json_that_any_reader_takes(tmp_path):
     assert json.loads((tmp_path / "eval.jsonl").read_text()) == row
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("arguments", [(), ("--overwrite",)])
+@pytest.mark.parametrize("ranks", some([1, 2], 0))
+@pytest.mark.parametrize("arguments", some([(), ("--overwrite",)], 0))
 def test_a_second_run_into_the_folder_of_a_living_one_is_refused(tmp_path, capfd, ranks, arguments):
     path = write_run(tmp_path, make_rows([30, 12]), steps=1_000_000)
     command = Command("train", path, "--ranks", ranks)
@@ -75,7 +76,7 @@ def test_a_second_run_into_the_folder_of_a_living_one_is_refused(tmp_path, capfd
     assert not (tmp_path / "out/run.lock").exists()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", some([1, 2], 1))
 def test_the_folder_of_a_killed_run_is_free(tmp_path, ranks):
     path = write_run(tmp_path, make_rows([30, 12]), steps=1_000_000)
     command = Command("train", path, "--ranks", ranks)
@@ -85,7 +86,7 @@ def test_the_folder_of_a_killed_run_is_free(tmp_path, ranks):
     assert call("train", path, "--overwrite", "--set", "steps=1") == 0
 
 
-@pytest.mark.parametrize(("seconds", "status"), [(1.0, 0), (6.0, 1)])
+@pytest.mark.parametrize(("seconds", "status"), some([(1.0, 0), (6.0, 1)], 0))
 def test_the_ranks_of_a_killed_launcher_are_waited_for(tmp_path, monkeypatch, seconds, status):
     """They hold its lock until they end; if they do not, the claim is refused as ever."""
     monkeypatch.setattr(folder, "_RANKS_END_SECONDS", 3.0)
@@ -132,7 +133,7 @@ def test_a_claim_under_which_nothing_was_written_leaves_nothing(tmp_path):
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", some([1, 2], 1))
 def test_a_run_killed_while_it_saves_leaves_no_model(tmp_path, monkeypatch, ranks):
     save = export.save_model
 
@@ -193,7 +194,7 @@ def test_a_saved_model_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypat
     assert done[2:] == ["model.unfinished", "rename to model", config.output.name]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", some([1, 2], 1))
 def test_a_run_whose_terminal_is_gone_saves_its_model(tmp_path, ranks):
     path = write_run(tmp_path, make_rows([30, 12]), steps=1_000_000)
     command = Command("train", path, "--ranks", ranks, prepare=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
@@ -378,7 +379,7 @@ def test_plans_and_ledger_stay_small_and_the_newest_are_there(tmp_path):
 @pytest.mark.parametrize(("of", "change", "told"), [
     (b"{}", lambda packed: packed[:-4], "broken gzip"),
     (b"{}", lambda packed: packed[:-9] + b"broken!!!", "broken gzip"),
-    (bytes(1 << 29), lambda packed: packed, "more than"),
+    more(bytes(1 << 29), lambda packed: packed, "more than"),
 ], ids=["cut", "changed", "large"])  # fmt: skip
 def test_a_plan_that_is_no_whole_gzip_is_refused(tmp_path, capsys, of, change, told):
     content = change(gzip.compress(of))
@@ -398,7 +399,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", some(DAMAGES, 0, 2, 4))
 def test_a_damaged_line_is_named_before_anything_changes(tmp_path, damage):
     config = load_config(write_run(tmp_path, make_rows([3])))
     run = RunFolder(tmp_path / "out")

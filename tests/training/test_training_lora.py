@@ -49,6 +49,7 @@ def test_lora_verifies(tmp_path, capsys, precision):
     assert "PASS" in out
 
 
+@pytest.mark.exhaustive
 def test_lora_is_priced_as_adapters_by_estimates_and_by_what_was_measured(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(pricing, "MEASURING_SECONDS", 0.5)
     trained = 2 * 4 * ((32 + 32) + (32 + 16) + (48 + 32))  # q, v, down

@@ -64,6 +64,7 @@ def test_a_run_plans_with_a_file_and_refuses_one_of_another_model(tmp_path, capf
     assert "error[config] measurements: expected auto, off or an existing file" in capfd.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_slow_rank_is_seen_and_gets_less_work_and_losses_stay(tmp_path, monkeypatch, capfd):
     """Rank 1 sleeps for every token: from the step after it is seen it holds fewer of them."""
     found = measurements_of(samples_of(machine()), threads_of_each(2))
