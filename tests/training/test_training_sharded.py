@@ -18,7 +18,7 @@ from lengthwise.engine.flat_layout import lay_out, lay_out_rows
 from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.models import build_model, find_model, wrapped_layers
 from lengthwise.models.own_rows import own_rows
-from tiers import more
+from tiers import more, some
 from training.small_runs import (
     Command,
     call,
