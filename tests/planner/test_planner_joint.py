@@ -127,6 +127,14 @@ def test_split_heads_are_chosen_with_the_degree() -> None:
     assert _seconds(auto) < 0.95 * _seconds(off)
 
 
+@pytest.mark.parametrize("tokens", [[100_000], [60_000] * 3])
+def test_the_bound_holds_for_heads_split_in_groups_of_a_number(tokens: list[int]) -> None:
+    """Plans with groups of 4 once ended in half the bound, which counted no split."""
+    plan = _plan(tokens, Cluster(ranks=16, capacity_tokens=8192), FULL_HEADS, heads=4)
+    assert plan.requires == ("heads",)
+    assert plan.notes["bound_seconds"] <= _seconds(plan) * SOONER
+
+
 @pytest.mark.parametrize("option", ["offload", "heads"])
 def test_choices_are_refused_where_costs_do_not_price_them(option: str) -> None:
     cluster = Cluster(ranks=2, capacity_tokens=8192)

@@ -14,6 +14,7 @@ from lengthwise.planner.baselines.single_degree import PACKED_DP, refuse_cut
 from lengthwise.planner.options import DEFAULT, PlanOptions
 from lengthwise.planner.portfolio import choose_plan
 from lengthwise.planner.problem.bounds import has_lone_rings, shares_launches_only
+from lengthwise.planner.problem.choices import CHOICES
 from lengthwise.planner.problem.lengths import read_tokens, refuse_unheld
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.speeds import at_mean_speed, speed_runs
@@ -57,6 +58,8 @@ def plan_step(tokens: Sequence[int], cluster: Cluster, cost: Cost, options: Plan
         planning_share=asked.planning_share,
     )
     chosen = choose_plan(request, cost, asked)
+    if asked.heads not in CHOICES:  # a group of a number may be quicker than none; no split is quicker than the best
+        request = replace(request, cost=replace(widest, choices=replace(widest.choices, splits_heads=True)))
     bound = _bound_of(chosen.plan, request)
     notes = {"planner": asked.planner, "predicted_seconds": chosen.seconds, "bound_seconds": bound}
     unequal = {} if paces is None else {"speeds": speed_runs(paces)}
