@@ -20,7 +20,7 @@ if not os.environ.get("LENGTHWISE_TEST_GPU"):
 import pytest
 from hypothesis import HealthCheck, settings
 
-CASES = {"ci": 40, "full": 100, "search": 500}  # by profile: of a property that is neither costly nor costliest
+CASES = {"ci": 24, "full": 100, "search": 500}  # by profile: of a property that is neither costly nor costliest
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 
 for name, cases in CASES.items():
@@ -53,3 +53,20 @@ def _one_thread():
 def checked_transfers(monkeypatch):
     """Check each message between ranks (`lengthwise.comm.checked`)."""
     monkeypatch.setenv("LENGTHWISE_CHECK_TRANSFERS", "1")
+
+
+@pytest.fixture(autouse=True)
+def _forked_planner(request, monkeypatch):
+    """Fork the planner where rank 0 is the process of the tests, too: a new one takes 0.3 s (not in tests/steps)."""
+    module = sys.modules.get("lengthwise.steps.planner_process")
+    if module is not None and "steps" not in request.path.parts:
+        monkeypatch.setattr(module, "_start", module._fork)
+
+
+@pytest.fixture(autouse=True)
+def _no_command_goes_on():
+    """End the runs of a test that failed: they would slow down all that follow."""
+    yield
+    small_runs = sys.modules.get("training.small_runs")
+    for command in small_runs.Command.living if small_runs else ():
+        command.kill()

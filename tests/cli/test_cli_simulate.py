@@ -257,6 +257,7 @@ def test_simulate_on_one_rank_that_holds_less_than_8k(tmp_path, capsys) -> None:
     assert "llama-7b on 1 device of h100, each planner on its best mesh" in said
 
 
+@pytest.mark.exhaustive
 def test_simulate_prints_its_table_whole_on_narrow_terminals(tmp_path) -> None:
     arguments = ["simulate", *map(str, OWN), "--lengths", "prolong", "--context", "4K", "--out", str(tmp_path / "out")]
     said = {}

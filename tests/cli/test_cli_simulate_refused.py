@@ -157,7 +157,7 @@ def test_simulate_remedies_name_its_own_options(tmp_path, capsys) -> None:
             (("--gpus", 8, "--loader", "remote"), "planned only: this version trains none of it"),
             (("--gpus", 8), "as this version trains it"),
         ],
-        0,
+        1,
     ),
 )
 def test_simulate_says_why_nothing_trains(tmp_path, capsys, asked: tuple[object, ...], title: str) -> None:

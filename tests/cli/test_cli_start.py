@@ -269,8 +269,9 @@ def test_train_whose_reader_went_away_goes_on(tmp_path, ranks):
     assert (tmp_path / "out/model/model.safetensors").exists()
 
 
-@pytest.mark.parametrize("ranks", [more(1), 2])
-@pytest.mark.parametrize("log", [more("on a full disk"), "closed"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("log", ["on a full disk", "closed"])
 def test_train_whose_log_cannot_be_written_goes_on(tmp_path, ranks, log):
     """In a real process, with the interpreter's own last words."""
     run = [

@@ -255,6 +255,7 @@ def loss_not_divided(*arguments, inner=objective.model_loss, **keys):
     return inner(*arguments, **keys) * 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("place", "name", "broken"),
     some(

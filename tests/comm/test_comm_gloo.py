@@ -17,6 +17,7 @@ from testing import run_ranks
 from lengthwise.comm import TorchTransport, World, agree, broadcast_bytes, join, torch_transport, world_from_environment
 from lengthwise.comm import world as comm_world
 from lengthwise.core.errors import DataError, RankError, TransferError
+from lengthwise.training import launch as launching
 from lengthwise.training.launch import launch
 
 
@@ -261,7 +262,9 @@ def test_gloo_names_rank_and_phase_when_a_peer_dies():
     assert "ranks 1" in str(raised.value)
 
 
-def test_gloo_names_rank_and_phase_when_a_rank_stops_answering():
+def test_gloo_names_rank_and_phase_when_a_rank_stops_answering(monkeypatch):
+    monkeypatch.setattr(launching, "_GRACE_SECONDS", 1.0)
+
     def work(t):
         t.phase = f"step 3 on {t.rank}"
         if t.rank == 1:
@@ -351,8 +354,9 @@ def test_launch_names_a_killed_rank_and_its_last_phase():
     assert time.monotonic() - start < 8
 
 
-def test_launch_ends_ranks_that_do_not_listen():
+def test_launch_ends_ranks_that_do_not_listen(monkeypatch):
     """A rank in a busy loop that ignores signals is ended once another has failed."""
+    monkeypatch.setattr(launching, "_GRACE_SECONDS", 0.5)
 
     def work(world, _):
         if world.rank == 0:

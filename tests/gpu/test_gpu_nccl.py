@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from ranks_on_one_gpu import NCCL_OF_ONE_MACHINE
 
+from tiers import more
 from training.small_runs import make_rows, write_model, write_run
 
 SCRIPT = Path(__file__).with_name("ranks_on_one_gpu.py")
 SECONDS = {"cpu": 120, "cuda": 33}  # each of four tests: one that hangs leaves the others their time
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [more(1), 2, more(3)])
 def test_gpu_nccl_moves_and_sums(device, ranks):
     command = [sys.executable, str(SCRIPT), str(ranks), device.type]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS[device.type])

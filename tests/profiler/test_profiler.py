@@ -20,6 +20,7 @@ from lengthwise.profiler.watch import Stopwatch, WatchedTransport
 from lengthwise.program import check_plan, refuse_unsupported
 from lengthwise.simulator import simulate_plan
 from lengthwise.training.profiling import profile_model
+from tiers import more
 
 SETTINGS = ProfileSettings(seconds=1.0, longest_tokens=256, precision="fp32", clock="wall", hardware="cpu")
 
@@ -49,8 +50,8 @@ def test_a_profile_of_two_processes_measures_rings_and_messages():
     assert {"none", "near"} == {each.tier for each in found.samples}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("dtype", [more(torch.float32), torch.bfloat16])
+@pytest.mark.parametrize("ranks", [more(1), 2])
 def test_a_model_that_is_to_be_trained_stays_as_it_is_to_the_bit(dtype, ranks):
     precision = "bf16" if dtype == torch.bfloat16 else "fp32"
     settings = replace(SETTINGS, seconds=0.5, longest_tokens=64, precision=precision)

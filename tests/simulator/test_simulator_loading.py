@@ -49,6 +49,7 @@ def test_waits_are_what_the_step_before_does_not_hide() -> None:
     assert waits_seconds([4.0], [1.0]) == [3.0]
 
 
+@pytest.mark.exhaustive
 def test_study_waits_for_slow_loaders_only() -> None:
     batches = [[20_000, *[2000] * 60], [9000] * 10]
     slow = replace(HARDWARE, loader_tokens_per_second=1e5)

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+import weakref
 from pathlib import Path
 
 import pytest
@@ -195,7 +196,10 @@ class FailsAfter(Callback):
 class Command:
     """The command in a process, session and process group of its own, forked from this one to spare it the imports."""
 
+    living = weakref.WeakSet()  # a test that fails leaves some: conftest.py ends them
+
     def __init__(self, *arguments, prepare=lambda: None, stdout=None, **environment):
+        self.living.add(self)
         self._files = [os.memfd_create("out"), os.memfd_create("err")]
         self._status = None
         self.group = self.pid = os.fork()
@@ -270,6 +274,7 @@ class Command:
         while (left := self.left()) and time.monotonic() < deadline:
             time.sleep(0.01)
         self.kill()
+        self.living.discard(self)
         assert not left, f"processes left behind: {left}"
         return self._status, *self.written()
 
@@ -279,7 +284,8 @@ class Command:
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 fields = stat.read_text().rpartition(")")[2].split()
-                if int(fields[2]) == self.group and fields[0] != "Z":
+                state, group, threads = fields[0], int(fields[2]), int(fields[17])
+                if group == self.group and (state != "Z" or threads > 1):  # those hold its files a moment longer
                     found.append(int(stat.parent.name))
         return found
 

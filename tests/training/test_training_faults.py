@@ -11,7 +11,7 @@ from lengthwise.checkpoint import CheckpointFolder
 from lengthwise.core import faults
 from lengthwise.core.errors import ConfigError, Problems, TransferError
 from lengthwise.core.faults import ACTIONS, POINTS, VARIABLE
-from lengthwise.training import api
+from lengthwise.training import api, launch
 from lengthwise.training.stacks import with_own_stacks
 from tiers import more, some
 from training.small_runs import Command, call, count_lines
@@ -127,9 +127,10 @@ def test_a_disk_that_fails_costs_one_checkpoint_and_no_step(tmp_path, monkeypatc
 )
 def test_a_rank_that_hangs_is_named_with_its_phase_in_time(tmp_path, monkeypatch, point, phase):
     path = run_of(tmp_path)
+    monkeypatch.setattr(launch, "_GRACE_SECONDS", 1.0)
     monkeypatch.setenv(VARIABLE, fault_of(point, 1, "stop"))
     with pytest.raises(lengthwise.LengthwiseError) as caught:
-        lengthwise.train(path, ranks=2, timeout_seconds=4)
+        lengthwise.train(path, ranks=2, timeout_seconds=2)
     assert f"not a word from rank 1, last seen in {phase}." in str(caught.value)
     assert f"Where each rank stood: {tmp_path / 'out/hang'}" in str(caught.value)
     waiting, hanging = ((tmp_path / f"out/hang/rank-0000{rank}.txt").read_text() for rank in (0, 1))

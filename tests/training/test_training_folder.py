@@ -28,6 +28,8 @@ from lengthwise.training.writes import MOST_FAILURES
 from tiers import more, some
 from training.small_runs import Command, FailsAfter, call, count_lines, make_rows, write_run
 
+ENDLESS = {"steps": 1_000_000, "measurements": "off"}  # long runs measure the machine first
+
 
 def test_run_folder_refuses_a_file_and_a_run_and_names_them(tmp_path):
     (tmp_path / "file").write_text("")
@@ -61,7 +63,7 @@ def test_run_folder_line_is_json_that_any_reader_takes(tmp_path):
 @pytest.mark.parametrize("ranks", some([1, 2], 0))
 @pytest.mark.parametrize("arguments", some([(), ("--overwrite",)], 0))
 def test_a_second_run_into_the_folder_of_a_living_one_is_refused(tmp_path, capfd, ranks, arguments):
-    path = write_run(tmp_path, make_rows([30, 12]), steps=1_000_000)
+    path = write_run(tmp_path, make_rows([30, 12]), **ENDLESS)
     command = Command("train", path, "--ranks", ranks)
     command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
     lines = count_lines(tmp_path / "out/metrics.jsonl")
@@ -78,7 +80,7 @@ def test_a_second_run_into_the_folder_of_a_living_one_is_refused(tmp_path, capfd
 
 @pytest.mark.parametrize("ranks", some([1, 2], 1))
 def test_the_folder_of_a_killed_run_is_free(tmp_path, ranks):
-    path = write_run(tmp_path, make_rows([30, 12]), steps=1_000_000)
+    path = write_run(tmp_path, make_rows([30, 12]), **ENDLESS)
     command = Command("train", path, "--ranks", ranks)
     command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
     command.kill()
@@ -196,7 +198,7 @@ def test_a_saved_model_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypat
 
 @pytest.mark.parametrize("ranks", some([1, 2], 1))
 def test_a_run_whose_terminal_is_gone_saves_its_model(tmp_path, ranks):
-    path = write_run(tmp_path, make_rows([30, 12]), steps=1_000_000)
+    path = write_run(tmp_path, make_rows([30, 12]), **ENDLESS)
     command = Command("train", path, "--ranks", ranks, prepare=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
     command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
     command.send(signal.SIGHUP, group=True)  # to the planner's process, too
@@ -218,7 +220,7 @@ def test_a_run_under_nohup_does_not_hear_of_its_terminal(tmp_path):
 def test_temporary_folders_of_killed_launchers_go_at_the_next_start(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp/lengthwise-others").mkdir(parents=True)
-    path = write_run(tmp_path, make_rows([30, 12]), steps=1_000_000)
+    path = write_run(tmp_path, make_rows([30, 12]), **ENDLESS)
     killed, living = (Command("train", path, "--ranks", 2, "--set", f"output={name}") for name in ("a", "b"))
     for command, name in ((killed, "a"), (living, "b")):
         command.wait_for(lambda name=name: count_lines(tmp_path / name / "metrics.jsonl") >= 2)
@@ -274,7 +276,7 @@ def test_a_start_whose_folder_another_start_took_for_a_dead_ones_makes_another(t
 
 def test_a_run_whose_folder_is_removed_writes_all_of_it_again(tmp_path):
     """Not what was removed, but every line and plan since."""
-    path = write_run(tmp_path, make_rows([30, 12]), steps=1_000_000)
+    path = write_run(tmp_path, make_rows([30, 12]), **ENDLESS)
     command = Command("train", path)
     command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
     (tmp_path / "out").rename(tmp_path / "gone")  # at once: what is written meanwhile would keep it from going

@@ -27,7 +27,7 @@ def pieces_run(output):
 @pytest.mark.parametrize("ranks", [more(2), 4])
 def test_heads_are_in_the_plans_of_a_run_and_change_no_loss(tmp_path, ranks):
     found = {}
-    for heads in ("off", 2, 4):
+    for heads in ("off", 2):
         path = write_run(tmp_path / str(heads), make_rows(LENGTHS), heads=heads, capacity_tokens=64 // ranks)
         output = train(path, "--ranks", ranks)
         split = {(degree, each) for degree, each in pieces_run(output) if each > 1}
@@ -36,10 +36,10 @@ def test_heads_are_in_the_plans_of_a_run_and_change_no_loss(tmp_path, ranks):
         assert split == {(degree, asked) for degree in rings if degree % asked == 0 and asked > 1}
         assert split or heads == "off" or heads > ranks
         found[heads] = losses(output)
-    for heads in (2, 4):
-        assert found[heads] == pytest.approx(found["off"], rel=1e-12, abs=0)
+    assert found[2] == pytest.approx(found["off"], rel=1e-12, abs=0)
 
 
+@pytest.mark.exhaustive
 def test_heads_auto_are_the_planners_and_change_no_loss(tmp_path):
     runs = [
         train(write_run(tmp_path / heads, make_rows(LENGTHS), heads=heads, capacity_tokens=16), "--ranks", 4)

@@ -36,7 +36,7 @@ def plans_of(output):
         more("fp32", "none", False),
         more("bf16", "layer", False),
         ("fp64", "all_but_attention", False),
-        ("fp32", "none", True),
+        more("fp32", "none", True),
     ],
 )
 def test_train_with_offload_gives_the_same_bits(tmp_path, model, precision, recompute, lora):

@@ -309,6 +309,7 @@ def test_train_writes_router_loss_beside_loss_and_trains_on_both(run_file, ranks
         assert (trained[name] - parameter).norm() < 1e-5 * parameter.norm(), name
 
 
+@pytest.mark.exhaustive
 def test_train_with_the_balance_loss_levels_the_routers(run_file):
     path, _ = run_file
     output = train(path, "--ranks", 2, "--set", "steps=12", "optimizer.lr=0.01")

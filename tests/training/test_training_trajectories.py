@@ -64,6 +64,7 @@ def test_train_twice_gives_the_same_bits(tmp_path, precision):
     assert found[0] == found[1]
 
 
+@pytest.mark.exhaustive
 def test_train_static_planner_gives_the_same_losses(tmp_path):
     found = []
     write_run(tmp_path, lively_rows())
