@@ -257,6 +257,7 @@ def test_plan_help_names_first_what_every_plan_needs(capsys):
     assert options[-4:] == ["--mode", "--virtual", "--offload", "--heads"]
 
 
+@pytest.mark.exhaustive
 def test_plan_cuts_nothing_on_narrow_terminals(tmp_path, lengths):
     arguments = ["--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", tmp_path / "plan.json"]
     run = [sys.executable, "-W", "error", "-m", "lengthwise", "plan", *map(str, arguments)]

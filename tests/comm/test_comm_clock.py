@@ -170,12 +170,12 @@ def test_transports_tell_waiting_for_a_transfer_from_waiting_in_a_collective(run
     def work(inner):
         t = StagedTransport(inner, stages=lambda tensor: True) if staged else inner
         interval, event = t.clock.start(CPU), threading.Event()
-        event.wait(0.3 if t.rank else 0.0)
+        event.wait(0.15 if t.rank else 0.0)
         t.exchange([(torch.ones(2), 1 - t.rank)], [(torch.zeros(2), 1 - t.rank)]).wait()
-        event.wait(0.6 if t.rank else 0.0)
+        event.wait(0.3 if t.rank else 0.0)
         t.all_gather_async(torch.zeros(4), torch.ones(2)).wait()
         return interval.stop()
 
     spent, _ = run(work)
-    assert spent.transfer_seconds > 0.2
-    assert spent.collective_seconds > 0.5
+    assert spent.transfer_seconds > 0.1
+    assert spent.collective_seconds > 0.25

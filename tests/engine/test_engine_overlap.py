@@ -88,7 +88,7 @@ def train(inner, family, dtype, recompute, *, overlaps, compiles=False):
     return names, norms, values
 
 
-@pytest.mark.parametrize("recompute", some(["none", "layer", "all_but_attention"], 0, 1))
+@pytest.mark.parametrize("recompute", some(["none", "layer", "all_but_attention"], 1))
 @pytest.mark.parametrize("dtype", some([torch.float64, torch.float32, torch.bfloat16], 2), ids=str)
 @pytest.mark.parametrize("family", some(["llama", "qwen2", "mixtral", "mixtral balanced"], 0, 3))
 def test_overlapped_steps_are_those_of_any_other_to_the_bit(family, dtype, recompute):

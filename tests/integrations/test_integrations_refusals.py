@@ -177,6 +177,7 @@ def test_a_trainer_trains_twice_and_evaluates_between(tmp_path):
     assert relative(again.evaluate()["eval_loss"], trainer.evaluate()["eval_loss"]) < 2e-6
 
 
+@pytest.mark.exhaustive
 def test_a_model_made_by_model_init_is_planned(tmp_path):
     trainer = PlannedTrainer(
         model_init=lambda: small_model(torch.float32),

@@ -130,7 +130,9 @@ def planned_loss_and_gradients(transport, model, plan, batch, precision):
     return loss.item() / batch.loss_tokens, flat.gather_gradients()
 
 
-@pytest.mark.parametrize(("family", "precision"), [*((family, "fp64") for family in CASES), ("llama", "fp32")])
+@pytest.mark.parametrize(
+    ("family", "precision"), [*some([(family, "fp64") for family in CASES], 0, 2), ("llama", "fp32")]
+)
 def test_lora_equals_plain_peft_on_plain_hugging_face(folders, family, precision):
     lora, dtype = CASES[family], DTYPES[precision]
     batch = make_batch(LENGTHS, vocab=48, seed=1, masked=0.2)

@@ -20,7 +20,7 @@ from lengthwise.models import build_adapted
 from lengthwise.training import capacity
 from lengthwise.training import job as jobs
 from lengthwise.training.start import prepare
-from tiers import some
+from tiers import more, some
 from training.small_runs import VOCAB, call, losses, make_rows, read_lines, train, write_model, write_run
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def plans_of(output):
     return [Plan.from_json(read_plan_text(path)) for path in sorted((output / "plans").iterdir())]
 
 
-@pytest.mark.parametrize("recompute", ["none", "layer", "auto"])
+@pytest.mark.parametrize("recompute", [more("none"), more("layer"), "auto"])
 def test_auto_trains_to_the_same_losses(tmp_path, capfd, recompute):
     output = run(tmp_path, recompute=recompute, precision="fp64")
     said = capfd.readouterr().out

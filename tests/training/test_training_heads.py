@@ -24,7 +24,7 @@ def pieces_run(output):
     return pieces_of(*(output / "plans").iterdir())
 
 
-@pytest.mark.parametrize("ranks", [more(2), 4])
+@pytest.mark.parametrize("ranks", [more(4), 2])
 def test_heads_are_in_the_plans_of_a_run_and_change_no_loss(tmp_path, ranks):
     found = {}
     for heads in ("off", 2):

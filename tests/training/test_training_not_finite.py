@@ -98,7 +98,7 @@ def test_a_step_that_is_not_finite_is_left_out(tmp_path, monkeypatch, capfd, ran
     more("loss", 6, [1, 2, 3, 4, 7, 8], [1, 2, 3, 4, 5, 7, 8]),
     more("gradient", 6, [1, 2, 3, 4, 7, 8], [1, 2, 3, 4, 5, 7, 8]),
     more("parameter", 3, [1, 2, 5, 6, 7, 8], [1, 2, 3, 5, 6, 7, 8]),  # seen by the numbers of step 4
-    ("parameter", 4, [1, 2, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8]),  # seen before its checkpoint
+    more("parameter", 4, [1, 2, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8]),  # seen before its checkpoint
     ("parameter", 8, [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, 8]),  # seen before the model is saved
 ])  # fmt: skip
 def test_a_run_goes_back_to_its_checkpoint(tmp_path, monkeypatch, ranks, what, step, kept, ledger):

@@ -52,6 +52,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_name(tmp_path, capsys):
     assert "optimizer.name: 'adamw' (text) then, 'adam' (text) now" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_goes_on_checks_its_memory_too(tmp_path):
     path = run_of(tmp_path, memory_check=True)
     wanted = whole(path, ranks=2)

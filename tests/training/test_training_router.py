@@ -343,7 +343,7 @@ def own_counts_only(transport_class):
 
 
 @pytest.mark.parametrize(
-    "broken", ["counts of each rank alone", more("a row too many"), more("no coefficient"), "no gradient"]
+    "broken", [more("counts of each rank alone"), more("a row too many"), more("no coefficient"), "no gradient"]
 )
 def test_verify_fails_where_the_balance_loss_is_wrong(run_file, capsys, monkeypatch, broken):
     path, _ = run_file

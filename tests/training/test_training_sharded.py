@@ -78,8 +78,8 @@ def test_a_run_has_the_numbers_of_one_that_is_not_sharded(tmp_path, keys, tolera
 
 
 def test_offload_and_evaluation_work_beside_it(tmp_path):
-    model = write_model(tmp_path / "model", num_hidden_layers=5)
-    keys = {"offload": {"store": "disk", "path": str(tmp_path), "ratio": 0.5}, "save": {"best": "eval_loss"}}
+    model = write_model(tmp_path / "model", num_hidden_layers=3)
+    keys = {"offload": {"store": "disk", "path": str(tmp_path), "ratio": 1.0}, "save": {"best": "eval_loss"}}
     keys["eval"] = {"data": [{"path": "train.jsonl"}], "every_steps": 1}
     path = run_file(tmp_path, model=model, **keys)
     expected, _ = trained(path, "zero1", ranks=2)

@@ -57,7 +57,7 @@ def test_train_twice_gives_the_same_bits(tmp_path, precision):
     write_run(tmp_path, lively_rows())
     for name in ("first", "second"):
         path = write_run(
-            tmp_path, steps=4, precision=precision, output=name, capacity_tokens=20, optimizer={"lr": 1e-2}
+            tmp_path, steps=2, precision=precision, output=name, capacity_tokens=20, optimizer={"lr": 1e-2}
         )
         assert call("train", path, "--ranks", 3) == 0
         found.append((losses(tmp_path / name), (tmp_path / name / "model/model.safetensors").read_bytes()))
@@ -80,7 +80,7 @@ def test_train_packed_dp_gives_the_same_losses_and_refuses_longer_sequences_befo
     write_run(tmp_path, lively_rows())
     found = []
     for planner, capacity in (("lengthwise", 20), ("packed-dp", 60)):
-        path = write_run(tmp_path, steps=5, planner=planner, output=planner, capacity_tokens=capacity)
+        path = write_run(tmp_path, steps=2, planner=planner, output=planner, capacity_tokens=capacity)
         assert call("train", path, "--ranks", 3) == 0
         found.append(losses(tmp_path / planner))
     assert found[0] == pytest.approx(found[1], rel=1e-11)
@@ -216,7 +216,7 @@ def test_train_with_each_message_checked_gives_the_same_bits(tmp_path, monkeypat
     found = []
     for asked in ("0", "1"):
         monkeypatch.setenv("LENGTHWISE_CHECK_TRANSFERS", asked)
-        path = write_run(tmp_path / asked, lively_rows(), steps=4, precision="bf16", capacity_tokens=20, heads=heads)
+        path = write_run(tmp_path / asked, lively_rows(), steps=2, precision="bf16", capacity_tokens=20, heads=heads)
         output = train(path, "--ranks", ranks)
         assert ("each message is checked" in capfd.readouterr().out) == (asked == "1")
         plans = [Plan.from_json(read_plan_text(each)) for each in sorted((output / "plans").iterdir())]
