@@ -11,6 +11,7 @@ import time
 import traceback
 import weakref
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -196,7 +197,7 @@ class FailsAfter(Callback):
 class Command:
     """The command in a process, session and process group of its own, forked from this one to spare it the imports."""
 
-    living = weakref.WeakSet()  # a test that fails leaves some: conftest.py ends them
+    living: ClassVar = weakref.WeakSet()  # a test that fails leaves some: conftest.py ends them
 
     def __init__(self, *arguments, prepare=lambda: None, stdout=None, **environment):
         self.living.add(self)
