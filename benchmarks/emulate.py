@@ -1,7 +1,7 @@
 """Emulation: real processes in which compute is slept and the rest is real; measured beside the simulator.
 
     python benchmarks/emulate.py [--ranks 16] [--planners static,...] [--recipe github] [--steps 2] [--heads auto]
-        [--real-bytes] [--namespaces]
+        [--namespaces]
 
 A check that the simulator is consistent with the program that ranks run, not that its costs of compute are true: sleeps
 and simulator are given the same. Every rank is a process of this machine, joined over gloo (`emulated_rank`). Real: the
@@ -9,14 +9,11 @@ planner on rank 0 a step ahead, sending plans and agreeing on them, the lowered 
 reduction at the step's end, and the waiting of ranks for each other. Slept: blocks of attention and linear work. Sleeps
 do not fight for cores, so the wall clock is the makespan. Not emulated: offload, pipelines.
 
-Links, one of three ways:
+Links, one of two ways:
 - Emulated: loopback has no tiers, so a message carries --token-bytes a token and the time at which it was posted, and
   its receiver takes it no earlier than latency and bytes of the emulated link after both sides had posted it. The
   step's end is slept, on top of a small real reduction. The model is llama-7b in 4 layers on nodes of 4 devices that
   are --slower times slower than an h100: stages are then long against the time that two cores take to wake a process.
-- --real-bytes: a small model in fp32; every message carries its true bytes, the reduction those of all gradients and
-  parameters, and they take what they take. The simulator's links are measured by the same processes before the first
-  plan is made, from messages and reductions of other sizes (`measured_links`).
 - --namespaces (root): every node is a network namespace, its ranks share one NIC, shaped by `tc tbf` (`namespaces`),
   and messages between nodes take as long as their bytes do on it, at a rate that suits --token-bytes. The simulator is
   told of one NIC a node, so that it must know what two rings over one NIC cost each other.
@@ -36,10 +33,10 @@ from typing import Any
 import torch
 from testing import run_ranks
 
-from emulated_rank import EmulatedRank, Wire
+from emulated_rank import EmulatedRank
 from lengthwise.cli.machine import machine_lines
 from lengthwise.core.plan import Plan
-from lengthwise.core.shape import Cluster, ModelShape
+from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions
@@ -47,9 +44,8 @@ from lengthwise.simulator import simulate_plan
 from lengthwise.steps.planner_process import PlannerProcess
 from lengthwise.steps.planning import PlanAhead, StepPlanner
 from lengthwise.steps.step_planning import StepPlanning
-from measured_links import measured_links, refuse_measured
 from namespaces import shaped_nodes
-from pages import Findings, add_out
+from pages import Findings, markdown, parse_options
 
 LAYERS, RANKS_PER_NODE, CAPACITY = 4, 4, 8192
 _TIMEOUT_SECONDS = 600.0
@@ -69,16 +65,6 @@ def emulated_cost(slower: float, *, nics: int) -> Cost:
     return all_terms_cost(shape, replace(fast, ranks_per_node=RANKS_PER_NODE, **slowed))
 
 
-SMALL = ModelShape(name="small", layers=4, hidden=512, heads=8, kv_heads=8, head_dim=64, intermediate=1024, vocab=256)
-
-
-def real_cost(slower: float, *, ranks: int) -> Cost:
-    """Make the costs of the small model in fp32 on one node; its links are to be measured."""
-    fast = named_hardware("h100")
-    slowed = replace(fast, peak_flops_per_second=fast.peak_flops_per_second / slower, ranks_per_node=ranks)
-    return all_terms_cost(SMALL, replace(slowed, compute_dtype_bytes=4))
-
-
 def keys_bytes(cost: Cost) -> float:
     """Count the bytes of the keys and values of a token in one layer."""
     return cost.ring_bytes * cost.forward.ring / cost.layers
@@ -88,24 +74,17 @@ def keys_bytes(cost: Cost) -> float:
 class Emulation:
     """What is emulated.
 
-    token_bytes: that a token's keys and values travel as; None: as many as they are, over links that are measured.
-    heads: as in `PlanOptions`. enter: takes a rank to its node, whose links are real.
+    token_bytes: that a token's keys and values travel as. heads: as in `PlanOptions`. enter: takes a rank to its node,
+    whose links are real.
     """
 
     planner: str
     cluster: Cluster
     cost: Cost
     context: int
-    token_bytes: int | None
+    token_bytes: int
     heads: str = "off"
     enter: Callable[[int], None] | None = None
-
-    @property
-    def wire(self) -> Wire:
-        """What of messages is real."""
-        if self.token_bytes is None:
-            return Wire(bytes_share=1.0, real_near=True, real_far=True, real_end=True)
-        return Wire(bytes_share=self.token_bytes / keys_bytes(self.cost), real_far=self.enter is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,48 +104,31 @@ class Lengths:
 
 def main() -> None:
     """Emulate every planner and print measured beside simulated steps."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=16)
-    parser.add_argument("--planners", default=PLANNERS)
-    parser.add_argument("--recipe", default="github")
-    parser.add_argument("--tokens-a-rank", type=int, default=24_000)
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--heads", choices=("off", "auto"), default="off", help="whether plans may split heads")
-    parser.add_argument("--slower", type=float, default=64.0, help="than an h100: longer stages, smaller overheads")
-    parser.add_argument("--token-bytes", type=int, default=64, help="that a token's keys and values travel as")
-    parser.add_argument("--real-bytes", action="store_true", help="a small model's true bytes, over real links")
-    parser.add_argument("--namespaces", action="store_true", help="shaped links between nodes; needs root")
-    add_out(parser, "emulate")
-    arguments = parser.parse_args()
-    if arguments.real_bytes and arguments.namespaces:
-        parser.error("give --real-bytes or --namespaces, not both")
-    findings = Findings(mark(arguments))
+    asked = parse_options(
+        __doc__,
+        ranks=16,
+        planners=PLANNERS,
+        recipe="github",
+        tokens_a_rank=24_000,
+        steps=2,
+        heads=(["off", "auto"], "whether plans may split heads"),
+        slower=(64.0, "than an h100: longer stages, smaller overheads"),
+        token_bytes=(64, "that a token's keys and values travel as"),
+        namespaces=(False, "shaped links between nodes; needs root"),
+    )
+    kind = "-namespaces" if asked.namespaces else "-heads" if asked.heads == "auto" else ""
+    findings, before = Findings(f"emulate{kind}"), os.getloadavg()[0]
     print(*machine_lines()[1:], sep="\n")
     titles = "ranks | planner | measured, s | simulated, s | error | speed-up measured | speed-up simulated"
-    findings.add([f"| {titles} | tokens in split heads |", "|---" * 8 + "|"])
-    before = os.getloadavg()[0]
-    findings.add(table(arguments))
-    about = (
-        f"{arguments.recipe}, steps: {arguments.steps}; load before and after: {before:.1f}, {os.getloadavg()[0]:.1f}"
-    )
-    slept = "compute slept, bytes real" if arguments.real_bytes else "sleeps, not work"
-    findings.sign(f"Emulated ({slept}) and simulated", about)
-    findings.write(arguments.out)
+    findings.add(markdown(f"{titles} | tokens in split heads", rows(asked)))
+    loads = f"{before:.1f}, {os.getloadavg()[0]:.1f}"
+    about = f"{asked.recipe}, steps: {asked.steps}; load before and after: {loads}"
+    findings.sign("Emulated (sleeps, not work) and simulated", about, asked.out)
 
 
-def mark(arguments: argparse.Namespace) -> str:
-    """Return between which marks of the page the findings go."""
-    kinds = {"-real-bytes": arguments.real_bytes, "-namespaces": arguments.namespaces}
-    kinds["-heads"] = arguments.heads == "auto" and not any(kinds.values())
-    return "emulate" + "".join(kind for kind, is_asked in kinds.items() if is_asked)
-
-
-def table(arguments: argparse.Namespace) -> Iterator[str]:
-    """Yield a line a planner as they are emulated."""
-    if arguments.real_bytes:
-        cost = real_cost(arguments.slower, ranks=arguments.ranks)
-    else:
-        cost = emulated_cost(arguments.slower, nics=1 if arguments.namespaces else RANKS_PER_NODE)
+def rows(arguments: argparse.Namespace) -> Iterator[list[object]]:
+    """Yield a row a planner as they are emulated."""
+    cost = emulated_cost(arguments.slower, nics=1 if arguments.namespaces else RANKS_PER_NODE)
     cluster = Cluster(ranks=arguments.ranks, capacity_tokens=CAPACITY)
     longest = int(0.8 * cluster.longest_tokens)
     batches = [
@@ -181,16 +143,16 @@ def table(arguments: argparse.Namespace) -> Iterator[str]:
                 cluster=cluster,
                 cost=cost,
                 context=longest,
-                token_bytes=None if arguments.real_bytes else arguments.token_bytes,
+                token_bytes=arguments.token_bytes,
                 heads=arguments.heads,
                 enter=enter,
             )
-            rows = emulate(asked, batches)
-        measured, simulated, split = (statistics.mean(column) for column in zip(*rows, strict=True))
+            steps = emulate(asked, batches)
+        measured, simulated, split = (statistics.mean(column) for column in zip(*steps, strict=True))
         first = first or (measured, simulated)
-        error = f"{100 * (measured / simulated - 1):+.1f} %"
-        ratios = f"{first[0] / measured:.2f} | {first[1] / simulated:.2f} | {100 * split:.0f} %"
-        yield f"| {arguments.ranks} | {planner} | {measured:.3f} | {simulated:.3f} | {error} | {ratios} |"
+        cells = [f"{measured:.3f}", f"{simulated:.3f}", f"{100 * (measured / simulated - 1):+.1f} %"]
+        cells += [f"{first[0] / measured:.2f}", f"{first[1] / simulated:.2f}", f"{100 * split:.0f} %"]
+        yield [arguments.ranks, planner, *cells]
 
 
 def split_share(plan: Plan) -> float:
@@ -222,26 +184,24 @@ def emulate(asked: Emulation, batches: list[list[int]]) -> list[Step]:
 
     def work(transport: Any) -> list[Step]:
         torch.set_num_threads(1)
-        cost = asked.cost if asked.token_bytes is not None else measured_links(transport, asked.cost)
         capacities = {"none": asked.cluster.capacity_tokens}
-        planning = StepPlanning(ranks=asked.cluster.ranks, cost=cost, capacities=capacities, options=options)
+        planning = StepPlanning(ranks=asked.cluster.ranks, cost=asked.cost, capacities=capacities, options=options)
         with nullcontext() if transport.rank else PlannerProcess() as process:
-            return steps_of(transport, cost, None if process is None else partial(process.plan, planning))
+            return steps_of(transport, None if process is None else partial(process.plan, planning))
 
-    def steps_of(transport: Any, cost: Cost, planner: StepPlanner | None) -> list[Step]:
+    def steps_of(transport: Any, planner: StepPlanner | None) -> list[Step]:
         stream: Iterator[Any] = iter([Lengths(batch) for batch in batches])
         ahead = PlanAhead(stream, planner, transport, timeout_seconds=_TIMEOUT_SECONDS)
-        rank, steps = EmulatedRank(transport, cost, asked.wire), []
+        share, steps = asked.token_bytes / keys_bytes(asked.cost), []
+        rank = EmulatedRank(transport, asked.cost, share, real_far=asked.enter is not None)
         for step in range(len(batches)):
             planned = ahead.next(f"step {step}")
             assert planned is not None, f"no plan for step {step} of {len(batches)}"
             mine = torch.zeros(transport.world_size, dtype=torch.float64)
             mine[transport.rank] = rank.run(planned.plan)
             transport.all_reduce(mine)
-            simulated = simulate_plan(planned.plan, cost).step_seconds if transport.rank == 0 else 0.0
+            simulated = simulate_plan(planned.plan, asked.cost).step_seconds if transport.rank == 0 else 0.0
             steps.append((float(mine.max()), simulated, split_share(planned.plan)))
-        if asked.token_bytes is None:
-            refuse_measured(rank.sent_floats)
         ahead.close()
         return steps
 
@@ -249,7 +209,4 @@ def emulate(asked: Emulation, batches: list[list[int]]) -> list[Step]:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    main()

@@ -25,22 +25,8 @@ from lengthwise.program import Content, MicrobatchProgram, Transfer, lower_plan
 _LATE_SECONDS = 0.003  # by which a rank may wake late and still catch up; more is real waiting
 _LEAD_SECONDS = 0.05  # from the last rank that is ready to the common start
 _FLOAT_BYTES = 4
+_END_FLOATS = 1024  # that a rank really reduces at the step's end; the rest of it is slept
 Posted = tuple[Any, list[tuple[torch.Tensor, Transfer]], float]  # pending, what will arrive, when it was posted
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wire:
-    """What of messages is real.
-
-    bytes_share: how much of the bytes that the costs count for a message it carries. real_near, real_far: whether
-    messages inside a node and between nodes take what they take, nothing slept for them. real_end: whether the step's
-    end moves all of its bytes and is not slept.
-    """
-
-    bytes_share: float
-    real_near: bool = False
-    real_far: bool = False
-    real_end: bool = False
 
 
 def transfer_bytes(transfer: Transfer, cost: Cost) -> float:
@@ -68,14 +54,16 @@ class Layer:
 
 
 class EmulatedRank:
-    """One rank: sleeps its blocks, exchanges real messages, takes them when the emulated link would deliver them."""
+    """One rank: sleeps its blocks, exchanges real messages, takes them when the emulated link would deliver them.
 
-    def __init__(self, transport: Any, cost: Cost, wire: Wire) -> None:
-        self._transport, self._cost, self._wire = transport, cost, wire
+    bytes_share: how much of the bytes that the costs count for a message it carries. real_far: messages between nodes
+    take what they take, nothing is slept for them.
+    """
+
+    def __init__(self, transport: Any, cost: Cost, bytes_share: float, *, real_far: bool = False) -> None:
+        self._transport, self._cost, self._bytes_share, self._real_far = transport, cost, bytes_share, real_far
         self._until = 0.0
         self._outgoing, self._incoming = torch.zeros(0), torch.zeros(0)
-        self.sent_floats: set[int] = set()
-        """The sizes of all messages so far."""
 
     def run(self, plan: Plan) -> float:
         """Run one step of `plan`; return the wall-clock seconds from all ranks' start to this one's end."""
@@ -85,9 +73,7 @@ class EmulatedRank:
             for each in self._cost.passes(program.microbatch.recompute)
         ]
         self._make_room(layers)
-        share = self._cost.reduced_bytes / 2 / _FLOAT_BYTES if self._wire.real_end else 0.0
-        mine = torch.zeros(max(1024, -(-int(share) // self._transport.world_size)))
-        everyone = torch.zeros(mine.numel() * self._transport.world_size)
+        mine, everyone = torch.zeros(_END_FLOATS), torch.zeros(_END_FLOATS * self._transport.world_size)
         start = self._until = self._common_start()
         self._sleep(0.0)
         for layer in layers:
@@ -96,7 +82,7 @@ class EmulatedRank:
         self._transport.reduce_scatter(mine, everyone)
         self._transport.all_gather(everyone, mine)
         self._until = self._due()
-        self._sleep(0.0 if self._wire.real_end else self._cost.step_end_seconds(plan.ranks))
+        self._sleep(self._cost.step_end_seconds(plan.ranks))
         return time.monotonic() - start
 
     def _common_start(self) -> float:
@@ -151,12 +137,11 @@ class EmulatedRank:
         return each.attention * total / self._cost.layers
 
     def _floats(self, transfer: Transfer) -> int:
-        return max(1, round(self._wire.bytes_share * transfer_bytes(transfer, self._cost) / _FLOAT_BYTES))
+        return max(1, round(self._bytes_share * transfer_bytes(transfer, self._cost) / _FLOAT_BYTES))
 
     def _make_room(self, layers: Sequence[Layer]) -> None:
         """Allocate what messages are sent from and received into, so that no clock runs meanwhile."""
         calls = [call for layer in layers for call in (layer.before, *layer.transfers, layer.after)]
-        self.sent_floats |= {self._floats(each) for call in calls for each in call}
         most = max((sum(map(self._floats, call)) for call in calls), default=0)
         self._outgoing, self._incoming = torch.ones(most), torch.ones(most)
 
@@ -186,7 +171,7 @@ class EmulatedRank:
         pending.wait()
         links: dict[int, float] = {}
         for stamp, each in arriving:
-            if self._wire.real_far if self._leaves_node(each) else self._wire.real_near:
+            if self._real_far and self._leaves_node(each):
                 self._until = max(self._until, time.monotonic())
                 continue
             along_ring = each.content in (Content.KV, Content.DKV)

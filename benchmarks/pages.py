@@ -13,9 +13,10 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from lengthwise.simulator import gain_over, gain_text
 
@@ -34,18 +35,17 @@ class Findings:
             print(line, flush=True)
             self._lines.append(line)
 
-    def sign(self, how: str, about: str) -> None:
-        """Add how the figures were found (`Modelled`, `Measured`), by which command, when, where, and `about`."""
-        machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-        made = f"{how} by `{_command()}` on {date.today().isoformat()}, commit {_commit()}; {machine}"
-        self.add(["", *textwrap.wrap(f"{made}; {about}.", 120, break_long_words=False, break_on_hyphens=False)])
+    def sign(self, how: str, about: str, page: Path | None) -> None:
+        """Add how the figures were found (`Modelled`, `Measured`), by which command, when, where, and `about`.
 
-    def write(self, page: Path | None) -> None:
-        """Replace what stands between the marks of a page, if one is given.
+        Then replace what stands between the marks of `page`, if one is given.
 
         Raises:
             SystemExit: the page has no such marks.
         """
+        machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+        made = f"{how} by `{_command()}` on {date.today().isoformat()}, commit {_commit()}; {machine}"
+        self.add(["", *textwrap.wrap(f"{made}; {about}.", 120, break_long_words=False, break_on_hyphens=False)])
         if page is None:
             return
         begin, end = (f"<!-- {self._name}: {part} -->" for part in ("begin", "end"))
@@ -56,9 +56,36 @@ class Findings:
         page.write_text("\n".join([before + begin, *self._lines, end + after]), encoding="utf-8")
 
 
-def add_out(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add `--out PAGE` to the options of the benchmark `name`."""
-    parser.add_argument("--out", type=Path, metavar="PAGE", help=f"a page with its marks, as docs/benchmarks/{name}.md")
+def parse_options(document: str | None, **options: Any) -> argparse.Namespace:
+    """Parse the options of a benchmark, and `--out PAGE`: each has its default, or (default, what it is).
+
+    False: a switch; a list: the choices, of which the first is the default.
+    """
+    parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options["out"] = Path(), "a page of docs/benchmarks with the marks of this benchmark"
+    for name, each in options.items():
+        default, told = each if isinstance(each, tuple) else (each, None)
+        kinds: dict[str, Any] = {"type": type(default), "default": default}
+        if default is False:
+            kinds = {"action": "store_true"}
+        elif isinstance(default, list):
+            kinds = {"choices": default, "default": default[0]}
+        elif default == Path():
+            kinds = {"type": Path}
+        parser.add_argument(f"--{name.replace('_', '-')}", help=told, **kinds)
+    return parser.parse_args()
+
+
+def markdown(heads: str, rows: Iterable[Iterable[object]]) -> Iterator[str]:
+    """Yield the lines of a table as its rows come; heads: with | between them."""
+    yield f"| {heads} |"
+    yield "|---" * len(heads.split(" | ")) + "|"
+    yield from (f"| {' | '.join(map(str, row))} |" for row in rows)
+
+
+def verdict(is_met: bool) -> str:
+    """Say whether an aim is met."""
+    return "met" if is_met else "**missed**"
 
 
 def modelled_gain(other_seconds: Sequence[float], our_seconds: Sequence[float]) -> str:
