@@ -3,8 +3,8 @@
 An option is one setting for all batches, as in a run. Each is planned, and simulated with the costs that all planners
 get; the least sum of step seconds is taken. Planners: a fixed mesh over its degrees, `single-degree`, `bytescale` over
 its capacities, `lengthwise` with the tries that a run gives it; all with and without split heads. Packed data
-parallelism: `packed-dp`, in data order, and longest first by tokens; padding, which has no plan, by likeness of length.
-Costs a few plans a way and batch.
+parallelism: `packed-dp`, in data order, and longest first by tokens. One rank alone: one document after another by
+plain Hugging Face, which has no plan. Costs a few plans a way and batch.
 """
 
 from __future__ import annotations
@@ -20,29 +20,21 @@ from lengthwise.cost import Cost
 from lengthwise.planner import PLANNING_SHARE, PlanOptions, plan_step
 from lengthwise.simulator import simulate_plan
 
-PADDING, PACKED, LENGTHWISE = "padding", "packed DP", "lengthwise"
-WAYS = (PADDING, PACKED, "static", "single-degree", "bytescale", LENGTHWISE)
+ONE_BY_ONE, PACKED, LENGTHWISE = "one by one", "packed DP", "lengthwise"
+WAYS = (ONE_BY_ONE, PACKED, "static", "single-degree", "bytescale", LENGTHWISE)
 _HEADS = ("off", "auto")
-_LEAST_RATIOS = (0.0, 0.5, 0.8, 0.9, 1.0)  # of padded rows to the longest beside them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Padded:
-    """A step of padded microbatches: entry r lists those of rank r, each the sequences that are its rows."""
-
-    microbatches: tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How to train: a step for each batch, with which options. simulated_seconds: of all.
+    """How to train: a step for each batch (None: without a plan), with which options. simulated_seconds: of all.
 
     plan_seconds: that planning one step took on average, with the options that were chosen.
     """
 
     name: str
     options: str
-    steps: tuple[Plan | Padded, ...]
+    steps: tuple[Plan | None, ...]
     simulated_seconds: float
     plan_seconds: float = 0.0
 
@@ -57,10 +49,12 @@ def choose_ways(
     longest = max(max(lengths) for lengths in batches)
     found: list[Way] = []
     for name in names:
-        if name in (PADDING, PACKED) and longest > cluster.capacity_tokens:
+        if name == PACKED and longest > cluster.capacity_tokens:
             continue
-        if name == PADDING:
-            found.append(_pad(batches, cluster, cost))
+        if name == ONE_BY_ONE:
+            if cluster.ranks == 1:
+                none = (None,) * len(batches)
+                found.append(Way(name=name, options="plain Hugging Face", steps=none, simulated_seconds=0.0))
             continue
         tried = [
             _tried(name, said, plan_of, batches, cost)
@@ -68,35 +62,6 @@ def choose_ways(
         ]
         found.append(min(tried, key=lambda way: way.simulated_seconds))
     return found
-
-
-def pad_step(lengths: Sequence[int], cluster: Cluster, least_ratio: float) -> Padded:
-    """Pad rows to the longest of a microbatch, as many as fit; the largest microbatch to the rank that has least.
-
-    least_ratio: of a row to the longest of its microbatch, 0 to 1; 1: no pad at all.
-    """
-    rows: list[list[int]] = []
-    for number in sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)):
-        longest = lengths[rows[-1][0]] if rows else 0
-        if (
-            rows
-            and (len(rows[-1]) + 1) * longest <= cluster.capacity_tokens
-            and lengths[number] >= least_ratio * longest
-        ):
-            rows[-1].append(number)
-        else:
-            rows.append([number])
-    dealt = _deal([(len(row) * lengths[row[0]], tuple(row)) for row in rows], cluster.ranks)
-    return Padded(microbatches=tuple(tuple(mine) for mine in dealt))
-
-
-def padded_seconds(step: Padded, lengths: Sequence[int], cost: Cost) -> float:
-    """Price a padded step: every row is as long as the longest beside it."""
-    ranks = [
-        sum(cost.fixed_seconds + cost.piece_seconds([max(lengths[i] for i in rows)] * len(rows), 1) for rows in mine)
-        for mine in step.microbatches
-    ]
-    return max(ranks) + cost.step_end_seconds(len(ranks))
 
 
 def pack_step(lengths: Sequence[int], cluster: Cluster, layers: int, room_tokens: int) -> Plan:
@@ -174,17 +139,6 @@ def _contexts(longest: int, cluster: Cluster) -> Iterator[tuple[str, int]]:
     for degree in range(1, cluster.ranks + 1):
         if cluster.ranks % degree == 0 and degree * cluster.capacity_tokens >= longest:
             yield f"degree {degree}", degree * cluster.capacity_tokens
-
-
-def _pad(batches: Sequence[Sequence[int]], cluster: Cluster, cost: Cost) -> Way:
-    """Choose how unlike the rows of a microbatch may be."""
-    tried = []
-    for ratio in _LEAST_RATIOS:
-        steps = tuple(pad_step(lengths, cluster, ratio) for lengths in batches)
-        seconds = sum(padded_seconds(step, lengths, cost) for step, lengths in zip(steps, batches, strict=True))
-        said = f"rows of at least {ratio:g} of the longest"
-        tried.append(Way(name=PADDING, options=said, steps=steps, simulated_seconds=seconds))
-    return min(tried, key=lambda way: way.simulated_seconds)
 
 
 def _tried(name: str, said: str, plan_of: _PlanOf, batches: Sequence[Sequence[int]], cost: Cost) -> Way:

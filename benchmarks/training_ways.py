@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import Transport, World
@@ -30,14 +29,14 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.cost.measured import measured_cost
 from lengthwise.cost.refit import RanStep, refit
-from lengthwise.data import NO_LOSS
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import ModelSource, build_model, plain_attention
+from lengthwise.models.adapter import ATTENTION_NAME
 from lengthwise.profiler.profile import ProfileSettings, profile
-from rivals import PADDING, Padded, Way, choose_ways
+from rivals import ONE_BY_ONE, Way, choose_ways
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,32 +77,31 @@ class Trained:
 
     ways: tuple[Way, ...]
     steps: tuple[TimedStep, ...]
-    profile_error: float
 
 
 def train_in_turns(transport: Transport, setting: Setting) -> Trained:
     """Do all of it, as one rank; what is returned is whole on rank 0."""
     torch.set_num_threads(1)
     rank, ends = _Rank(transport, setting), time.perf_counter() + setting.seconds
-    cost, error = rank.measured()
+    cost = rank.measured()
     ways = rank.choose(cost)
     steps = rank.round(ways, 0)
-    cost = refit(cost, [rank.ran(ways, each) for each in steps if each.way != PADDING])
+    cost = refit(cost, [rank.ran(ways, each) for each in steps if each.way != ONE_BY_ONE])
     ways = rank.choose(cost)
     for repeat in range(1, setting.repeats + 1):
         start = time.perf_counter()
         steps += rank.round(ways, repeat)
         if rank.latest(2 * time.perf_counter() - start - ends) > 0:  # the next would end too late on some rank
             break
-    return Trained(ways=tuple(ways), steps=tuple(steps), profile_error=error)
+    return Trained(ways=tuple(ways), steps=tuple(steps))
 
 
 class _Rank:
     def __init__(self, transport: Transport, setting: Setting) -> None:
         self._transport, self._setting = transport, setting
-        self._trainees = {name: _Trainee(transport, setting.source, plain=name == PADDING) for name in setting.ways}
+        self._trainees = {name: _Trainee(transport, setting.source, plain=name == ONE_BY_ONE) for name in setting.ways}
 
-    def measured(self) -> tuple[Cost, float]:
+    def measured(self) -> Cost:
         setting, rank = self._setting, self._transport.rank
         world = World(
             rank=rank,
@@ -118,8 +116,7 @@ class _Rank:
             clock="wall",
             hardware="cpu",
         )
-        found = profile(setting.source, world, self._transport, settings)
-        return measured_cost(found), found.fit.mean_error
+        return measured_cost(profile(setting.source, world, self._transport, settings))
 
     def choose(self, cost: Cost) -> list[Way]:
         """Let rank 0 choose the ways, the same for all."""
@@ -169,47 +166,35 @@ class _Trainee:
 
     def __init__(self, transport: Transport, source: ModelSource, *, plain: bool) -> None:
         self._transport = transport
-        if plain:
-            self._model = build_model(source, seed=0, attention=plain_attention(source))
-        else:
-            self._model = build_model(source, seed=0)
+        self._model = build_model(source, seed=0, attention=plain_attention(source) if plain else ATTENTION_NAME)
         self._parameters = FlatParameters(self._model, transport, dtype=torch.float32)
         self._config = OptimizerConfig()
         self._optimizer = ShardedOptimizer(self._parameters, self._config, transport)
         self._kernel = choose_kernel(torch.device("cpu"))
 
-    def step(self, work: Plan | Padded, batch: StepBatch) -> list[float]:
+    def step(self, plan: Plan | None, batch: StepBatch) -> list[float]:
         """Train one step; return this rank's (seconds, summed loss, waited, busy, seconds before the step's end)."""
         self._transport.all_reduce(torch.zeros(1))
         start = time.perf_counter()
-        if isinstance(work, Padded):
-            loss_sum, waited = self._padded(work, batch), 0.0
+        if plan is None:
+            loss_sum, waited = self._one_by_one(batch), 0.0
             busy = time.perf_counter() - start
         else:
-            result = run_plan(self._model, work, batch, self._transport, self._kernel, name="benchmark")
+            result = run_plan(self._model, plan, batch, self._transport, self._kernel, name="benchmark")
             loss_sum, waited, busy = result.loss_sum, result.ring_wait_seconds, result.busy_seconds
         work_seconds = time.perf_counter() - start
         self._optimizer.update(self._config.lr, self._optimizer.reduce())
         return [time.perf_counter() - start, loss_sum, waited, busy, work_seconds]
 
-    def _padded(self, work: Padded, batch: StepBatch) -> float:
-        """Run padded rows by the plain model; pads follow each row, so a causal mask alone hides them."""
+    def _one_by_one(self, batch: StepBatch) -> float:
+        """Run the loop of a careful user of plain Hugging Face: one document a forward, no padding."""
         total = 0.0
-        for rows in work.microbatches[self._transport.rank]:
-            ids, labels = padded_rows([batch.whole(number) for number in rows])
-            loss = self._model(
-                input_ids=ids, labels=ids, shift_labels=labels, use_cache=False, num_items_in_batch=batch.loss_tokens
-            ).loss
+        for number in range(len(batch.ids)):
+            ids = batch.whole(number)[0][None]
+            loss = self._model(input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=batch.loss_tokens).loss
             loss.backward()
             total += float(loss.detach()) * batch.loss_tokens
         return total
-
-
-def padded_rows(rows: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return ids and shifted labels, (rows, longest) each; pads are id 0 without a loss."""
-    pad = torch.nn.utils.rnn.pad_sequence
-    ids, labels = zip(*rows, strict=True)
-    return pad(list(ids), batch_first=True), pad(list(labels), batch_first=True, padding_value=NO_LOSS)
 
 
 def _shared(transport: Transport, numbers: Sequence[float]) -> np.ndarray:
