@@ -44,7 +44,7 @@ class Findings:
             SystemExit: the page has no such marks.
         """
         machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-        made = f"{how} by `{_command()}` on {date.today().isoformat()}, commit {_commit()}; {machine}"
+        made = f"{how} by `{_command()}` on {date.today().isoformat()}, commit {commit_name()}; {machine}"
         self.add(["", *textwrap.wrap(f"{made}; {about}.", 120, break_long_words=False, break_on_hyphens=False)])
         if page is None:
             return
@@ -123,7 +123,7 @@ def _command() -> str:
     return f"python {shlex.join(words)}"
 
 
-def _commit() -> str:
+def commit_name() -> str:
     """Return the short name of the newest commit of main that this tree stands on, with + where files differ from it.
 
     A commit of another branch may be gone once that was rebased.
@@ -131,7 +131,10 @@ def _commit() -> str:
     git = ["git", "-C", str(Path(__file__).parent)]
 
     def ask(*words: str) -> str:
-        return subprocess.run([*git, *words], capture_output=True, text=True).stdout.strip()
+        try:
+            return subprocess.run([*git, *words], capture_output=True, text=True).stdout.strip()
+        except OSError:  # no git on this machine
+            return ""
 
     base = ask("merge-base", "HEAD", "main") or ask("rev-parse", "HEAD")
     return (ask("rev-parse", "--short=7", base) or "unknown") + "+" * bool(base and ask("diff", "--name-only", base))
