@@ -38,11 +38,7 @@ TESTS = {
     "test_gpu_offload": 40,
     "test_gpu_runs": 155,
 }
-TINY_TESTS = {
-    "test_gpu_kernels": "kernel_for",
-    "test_gpu_nccl": "moves_and_sums and 2]",
-    "test_gpu_runs": "too_small",
-}
+TINY_TESTS = {"test_gpu_kernels": "kernel_for", "test_gpu_nccl": "moves_and_sums and 2]", "test_gpu_runs": "too_small"}
 MARK = "<!-- what follows is written by benchmarks/gpu_check.py -->\n"
 _GRACE_SECONDS = 5.0
 

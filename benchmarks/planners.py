@@ -6,8 +6,7 @@ Makespans are over the bound of the plan's own kind, which its notes hold (mean 
 from `judge.py`, which shares no code with the package; `ring-bound-1024` has costs that it does not know and is scored
 by `score`. Bounds of two kinds differ, so the second table holds makespans over those of `lengthwise`, "equal" where
 the model cannot tell them apart. Plan times are process seconds of one core for a whole `plan_step`, bound and score
-included (median over seeds); a planner that refuses a batch of a row has - there. Batches on which another planner ends
-before `lengthwise` are counted below the tables, and listed where it is by more than 0.1 %.
+included (median over seeds); a planner that refuses a batch of a row has - there.
 `--seeds 1 --rows short-64,launch-32` takes half a minute; everything about half an hour of one core, most of it the
 200 programs of `tiny`.
 """
@@ -36,7 +35,6 @@ OURS = "lengthwise"
 COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
 TERMS = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3, version="four terms")
 FAST = (OURS, "bytescale-naive", "power-of-two")  # others take minutes on 12,288 ranks
-LISTED = 0.001  # how much sooner another planner must end to be listed
 WAVE_TOKENS = 131_072  # a rank and step
 
 
@@ -118,7 +116,7 @@ class Found:
     took_ms: list[float]
 
 
-def run_row(row: Row, planners: Sequence[str], seeds: int, beaten: list[tuple[float, str]]) -> dict[str, Found]:
+def run_row(row: Row, planners: Sequence[str], seeds: int) -> dict[str, Found]:
     """Plan every batch of a row with every planner; those that refuse one of them are left out."""
     found = {name: Found([], [], []) for name in planners if name in row.planners}
     for seed in range(seeds):
@@ -132,16 +130,7 @@ def run_row(row: Row, planners: Sequence[str], seeds: int, beaten: list[tuple[fl
             of_planner.took_ms.append(1e3 * (time.process_time() - start))
             of_planner.seconds.append(makespan(plan, row.cost))
             of_planner.ratios.append(of_planner.seconds[-1] / float(plan.notes["bound_seconds"]))
-        beaten += _beaten(row, seed, {name: of_planner.seconds[seed] for name, of_planner in found.items()})
     return found
-
-
-def _beaten(row: Row, seed: int, seconds: dict[str, float]) -> Iterator[tuple[float, str]]:
-    """Yield by what share another planner ends before ours, and where."""
-    for name, theirs in seconds.items():
-        if OURS in seconds and theirs < seconds[OURS] * (1 - 1e-9):
-            share = seconds[OURS] / theirs - 1
-            yield share, f"{row.title}, seed {seed}: {name} ends {100 * share:.2f} % sooner"
 
 
 def cells_of(row: Row, found: dict[str, Found], others: Sequence[str]) -> list[str]:
@@ -160,9 +149,7 @@ def cells_of(row: Row, found: dict[str, Found], others: Sequence[str]) -> list[s
     return cells
 
 
-def main_tables(
-    names: Sequence[str], planners: Sequence[str], seeds: int, beaten: list[tuple[float, str]]
-) -> Iterator[str]:
+def main_tables(names: Sequence[str], planners: Sequence[str], seeds: int) -> Iterator[str]:
     """Yield the lines of both main tables: the first as they are found, over bounds; the second over `lengthwise`."""
     others = [name for name in planners if name != OURS]
     compared: list[list[str]] = []
@@ -170,7 +157,7 @@ def main_tables(
     def found_rows() -> Iterator[list[str]]:
         for row in rows():
             if row.name in names:
-                found = run_row(row, planners, seeds, beaten)
+                found = run_row(row, planners, seeds)
                 ours = found[OURS].seconds if OURS in found else []
                 gains = [modelled_gain(found[name].seconds, ours) if name in found and ours else "-" for name in others]
                 compared.append([row.title, *gains])
@@ -251,17 +238,14 @@ def main() -> None:
     asked = arguments.rows.split(",") if arguments.rows else names
     if unknown := set(asked) - set(names):
         raise SystemExit(f"no rows {', '.join(sorted(unknown))}; there are {', '.join(names)}")
-    planners, beaten, start = arguments.planners.split(","), list[tuple[float, str]](), time.process_time()
+    planners, start = arguments.planners.split(","), time.process_time()
     findings = Findings("planners")
     parts: list[tuple[str, Callable[[], Iterator[str]]]] = [
         ("waves", lambda: waves_table(arguments.seeds)),
         ("tiny", lambda: tiny_table(arguments.tiny_cases)),
     ]
     if set(asked) - {name for name, _ in parts}:
-        findings.add(main_tables(asked, planners, arguments.seeds, beaten))
-        listed = [f"- {told}" for share, told in beaten if share > LISTED]
-        told = f"Times that another planner ends before {OURS}: {len(beaten)}, by over 0.1 %: {len(listed)}."
-        findings.add(["", told, *listed])
+        findings.add(main_tables(asked, planners, arguments.seeds))
     for name, part in parts:
         if name in asked:
             findings.add(["", f"### `{name}`", ""])

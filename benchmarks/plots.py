@@ -4,7 +4,6 @@
 
     step      32 ranks over one step: docs/pictures/step.json, which --trace makes from traces of `lengthwise simulate`
     tail      what share of sequences, tokens and attention is in sequences of each length; drawn from `github`
-    zigzag    how a sequence is cut over ranks
     meshes    planners, each with its best mesh  (docs/benchmarks/meshes.md)
 
 Grey levels carry the meaning, so that prints and readers without colour lose nothing; the paper is white in
@@ -94,16 +93,8 @@ def step() -> str:
     panel = row * SHOWN_RANKS
     sheet = Sheet(800, 56 + len(drawn["planners"]) * (panel + gap), drawn["title"])
     sheet.text(16, 24, drawn["title"], size=14, bold=True)
-    legend(
-        sheet,
-        16,
-        46,
-        [
-            (DARK, "sequences over many GPUs"),
-            (LIGHT, "short sequences on one GPU"),
-            ("white", "waiting for transfers or other GPUs"),
-        ],
-    )
+    kinds = ("sequences over many GPUs", "short sequences on one GPU", "waiting for transfers or other GPUs")
+    legend(sheet, 16, 46, list(zip((DARK, LIGHT, "white"), kinds, strict=True)))
     for number, each in enumerate(drawn["planners"]):
         top = 82 + number * (panel + gap)
         sheet.text(left, top - 7, each["name"], size=12, bold=True)
@@ -166,29 +157,6 @@ def tail() -> str:
     return sheet.svg()
 
 
-def zigzag() -> str:
-    """Draw the cut of one sequence over three ranks, and which blocks of attention each rank computes."""
-    ranks, cell = 3, 30.0
-    fills, chunks = (DARK, MIDDLE, LIGHT), 6
-    of_chunk = [min(chunk, chunks - 1 - chunk) for chunk in range(chunks)]
-    sheet = Sheet(640, 268, "A sequence over three ranks: six chunks, each rank holds an early and a late one")
-    sheet.text(16, 24, "A sequence over three ranks: each holds an early and a late chunk", size=14, bold=True)
-    legend(sheet, 16, 46, [(fills[rank], f"position {rank}: chunks {rank} and {5 - rank}") for rank in range(ranks)])
-    for chunk, rank in enumerate(of_chunk):
-        sheet.box(40 + chunk * 40, 84, 40, 26, fills[rank], line="white")
-        sheet.text(60 + chunk * 40, 124, str(chunk), size=11, anchor="middle")
-    sheet.text(40, 78, "the sequence", size=11)
-    sheet.text(40, 156, "Under a causal mask every position then", size=12)
-    sheet.text(40, 174, "computes as much: 7 of the 21 blocks each", size=12)
-    sheet.text(40, 192, "(blocks on the diagonal count half).", size=12)
-    for query in range(chunks):
-        for key in range(query + 1):
-            sheet.box(400 + key * cell, 62 + query * cell, cell, cell, fills[of_chunk[query]], line="white")
-    sheet.text(400, 258, "keys", size=11)
-    sheet.text(392, 74, "queries", size=11, anchor="end")
-    return sheet.svg()
-
-
 def meshes() -> str:
     """Draw, for each setting, the best mesh of every planner over what `lengthwise` ends at today."""
     page, words = FOLDER / "meshes.md", ("set", "GPUs", "longest", "step")
@@ -222,12 +190,7 @@ def meshes() -> str:
     return sheet.svg()
 
 
-CHARTS: dict[str, Callable[[], str]] = {
-    "step": step,
-    "tail": tail,
-    "zigzag": zigzag,
-    "meshes": meshes,
-}
+CHARTS: dict[str, Callable[[], str]] = {"step": step, "tail": tail, "meshes": meshes}
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -243,42 +243,27 @@ def stop(trials: Trials, draw: random.Random) -> str:
     return "named in time, went on to the same bits"
 
 
-def flip(path: Path, draw: random.Random) -> None:
-    """Flip one bit."""
+def damage(path: Path, draw: random.Random) -> None:
+    """Flip a bit, cut the file off, lose a block, take that file of the other checkpoint, or lose the file."""
     content = bytearray(path.read_bytes())
-    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    place = draw.randrange(len(content))
+    match draw.choice(("flip", "flip", "flip", "cut", "zero", "swap", "lose")):
+        case "flip":
+            content[place] ^= 1 << draw.randrange(8)
+        case "cut":
+            del content[place:]
+        case "zero":
+            while not any(content[place : place + 512]):
+                place -= 1
+            content[place : place + 512] = bytes(len(content[place : place + 512]))
+        case "swap":
+            (other,) = (each for each in path.parent.parent.glob("step-??????") if each != path.parent)
+            if (other / path.name).exists():
+                content = (other / path.name).read_bytes()
+        case _:
+            path.unlink()
+            return
     path.write_bytes(content)
-
-
-def cut(path: Path, draw: random.Random) -> None:
-    """Cut a file off."""
-    os.truncate(path, draw.randrange(path.stat().st_size))
-
-
-def zero(path: Path, draw: random.Random) -> None:
-    """Write zeros over a part, as a lost block."""
-    content = bytearray(path.read_bytes())
-    start = draw.randrange(len(content))
-    stop = min(len(content), start + 512)
-    while not any(content[start:stop]):
-        start -= 1
-    content[start:stop] = bytes(stop - start)
-    path.write_bytes(content)
-
-
-def swap(path: Path, _draw: random.Random) -> None:
-    """Put the file of that name of the other checkpoint in its place."""
-    (other,) = (each for each in path.parent.parent.glob("step-??????") if each != path.parent)
-    if (other / path.name).exists():
-        shutil.copyfile(other / path.name, path)
-
-
-def lose(path: Path, _draw: random.Random) -> None:
-    """Remove a file."""
-    path.unlink()
-
-
-DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (flip, flip, flip, cut, zero, swap, lose)
 
 
 def corrupt(trials: Trials, draw: random.Random, saved: dict[int, Path]) -> str:
@@ -287,7 +272,7 @@ def corrupt(trials: Trials, draw: random.Random, saved: dict[int, Path]) -> str:
     trials.clear()
     shutil.copytree(saved[ranks], trials.output)
     for checkpoint in trials.checkpoints()[-draw.choice((1, 1, 1, 2)) :]:
-        draw.choice(DAMAGES)(draw.choice(sorted(checkpoint.iterdir())), draw)
+        damage(draw.choice(sorted(checkpoint.iterdir())), draw)
     steps = trials.steps_done()
     status, said = trials.start(ranks, "--resume").end()
     if status == 0:

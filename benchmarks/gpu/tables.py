@@ -29,15 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu.loops import OurLoop, PlainLoop
 from gpu.rows import Records, clocks, middle, seconds_of
-from gpu.setting import (
-    BatchKind,
-    Sizes,
-    hardware_here,
-    model_config,
-    peak_flops_per_second,
-    plan_for,
-    step_flops,
-)
+from gpu.setting import BatchKind, Sizes, hardware_here, model_config, peak_flops_per_second, plan_for, step_flops
 from lengthwise.attention import Block, BlockKernel, ReferenceKernel, Saved, choose_kernel
 from lengthwise.cli import main
 from lengthwise.core.errors import MemoryShortage

@@ -56,7 +56,7 @@ def test_damage_that_nobody_looks_for_is_told(trials, saved, monkeypatch):
         content[len(content) // 2 + 6] ^= 1 << 4
         path.write_bytes(content)
 
-    monkeypatch.setattr(random_faults, "DAMAGES", (flip_a_moment,))
+    monkeypatch.setattr(random_faults, "damage", flip_a_moment)
     assert random_faults.corrupt(trials, random.Random(0), saved) == "refused by name, nothing trained"
     monkeypatch.setattr(checkpoints, "broken", lambda *_, **__: None)
     with pytest.raises(random_faults.Failure, match="other bits"):
