@@ -105,17 +105,12 @@ class Lengths:
 def main() -> None:
     """Emulate every planner and print measured beside simulated steps."""
     asked = parse_options(
-        __doc__,
-        ranks=16,
-        planners=PLANNERS,
-        recipe="github",
-        tokens_a_rank=24_000,
-        steps=2,
+        __doc__, ranks=16, planners=PLANNERS, recipe="github", tokens_a_rank=24_000, steps=2,
         heads=(["off", "auto"], "whether plans may split heads"),
         slower=(64.0, "than an h100: longer stages, smaller overheads"),
         token_bytes=(64, "that a token's keys and values travel as"),
         namespaces=(False, "shaped links between nodes; needs root"),
-    )
+    )  # fmt: skip
     kind = "-namespaces" if asked.namespaces else "-heads" if asked.heads == "auto" else ""
     findings, before = Findings(f"emulate{kind}"), os.getloadavg()[0]
     print(*machine_lines()[1:], sep="\n")
@@ -139,14 +134,9 @@ def rows(arguments: argparse.Namespace) -> Iterator[list[object]]:
     for planner in arguments.planners.split(","):
         with links(arguments, cost) as enter:
             asked = Emulation(
-                planner=planner,
-                cluster=cluster,
-                cost=cost,
-                context=longest,
-                token_bytes=arguments.token_bytes,
-                heads=arguments.heads,
-                enter=enter,
-            )
+                planner=planner, cluster=cluster, cost=cost, context=longest, token_bytes=arguments.token_bytes,
+                heads=arguments.heads, enter=enter,
+            )  # fmt: skip
             steps = emulate(asked, batches)
         measured, simulated, split = (statistics.mean(column) for column in zip(*steps, strict=True))
         first = first or (measured, simulated)

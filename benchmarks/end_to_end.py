@@ -62,19 +62,11 @@ _TIMEOUT_SECONDS = 900.0
 def main() -> None:
     """Train in all ways, and print how much longer each took than Lengthwise."""
     asked = parse_options(
-        __doc__,
-        links=["loopback", "shaped"],
-        ranks=2,
-        capacity=8192,
-        repeats=3,
-        seconds=(500.0, "no repeat begins that would end later"),
-        batches=2,
-        batch_tokens=32_768,
-        bytes_a_token=(0, "lengths after the files' bytes; 0: a BPE's"),
-        ways=",".join(WAYS),
-        core_use=(0.6, "share of all cores that ranks get; 0: no shares"),
-        profile_seconds=60.0,
-    )
+        __doc__, links=["loopback", "shaped"], ranks=2, capacity=8192, repeats=3,
+        seconds=(500.0, "no repeat begins that would end later"), batches=2, batch_tokens=32_768,
+        bytes_a_token=(0, "lengths after the files' bytes; 0: a BPE's"), ways=",".join(WAYS),
+        core_use=(0.6, "share of all cores that ranks get; 0: no shares"), profile_seconds=60.0,
+    )  # fmt: skip
     print(*machine_lines()[1:], sep="\n")
     marks = ["end_to_end", "-shaped" * (asked.links == "shaped"), "-short" * (asked.bytes_a_token > 0)]
     marks.append("-alone" * (asked.capacity >= LONGEST) if asked.ranks > 1 else "-one-rank")
@@ -83,16 +75,11 @@ def main() -> None:
     batches = documents(asked.batches, asked.batch_tokens, asked.bytes_a_token)
     cluster = Cluster(ranks=asked.ranks, capacity_tokens=asked.capacity)
     setting = Setting(
-        source=source,
-        batches=tuple(batches),
-        cluster=cluster,
-        ranks_per_node=1 if asked.links == "shaped" else asked.ranks,
-        ways=tuple(asked.ways.split(",")),
-        repeats=asked.repeats,
-        seconds=asked.seconds,
-        profile_seconds=asked.profile_seconds,
+        source=source, batches=tuple(batches), cluster=cluster,
+        ranks_per_node=1 if asked.links == "shaped" else asked.ranks, ways=tuple(asked.ways.split(",")),
+        repeats=asked.repeats, seconds=asked.seconds, profile_seconds=asked.profile_seconds,
         profile_tokens=min(asked.capacity, LONGEST // 4),
-    )
+    )  # fmt: skip
     for number, batch in enumerate(batches):
         print(f"batch {number}: {len(batch.lengths)} files, {sum(batch.lengths)} tokens, {sorted(batch.lengths)[::-1]}")
     with machine(findings, asked, source) as enter:
@@ -141,16 +128,9 @@ def link_bytes_per_second(flops: float) -> float:
 def model_source() -> ModelSource:
     """Make a Llama with a quarter as many heads of keys as of queries, as 8 of 32; 32 would take minutes a step."""
     config = LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=LONGEST,
-        tie_word_embeddings=True,
-    )
+        vocab_size=WORDS, hidden_size=256, intermediate_size=704, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=LONGEST, tie_word_embeddings=True,
+    )  # fmt: skip
     return ModelSource(name="small llama", config=config, weights=False)
 
 

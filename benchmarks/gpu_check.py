@@ -32,12 +32,8 @@ ROOT = Path(__file__).parents[1]
 TABLES = {"place": 45, "ceilings": 50, "replay": 220, "steps": 280, "parity": 60, "profile": 60}
 """The seconds that each table may take; but for `place` its function in `gpu.replay` or `gpu.tables` has its name."""
 TESTS = {
-    "test_gpu_nccl": 140,
-    "test_gpu_kernels": 120,
-    "test_gpu_engine": 40,
-    "test_gpu_offload": 40,
-    "test_gpu_runs": 155,
-}
+    "test_gpu_nccl": 140, "test_gpu_kernels": 120, "test_gpu_engine": 40, "test_gpu_offload": 40, "test_gpu_runs": 155,
+}  # fmt: skip
 TINY_TESTS = {"test_gpu_kernels": "kernel_for", "test_gpu_nccl": "moves_and_sums and 2]", "test_gpu_runs": "too_small"}
 MARK = "<!-- what follows is written by benchmarks/gpu_check.py -->\n"
 _GRACE_SECONDS = 5.0

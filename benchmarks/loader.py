@@ -186,13 +186,9 @@ def prepared_store(folder: Path, sequences: int) -> tuple[Path, str]:
 def opened(store: Path, tokens: int) -> Job:
     """Open the data as a run does."""
     settings = {
-        "model": "tiny",
-        "data": [{"path": str(store)}],
-        "global_batch": {"tokens": tokens},
-        "capacity_tokens": CAPACITY,
-        "steps": 100_000,
-        "output": "unused",
-    }
+        "model": "tiny", "data": [{"path": str(store)}], "global_batch": {"tokens": tokens},
+        "capacity_tokens": CAPACITY, "steps": 100_000, "output": "unused",
+    }  # fmt: skip
     return prepare_job(build_config(settings, folder=Path.cwd()), ranks=1, timeout_seconds=600)
 
 
@@ -215,13 +211,9 @@ def table(found: dict[str, Kind]) -> Iterator[str]:
 def main() -> None:
     """Make the data, and run all blocks."""
     asked = parse_options(
-        __doc__,
-        sequences=10_000_000,
-        blocks=9,
-        steps=6,
-        tokens=(4096, "a step"),
+        __doc__, sequences=10_000_000, blocks=9, steps=6, tokens=(4096, "a step"),
         folder=(Path(), "keeps the prepared data; default: a temporary one"),
-    )
+    )  # fmt: skip
     torch.set_num_threads(1)
     findings = Findings("loader")
     with nullcontext(asked.folder) if asked.folder else tempfile.TemporaryDirectory() as folder:

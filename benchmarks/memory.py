@@ -58,13 +58,9 @@ def make_config(sizes: dict[str, int]) -> LlamaConfig:
     """Make a Llama with heads of 64, half as many for keys and values."""
     heads = sizes["hidden_size"] // 64
     more: dict[str, Any] = {
-        **sizes,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // 2,
-        "max_position_embeddings": 1 << 20,
-        "intermediate_size": 8 * sizes["hidden_size"] // 3,
-        "tie_word_embeddings": True,
-    }
+        **sizes, "num_attention_heads": heads, "num_key_value_heads": heads // 2, "max_position_embeddings": 1 << 20,
+        "intermediate_size": 8 * sizes["hidden_size"] // 3, "tie_word_embeddings": True,
+    }  # fmt: skip
     return LlamaConfig(**more)
 
 

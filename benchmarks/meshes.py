@@ -87,16 +87,14 @@ class MeshRow:
     @property
     def best(self) -> Taken | None:
         """Return that of the two which ends first: the search ranks meshes by one batch, and this is of all."""
-        return self._first((self.today, self.any_mesh))
+        sides = [side for side in (self.today, self.any_mesh) if side is not None]
+        return min(sides, key=lambda side: side.mean_seconds, default=None)
 
     @property
     def best_today(self) -> Taken | None:
         """Return that of the two which ends first of those that the engine runs: the wider search may meet one, too."""
-        return self._first([side for side in (self.today, self.any_mesh) if side is not None and side.trains])
-
-    @staticmethod
-    def _first(sides: Iterable[Taken | None]) -> Taken | None:
-        return min((side for side in sides if side is not None), key=lambda side: side.mean_seconds, default=None)
+        sides = [side for side in (self.today, self.any_mesh) if side is not None and side.trains]
+        return min(sides, key=lambda side: side.mean_seconds, default=None)
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> MeshRow:
@@ -265,10 +263,8 @@ def _aim_line(aim: Aim, today: Places, any_mesh: Places) -> list[str]:
     if not pairs:
         return [aim.name, counted, "-", "-", "-", "-"]
     gains = [gain_of(other, ours) for ours, other in pairs]
-    gain, is_met = (
-        float(np.mean([each.ratio for each in gains])),
-        np.mean([each.ratio for each in gains]) >= aim.least_gain,
-    )
+    gain = float(np.mean([each.ratio for each in gains]))
+    is_met = gain >= aim.least_gain
     doubt = f" in {counted}" if len(pairs) < len(aim.places) else ""
     doubt += ", within the error" if np.mean([each.low for each in gains]) < 1 else ""
     told = f"{aim.least_gain:.2f}: {verdict(is_met)}{doubt if is_met else ''}"
@@ -294,14 +290,9 @@ def _mesh_lines(best: Sequence[MeshRow]) -> Iterator[list[str]]:
 def main() -> None:
     """Search what is asked for, print the tables, and write them into a page if asked."""
     arguments = parse_options(
-        __doc__,
-        settings=SETTINGS,
-        recipes="github,prolong",
-        planners=",".join(RIVALS),
-        batches=4,
-        rows=Path("runs/meshes.jsonl"),
-        tables_only=(False, "of the rows that there are"),
-    )
+        __doc__, settings=SETTINGS, recipes="github,prolong", planners=",".join(RIVALS), batches=4,
+        rows=Path("runs/meshes.jsonl"), tables_only=(False, "of the rows that there are"),
+    )  # fmt: skip
     findings = Findings("meshes")
     rows = [MeshRow.from_json(line) for line in read_lines(arguments.rows)]
     known = {(row.place, row.planner) for row in rows}
@@ -338,13 +329,9 @@ def _search(place: Sequence[str], planner: str, batches: int) -> MeshRow:
     longest = parse_tokens(context, "--settings")
     shape, hardware, devices = named_shape(MODEL), named_hardware(HARDWARE), int(gpus)
     question = MeshQuestion(
-        shape=shape,
-        hardware=hardware,
-        devices=devices,
-        context_tokens=longest,
-        tensors=tensors_to_try(shape, hardware, devices),
-        stages=stages_to_try(shape, devices),
-    )
+        shape=shape, hardware=hardware, devices=devices, context_tokens=longest,
+        tensors=tensors_to_try(shape, hardware, devices), stages=stages_to_try(shape, devices),
+    )  # fmt: skip
     tokens = parse_tokens(step, "--settings")
     drawn = [draw_lengths(recipe, tokens, seed, longest_tokens=longest) for seed in range(batches)]
     return search(tuple(place), planner, drawn, question)

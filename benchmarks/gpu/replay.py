@@ -64,30 +64,21 @@ def replay(sizes: Sizes, records: Records) -> None:
             seconds = replayed_seconds(loop, plan, batch)
             makespan, simulated = makespan_of(plan, seconds, cost), simulate_plan(plan, cost).work_end_seconds.max()
             records.add(
-                "replay",
-                ranks=ranks,
-                planner=planner,
-                tokens=sum(lengths),
-                longest_tokens=max(lengths),
-                replayed_seconds=makespan,
-                simulated_seconds=float(simulated),
+                "replay", ranks=ranks, planner=planner, tokens=sum(lengths), longest_tokens=max(lengths),
+                replayed_seconds=makespan, simulated_seconds=float(simulated),
                 simulation_error=float(simulated) / makespan - 1,
                 computing_share=sum(seconds.values()) / (makespan * ranks),
                 plan=records.keep(f"replay-{ranks}-{planner}.json", plan.to_json()),
-            )
+            )  # fmt: skip
 
 
 def _measure(sizes: Sizes, loop: OurLoop) -> Measurements:
     """Profile the model of a loop on one rank, which changes no weight."""
     world = World(rank=0, world_size=1, gpus=int(loop.device.type == "cuda"))
     settings = ProfileSettings(
-        seconds=sizes.replay_profile_seconds,
-        longest_tokens=sizes.replay_capacity_tokens,
-        precision=sizes.precision,
-        clock="wall",
-        hardware=hardware_here(loop.device),
-        computing=loop.computing,
-    )
+        seconds=sizes.replay_profile_seconds, longest_tokens=sizes.replay_capacity_tokens, precision=sizes.precision,
+        clock="wall", hardware=hardware_here(loop.device), computing=loop.computing,
+    )  # fmt: skip
     trained = (loop.model, loop.parameters, ShardedOptimizer(loop.parameters, OptimizerConfig(), loop.transport))
     return profile(model_source(sizes.replay_model), world, loop.transport, settings, trained=trained)
 

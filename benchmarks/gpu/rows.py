@@ -132,18 +132,12 @@ def add_place(records: Records, device: torch.device) -> None:
     there = {str(each.metadata["Name"]).lower(): each.version for each in importlib.metadata.distributions()}
     versions = {name: there[name] for name in _PACKAGES if name in there}
     records.add(
-        "place",
-        device=device_name(device),
-        processor=processor_name(),
-        date=datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
-        commit=commit_name(),
-        python=platform.python_version(),
-        cuda=torch.version.cuda,
-        cudnn=torch.backends.cudnn.version(),
+        "place", device=device_name(device), processor=processor_name(),
+        date=datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"), commit=commit_name(),
+        python=platform.python_version(), cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version(),
         device_bytes=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
-        versions={"lengthwise": __version__, **versions},
-        clocks=clocks(),
-    )
+        versions={"lengthwise": __version__, **versions}, clocks=clocks(),
+    )  # fmt: skip
 
 
 def page_of(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -144,31 +144,12 @@ class Sizes:
 
 FULL = Sizes()
 TINY = replace(
-    FULL,
-    precision="fp32",
-    repeats=1,
-    copy_bytes=1 << 16,
-    product_sizes=(64,),
-    attention_tokens=(32,),
-    attention_heads=2,
-    replay_model="tiny",
-    replay_ranks=(2, 4),
-    replay_capacity_tokens=64,
-    replay_tokens_a_rank=96,
-    replay_profile_seconds=1.0,
-    step_models=_TINY_STEPS,
-    step_repeats=1,
-    step_compiled=False,
-    pack_tokens=64,
-    profile_model="tiny",
-    profile_seconds=0.5,
-    profile_tokens=64,
-    ring_heads=(4, 2, 8),
-    ring_tokens=50,
-    logits_model="wide words, tiny",
-    logits_tokens=40,
-    logits_at_once=4 * 512,
-)
+    FULL, precision="fp32", repeats=1, copy_bytes=1 << 16, product_sizes=(64,), attention_tokens=(32,),
+    attention_heads=2, replay_model="tiny", replay_ranks=(2, 4), replay_capacity_tokens=64, replay_tokens_a_rank=96,
+    replay_profile_seconds=1.0, step_models=_TINY_STEPS, step_repeats=1, step_compiled=False, pack_tokens=64,
+    profile_model="tiny", profile_seconds=0.5, profile_tokens=64, ring_heads=(4, 2, 8), ring_tokens=50,
+    logits_model="wide words, tiny", logits_tokens=40, logits_at_once=4 * 512,
+)  # fmt: skip
 
 
 def sizes_of(device: str, *, tiny: bool) -> Sizes:
@@ -192,13 +173,9 @@ _SHAPES = {
 
 def model_config(name: str) -> Any:
     """Return the Hugging Face config of a shape; input and output embedding are apart, so that MFU is unambiguous."""
-    return LlamaConfig(
-        **dict(zip(_SIZES, _SHAPES[name], strict=True)),
-        max_position_embeddings=1 << 20,
-        bos_token_id=None,
-        eos_token_id=None,
-        tie_word_embeddings=False,
-    )
+    sizes: dict[str, Any] = dict(zip(_SIZES, _SHAPES[name], strict=True))
+    more: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False}
+    return LlamaConfig(**sizes, **more, max_position_embeddings=1 << 20)
 
 
 def model_source(name: str) -> ModelSource:

@@ -114,17 +114,11 @@ def _summary(sizes: Sizes, records: Records, model: str, kind: BatchKind, took: 
     flops = step_flops(config, shape_from_config(config.to_dict()).total_params, lengths)
     for loop, found in ((loop, middle(seconds)) for loop, seconds in took.items() if seconds):
         records.add(
-            "step",
-            model=model,
-            batch=kind.name,
-            longest_tokens=max(lengths),
-            recompute=kind.recompute,
-            loop=loop,
-            **found,
-            tokens_per_second=sum(lengths) / found["seconds"],
+            "step", model=model, batch=kind.name, longest_tokens=max(lengths), recompute=kind.recompute, loop=loop,
+            **found, tokens_per_second=sum(lengths) / found["seconds"],
             mfu=flops / found["seconds"] / peak_flops_per_second(sizes.where),
             times_lengthwise=found["seconds"] / statistics.median(took[OURS]) if took[OURS] else None,
-        )
+        )  # fmt: skip
 
 
 def _rows_of(
