@@ -50,8 +50,7 @@ from lengthwise.models import ModelSource, build_model
 from lengthwise.report.figures import count
 from namespaces import shaped_nodes
 from pages import Findings, markdown, parse_options
-from rivals import LENGTHWISE, WAYS, Way
-from training_ways import Setting, TimedStep, Trained, train_in_turns
+from rivals import LENGTHWISE, WAYS, Setting, TimedStep, Trained, Way, train_in_turns
 
 LONGEST, WORDS = 16_384, 1024
 CLUSTER_FLOPS, CLUSTER_BYTES, VALUE_BYTES = 400e12, 50e9, 2  # of an H100 in training; of its link; of a value there

@@ -11,8 +11,7 @@ from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.program import check_plan
 from lengthwise.simulator import simulate_plan
-from rivals import ONE_BY_ONE, PACKED, WAYS, choose_ways, pack_step
-from training_ways import TimedStep
+from rivals import ONE_BY_ONE, PACKED, WAYS, TimedStep, choose_ways, pack_step
 
 BATCHES = st.lists(st.lists(st.integers(1, 900), min_size=1, max_size=6), min_size=1, max_size=2)
 RIVALS = WAYS[:-1]  # all that plan a small step in milliseconds

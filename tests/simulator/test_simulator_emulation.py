@@ -15,7 +15,7 @@ from testing import RecordingTransport, run_ranks
 
 import emulate
 import namespaces
-from emulated_rank import EmulatedRank, Layer
+from emulate import EmulatedRank, Layer
 from lengthwise.attention import FlashCpuKernel, PlannedAttention, planned_attention
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch, Piece, Plan
