@@ -24,7 +24,6 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).parents[1] / "src"))
 sys.path.insert(2, str(Path(__file__).parents[1]))  # runs from a tree that is not installed, too
 
-from gpu.rows import Records, add_place, clocks, page_of, read_rows
 from lengthwise.cli.machine import prepare_environment
 from lengthwise.comm import count_gpus
 
@@ -98,6 +97,7 @@ def write_table(name: str, arguments: argparse.Namespace) -> None:
     import torch
 
     from gpu import replay, tables
+    from gpu.rows import Records, add_place, clocks
     from gpu.setting import sizes_of
 
     sizes, records = sizes_of(arguments.device, tiny=arguments.tiny), Records(arguments.out, name)
@@ -114,6 +114,8 @@ def write_page(folder: Path, page: Path) -> None:
     Raises:
         SystemExit: the page has no mark, or there are no rows.
     """
+    from gpu.rows import page_of, read_rows
+
     before, mark, _ = page.read_text(encoding="utf-8").partition(MARK)
     rows = read_rows(folder)
     if not mark or not rows:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from batches import STDLIB, sequences_batch, tiny_batch, tokens_batch
@@ -211,17 +211,12 @@ def tiny_table(cases: int) -> Iterator[str]:
     yield ""
     values = {name: of_planner for name, of_planner in gaps.items() if of_planner}
     aims = {OURS: f"1 {verdict(statistics.mean(values[OURS]) <= 1)}, 5 {verdict(max(values[OURS]) <= 5)}"}
-    told = (
-        [
-            name,
-            len(of),
-            f"{statistics.mean(of):.2f}",
-            f"{statistics.median(of):.2f}",
-            f"{max(of):.1f}",
-            aims.get(name, ""),
-        ]
-        for name, of in values.items()
-    )
+
+    def row(name: str, of: Sequence[float]) -> list[object]:
+        figures = (f"{each:.2f}" for each in (statistics.mean(of), statistics.median(of), max(of)))
+        return [name, len(of), *figures, aims.get(name, "")]
+
+    told = (row(*each) for each in values.items())
     yield from markdown("planner | steps | mean gap % | median | worst % | target: mean, worst", told)
 
 
@@ -229,27 +224,21 @@ def main() -> None:
     """Print the tables, and write them into a page if asked."""
     names = [*dict.fromkeys(row.name for row in rows()), "waves", "tiny"]
     arguments = parse_options(
-        __doc__,
-        rows=("", f"of {', '.join(names)} (default: all)"),
-        seeds=8,
-        tiny_cases=200,
+        __doc__, rows=("", f"of {', '.join(names)} (default: all)"), seeds=8, tiny_cases=200,
         planners=",".join(CUTTING_PLANNERS),
-    )
+    )  # fmt: skip
     asked = arguments.rows.split(",") if arguments.rows else names
     if unknown := set(asked) - set(names):
         raise SystemExit(f"no rows {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     planners, start = arguments.planners.split(","), time.process_time()
     findings = Findings("planners")
-    parts: list[tuple[str, Callable[[], Iterator[str]]]] = [
-        ("waves", lambda: waves_table(arguments.seeds)),
-        ("tiny", lambda: tiny_table(arguments.tiny_cases)),
-    ]
-    if set(asked) - {name for name, _ in parts}:
+    parts = {"waves": waves_table(arguments.seeds), "tiny": tiny_table(arguments.tiny_cases)}
+    if set(asked) - set(parts):
         findings.add(main_tables(asked, planners, arguments.seeds))
-    for name, part in parts:
+    for name, lines in parts.items():
         if name in asked:
             findings.add(["", f"### `{name}`", ""])
-            findings.add(part())
+            findings.add(lines)
     seconds = time.process_time() - start
     about = f"{seconds / 60:.0f} minutes of one core, seeds 0 to {arguments.seeds - 1}"
     findings.sign("Modelled", about, arguments.out)

@@ -1,8 +1,8 @@
 """The pictures of the documentation, as SVG: drawn from the tables of its pages, so that no figure is written twice.
 
-    python benchmarks/plots.py [--trace static=TRACE.json --trace lengthwise=TRACE.json] [--folder docs/pictures]
+    python benchmarks/plots.py [--folder docs/pictures]
 
-    step      32 ranks over one step: docs/pictures/step.json, which --trace makes from traces of `lengthwise simulate`
+    step      32 ranks over one step: docs/pictures/step.json, which commit cc71423 makes from traces of `simulate`
     tail      what share of sequences, tokens and attention is in sequences of each length; drawn from `github`
     meshes    planners, each with its best mesh  (docs/benchmarks/meshes.md)
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -111,30 +111,6 @@ def step() -> str:
     return sheet.svg()
 
 
-def step_data(traces: Mapping[str, Path]) -> str:
-    """Read traces of `lengthwise simulate`: (start, seconds of arithmetic, degree) of every microbatch of each rank."""
-    planners = []
-    for name, path in traces.items():
-        events = [each for each in json.loads(path.read_text())["traceEvents"] if each["ph"] == "X"]
-        spans: dict[tuple[int, int], list[float]] = {}
-        for each in sorted((each for each in events if "microbatch" in each["args"]), key=lambda each: each["ts"]):
-            key = each["tid"], each["args"]["microbatch"]
-            compute, degree = each["args"]["compute_seconds"], each["args"]["degree"]
-            spans.setdefault(key, [round(each["ts"] / 1e6, 3), round(compute, 3), degree])
-        shown = sorted({rank for rank, _ in spans})[:SHOWN_RANKS]
-        ranks = [[span for (of, _), span in spans.items() if of == rank] for rank in shown]
-        end = max(each["ts"] + each["dur"] for each in events) / 1e6
-        planners.append({"name": NAMES.get(name, name), "seconds": round(end, 3), "ranks": ranks})
-    title = "A step of a 7B model on 128 H100s, texts of up to 512K: the first of four (simulated)"
-    return json.dumps({"title": title, "planners": planners}, separators=(",", ":")) + "\n"
-
-
-NAMES = {
-    "static": "One fixed split: every sequence over 64 GPUs, on the best mesh found for it",
-    "lengthwise": "Lengthwise: each sequence over as many GPUs as pays off",
-}
-
-
 def tail() -> str:
     """Draw shares of sequences, tokens and attention's work by length, for lengths of GitHub files."""
     lengths = np.array(draw_lengths("github", 2**26, 0, longest_tokens=2**21), dtype=float)
@@ -196,12 +172,8 @@ CHARTS: dict[str, Callable[[], str]] = {"step": step, "tail": tail, "meshes": me
 def main() -> None:
     """Draw all pictures into a folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", action="append", default=[], metavar="PLANNER=FILE", help="makes step.json anew")
     parser.add_argument("--folder", type=Path, default=PICTURES)
     arguments = parser.parse_args()
-    if arguments.trace:
-        traces = {name: Path(path) for name, _, path in (each.partition("=") for each in arguments.trace)}
-        (PICTURES / "step.json").write_text(step_data(traces), encoding="utf-8")
     for name, draw in CHARTS.items():
         (arguments.folder / f"{name}.svg").write_text(draw(), encoding="utf-8")
         print(arguments.folder / f"{name}.svg")
