@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from lengthwise.core.shape import Cluster
-from lengthwise.data.recipes import RECIPES, draw_lengths
+from lengthwise.data.recipes import draw_lengths
 
 STDLIB = "stdlib"
 _TEST_FOLDERS = {"test", "tests", "idle_test", "lib2to3", "site-packages", "__pycache__"}
@@ -53,14 +53,6 @@ def stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = (path for path in sorted(root.rglob("*.py")) if not _TEST_FOLDERS & set(path.relative_to(root).parts))
     return [path for path in files if path.stat().st_size > 0]
-
-
-def ugly_batch(ranks: int, seed: int) -> tuple[list[int], Cluster]:
-    """Draw a random batch for an ugly rank count: any published set, 4 to 32 capacities of 8,192 tokens a rank."""
-    choose = random.Random(1000 * ranks + seed)
-    cluster = Cluster(ranks=ranks, capacity_tokens=8192)
-    tokens = int(ranks * cluster.capacity_tokens * 2 ** choose.uniform(2, 5))
-    return tokens_batch(choose.choice(RECIPES), tokens, seed, cluster), cluster
 
 
 def tiny_batch(seed: int) -> tuple[list[int], Cluster]:

@@ -3,13 +3,14 @@
     python benchmarks/end_to_end.py [--links loopback] [--ranks 2] [--capacity 8192] [--repeats 3] [--batches 2]
         [--batch-tokens 32768] [--ways static,lengthwise] [--core-use 0.6] [--profile-seconds 60] [--bytes-a-token 16]
         [--seconds 500]
+    python benchmarks/end_to_end.py --ranks 1 --capacity 16384 --ways "one by one,lengthwise"
 
 Files of the Python standard library up to 16K tokens, whole (a BPE of 1,024 words, 2.7 bytes a token) or with lengths
-after their bytes; a model with a quarter as many heads of keys as of queries, fp32. Rivals: padding and packed data
-parallelism, where a rank holds the longest file alone, a fixed context-parallel mesh, one degree a step, ByteScale's
-scheduler; each with its best options (`rivals`), under the same capacity in tokens, planned with the same measured
-costs. All take turns; their losses must agree to 1e-5, or the benchmark fails. Plans are made before the clock starts,
-as a run makes them while the step before is under way.
+after their bytes; a model with a quarter as many heads of keys as of queries, fp32. Rivals: packed data parallelism,
+where a rank holds the longest file alone, a fixed context-parallel mesh, one degree a step, ByteScale's scheduler; on
+one rank the plain Hugging Face loop. Each has its best options (`rivals`), under the same capacity in tokens, planned
+with the same measured costs. All take turns; their losses must agree to 1e-5, or the benchmark fails. Plans are made
+before the clock starts, as a run makes them while the step before is under way.
 
 Each rank, of one thread, gets a fixed share of a core (a cgroup): all seconds are of the wall clock, of cores that are
 slower, and as many as ranks. Loopback: as it is. Shaped: a network namespace a rank, whose link lets out so many bytes
@@ -48,9 +49,8 @@ from lengthwise.engine.step import run_plan
 from lengthwise.models import ModelSource, build_model
 from lengthwise.report.figures import count
 from namespaces import shaped_nodes
-from pages import Findings, add_out
-from rivals import LENGTHWISE, WAYS
-from training_ways import Setting, TimedStep, Trained, train_in_turns
+from pages import Findings, markdown, parse_options
+from rivals import LENGTHWISE, WAYS, Setting, TimedStep, Trained, Way, train_in_turns
 
 LONGEST, WORDS = 16_384, 1024
 CLUSTER_FLOPS, CLUSTER_BYTES, VALUE_BYTES = 400e12, 50e9, 2  # of an H100 in training; of its link; of a value there
@@ -60,37 +60,25 @@ _TIMEOUT_SECONDS = 900.0
 
 def main() -> None:
     """Train in all ways, and print how much longer each took than Lengthwise."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--links", choices=("loopback", "shaped"), default="loopback")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--capacity", type=int, default=8192)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=500.0, help="no repeat begins that would end later")
-    parser.add_argument("--batches", type=int, default=2)
-    parser.add_argument("--batch-tokens", type=int, default=32_768)
-    parser.add_argument("--bytes-a-token", type=int, default=0, help="lengths after the files' bytes; 0: a BPE's")
-    parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--core-use", type=float, default=0.6, help="share of all cores that ranks get; 0: no shares")
-    parser.add_argument("--profile-seconds", type=float, default=60.0)
-    add_out(parser, "end_to_end")
-    asked = parser.parse_args()
+    asked = parse_options(
+        __doc__, links=["loopback", "shaped"], ranks=2, capacity=8192, repeats=3,
+        seconds=(500.0, "no repeat begins that would end later"), batches=2, batch_tokens=32_768,
+        bytes_a_token=(0, "lengths after the files' bytes; 0: a BPE's"), ways=",".join(WAYS),
+        core_use=(0.6, "share of all cores that ranks get; 0: no shares"), profile_seconds=60.0,
+    )  # fmt: skip
     print(*machine_lines()[1:], sep="\n")
     marks = ["end_to_end", "-shaped" * (asked.links == "shaped"), "-short" * (asked.bytes_a_token > 0)]
-    findings = Findings("".join([*marks, "-alone" * (asked.capacity >= LONGEST)]))  # a rank holds any file alone
+    marks.append("-alone" * (asked.capacity >= LONGEST) if asked.ranks > 1 else "-one-rank")
+    findings = Findings("".join(marks))
     source = model_source()
     batches = documents(asked.batches, asked.batch_tokens, asked.bytes_a_token)
     cluster = Cluster(ranks=asked.ranks, capacity_tokens=asked.capacity)
     setting = Setting(
-        source=source,
-        batches=tuple(batches),
-        cluster=cluster,
-        ranks_per_node=1 if asked.links == "shaped" else asked.ranks,
-        ways=tuple(asked.ways.split(",")),
-        repeats=asked.repeats,
-        seconds=asked.seconds,
-        profile_seconds=asked.profile_seconds,
+        source=source, batches=tuple(batches), cluster=cluster,
+        ranks_per_node=1 if asked.links == "shaped" else asked.ranks, ways=tuple(asked.ways.split(",")),
+        repeats=asked.repeats, seconds=asked.seconds, profile_seconds=asked.profile_seconds,
         profile_tokens=min(asked.capacity, LONGEST // 4),
-    )
+    )  # fmt: skip
     for number, batch in enumerate(batches):
         print(f"batch {number}: {len(batch.lengths)} files, {sum(batch.lengths)} tokens, {sorted(batch.lengths)[::-1]}")
     with machine(findings, asked, source) as enter:
@@ -103,10 +91,8 @@ def main() -> None:
     findings.add(report(trained))
     refuse_unequal(trained.steps)
     repeats = max(step.repeat for step in trained.steps)
-    findings.sign(
-        "Measured", f"{counted(repeats, 'repeat')}, {len(batches)} batches of {count(asked.batch_tokens)} tokens"
-    )
-    findings.write(asked.out)
+    told = f"{counted(repeats, 'repeat')}, {len(batches)} batches of {count(asked.batch_tokens)} tokens"
+    findings.sign("Measured", told, asked.out)
 
 
 @contextmanager
@@ -120,13 +106,8 @@ def machine(findings: Findings, asked: argparse.Namespace, source: ModelSource) 
         if asked.links == "shaped":
             flops = core_flops(source)
             rate = link_bytes_per_second(flops * share)
-            findings.add(
-                [
-                    f"A core reaches {count(flops)}FLOP/s in training this model, a rank has {share:.2f} of one: "
-                    f"links of {count(rate)}B/s.",
-                    "",
-                ]
-            )
+            told = f"A core reaches {count(flops)}FLOP/s in training this model, a rank has {share:.2f} of one"
+            findings.add([f"{told}: links of {count(rate)}B/s.", ""])
             nodes = stack.enter_context(shaped_nodes(ranks, rate))
 
         def enter(rank: int) -> None:
@@ -146,16 +127,9 @@ def link_bytes_per_second(flops: float) -> float:
 def model_source() -> ModelSource:
     """Make a Llama with a quarter as many heads of keys as of queries, as 8 of 32; 32 would take minutes a step."""
     config = LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=LONGEST,
-        tie_word_embeddings=True,
-    )
+        vocab_size=WORDS, hidden_size=256, intermediate_size=704, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=LONGEST, tie_word_embeddings=True,
+    )  # fmt: skip
     return ModelSource(name="small llama", config=config, weights=False)
 
 
@@ -259,25 +233,22 @@ def ratios(steps: Sequence[TimedStep], seconds_of: Callable[[TimedStep], float])
     return found
 
 
-def report(trained: Trained) -> list[str]:
+def report(trained: Trained) -> Iterator[str]:
     """Make the table: a row a way."""
-    lines = [
-        "| way | best options | step over Lengthwise's | least, most | without the step's end | simulated "
-        "| waits for messages | plan, ms |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
     whole = ratios(trained.steps, lambda step: step.seconds)
     work = ratios(trained.steps, lambda step: step.work_seconds)
-    simulated = {way.name: way.simulated_seconds for way in trained.ways}
-    for way in trained.ways:
-        ratio, mine, ours = whole[way.name], way.simulated_seconds, simulated[LENGTHWISE]
+    (ours,) = (way.simulated_seconds for way in trained.ways if way.name == LENGTHWISE)
+
+    def row(way: Way) -> list[str]:
+        ratio, simulated = whole[way.name], f"{way.simulated_seconds / ours:.2f}" if way.simulated_seconds else "-"
+        cells = [f"**{ratio.median:.2f}**", f"{ratio.least:.2f}, {ratio.most:.2f}", f"{work[way.name].median:.2f}"]
         waits, planned = waiting_share(trained.steps, way.name), 1e3 * way.plan_seconds
-        lines.append(
-            f"| {way.name} | {way.options} | **{ratio.median:.2f}** | {ratio.least:.2f}, {ratio.most:.2f} "
-            f"| {work[way.name].median:.2f} | {mine / ours:.2f} | {waits:.0%} | {planned:.0f} |"
-        )
-    lines += ["", f"Losses of all ways agree to {worst_difference(trained.steps):.0e}."]
-    return lines
+        return [way.name, way.options, *cells, simulated, f"{waits:.0%}", f"{planned:.0f}"]
+
+    heads = "way | best options | step over Lengthwise's | least, most | without the step's end | simulated"
+    yield from markdown(f"{heads} | waits for messages | plan, ms", map(row, trained.ways))
+    yield ""
+    yield f"Losses of all ways agree to {worst_difference(trained.steps):.0e}."
 
 
 def waiting_share(steps: Sequence[TimedStep], way: str) -> float:

@@ -1,23 +1,33 @@
-"""Hold every causal-LM class of the installed transformers against plain Hugging Face: `make families`.
+"""Hold what is trained against plain Hugging Face and against itself: `make families`.
 
     python benchmarks/families.py [--out docs/families.md] [model_type ...]
+    python benchmarks/families.py --losses [--out docs/benchmarks/same_losses.md]
 
-Each tiny model runs in a process of its own (some allocate gigabytes whatever their config says): loss and every
-gradient of eight documents, packed and cut over rings of 1, 2, 3 and 5 ranks, in fp64, without and with activation
-checkpointing, against the plain model one document at a time. A family that is not in `models/families.json` is
-only refused, and its row says by which layer and what would be needed; named on the command line it is tried past the
-refusal, which is how a proof begins.
+Every causal-LM class of the installed transformers: each tiny model runs in a process of its own (some allocate
+gigabytes whatever their config says): loss and every gradient of eight documents, packed and cut over rings of 1, 2, 3
+and 5 ranks, in fp64, without and with activation checkpointing, against the plain model one document at a time. A
+family that is not in `models/families.json` is only refused, and its row says by which layer and what would be needed;
+named on the command line it is tried past the refusal, which is how a proof begins.
+
+With --losses: `lengthwise train` on the Python standard library's files, the tiny model in fp32, the same seed, on 1, 2
+and 3 ranks and by two planners. A rank holds as many tokens as its share of the longest file, so with more than one
+nearly all files are cut over rings, by every planner otherwise. The loss of a step depends on all updates before it, so
+wrong gradients would show. What differences there are come from fp32 sums in another order. It takes some minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import resource
 import signal
+import subprocess
+import sys
+import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -30,9 +40,12 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
 from lengthwise.models import FAMILIES, check_model_config
 from lengthwise.planner import PlanOptions, plan_step
+from pages import Findings, markdown
 
 LENGTHS, RANKS, MEMORY_BYTES, SECONDS = (1, 57, 2, 40, 5, 31, 11, 8), (1, 2, 3, 5), 6 << 30, 600
 COST = Cost(quadratic_seconds=1.0, linear_seconds=100.0)
+RUNS = ((1, "lengthwise"), (2, "lengthwise"), (2, "static"), (3, "lengthwise"), (3, "static"))
+STEPS, LONGEST = 5, 1024
 
 
 def proof(label: str) -> str:
@@ -109,12 +122,47 @@ def cell(text: str) -> str:
     return text.replace("|", "/")
 
 
+def losses_rows() -> Iterator[list[object]]:
+    """Train every run and yield its row."""
+    first: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks, planner in RUNS:
+            steps = train(Path(folder), ranks, planner)
+            losses = [step["loss"] for step in steps]
+            first = first or losses
+            difference = max(abs(loss / of_one - 1) for loss, of_one in zip(losses, first, strict=True))
+            rings = sum(step["ring_token_ratio"] * step["num_tokens"] for step in steps)
+            share = rings / sum(step["num_tokens"] for step in steps)
+            yield [ranks, planner, f"{share:.0%}", f"{losses[0]:.6f}", f"{losses[-1]:.6f}", f"{difference:.0e}"]
+
+
+def train(folder: Path, ranks: int, planner: str) -> list[dict[str, float]]:
+    """Run `lengthwise train`; return the lines of its metrics."""
+    config = folder / f"{planner}-{ranks}.yaml"
+    config.write_text(
+        f"model: tiny\ndata: [{{python_stdlib: true, max_tokens: {LONGEST}, too_long: skip}}]\nsteps: {STEPS}\n"
+        f"global_batch: {{tokens: {4 * LONGEST}}}\ncapacity_tokens: {-(-LONGEST // ranks) + 1}\n"
+        f"planner: {planner}\noutput: {config.stem}\n"
+    )
+    command = [sys.executable, "-m", "lengthwise", "train", str(config), "--ranks", str(ranks)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return [json.loads(line) for line in (folder / config.stem / "metrics.jsonl").read_text().splitlines()]
+
+
 def main() -> None:
     """Print the tables, or write the page."""
-    parser = argparse.ArgumentParser(description="every causal-LM class against plain Hugging Face")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--losses", action="store_true", help="of one run on other ranks and by other planners")
     parser.add_argument("model_types", nargs="*")
     arguments = parser.parse_args()
+    if arguments.losses:
+        findings = Findings("same_losses")
+        heads = "ranks | planner | tokens in rings | loss of the first step | of the last"
+        findings.add(markdown(f"{heads} | largest relative difference", losses_rows()))
+        told = f"{STEPS} steps, tiny model, fp32; differences from the first row"
+        findings.sign("Measured", told, arguments.out)
+        return
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)

@@ -2,17 +2,16 @@
 
     python benchmarks/gpu_check.py [PART ...] [--out FOLDER] [--page PAGE] [--device cuda] [--tiny] [--here]
 
-A part is a table of `TABLES` or a file of tests/gpu; without PART all run. Each is a process of its own (`--here`: this
-one), nothing stops at a failure, and rows are written as they are found; the exit status is 1 if a part failed or ran
-into its limit. It needs a Python with torch and transformers and the pure packages that docs/gpu.md lists. --page
-replaces what stands below the page's mark, by all that is in the folder. With --device cpu --tiny everything runs on
-the CPU in seconds, which proves the script and no figure.
+A part is a table of `TABLES` or a file of tests/gpu; without PART all run. Each is a process of its own (with --here
+tables run in this one), nothing stops at a failure, and rows are written as they are found; the exit status is 1 if a
+part failed or ran into its limit. It needs a Python with torch and transformers and the pure packages that docs/gpu.md
+lists. --page replaces what stands below the page's mark, by all that is in the folder. With --device cpu --tiny
+everything runs on the CPU in seconds, which proves the script and no figure.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import signal
@@ -25,33 +24,16 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).parents[1] / "src"))
 sys.path.insert(2, str(Path(__file__).parents[1]))  # runs from a tree that is not installed, too
 
-from gpu.page import page_of
-from gpu.records import Records, read_rows
 from lengthwise.cli.machine import prepare_environment
 from lengthwise.comm import count_gpus
 
 ROOT = Path(__file__).parents[1]
-TABLES = {
-    "place": ("", 45),
-    "ceilings": ("gpu.ceilings", 50),
-    "replay": ("gpu.replay", 220),
-    "steps": ("gpu.steps", 280),
-    "parity": ("gpu.parity", 60),
-    "profile": ("gpu.profiled", 60),
-}
-"""The module of each table, whose function has the table's name, and the seconds that it may take."""
+TABLES = {"place": 45, "ceilings": 50, "replay": 220, "steps": 280, "parity": 60, "profile": 60}
+"""The seconds that each table may take; but for `place` its function in `gpu.replay` or `gpu.tables` has its name."""
 TESTS = {
-    "test_gpu_nccl": 140,
-    "test_gpu_kernels": 120,
-    "test_gpu_engine": 40,
-    "test_gpu_offload": 40,
-    "test_gpu_runs": 155,
-}
-TINY_TESTS = {
-    "test_gpu_kernels": "kernel_for",
-    "test_gpu_nccl": "moves_and_sums and 2]",
-    "test_gpu_runs": "too_small",
-}
+    "test_gpu_nccl": 140, "test_gpu_kernels": 120, "test_gpu_engine": 40, "test_gpu_offload": 40, "test_gpu_runs": 155,
+}  # fmt: skip
+TINY_TESTS = {"test_gpu_kernels": "kernel_for", "test_gpu_nccl": "moves_and_sums and 2]", "test_gpu_runs": "too_small"}
 MARK = "<!-- what follows is written by benchmarks/gpu_check.py -->\n"
 _GRACE_SECONDS = 5.0
 
@@ -114,14 +96,15 @@ def write_table(name: str, arguments: argparse.Namespace) -> None:
 
     import torch
 
-    from gpu.place import add_place, clocks
-    from gpu.sizes import sizes_of
+    from gpu import replay, tables
+    from gpu.rows import Records, add_place, clocks
+    from gpu.setting import sizes_of
 
     sizes, records = sizes_of(arguments.device, tiny=arguments.tiny), Records(arguments.out, name)
     torch.manual_seed(0)
     add_place(records, sizes.where)
-    if module := TABLES[name][0]:
-        getattr(importlib.import_module(module), name)(sizes, records)
+    if name != "place":
+        getattr(replay if name == "replay" else tables, name)(sizes, records)
     records.add("end", clocks=clocks())
 
 
@@ -131,6 +114,8 @@ def write_page(folder: Path, page: Path) -> None:
     Raises:
         SystemExit: the page has no mark, or there are no rows.
     """
+    from gpu.rows import page_of, read_rows
+
     before, mark, _ = page.read_text(encoding="utf-8").partition(MARK)
     rows = read_rows(folder)
     if not mark or not rows:
@@ -140,7 +125,7 @@ def write_page(folder: Path, page: Path) -> None:
 
 def main() -> None:
     """Run parts, then write the page if asked."""
-    limits = {**{name: limit for name, (_, limit) in TABLES.items()}, **TESTS}
+    limits = {**TABLES, **TESTS}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(limits))
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="FOLDER")
@@ -159,7 +144,7 @@ def main() -> None:
     )
     wrong = []
     for name in arguments.parts or limits:
-        if arguments.here:
+        if arguments.here and name in TABLES:
             write_table(name, arguments)
         elif not run_part(name, command_of(name, arguments), limits[name], arguments.out):
             wrong.append(name)

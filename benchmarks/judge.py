@@ -110,30 +110,3 @@ def chunk_tokens(length: int, degree: int) -> list[int]:
     parts = 2 * degree
     borders = [length * k // parts for k in range(parts + 1)]
     return [borders[j + 1] - borders[j] + borders[parts - j] - borders[parts - 1 - j] for j in range(degree)]
-
-
-def judge_bound(lengths: Sequence[int], ranks: int, capacity: int, cost: Coefficients) -> float:
-    """Find the least T for which every sequence has a degree d >= s / capacity with t(d) <= T and all fit in ranks x T.
-
-    Launches are included: a ring owes one on each rank, a sequence on one rank its share of a full pack's. By trying
-    every degree: for tests, with few ranks.
-    """
-    choices = []
-    for length in lengths:
-        least = -(-length // capacity)
-        of_length = []
-        for degree in range(least, ranks + 1):
-            seconds = piece_seconds([length], degree, cost)
-            launch = cost.fixed * length / capacity if degree == 1 else cost.fixed * degree
-            of_length.append((seconds + cost.fixed, degree * seconds + launch))
-        choices.append(of_length)
-
-    def fits(limit: float) -> bool:
-        cheapest = [min((area for t, area in of_length if t <= limit), default=None) for of_length in choices]
-        return None not in cheapest and sum(area for area in cheapest if area is not None) <= ranks * limit
-
-    low, high = 0.0, sum(max(t for t, _ in of_length) for of_length in choices)
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high

@@ -16,14 +16,13 @@ the next step, and making its tensors.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,7 +38,6 @@ from lengthwise.attention import choose_kernel
 from lengthwise.comm import SoloTransport
 from lengthwise.config import build_config
 from lengthwise.core.plan import Plan
-from lengthwise.data import load_dataset, load_tokenizer
 from lengthwise.engine.batch import StepBatch, random_batch
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
@@ -48,18 +46,21 @@ from lengthwise.models.load import tiny_config
 from lengthwise.steps.planner_process import PlannerProcess
 from lengthwise.steps.planning import PlanAhead
 from lengthwise.training.job import Job, prepare_job
-from pages import Findings, add_out
+from pages import Findings, markdown, parse_options, verdict
 
 AIM, CAPACITY = 1.02, 8192
 FILES, MEAN_TOKENS, VOCAB = 8, 64, 256
 KINDS = WARM, COLD, COLD_WITHOUT = "prepared", "prepared, cold", "prepared, cold, no read-ahead"
 
 
+Block = tuple[float, float]  # seconds a step, and seconds waited a step
+
+
 @dataclass(slots=True)
 class Kind:
-    """Blocks of one kind, each with its neighbour from memory: (seconds a step, seconds waited a step) of both."""
+    """Blocks of one kind, each with its neighbour from memory."""
 
-    blocks: list[tuple[tuple[float, float], tuple[float, float]]] = field(default_factory=list)
+    blocks: list[tuple[Block, Block]] = field(default_factory=list)
 
     @property
     def ratios(self) -> list[float]:
@@ -67,18 +68,11 @@ class Kind:
         return [ours[0] / memory[0] for ours, memory in self.blocks]
 
     @property
-    def ratio(self) -> float:
-        """Their median."""
-        return statistics.median(self.ratios)
-
-    @property
     def medians(self) -> tuple[float, float, float]:
         """Seconds a step, those from memory, and what is waited more."""
-        return (
-            statistics.median(ours[0] for ours, _ in self.blocks),
-            statistics.median(memory[0] for _, memory in self.blocks),
-            statistics.median(ours[1] - memory[1] for ours, memory in self.blocks),
-        )
+        columns = zip(*((ours[0], memory[0], ours[1] - memory[1]) for ours, memory in self.blocks), strict=True)
+        step, memory, more = map(statistics.median, columns)
+        return step, memory, more
 
 
 class Loops:
@@ -92,7 +86,7 @@ class Loops:
         self._made: list[tuple[StepBatch, Plan]] = []
         self._batches = job.batches()
 
-    def prepared(self, process: PlannerProcess) -> tuple[float, float]:
+    def prepared(self, process: PlannerProcess) -> Block:
         """Run a block from prepared data; return seconds a step, and those waited."""
         ahead = PlanAhead(
             self._batches, partial(process.plan, self._job.planning), self._transport, timeout_seconds=600
@@ -100,51 +94,40 @@ class Loops:
         self._made, spent, waited = [], 0.0, 0.0
         with noted_tensors() as reading:
             for number in range(1 + self._steps):
-                start, read = time.perf_counter(), reading.seconds
+                start, read = time.perf_counter(), len(reading)
                 step = ahead.next(f"step {number}")
                 assert step is not None, "epochs without end"
                 taken = time.perf_counter() - start
                 self._run(step.batch, step.plan)
                 if number:
                     spent += time.perf_counter() - start
-                    waited += taken + reading.seconds - read
+                    waited += taken + sum(reading[read:])
                     self._made.append((random_batch(step.batch.lengths, vocab=VOCAB), step.plan))
         ahead.close()
         return spent / self._steps, waited / self._steps
 
-    def from_memory(self) -> tuple[float, float]:
+    def from_memory(self) -> Block:
         """Run the lengths and plans of the block before on tokens in memory."""
-        spent = waited = 0.0
+        start = time.perf_counter()
         with noted_tensors() as reading:
             for batch, plan in self._made:
-                start = time.perf_counter()
                 self._run(batch, plan)
-                spent += time.perf_counter() - start
-            waited += reading.seconds
-        return spent / self._steps, waited / self._steps
+            return (time.perf_counter() - start) / self._steps, sum(reading) / self._steps
 
     def _run(self, batch: StepBatch, plan: Plan) -> None:
         run_plan(self._model, plan, batch, self._transport, self._kernel, name="step")
 
 
-@dataclass(slots=True)
-class Reading:
-    """Seconds in which tensors were made."""
-
-    seconds: float = 0.0
-
-
 @contextmanager
-def noted_tensors() -> Iterator[Reading]:
-    """Time all `StepBatch.tensors` of the block."""
-    found, tensors = Reading(), StepBatch.tensors
+def noted_tensors() -> Iterator[list[float]]:
+    """Note the seconds of each `StepBatch.tensors` of the block."""
+    found, tensors = list[float](), StepBatch.tensors
 
     def timed(self: StepBatch, segments: object) -> object:
         start = time.perf_counter()
-        try:
-            return tensors(self, segments)  # pyright: ignore[reportArgumentType]
-        finally:
-            found.seconds += time.perf_counter() - start
+        made = tensors(self, segments)  # pyright: ignore[reportArgumentType]
+        found.append(time.perf_counter() - start)
+        return made
 
     with patch.object(StepBatch, "tensors", timed):
         yield found
@@ -158,19 +141,13 @@ def measured(loops: Loops, store: Path, blocks: int) -> dict[str, Kind]:
             for name in (*KINDS[block % len(KINDS) :], *KINDS[: block % len(KINDS)]):
                 if name != WARM:
                     drop_cache(store)
-                with without_read_ahead() if name == COLD_WITHOUT else nullcontext():
+                left_out = patch.object(StepBatch, "read_ahead", lambda *_: None)
+                with left_out if name == COLD_WITHOUT else nullcontext():
                     ours = loops.prepared(process)
                 memory = loops.from_memory()
                 if block >= 0:
                     found[name].blocks.append((ours, memory))
     return found
-
-
-@contextmanager
-def without_read_ahead() -> Iterator[None]:
-    """Leave it to the first who reads a page to wait for it."""
-    with patch.object(StepBatch, "read_ahead", lambda *_: None):
-        yield
 
 
 def drop_cache(store: Path) -> None:
@@ -206,74 +183,48 @@ def prepared_store(folder: Path, sequences: int) -> tuple[Path, str]:
     return store, f"prepared from Parquet in {spent:.0f} s ({tokens / spent / 1e6:.1f}M tokens/s)"
 
 
-def resident_mb() -> float:
-    """Return the memory of this process that is not mapped from files."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return int(status.split("RssAnon:")[1].split()[0]) / 1024
-
-
-def opened(store: Path, tokens: int) -> tuple[Job, str]:
-    """Open the data as a run does; return it, and what that takes."""
-    before = resident_mb()
+def opened(store: Path, tokens: int) -> Job:
+    """Open the data as a run does."""
     settings = {
-        "model": "tiny",
-        "data": [{"path": str(store)}],
-        "global_batch": {"tokens": tokens},
-        "capacity_tokens": CAPACITY,
-        "steps": 100_000,
-        "output": "unused",
-    }
-    job = prepare_job(build_config(settings, folder=Path.cwd()), ranks=1, timeout_seconds=600)
-    took, start = resident_mb() - before, time.perf_counter()
-    load_dataset(job.config.data, tokenizer=lambda: load_tokenizer("bytes"), vocab_size=VOCAB)
-    opening, start = time.perf_counter() - start, time.perf_counter()
-    next(job.batches())
-    ordering, rows, data = time.perf_counter() - start, len(job.dataset.lengths), job.dataset.lengths.sum()
-    return job, (
-        f"{rows:,} sequences of {data / 1e6:,.0f}M tokens: opened in {opening:.2f} s, ordered for the first epoch in "
-        f"{ordering:.1f} s. A run's start takes {took:,.0f} MB beside mapped pages ({took * 1e6 / rows:.0f} bytes a "
-        "sequence)."
-    )
+        "model": "tiny", "data": [{"path": str(store)}], "global_batch": {"tokens": tokens},
+        "capacity_tokens": CAPACITY, "steps": 100_000, "output": "unused",
+    }  # fmt: skip
+    return prepare_job(build_config(settings, folder=Path.cwd()), ranks=1, timeout_seconds=600)
 
 
-def table(found: Mapping[str, Kind]) -> Iterator[str]:
+def table(found: dict[str, Kind]) -> Iterator[str]:
     """Yield a row a kind, and what that says of the aim."""
-    yield "| data | step, ms | from memory, ms | ratio | blocks | waited more, ms a step |"
-    yield "|---" * 6 + "|"
-    for name, kind in found.items():
+
+    def row(name: str, kind: Kind) -> list[str]:
         ours, memory, more = kind.medians
-        low, high = min(kind.ratios), max(kind.ratios)
-        yield (
-            f"| {name} | {1e3 * ours:.1f} | {1e3 * memory:.1f} | {kind.ratio:.3f} | {low:.3f} to {high:.3f} | "
-            f"{1e3 * more:.2f} |"
-        )
+        ratios = [f"{statistics.median(kind.ratios):.3f}", f"{min(kind.ratios):.3f} to {max(kind.ratios):.3f}"]
+        return [name, f"{1e3 * ours:.1f}", f"{1e3 * memory:.1f}", *ratios, f"{1e3 * more:.2f}"]
+
+    heads = "data | step, ms | from memory, ms | ratio | blocks | waited more, ms a step"
+    yield from markdown(heads, (row(*each) for each in found.items()))
     yield ""
     for name in (WARM, COLD):
-        met = "met" if found[name].ratio <= AIM else "**missed**"
-        yield f"{name}: {found[name].ratio:.3f} (aim {AIM}: {met})."
+        ratio = statistics.median(found[name].ratios)
+        yield f"{name}: {ratio:.3f} (aim {AIM}: {verdict(ratio <= AIM)})."
 
 
 def main() -> None:
     """Make the data, and run all blocks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=10_000_000)
-    parser.add_argument("--blocks", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=4096, help="a step")
-    parser.add_argument("--folder", type=Path, help="keeps the prepared data; default: a temporary one")
-    add_out(parser, "loader")
-    arguments = parser.parse_args()
+    asked = parse_options(
+        __doc__, sequences=10_000_000, blocks=9, steps=6, tokens=(4096, "a step"),
+        folder=(Path(), "keeps the prepared data; default: a temporary one"),
+    )  # fmt: skip
     torch.set_num_threads(1)
     findings = Findings("loader")
-    with nullcontext(arguments.folder) if arguments.folder else tempfile.TemporaryDirectory() as folder:
-        store, made = prepared_store(Path(folder), arguments.sequences)
-        job, memory = opened(store, arguments.tokens)
-        findings.add([f"{memory} {made[0].upper()}{made[1:]}.", ""])
-        findings.add(table(measured(Loops(job, arguments.steps), store, arguments.blocks)))
+    with nullcontext(asked.folder) if asked.folder else tempfile.TemporaryDirectory() as folder:
+        store, made = prepared_store(Path(folder), asked.sequences)
+        job = opened(store, asked.tokens)
+        tokens = job.dataset.lengths.sum() / 1e6
+        findings.add([f"{len(job.dataset.lengths):,} sequences of {tokens:,.0f}M tokens, {made}.", ""])
+        findings.add(table(measured(Loops(job, asked.steps), store, asked.blocks)))
     load = os.getloadavg()[0]
-    about = f"medians of {arguments.blocks} blocks of {arguments.steps} steps, one thread, load {load:.1f} at the end"
-    findings.sign("Measured", f"torch {torch.__version__}, {about}")
-    findings.write(arguments.out)
+    about = f"medians of {asked.blocks} blocks of {asked.steps} steps, one thread, load {load:.1f} at the end"
+    findings.sign("Measured", f"torch {torch.__version__}, {about}", asked.out)
 
 
 if __name__ == "__main__":

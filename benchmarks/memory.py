@@ -12,7 +12,6 @@ length, the median of three, over those of the plain model. Offload goes to a di
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -36,7 +35,7 @@ from lengthwise.models import ModelSource, build_model
 from lengthwise.models.adapter import ATTENTION_NAME
 from lengthwise.offload import DiskStore
 from lengthwise.report.figures import count
-from pages import Findings, add_out
+from pages import Findings, markdown, parse_options
 
 MODELS = {
     "1M": {"hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 131072},
@@ -59,13 +58,9 @@ def make_config(sizes: dict[str, int]) -> LlamaConfig:
     """Make a Llama with heads of 64, half as many for keys and values."""
     heads = sizes["hidden_size"] // 64
     more: dict[str, Any] = {
-        **sizes,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // 2,
-        "max_position_embeddings": 1 << 20,
-        "intermediate_size": 8 * sizes["hidden_size"] // 3,
-        "tie_word_embeddings": True,
-    }
+        **sizes, "num_attention_heads": heads, "num_key_value_heads": heads // 2, "max_position_embeddings": 1 << 20,
+        "intermediate_size": 8 * sizes["hidden_size"] // 3, "tie_word_embeddings": True,
+    }  # fmt: skip
     return LlamaConfig(**more)
 
 
@@ -146,32 +141,28 @@ def measure(
 
 def main() -> None:
     """Print a table a model, and write them into a page if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", type=float, default=4e9, help="bytes of a rank")
-    parser.add_argument("--models", default=",".join(MODELS), help="of these, separated by commas")
-    parser.add_argument("--check-tokens", type=int, default=8192, help="where the line of bytes over tokens is checked")
-    parser.add_argument("--folder", type=Path, default=Path("/var/tmp"), help="of the offload's file, on a disk")
-    add_out(parser, "memory")
-    asked, findings = parser.parse_args(), Findings("memory")
+    asked = parse_options(
+        __doc__,
+        budget=(4e9, "bytes of a rank"),
+        models=(",".join(MODELS), "of these, separated by commas"),
+        check_tokens=(8192, "where the line of bytes over tokens is checked"),
+        folder=(Path("/var/tmp"), "of the offload's file, on a disk"),
+    )
     torch.set_num_threads(1)
+    findings = Findings("memory")
+    heads = "way | longest sequence | over plain | over checkpointing | a token | error of the line | time"
     for name in asked.models.split(","):
-        rows = measure(make_config(MODELS[name]), asked.folder, asked.budget, asked.check_tokens, print)
-        findings.add(
+        found = measure(make_config(MODELS[name]), asked.folder, asked.budget, asked.check_tokens, print)
+        rows = (
             [
-                f"**{name}**, {count(MODELS[name]['vocab_size'])} words, within {count(asked.budget)}B:",
-                "",
-                "| way | longest sequence | over plain | over checkpointing | a token | error of the line | time |",
-                "|---|---|---|---|---|---|---|",
-                *(
-                    f"| {way} | {count(longest)} | {longest / rows[0][1]:.1f}x | {longest / rows[1][1]:.1f}x "
-                    f"| {count(a_token)}B | {error:+.1%} | {ratio:.2f} |"
-                    for way, longest, a_token, error, ratio in rows
-                ),
-                "",
+                *(way, count(longest), f"{longest / found[0][1]:.1f}x", f"{longest / found[1][1]:.1f}x"),
+                *(f"{count(a_token)}B", f"{error:+.1%}", f"{ratio:.2f}"),
             ]
+            for way, longest, a_token, error, ratio in found
         )
-    findings.sign("Measured", "bytes, counted tensor by tensor")
-    findings.write(asked.out)
+        words = f"**{name}**, {count(MODELS[name]['vocab_size'])} words, within {count(asked.budget)}B:"
+        findings.add([words, "", *markdown(heads, rows), ""])
+    findings.sign("Measured", "bytes, counted tensor by tensor", asked.out)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from lengthwise.simulator import gain_over, gain_text
 
@@ -34,18 +35,17 @@ class Findings:
             print(line, flush=True)
             self._lines.append(line)
 
-    def sign(self, how: str, about: str) -> None:
-        """Add how the figures were found (`Modelled`, `Measured`), by which command, when, where, and `about`."""
-        machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-        made = f"{how} by `{_command()}` on {date.today().isoformat()}, commit {_commit()}; {machine}"
-        self.add(["", *textwrap.wrap(f"{made}; {about}.", 120, break_long_words=False, break_on_hyphens=False)])
+    def sign(self, how: str, about: str, page: Path | None) -> None:
+        """Add how the figures were found (`Modelled`, `Measured`), by which command, when, where, and `about`.
 
-    def write(self, page: Path | None) -> None:
-        """Replace what stands between the marks of a page, if one is given.
+        Then replace what stands between the marks of `page`, if one is given.
 
         Raises:
             SystemExit: the page has no such marks.
         """
+        machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+        made = f"{how} by `{_command()}` on {date.today().isoformat()}, commit {commit_name()}; {machine}"
+        self.add(["", *textwrap.wrap(f"{made}; {about}.", 120, break_long_words=False, break_on_hyphens=False)])
         if page is None:
             return
         begin, end = (f"<!-- {self._name}: {part} -->" for part in ("begin", "end"))
@@ -56,9 +56,36 @@ class Findings:
         page.write_text("\n".join([before + begin, *self._lines, end + after]), encoding="utf-8")
 
 
-def add_out(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add `--out PAGE` to the options of the benchmark `name`."""
-    parser.add_argument("--out", type=Path, metavar="PAGE", help=f"a page with its marks, as docs/benchmarks/{name}.md")
+def parse_options(document: str | None, **options: Any) -> argparse.Namespace:
+    """Parse the options of a benchmark, and `--out PAGE`: each has its default, or (default, what it is).
+
+    False: a switch; a list: the choices, of which the first is the default.
+    """
+    parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options["out"] = Path(), "a page of docs/benchmarks with the marks of this benchmark"
+    for name, each in options.items():
+        default, told = each if isinstance(each, tuple) else (each, None)
+        kinds: dict[str, Any] = {"type": type(default), "default": default}
+        if default is False:
+            kinds = {"action": "store_true"}
+        elif isinstance(default, list):
+            kinds = {"choices": default, "default": default[0]}
+        elif default == Path():
+            kinds = {"type": Path}
+        parser.add_argument(f"--{name.replace('_', '-')}", help=told, **kinds)
+    return parser.parse_args()
+
+
+def markdown(heads: str, rows: Iterable[Iterable[object]]) -> Iterator[str]:
+    """Yield the lines of a table as its rows come; heads: with | between them."""
+    yield f"| {heads} |"
+    yield "|---" * len(heads.split(" | ")) + "|"
+    yield from (f"| {' | '.join(map(str, row))} |" for row in rows)
+
+
+def verdict(is_met: bool) -> str:
+    """Say whether an aim is met."""
+    return "met" if is_met else "**missed**"
 
 
 def modelled_gain(other_seconds: Sequence[float], our_seconds: Sequence[float]) -> str:
@@ -96,7 +123,7 @@ def _command() -> str:
     return f"python {shlex.join(words)}"
 
 
-def _commit() -> str:
+def commit_name() -> str:
     """Return the short name of the newest commit of main that this tree stands on, with + where files differ from it.
 
     A commit of another branch may be gone once that was rebased.
@@ -104,7 +131,10 @@ def _commit() -> str:
     git = ["git", "-C", str(Path(__file__).parent)]
 
     def ask(*words: str) -> str:
-        return subprocess.run([*git, *words], capture_output=True, text=True).stdout.strip()
+        try:
+            return subprocess.run([*git, *words], capture_output=True, text=True).stdout.strip()
+        except OSError:  # no git on this machine
+            return ""
 
     base = ask("merge-base", "HEAD", "main") or ask("rev-parse", "HEAD")
     return (ask("rev-parse", "--short=7", base) or "unknown") + "+" * bool(base and ask("diff", "--name-only", base))

@@ -6,22 +6,20 @@ Makespans are over the bound of the plan's own kind, which its notes hold (mean 
 from `judge.py`, which shares no code with the package; `ring-bound-1024` has costs that it does not know and is scored
 by `score`. Bounds of two kinds differ, so the second table holds makespans over those of `lengthwise`, "equal" where
 the model cannot tell them apart. Plan times are process seconds of one core for a whole `plan_step`, bound and score
-included (median over seeds); a planner that refuses a batch of a row has - there. Batches on which another planner ends
-before `lengthwise` are counted below the tables, and listed where it is by more than 0.1 %.
+included (median over seeds); a planner that refuses a batch of a row has - there.
 `--seeds 1 --rows short-64,launch-32` takes half a minute; everything about half an hour of one core, most of it the
 200 programs of `tiny`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from batches import STDLIB, sequences_batch, tiny_batch, tokens_batch, ugly_batch
+from batches import STDLIB, sequences_batch, tiny_batch, tokens_batch
 from judge import Coefficients, judge
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
@@ -31,18 +29,16 @@ from lengthwise.planner import CUTTING_PLANNERS, PLANNERS, PlanOptions, plan_ste
 from lengthwise.planner.baselines.flexsp import plan_flexsp
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
-from pages import Findings, add_out, modelled_gain
+from pages import Findings, markdown, modelled_gain, parse_options, verdict
 
 OURS = "lengthwise"
 COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
 TERMS = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3, version="four terms")
 FAST = (OURS, "bytescale-naive", "power-of-two")  # others take minutes on 12,288 ranks
-LISTED = 0.001  # how much sooner another planner must end to be listed
 WAVE_TOKENS = 131_072  # a rank and step
-UGLY_RANKS = (6, 12, 20, 24, 48, 97)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """Batches of one source on one cluster, and what `lengthwise` must show on them."""
 
@@ -52,19 +48,18 @@ class Row:
     cost: Cost
     most_ratio: float
     most_ms: float
-    sequences: int | None = None
-    tokens: int | None = None
+    sequences: int = 0  # or tokens
+    tokens: int = 0
     planners: tuple[str, ...] = PLANNERS
 
     def batch(self, seed: int) -> list[int]:
-        if self.sequences is not None:
+        if self.sequences:
             return sequences_batch(self.source, self.sequences, seed, self.cluster)
-        assert self.tokens is not None, f"row {self.name} has neither sequences nor tokens"
         return tokens_batch(self.source, self.tokens, seed, self.cluster)
 
     @property
     def title(self) -> str:
-        size = f"{self.sequences:,} sequences" if self.sequences else f"{(self.tokens or 0) // 2**20}M tokens"
+        size = f"{self.sequences:,} sequences" if self.sequences else f"{self.tokens // 2**20}M tokens"
         cluster = f"{self.cluster.ranks:,} ranks of {self.cluster.capacity_tokens // 1024}K"
         return f"`{self.name}` {self.source}: {size}, {cluster}, {self.cost.version}"
 
@@ -74,46 +69,21 @@ def rows() -> Iterator[Row]:
     for cost, kind, slower, ratio_terms in ((COMPUTE, "", 1, None), (TERMS, "-terms", 3, 1.01)):
         short = Cluster(ranks=64, capacity_tokens=8192)
         for source in ("prolong", "wikipedia", "github", STDLIB):
-            ratio = ratio_terms or 1.001
-            yield _row(f"short-64{kind}", source, short, cost, ratio, 30 * slower, sequences=4096)
+            yield Row(f"short-64{kind}", source, short, cost, ratio_terms or 1.001, 30 * slower, sequences=4096)
         for ranks, ratio, ms in ((256, 1.001, 60), (1024, 1.002, 120)):
             for source in ("byted", "github"):
                 aim = (1.015 if (ranks, source) == (1024, "github") else ratio_terms) if ratio_terms else ratio
                 cluster = Cluster(ranks=ranks, capacity_tokens=16384)
-                yield _row(f"long-{ranks}{kind}", source, cluster, cost, aim, ms * slower, tokens=2**25)
+                yield Row(f"long-{ranks}{kind}", source, cluster, cost, aim, ms * slower, tokens=2**25)
     huge = Cluster(ranks=12288, capacity_tokens=16384)
-    row = _row("huge-12288", "byted", huge, COMPUTE, 1.002, 1000, tokens=384 * 2**20)
-    yield replace(row, planners=FAST)
+    yield Row("huge-12288", "byted", huge, COMPUTE, 1.002, 1000, tokens=384 * 2**20, planners=FAST)
     few = Cluster(ranks=32, capacity_tokens=8192)
-    yield _row("launch-32", "wikipedia", few, TERMS, 1.02, 30, sequences=512)
+    yield Row("launch-32", "wikipedia", few, TERMS, 1.02, 30, sequences=512)
     heads = named_shape("llama-7b")
     full = all_terms_cost(replace(heads, kv_heads=heads.heads, name="7B, full heads,"), named_hardware("h100"))
     for source in ("byted", "github"):
         cluster = Cluster(ranks=1024, capacity_tokens=16384)
-        yield _row("ring-bound-1024", source, cluster, full, 1.05, 1000, tokens=2**25)
-
-
-def _row(
-    name: str,
-    source: str,
-    cluster: Cluster,
-    cost: Cost,
-    ratio: float,
-    ms: float,
-    *,
-    sequences: int | None = None,
-    tokens: int | None = None,
-) -> Row:
-    return Row(
-        name=name,
-        source=source,
-        cluster=cluster,
-        cost=cost,
-        most_ratio=ratio,
-        most_ms=ms,
-        sequences=sequences,
-        tokens=tokens,
-    )
+        yield Row("ring-bound-1024", source, cluster, full, 1.05, 1000, tokens=2**25)
 
 
 def makespan(plan: Plan, cost: Cost) -> float:
@@ -125,11 +95,6 @@ def makespan(plan: Plan, cost: Cost) -> float:
         quadratic=cost.quadratic_seconds, linear=cost.linear_seconds, fixed=cost.fixed_seconds, ring=cost.ring_seconds
     )
     return judge(json.loads(plan.to_json()), coefficients)
-
-
-def over_bound(plan: Plan, cost: Cost) -> float:
-    """Return the makespan over the bound of the plan's own kind."""
-    return makespan(plan, cost) / float(plan.notes["bound_seconds"])
 
 
 def plan_if_held(tokens: Sequence[int], cluster: Cluster, cost: Cost, planner: str) -> Plan | None:
@@ -151,7 +116,7 @@ class Found:
     took_ms: list[float]
 
 
-def run_row(row: Row, planners: Sequence[str], seeds: int, beaten: list[tuple[float, str]]) -> dict[str, Found]:
+def run_row(row: Row, planners: Sequence[str], seeds: int) -> dict[str, Found]:
     """Plan every batch of a row with every planner; those that refuse one of them are left out."""
     found = {name: Found([], [], []) for name in planners if name in row.planners}
     for seed in range(seeds):
@@ -165,97 +130,52 @@ def run_row(row: Row, planners: Sequence[str], seeds: int, beaten: list[tuple[fl
             of_planner.took_ms.append(1e3 * (time.process_time() - start))
             of_planner.seconds.append(makespan(plan, row.cost))
             of_planner.ratios.append(of_planner.seconds[-1] / float(plan.notes["bound_seconds"]))
-        beaten += _beaten(row, seed, {name: of_planner.seconds[seed] for name, of_planner in found.items()})
     return found
 
 
-def _beaten(row: Row, seed: int, seconds: dict[str, float]) -> Iterator[tuple[float, str]]:
-    """Yield by what share another planner ends before ours, and where."""
-    for name, theirs in seconds.items():
-        if OURS in seconds and theirs < seconds[OURS] * (1 - 1e-9):
-            share = seconds[OURS] / theirs - 1
-            yield share, f"{row.title}, seed {seed}: {name} ends {100 * share:.2f} % sooner"
-
-
-def table_line(row: Row, found: dict[str, Found], planners: Sequence[str]) -> str:
-    """Write one row of the table: ours with targets and verdicts, then the others."""
-    cells = [row.title]
+def cells_of(row: Row, found: dict[str, Found], others: Sequence[str]) -> list[str]:
+    """Make one row of the table: ours with targets and verdicts, then the others."""
+    cells = [row.title, *["-"] * 4]
     if OURS in found:
         ratio, ms = statistics.mean(found[OURS].ratios), statistics.median(found[OURS].took_ms)
-        cells += [
+        cells[1:] = [
             f"{ratio:.4f} ({max(found[OURS].ratios):.4f})",
-            f"{row.most_ratio:g} {_verdict(ratio <= row.most_ratio)}",
+            f"{row.most_ratio:g} {verdict(ratio <= row.most_ratio)}",
             f"{ms:.0f}",
-            f"{row.most_ms:g} {_verdict(ms <= row.most_ms)}",
+            f"{row.most_ms:g} {verdict(ms <= row.most_ms)}",
         ]
-    for name in (name for name in planners if name != OURS):
-        of_planner = found.get(name)
-        mean = f"{statistics.mean(of_planner.ratios):.3f}" if of_planner else ""
-        cells.append(f"{mean} ({statistics.median(of_planner.took_ms):.0f})" if of_planner else "-")
-    return "| " + " | ".join(cells) + " |"
+    for each in map(found.get, others):
+        cells.append(f"{statistics.mean(each.ratios):.3f} ({statistics.median(each.took_ms):.0f})" if each else "-")
+    return cells
 
 
-def _verdict(is_met: bool) -> str:
-    return "met" if is_met else "**missed**"
-
-
-def main_tables(
-    names: Sequence[str], planners: Sequence[str], seeds: int, beaten: list[tuple[float, str]]
-) -> Iterator[str]:
+def main_tables(names: Sequence[str], planners: Sequence[str], seeds: int) -> Iterator[str]:
     """Yield the lines of both main tables: the first as they are found, over bounds; the second over `lengthwise`."""
     others = [name for name in planners if name != OURS]
-    heads = [
-        "case",
-        "lengthwise: mean (worst)",
-        "target",
-        "plan ms",
-        "target",
-        *(f"{name} (ms)" for name in others),
-    ]
-    yield "| " + " | ".join(heads) + " |"
-    yield "|---" * len(heads) + "|"
-    compared: list[str] = []
-    for row in rows():
-        if row.name in names:
-            found = run_row(row, planners, seeds, beaten)
-            yield table_line(row, found, planners)
-            compared.append(compared_line(row, found, others))
+    compared: list[list[str]] = []
+
+    def found_rows() -> Iterator[list[str]]:
+        for row in rows():
+            if row.name in names:
+                found = run_row(row, planners, seeds)
+                ours = found[OURS].seconds if OURS in found else []
+                gains = [modelled_gain(found[name].seconds, ours) if name in found and ours else "-" for name in others]
+                compared.append([row.title, *gains])
+                yield cells_of(row, found, others)
+
+    heads = ["case | lengthwise: mean (worst) | target | plan ms | target", *(f"{name} (ms)" for name in others)]
+    yield from markdown(" | ".join(heads), found_rows())
     if OURS in planners and others:
-        yield from ("", f"Makespans over those of `{OURS}`:", "")
-        yield "| case | " + " | ".join(others) + " |"
-        yield "|---" * (1 + len(others)) + "|"
-        yield from compared
-
-
-def compared_line(row: Row, found: dict[str, Found], others: Sequence[str]) -> str:
-    """Write one row of the second table: by how much longer each other planner takes than ours."""
-    ours = found[OURS].seconds if OURS in found else []
-    cells = [modelled_gain(found[name].seconds, ours) if name in found and ours else "-" for name in others]
-    return "| " + " | ".join([row.title, *cells]) + " |"
-
-
-def ugly_table(batches: int) -> Iterator[str]:
-    """Yield the table of ugly rank counts: every plan is judged, an invalid one stops the run."""
-    yield "| ranks | costs | batches | median | p95 | worst | target: median, p95 |"
-    yield "|---|---|---|---|---|---|---|"
-    for ranks in UGLY_RANKS:
-        for cost in (COMPUTE, TERMS):
-            ratios = []
-            for seed in range(batches):
-                tokens, cluster = ugly_batch(ranks, seed)
-                plan = plan_step(tokens, cluster, cost)
-                ratios.append(over_bound(plan, cost))
-            ratios.sort()
-            median, p95 = statistics.median(ratios), ratios[min(len(ratios) - 1, int(0.95 * len(ratios)))]
-            verdict = f"1.002 {_verdict(median <= 1.002)}, 1.03 {_verdict(p95 <= 1.03)}"
-            worst = f"{ratios[-1]:.4f}"
-            yield f"| {ranks} | {cost.version} | {batches} | {median:.4f} | {p95:.4f} | {worst} | {verdict} |"
+        yield from ("", f"Makespans over those of `{OURS}`:", "", *markdown(" | ".join(["case", *others]), compared))
 
 
 def waves_table(seeds: int) -> Iterator[str]:
     """Yield the table of mode `waves`: all ranks in lock-step, as sharded parameters ask for."""
-    yield "| ranks | tokens a rank | lengths | costs | waves / bound: mean (worst) | target | plan ms |"
-    yield "|---|---|---|---|---|---|---|"
+    heads = "ranks | tokens a rank | lengths | costs | waves / bound: mean (worst) | target | plan ms"
+    return markdown(heads, _waves_rows(seeds))
+
+
+def _waves_rows(seeds: int) -> Iterator[list[str]]:
     for ranks, tokens_a_rank in ((8, WAVE_TOKENS), (64, WAVE_TOKENS), (1024, WAVE_TOKENS), (1024, WAVE_TOKENS // 4)):
         cluster = Cluster(ranks=ranks, capacity_tokens=16384)
         for source, cost in ((source, cost) for source in ("github", "prolong") for cost in (COMPUTE, TERMS)):
@@ -265,10 +185,10 @@ def waves_table(seeds: int) -> Iterator[str]:
                 start = time.process_time()
                 plan = plan_step(tokens, cluster, cost, PlanOptions(mode="waves"))
                 took_ms.append(1e3 * (time.process_time() - start))
-                ratios.append(over_bound(plan, cost))
+                ratios.append(makespan(plan, cost) / float(plan.notes["bound_seconds"]))
             mean, worst, ms = statistics.mean(ratios), max(ratios), statistics.median(took_ms)
             cells = [f"{ranks:,}", f"{tokens_a_rank // 1024}K", source, cost.version, f"{mean:.4f} ({worst:.4f})"]
-            yield "| " + " | ".join([*cells, f"1.03 {_verdict(mean <= 1.03)}", f"{ms:.0f}"]) + " |"
+            yield [*cells, f"1.03 {verdict(mean <= 1.03)}", f"{ms:.0f}"]
 
 
 def tiny_table(cases: int) -> Iterator[str]:
@@ -289,52 +209,39 @@ def tiny_table(cases: int) -> Iterator[str]:
             gaps[name].append(100 * (makespan(plan, TERMS) / best.makespan_seconds - 1))
     yield f"{cases} steps; the oracle's plan is proven to be within 0.2 % of the best in {proven} of them."
     yield ""
-    yield "| planner | steps | mean gap % | median | worst % | target: mean, worst |"
-    yield "|---|---|---|---|---|---|"
-    for name, values in ((name, values) for name, values in gaps.items() if values):
-        mean, worst = statistics.mean(values), max(values)
-        verdict = f"1 {_verdict(mean <= 1)}, 5 {_verdict(worst <= 5)}" if name == OURS else ""
-        yield f"| {name} | {len(values)} | {mean:.2f} | {statistics.median(values):.2f} | {worst:.1f} | {verdict} |"
+    values = {name: of_planner for name, of_planner in gaps.items() if of_planner}
+    aims = {OURS: f"1 {verdict(statistics.mean(values[OURS]) <= 1)}, 5 {verdict(max(values[OURS]) <= 5)}"}
+
+    def row(name: str, of: Sequence[float]) -> list[object]:
+        figures = (f"{each:.2f}" for each in (statistics.mean(of), statistics.median(of), max(of)))
+        return [name, len(of), *figures, aims.get(name, "")]
+
+    told = (row(*each) for each in values.items())
+    yield from markdown("planner | steps | mean gap % | median | worst % | target: mean, worst", told)
 
 
 def main() -> None:
     """Print the tables, and write them into a page if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [*dict.fromkeys(row.name for row in rows()), "waves", "ugly", "tiny"]
-    parser.add_argument("--rows", help=f"of {', '.join(names)} (default: all)")
-    parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--ugly-batches", type=int, default=500)
-    parser.add_argument("--tiny-cases", type=int, default=200)
-    parser.add_argument("--planners", default=",".join(CUTTING_PLANNERS))
-    add_out(parser, "planners")
-    arguments = parser.parse_args()
+    names = [*dict.fromkeys(row.name for row in rows()), "waves", "tiny"]
+    arguments = parse_options(
+        __doc__, rows=("", f"of {', '.join(names)} (default: all)"), seeds=8, tiny_cases=200,
+        planners=",".join(CUTTING_PLANNERS),
+    )  # fmt: skip
     asked = arguments.rows.split(",") if arguments.rows else names
     if unknown := set(asked) - set(names):
-        parser.error(f"no rows {', '.join(sorted(unknown))}; there are {', '.join(names)}")
-    planners, beaten, start = arguments.planners.split(","), list[tuple[float, str]](), time.process_time()
+        raise SystemExit(f"no rows {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    planners, start = arguments.planners.split(","), time.process_time()
     findings = Findings("planners")
-    parts: list[tuple[str, Callable[[], Iterator[str]]]] = [
-        ("waves", lambda: waves_table(arguments.seeds)),
-        ("ugly", lambda: ugly_table(arguments.ugly_batches)),
-        ("tiny", lambda: tiny_table(arguments.tiny_cases)),
-    ]
-    if set(asked) - {name for name, _ in parts}:
-        findings.add(main_tables(asked, planners, arguments.seeds, beaten))
-        listed = [f"- {told}" for share, told in beaten if share > LISTED]
-        findings.add(
-            [
-                "",
-                f"Times that another planner ends before {OURS}: {len(beaten)}, by over 0.1 %: {len(listed)}.",
-                *listed,
-            ]
-        )
-    for name, part in parts:
+    parts = {"waves": waves_table(arguments.seeds), "tiny": tiny_table(arguments.tiny_cases)}
+    if set(asked) - set(parts):
+        findings.add(main_tables(asked, planners, arguments.seeds))
+    for name, lines in parts.items():
         if name in asked:
             findings.add(["", f"### `{name}`", ""])
-            findings.add(part())
+            findings.add(lines)
     seconds = time.process_time() - start
-    findings.sign("Modelled", f"{seconds / 60:.0f} minutes of one core, seeds 0 to {arguments.seeds - 1}")
-    findings.write(arguments.out)
+    about = f"{seconds / 60:.0f} minutes of one core, seeds 0 to {arguments.seeds - 1}"
+    findings.sign("Modelled", about, arguments.out)
 
 
 if __name__ == "__main__":

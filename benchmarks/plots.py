@@ -1,10 +1,9 @@
 """The pictures of the documentation, as SVG: drawn from the tables of its pages, so that no figure is written twice.
 
-    python benchmarks/plots.py [--trace static=TRACE.json --trace lengthwise=TRACE.json] [--folder docs/pictures]
+    python benchmarks/plots.py [--folder docs/pictures]
 
-    step      32 ranks over one step: docs/pictures/step.json, which --trace makes from traces of `lengthwise simulate`
+    step      32 ranks over one step: docs/pictures/step.json, which commit cc71423 makes from traces of `simulate`
     tail      what share of sequences, tokens and attention is in sequences of each length; drawn from `github`
-    zigzag    how a sequence is cut over ranks
     meshes    planners, each with its best mesh  (docs/benchmarks/meshes.md)
 
 Grey levels carry the meaning, so that prints and readers without colour lose nothing; the paper is white in
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -94,16 +93,8 @@ def step() -> str:
     panel = row * SHOWN_RANKS
     sheet = Sheet(800, 56 + len(drawn["planners"]) * (panel + gap), drawn["title"])
     sheet.text(16, 24, drawn["title"], size=14, bold=True)
-    legend(
-        sheet,
-        16,
-        46,
-        [
-            (DARK, "sequences over many GPUs"),
-            (LIGHT, "short sequences on one GPU"),
-            ("white", "waiting for transfers or other GPUs"),
-        ],
-    )
+    kinds = ("sequences over many GPUs", "short sequences on one GPU", "waiting for transfers or other GPUs")
+    legend(sheet, 16, 46, list(zip((DARK, LIGHT, "white"), kinds, strict=True)))
     for number, each in enumerate(drawn["planners"]):
         top = 82 + number * (panel + gap)
         sheet.text(left, top - 7, each["name"], size=12, bold=True)
@@ -118,30 +109,6 @@ def step() -> str:
         sheet.line(end, top - 4, end, top + panel + 4, ink=INK)
         sheet.text(end, top + panel + 18, f"{each['seconds']:.1f} s", size=12, anchor="end", bold=True)
     return sheet.svg()
-
-
-def step_data(traces: Mapping[str, Path]) -> str:
-    """Read traces of `lengthwise simulate`: (start, seconds of arithmetic, degree) of every microbatch of each rank."""
-    planners = []
-    for name, path in traces.items():
-        events = [each for each in json.loads(path.read_text())["traceEvents"] if each["ph"] == "X"]
-        spans: dict[tuple[int, int], list[float]] = {}
-        for each in sorted((each for each in events if "microbatch" in each["args"]), key=lambda each: each["ts"]):
-            key = each["tid"], each["args"]["microbatch"]
-            compute, degree = each["args"]["compute_seconds"], each["args"]["degree"]
-            spans.setdefault(key, [round(each["ts"] / 1e6, 3), round(compute, 3), degree])
-        shown = sorted({rank for rank, _ in spans})[:SHOWN_RANKS]
-        ranks = [[span for (of, _), span in spans.items() if of == rank] for rank in shown]
-        end = max(each["ts"] + each["dur"] for each in events) / 1e6
-        planners.append({"name": NAMES.get(name, name), "seconds": round(end, 3), "ranks": ranks})
-    title = "A step of a 7B model on 128 H100s, texts of up to 512K: the first of four (simulated)"
-    return json.dumps({"title": title, "planners": planners}, separators=(",", ":")) + "\n"
-
-
-NAMES = {
-    "static": "One fixed split: every sequence over 64 GPUs, on the best mesh found for it",
-    "lengthwise": "Lengthwise: each sequence over as many GPUs as pays off",
-}
 
 
 def tail() -> str:
@@ -163,29 +130,6 @@ def tail() -> str:
             sheet.text(x + place * 30 + 13, 221 - height, percent, size=9.5, anchor="middle")
         sheet.text(x + 44, 246, name, size=12, anchor="middle")
     sheet.line(30, 226, 740, 226, ink=INK)
-    return sheet.svg()
-
-
-def zigzag() -> str:
-    """Draw the cut of one sequence over three ranks, and which blocks of attention each rank computes."""
-    ranks, cell = 3, 30.0
-    fills, chunks = (DARK, MIDDLE, LIGHT), 6
-    of_chunk = [min(chunk, chunks - 1 - chunk) for chunk in range(chunks)]
-    sheet = Sheet(640, 268, "A sequence over three ranks: six chunks, each rank holds an early and a late one")
-    sheet.text(16, 24, "A sequence over three ranks: each holds an early and a late chunk", size=14, bold=True)
-    legend(sheet, 16, 46, [(fills[rank], f"position {rank}: chunks {rank} and {5 - rank}") for rank in range(ranks)])
-    for chunk, rank in enumerate(of_chunk):
-        sheet.box(40 + chunk * 40, 84, 40, 26, fills[rank], line="white")
-        sheet.text(60 + chunk * 40, 124, str(chunk), size=11, anchor="middle")
-    sheet.text(40, 78, "the sequence", size=11)
-    sheet.text(40, 156, "Under a causal mask every position then", size=12)
-    sheet.text(40, 174, "computes as much: 7 of the 21 blocks each", size=12)
-    sheet.text(40, 192, "(blocks on the diagonal count half).", size=12)
-    for query in range(chunks):
-        for key in range(query + 1):
-            sheet.box(400 + key * cell, 62 + query * cell, cell, cell, fills[of_chunk[query]], line="white")
-    sheet.text(400, 258, "keys", size=11)
-    sheet.text(392, 74, "queries", size=11, anchor="end")
     return sheet.svg()
 
 
@@ -222,23 +166,14 @@ def meshes() -> str:
     return sheet.svg()
 
 
-CHARTS: dict[str, Callable[[], str]] = {
-    "step": step,
-    "tail": tail,
-    "zigzag": zigzag,
-    "meshes": meshes,
-}
+CHARTS: dict[str, Callable[[], str]] = {"step": step, "tail": tail, "meshes": meshes}
 
 
 def main() -> None:
     """Draw all pictures into a folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", action="append", default=[], metavar="PLANNER=FILE", help="makes step.json anew")
     parser.add_argument("--folder", type=Path, default=PICTURES)
     arguments = parser.parse_args()
-    if arguments.trace:
-        traces = {name: Path(path) for name, _, path in (each.partition("=") for each in arguments.trace)}
-        (PICTURES / "step.json").write_text(step_data(traces), encoding="utf-8")
     for name, draw in CHARTS.items():
         (arguments.folder / f"{name}.svg").write_text(draw(), encoding="utf-8")
         print(arguments.folder / f"{name}.svg")

@@ -1,48 +1,66 @@
-"""Ways to train the same batches under one capacity, each with the best of its own options; pure.
+"""Ways to train the same batches under one capacity, each with the best of its own options, and training in turns.
 
 An option is one setting for all batches, as in a run. Each is planned, and simulated with the costs that all planners
 get; the least sum of step seconds is taken. Planners: a fixed mesh over its degrees, `single-degree`, `bytescale` over
 its capacities, `lengthwise` with the tries that a run gives it; all with and without split heads. Packed data
-parallelism: `packed-dp`, in data order, and longest first by tokens; padding, which has no plan, by likeness of length.
-Costs a few plans a way and batch.
+parallelism: `packed-dp`, in data order, and longest first by tokens. One rank alone: one document after another by
+plain Hugging Face, which has no plan. Costs a few plans a way and batch.
+
+1. The machine is profiled by all ranks together, and rank 0 chooses and plans all ways with these costs.
+2. Every way trains the first batch once, uncounted: it warms up, and its seconds correct the costs as a run's steps
+   do; all ways are chosen and planned again.
+3. Repeats: all ways take turns on each batch. A step is forward, backward, reduction of gradients and AdamW; its
+   seconds are from a common start to the end of the last rank.
+
+Every way has a model and an optimizer of its own from the same seed, and sees the same batches in the same order, so
+their losses must stay the same.
 """
 
 from __future__ import annotations
 
 import heapq
+import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import torch
+
+from lengthwise.attention import choose_kernel
+from lengthwise.comm import Transport, World
+from lengthwise.comm.exchange import broadcast_bytes
+from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
+from lengthwise.cost.measured import measured_cost
+from lengthwise.cost.refit import RanStep, refit
+from lengthwise.engine.batch import StepBatch
+from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.step import run_plan
+from lengthwise.models import ModelSource, build_model, plain_attention
+from lengthwise.models.adapter import ATTENTION_NAME
 from lengthwise.planner import PLANNING_SHARE, PlanOptions, plan_step
+from lengthwise.profiler.profile import ProfileSettings, profile
 from lengthwise.simulator import simulate_plan
 
-PADDING, PACKED, LENGTHWISE = "padding", "packed DP", "lengthwise"
-WAYS = (PADDING, PACKED, "static", "single-degree", "bytescale", LENGTHWISE)
+ONE_BY_ONE, PACKED, LENGTHWISE = "one by one", "packed DP", "lengthwise"
+WAYS = (ONE_BY_ONE, PACKED, "static", "single-degree", "bytescale", LENGTHWISE)
 _HEADS = ("off", "auto")
-_LEAST_RATIOS = (0.0, 0.5, 0.8, 0.9, 1.0)  # of padded rows to the longest beside them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Padded:
-    """A step of padded microbatches: entry r lists those of rank r, each the sequences that are its rows."""
-
-    microbatches: tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How to train: a step for each batch, with which options. simulated_seconds: of all.
+    """How to train: a step for each batch (None: without a plan), with which options. simulated_seconds: of all.
 
     plan_seconds: that planning one step took on average, with the options that were chosen.
     """
 
     name: str
     options: str
-    steps: tuple[Plan | Padded, ...]
+    steps: tuple[Plan | None, ...]
     simulated_seconds: float
     plan_seconds: float = 0.0
 
@@ -57,10 +75,12 @@ def choose_ways(
     longest = max(max(lengths) for lengths in batches)
     found: list[Way] = []
     for name in names:
-        if name in (PADDING, PACKED) and longest > cluster.capacity_tokens:
+        if name == PACKED and longest > cluster.capacity_tokens:
             continue
-        if name == PADDING:
-            found.append(_pad(batches, cluster, cost))
+        if name == ONE_BY_ONE:
+            if cluster.ranks == 1:
+                none = (None,) * len(batches)
+                found.append(Way(name=name, options="plain Hugging Face", steps=none, simulated_seconds=0.0))
             continue
         tried = [
             _tried(name, said, plan_of, batches, cost)
@@ -68,35 +88,6 @@ def choose_ways(
         ]
         found.append(min(tried, key=lambda way: way.simulated_seconds))
     return found
-
-
-def pad_step(lengths: Sequence[int], cluster: Cluster, least_ratio: float) -> Padded:
-    """Pad rows to the longest of a microbatch, as many as fit; the largest microbatch to the rank that has least.
-
-    least_ratio: of a row to the longest of its microbatch, 0 to 1; 1: no pad at all.
-    """
-    rows: list[list[int]] = []
-    for number in sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)):
-        longest = lengths[rows[-1][0]] if rows else 0
-        if (
-            rows
-            and (len(rows[-1]) + 1) * longest <= cluster.capacity_tokens
-            and lengths[number] >= least_ratio * longest
-        ):
-            rows[-1].append(number)
-        else:
-            rows.append([number])
-    dealt = _deal([(len(row) * lengths[row[0]], tuple(row)) for row in rows], cluster.ranks)
-    return Padded(microbatches=tuple(tuple(mine) for mine in dealt))
-
-
-def padded_seconds(step: Padded, lengths: Sequence[int], cost: Cost) -> float:
-    """Price a padded step: every row is as long as the longest beside it."""
-    ranks = [
-        sum(cost.fixed_seconds + cost.piece_seconds([max(lengths[i] for i in rows)] * len(rows), 1) for rows in mine)
-        for mine in step.microbatches
-    ]
-    return max(ranks) + cost.step_end_seconds(len(ranks))
 
 
 def pack_step(lengths: Sequence[int], cluster: Cluster, layers: int, room_tokens: int) -> Plan:
@@ -176,20 +167,174 @@ def _contexts(longest: int, cluster: Cluster) -> Iterator[tuple[str, int]]:
             yield f"degree {degree}", degree * cluster.capacity_tokens
 
 
-def _pad(batches: Sequence[Sequence[int]], cluster: Cluster, cost: Cost) -> Way:
-    """Choose how unlike the rows of a microbatch may be."""
-    tried = []
-    for ratio in _LEAST_RATIOS:
-        steps = tuple(pad_step(lengths, cluster, ratio) for lengths in batches)
-        seconds = sum(padded_seconds(step, lengths, cost) for step, lengths in zip(steps, batches, strict=True))
-        said = f"rows of at least {ratio:g} of the longest"
-        tried.append(Way(name=PADDING, options=said, steps=steps, simulated_seconds=seconds))
-    return min(tried, key=lambda way: way.simulated_seconds)
-
-
 def _tried(name: str, said: str, plan_of: _PlanOf, batches: Sequence[Sequence[int]], cost: Cost) -> Way:
     start = time.perf_counter()
     plans = tuple(plan_of(lengths) for lengths in batches)
     took = (time.perf_counter() - start) / len(plans)
     seconds = sum(simulate_plan(plan, cost).step_seconds for plan in plans)
     return Way(name=name, options=said, steps=plans, simulated_seconds=seconds, plan_seconds=took)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all ranks train, and how often: no repeat begins that would end after `seconds`."""
+
+    source: ModelSource
+    batches: tuple[StepBatch, ...]
+    cluster: Cluster
+    ranks_per_node: int
+    ways: tuple[str, ...]
+    repeats: int
+    seconds: float
+    profile_seconds: float
+    profile_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedStep:
+    """One step of one way: of repeat 0 (uncounted) or later. waited, busy: seconds of each rank.
+
+    work_seconds: until the last rank had done its microbatches and the step's end began.
+    """
+
+    way: str
+    repeat: int
+    batch: int
+    seconds: float
+    work_seconds: float
+    loss: float
+    waited: tuple[float, ...]
+    busy: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What came out: the ways as they were chosen, and every step."""
+
+    ways: tuple[Way, ...]
+    steps: tuple[TimedStep, ...]
+
+
+def train_in_turns(transport: Transport, setting: Setting) -> Trained:
+    """Do all of it, as one rank; what is returned is whole on rank 0."""
+    torch.set_num_threads(1)
+    rank, ends = _Rank(transport, setting), time.perf_counter() + setting.seconds
+    cost = rank.measured()
+    ways = rank.choose(cost)
+    steps = rank.round(ways, 0)
+    cost = refit(cost, [rank.ran(ways, each) for each in steps if each.way != ONE_BY_ONE])
+    ways = rank.choose(cost)
+    for repeat in range(1, setting.repeats + 1):
+        start = time.perf_counter()
+        steps += rank.round(ways, repeat)
+        if rank.latest(2 * time.perf_counter() - start - ends) > 0:  # the next would end too late on some rank
+            break
+    return Trained(ways=tuple(ways), steps=tuple(steps))
+
+
+class _Rank:
+    def __init__(self, transport: Transport, setting: Setting) -> None:
+        self._transport, self._setting = transport, setting
+        self._trainees = {name: _Trainee(transport, setting.source, plain=name == ONE_BY_ONE) for name in setting.ways}
+
+    def measured(self) -> Cost:
+        setting, rank = self._setting, self._transport.rank
+        world = World(
+            rank=rank,
+            world_size=self._transport.world_size,
+            local_rank=rank % setting.ranks_per_node,
+            local_size=setting.ranks_per_node,
+        )
+        settings = ProfileSettings(
+            seconds=setting.profile_seconds,
+            longest_tokens=setting.profile_tokens,
+            precision="fp32",
+            clock="wall",
+            hardware="cpu",
+        )
+        return measured_cost(profile(setting.source, world, self._transport, settings))
+
+    def choose(self, cost: Cost) -> list[Way]:
+        """Let rank 0 choose the ways, the same for all."""
+        setting, data = self._setting, None
+        if self._transport.rank == 0:
+            lengths = [batch.lengths for batch in setting.batches]
+            layers = setting.source.config.num_hidden_layers
+            data = pickle.dumps(choose_ways(setting.ways, lengths, setting.cluster, cost, layers))
+        return pickle.loads(broadcast_bytes(self._transport, data))  # what rank 0 of this program wrote
+
+    def round(self, ways: Sequence[Way], repeat: int) -> list[TimedStep]:
+        """Train every batch in every way once, in round 0 the first; another way goes first each time."""
+        steps = []
+        for number, batch in enumerate(self._setting.batches[: None if repeat else 1]):
+            first = (repeat + number) % len(ways)
+            for way in [*ways[first:], *ways[:first]]:
+                took = self._trainees[way.name].step(way.steps[number], batch)
+                rows = _shared(self._transport, took)
+                steps.append(
+                    TimedStep(
+                        way=way.name,
+                        repeat=repeat,
+                        batch=number,
+                        seconds=float(rows[:, 0].max()),
+                        work_seconds=float(rows[:, 4].max()),
+                        loss=float(rows[:, 1].sum()) / batch.loss_tokens,
+                        waited=tuple(rows[:, 2].tolist()),
+                        busy=tuple(rows[:, 3].tolist()),
+                    )
+                )
+                if self._transport.rank == 0:
+                    print(f"  round {repeat}, batch {number}: {way.name} {steps[-1].seconds:.2f} s", flush=True)
+        return steps
+
+    def latest(self, seconds: float) -> float:
+        """Return the most that any rank says, on which all agree."""
+        return float(_shared(self._transport, [seconds]).max())
+
+    def ran(self, ways: Sequence[Way], step: TimedStep) -> RanStep:
+        (plan,) = (way.steps[step.batch] for way in ways if way.name == step.way)
+        assert isinstance(plan, Plan), f"{step.way} has plans"
+        return RanStep(plan=plan, busy_seconds=step.busy, step_seconds=step.seconds)
+
+
+class _Trainee:
+    """A model and its optimizer, trained in one way."""
+
+    def __init__(self, transport: Transport, source: ModelSource, *, plain: bool) -> None:
+        self._transport = transport
+        self._model = build_model(source, seed=0, attention=plain_attention(source) if plain else ATTENTION_NAME)
+        self._parameters = FlatParameters(self._model, transport, dtype=torch.float32)
+        self._config = OptimizerConfig()
+        self._optimizer = ShardedOptimizer(self._parameters, self._config, transport)
+        self._kernel = choose_kernel(torch.device("cpu"))
+
+    def step(self, plan: Plan | None, batch: StepBatch) -> list[float]:
+        """Train one step; return this rank's (seconds, summed loss, waited, busy, seconds before the step's end)."""
+        self._transport.all_reduce(torch.zeros(1))
+        start = time.perf_counter()
+        if plan is None:
+            loss_sum, waited = self._one_by_one(batch), 0.0
+            busy = time.perf_counter() - start
+        else:
+            result = run_plan(self._model, plan, batch, self._transport, self._kernel, name="benchmark")
+            loss_sum, waited, busy = result.loss_sum, result.ring_wait_seconds, result.busy_seconds
+        work_seconds = time.perf_counter() - start
+        self._optimizer.update(self._config.lr, self._optimizer.reduce())
+        return [time.perf_counter() - start, loss_sum, waited, busy, work_seconds]
+
+    def _one_by_one(self, batch: StepBatch) -> float:
+        """Run the loop of a careful user of plain Hugging Face: one document a forward, no padding."""
+        total = 0.0
+        for number in range(len(batch.ids)):
+            ids = batch.whole(number)[0][None]
+            loss = self._model(input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=batch.loss_tokens).loss
+            loss.backward()
+            total += float(loss.detach()) * batch.loss_tokens
+        return total
+
+
+def _shared(transport: Transport, numbers: Sequence[float]) -> np.ndarray:
+    """Return the numbers of all ranks, (ranks, numbers)."""
+    rows = torch.empty(transport.world_size * len(numbers), dtype=torch.float64)
+    transport.all_gather(rows, torch.tensor(numbers, dtype=torch.float64))
+    return rows.view(transport.world_size, -1).numpy()

@@ -242,13 +242,9 @@ class _Model:
             microbatches.append(Microbatch(pieces=tuple(pieces)))
         given = self.incumbent
         return Plan(
-            ranks=given.ranks,
-            layers=given.layers,
-            capacity=given.capacity,
-            tokens=given.tokens,
-            microbatches=tuple(microbatches),
-            notes={"planner": "oracle"},
-        )
+            ranks=given.ranks, layers=given.layers, capacity=given.capacity, tokens=given.tokens,
+            microbatches=tuple(microbatches), notes={"planner": "oracle"},
+        )  # fmt: skip
 
     def _piece(self, ranks: Sequence[int], sequences: Sequence[int]) -> Piece:
         return Piece(ranks=tuple(ranks), sequences=tuple(self.sequences[i] for i in sequences))

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from gpu.batches import packs_of
-from gpu.models import draw_model, model_source
+from gpu.setting import draw_model, model_source, packs_of
 from lengthwise.comm import SoloTransport, Transport
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Plan
@@ -62,28 +61,29 @@ class OurLoop:
 class PlainLoop:
     """Plain Hugging Face: `packed` by torch's varlen attention, else one document at a time by its own sdpa."""
 
-    def __init__(
-        self,
-        name: str,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        packed: bool,
-        pack_tokens: int,
-    ) -> None:
-        if packed:
-            register_varlen()
+    def __init__(self, name: str, device: torch.device, dtype: torch.dtype, *, packed: bool, pack_tokens: int) -> None:
+        AttentionInterface.register(VARLEN, _varlen)
+        AttentionMaskInterface.register(VARLEN, lambda *_args, **_options: None)
         self.device, self.said, self._packed, self._pack_tokens = device, list[str](), packed, pack_tokens
         self.model = draw_model(name, device, attention=VARLEN if packed else plain_attention(model_source(name)))
         self.parameters = FlatParameters(self.model, SoloTransport(), dtype=dtype)
-        self._end = _PlainEnd(self.parameters, fused=device.type == "cuda")
+        config, groups = OptimizerConfig(), []
+        for shard in self.parameters.shards():
+            weights = nn.Parameter(shard.weights)
+            weights.grad = shard.gradient
+            groups.append({"params": [weights], "weight_decay": config.weight_decay if shard.decayed else 0.0})
+        self._adamw = torch.optim.AdamW(groups, lr=1e-5, **config.arguments, fused=device.type == "cuda")
+        self._weights = [each for group in groups for each in group["params"]]
 
     def step(self, plan: Plan, batch: StepBatch) -> float:
         """Run a whole step; of the plan only the kind of recomputation counts."""
         self._recompute(plan.microbatches[0].recompute)
         packs = packs_of(batch.lengths, self._pack_tokens) if self._packed else [(i,) for i in range(len(batch.ids))]
         losses = [self._forward_backward(batch, pack) for pack in packs]
-        self._end.update()
+        self.parameters.reduce_gradients()
+        nn.utils.clip_grad_norm_(self._weights, 1.0)
+        self._adamw.step()
+        self.parameters.publish()
         return float(torch.stack(losses).sum())
 
     def _recompute(self, kind: str) -> None:
@@ -113,12 +113,6 @@ class PlainLoop:
         ).loss
         loss.backward()
         return loss.detach()
-
-
-def register_varlen() -> None:
-    """Make torch's varlen attention known to Hugging Face as `VARLEN`."""
-    AttentionInterface.register(VARLEN, _varlen)
-    AttentionMaskInterface.register(VARLEN, lambda *_args, **_options: None)
 
 
 def _varlen(
@@ -165,24 +159,3 @@ def _pack_tensors(batch: StepBatch, pack: Sequence[int]) -> tuple[Tensor, Tensor
     positions = torch.cat([torch.arange(length) for length in lengths])
     borders = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     return ids, positions, labels, borders
-
-
-class _PlainEnd:
-    """Clip by the global norm, torch's AdamW over the shards, publish."""
-
-    def __init__(self, parameters: FlatParameters, *, fused: bool) -> None:
-        self._parameters, config = parameters, OptimizerConfig()
-        groups = []
-        for shard in parameters.shards():
-            weights = torch.nn.Parameter(shard.weights)
-            weights.grad = shard.gradient
-            groups.append({"params": [weights], "weight_decay": config.weight_decay if shard.decayed else 0.0})
-        self._adamw = torch.optim.AdamW(groups, lr=1e-5, **config.arguments, fused=fused)
-        self._weights = [each for group in groups for each in group["params"]]
-
-    def update(self) -> None:
-        """End a step."""
-        self._parameters.reduce_gradients()
-        torch.nn.utils.clip_grad_norm_(self._weights, 1.0)
-        self._adamw.step()
-        self._parameters.publish()

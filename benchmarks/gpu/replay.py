@@ -14,19 +14,17 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpu.batches import plan_for
-from gpu.clock import finish
 from gpu.loops import OurLoop
-from gpu.models import hardware_here, model_source
-from gpu.records import Records
-from gpu.sizes import Sizes
+from gpu.rows import Records, finish
+from gpu.setting import Sizes, hardware_here, model_source, plan_for
 from lengthwise.comm import Done, Pending, SoloTransport, World
-from lengthwise.comm.transport import Around, Message
+from lengthwise.comm.transport import Message
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.measurements import Measurements
 from lengthwise.core.plan import Microbatch, Plan
@@ -66,74 +64,58 @@ def replay(sizes: Sizes, records: Records) -> None:
             seconds = replayed_seconds(loop, plan, batch)
             makespan, simulated = makespan_of(plan, seconds, cost), simulate_plan(plan, cost).work_end_seconds.max()
             records.add(
-                "replay",
-                ranks=ranks,
-                planner=planner,
-                tokens=sum(lengths),
-                longest_tokens=max(lengths),
-                replayed_seconds=makespan,
-                simulated_seconds=float(simulated),
+                "replay", ranks=ranks, planner=planner, tokens=sum(lengths), longest_tokens=max(lengths),
+                replayed_seconds=makespan, simulated_seconds=float(simulated),
                 simulation_error=float(simulated) / makespan - 1,
                 computing_share=sum(seconds.values()) / (makespan * ranks),
                 plan=records.keep(f"replay-{ranks}-{planner}.json", plan.to_json()),
-            )
+            )  # fmt: skip
 
 
 def _measure(sizes: Sizes, loop: OurLoop) -> Measurements:
     """Profile the model of a loop on one rank, which changes no weight."""
     world = World(rank=0, world_size=1, gpus=int(loop.device.type == "cuda"))
     settings = ProfileSettings(
-        seconds=sizes.replay_profile_seconds,
-        longest_tokens=sizes.replay_capacity_tokens,
-        precision=sizes.precision,
-        clock="wall",
-        hardware=hardware_here(loop.device),
-        computing=loop.computing,
-    )
+        seconds=sizes.replay_profile_seconds, longest_tokens=sizes.replay_capacity_tokens, precision=sizes.precision,
+        clock="wall", hardware=hardware_here(loop.device), computing=loop.computing,
+    )  # fmt: skip
     trained = (loop.model, loop.parameters, ShardedOptimizer(loop.parameters, OptimizerConfig(), loop.transport))
     return profile(model_source(sizes.replay_model), world, loop.transport, settings, trained=trained)
 
 
-class ReplayTransport(Around):
+class ReplayTransport(SoloTransport):
     """One rank of many without the others; notes when its microbatches begin."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
-        self._device, self._sent, self._marks = device, dict[torch.dtype, Tensor](), list[torch.cuda.Event | float]()
-        super().__init__(SoloTransport())
+        self._device, self._sent, self._marks = device, dict[torch.dtype, Tensor](), list[Any]()
+        super().__init__()
         self.rank, self.world_size = rank, world_size
 
     @property
     def phase(self) -> str:
         """Where in the step this rank is, in words."""
-        return self._inner.phase
+        return self._phase
 
     @phase.setter
     def phase(self, phase: str) -> None:
-        self._inner.phase = phase
+        self._phase = phase
         if phase.endswith(" forward"):
             self.mark()
 
     def mark(self) -> None:
         """Note the time on the device."""
         if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
         else:
             self._marks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
         """Return the seconds between two marks, of all."""
         finish(self._device)
-        spans = []
-        for before, after in zip(self._marks, self._marks[1:], strict=False):
-            if isinstance(before, torch.cuda.Event) and isinstance(after, torch.cuda.Event):
-                spans.append(before.elapsed_time(after) / 1e3)
-            else:
-                assert isinstance(before, float), "all marks are of one clock"
-                assert isinstance(after, float), "all marks are of one clock"
-                spans.append(after - before)
-        return spans
+        if self._device.type == "cuda":
+            return [before.elapsed_time(after) / 1e3 for before, after in pairwise(self._marks)]
+        return [after - before for before, after in pairwise(self._marks)]
 
     def connect(self, peers: Sequence[int]) -> None:
         """There is no one to meet."""
@@ -144,30 +126,6 @@ class ReplayTransport(Around):
         for into, _ in receives:
             _fill(into, self._sent.get(into.dtype))
         return Done()
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Leave the tensor as it is."""
-
-    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
-        """Copy this rank's part."""
-        output.copy_(source[: len(output)])
-
-    def reduce_scatter_async(self, output: Tensor, source: Tensor) -> Pending:
-        """Copy this rank's part, at once."""
-        self.reduce_scatter(output, source)
-        return Done()
-
-    def all_gather(self, output: Tensor, source: Tensor) -> None:
-        """Copy this rank's part."""
-        output[: len(source)].copy_(source)
-
-    def all_gather_async(self, output: Tensor, source: Tensor) -> Pending:
-        """Copy this rank's part, at once."""
-        self.all_gather(output, source)
-        return Done()
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Leave the tensor as it is."""
 
 
 def _fill(into: Tensor, source: Tensor | None) -> None:

@@ -1,7 +1,6 @@
 """What `benchmarks/end_to_end.py` decides before and after it trains: ways and their options, rates, ratios."""
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from testing.core_shares import quota
@@ -10,11 +9,9 @@ from end_to_end import link_bytes_per_second, ratios, refuse_unequal, training_f
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
-from lengthwise.data import NO_LOSS
 from lengthwise.program import check_plan
 from lengthwise.simulator import simulate_plan
-from rivals import PACKED, PADDING, WAYS, choose_ways, pack_step, pad_step, padded_seconds
-from training_ways import TimedStep, padded_rows
+from rivals import ONE_BY_ONE, PACKED, WAYS, TimedStep, choose_ways, pack_step
 
 BATCHES = st.lists(st.lists(st.integers(1, 900), min_size=1, max_size=6), min_size=1, max_size=2)
 RIVALS = WAYS[:-1]  # all that plan a small step in milliseconds
@@ -43,9 +40,9 @@ def test_ways_are_plans_of_all_sequences_within_the_capacity(batches: list[list[
     cluster = Cluster(ranks=ranks, capacity_tokens=-(-longest // ranks) + 7)
     found = {way.name: way for way in choose_ways(RIVALS, batches, cluster, tiny_cost(), 4)}
     alone = longest <= cluster.capacity_tokens
-    assert set(found) == set(RIVALS if alone else RIVALS[2:])
+    assert set(found) == {*RIVALS[2:], *([PACKED] if alone else []), *([ONE_BY_ONE] if ranks == 1 else [])}
     for way in found.values():
-        if way.name == PADDING:
+        if way.name == ONE_BY_ONE:
             continue
         for lengths, plan in zip(batches, way.steps, strict=True):
             assert isinstance(plan, Plan)
@@ -60,26 +57,9 @@ def test_each_way_has_the_best_of_its_options() -> None:
     batches = [[16_000, 900, 800, 700, 600, 500, 400, 300]]
     large, small = (Cluster(ranks=4, capacity_tokens=tokens) for tokens in (16_000, 4096))
     ways = {way.name: way for way in choose_ways(WAYS, batches, large, tiny_cost(), 4)}
-    assert tuple(ways) == WAYS
+    assert tuple(ways) == WAYS[1:]
     assert ways["static"].options.startswith("degree 4")  # rather than a mesh that is sized for the longest
-    assert ways[PADDING].simulated_seconds > 2 * ways["lengthwise"].simulated_seconds
     assert tuple(way.name for way in choose_ways(WAYS[:-1], batches, small, tiny_cost(), 4)) == WAYS[2:-1]
-
-
-@given(
-    lengths=st.lists(st.integers(1, 500), min_size=1, max_size=30),
-    ranks=st.integers(1, 4),
-    ratio=st.sampled_from([0.0, 0.5, 1.0]),
-)
-def test_padded_rows_fit_and_are_as_alike_as_asked(lengths: list[int], ranks: int, ratio: float) -> None:
-    padded = pad_step(lengths, Cluster(ranks=ranks, capacity_tokens=500), ratio)
-    rows = [row for mine in padded.microbatches for row in mine]
-    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
-    for row in rows:
-        longest = max(lengths[i] for i in row)
-        assert len(row) * longest <= 500
-        assert min(lengths[i] for i in row) >= ratio * longest
-    assert padded_seconds(padded, lengths, tiny_cost()) > 0
 
 
 @given(
@@ -93,13 +73,6 @@ def test_packs_fit_and_hold_every_sequence_once(lengths: list[int], ranks: int, 
     for piece in (piece for microbatch in plan.microbatches for piece in microbatch.pieces):
         assert len(piece.sequences) == 1 or sum(lengths[i] for i in piece.sequences) <= room
     assert all(len(microbatch.ranks) == 1 for microbatch in plan.microbatches)
-
-
-def test_pads_have_no_loss() -> None:
-    rows = [(torch.tensor([5, 6, 7]), torch.tensor([6, 7, NO_LOSS])), (torch.tensor([8]), torch.tensor([NO_LOSS]))]
-    ids, labels = padded_rows(rows)
-    assert ids.tolist() == [[5, 6, 7], [8, 0, 0]]
-    assert labels.tolist() == [[6, 7, NO_LOSS], [NO_LOSS] * 3]
 
 
 def test_links_have_the_ratio_of_the_cluster() -> None:

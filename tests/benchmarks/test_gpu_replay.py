@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from testing import make_plan
 
 from gpu import replay
-from gpu.batches import plan_for
 from gpu.loops import OurLoop
 from gpu.replay import ReplayTransport, makespan_of, replayed_seconds, rings_of
+from gpu.setting import plan_for
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape

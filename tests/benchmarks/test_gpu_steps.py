@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 from testing import relative_error
 from torch.nn.attention import varlen as torch_varlen
 
-from gpu import loops, steps
-from gpu.batches import BatchKind, packs_of, plan_for
+from gpu import loops, tables
 from gpu.loops import OurLoop, PlainLoop
-from gpu.models import model_config, step_flops
-from gpu.records import Records, read_rows
-from gpu.sizes import TINY
+from gpu.rows import Records, read_rows
+from gpu.setting import TINY, BatchKind, model_config, packs_of, plan_for, step_flops
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.engine.batch import random_batch
@@ -102,7 +100,7 @@ def test_what_does_not_fit_is_said_and_stops_no_other(tmp_path, monkeypatch):
 
     monkeypatch.setattr(PlainLoop, "step", out_of_memory)
     sizes = replace(TINY, device="cpu", step_models={"tiny": TINY.step_models["tiny"][:1]})
-    steps.steps(sizes, Records(tmp_path, "steps"))
+    tables.steps(sizes, Records(tmp_path, "steps"))
     rows = read_rows(tmp_path)
     assert [row["loop"] for row in rows if row["table"] == "step"] == ["lengthwise"]
     assert sum("62.62 GiB" in row.get("refused", "") for row in rows) == 4

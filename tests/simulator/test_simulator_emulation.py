@@ -1,4 +1,4 @@
-"""Emulation of `benchmarks/`: steps that are slept take what is simulated, true bytes, namespaces without a trace."""
+"""Emulation of `benchmarks/`: steps that are slept take what is simulated, namespaces without a trace."""
 
 import os
 import shutil
@@ -14,14 +14,13 @@ import torch
 from testing import RecordingTransport, run_ranks
 
 import emulate
-import measured_links
 import namespaces
-from emulated_rank import EmulatedRank, Layer
+from emulate import EmulatedRank, Layer
 from lengthwise.attention import FlashCpuKernel, PlannedAttention, planned_attention
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost
+from lengthwise.core.shape import Cluster, ModelShape
+from lengthwise.cost import Cost, all_terms_cost, named_hardware
 from lengthwise.program import lower_plan
 from lengthwise.simulator import simulate_plan
 from tiers import more, some
@@ -44,6 +43,7 @@ needs_root = pytest.mark.skipif(
 
 
 RANKS, TOO_QUICK, TOO_SLOW = 4, 0.95, 1.3
+SMALL = ModelShape(name="small", layers=4, hidden=512, heads=8, kv_heads=8, head_dim=64, intermediate=1024, vocab=256)
 
 
 def _cost() -> Cost:
@@ -113,7 +113,7 @@ def test_emulated_steps_take_what_is_simulated_and_broken_ones_do_not(broken: li
         torch.set_num_threads(1)
         took = {}
         for name, (kind, plan) in cases.items():
-            rank = kind(transport, cost, emulate.Wire(bytes_share=64 / emulate.keys_bytes(cost)))
+            rank = kind(transport, cost, 64 / emulate.keys_bytes(cost))
             for _ in range(8):
                 ends = torch.zeros(RANKS, dtype=torch.float64)
                 ends[transport.rank] = rank.run(plan)
@@ -132,17 +132,17 @@ def test_emulated_steps_take_what_is_simulated_and_broken_ones_do_not(broken: li
 @pytest.mark.parametrize("plan", some([RING, HEADS], 1), ids=["ring", "heads"])
 def test_real_messages_are_as_large_as_those_of_the_engine(plan: Plan) -> None:
     """One layer of attention, forward and backward, in fp32: the bytes that each rank sends."""
-    cost, shape = emulate.real_cost(64.0, ranks=RANKS), emulate.SMALL
+    cost = all_terms_cost(SMALL, replace(named_hardware("h100"), ranks_per_node=RANKS, compute_dtype_bytes=4))
 
     def work(transport: Any) -> tuple[float, float]:
         torch.set_num_threads(1)
         recording, emulated = RecordingTransport(transport), 0.0
         for program in lower_plan(plan, transport.rank):
             planned = PlannedAttention(program, recording, FlashCpuKernel())
-            counts = (shape.heads, shape.kv_heads, shape.kv_heads)
-            q, k, v = (torch.randn(planned.num_tokens, each, shape.head_dim, requires_grad=True) for each in counts)
+            counts = (SMALL.heads, SMALL.kv_heads, SMALL.kv_heads)
+            q, k, v = (torch.randn(planned.num_tokens, each, SMALL.head_dim, requires_grad=True) for each in counts)
             planned_attention(q, k, v, planned, scale=1.0).sum().backward()
-            rank = EmulatedRank(transport, cost, emulate.Wire(bytes_share=1.0))
+            rank = EmulatedRank(transport, cost, 1.0)
             layers = [rank._layer(program, each) for each in cost.passes("none")]
             calls = [call for layer in layers for call in (layer.before, *layer.transfers, layer.after)]
             emulated += sum(4 * rank._floats(t) for call in calls for t in call if t.source == transport.rank)
@@ -154,25 +154,13 @@ def test_real_messages_are_as_large_as_those_of_the_engine(plan: Plan) -> None:
 
 
 @pytest.mark.exhaustive
-def test_real_links_are_fitted_and_measured_on_other_sizes() -> None:
-    took = {4.0 * floats: 2e-4 + 4.0 * floats / 5e8 for floats in measured_links.MESSAGE_FLOATS}
-    link = measured_links.fitted_link(took, layers=3)
-    assert link.bytes_per_second == pytest.approx(5e8)
-    assert link.hop_seconds == pytest.approx(3 * 2e-4)
-    measured_links.refuse_measured({1, 2})
-    with pytest.raises(AssertionError, match="80021"):
-        measured_links.refuse_measured({1, 80_021})
-
-
-@pytest.mark.exhaustive
-def test_real_bytes_are_sent_over_links_measured_before() -> None:
-    """Every rank agrees on links that were measured; a step is timed and simulated with them."""
+def test_steps_of_a_planner_are_timed_and_simulated() -> None:
     asked = emulate.Emulation(
         planner="lengthwise",
         cluster=Cluster(ranks=3, capacity_tokens=4096),
-        cost=emulate.real_cost(64.0, ranks=3),
+        cost=emulate.emulated_cost(8.0, nics=emulate.RANKS_PER_NODE),
         context=9000,
-        token_bytes=None,
+        token_bytes=64,
     )
     ((measured, simulated, split),) = emulate.emulate(asked, [[9000, 500]])
     assert measured > 0

@@ -1,15 +1,12 @@
-"""Kills, stops, corruptions and hostile inputs, at random by a seed, against small runs: what is lost and found.
+"""Small runs that are killed, stopped, damaged and fed with changed bytes at random: what `durability` counts.
 
-    python benchmarks/chaos.py [--kills 300] [--stops 20] [--corruptions 2000] [--inputs 500] [--seed 0]
-
-A run of eight steps on 1 to 3 ranks, with a checkpoint every other step in the background. Counted as a failure is any
-end that reliability.md does not promise: other bits than those of an undisturbed run, a damage that was trained on, a
-traceback, a process that is left, a run that hangs. The seeds of failures are printed; one of them ends with status 1.
+A run of eight steps on 1 to 3 ranks, with a checkpoint every other step in the background. Any end that reliability.md
+does not promise is a `Failure`: other bits than those of an undisturbed run, a damage that was trained on, a traceback,
+a process that is left, a run that hangs.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -18,24 +15,50 @@ import random
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from lengthwise.cli import main as lengthwise
-from pages import Findings, add_out
+from lengthwise.core.faults import VARIABLE
 
 STEPS, RANKS = 8, (1, 2, 3)
 LONGEST_SECONDS = 120.0  # that any run may take before it counts as hung
 TIMEOUT_SECONDS = 3.0  # of a rank that waits for a stopped one
-MODEL = {
-    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "architectures":
-    ["LlamaForCausalLM"], "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+
+
+def write_run(
+    folder: Path, rows: Sequence[Sequence[int]], *, vocab: int, hidden: int, layers: int, **more: Any
+) -> Path:
+    """Write a small Llama's config, its data and the file of a run of them; return that."""
+    model, data, run = folder / "model", folder / "train.jsonl", folder / "run.json"
+    model.mkdir()
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": vocab, "hidden_size": hidden,
+        "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    data.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows), encoding="utf-8")
+    values = {
+        "model": str(model), "weights": "fresh", "data": [{"path": str(data)}], "global_batch": {"sequences": 4},
+        "device": "cpu", "output": str(folder / "out"), **more,
+    }  # fmt: skip
+    run.write_text(json.dumps(values), encoding="utf-8")
+    return run
+
+
+def living_children(pid: int) -> list[int]:
+    """Return the children of a process's first thread that have not ended."""
+    alive = list[int]()
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split():
+            with contextlib.suppress(OSError):
+                state = Path(f"/proc/{child}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+                alive += [] if state in "ZX" else [int(child)]
+    return alive
 
 
 class Failure(Exception):  # noqa: N818 - the name says what happened
@@ -71,13 +94,6 @@ class Started:
         finally:
             sys.stdout.flush()
             os._exit(status)
-
-    def ranks(self) -> list[int]:
-        """Return the pids of its ranks; none where it is its only one."""
-        try:
-            return [int(each) for each in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
-        except OSError:
-            return []
 
     def end(self) -> tuple[int, str]:
         """Wait for its end and that of all its processes; return status and what it said."""
@@ -117,18 +133,11 @@ class Trials:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.model, self.run_file, self.data = folder / "model", folder / "run.json", folder / "train.jsonl"
-        self.model.mkdir()
-        (self.model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
         draw = random.Random(7)
         rows = [[draw.randrange(64) for _ in range(length)] for length in (30, 12, 5, 40, 1, 2, 33, 17, 9)]
-        self.data.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows), encoding="utf-8")
-        values = {
-            "model": str(self.model), "weights": "fresh", "data": [{"path": str(self.data)}], "steps": STEPS,
-            "global_batch": {"sequences": 4}, "capacity_tokens": 48, "precision": "fp64", "device": "cpu",
-            "checkpoint": {"every_steps": 2, "keep_last": 2}, "output": "out",
-        }  # fmt: skip
-        self.run_file.write_text(json.dumps(values), encoding="utf-8")
+        saves = {"every_steps": 2, "keep_last": 2}
+        asked: dict[str, Any] = {"steps": STEPS, "capacity_tokens": 48, "precision": "fp64", "checkpoint": saves}
+        self.run_file = write_run(folder, rows, vocab=64, hidden=32, layers=2, **asked)
         self.seconds: dict[int, float] = {}
         self.made_again: list[int] = []  # steps, for each kill
         self._ends: dict[int, str] = {}
@@ -188,7 +197,7 @@ def kill(trials: Trials, draw: random.Random) -> str:
         started = trials.start(ranks, *options)
         time.sleep(draw.random() * trials.seconds[ranks])
         with contextlib.suppress(OSError):
-            os.kill(draw.choice([started.pid, *started.ranks()]), signal.SIGKILL)
+            os.kill(draw.choice([started.pid, *living_children(started.pid)]), signal.SIGKILL)
         status, _said = started.end()
         if (trials.output / "model").exists() and status:
             trials.check_end(ranks)
@@ -217,7 +226,7 @@ def stop(trials: Trials, draw: random.Random) -> str:
     after, end = draw.randrange(STEPS - 1), time.monotonic() + LONGEST_SECONDS
     while trials.steps_done() < after and time.monotonic() < end:
         time.sleep(0.002)
-    there = started.ranks()
+    there = living_children(started.pid)
     stopped = time.monotonic()
     if there:
         with contextlib.suppress(OSError):
@@ -234,42 +243,27 @@ def stop(trials: Trials, draw: random.Random) -> str:
     return "named in time, went on to the same bits"
 
 
-def flip(path: Path, draw: random.Random) -> None:
-    """Flip one bit."""
+def damage(path: Path, draw: random.Random) -> None:
+    """Flip a bit, cut the file off, lose a block, take that file of the other checkpoint, or lose the file."""
     content = bytearray(path.read_bytes())
-    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    place = draw.randrange(len(content))
+    match draw.choice(("flip", "flip", "flip", "cut", "zero", "swap", "lose")):
+        case "flip":
+            content[place] ^= 1 << draw.randrange(8)
+        case "cut":
+            del content[place:]
+        case "zero":
+            while not any(content[place : place + 512]):
+                place -= 1
+            content[place : place + 512] = bytes(len(content[place : place + 512]))
+        case "swap":
+            (other,) = (each for each in path.parent.parent.glob("step-??????") if each != path.parent)
+            if (other / path.name).exists():
+                content = (other / path.name).read_bytes()
+        case _:
+            path.unlink()
+            return
     path.write_bytes(content)
-
-
-def cut(path: Path, draw: random.Random) -> None:
-    """Cut a file off."""
-    os.truncate(path, draw.randrange(path.stat().st_size))
-
-
-def zero(path: Path, draw: random.Random) -> None:
-    """Write zeros over a part, as a lost block."""
-    content = bytearray(path.read_bytes())
-    start = draw.randrange(len(content))
-    stop = min(len(content), start + 512)
-    while not any(content[start:stop]):
-        start -= 1
-    content[start:stop] = bytes(stop - start)
-    path.write_bytes(content)
-
-
-def swap(path: Path, _draw: random.Random) -> None:
-    """Put the file of that name of the other checkpoint in its place."""
-    (other,) = (each for each in path.parent.parent.glob("step-??????") if each != path.parent)
-    if (other / path.name).exists():
-        shutil.copyfile(other / path.name, path)
-
-
-def lose(path: Path, _draw: random.Random) -> None:
-    """Remove a file."""
-    path.unlink()
-
-
-DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (flip, flip, flip, cut, zero, swap, lose)
 
 
 def corrupt(trials: Trials, draw: random.Random, saved: dict[int, Path]) -> str:
@@ -278,7 +272,7 @@ def corrupt(trials: Trials, draw: random.Random, saved: dict[int, Path]) -> str:
     trials.clear()
     shutil.copytree(saved[ranks], trials.output)
     for checkpoint in trials.checkpoints()[-draw.choice((1, 1, 1, 2)) :]:
-        draw.choice(DAMAGES)(draw.choice(sorted(checkpoint.iterdir())), draw)
+        damage(draw.choice(sorted(checkpoint.iterdir())), draw)
     steps = trials.steps_done()
     status, said = trials.start(ranks, "--resume").end()
     if status == 0:
@@ -291,7 +285,7 @@ def corrupt(trials: Trials, draw: random.Random, saved: dict[int, Path]) -> str:
 
 def hostile(trials: Trials, draw: random.Random) -> str:
     """Change some bytes of run file, model config or data; the run must train, or refuse it in words."""
-    path = draw.choice([trials.run_file, trials.model / "config.json", trials.data])
+    path = draw.choice([trials.run_file, *(trials.folder / name for name in ("model/config.json", "train.jsonl"))])
     before = path.read_bytes()
     changed = bytearray(before)
     for _ in range(draw.choice((1, 1, 2, 8))):
@@ -299,7 +293,7 @@ def hostile(trials: Trials, draw: random.Random) -> str:
         changed[place : place + draw.randrange(3)] = part[: draw.randrange(4)]
     try:
         path.write_bytes(changed)
-        status, said = trials.start(1, "--overwrite", "--set", "output=out", "--set", "steps=2").end()
+        status, said = trials.start(1, "--overwrite", "--set", f"output={trials.output}", "--set", "steps=2").end()
     finally:
         path.write_bytes(before)
     if status not in (0, 1, 2) or (status and "error[" not in said and "┌" not in said and "╭" not in said):
@@ -310,57 +304,11 @@ def hostile(trials: Trials, draw: random.Random) -> str:
 def saved_runs(trials: Trials) -> Iterator[tuple[int, Path]]:
     """Keep the folder of a run that was killed after step 4, with checkpoints of 2 and 4, for each number of ranks."""
     for ranks in RANKS:
-        os.environ["LENGTHWISE_FAULT"] = f"microbatches:{ranks - 1}:7:kill"
+        os.environ[VARIABLE] = f"microbatches:{ranks - 1}:7:kill"
         trials.start(ranks, "--overwrite").end()
-        del os.environ["LENGTHWISE_FAULT"]
+        del os.environ[VARIABLE]
         kept = trials.folder / f"saved-{ranks}"
         if len(trials.checkpoints()) != 2:
-            raise SystemExit(f"chaos: expected two checkpoints of the run to damage, got {trials.checkpoints()}")
+            raise SystemExit(f"durability: expected two checkpoints of the run to damage, got {trials.checkpoints()}")
         shutil.copytree(trials.output, kept)
         yield ranks, kept
-
-
-def main() -> None:
-    """Print the table, and write it into a page if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, number in (("kills", 300), ("stops", 20), ("corruptions", 2000), ("inputs", 500), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=number)
-    add_out(parser, "chaos")
-    asked = parser.parse_args()
-    import lengthwise.training.api  # noqa: F401 - once, for all that are forked
-
-    findings, failures = Findings("chaos"), list[str]()
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        trials = Trials(Path(folder))
-        saved = dict(saved_runs(trials)) if asked.corruptions else {}
-        kinds: dict[str, tuple[int, Callable[[random.Random], str]]] = {
-            "kill -9 of the run or a rank, at a random time": (asked.kills, lambda draw: kill(trials, draw)),
-            "SIGSTOP of a rank": (asked.stops, lambda draw: stop(trials, draw)),
-            "damage to one or two checkpoints": (asked.corruptions, lambda draw: corrupt(trials, draw, saved)),
-            "changed bytes of run file, config or data": (asked.inputs, lambda draw: hostile(trials, draw)),
-        }
-        rows = []
-        for what, (number, trial) in kinds.items():
-            outcomes = Counter[str]()
-            for each in range(number):
-                try:
-                    outcomes[trial(random.Random(f"{asked.seed} {what} {each}"))] += 1
-                except Failure as failure:
-                    outcomes["**failures**"] += 1
-                    failures.append(f"{what}, seed {asked.seed}, trial {each}: {failure}")
-                    print(failures[-1], file=sys.stderr, flush=True)
-            told = "; ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
-            rows.append(f"| {what} | {number} | {told or 'none'} | {outcomes['**failures**']} |")
-    findings.add(["| what | trials | what came of it | failures |", "|---|---|---|---|", *rows])
-    if again := trials.made_again:
-        findings.add(
-            ["", f"Steps made again after a kill: {sum(again) / len(again):.1f} on average, {max(again)} at most."]
-        )
-    findings.sign("Measured", f"seed {asked.seed}, runs of {STEPS} steps on {RANKS[0]} to {RANKS[-1]} ranks")
-    findings.write(asked.out)
-    if failures:
-        raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,135 @@
+"""A short run of the random faults, and that one which does harm is told; what counts as a step with a save."""
+
+import json
+import os
+import random
+
+import pytest
+
+import durability
+import trials as random_faults
+from lengthwise.training import checkpoints
+from tiers import some
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory):
+    return random_faults.Trials(tmp_path_factory.mktemp("chaos"))
+
+
+@pytest.fixture(scope="module")
+def saved(trials):
+    return dict(random_faults.saved_runs(trials))
+
+
+@pytest.mark.parametrize("seed", some(range(2)))
+def test_a_run_that_is_killed_goes_on_to_the_same_bits(trials, seed):
+    assert random_faults.kill(trials, random.Random(seed)) in ("went on to the same bits", "killed too late")
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_is_stopped_is_named(trials):
+    assert random_faults.stop(trials, random.Random(0)) in (
+        "named in time, went on to the same bits",
+        "stopped too late",
+    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(6))
+def test_damage_is_found_or_does_no_harm(trials, saved, seed):
+    random_faults.corrupt(trials, random.Random(seed), saved)
+
+
+@pytest.mark.parametrize("seed", some(range(6)))
+def test_hostile_input_is_refused_in_words_or_trained(trials, seed):
+    assert random_faults.hostile(trials, random.Random(seed)) in ("trained", "refused in words")
+
+
+@pytest.mark.exhaustive
+def test_damage_that_nobody_looks_for_is_told(trials, saved, monkeypatch):
+    """A flipped bit of a moment, where digests are not checked: the run ends with other bits."""
+
+    def flip_a_moment(path, _draw):
+        path = next(iter(sorted(path.parent.glob("rank-*"))))
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2 + 6] ^= 1 << 4
+        path.write_bytes(content)
+
+    monkeypatch.setattr(random_faults, "damage", flip_a_moment)
+    assert random_faults.corrupt(trials, random.Random(0), saved) == "refused by name, nothing trained"
+    monkeypatch.setattr(checkpoints, "broken", lambda *_, **__: None)
+    with pytest.raises(random_faults.Failure, match="other bits"):
+        random_faults.corrupt(trials, random.Random(0), saved)
+
+
+def test_bits_that_differ_are_told(trials):
+    trials.clear()
+    trials.must_end(1)
+    ledger = trials.output / "ledger.jsonl"
+    rows = [json.loads(line) for line in ledger.read_text().splitlines()]
+    rows[3]["sequences"].reverse()
+    ledger.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(random_faults.Failure, match="other bits"):
+        trials.check_end(1)
+
+
+@pytest.mark.exhaustive
+def test_a_traceback_and_a_process_that_is_left_are_told(tmp_path, monkeypatch):
+    def prints(_arguments):
+        raise RuntimeError("not told in words")
+
+    def leaves(_arguments):
+        if not os.fork():
+            os.closerange(0, 3)
+            random_faults.time.sleep(30)
+
+    for main, told in ((prints, "traceback"), (leaves, "processes were left")):
+        monkeypatch.setattr(random_faults, "lengthwise", main)
+        with pytest.raises(random_faults.Failure, match=told):
+            random_faults.Started(tmp_path).end()
+
+
+def _clock(*steps: tuple[int, float, bool]) -> list[dict[str, object]]:
+    return [{"step": step, "end": end, "saves": saves} for step, end, saves in steps]
+
+
+def test_a_step_has_a_save_where_one_began_before_it_or_was_under_way():
+    every = durability.EVERY_STEPS
+    clock = _clock((1, 1.0, False), (every, 10.0, True), (every + 1, 13.0, True), (every + 2, 15.0, False))
+    clock += _clock((every + 3, 16.0, False), (2 * every, 17.0, True), (2 * every + 1, 19.0, False))
+    run = durability.read_run(clock, [0.1, 0.2, 0.3], 12)
+    assert run.with_save == [3.0, 2.0, 2.0]
+    assert run.without == [1.0, 1.0]
+    assert run.costs == [3.0, 1.0]  # steps of 3 s and 2 s in place of 1 s each; then one of 2 s
+    assert run.copies == [0.1, 0.2]  # nothing trains beside the last save
+
+
+def test_steps_that_all_have_a_save_are_refused():
+    with pytest.raises(SystemExit, match="always under way"):
+        durability.read_run(_clock((4, 1.0, True), (5, 2.0, True)), [], 1)
+
+
+def test_the_aim_is_judged_by_what_saves_cost():
+    def of(cost):
+        lists = {"with_save": [1.0], "copies": [0.01], "costs": [cost]}
+        return durability.Run(without=[1.0], num_bytes=100_000_000, **lists)
+
+    assert "4.0% of a step (aim below 5%: met), 1.0% while it is copied" in durability.saves_verdict(2, [of(0.04)])
+    assert "(aim below 5%: **missed**)" in durability.saves_verdict(1, [of(0.06)])
+    rows = list(durability.restarts({"it": [(1.0, 4.0), (2.0, 21.0)]}))
+    assert rows[-1] == "| it | 2 | 1.5 | 12.5 | 21.0 | 20 s: **missed** |"
+
+
+@pytest.mark.exhaustive
+def test_a_real_run_is_measured():
+    run = durability.measured(2, True, hidden=32, layers=1, steps=9)
+    assert len(run.with_save) + len(run.without) == 5  # steps 5 to 9
+    assert len(run.costs) == len(run.copies) == 2
+    assert run.num_bytes > 100_000
+
+
+@pytest.mark.exhaustive
+def test_a_real_kill_is_measured():
+    new, first = durability.seconds_after_kill((), hidden=32, layers=1)
+    assert 0 < new < first < durability.LONGEST_SECONDS
