@@ -5,7 +5,7 @@ import os
 from tiny import model, pairs, tokenizer
 from trl import DPOConfig
 
-from lengthwise.integrations.trl import PlannedDPOTrainer
+from lengthwise.integrations.trl import DPOTrainer
 
 arguments = DPOConfig(
     "runs/dpo",
@@ -20,7 +20,7 @@ arguments = DPOConfig(
     bf16=False,
     max_length=None,
 )
-trainer = PlannedDPOTrainer(
+trainer = DPOTrainer(
     model=model(),
     ref_model=model(),
     args=arguments,

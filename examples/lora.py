@@ -6,7 +6,7 @@ from peft import LoraConfig, get_peft_model
 from tiny import model, rows, tokenizer
 from transformers import DataCollatorForLanguageModeling, TrainingArguments
 
-from lengthwise.integrations.transformers import PlannedTrainer
+from lengthwise.integrations.transformers import Trainer
 
 arguments = TrainingArguments(
     "runs/lora",
@@ -19,7 +19,7 @@ arguments = TrainingArguments(
     save_strategy="no",
     use_cpu=True,
 )
-trainer = PlannedTrainer(
+trainer = Trainer(
     model=get_peft_model(model(), LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")),
     args=arguments,
     train_dataset=rows(),

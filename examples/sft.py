@@ -5,7 +5,7 @@ import os
 from tiny import chats, model, tokenizer
 from trl import SFTConfig
 
-from lengthwise.integrations.trl import PlannedSFTTrainer
+from lengthwise.integrations.trl import SFTTrainer
 
 arguments = SFTConfig(
     "runs/sft",
@@ -21,7 +21,7 @@ arguments = SFTConfig(
     max_length=None,
     assistant_only_loss=True,
 )
-trainer = PlannedSFTTrainer(
+trainer = SFTTrainer(
     model=model(),
     args=arguments,
     train_dataset=chats(),

@@ -5,7 +5,7 @@ import os
 from tiny import model, rows, tokenizer
 from transformers import DataCollatorForLanguageModeling, TrainingArguments
 
-from lengthwise.integrations.transformers import PlannedTrainer
+from lengthwise.integrations.transformers import Trainer
 
 arguments = TrainingArguments(
     "runs/trainer",
@@ -18,7 +18,7 @@ arguments = TrainingArguments(
     save_strategy="no",
     use_cpu=True,
 )
-trainer = PlannedTrainer(
+trainer = Trainer(
     model=model(),
     args=arguments,
     train_dataset=rows(),

@@ -15,7 +15,8 @@ from transformers.training_args import OptimizerNames
 from lengthwise.core.errors import ConfigError, DataError, LengthwiseError, Problems
 from lengthwise.integrations.arguments import CALLABLES, KEPT, REFUSED, WITHOUT_EFFECT, problems_of
 from lengthwise.integrations.rows import rows_of
-from lengthwise.integrations.transformers import PlannedTrainer, PlannedTrainerMixin
+from lengthwise.integrations.transformers import PlannedTrainerMixin
+from lengthwise.integrations.transformers import Trainer as PlannedTrainer
 
 
 def planned(args, **options):

@@ -1,4 +1,4 @@
-"""PlannedTrainer on ranks against transformers' Trainer in one process: the same batches, losses, weights and files."""
+"""Our Trainer on ranks against transformers' Trainer in one process: the same batches, losses, weights and files."""
 
 import json
 from functools import partial
@@ -13,7 +13,8 @@ from torch.utils.data import IterableDataset
 from trainers import CAPACITY, LENGTHS, arguments, data, difference, in_trainers, padded, relative, trained
 from transformers import DataCollatorWithFlattening, Trainer
 
-from lengthwise.integrations.transformers import PlannedTrainer, PlannedTrainerMixin
+from lengthwise.integrations.transformers import PlannedTrainerMixin
+from lengthwise.integrations.transformers import Trainer as PlannedTrainer
 from lengthwise.models import keep_double
 from tiers import more
 

@@ -13,7 +13,9 @@ from trainers import difference, in_trainers, relative, trained  # noqa: E402
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
 from lengthwise.core.errors import LengthwiseError, Problems  # noqa: E402
-from lengthwise.integrations.trl import PlannedDPOTrainer, PlannedSFTTrainer, PreferenceCollator  # noqa: E402
+from lengthwise.integrations.trl import DPOTrainer as PlannedDPOTrainer  # noqa: E402
+from lengthwise.integrations.trl import PreferenceCollator  # noqa: E402
+from lengthwise.integrations.trl import SFTTrainer as PlannedSFTTrainer  # noqa: E402
 from tiers import some  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated")  # TRL and peft read it

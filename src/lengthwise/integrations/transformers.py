@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with planned steps: `PlannedTrainer`, and a mixin for subclasses of theirs.
+"""Hugging Face's Trainer with planned steps: `Trainer`, and a mixin for subclasses of theirs.
 
 The loop, data sets, collators, schedules, callbacks, logging and checkpoints stay Trainer's. A step's sequences are the
 global batch of all ranks, so every rank reads it, in the order of a one-process Trainer; `Session` plans and runs it.
@@ -13,10 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from accelerate.data_loader import prepare_data_loader
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from lengthwise.core.errors import ConfigError, raise_problems
@@ -29,7 +30,7 @@ from lengthwise.session.rows import Row
 OPTIMIZER, SCHEDULER, MASTERS = "optimizer.pt", "scheduler.pt", "master_weights.safetensors"
 _PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU")  # accelerate's names of what is plain data parallelism
 
-_Base: Any = Trainer if TYPE_CHECKING else object
+_Base: Any = transformers.Trainer if TYPE_CHECKING else object
 
 
 class PlannedTrainerMixin(_Base):
@@ -89,7 +90,7 @@ class PlannedTrainerMixin(_Base):
 
     def _divides_by_items(self) -> bool:
         """Whether the loss is one that is known to divide by num_items_in_batch."""
-        return type(self).compute_loss is Trainer.compute_loss and self.compute_loss_func is None
+        return type(self).compute_loss is transformers.Trainer.compute_loss and self.compute_loss_func is None
 
     def _check_division(self) -> None:
         """Refuse a loss that is a mean of a microbatch, where it can be told before the first."""
@@ -344,8 +345,8 @@ class PlannedTrainerMixin(_Base):
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True))
 
 
-class PlannedTrainer(PlannedTrainerMixin, Trainer):
-    """transformers' `Trainer` with planned steps."""
+class Trainer(PlannedTrainerMixin, transformers.Trainer):
+    """transformers' `Trainer` with planned steps; see `PlannedTrainerMixin`."""
 
 
 def _of_plan(step: StepResult) -> dict[str, float]:

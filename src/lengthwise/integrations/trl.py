@@ -1,4 +1,4 @@
-"""TRL's trainers with planned steps: `PlannedSFTTrainer` and `PlannedDPOTrainer`.
+"""TRL's trainers with planned steps: `SFTTrainer` and `DPOTrainer`.
 
 Their losses are TRL's own. What TRL gathers over the ranks for its logs, once a microbatch, is summed at the end of a
 step: ranks have different numbers of microbatches, and a rank in a collective answers no ring.
@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import trl
 from torch import Tensor
-from trl import DPOTrainer, SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput, use_adapter
 
 from lengthwise.core.errors import ConfigError, DataError
@@ -34,7 +34,7 @@ _SLOTS = "slots"
 _IDS, _MASK, _COMPLETION = "input_ids", "attention_mask", "completion_mask"
 
 
-class PlannedSFTTrainer(PlannedTrainerMixin, SFTTrainer):
+class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
     """TRL's `SFTTrainer` with planned steps; see `PlannedTrainerMixin`.
 
     Rows that TRL has packed are planned as the documents in them. What a subclass puts into `_metrics` beside TRL's own
@@ -49,7 +49,7 @@ class PlannedSFTTrainer(PlannedTrainerMixin, SFTTrainer):
         _refuse_balance(self)
 
     def _divides_by_items(self) -> bool:
-        return type(self).compute_loss is SFTTrainer.compute_loss and self.compute_loss_func is None
+        return type(self).compute_loss is trl.SFTTrainer.compute_loss and self.compute_loss_func is None
 
     def _share_of_loss(self, model: Any, inputs: Mapping[str, Any], normalizer: float) -> Tensor:
         self._valid.append(float((inputs["labels"][:, 1:] != NO_LOSS).sum()))
@@ -59,13 +59,13 @@ class PlannedSFTTrainer(PlannedTrainerMixin, SFTTrainer):
 
     def _update(self, normalizer: float) -> tuple[float, StepResult]:
         tokens = self._total_train_tokens
-        loss, result = self._joined("train", lambda: super(PlannedSFTTrainer, self)._update(normalizer))
+        loss, result = self._joined("train", lambda: super(SFTTrainer, self)._update(normalizer))
         self._total_train_tokens = tokens + result.num_tokens
         self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         return loss, result
 
     def _evaluate_batch(self, batch: Examples, planned: Any) -> tuple[float, float]:
-        return self._joined("eval", lambda: super(PlannedSFTTrainer, self)._evaluate_batch(batch, planned))
+        return self._joined("eval", lambda: super(SFTTrainer, self)._evaluate_batch(batch, planned))
 
     def _joined(self, mode: str, work: Callable[[], Result]) -> Result:
         """Return what `work` does, and log the means over the tokens of all ranks' microbatches that it ran."""
@@ -127,7 +127,7 @@ class PreferenceCollator:
             yield first + number * width + np.minimum(np.flatnonzero(kept.numpy()), width - 1)
 
 
-class PlannedDPOTrainer(PlannedTrainerMixin, DPOTrainer):
+class DPOTrainer(PlannedTrainerMixin, trl.DPOTrainer):
     """TRL's `DPOTrainer` with planned steps; see `PlannedTrainerMixin`.
 
     Model and reference run forward by the plan; TRL's loss is computed of the log-probabilities of all tokens, on every
