@@ -26,6 +26,5 @@ trainer = DPOTrainer(
     args=arguments,
     train_dataset=pairs(),
     processing_class=tokenizer(),
-    capacity_tokens=1024,
 )
 trainer.train()

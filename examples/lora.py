@@ -24,6 +24,5 @@ trainer = Trainer(
     args=arguments,
     train_dataset=rows(),
     data_collator=DataCollatorForLanguageModeling(tokenizer(), mlm=False),
-    capacity_tokens=1024,
 )
 trainer.train()

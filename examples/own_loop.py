@@ -12,7 +12,7 @@ model = AutoModelForCausalLM.from_config(
 rows = [{"input_ids": torch.randint(256, (length,))} for length in [900, 300, *[40] * 20]]
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scheduler = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=1, num_training_steps=5)
-session = lengthwise.Session(model, optimizer, capacity_tokens=1024)
+session = lengthwise.Session(model, optimizer)
 for step in range(4):
     loss = session.backward(rows).loss
     norm = session.clip_grad_norm_(1.0)

@@ -26,6 +26,5 @@ trainer = SFTTrainer(
     args=arguments,
     train_dataset=chats(),
     processing_class=tokenizer(),
-    capacity_tokens=1024,
 )
 trainer.train()

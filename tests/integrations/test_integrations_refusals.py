@@ -59,9 +59,9 @@ def test_all_that_cannot_be_kept_is_refused_in_one_message(tmp_path):
         setattr(args, name, OTHERS.get(name, True))  # as they are after `__post_init__`, which would start some
     args.activation_checkpointing_kwargs = {"every_n_layers": 2}
     with pytest.raises(Problems) as raised:
-        planned(args, compute_metrics=lambda _: {}, capacity_tokens=0)
+        planned(args, compute_metrics=lambda _: {})
     said = {each.where for each in raised.value.problems}
-    assert said == {*REFUSED, "activation_checkpointing_kwargs.every_n_layers", "compute_metrics", "capacity_tokens"}
+    assert said == {*REFUSED, "activation_checkpointing_kwargs.every_n_layers", "compute_metrics"}
 
 
 def test_an_argument_of_a_later_version_is_refused_unless_it_has_its_default(tmp_path):
@@ -76,9 +76,9 @@ def test_an_argument_of_a_later_version_is_refused_unless_it_has_its_default(tmp
     known = dataclasses.fields(args)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dataclasses, "fields", lambda _: (*known, field))
-        assert problems_of(args, capacity_tokens=1, callables=()) == []
+        assert problems_of(args, callables=()) == []
         args.halves = 4
-        (problem,) = problems_of(args, capacity_tokens=1, callables=())
+        (problem,) = problems_of(args, callables=())
     assert problem.where == "halves"
 
 
@@ -195,5 +195,5 @@ def test_every_optimizer_of_few_bits_is_refused(tmp_path):
     names = [each.value for each in OptimizerNames if "bit" in each.value or "bnb" in each.value]
     assert {"adamw_8bit", "adamw_torch_4bit", "paged_lion_8bit"} <= set(names)
     for name in names:
-        (problem,) = problems_of(arguments(tmp_path, optim=name), capacity_tokens=1, callables=())
+        (problem,) = problems_of(arguments(tmp_path, optim=name), callables=())
         assert (problem.where, name in problem.got) == ("optim", True)

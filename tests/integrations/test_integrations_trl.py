@@ -126,7 +126,7 @@ def test_what_trl_would_do_beside_a_plan_is_refused(tmp_path):
     with pytest.raises(Problems) as raised:
         PlannedSFTTrainer(model=model(), args=args, train_dataset=chats(4), processing_class=tokenizer())
     said = {each.where for each in raised.value.problems}
-    assert said == {"activation_offloading", "torch_compile", "capacity_tokens"}
+    assert said == {"activation_offloading", "torch_compile"}
     args = arguments(DPOConfig, tmp_path, 1, precompute_ref_log_probs=True)
     given = {"train_dataset": pairs(), "processing_class": tokenizer(), "capacity_tokens": 999}
     with pytest.raises(LengthwiseError, match="precompute_ref_log_probs"):

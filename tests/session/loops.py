@@ -92,7 +92,9 @@ def planned_loop(session, optimizer, scheduler, steps, *, limit=1.0, ahead=False
     return found
 
 
-def both_loops(make_optimizer, *, dtype=torch.float64, autocast=None, ahead=False, capacity=64, model=None, steps=None):
+def both_loops(
+    make_optimizer, *, dtype=torch.float64, precision=None, ahead=False, capacity=64, model=None, steps=None, **options
+):
     """Return the worst relative differences of loss, norm and weights between the planned loop and the plain one."""
     model = small_model(dtype) if model is None else model
     plain, steps, found = copy.deepcopy(model), steps or steps_of(), []
@@ -100,11 +102,14 @@ def both_loops(make_optimizer, *, dtype=torch.float64, autocast=None, ahead=Fals
         optimizer = make_optimizer([weights for weights in each.parameters() if weights.requires_grad])
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
         if each is model:
-            with Session(model, optimizer, capacity_tokens=capacity, autocast=autocast) as session:
+            with Session(model, optimizer, capacity_tokens=capacity, precision=precision, **options) as session:
                 found.append(planned_loop(session, optimizer, scheduler, steps, ahead=ahead))
         else:
-            wide = torch.promote_types(dtype, torch.float32)
-            found.append(plain_loop(plain, optimizer, scheduler, steps, autocast=autocast, wide=wide))
+            casting = {
+                "wide": torch.promote_types(dtype, torch.float32),
+                "autocast": torch.bfloat16 if precision else None,
+            }
+            found.append(plain_loop(plain, optimizer, scheduler, steps, **casting))
     losses, norms = zip(*(zip(*each, strict=True) for each in found), strict=True)
     weights = [(a - b).norm() / b.norm() for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
     return (

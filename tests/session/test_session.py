@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 from functools import partial
 
 import pytest
@@ -20,8 +21,9 @@ from loops import (
 )
 
 from lengthwise import Session
-from lengthwise.core.errors import LengthwiseError, NumericError, PlanError, RankError
+from lengthwise.core.errors import LengthwiseError, NumericError, PlanError, Problems, RankError
 from lengthwise.models import keep_double
+from lengthwise.steps import capacity as steps_capacity
 from tiers import more
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -44,6 +46,40 @@ def test_a_planned_loop_is_the_plain_loop(ranks, tmp_path):
         assert loss < 1e-13
         assert norm < 1e-12
         assert weights < 1e-11
+
+
+def test_what_memory_holds_is_measured_with_what_the_optimizer_will_take(tmp_path, monkeypatch, capfd):
+    """Little memory makes rings; the numbers stay those of the plain loop."""
+    monkeypatch.setattr(steps_capacity, "free_bytes", lambda *_: 3_000_000.0)
+    lengths = [[300, 3, 250], [40, 5, 310]]
+
+    def work(_rank):
+        model = small_model(max_position_embeddings=2048)
+        return both_loops(ADAMW, capacity="auto", model=model, steps=steps_of(lengths), recompute="none")
+
+    for loss, norm, weights in in_ranks(in_double(work), 3, tmp_path):
+        assert max(loss, norm, weights) < 1e-11
+    said = capfd.readouterr().out
+    held, ring = (int(each.replace(",", "")) for each in re.search(r"holds ([\d,]+) tokens.*?(\d+)% of", said).groups())
+    assert held == 128
+    assert ring > 50
+    assert said.count("lengthwise:") == 1, "rank 0 alone"
+
+
+def test_activations_are_offloaded_where_asked(tmp_path):
+    def work(_rank):
+        model = small_model(num_hidden_layers=3)
+        return both_loops(SGD, model=model, steps=steps_of([[97, 60]]), offload={"store": "disk", "path": tmp_path})
+
+    for loss, norm, weights in in_ranks(in_double(work), 2, tmp_path):
+        assert max(loss, norm, weights) < 1e-11
+
+
+def test_settings_that_cannot_be_kept_are_named_together():
+    model = small_model()
+    with pytest.raises(Problems) as caught:
+        Session(model, SGD(model.parameters()), capacity_tokens=0, precision="fp16", offload={"shop": "disk"})
+    assert {each.where for each in caught.value.problems} == {"capacity_tokens", "precision", "offload.shop"}
 
 
 OPTIMIZERS = {
@@ -75,7 +111,7 @@ def test_every_optimizer_by_entry_is_itself(tmp_path):
 
 def test_single_and_mixed_precision_stay_within_rounding(tmp_path):
     def work(_rank):
-        return both_loops(ADAMW, dtype=torch.float32), both_loops(SGD, dtype=torch.float32, autocast=torch.bfloat16)
+        return both_loops(ADAMW, dtype=torch.float32), both_loops(SGD, dtype=torch.float32, precision="bf16")
 
     for single, mixed in in_ranks(work, 2, tmp_path):
         assert single[0] < 2e-6
@@ -89,9 +125,9 @@ def test_a_surrounding_autocast_is_that_of_the_step(tmp_path):
         losses = []
         for surrounding in (True, False):
             model, (rows, *_) = small_model(torch.float32), steps_of()
-            given = None if surrounding else torch.bfloat16
+            given = None if surrounding else "bf16"
             with (
-                Session(model, SGD(model.parameters()), capacity_tokens=64, autocast=given) as session,
+                Session(model, SGD(model.parameters()), capacity_tokens=64, precision=given) as session,
                 torch.autocast("cpu", dtype=torch.bfloat16, enabled=surrounding),
             ):
                 result = session.backward(rows)
@@ -243,10 +279,12 @@ def test_a_loop_goes_on_from_its_state_at_any_number_of_ranks_and_in_plain(tmp_p
 def test_a_state_of_another_model_changes_nothing():
     model, other = small_model(), small_model(intermediate_size=40)
     with Session(other, ADAMW(other.parameters()), capacity_tokens=128) as session:
-        session.step([[1, 2, 3]])
+        session.backward([[1, 2, 3]])
+        session.optimizer.step()
         state = session.state_dict()
     with Session(model, ADAMW(model.parameters()), capacity_tokens=128) as session:
-        session.step([[1, 2, 3]])
+        session.backward([[1, 2, 3]])
+        session.optimizer.step()
         before = copy.deepcopy(session.state_dict())
         for wrong in (state, {**before, "optimizer": {}}, None, {**before, "master_weights": {}}):
             with pytest.raises(LengthwiseError, match="expected"):
@@ -308,7 +346,7 @@ def test_outside_of_a_step_the_model_is_plain(tmp_path):
             same = torch.equal(model.generate(prompt, **how), before.generate(prompt, **how))
             evaluated = session.evaluate(steps[1]).loss
             plain = sum(plain_losses(before, steps[1])).item() / loss_tokens(steps[1])
-            session.step(steps[0])
+            session.backward(steps[0])
             model.load_state_dict(before.state_dict())
             session.backward(steps[0])
             for group in optimizer.param_groups:
@@ -422,17 +460,17 @@ def test_a_loss_that_is_not_finite_makes_no_update():
     before = copy.deepcopy(model)
     with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
         with pytest.raises(NumericError, match="loss: expected a finite number; got nan"):
-            session.step([[1, 2, 3]], loss=lambda output, _tokens: output.logits.sum() * float("nan"))
+            session.backward([[1, 2, 3]], loss=lambda output, _tokens: output.logits.sum() * float("nan"))
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
         session.optimizer.zero_grad()
-        assert session.step([[1, 2, 3]]).grad_norm is not None
+        assert session.backward([[1, 2, 3]]).grad_norm is not None
 
 
 def test_a_session_that_nobody_closed_leaves_no_process(tmp_path):
     def work(_rank):
         model = small_model()
         session = Session(model, SGD(model.parameters()), capacity_tokens=128)
-        session.step(rows_of([65, 3], 0))
+        session.backward(rows_of([65, 3], 0))
         planner = session._planner
         del session
         gc.collect()

@@ -17,6 +17,7 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.small_pass import SmallPasses
 from lengthwise.engine.step import run_plan
 from lengthwise.models import build_adapted
+from lengthwise.steps import capacity as steps_capacity
 from lengthwise.training import capacity
 from lengthwise.training import job as jobs
 from lengthwise.training.start import prepare
@@ -56,7 +57,7 @@ def test_little_memory_makes_more_rings_or_another_recomputation(tmp_path, monke
     """With room for 128 to 300 tokens without recomputation, 700 tokens need more ranks than there are."""
     write_model(tmp_path / "model", num_hidden_layers=8)
     rows = make_rows([700, 60, 30, 12])
-    monkeypatch.setattr(capacity, "free_bytes", lambda *_: 12_000_000.0)
+    monkeypatch.setattr(steps_capacity, "free_bytes", lambda *_: 12_000_000.0)
     run(tmp_path, rows=rows, status=2, recompute="none")
     refused = capsys.readouterr().err
     assert "error[data] data: expected sequences that all ranks together hold; got 700 tokens; 2 ranks hold" in refused
@@ -82,7 +83,7 @@ def test_what_cannot_fit_is_told_what_would_save_it(tmp_path, monkeypatch, capsy
 
     monkeypatch.setattr(SmallPasses, "_run", run_once)
     write_model(tmp_path / "model", num_hidden_layers=8)
-    monkeypatch.setattr(capacity, "free_bytes", lambda *_: 9_000_000.0)
+    monkeypatch.setattr(steps_capacity, "free_bytes", lambda *_: 9_000_000.0)
     run(tmp_path, rows=make_rows([1600, 60]), status=2, recompute="none")
     refused = capsys.readouterr().err
     assert re.search(r"Use recompute: auto \(a rank holds 800 tokens with layer\)", refused)
@@ -94,7 +95,7 @@ def test_a_loss_in_chunks_is_told_where_whole_logits_do_not_fit(tmp_path, monkey
     write_model(tmp_path / "model", vocab_size=4096)
     rows = make_rows([1200, 60])
     monkeypatch.setattr(jobs, "LOGITS_AT_ONCE", 2**16)
-    monkeypatch.setattr(capacity, "free_bytes", lambda *_: 32_000_000.0)
+    monkeypatch.setattr(steps_capacity, "free_bytes", lambda *_: 32_000_000.0)
     run(tmp_path, rows=rows, status=2, recompute="none", loss="whole")
     assert "loss: chunked (a rank then holds 600 tokens)" in capsys.readouterr().err
     run(tmp_path, rows=rows, recompute="none", loss="chunked")
@@ -105,7 +106,7 @@ def test_offload_takes_no_capacity_from_what_does_not_offload(tmp_path, monkeypa
     """With 8 layers a rank may hold four times its capacity, and a layer's backward needs four times as much."""
     write_model(tmp_path / "model", num_hidden_layers=8)
     rows = make_rows([300, 60, 30, 12] * 3)
-    monkeypatch.setattr(capacity, "free_bytes", lambda *_: 33_200_000.0)  # between what 896 tokens need, and need then
+    monkeypatch.setattr(steps_capacity, "free_bytes", lambda *_: 33_200_000.0)  # what 896 tokens need, and more
     held = []
     for offload in (None, {"store": "disk", "path": str(tmp_path)}):
         run(tmp_path, rows=rows, global_batch={"sequences": 12}, steps=1, offload=offload)
@@ -136,7 +137,7 @@ def test_a_step_holds_what_the_start_said(tmp_path, monkeypatch, free_bytes, key
     keys |= {"capacity_tokens": "auto", "global_batch": {"sequences": len(lengths)}, "precision": "fp32"}
     path = write_run(tmp_path, make_rows(list(lengths)), **keys)
     job = prepare(path, [], ranks=2, timeout_seconds=60).job
-    monkeypatch.setattr(capacity, "free_bytes", lambda *_: free_bytes)
+    monkeypatch.setattr(steps_capacity, "free_bytes", lambda *_: free_bytes)
 
     def work(transport):
         with LiveBytes() as live:
@@ -173,7 +174,7 @@ def test_a_step_holds_what_the_start_said(tmp_path, monkeypatch, free_bytes, key
 
 
 def test_no_memory_is_said_with_the_bytes(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(capacity, "free_bytes", lambda *_: 10_000.0)
+    monkeypatch.setattr(steps_capacity, "free_bytes", lambda *_: 10_000.0)
     run(tmp_path, status=1)
     assert "error[memory] rank 0, start: expected room for 128 tokens" in capsys.readouterr().err
 
@@ -216,7 +217,7 @@ def test_a_batch_of_one_sequence_fits_whatever_its_length(tmp_path, tokens, keys
 def test_the_ratio_that_is_told_is_enough(tmp_path, monkeypatch, capsys):
     write_model(tmp_path / "model", num_hidden_layers=8)
     rows = make_rows([2400, 60])
-    monkeypatch.setattr(capacity, "free_bytes", lambda *_: 33_200_000.0)
+    monkeypatch.setattr(steps_capacity, "free_bytes", lambda *_: 33_200_000.0)
     run(tmp_path, rows=rows, status=2, recompute="none")
     told = re.search(r"or offload: with ratio ([\d.]+) and recompute: (\w+)", capsys.readouterr().err)
     assert told is not None

@@ -7,6 +7,7 @@ rings and of rings that split heads are measured apart.
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from lengthwise.attention import BlockKernel
 from lengthwise.config import OffloadConfig
+from lengthwise.core.errors import ConfigError
 from lengthwise.core.held import kept_ratio
 from lengthwise.core.plan import Microbatch
 from lengthwise.cost import WINDOW_LAYERS, MicrobatchBytes, shape_from_config
@@ -68,6 +70,29 @@ def start_offloading(
         return Offloading(model, kernel, PinnedStore(next(model.parameters()).device, where=where))
     assert config.path is not None, "a disk has a path: `OffloadConfig.broken_rules`"
     return Offloading(model, kernel, DiskStore(config.path, where=where))
+
+
+def check_offload(offload: OffloadConfig | None, layers: int, *, on_gpus: bool) -> None:
+    """Refuse offload to the memory in use, or to where nothing can be written, and of too few layers.
+
+    Raises:
+        ConfigError: one of these.
+    """
+    if offload is None or offload.ratio == "off":
+        return
+    if layers <= 2:
+        expected = "a model of more than 2 layers, two of which always stay on the device"
+        raise ConfigError("offload.ratio", expected=expected, got=f"{layers}", remedy="Take offload out.")
+    if offload.store == "host" and not on_gpus:
+        expected = "disk on a machine without GPUs, where activations are in the host's memory already"
+        raise ConfigError("offload.store", expected=expected, got="host", remedy="Set store: disk and path.")
+    if offload.path is not None:
+        try:
+            with tempfile.TemporaryFile(dir=offload.path):
+                pass
+        except OSError as error:
+            expected, got = "a folder that can be written", f"{offload.path}: {error.strerror or error}"
+            raise ConfigError("offload.path", expected=expected, got=got, remedy="Correct the path.") from None
 
 
 def measure_saved(model: nn.Module, kernel: BlockKernel, recompute: str, *, layout: Layout = ALONE) -> MicrobatchBytes:

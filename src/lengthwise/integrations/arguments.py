@@ -94,7 +94,6 @@ CALLABLES: Mapping[str, str] = {
 def problems_of(
     arguments: Any,
     *,
-    capacity_tokens: int | None,
     callables: Collection[str],
     refused: Mapping[str, Refusal] = MappingProxyType({}),
 ) -> list[LengthwiseError]:
@@ -107,9 +106,6 @@ def problems_of(
     def refuse(where: str, expected: str, got: object, why: str, remedy: str = "Leave it out.") -> None:
         problems.append(ConfigError(where, expected=expected, got=f"{got!s:.80}, but {why}", remedy=remedy))
 
-    if capacity_tokens is None or isinstance(capacity_tokens, bool) or capacity_tokens < 1:
-        remedy = "Give the tokens that a rank holds in a microbatch; memory is bounded by them, not by the batch size."
-        problems.append(ConfigError("capacity_tokens", expected="1 or more", got=f"{capacity_tokens}", remedy=remedy))
     for name, (fine, why) in {**REFUSED, **refused}.items():
         value = _value(arguments, name)
         if value not in fine:

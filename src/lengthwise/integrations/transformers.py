@@ -37,8 +37,9 @@ class PlannedTrainerMixin(_Base):
     """Goes before a Trainer: `class Mine(PlannedTrainerMixin, MyTrainer): ...`.
 
     capacity_tokens: what a rank holds in a microbatch, in place of the bound that per_device_train_batch_size is
-    elsewhere. The global batch stays per_device_train_batch_size x ranks x gradient_accumulation_steps, under one plan.
-    planner, heads, hardware, attention: as in `Session`. Other arguments are the Trainer's.
+    elsewhere; auto: what fits. The global batch stays per_device_train_batch_size x ranks x
+    gradient_accumulation_steps, under one plan. heads, offload, planner, measurements, attention: as in `Session`.
+    Other arguments are the Trainer's.
 
     Raises:
         Problems: arguments whose meaning cannot be kept, all in one message.
@@ -47,19 +48,21 @@ class PlannedTrainerMixin(_Base):
     def __init__(
         self,
         *args: Any,
-        capacity_tokens: int | None = None,
-        planner: str = "lengthwise",
+        capacity_tokens: int | str = "auto",
         heads: int | str = "auto",
-        hardware: Any = None,
+        offload: Mapping[str, Any] | None = None,
+        planner: str = "lengthwise",
+        measurements: Any = None,
         attention: str = "auto",
         **kwargs: Any,
     ) -> None:
         self.session: Session | None = None
         self._session_options: dict[str, Any] = {
             "capacity_tokens": capacity_tokens,
-            "planner": planner,
             "heads": heads,
-            "hardware": hardware,
+            "offload": offload,
+            "planner": planner,
+            "measurements": measurements,
             "attention": attention,
         }
         self._reading: Iterator[Any] | None = None
@@ -109,8 +112,7 @@ class PlannedTrainerMixin(_Base):
         """Return a copy of the arguments that asks the plan, and not the model, for activation checkpointing."""
         if "recompute" in self._session_options:
             return arguments
-        capacity = self._session_options["capacity_tokens"]
-        raise_problems(problems_of(arguments, capacity_tokens=capacity, callables=callables, refused=self._refused))
+        raise_problems(problems_of(arguments, callables=callables, refused=self._refused))
         self._session_options["recompute"] = recompute_of(arguments)
         arguments = copy.copy(arguments)
         arguments.activation_checkpointing = arguments.gradient_checkpointing = False
@@ -202,7 +204,7 @@ class PlannedTrainerMixin(_Base):
         self.session = Session(
             self.model,
             optimizer,
-            autocast=torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None,
+            precision="bf16" if self.accelerator.mixed_precision == "bf16" else None,
             seed=self.args.seed,
             timeout_seconds=float(self.args.ddp_timeout),
             **self._session_options,
@@ -353,7 +355,7 @@ def _of_plan(step: StepResult) -> dict[str, float]:
     """Return what is logged of a step beside Trainer's, in the words of our metrics."""
     mean = sum(step.busy_seconds) / len(step.busy_seconds)
     return {
-        "ring_token_ratio": step.plan.ring_tokens / step.num_tokens,
+        "ring_token_ratio": step.ring_token_ratio,
         "imbalance_ratio": max(step.busy_seconds) / mean if mean else 1.0,
     }
 

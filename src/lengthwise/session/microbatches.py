@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lengthwise.attention import BlockKernel
 from lengthwise.comm import Transport
+from lengthwise.config import OffloadConfig
+from lengthwise.engine.activations import Offloading, start_offloading
 from lengthwise.engine.objective import Objective
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import RankResult, run_plan
@@ -26,6 +30,7 @@ class Microbatches:
     """What every pass of a session computes with.
 
     dtype: of the parameters. autocast: of mixed precision; None: that of a surrounding torch.autocast, if any.
+    offload: of activations, as in a run file.
     """
 
     model: nn.Module
@@ -35,6 +40,8 @@ class Microbatches:
     dtype: torch.dtype
     autocast: torch.dtype | None
     seed: int
+    offload: OffloadConfig | None = None
+    _offloading: Offloading | None = field(default=None, init=False)
     _kernels: dict[torch.dtype, BlockKernel] = field(default_factory=dict, init=False)
 
     def run(
@@ -53,17 +60,22 @@ class Microbatches:
         if dtype is not None:
             objective = Autocasting(inner=objective, device=self.device, dtype=dtype)
         # Only forwards are cast, by the objective: backward follows what they did.
-        with attending_by_plan(self.model), torch.autocast(kind, enabled=False):
+        kernel = self.kernel(dtype or self.dtype)
+        if self._offloading is None:  # the parameters lie where they will
+            where = f"rank {self.transport.rank}"
+            self._offloading = start_offloading(self.offload, self.model, kernel, where=where)
+        with self.attending(), torch.autocast(kind, enabled=False):
             return run_plan(
                 self.model,
                 planned.plan,
                 planned.batch,
                 self.transport,
-                self._kernel(dtype or self.dtype),
+                kernel,
                 name=name,
                 train=parameters is not None,
                 objective=objective,
                 parameters=parameters,
+                offloading=self._offloading,
                 dropout=DropoutKey(seed=self.seed, step=step),
             )
 
@@ -83,7 +95,21 @@ class Microbatches:
         self.transport.all_reduce(gathered.sums)
         return gathered, work
 
-    def _kernel(self, dtype: torch.dtype) -> BlockKernel:
+    @property
+    def config(self) -> Any:
+        """The model's config."""
+        return self.model.config
+
+    def attending(self) -> AbstractContextManager[None]:
+        """Let the model attend by the plan inside."""
+        return attending_by_plan(self.model)
+
+    def close(self) -> None:
+        """Close the store of offloaded activations."""
+        if self._offloading is not None:
+            self._offloading.store.close()
+
+    def kernel(self, dtype: torch.dtype) -> BlockKernel:
         """Return the attention kernel for queries and keys of this dtype."""
         if dtype not in self._kernels:
             config = self.model.config

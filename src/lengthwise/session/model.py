@@ -19,9 +19,7 @@ def hugging_face_model(model: nn.Module) -> Any:
     return model if unwrap is None else unwrap()
 
 
-def check_session_model(
-    model: Any, recompute: str, autocast: torch.dtype | None, *, trains: bool = True
-) -> torch.dtype:
+def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> torch.dtype:
     """Return the dtype of a model that a plan can run: of its trainable parameters, or of all if it does not train."""
     where, problems = f"model {type(model).__name__}", list[LengthwiseError]()
 
@@ -43,8 +41,6 @@ def check_session_model(
     if len(dtypes) != 1 or not dtypes <= PRECISIONS.keys():
         expected = "trainable parameters of one dtype of float32, bfloat16 and float64"
         refuse(expected, ", ".join(names) or "no trainable parameter", "Convert the model, model.to(dtype).")
-    if autocast not in (None, torch.bfloat16):
-        refuse("autocast None or torch.bfloat16", f"{autocast}", "Use bfloat16: fp16 needs a loss scale.")
     if any(layer.gradient_checkpointing for layer in wrapped_layers(model)):
         remedy = "Call model.gradient_checkpointing_disable(), and give Session recompute='layer'."
         refuse("activation checkpointing by the plan", "that of the model", remedy)

@@ -63,7 +63,7 @@ def write_session(folder: Path, model: Any, state: Mapping[str, Any]) -> None:
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        _write_model(model, unfinished / MODEL)
+        write_model(model, unfinished / MODEL)
         optimizer = state["optimizer"]
         tensors = {f"{_MASTERS}/{name}": each for name, each in state["master_weights"].items()}
         for number, values in optimizer["state"].items():
@@ -114,12 +114,21 @@ def read_session(folder: Path) -> dict[str, Any]:
     return {"steps": steps, "optimizer": {"state": states, "param_groups": groups}, "master_weights": weights}
 
 
-def _write_model(model: nn.Module, folder: Path) -> None:
+def write_model(model: nn.Module, folder: Path) -> None:
+    """Write a model, or peft's adapters, as `save_pretrained` does.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
     given: Any = model
-    if hasattr(given, "peft_config"):
-        given.save_pretrained(folder)
-    else:
-        save_model(given, folder)
+    try:
+        if hasattr(given, "peft_config"):
+            given.save_pretrained(folder)
+        else:
+            save_model(given, folder)
+    except (OSError, SafetensorError) as error:
+        remedy = "Free or repair the disk."
+        raise OutputError(str(folder), expected="a folder that can be written", got=f"{error}", remedy=remedy) from None
 
 
 def _other(path: Path, expected: str, got: str) -> OutputError:

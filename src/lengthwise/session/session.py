@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 
 from lengthwise.comm import join, session_world
 from lengthwise.core.errors import ConfigError, ModelRefused, NumericError
-from lengthwise.cost import Cost, hardware_of_gpu, shape_from_config
-from lengthwise.cost.measured import base_cost
+from lengthwise.cost import Cost, shape_from_config
 from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.objective import Objective
 from lengthwise.engine.replicated import FlatParameters, share_values
@@ -35,7 +34,6 @@ from lengthwise.models import (
     has_dropout,
     wrapped_layers,
 )
-from lengthwise.planner import PlanOptions
 from lengthwise.session.losses import (
     ComputeLoss,
     TokenLoss,
@@ -44,16 +42,16 @@ from lengthwise.session.losses import (
     objective_of,
 )
 from lengthwise.session.microbatches import Microbatches, rows_of, shared
-from lengthwise.session.model import PRECISIONS, check_session_model, hugging_face_model
+from lengthwise.session.model import hugging_face_model
 from lengthwise.session.result import StepResult
 from lengthwise.session.rows import Row, RowBatch
-from lengthwise.session.saving import on_first_rank, read_session, write_session
+from lengthwise.session.saving import on_first_rank, read_session, write_model, write_session
+from lengthwise.session.settings import check_settings, cost_of, planning_of, told_step
 from lengthwise.session.sharded import ShardedInPlace, check_optimizer
 from lengthwise.session.state import take_state, whole_state
 from lengthwise.session.values import Combine, Per, ValuesOfTokens, combined
 from lengthwise.steps.planner_process import PlannerProcess
 from lengthwise.steps.planning import PlanAhead, PlannedStep, StepSource
-from lengthwise.steps.step_planning import StepPlanning
 
 
 class Session:
@@ -61,13 +59,15 @@ class Session:
 
     model: a Hugging Face causal language model, or peft's LoRA around one, on the device of this rank; rank 0's values
     count. optimizer: one that computes each entry by itself, over all trainable parameters; None: the session
-    evaluates. capacity_tokens: what a rank holds in a microbatch. autocast: the dtype of mixed precision,
-    as torch.autocast has it; None: that of a surrounding torch.autocast, if any. recompute: activation checkpointing of
-    every microbatch. scheduler, max_grad_norm: of `step`. planner, heads: as in a run file. hardware: a name, or costs,
-    to plan with; None: those of the device. seed: of dropout.
+    evaluates. capacity_tokens: what a rank holds in a microbatch; auto: what small passes of the model find to fit.
+    recompute, heads, offload, planner: as in a run file (offload: its section, {"store": "host"}); recompute auto keeps
+    all where capacity_tokens is a number. measurements: the file that `lengthwise profile` wrote, or costs, to plan
+    with; None: estimates for the device. precision: "bf16" for mixed precision over fp32 weights, as torch.autocast has
+    it; None: that of a surrounding torch.autocast, if any. seed: of dropout.
 
     Raises:
         ConfigError, ModelRefused, Problems: what cannot be kept, all in one message.
+        MemoryShortage: capacity_tokens is auto, and not even 128 tokens fit.
     """
 
     def __init__(
@@ -75,58 +75,58 @@ class Session:
         model: nn.Module,
         optimizer: Any = None,
         *,
-        capacity_tokens: int,
-        autocast: torch.dtype | None = None,
-        recompute: str = "none",
-        scheduler: Any = None,
-        max_grad_norm: float | None = None,
-        planner: str = "lengthwise",
+        capacity_tokens: int | str = "auto",
+        recompute: str = "auto",
         heads: int | str = "auto",
-        hardware: str | Cost | None = None,
+        offload: Mapping[str, Any] | None = None,
+        planner: str = "lengthwise",
+        measurements: str | Path | Cost | None = None,
+        precision: str | None = None,
         attention: str = "auto",
         seed: int = 0,
         timeout_seconds: float = 600.0,
     ) -> None:
         self.model, self.optimizer, self._inner = model, optimizer, hugging_face_model(model)
         config: Any = self._inner.config
-        self._dtype = check_session_model(self._inner, recompute, autocast, trains=optimizer is not None)
+        settings = check_settings(
+            self._inner,
+            capacity_tokens=capacity_tokens,
+            recompute=recompute,
+            offload=offload,
+            precision=precision,
+            trains=optimizer is not None,
+        )
+        self._dtype = settings.dtype
         self._device = device = next(self._inner.parameters()).device
-        self._scheduler, self._max_grad_norm, self._timeout_seconds = scheduler, max_grad_norm, timeout_seconds
+        self._timeout_seconds = timeout_seconds
         computing = Computing(attention=attention, fused_layers="off")
         inner = None if optimizer is None else check_optimizer(optimizer, self._inner)
-        shape = shape_from_config(config.to_dict())
-        self._num_heads = shape.heads
-        if hardware is None:
-            hardware = hardware_of_gpu(torch.cuda.get_device_name(device))[0] if device.type == "cuda" else "cpu"
-        precision = PRECISIONS[self._dtype]
-        cost = hardware if isinstance(hardware, Cost) else base_cost(shape, hardware, precision=precision)
+        self._num_heads = shape_from_config(config.to_dict()).heads
+        cost = cost_of(config, device, settings.dtype, measurements)
         self._closing = ExitStack()
         world = session_world(device)
         self._transport = join(world, timeout_seconds=timeout_seconds)
         self._closing.callback(self._transport.close)
         self.rank, self.world_size = self._transport.rank, self._transport.world_size
-        self._planning = StepPlanning(
-            ranks=self.world_size,
-            cost=cost,
-            capacities={recompute: capacity_tokens},
-            options=PlanOptions(planner=planner, layers=shape.layers, heads=heads),
-        )
         self._planner = None if self.rank else self._closing.enter_context(PlannerProcess())
         if self._planner is not None:
             weakref.finalize(self, self._planner.close)  # of a session that nobody closes
-        compute_so(self._inner, computing, device, dtype=self._dtype)
+        compute_so(self._inner, computing, device, dtype=settings.dtype)
         self._microbatches = Microbatches(
             model=self._inner,
             transport=self._transport,
             computing=computing,
             device=device,
-            dtype=self._dtype,
-            autocast=autocast,
+            dtype=settings.dtype,
+            autocast=settings.autocast,
             seed=seed,
+            offload=settings.offload,
         )
         self._sharded = None if inner is None else self._shard(inner)
         if inner is None:
             share_values(self._inner, self._transport, self._inner.parameters(), dtype=None, device=device)
+        self._closing.callback(self._microbatches.close)
+        self._planning = planning_of(self._microbatches, self._sharded, cost, settings, planner=planner, heads=heads)
         self.steps, self.grad_norm = 0, None
 
     def _shard(self, optimizer: Optimizer) -> ShardedInPlace:
@@ -137,17 +137,6 @@ class Session:
         hook = self._inner.register_load_state_dict_post_hook(lambda *_: parameters.take_values())
         self._closing.callback(hook.remove)
         return sharded
-
-    def step(self, sequences: Sequence[Row] | PlannedStep, **loss: Any) -> StepResult:
-        """Make a whole step: `backward`, clipping, the optimizer and the scheduler. Collective."""
-        optimizer = self._trained("step")
-        result = self.backward(sequences, **loss)
-        if self._max_grad_norm is not None:
-            self.clip_grad_norm_(self._max_grad_norm)
-        optimizer.optimizer.step()
-        if self._scheduler is not None:
-            self._scheduler.step()
-        return result
 
     def backward(
         self,
@@ -266,6 +255,14 @@ class Session:
         self.steps = int(numbers)
         trained.parameters.publish()
 
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the model, or peft's adapters, as Hugging Face's `save_pretrained` does; rank 0 writes. Collective.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        on_first_rank(self._transport, lambda: write_model(self.model, Path(folder)))
+
     def save(self, folder: str | Path) -> None:
         """Write the model as Hugging Face does, `folder`/model, and what `load` goes on from. Collective.
 
@@ -358,7 +355,8 @@ class Session:
         """End a step: share what the ranks found, and reduce the gradients. Collective."""
         self._transport.phase = f"{name}, step end"
         last, busy = works[-1], sum(each.busy_seconds for each in works)
-        rows = shared(self._transport, [last.loss_sum, busy, last.router_loss])
+        waited = sum(each.ring_wait_seconds for each in works)
+        rows = shared(self._transport, [last.loss_sum, busy, last.router_loss, waited])
         total = rows[:, 0].sum().item() / divisor if loss is None else loss
         self._refuse_not_finite(name, "loss", total)
         if train:
@@ -366,18 +364,22 @@ class Session:
             self.grad_norm = gradient_norm(self._trained("backward").parameters.reduce_gradients(), self._transport)
             self._refuse_not_finite(name, "norm of the gradient", self.grad_norm)
         batch = planned.batch
-        return StepResult(
+        result = StepResult(
             loss=total,
             plan=planned.plan,
             num_sequences=len(batch.ids),
             num_tokens=sum(batch.lengths),
             num_loss_tokens=batch.loss_tokens,
             busy_seconds=tuple(rows[:, 1].tolist()),
+            wait_seconds=tuple(rows[:, 3].tolist()),
             step_seconds=time.perf_counter() - start,
             plan_seconds=planned.plan_seconds,
             grad_norm=self.grad_norm if train else None,
             router_loss=rows[:, 2].sum().item() if train and has_balance_loss(self._inner.config) else None,
         )
+        if train and self.steps == 1 and not self.rank:
+            print(told_step(result, self._planning), flush=True)
+        return result
 
     def _refuse_not_finite(self, name: str, what: str, value: float) -> None:
         if not math.isfinite(value):

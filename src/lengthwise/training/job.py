@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -17,6 +16,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.cost import LOGITS_AT_ONCE, Cost, hardware_of_gpu, shape_from_config
 from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
+from lengthwise.engine.activations import check_offload
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import free_bytes
 from lengthwise.engine.schedule import check_steps
@@ -306,7 +306,7 @@ def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *,
     dtype = DTYPES[config.precision]
     attempt(lambda: check_computing(model.config, _computing(config), dtype=dtype, on_gpus=gpus > 0))
     attempt(lambda: _check_heads(config, model))
-    attempt(lambda: _check_offload(config, gpus, model.config.num_hidden_layers))
+    attempt(lambda: check_offload(config.offload, model.config.num_hidden_layers, on_gpus=gpus > 0))
     return attempt(lambda: check_lora(model, config.lora))
 
 
@@ -356,26 +356,6 @@ def _check_heads(config: RunConfig, model: ModelSource) -> None:
     if isinstance(config.heads, int) and heads % config.heads:
         expected = f"auto, off, or a number that divides the model's {heads} heads"
         raise ConfigError("heads", expected=expected, got=f"{config.heads}", remedy="Set heads: auto.")
-
-
-def _check_offload(config: RunConfig, gpus: int, layers: int) -> None:
-    """Refuse offload to the memory in use, or to where nothing can be written, and of too few layers."""
-    offload = config.offload
-    if offload is None or offload.ratio == "off":
-        return
-    if layers <= 2:
-        expected = "a model of more than 2 layers, two of which always stay on the device"
-        raise ConfigError("offload.ratio", expected=expected, got=f"{layers}", remedy="Take offload out.")
-    if offload.store == "host" and not gpus:
-        expected = "disk on a machine without GPUs, where activations are in the host's memory already"
-        raise ConfigError("offload.store", expected=expected, got="host", remedy="Set store: disk and path.")
-    if offload.path is not None:
-        try:
-            with tempfile.TemporaryFile(dir=offload.path):
-                pass
-        except OSError as error:
-            expected, got = "a folder that can be written", f"{offload.path}: {error.strerror or error}"
-            raise ConfigError("offload.path", expected=expected, got=got, remedy="Correct the path.") from None
 
 
 def _check_losses(job: Job) -> None:

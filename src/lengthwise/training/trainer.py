@@ -30,12 +30,13 @@ from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.schedule import learning_rates
 from lengthwise.engine.step import RankResult, run_plan
 from lengthwise.models import DTYPES, DropoutKey, choose_model_kernel, has_balance_loss
+from lengthwise.steps.capacity import told
 from lengthwise.steps.planner_process import PlannerProcess
 from lengthwise.steps.planning import PlanAhead, PlannedStep, StepSource
 from lengthwise.training.best import BestModel
 from lengthwise.training.building import build_trained
 from lengthwise.training.callbacks import Callback, call_back
-from lengthwise.training.capacity import measure_capacities, told
+from lengthwise.training.capacity import measure_capacities
 from lengthwise.training.checkpoints import Checkpoints
 from lengthwise.training.export import write_model
 from lengthwise.training.folder import RunFolder

@@ -1,0 +1,184 @@
+"""What a session is asked for, checked; and what then plans its steps: costs, and the tokens that a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lengthwise.config import OffloadConfig
+from lengthwise.config.problems import find_problems
+from lengthwise.core.errors import Collector, ConfigError
+from lengthwise.cost import Cost, hardware_of_gpu, shape_from_config
+from lengthwise.cost.measured import base_cost, cost_from_measurements
+from lengthwise.engine.activations import check_offload
+from lengthwise.offload import LEAVING_BYTES
+from lengthwise.planner import PlanOptions
+from lengthwise.session.microbatches import Microbatches
+from lengthwise.session.model import PRECISIONS, check_session_model
+from lengthwise.session.result import StepResult
+from lengthwise.session.sharded import ShardedInPlace
+from lengthwise.steps.capacity import Measuring, budget_bytes, kinds_of
+from lengthwise.steps.step_planning import StepPlanning
+
+_MOST_TOKENS = 2**22  # of a batch, as which memory is measured: what a loop will give is not known yet
+_STATES = 2  # an entry, of an optimizer that has none yet; amsgrad and centered keep one more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSettings:
+    """Checked settings.
+
+    dtype: of the parameters. autocast: of mixed precision. capacity_tokens: None: to be measured. recompute: a kind, or
+    auto. offload: as in a run file.
+    """
+
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+    capacity_tokens: int | None
+    recompute: str
+    offload: OffloadConfig | None
+
+
+def check_settings(
+    model: Any,
+    *,
+    capacity_tokens: int | str,
+    recompute: str,
+    offload: Mapping[str, Any] | None,
+    precision: str | None,
+    trains: bool,
+) -> SessionSettings:
+    """Return the settings of a session around `model`.
+
+    Raises:
+        ConfigError, ModelRefused, Problems: all that cannot be kept.
+    """
+    problems, is_measured = Collector(), capacity_tokens == "auto"
+    if not is_measured and (isinstance(capacity_tokens, bool | str) or capacity_tokens < 1):
+        remedy = "Give the tokens that a rank holds in a microbatch, or auto."
+        problems.add(
+            ConfigError("capacity_tokens", expected="1 or more, or auto", got=f"{capacity_tokens!r}", remedy=remedy)
+        )
+    if precision not in (None, "bf16"):
+        remedy = "Convert the model for others; fp16 needs a loss scale."
+        problems.add(ConfigError("precision", expected="None or bf16", got=f"{precision!r}", remedy=remedy))
+    kind = recompute if recompute != "auto" or is_measured else "none"
+    dtype = problems.attempt(partial(check_session_model, model, "none" if kind == "auto" else kind, trains=trains))
+    section = problems.attempt(partial(_offload_of, model, offload))
+    problems.raise_all()
+    assert dtype is not None, "a model without one was refused"
+    return SessionSettings(
+        dtype=dtype,
+        autocast=torch.bfloat16 if precision == "bf16" else None,
+        capacity_tokens=None if is_measured else int(capacity_tokens),
+        recompute=kind,
+        offload=section,
+    )
+
+
+def _offload_of(model: nn.Module, offload: Mapping[str, Any] | None) -> OffloadConfig | None:
+    """Return the section `offload`, if one is given."""
+    if offload is None:
+        return None
+    values = dict(offload)
+    if isinstance(values.get("path"), str | Path):
+        values["path"] = Path(values["path"]).absolute()
+    found = Collector()
+    for each in find_problems({"offload": values}):
+        if each.where.startswith("offload"):
+            found.add(each)
+    found.raise_all()
+    section = OffloadConfig.model_validate(values)
+    config: Any = model.config
+    check_offload(section, config.num_hidden_layers, on_gpus=next(model.parameters()).device.type == "cuda")
+    return section
+
+
+def cost_of(config: Any, device: torch.device, dtype: torch.dtype, measurements: str | Path | Cost | None) -> Cost:
+    """Return the costs to plan with: those given, measured, or estimated for the device."""
+    if isinstance(measurements, Cost):
+        return measurements
+    shape, precision, on_gpus = shape_from_config(config.to_dict()), PRECISIONS[dtype], device.type == "cuda"
+    if measurements is not None:
+        return cost_from_measurements(measurements, shape, precision=precision, on_gpus=on_gpus)
+    name = hardware_of_gpu(torch.cuda.get_device_name(device))[0] if on_gpus else "cpu"
+    return base_cost(shape, name, precision=precision)
+
+
+def planning_of(
+    microbatches: Microbatches,
+    sharded: ShardedInPlace | None,
+    cost: Cost,
+    settings: SessionSettings,
+    *,
+    planner: str,
+    heads: int | str,
+) -> StepPlanning:
+    """Return what plans the steps of a session; what memory holds is measured where it is asked for. Collective."""
+    transport, config = microbatches.transport, microbatches.config
+    ratio = settings.offload.ratio if settings.offload else "off"
+    capacities, measured = {settings.recompute: settings.capacity_tokens or 0}, None
+    if settings.capacity_tokens is None:
+        state, end = (0, 0) if sharded is None else _optimizer_bytes(sharded)
+        transport.phase = "start, measuring what fits into memory"
+        measuring = Measuring(
+            model=microbatches.model,
+            kernel=microbatches.kernel(settings.autocast or settings.dtype),
+            transport=transport,
+            budget=budget_bytes(
+                transport, microbatches.device, local_ranks=transport.device_ranks, kept_bytes=state, end_bytes=end
+            ),
+            kinds=kinds_of(config, settings.recompute),
+            heads=heads,
+            most_tokens=_MOST_TOKENS,
+            offloads=ratio != "off",
+            leaving_bytes=0 if settings.offload is None else LEAVING_BYTES[settings.offload.store],
+        )
+        casting = (
+            torch.autocast(microbatches.device.type, dtype=settings.autocast) if settings.autocast else nullcontext()
+        )
+        with microbatches.attending(), casting:
+            measured = measuring.capacities(ratio=ratio if isinstance(ratio, float) else None)
+        if sharded is not None:
+            sharded.parameters.clear_gradients()
+        capacities = dict(measured.plain)
+    return StepPlanning(
+        ranks=transport.world_size,
+        cost=cost,
+        capacities=capacities,
+        measured=measured,
+        options=PlanOptions(
+            planner=planner,
+            layers=config.num_hidden_layers,
+            heads=heads,
+            offload=ratio if isinstance(ratio, str) else "off",
+        ),
+        offload_ratio=ratio if isinstance(ratio, float) else None,
+    )
+
+
+def _optimizer_bytes(sharded: ShardedInPlace) -> tuple[int, int]:
+    """Count the bytes of states that an optimizer has yet to make, and those that a step's end needs for a while."""
+    parameters, optimizer = sharded.parameters, sharded.optimizer
+    part = parameters.master_weights.nbytes
+    more = any(group.get("amsgrad") or group.get("centered") for group in optimizer.param_groups)
+    return (0 if optimizer.state else (_STATES + more) * part), max(2 * part, parameters.publish_bytes())
+
+
+def told_step(step: StepResult, planning: StepPlanning) -> str:
+    """Say what the plan of a first step was."""
+    plan = step.plan
+    held = " or ".join(f"{tokens:,}" for tokens in sorted(set(planning.capacities.values())))
+    predicted = float(plan.notes["predicted_seconds"])
+    return (
+        f"lengthwise: a rank holds {held} tokens; step 1 on {plan.ranks} ranks: {step.ring_token_ratio:.0%} of tokens "
+        f"in rings, {step.idle_ratio:.0%} idle, {predicted:.3g} s predicted (without its end), "
+        f"{step.step_seconds:.3g} s taken"
+    )
