@@ -38,9 +38,9 @@ import torch
 
 import lengthwise
 from lengthwise.core.faults import VARIABLE
-from lengthwise.training import checkpoints as saving
-from lengthwise.training.callbacks import Callback
-from lengthwise.training.metrics import FinishedStep
+from lengthwise.run import checkpoints as saving
+from lengthwise.run.callbacks import Callback
+from lengthwise.run.metrics import FinishedStep
 from pages import Findings, markdown, parse_options, verdict
 from trials import RANKS, STEPS, Failure, Trials, corrupt, hostile, kill, living_children, saved_runs, stop, write_run
 
@@ -59,7 +59,7 @@ LAUNCHERS = {
 
 def faults(asked: argparse.Namespace, failures: list[str]) -> Iterator[str]:
     """Yield what came of random faults, and note failures."""
-    import lengthwise.training.api  # noqa: F401 - once, for all that are forked
+    import lengthwise.run.api  # noqa: F401 - once, for all that are forked
 
     with tempfile.TemporaryDirectory(prefix="durability-") as folder:
         trials = Trials(Path(folder))

@@ -44,11 +44,11 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, Pass, all_terms_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions
+from lengthwise.planner.service.process import PlannerProcess
+from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.program import Content, MicrobatchProgram, Transfer, lower_plan
+from lengthwise.session.source import PlanAhead, StepPlanner
 from lengthwise.simulator import simulate_plan
-from lengthwise.steps.planner_process import PlannerProcess
-from lengthwise.steps.planning import PlanAhead, StepPlanner
-from lengthwise.steps.step_planning import StepPlanning
 from namespaces import shaped_nodes
 from pages import Findings, markdown, parse_options
 

@@ -43,9 +43,9 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import ModelSource, build_model
 from lengthwise.models.load import tiny_config
-from lengthwise.steps.planner_process import PlannerProcess
-from lengthwise.steps.planning import PlanAhead
-from lengthwise.training.job import Job, prepare_job
+from lengthwise.planner.service.process import PlannerProcess
+from lengthwise.run.job import Job, prepare_job
+from lengthwise.session.source import PlanAhead
 from pages import Findings, markdown, parse_options, verdict
 
 AIM, CAPACITY = 1.02, 8192

@@ -19,7 +19,7 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, ModelSource, build_model, keep_double, plain_attention, wrapped_layers
-from lengthwise.training.verify import Reference, gradient_differences, plain_gradients, relative_difference
+from lengthwise.run.verify import Reference, gradient_differences, plain_gradients, relative_difference
 from testing.ranks import run_ranks
 from testing.sequences import make_batch
 from testing.strict import StrictWorld

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lengthwise.comm import SoloTransport, TorchTransport, World
-from lengthwise.training.launch import launch
+from lengthwise.run.launch import launch
 
 Result = TypeVar("Result")
 
@@ -26,7 +26,7 @@ def run_ranks(
     `before_joining` is called in each of them with its rank, before it opens a socket.
 
     Raises:
-        LengthwiseError: what `lengthwise.training.launch.launch` raises for a rank that failed.
+        LengthwiseError: what `lengthwise.run.launch.launch` raises for a rank that failed.
     """
     with tempfile.TemporaryDirectory(prefix="lengthwise-test-") as folder:
 

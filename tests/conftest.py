@@ -57,9 +57,9 @@ def checked_transfers(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _forked_planner(request, monkeypatch):
-    """Fork the planner where rank 0 is the process of the tests, too: a new one takes 0.3 s (not in tests/steps)."""
-    module = sys.modules.get("lengthwise.steps.planner_process")
-    if module is not None and "steps" not in request.path.parts:
+    """Fork the planner where rank 0 is the process of the tests, too: a new one takes 0.3 s (not in the test of it)."""
+    module = sys.modules.get("lengthwise.planner.service.process")
+    if module is not None and request.path.stem != "test_planner_service":
         monkeypatch.setattr(module, "_start", module._fork)
 
 
@@ -67,6 +67,6 @@ def _forked_planner(request, monkeypatch):
 def _no_command_goes_on():
     """End the runs of a test that failed: they would slow down all that follow."""
     yield
-    small_runs = sys.modules.get("training.small_runs")
+    small_runs = sys.modules.get("run.small_runs")
     for command in small_runs.Command.living if small_runs else ():
         command.kill()

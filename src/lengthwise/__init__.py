@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from lengthwise.planner import PlanOptions, PlanRequest, Score, register_planner, score
     from lengthwise.planner import plan_step as plan
     from lengthwise.program import check_plan as check
+    from lengthwise.run.api import train, verify
+    from lengthwise.run.callbacks import Callback
+    from lengthwise.run.metrics import TrainResult
+    from lengthwise.run.verify import VerifyReport
     from lengthwise.session import Session, StepResult
     from lengthwise.simulator import simulate_plan as simulate
-    from lengthwise.training.api import train, verify
-    from lengthwise.training.callbacks import Callback
-    from lengthwise.training.metrics import TrainResult
-    from lengthwise.training.verify import VerifyReport
 
     options = PlanOptions
 
@@ -82,10 +82,10 @@ _HOMES = {
         "program": "check=check_plan",
         "simulator": "simulate=simulate_plan",
         "session": "Session StepResult",
-        "training.api": "train verify",
-        "training.callbacks": "Callback",
-        "training.metrics": "TrainResult",
-        "training.verify": "VerifyReport",
+        "run.api": "train verify",
+        "run.callbacks": "Callback",
+        "run.metrics": "TrainResult",
+        "run.verify": "VerifyReport",
     }.items()
     for name in names.split()
 }

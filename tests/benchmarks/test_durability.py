@@ -8,7 +8,7 @@ import pytest
 
 import durability
 import trials as random_faults
-from lengthwise.training import checkpoints
+from lengthwise.run import checkpoints
 from tiers import some
 
 

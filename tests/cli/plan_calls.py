@@ -5,7 +5,7 @@ import sys
 
 from lengthwise.core.plan import Plan
 from lengthwise.program import check_plan
-from training.small_runs import call
+from run.small_runs import call
 
 WITHOUT = """
 import sys

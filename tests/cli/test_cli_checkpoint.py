@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import lengthwise
+from run.small_runs import call, make_rows, write_run
 from tiers import more
-from training.small_runs import call, make_rows, write_run
 
 KEYS = {"steps": 6, "capacity_tokens": 64, "checkpoint": {"every_steps": 2, "background": False}}
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from data.stores import FILES, load, write_sources
 from lengthwise.data.survey import stretches, survey
 from properties import costly
-from training.small_runs import call, make_rows, write_rows, write_run
+from run.small_runs import call, make_rows, write_rows, write_run
 
 ROWS = [
     {"prompt": "What?", "completion": " <b>&"},

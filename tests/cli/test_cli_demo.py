@@ -13,9 +13,9 @@ from lengthwise.config import load_config
 from lengthwise.core.errors import OutputError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.data import Batches, ByteTokenizer, load_dataset
-from lengthwise.training.metrics import StepMetrics, TrainResult
-from lengthwise.training.verify import VerifyReport
-from training.small_runs import call, make_rows, write_model, write_run
+from lengthwise.run.metrics import StepMetrics, TrainResult
+from lengthwise.run.verify import VerifyReport
+from run.small_runs import call, make_rows, write_model, write_run
 
 PLAN = Plan(
     ranks=4, layers=1, capacity=8, tokens=(3,),
@@ -142,7 +142,7 @@ def test_demo_prints_fail_only_when_its_check_failed(tmp_path, monkeypatch, caps
         on_start(None, PLAN)
         return found
 
-    monkeypatch.setattr("lengthwise.training.api.verify", verify)
+    monkeypatch.setattr("lengthwise.run.api.verify", verify)
     passed = difference < 1e-12
     assert call("demo", "--output", tmp_path / "demo") == (0 if passed else 1)
     out = capsys.readouterr().out

@@ -6,8 +6,8 @@ import torch
 from lengthwise.cli.machine import prepare_environment
 from lengthwise.cli.train import describe_job
 from lengthwise.comm import devices
-from lengthwise.training import start
-from training.small_runs import call, make_rows, write_run
+from lengthwise.run import start
+from run.small_runs import call, make_rows, write_run
 
 
 def test_device_cuda_without_a_gpu_is_told_before_anything_starts(tmp_path, capfd):

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from lengthwise.config import load_config
-from training.small_runs import call, losses, make_rows, write_model
+from run.small_runs import call, losses, make_rows, write_model
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from lengthwise.cli.output import refuse_unwritable_file, write_atomically
 from lengthwise.cli.step_lines import StepLines
 from lengthwise.core.errors import OutputError
 from lengthwise.report.figures import count
-from training.small_runs import Command, call, make_rows, read_lines, write_run
+from run.small_runs import Command, call, make_rows, read_lines, write_run
 
 
 @pytest.mark.parametrize("path", ["/dev/null", "/dev/stdout", "/dev/fd/1", "/dev/new", "/proc/self/fd/1"])

@@ -12,8 +12,8 @@ import pytest
 from cli.plan_calls import plan_without_torch, read_plan, refused
 from lengthwise.core.plan import Plan
 from lengthwise.core.plan_file import read_plan_text
+from run.small_runs import VOCAB, call, make_rows, read_lines, train, write_model, write_run
 from tiers import more
-from training.small_runs import VOCAB, call, make_rows, read_lines, train, write_model, write_run
 
 
 @pytest.mark.parametrize("planner", ["lengthwise", more("static")])

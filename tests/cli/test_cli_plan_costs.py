@@ -3,7 +3,7 @@
 import pytest
 
 from cli.plan_calls import plan_without_torch, read_plan, refused
-from training.small_runs import call, make_rows, write_run
+from run.small_runs import call, make_rows, write_run
 
 
 def test_plan_with_given_costs_needs_no_model_and_is_scored_by_their_formula(tmp_path, lengths):

@@ -6,12 +6,12 @@ import pytest
 
 import lengthwise
 from lengthwise.data.manifest import NAME
-from training.small_runs import call, losses, make_rows, read_lines, steps_of, write_rows, write_run
+from run.small_runs import call, losses, make_rows, read_lines, steps_of, write_rows, write_run
 
 ROWS = [*make_rows([30, 12, 5, 60, 1, 17, 44]), {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}]
 
 
-def test_training_on_a_prepared_folder_is_training_on_its_source(tmp_path, capsys):
+def test_run_on_a_prepared_folder_is_training_on_its_source(tmp_path, capsys):
     keys = {"eval": {"data": [{"path": "train.jsonl"}], "every_steps": 3}}
     path = write_run(tmp_path, ROWS, **keys)
     store = tmp_path / "store"

@@ -12,7 +12,7 @@ from lengthwise.cli.profile import Profile, print_measurements
 from lengthwise.core.measurements import Term
 from lengthwise.cost import named_hardware
 from lengthwise.cost.measured import read_measurements
-from training.small_runs import call, make_rows, write_run
+from run.small_runs import call, make_rows, write_run
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cli.simulate_calls import OWN, simulate
-from training.small_runs import call
+from run.small_runs import call
 
 
 def write_rows(path: Path, texts: list[str]) -> Path:

@@ -14,8 +14,7 @@ import pytest
 from transformers import GPT2Config, OPTConfig
 
 from lengthwise import __version__
-from tiers import more
-from training.small_runs import (
+from run.small_runs import (
     VOCAB,
     Command,
     call,
@@ -27,6 +26,7 @@ from training.small_runs import (
     write_model,
     write_run,
 )
+from tiers import more
 
 
 def refused(capfd, *arguments, code=2):
@@ -40,7 +40,7 @@ def no_process_may_start(monkeypatch):
     def fail(*_, **__):
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("lengthwise.training.start.launch", fail)
+    monkeypatch.setattr("lengthwise.run.start.launch", fail)
 
 
 def test_train_tells_all_config_problems_in_one_message(tmp_path, capfd, monkeypatch):
@@ -350,7 +350,7 @@ def test_command_in_the_c_locale_does_not_crash(tmp_path):
 @pytest.mark.parametrize("verb", [more("verify"), "train"])
 def test_start_interrupted_ends_soon_and_leaves_no_process(tmp_path, monkeypatch, verb):
     """Ctrl-C in `verify` ends it; in `train`, while a rank is busy with one long step, the second does."""
-    name = f"lengthwise.training.{'verify' if verb == 'verify' else 'trainer'}.run_plan"
+    name = f"lengthwise.run.{'verify' if verb == 'verify' else 'trainer'}.run_plan"
 
     def endless(*_, **__):
         (tmp_path / "here").touch()
@@ -382,7 +382,7 @@ def test_train_alone_interrupted_twice_ends_soon(tmp_path, monkeypatch, wakes):
             time.sleep(60)
         ctypes.CDLL(None).sleep(60)
 
-    monkeypatch.setattr("lengthwise.training.trainer.run_plan", endless)
+    monkeypatch.setattr("lengthwise.run.trainer.run_plan", endless)
     command = Command("train", write_run(tmp_path, make_rows([30, 12])), "--ranks", 1)
     command.wait_for((tmp_path / "here").exists)
     command.send(signal.SIGINT)

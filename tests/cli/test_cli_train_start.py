@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 from lengthwise.cli.train import describe_job
 from lengthwise.report.figures import seconds
-from lengthwise.training.start import prepare
-from training.small_runs import make_rows, write_run
+from lengthwise.run.start import prepare
+from run.small_runs import make_rows, write_run
 
 
 def told(path, **options):

@@ -18,10 +18,10 @@ from lengthwise.engine import batch as batches
 from lengthwise.engine import objective, replicated
 from lengthwise.models import adapter
 from lengthwise.program import MicrobatchProgram
-from lengthwise.training import trainer, verify
-from lengthwise.training.rounding import FACTOR, TOLERANCES
+from lengthwise.run import trainer, verify
+from lengthwise.run.rounding import FACTOR, TOLERANCES
+from run.small_runs import call, make_rows, write_model, write_rows, write_run
 from tiers import some
-from training.small_runs import call, make_rows, write_model, write_rows, write_run
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import torch
 from lengthwise.comm import CheckedTransport, StagedTransport, TorchTransport, World, checks_transfers, join
 from lengthwise.comm.checked import VARIABLE
 from lengthwise.core.errors import ConfigError, TransferError, TransferMismatch
-from lengthwise.training.launch import launch
+from lengthwise.run.launch import launch
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ from testing import run_ranks
 from lengthwise.comm import TorchTransport, World, agree, broadcast_bytes, join, torch_transport, world_from_environment
 from lengthwise.comm import world as comm_world
 from lengthwise.core.errors import DataError, RankError, TransferError
-from lengthwise.training import launch as launching
-from lengthwise.training.launch import launch
+from lengthwise.run import launch as launching
+from lengthwise.run.launch import launch
 
 
 @pytest.fixture(autouse=True)

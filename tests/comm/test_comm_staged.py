@@ -11,7 +11,7 @@ from lengthwise.attention import FlashCpuKernel, PlannedAttention, planned_atten
 from lengthwise.comm import StagedTransport, agree, broadcast_bytes, join
 from lengthwise.comm.slabs import Slabs
 from lengthwise.program import lower_plan
-from lengthwise.training.launch import launch
+from lengthwise.run.launch import launch
 from properties import costly
 from tiers import some
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lengthwise.core.processes import end_with_parent, let_threads_end
-from lengthwise.training.launch import launch
+from lengthwise.run.launch import launch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -69,7 +69,7 @@ def test_a_running_thread_is_waited_for_but_not_for_ever():
 
 def test_ranks_are_forked_after_the_wait(monkeypatch):
     waits = []
-    monkeypatch.setattr("lengthwise.training.launch.let_threads_end", lambda: waits.append(os.getpid()))
+    monkeypatch.setattr("lengthwise.run.launch.let_threads_end", lambda: waits.append(os.getpid()))
     assert launch(lambda world, _: list(waits) if world.rank == 0 else None, 2) == [os.getpid()]
 
 

@@ -12,7 +12,7 @@ import lengthwise
 from data.stores import content, load, prepare
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError, LengthwiseError
-from training.small_runs import call, losses, make_rows, steps_of, write_rows, write_run
+from run.small_runs import call, losses, make_rows, steps_of, write_rows, write_run
 
 KINDS = {"B": 1, "b": 2, "h": 3, "i": 4, "q": 5, "H": 8}  # by struct's letters
 

@@ -17,7 +17,7 @@ from lengthwise.core.errors import ConfigError, DataError, OutputError, Problems
 from lengthwise.core.locks import try_lock
 from lengthwise.data import load_tokenizer, shard_writer
 from lengthwise.data.manifest import NAME
-from lengthwise.training.workers import worker_processes
+from lengthwise.run.workers import worker_processes
 from properties import costliest
 from tiers import more
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lengthwise.cli.machine import prepare_environment
 from lengthwise.comm import TorchTransport, World
-from lengthwise.training.launch import launch
+from lengthwise.run.launch import launch
 
 NCCL_OF_ONE_MACHINE = {
     "NCCL_SOCKET_IFNAME": "lo",

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from ranks_on_one_gpu import NCCL_OF_ONE_MACHINE
 
+from run.small_runs import make_rows, write_model, write_run
 from tiers import more
-from training.small_runs import make_rows, write_model, write_run
 
 SCRIPT = Path(__file__).with_name("ranks_on_one_gpu.py")
 SECONDS = {"cpu": 120, "cuda": 33}  # each of four tests: one that hangs leaves the others their time

@@ -211,7 +211,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_step
 @pytest.mark.parametrize(
     ("dtype", "plain_too"), [(torch.float32, False), more(torch.float32, True), more(torch.bfloat16, False)]
 )
-def test_training_goes_on_from_a_checkpoint_on_any_number_of_ranks(tmp_path, dtype, plain_too):
+def test_run_goes_on_from_a_checkpoint_on_any_number_of_ranks(tmp_path, dtype, plain_too):
     """To the same bits on as many ranks; on others, and between planned and plain, within rounding."""
 
     def work(ranks, folder, resume, _rank):

@@ -18,8 +18,8 @@ from lengthwise.profiler.profile import ProfileSettings, profile
 from lengthwise.profiler.runs import local_run, message_runs, packs_up_to, ring_runs
 from lengthwise.profiler.watch import Stopwatch, WatchedTransport
 from lengthwise.program import check_plan, refuse_unsupported
+from lengthwise.run.profiling import profile_model
 from lengthwise.simulator import simulate_plan
-from lengthwise.training.profiling import profile_model
 from tiers import more
 
 SETTINGS = ProfileSettings(seconds=1.0, longest_tokens=256, precision="fp32", clock="wall", hardware="cpu")

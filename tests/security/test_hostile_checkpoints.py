@@ -10,8 +10,8 @@ import lengthwise
 from lengthwise.checkpoint import CheckpointFolder
 from lengthwise.checkpoint.manifest import signed
 from lengthwise.core.errors import OutputError, Problems
+from run.small_runs import make_rows, write_run
 from tiers import some
-from training.small_runs import make_rows, write_run
 
 RANK = "rank-00000.safetensors"
 

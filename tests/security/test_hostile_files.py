@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import lengthwise
 from lengthwise.config import RunConfig
+from run.small_runs import Command, make_rows, write_run
 from security.watched import MARK, watch
 from tiers import some
-from training.small_runs import Command, make_rows, write_run
 
 MODULE = f"{MARK}_module"
 CODES = ("tokenizer.py", "modeling.py", "configuration.py", f"{MODULE}.py", "custom_generate/generate.py", "setup.py")

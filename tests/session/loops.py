@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from lengthwise.run.launch import launch
 from lengthwise.session import Session
-from lengthwise.training.launch import launch
 
 torch.set_num_threads(1)
 VOCAB = 64

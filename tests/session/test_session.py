@@ -23,7 +23,7 @@ from loops import (
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError, NumericError, PlanError, Problems, RankError
 from lengthwise.models import keep_double
-from lengthwise.steps import capacity as steps_capacity
+from lengthwise.session import capacity as session_capacity
 from tiers import more
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -50,7 +50,7 @@ def test_a_planned_loop_is_the_plain_loop(ranks, tmp_path):
 
 def test_what_memory_holds_is_measured_with_what_the_optimizer_will_take(tmp_path, monkeypatch, capfd):
     """Little memory makes rings; the numbers stay those of the plain loop."""
-    monkeypatch.setattr(steps_capacity, "free_bytes", lambda *_: 3_000_000.0)
+    monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 3_000_000.0)
     lengths = [[300, 3, 250], [40, 5, 310]]
 
     def work(_rank):

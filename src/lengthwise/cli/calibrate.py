@@ -75,7 +75,7 @@ def _best_seconds(run: Callable[[], object]) -> float:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute on one thread: a process that ever ran more could not be forked (see `training.launch`)."""
+    """Compute on one thread: a process that ever ran more could not be forked (see `run.launch`)."""
     import torch
 
     threads = torch.get_num_threads()

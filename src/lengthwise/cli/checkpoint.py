@@ -53,7 +53,7 @@ class Checkpoint:
 
     def _folder(self) -> CheckpointFolder:
         from lengthwise.checkpoint import CheckpointFolder
-        from lengthwise.training.resume import FOLDER
+        from lengthwise.run.resume import FOLDER
 
         folder = CheckpointFolder(self.output / FOLDER)
         if not folder.steps():
@@ -88,8 +88,8 @@ class Checkpoint:
     def _print_best(self, *, alone: bool = False) -> bool:
         """Name the model of the best evaluation, if one was kept; `alone`: only where there is no checkpoint."""
         from lengthwise.checkpoint import CheckpointFolder
-        from lengthwise.training.best import read_best
-        from lengthwise.training.resume import FOLDER
+        from lengthwise.run.best import read_best
+        from lengthwise.run.resume import FOLDER
 
         found = read_best(self.output)
         if found is None or (alone and CheckpointFolder(self.output / FOLDER).steps()):
@@ -118,8 +118,8 @@ class Checkpoint:
         return int(bad > 0)
 
     def _export(self) -> int:
-        from lengthwise.training.export import export_checkpoint
-        from lengthwise.training.start import quiet_libraries
+        from lengthwise.run.export import export_checkpoint
+        from lengthwise.run.start import quiet_libraries
 
         quiet_libraries()
         assert self.to is not None, "checked before"

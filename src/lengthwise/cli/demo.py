@@ -25,8 +25,8 @@ from lengthwise.report.lengths import length_histogram, summarize_lengths
 if TYPE_CHECKING:
     from lengthwise.core.plan import Plan
     from lengthwise.data import Dataset
-    from lengthwise.training.metrics import TrainResult
-    from lengthwise.training.start import Start
+    from lengthwise.run.metrics import TrainResult
+    from lengthwise.run.start import Start
 
 Show = Callable[..., None]
 _RANKS, _STEPS, _CAPACITY, _LEAST_TOKENS, _MOST_TOKENS = 4, 20, 2048, 12_000, 16_000
@@ -161,7 +161,7 @@ def _train(run_file: Path) -> TrainResult:
     from lengthwise.core.plan_file import read_plan_text
     from lengthwise.report.plans import degrees
     from lengthwise.report.progress import LiveLine
-    from lengthwise.training.api import train
+    from lengthwise.run.api import train
 
     print("\nTraining, for real", flush=True)
     result = train(run_file, ranks=_RANKS, timeout_seconds=100, callbacks=[PrintedProgress(LiveLine(sys.stdout))])
@@ -179,7 +179,7 @@ def _compare(run_file: Path, ours: Path, show: Show) -> None:
 
 def _check(run_file: Path, show: Show) -> bool:
     from lengthwise.cli.verify import verification_lines
-    from lengthwise.training.api import verify
+    from lengthwise.run.api import verify
 
     def announce(_: Start, plan: Plan) -> None:
         tokens = count(sum(plan.tokens))

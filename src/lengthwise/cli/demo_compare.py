@@ -24,7 +24,7 @@ def train_static(run_file: Path, steps: int, *, ranks: int) -> Path:
     Raises:
         KeyboardInterrupt: a signal ended it early.
     """
-    from lengthwise.training.api import train
+    from lengthwise.run.api import train
 
     overrides = ["planner=static", "output=static", f"steps={steps}"]
     result = train(run_file, ranks=ranks, overrides=overrides, timeout_seconds=100)

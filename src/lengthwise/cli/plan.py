@@ -97,8 +97,8 @@ class PlanCommand:
 
     def run(self) -> int:
         """Run the command; return the exit status."""
+        from lengthwise.planner.service.step_planning import StepPlanning
         from lengthwise.report.plans import degree_table, plan_table
-        from lengthwise.steps.step_planning import StepPlanning
 
         asked = self._read()
         tokens, context = self._lengths(asked)

@@ -120,8 +120,8 @@ class Prepare:
     def _prepare(self, asked: NamedSources, out: Path) -> int:
         from lengthwise.data import load_tokenizer
         from lengthwise.data.prepare import prepare_store
-        from lengthwise.training.preparing import progress_line
-        from lengthwise.training.workers import usable_cores, worker_processes
+        from lengthwise.run.preparing import progress_line
+        from lengthwise.run.workers import usable_cores, worker_processes
 
         line = LiveLine(sys.stdout)
         load = functools.cache(functools.partial(load_tokenizer, asked.tokenizer))

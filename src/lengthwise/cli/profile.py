@@ -65,7 +65,7 @@ class Profile:
         longest_tokens = self._read()
 
         from lengthwise.profiler.profile import ProfileSettings
-        from lengthwise.training.profiling import profile_model
+        from lengthwise.run.profiling import profile_model
 
         settings = ProfileSettings(
             seconds=self.seconds,

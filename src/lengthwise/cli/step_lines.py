@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from lengthwise.report.figures import clock, count, percent, seconds
 
 if TYPE_CHECKING:
-    from lengthwise.training.metrics import FinishedStep, StepMetrics
+    from lengthwise.run.metrics import FinishedStep, StepMetrics
 
 _HEADS = ("loss", "lr", "grad norm", "tokens/s", "memory", "imbalance", "time left")
 _WIDTHS = (8, 8, 9, 8, 6, 9, 9)  # in characters; with up to 9,999,999 steps a row has 79

@@ -20,8 +20,8 @@ from lengthwise.report.progress import LiveLine
 
 if TYPE_CHECKING:
     from lengthwise.config import RunConfig
-    from lengthwise.training.job import Job
-    from lengthwise.training.metrics import EvalMetrics, FinishedStep, NotFinite, TrainResult
+    from lengthwise.run.job import Job
+    from lengthwise.run.metrics import EvalMetrics, FinishedStep, NotFinite, TrainResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Train(RunOptions):
         """Run the command; return the exit status."""
         config = read_settings(self.config, self.set, self.ranks)
 
-        from lengthwise.training.api import train
+        from lengthwise.run.api import train
 
         result = train(
             config,

@@ -11,12 +11,12 @@ import tyro
 from lengthwise.cli.train import RunOptions, read_settings
 from lengthwise.report.figures import count
 from lengthwise.report.plans import degrees
-from lengthwise.training.rounding import FACTOR, SUMS_TOLERANCE
+from lengthwise.run.rounding import FACTOR, SUMS_TOLERANCE
 
 if TYPE_CHECKING:
     from lengthwise.core.plan import Plan
-    from lengthwise.training.start import Start
-    from lengthwise.training.verify import VerifyReport
+    from lengthwise.run.start import Start
+    from lengthwise.run.verify import VerifyReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Verify(RunOptions):
         """Run the command; return the exit status."""
         config = read_settings(self.config, self.set, self.ranks)
 
-        from lengthwise.training.api import verify
+        from lengthwise.run.api import verify
 
         found = verify(
             config, ranks=self.ranks, plan=self.plan, timeout_seconds=self.timeout_seconds, on_start=print_expectations

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from lengthwise.integrations.rows import Examples
 from lengthwise.session import Session
 from lengthwise.session.rows import Row
-from lengthwise.steps.planning import PlannedStep
+from lengthwise.session.source import PlannedStep
 
 
 class PlannedUpdates:

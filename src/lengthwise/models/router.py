@@ -21,7 +21,7 @@ from lengthwise.core.errors import ModelRefused
 from lengthwise.core.package_data import read_package_json
 from lengthwise.models.load import build_skeleton
 
-# Families with Hugging Face's common balance loss; tests/training/test_training_router.py holds for each.
+# Families with Hugging Face's common balance loss; tests/run/test_run_router.py holds for each.
 ROUTER_FAMILIES: tuple[str, ...] = tuple(read_package_json("lengthwise.models", "families.json")["with_balance_loss"])
 
 

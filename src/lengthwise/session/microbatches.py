@@ -21,8 +21,8 @@ from lengthwise.models.adapter import attending_by_plan
 from lengthwise.session.losses import Autocasting, TokenValues
 from lengthwise.session.model import refuse_balance
 from lengthwise.session.rows import RowBatch
+from lengthwise.session.source import PlannedStep
 from lengthwise.session.values import Gathered, Per, ValuesOfTokens
-from lengthwise.steps.planning import PlannedStep
 
 
 @dataclass(kw_only=True)

@@ -34,6 +34,7 @@ from lengthwise.models import (
     has_dropout,
     wrapped_layers,
 )
+from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.session.losses import (
     ComputeLoss,
     TokenLoss,
@@ -48,10 +49,9 @@ from lengthwise.session.rows import Row, RowBatch
 from lengthwise.session.saving import on_first_rank, read_session, write_model, write_session
 from lengthwise.session.settings import check_settings, cost_of, planning_of, told_step
 from lengthwise.session.sharded import ShardedInPlace, check_optimizer
+from lengthwise.session.source import PlanAhead, PlannedStep, StepSource
 from lengthwise.session.state import take_state, whole_state
 from lengthwise.session.values import Combine, Per, ValuesOfTokens, combined
-from lengthwise.steps.planner_process import PlannerProcess
-from lengthwise.steps.planning import PlanAhead, PlannedStep, StepSource
 
 
 class Session:

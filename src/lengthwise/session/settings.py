@@ -20,12 +20,12 @@ from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.engine.activations import check_offload
 from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner import PlanOptions
+from lengthwise.planner.service.step_planning import StepPlanning
+from lengthwise.session.capacity import Measuring, budget_bytes, kinds_of
 from lengthwise.session.microbatches import Microbatches
 from lengthwise.session.model import PRECISIONS, check_session_model
 from lengthwise.session.result import StepResult
 from lengthwise.session.sharded import ShardedInPlace
-from lengthwise.steps.capacity import Measuring, budget_bytes, kinds_of
-from lengthwise.steps.step_planning import StepPlanning
 
 _MOST_TOKENS = 2**22  # of a batch, as which memory is measured: what a loop will give is not known yet
 _STATES = 2  # an entry, of an optimizer that has none yet; amsgrad and centered keep one more

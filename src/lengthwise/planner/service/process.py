@@ -1,0 +1,191 @@
+"""The planner beside rank 0, as a process of its own: both ends of its pipes.
+
+A thread would do the same work, but hold Python's lock against the thread that launches kernels
+(docs/decisions/planner-process.md). A rank that we started forks it before it has threads or CUDA, which do not
+survive a fork; where rank 0 is a user's own process it is a new one, which imports no torch (35 MB, 0.3 s).
+
+One pipe takes pickled (`StepPlanning`, lengths); the other gives for each a pickled (plan file, seconds), or the
+LengthwiseError that there is instead. Standard output is for whatever else prints there, a `sitecustomize.py` before
+any line of ours. Both pipes belong to the two processes alone, so pickles are safe here. The end of the first pipe
+ends the process, also while it plans: whoever asked is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import BinaryIO
+
+from lengthwise.core.errors import LengthwiseError, RankError
+from lengthwise.core.processes import end_with_parent, has_one_thread
+from lengthwise.planner.service.step_planning import StepPlanning
+
+_STANDARD_OUTPUT, _STANDARD_ERROR = 1, 2
+_GRACE_SECONDS = 3.0  # for the status of a process whose pipe is closed
+
+
+class PlannerProcess:
+    """Makes plans in a process of its own, one at a time; any thread may ask.
+
+    It starts at once. A context manager: its end ends the process.
+
+    forks: whether this process is one that we started, and may be forked; it is where it has one thread only.
+    """
+
+    def __init__(self, *, forks: bool = False) -> None:
+        self._asking = threading.Lock()
+        reading, asking = os.pipe()
+        answers, writing = os.pipe()
+        # Ctrl-C is for those who train: they finish their step, and that needs plans. What is blocked stays blocked in
+        # the new process, from its first instruction on; the end of its input ends it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+        try:
+            start = _fork if forks and has_one_thread() else _start
+            self._kill, self._status = start(reading, writing)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            os.close(reading)
+            os.close(writing)
+        self._requests, self._answers = os.fdopen(asking, "wb"), os.fdopen(answers, "rb")
+
+    def __enter__(self) -> PlannerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def plan(self, planning: StepPlanning, lengths: Sequence[int]) -> tuple[str, float]:
+        """Return the plan file of one step, which was checked, and the seconds that it took.
+
+        Raises:
+            LengthwiseError: what `planning` raised, or RankError: the process is gone.
+        """
+        with self._asking:
+            try:
+                pickle.dump((planning, tuple(lengths)), self._requests)
+                self._requests.flush()
+                answer = pickle.load(self._answers)  # noqa: S301 - of our own process
+            except (OSError, EOFError, ValueError, pickle.UnpicklingError):
+                raise self._gone() from None
+        if isinstance(answer, LengthwiseError):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """End the process, also while it plans."""
+        self._kill()
+        self._status(None)
+        with self._asking:  # who was waiting for an answer gets its error now
+            for pipe in (self._requests, self._answers):
+                with contextlib.suppress(BrokenPipeError):  # what was still to be written has no reader
+                    pipe.close()
+
+    def _gone(self) -> RankError:
+        status = self._status(_GRACE_SECONDS)
+        got = "a broken pipe" if status is None else f"its end with status {status}"
+        if status is not None and status < 0:
+            got = f"its end by signal {-status}"
+        remedy = "See what it printed, and whether the machine ran out of memory; then start again."
+        return RankError("rank 0, planner process", expected="a plan", got=got, remedy=remedy)
+
+
+_Kill = Callable[[], None]
+_Status = Callable[[float | None], int | None]
+"""Waits so many seconds, or until the end; returns the exit status, below 0 for a signal, None where there is none."""
+
+
+def _start(reading: int, writing: int) -> tuple[_Kill, _Status]:
+    """Start a new process on these ends of the pipes."""
+    # It imports from where this process does: not from the working folder, which may hold a user's `queue.py`.
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    process = subprocess.Popen(  # noqa: S603 - this module, two numbers
+        [sys.executable, "-m", "lengthwise.planner.service.process", str(reading), str(writing)],
+        stdin=subprocess.DEVNULL,
+        stdout=_STANDARD_ERROR,
+        pass_fds=[reading, writing],
+        env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
+    )
+
+    def status(seconds: float | None) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(seconds)
+        return None
+
+    return process.kill, status
+
+
+def _fork(reading: int, writing: int) -> tuple[_Kill, _Status]:
+    """Fork this process; the child serves on these ends of the pipes."""
+    process = multiprocessing.get_context("fork").Process(
+        target=_serve_forked, args=(os.getpid(), reading, writing), name="planner", daemon=True
+    )
+    process.start()
+
+    def status(seconds: float | None) -> int | None:
+        process.join(seconds)
+        return process.exitcode
+
+    return process.kill, status
+
+
+def _serve_forked(parent: int, reading: int, writing: int) -> None:
+    """Serve in a fork, which closes all that belongs to its parent: pipes, sockets, locks."""
+    end_with_parent(parent)
+    gc.freeze()  # what is collected later must not close numbers of files that are of others by then
+    signal.set_wakeup_fd(-1)
+    sys.stdout = sys.stderr = os.fdopen(_STANDARD_ERROR, "w", buffering=1, closefd=False)
+    os.dup2(_STANDARD_ERROR, _STANDARD_OUTPUT)
+    first, second = sorted((reading, writing))
+    os.closerange(_STANDARD_ERROR + 1, first)
+    os.closerange(first + 1, second)
+    os.closerange(second + 1, os.sysconf("SC_OPEN_MAX"))
+    _serve(reading, writing)
+
+
+def _serve(reading: int, writing: int) -> None:
+    """Answer requests until there are no more."""
+    answers = os.fdopen(writing, "wb")
+    requests: SimpleQueue[tuple[StepPlanning, tuple[int, ...]]] = SimpleQueue()
+    threading.Thread(target=_read, args=(os.fdopen(reading, "rb"), requests), daemon=True).start()
+    try:
+        while True:
+            pickle.dump(_answer(*requests.get()), answers)
+            answers.flush()
+    except BrokenPipeError:  # whoever asked is gone
+        os._exit(0)
+    except Exception:  # noqa: BLE001 - a mistake of ours, shown as Python would; its own end aborts on the reader's lock
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _read(pipe: BinaryIO, requests: SimpleQueue[tuple[StepPlanning, tuple[int, ...]]]) -> None:
+    while True:
+        try:
+            requests.put(pickle.load(pipe))  # noqa: S301 - of the process that started this one
+        except (EOFError, pickle.UnpicklingError):  # the asking process closed the pipe, or died while it wrote
+            os._exit(0)
+
+
+def _answer(planning: StepPlanning, lengths: tuple[int, ...]) -> tuple[str, float] | LengthwiseError:
+    start = time.perf_counter()
+    try:
+        plan = planning.plan(lengths)
+    except LengthwiseError as error:
+        return error
+    return plan.to_json(), time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,73 @@
+"""How the steps of a run are planned: everything but their lengths, in one record that a process without torch takes.
+
+A run may leave the kind of recomputation to the planner; each has its capacity, because each leaves another room. An
+offload ratio of the user's own is that of every microbatch, and a rank then holds as much more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lengthwise.core.held import kept_ratio
+from lengthwise.core.plan import Plan
+from lengthwise.cost import Cost
+from lengthwise.planner import PLANNING_SHARE, PlanOptions, plan_recomputed
+from lengthwise.planner.service.rank_memory import Capacities
+from lengthwise.program import check_plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlanning:
+    """What plans the steps of a run.
+
+    capacities: tokens that the device of a rank holds in a microbatch, by the kinds of recomputation to choose from.
+    offload_ratio: of every microbatch; None: as `options` say, those that need it as much as they need.
+    measured: whose capacities these are; None: they were given, and the plan file's rule is all that is known.
+    """
+
+    ranks: int
+    cost: Cost
+    capacities: Mapping[str, int]
+    options: PlanOptions
+    offload_ratio: float | None = None
+    measured: Capacities | None = None
+
+    def plan(self, lengths: Sequence[int]) -> Plan:
+        """Plan one step; `check_plan` accepts the plan.
+
+        Raises:
+            LengthwiseError: there is no plan.
+        """
+        held = self._held()
+        if "none" in held:  # to compute again costs time, and pays only by what it leaves room for
+            held = {kind: tokens for kind, tokens in held.items() if kind == "none" or tokens > held["none"]}
+        context_tokens = max(self.options.context_tokens or 1, *lengths)
+        options = replace(self.options, context_tokens=context_tokens, planning_share=PLANNING_SHARE)
+        if sum(lengths) <= min(held.values()):  # one rank could hold all of them
+            options = replace(options, offload="off")
+        plan = plan_recomputed(tuple(lengths), self.ranks, self.cost, held, options)
+        if self.offload_ratio:
+            microbatches = tuple(replace(each, offload=self.offload_ratio) for each in plan.microbatches)
+            capacity = self.capacities[plan.microbatches[0].recompute]
+            plan = replace(plan, capacity=capacity, microbatches=microbatches)
+        elif self.measured is not None:
+            memory, narrower = self.measured.memory, replace(self, capacities=self.measured.offloading, measured=None)
+            plan = memory.with_offload(plan) or narrower.plan(lengths)
+        check_plan(plan)
+        return plan
+
+    @property
+    def most_held_tokens(self) -> int:
+        """The tokens that a rank holds at most, with all that may be offloaded."""
+        if self.measured is not None and not self.offload_ratio:
+            narrower = replace(self, capacities=self.measured.offloading, measured=None)
+            return max(*self.capacities.values(), narrower.most_held_tokens)
+        return max(
+            self.cost.choosing(replace(self.options, recompute=kind).choices(capacity)).most_held_tokens(capacity)
+            for kind, capacity in self._held().items()
+        )
+
+    def _held(self) -> dict[str, int]:
+        kept = kept_ratio(self.offload_ratio or 0.0, self.options.layers)
+        return {kind: int(capacity / kept) for kind, capacity in self.capacities.items()}

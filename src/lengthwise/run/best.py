@@ -1,0 +1,119 @@
+"""The model of the best evaluation so far: `model-best` in the output folder, beside the run's last.
+
+A better one is written beside it, synced and takes its place: a fault leaves the one before. What it is of stands in
+its `evaluation.json`, by which a run that goes on knows what is to be beaten.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lengthwise.config.problems import shown
+from lengthwise.core.disk import read_plain
+from lengthwise.core.errors import LengthwiseError, OutputError
+from lengthwise.core.strict_json import parse_json
+from lengthwise.run.folder import BEST, previous_of, unfinished_of, whole_folder, writing
+
+NOTE = "evaluation.json"
+_MOST_FAILURES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestEvaluation:
+    """After which step the model was evaluated, its loss, and the digest of the data that was made of."""
+
+    step: int
+    loss: float
+    data: str
+
+
+def read_best(output: Path) -> tuple[Path, BestEvaluation] | None:
+    """Return the folder of the best model of a run, and what it is of; None: there is none.
+
+    A fault between two renames leaves the one before beside the place where the better one would be.
+
+    Raises:
+        OutputError: what its note says cannot be read.
+    """
+    for folder in (output / BEST, previous_of(output / BEST)):
+        note = folder / NOTE
+        try:
+            found, got = note_of(content := read_plain(note)), content.decode(errors="replace")
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            found, got = None, error.strerror or str(error)
+        if found is None:
+            expected, remedy = "the step, loss and data of an evaluation", f"Correct it, or move {folder} elsewhere."
+            raise OutputError(str(note), expected=expected, got=shown(got), remedy=remedy)
+        return folder, found
+    return None
+
+
+def note_of(content: bytes) -> BestEvaluation | None:
+    """Return what a best model's note says; None: nothing that can be read."""
+    try:
+        found: Any = parse_json(content.decode("utf-8"))
+        step, loss, data = found["step"], found["loss"], found["data"]
+        kinds = type(step) is int and type(loss) in (int, float) and isinstance(data, str)
+        return BestEvaluation(step=step, loss=float(loss), data=data) if kinds and math.isfinite(loss) else None
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return None
+
+
+class BestModel:
+    """Keeps the model of the lowest evaluation loss, in one process. `data`: the digest of what is evaluated on."""
+
+    def __init__(self, output: Path, data: str, note: Callable[[str], None]) -> None:
+        self._folder, self._data, self._note, self._failures = output / BEST, data, note, 0
+        with writing(output):
+            _mend(self._folder)
+        found = read_best(output)
+        self._best: BestEvaluation | None = None if found is None else found[1]
+        if self._best is not None and self._best.data != data:
+            note(f"{self._folder} is of other evaluation data: the next evaluation takes its place")
+            self._best = None
+
+    def takes(self, loss: float) -> bool:
+        """Whether this loss is lower than that of all evaluations before."""
+        return math.isfinite(loss) and (self._best is None or loss < self._best.loss)
+
+    def offer(self, step: int, loss: float, write: Callable[[Path], None]) -> None:
+        """Let `write` fill the folder if this loss is lower than that of all evaluations before.
+
+        Raises:
+            OutputError: the third model in a row that could not be written.
+        """
+        if not self.takes(loss):
+            return
+        now = BestEvaluation(step=step, loss=loss, data=self._data)
+        try:
+            with writing(self._folder.parent), whole_folder(self._folder, replaces=True) as folder:
+                write(folder)
+                (folder / NOTE).write_text(json.dumps(asdict(now)) + "\n", encoding="utf-8")
+        except OutputError as error:
+            self._fail(error)
+        else:
+            self._best, self._failures = now, 0
+            self._note(f"the best evaluation so far, loss {loss:.4f} after step {step}: {self._folder}")
+
+    def _fail(self, error: LengthwiseError) -> None:
+        self._failures += 1
+        if self._failures >= _MOST_FAILURES:
+            raise error
+        self._note(f"the best model is not saved: {error}")
+
+
+def _mend(folder: Path) -> None:
+    """Put the model of before back where a fault came between two renames, and remove what is not whole."""
+    shutil.rmtree(unfinished_of(folder), ignore_errors=True)
+    if folder.exists():
+        shutil.rmtree(previous_of(folder), ignore_errors=True)
+    elif previous_of(folder).exists():
+        previous_of(folder).rename(folder)

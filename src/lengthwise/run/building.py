@@ -1,0 +1,65 @@
+"""The model of a run and its parameters on one rank; `train` and `verify` build it here: one proves the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from lengthwise.comm import Transport, World, agree
+from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.sharded import ShardedParameters
+from lengthwise.models import DTYPES, build_adapted, compute_so, wrapped_layers
+from lengthwise.models.own_rows import OwnRows, own_rows
+from lengthwise.run.job import Job
+
+
+def build_trained(
+    job: Job,
+    world: World,
+    transport: Transport,
+    *,
+    say: Callable[[str], None] | None = None,
+    draws_both: bool = False,
+) -> tuple[Any, Parameters]:
+    """Build the job's model and take rank 0's parameters and buffers over, which alone reads weights. Collective.
+
+    Under `shard: zero3` every rank reads its own rows, where the files have the model's parameters one by one.
+
+    `say` hears how the model computes. `draws_both`: as for `build_adapted`.
+    """
+    dtype, overlap = DTYPES[job.config.precision], job.config.overlap
+    transport.phase = "start, taking the model of rank 0 in"
+    build = partial(build_adapted, job.model, job.config.lora, seed=job.config.seed, draws_both=draws_both)
+    model: Any = build(stored=job.shard == "zero1" and transport.rank == 0)
+    rows = None if job.shard == "zero1" else _own_rows(job, model, transport)
+    if job.shard != "zero1" and rows is None and transport.rank == 0:
+        model = build(stored=True)
+    compute_so(model, job.computing, world.device, dtype=dtype, say=say)
+    layers = wrapped_layers(model)
+    if job.shard == "zero3":
+        read = None if rows is None else rows.read
+        return model, ShardedParameters(model, transport, dtype=dtype, device=world.device, layers=layers, read=read)
+    parameters = FlatParameters(
+        model,
+        transport,
+        dtype=dtype,
+        device=world.device,
+        layers=layers,
+        overlaps=world.device.type == "cuda" if overlap is None else overlap,
+    )
+    return model, parameters
+
+
+def _own_rows(job: Job, model: Any, transport: Transport) -> OwnRows | None:
+    """Return what every rank reads its rows of the model from, the same on all; None: rank 0 reads all. Collective."""
+    rows = own_rows(job.model, model) if job.config.lora is None else None
+    can = torch.tensor([float(rows is None)])
+    transport.all_reduce(can)
+    if can.item() or rows is None:
+        return None
+    agree(transport, rows.digest(), "weights of the model")
+    return rows

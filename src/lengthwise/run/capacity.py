@@ -1,0 +1,98 @@
+"""`capacity_tokens: auto` of a run: what `session.capacity` measures, and a refusal of data that then do not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from lengthwise.attention import BlockKernel
+from lengthwise.comm import Transport
+from lengthwise.core.errors import DataError
+from lengthwise.engine.optimizer import step_end_bytes
+from lengthwise.engine.parameters import Parameters
+from lengthwise.offload import LEAVING_BYTES
+from lengthwise.planner import PACKED_DP
+from lengthwise.planner.service.rank_memory import Capacities
+from lengthwise.run.job import Job
+from lengthwise.session.capacity import Measuring, budget_bytes, kinds_of
+
+
+def measure_capacities(
+    job: Job, model: nn.Module, parameters: Parameters, kernel: BlockKernel, transport: Transport, *, local_ranks: int
+) -> Capacities:
+    """Return the tokens that a rank holds by kind of recomputation, the same on all ranks. Collective.
+
+    Raises:
+        MemoryShortage: not even 128, of any kind.
+        DataError: the longest sequence does not fit all ranks together.
+    """
+    planning, offload = job.planning, job.config.offload
+    end_bytes, device = step_end_bytes(parameters, job.config.optimizer), next(model.parameters()).device
+    measuring = Measuring(
+        model=model,
+        kernel=kernel,
+        transport=transport,
+        budget=budget_bytes(transport, device, local_ranks=local_ranks, kept_bytes=0, end_bytes=end_bytes),
+        kinds=kinds_of(job.model.config, job.config.recompute),
+        heads=planning.options.heads,
+        most_tokens=job.most_tokens,
+        logits_at_once=job.logits_at_once,
+        offloads=planning.options.offload == "auto" or bool(planning.offload_ratio),
+        leaving_bytes=0 if offload is None else LEAVING_BYTES[offload.store],
+    )
+    capacities = measuring.capacities(ratio=planning.offload_ratio)
+    parameters.clear_gradients()
+    _check_longest(job, measuring, capacities)
+    return capacities
+
+
+def _check_longest(job: Job, measuring: Measuring, capacities: Capacities) -> None:
+    """Refuse data whose longest sequence no plan holds; say what would make it fit."""
+    longest, held = job.longest_tokens, job.with_capacities(capacities).planning.most_held_tokens
+    cuts = job.config.planner != PACKED_DP
+    sharing = job.ranks if cuts else 1
+    if longest <= held * sharing:
+        return
+    got = f"{longest} tokens; {job.ranks} ranks hold {held} each (measured)"
+    shared = "" if job.gpus else " with as much memory each, on further machines: ranks of one share its memory"
+    ranks, tokens = f"{-(-longest // held)} ranks{shared}", -(-longest // sharing)
+    last = ranks if cuts else "a planner that cuts sequences (lengthwise)"
+    remedies = [*_savers(job, measuring, tokens, capacities), *_smaller_loss(job, measuring, tokens), last]
+    remedy = f"Use {', or '.join(remedies)}, or data of at most {held * sharing} tokens (too_long: skip)."
+    expected = "sequences that all ranks together hold" if cuts else f"sequences that one rank holds, for {PACKED_DP}"
+    raise DataError("data", expected=expected, got=got, remedy=remedy)
+
+
+def _smaller_loss(job: Job, measuring: Measuring, tokens: int) -> list[str]:
+    """Name the loss in chunks where that lets a rank hold so many tokens, and whole logits do not."""
+    if job.config.loss == "chunked":
+        return []
+    chunked = replace(job, config=job.config.model_copy(update={"loss": "chunked"}))
+    memory = replace(measuring, logits_at_once=chunked.logits_at_once).memory()
+    held = max(memory.most_tokens(kind, tokens) for kind in memory.layouts)
+    return [f"loss: chunked (a rank then holds {tokens} tokens)"] if held >= tokens else []
+
+
+def _savers(job: Job, measuring: Measuring, tokens: int, capacities: Capacities) -> list[str]:
+    """List what of recomputation and offload would let a rank hold so many tokens, each with what it then holds."""
+    layers = job.model.config.num_hidden_layers
+    everything = replace(measuring, kinds=kinds_of(job.model.config, "auto"), offloads=layers > 2)
+    memory, said = everything.memory(), list[str]()
+    memory = replace(memory, leaving_bytes=max(LEAVING_BYTES.values()))  # to whatever store it would be
+    others = [kind for kind in memory.layouts if kind not in capacities.plain]
+    by_kind = {kind: memory.most_tokens(kind, tokens) for kind in others}
+    enough = [kind for kind, held in by_kind.items() if held >= tokens]
+    if enough:
+        said.append(f"recompute: auto (a rank holds {tokens} tokens with {enough[0]})")
+    if layers > 2:
+        ratios = [
+            (ratio, kind)
+            for kind in memory.layouts
+            for ratio in (0.25, 0.5, 0.75, 1.0)
+            if memory.most_held(kind, ratio, tokens) >= tokens
+        ]
+        if ratios:
+            ratio, kind = min(ratios, key=lambda each: (each[1] not in capacities.plain, each[0]))
+            said.append(f"offload: with ratio {ratio:g} and recompute: {kind}")
+    return said

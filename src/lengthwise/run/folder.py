@@ -1,0 +1,376 @@
+"""The output folder of a run: one run at a time, what is written where, and when an earlier run is in the way.
+
+A run claims the folder with a lock on `run.lock`, which its end frees, however it ends. Lines are written one by one.
+The model is written into `model.unfinished`, synced and renamed, so that `model` is whole or not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from math import inf
+from pathlib import Path
+from typing import TextIO
+
+from safetensors import SafetensorError
+
+from lengthwise.checkpoint import CheckpointFolder
+from lengthwise.config import RunConfig, dump_config
+from lengthwise.config.problems import shown
+from lengthwise.core.disk import make_readable, read_plain, sync
+from lengthwise.core.errors import OutputError, WriteError
+from lengthwise.core.locks import owner_name, try_lock
+from lengthwise.core.measurements import Measurements
+from lengthwise.core.plan_file import compress_plan
+from lengthwise.core.strict_json import parse_json
+from lengthwise.run.callbacks import Callback
+from lengthwise.run.metrics import EvalMetrics, FinishedStep, NotFinite
+from lengthwise.run.resume import FOLDER as CHECKPOINTS
+from lengthwise.run.resume import MODEL
+from lengthwise.run.stacks import FOLDER as STACKS
+from lengthwise.run.trackers import TENSORBOARD
+from lengthwise.run.writes import Writes, insist
+
+CONFIG = "config.yaml"
+_AGENT = "torchrun.txt"
+_LEDGER, _OLD_LEDGER = "ledger.jsonl", "ledger.old.jsonl"  # the second: lines before the first's, where it grew long
+BEST = "model-best"  # of the best evaluation, see `run.best`
+_BESTS = (BEST, f"{BEST}.unfinished", f"{BEST}.previous")
+_FOLDERS = ("plans", MODEL, f"{MODEL}.unfinished", *_BESTS, CHECKPOINTS, STACKS, TENSORBOARD)
+_LINES = ("metrics.jsonl", _LEDGER, _OLD_LEDGER, "eval.jsonl", "not_finite.jsonl")  # a step a line
+_FILES = (CONFIG, _AGENT, "measurements.json", *_LINES)
+_LOCK = "run.lock"
+_PLAN = re.compile(r"step-([0-9]{6,18})\.json\.gz")
+_BLOCK_BYTES = 4096  # that a file takes at least
+_RANKS_END_SECONDS = 10.0  # of a launcher that was killed
+
+
+class RunFolder(Callback):
+    """Writes one run; every line is written at once, so a run that dies leaves what it has done.
+
+    `note` hears of what could not be written yet: the run goes on, and it is tried again. Of plans and ledger the
+    oldest go when one of the two takes more than `most_log_bytes`.
+    """
+
+    def __init__(
+        self, path: Path, note: Callable[[str], None] = lambda _line: None, *, most_log_bytes: float = inf
+    ) -> None:
+        self.path, self._note = path, note
+        self._writes = Writes(path, note)
+        self._most_log_bytes = most_log_bytes
+        self._plans: deque[tuple[Path, int]] = deque()  # the oldest first, with their bytes
+        self._plan_bytes = 0
+
+    @property
+    def model(self) -> Path:
+        """Where the trained model goes."""
+        return self.path / MODEL
+
+    @contextlib.contextmanager
+    def claimed(self, *, overwrite: bool, resume: bool = False, inputs: Sequence[Path] = ()) -> Iterator[None]:
+        """Keep other runs out of the folder inside the block; refuse it as `check_free` does, but not to `resume`.
+
+        Forks of this process hold the claim with it. A folder made for the claim is removed if nothing was written.
+
+        Raises:
+            OutputError: another run is writing there, or see `check_free`.
+            KeyboardInterrupt: with what was saved, when the block is interrupted.
+        """
+        made = [each for each in (self.path, *self.path.parents) if not each.exists()]
+        with self.writing(OutputError):
+            lock = self._lock() if self.path.is_dir() or not self.path.exists() else None
+        before = self._saved()
+        try:
+            if not resume:
+                self.check_free(overwrite=overwrite, inputs=inputs)
+            yield
+        except KeyboardInterrupt:
+            saved = self._saved_since(before)
+            if saved is None:
+                raise
+            raise KeyboardInterrupt(saved) from None
+        finally:
+            if lock is not None:
+                (self.path / _LOCK).unlink(missing_ok=True)
+                lock.close()
+            with contextlib.suppress(OSError):
+                for each in made:
+                    each.rmdir()
+
+    def is_restart(self, agent: str | None) -> bool:
+        """Whether this torchrun agent started the run that is in the folder, and now starts it again."""
+        try:
+            return agent is not None and (self.path / _AGENT).read_text(encoding="utf-8") == agent
+        except (OSError, UnicodeDecodeError):
+            return False
+
+    def note_agent(self, agent: str | None) -> None:
+        """Write which torchrun agent may start the run again; None: there is none."""
+        with self.writing():
+            (self.path / _AGENT).unlink(missing_ok=True)
+            if agent is not None:
+                (self.path / _AGENT).write_text(agent, encoding="utf-8")
+
+    def check_free(self, *, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
+        """Raise OutputError for a folder that holds a run, unless it may be overwritten and holds no input of this."""
+        there = [name for name in (*_FILES, *_FOLDERS) if (self.path / name).exists()]
+        if self.path.exists() and not self.path.is_dir():
+            raise self._refusal("a folder", "a file", "Choose another output.")
+        if there and not overwrite:
+            remedy = "Choose another output, or give {overwrite} to delete that run, or {resume} to go on with it."
+            raise self._refusal("no run in the output folder", ", ".join(there), remedy)
+        for path in inputs:
+            if any(path.resolve().is_relative_to((self.path / name).resolve()) for name in there):
+                expected = "no input of this run among what {overwrite} deletes"
+                raise self._refusal(expected, str(path), "Choose another output.")
+
+    def start(self, config: RunConfig) -> None:
+        """Delete an earlier run's files, and nothing else, and write the resolved config."""
+        with self.writing():
+            for name in _FILES:
+                (self.path / name).unlink(missing_ok=True)
+            for name in _FOLDERS:
+                if (self.path / name).exists():
+                    shutil.rmtree(self.path / name)
+            (self.path / "plans").mkdir(parents=True)
+            _replace(self.path / CONFIG, dump_config(config))
+
+    def kept(self, step: int) -> tuple[dict[Path, str], dict[Path, int]]:
+        """Return what a run that goes on after `step` finds: the lines up to it by file, and of which step a plan is.
+
+        Raises:
+            OutputError: a file is damaged, or no folder is where a model goes; names it.
+        """
+        for path in (self.path / name for name in (MODEL, f"{MODEL}.unfinished", *_BESTS)):
+            if path.is_symlink() or (path.exists() and not path.is_dir()):
+                got = "a link" if path.is_symlink() else "a file"
+                raise OutputError(str(path), expected="a folder, or none", got=got, remedy="Move it elsewhere.")
+        plans = dict[Path, int]()
+        for path in sorted((self.path / "plans").glob("step-*.json.gz")):
+            name = _PLAN.fullmatch(path.name)
+            if name is None:
+                expected, remedy = "a name like step-000001.json.gz", "Move it elsewhere."
+                raise OutputError(str(path), expected=expected, got=path.name, remedy=remedy)
+            plans[path] = int(name[1])
+        paths = (self.path / name for name in _LINES)
+        return {path: _lines_up_to(path, step) for path in paths if os.path.lexists(path)}, plans
+
+    def go_on(self, config: RunConfig, step: int) -> None:
+        """Take back what was written after `step`, and the model: the run does these steps again.
+
+        Raises:
+            OutputError: see `kept`; nothing was changed.
+        """
+        lines, plans = self.kept(step)
+        with self.writing():
+            for folder in (self.model, unfinished_of(self.model)):
+                if folder.exists():
+                    shutil.rmtree(folder)
+            for path, text in lines.items():
+                _replace(path, text)
+            (self.path / "plans").mkdir(exist_ok=True)
+            for path, of in plans.items():
+                if of > step:
+                    path.unlink()
+                else:
+                    self._count_plan(path, path.stat().st_size)
+            _replace(self.path / CONFIG, dump_config(config))
+
+    def keep_measurements(self, found: Measurements) -> None:
+        """Write what was measured before the first step, for later runs and for plans."""
+        with self.writing():
+            _replace(self.path / "measurements.json", found.to_json())
+
+    def writing(self, kind: type[OutputError] = WriteError) -> AbstractContextManager[None]:
+        """Raise an error of this kind for what goes wrong in the block while files are written, a full disk say."""
+        return writing(self.path, kind)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[Path]:
+        """Give a folder to write the model into, as `whole_folder` does.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        with self.writing(), whole_folder(self.model) as unfinished:
+            yield unfinished
+
+    def on_step(self, step: FinishedStep) -> None:
+        """Write one step: its plan, its sequences, its metrics."""
+        metrics = step.metrics
+        with self.writing():
+            name, plan = f"plans/step-{metrics.step:06d}.json.gz", compress_plan(step.plan.to_json())
+            self._writes.append(name, plan)
+        self._count_plan(self.path / name, len(plan))
+        self._append(_LEDGER, {"step": metrics.step, "sequences": list(step.sequences)})
+        self._drop_old()
+        self._append("metrics.jsonl", {key: value for key, value in asdict(metrics).items() if value is not None})
+
+    def on_not_finite(self, found: NotFinite) -> None:
+        """Write what was not finite."""
+        self._append("not_finite.jsonl", asdict(found))
+
+    def on_eval(self, metrics: EvalMetrics) -> None:
+        """Write the result of one evaluation."""
+        self._append("eval.jsonl", asdict(metrics))
+
+    def finish(self) -> None:
+        """Write what waits because it could not be written before."""
+        with self.writing():
+            self._writes.finish()
+
+    def save_model(self, write: Callable[[Path], None]) -> None:
+        """Let `write` fill the model's folder, again where the disk fails, at most three times.
+
+        Raises:
+            OutputError: the third failure.
+        """
+
+        def once() -> None:
+            with self.saving() as folder:
+                write(folder)
+
+        insist(once, lambda error: self._note(f"the model is not saved yet: {error}"), OutputError)
+
+    def _append(self, name: str, row: dict[str, object]) -> None:
+        with self.writing():
+            self._writes.append(name, f"{json.dumps(row)}\n".encode())
+
+    def _count_plan(self, path: Path, num_bytes: int) -> None:
+        on_disk = max(num_bytes, _BLOCK_BYTES)
+        self._plans.append((path, on_disk))
+        self._plan_bytes += on_disk
+
+    def _drop_old(self) -> None:
+        """Remove the oldest plans, and the older half of the ledger, where they take too much."""
+        with contextlib.suppress(OSError):  # what cannot be removed stays
+            while self._plan_bytes > self._most_log_bytes and len(self._plans) > 1:
+                path, num_bytes = self._plans.popleft()
+                self._plan_bytes -= num_bytes
+                path.unlink(missing_ok=True)
+            ledger = self.path / _LEDGER
+            if 2 * ledger.stat().st_size > self._most_log_bytes:
+                ledger.replace(self.path / _OLD_LEDGER)
+
+    def _lock(self) -> TextIO:
+        """Take the lock; where its owner is dead, wait for the owner's ranks, which hold it until they end, too."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + _RANKS_END_SECONDS
+        while isinstance(held := try_lock(self.path / _LOCK), str):
+            if not _is_dead(held) or time.monotonic() >= deadline:
+                expected, got = "a folder that no other run is writing", f"one that {held} is writing"
+                raise self._refusal(expected, got, "Choose another output, or wait for the end of that run.")
+            time.sleep(0.05)
+        return held
+
+    def _refusal(self, expected: str, got: str, remedy: str) -> OutputError:
+        return OutputError(str(self.path), expected=expected, got=got, remedy=remedy)
+
+    def _saved(self) -> dict[Path, int]:
+        """Return when the model and each checkpoint were made or renamed, in ns."""
+        checkpoints = CheckpointFolder(self.path / CHECKPOINTS)
+        there = [self.model, *map(checkpoints.at, checkpoints.steps())]
+        return {path: path.stat().st_ctime_ns for path in there if path.exists()}
+
+    def _saved_since(self, before: Mapping[Path, int]) -> str | None:
+        """Say what was saved since: the model, else the newest checkpoint; None: nothing."""
+        new = [path for path, changed in self._saved().items() if before.get(path) != changed]
+        if self.model in new:
+            return f"the model is saved in {self.model}"
+        return f"the newest checkpoint is {new[-1]}" if new else None
+
+
+def _is_dead(owner: str) -> bool:
+    """Whether the process that a lock names was one of this machine, and is gone."""
+    pid = (*owner.split(), "", "")[1]
+    if not pid.isdecimal() or owner != owner_name(int(pid)):
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _lines_up_to(path: Path, step: int) -> str:
+    """Return the lines up to `step`; one that a fault left without its end goes. OutputError: one is damaged."""
+    where, expected, kept = str(path), "a file of lines", list[str]()
+    try:
+        *lines, _ = read_plain(path, most_bytes=path.stat().st_size).split(b"\n")
+        for number, line in enumerate(lines, 1):
+            where, expected = f"{path}:{number}", "an object with a step"
+            row = parse_json(text := line.decode("utf-8"))
+            if not isinstance(row, dict) or type(row.get("step")) is not int:
+                raise ValueError(shown(row))
+            if row["step"] > step:
+                break
+            kept.append(f"{text}\n")
+    except (OSError, ValueError) as error:
+        remedy = "Correct or remove it: {resume|resuming} keeps what was written up to the checkpoint."
+        raise OutputError(where, expected=expected, got=str(error), remedy=remedy) from None
+    return "".join(kept)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole, synced; one that is there stays as it is where that fails. OSError: it did."""
+    other = path.with_name(f"{path.name}.unfinished")
+    try:
+        other.write_text(text, encoding="utf-8")
+        sync(other)
+        other.rename(path)
+    except OSError:
+        other.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def writing(path: Path, kind: type[OutputError] = WriteError) -> Iterator[None]:
+    """Raise an error of this kind, which names `path`, for what goes wrong in the block while files are written."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        remedy = "Free or repair the disk, or choose another output."
+        raise kind(str(path), expected="a folder that can be written", got=str(error), remedy=remedy) from None
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
+    """Give a folder to write into; it becomes `path` when the block ends, synced, whole or not at all.
+
+    `replaces`: one that is there keeps its place until then, and its content beside it until the other has its name.
+    """
+    unfinished, previous = unfinished_of(path), previous_of(path)
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        for each in (*unfinished.rglob("*"), unfinished):
+            if each.is_file():
+                make_readable(each)
+            sync(each)
+        if replaces and path.exists():
+            path.rename(previous)
+        unfinished.rename(path)
+        sync(path.parent)
+        shutil.rmtree(previous, ignore_errors=True)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def unfinished_of(path: Path) -> Path:
+    """Name the folder that becomes `path` when it is whole."""
+    return path.with_name(f"{path.name}.unfinished")
+
+
+def previous_of(path: Path) -> Path:
+    """Name the folder that was `path` until another took its place."""
+    return path.with_name(f"{path.name}.previous")

@@ -1,0 +1,74 @@
+"""`lengthwise profile` as a function: starts the ranks, or takes those of torchrun, and lets them measure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from lengthwise.comm import World, join, world_from_environment
+from lengthwise.core.errors import Collector, ConfigError
+from lengthwise.core.measurements import Measurements
+from lengthwise.models import check_buildable, check_model_config, find_model
+from lengthwise.profiler.profile import ProfileSettings, open_store, profile
+from lengthwise.run.launch import launch, threads_of_each
+from lengthwise.run.start import count_used_gpus, quiet_libraries
+
+_TIMEOUT_SECONDS = 600.0
+
+
+def profile_model(
+    model: str,
+    settings: ProfileSettings,
+    *,
+    ranks: int | None = None,
+    device: str = "auto",
+    disk: Path | None = None,
+) -> Measurements | None:
+    """Measure a model on this machine, or on all machines of torchrun; None on its ranks but the first.
+
+    Args:
+        model: `tiny`, a local Hugging Face folder or a hub name; weights are drawn, not loaded.
+        settings: how.
+        ranks: processes; None: one a GPU, on the CPU two where there are two cores.
+        device: auto, cpu or cuda, as in a run file.
+        disk: a folder that activations would be offloaded to; None: on GPUs the host's memory, else none.
+
+    Raises:
+        LengthwiseError: a model that is not there or cannot be trained, or a rank that was lost.
+    """
+    quiet_libraries()
+    problems = Collector()
+    world = problems.attempt(world_from_environment)
+    source = problems.attempt(lambda: find_model(model, weights="fresh"))
+    if source is not None:
+        problems.attempt(lambda: check_model_config(source.config))
+        problems.attempt(lambda: check_buildable(source.config))
+    gpus = problems.attempt(lambda: count_used_gpus(device))
+    problems.raise_all()
+    assert source is not None, "a model that was not found must have been a problem"
+    assert gpus is not None, "a device that is not there must have been a problem"
+    number = world.world_size if world else ranks or gpus or min(2, os.cpu_count() or 1)
+    _check_clock(settings, threads=threads_of_each(number), gpus=gpus)
+
+    def work(ranked: World, on_phase: Callable[[str], None]) -> Measurements:
+        transport = join(ranked, timeout_seconds=_TIMEOUT_SECONDS, on_phase=on_phase)
+        store = open_store(ranked.device, disk, where=f"rank {ranked.rank}")
+        found = profile(source, ranked, transport, settings, store=store)
+        if store is not None:
+            store.close()
+        transport.close()
+        return found
+
+    if world is None:
+        return launch(work, number, gpus=gpus)
+    found = work(replace(world, gpus=gpus), lambda _phase: None)
+    return found if world.rank == 0 else None
+
+
+def _check_clock(settings: ProfileSettings, *, threads: int, gpus: int) -> None:
+    if settings.clock == "cpu" and (gpus or threads > 1):
+        got = "GPUs" if gpus else f"{threads} threads a rank"
+        remedy = "Give as many {ranks} as there are cores, or {clock} wall."
+        raise ConfigError("clock", expected="wall, but for ranks of one thread on the CPU", got=got, remedy=remedy)

@@ -1,0 +1,171 @@
+"""What `train` and `verify` have in common: from a run file, or its values, to a checked job and its ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from lengthwise.comm import (
+    World,
+    built_for_gpus,
+    checks_transfers,
+    count_gpus,
+    find_gpus,
+    has_unused_gpu,
+    world_from_environment,
+)
+from lengthwise.config import RunConfig, build_config, load_config
+from lengthwise.core.errors import Collector, ConfigError
+from lengthwise.core.faults import asked_faults
+from lengthwise.core.sizes import MOST_RANKS, read_whole
+from lengthwise.profiler.place import first_gpu_name
+from lengthwise.run.job import Job, prepare_job
+from lengthwise.run.launch import launch
+from lengthwise.run.resume import Resume
+from lengthwise.run.stacks import with_own_stacks
+
+_LONGEST_SECONDS = 10**6  # eleven days; gloo counts milliseconds in 31 bits
+
+Result = TypeVar("Result")
+Run = RunConfig | str | Path | Mapping[str, object]
+"""A run: its checked settings, the path of its run file, or the values of one (paths start from the working folder)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A checked job, and torchrun's world where there is one. The job says how many GPUs of this machine it uses."""
+
+    job: Job
+    world: World | None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks for the run: it is alone, or rank 0 of torchrun."""
+        return self.world is None or self.world.rank == 0
+
+
+def prepare(
+    run: Run,
+    overrides: Sequence[str],
+    *,
+    ranks: int | None,
+    timeout_seconds: float,
+    claim: Callable[[RunConfig], Resume | None] | None = None,
+) -> Start:
+    """Read the run file, find the ranks, check the job.
+
+    `claim` is what the verb itself asks of the settings, in the first process; it returns what the job goes on from.
+    What arguments and settings have wrong is reported in one message; then, as it takes longer to find, what the model
+    and the data have.
+
+    Raises:
+        LengthwiseError: with every problem that was found.
+    """
+    quiet_libraries()
+    collector = Collector()
+    world = collector.attempt(lambda: _torchrun(ranks))
+    collector.attempt(lambda: ranks is None or read_whole("ranks", ranks, most=MOST_RANKS))
+    collector.attempt(lambda: _check_timeout(timeout_seconds))
+    collector.attempt(asked_faults)
+    collector.attempt(checks_transfers)
+    config = collector.attempt(lambda: _settings(run, overrides))
+    found = None
+    if config is not None and claim is not None and (world is None or world.rank == 0):
+        found = collector.attempt(lambda: claim(config))
+    gpus = collector.attempt(lambda: count_used_gpus(config.device)) if config is not None else None
+    collector.raise_all()
+    assert config is not None, "a run file that was not read must have been a problem"
+    assert gpus is not None, "a device that is not there must have been a problem"
+    number = world.world_size if world is not None else ranks or max(1, gpus)
+    name = first_gpu_name() if gpus else None
+    job = prepare_job(config, ranks=number, timeout_seconds=timeout_seconds, gpus=gpus, gpu_name=name, resume=found)
+    return Start(job=job, world=replace(world, gpus=gpus) if world is not None else None)
+
+
+def _settings(run: Run, overrides: Sequence[str]) -> RunConfig:
+    if isinstance(overrides, str):
+        got, remedy = repr(overrides), "Put the text into a list."
+        raise ConfigError("overrides", expected="a list of texts key=value", got=got, remedy=remedy)
+    if isinstance(run, str | Path):
+        return load_config(Path(run), overrides)
+    if overrides:
+        expected, got = "none beside settings that are no file", ", ".join(map(repr, overrides))
+        raise ConfigError("overrides", expected=expected, got=got, remedy="Change the settings themselves.")
+    if isinstance(run, RunConfig):
+        return run
+    if not isinstance(run, Mapping):
+        expected, got = "the path of a run file, its values or a RunConfig", f"{run!r} ({type(run).__name__})"
+        raise ConfigError("run", expected=expected, got=got, remedy="Give one of these.")
+    return build_config(run, Path.cwd())
+
+
+def _torchrun(ranks: int | None) -> World | None:
+    world = world_from_environment()
+    if world is not None and ranks is not None and ranks != world.world_size:
+        expected, remedy = f"nothing, or torchrun's {world.world_size}", "Leave {ranks} out under torchrun."
+        raise ConfigError("ranks", expected=expected, got=str(ranks), remedy=remedy)
+    return world
+
+
+def _check_timeout(timeout_seconds: float) -> None:
+    if not (isinstance(timeout_seconds, int | float) and 0 < timeout_seconds <= _LONGEST_SECONDS):
+        expected, got = f"a positive number, at most {_LONGEST_SECONDS:,}", str(timeout_seconds)
+        raise ConfigError("timeout_seconds", expected=expected, got=got, remedy="Give seconds.")
+
+
+def run_ranks(
+    start: Start,
+    work: Callable[[World, Callable[[str], None]], Result],
+    *,
+    asks_to_stop: bool = False,
+    stacks: Path | None = None,
+) -> Result:
+    """Run `work` as torchrun's rank, or on local processes; return this rank's result, or rank 0's.
+
+    `asks_to_stop`, `stacks`: see `launch`.
+    """
+    sys.stdout.flush()
+    if start.world is None:
+        return launch(work, start.job.ranks, asks_to_stop=asks_to_stop, gpus=start.job.gpus, stacks=stacks)
+    ranks_work = partial(work, start.world, lambda _phase: None)
+    return ranks_work() if stacks is None else with_own_stacks(ranks_work, stacks, start.world.rank)
+
+
+def count_used_gpus(device: str) -> int:
+    """Count the GPUs that a run with this `device` uses on this machine.
+
+    Raises:
+        ConfigError: there is none for `cuda`; or none that torch can use for `auto`, though the machine has one and
+            torch was built for it: training on the CPU would take many times as long.
+    """
+    gpus = 0 if device == "cpu" else count_gpus()
+    if gpus or device == "cpu":
+        return gpus
+    got = f"none ({find_gpus().why_none})"
+    if device == "cuda":
+        remedy = "Set device: auto or cpu, or install a CUDA build of torch and a driver that is new enough for it."
+        raise ConfigError("device", expected="a GPU, for device: cuda", got=got, remedy=remedy)
+    if has_unused_gpu() and built_for_gpus():
+        expected = "a GPU that torch can use, because this machine has one"
+        remedy = "Mend the driver or the build of torch; or set device: cpu, to train without it."
+        raise ConfigError("device", expected=expected, got=got, remedy=remedy)
+    return 0
+
+
+def quiet_libraries() -> None:
+    """Keep other libraries' progress bars and advice out of our output; their errors still come through."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore", module="transformers")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)

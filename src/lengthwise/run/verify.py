@@ -1,0 +1,386 @@
+"""Is the plan's arithmetic that of one process? The first thing a careful user runs on their own model and data.
+
+The first global batch goes once over N ranks under its plan, through the very path of training up to the reduced
+gradient, and once through the plain Hugging Face model (its own attention, none of ours) one sequence at a time. In
+bf16 that model is fp32 at the rounded parameters, and plain bf16 says how far rounding alone leads (`rounding`). What
+is smaller than rounding shows in two checks more: the same plan in fp32, and the sums of gradients by themselves.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.models.auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from lengthwise.attention import activate_flash
+from lengthwise.attention.heads import shares_keys
+from lengthwise.comm import SoloTransport, Transport, World
+from lengthwise.core.plan import Plan
+from lengthwise.cost import shape_from_config
+from lengthwise.data import NO_LOSS, Dataset
+from lengthwise.engine.activations import start_offloading
+from lengthwise.engine.batch import StepBatch
+from lengthwise.engine.memory import reporting_shortage
+from lengthwise.engine.replicated import FlatParameters, trainable
+from lengthwise.engine.step import run_plan
+from lengthwise.models import (
+    ANY_KEY,
+    DTYPES,
+    DropoutKey,
+    build_adapted,
+    choose_model_kernel,
+    coefficient_key,
+    has_balance_loss,
+    keep_double,
+    plain_attention,
+    plain_output,
+    sequence_dropout,
+    token_loss,
+)
+from lengthwise.program import HeadRange
+from lengthwise.run.building import build_trained
+from lengthwise.run.job import Job
+from lengthwise.run.rounding import (
+    SUMS_TOLERANCE,
+    TOLERANCES,
+    Difference,
+    Rounding,
+    plain_kernels,
+    rounding_of,
+)
+from lengthwise.run.trainer import connect
+
+_FLOOR = 1e-3
+_NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # the first that can
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """Differences between N ranks and one process; all relative.
+
+    `router_loss` is the routers' balance loss over the batch, 0 where the model's config asks for none.
+    `gradients` maps each parameter to |difference| / max(|reference|, 1e-3 of the median parameter's norm), L2.
+    `rounding` is what it alone does, where it decides (bf16): the tolerance is added to that. `notes` say which kernel
+    and transport it was, and why. `uncut`: where no sequence was cut over ranks, what to do for one that is.
+    `shared_keys`: sizes of the groups that split heads in which several ranks attend to one head of keys.
+    In bf16 `in_fp32` compares the same plan in fp32, and `sums` has the difference of each gradient's sum, over
+    microbatches and ranks, from one that was made beside it.
+    """
+
+    plan: Plan
+    loss: float
+    reference_loss: float
+    gradients: dict[str, float]
+    tolerance: float
+    router_loss: float = 0.0
+    reference_router_loss: float = 0.0
+    rounding: Rounding | None = None
+    notes: tuple[str, ...] = ()
+    uncut: str | None = None
+    shared_keys: tuple[int, ...] = ()
+    in_fp32: VerifyReport | None = None
+    sums: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def loss_difference(self) -> float:
+        """Relative difference of the two losses."""
+        return relative_difference(self.loss, self.reference_loss)
+
+    @property
+    def router_loss_difference(self) -> float:
+        """Relative difference of the two router losses."""
+        return relative_difference(self.router_loss, self.reference_router_loss)
+
+    @property
+    def worst_gradient(self) -> float:
+        """The largest difference of any parameter; NaN counts as infinite."""
+        return max(float("inf") if difference != difference else difference for difference in self.gradients.values())
+
+    @property
+    def passed(self) -> bool:
+        """Whether losses and every gradient are within what is allowed."""
+        rounding = self.rounding
+        within_loss = self.loss_difference <= self._allowed(rounding and rounding.loss)
+        within_router_loss = self.router_loss_difference <= self._allowed(rounding and rounding.router_loss)
+        gradients = all(difference <= self.allowed(name) for name, difference in self.gradients.items())
+        sums = all(difference <= SUMS_TOLERANCE for difference in self.sums.values())
+        in_fp32 = self.in_fp32 is None or self.in_fp32.passed
+        return within_loss and within_router_loss and gradients and sums and in_fp32
+
+    def allowed(self, parameter: str) -> float:
+        """Return the largest difference that a parameter's gradient may have."""
+        return self._allowed(self.rounding and self.rounding.gradients[parameter])
+
+    def _allowed(self, by_rounding: float | None) -> float:
+        return self.tolerance + (0.0 if self.rounding is None else self.rounding.allows(by_rounding or 0.0))
+
+
+def relative_difference(got: float, expected: float) -> float:
+    """Return |got - expected| / |expected|; 0 where both are 0."""
+    return abs(got - expected) / max(abs(expected), 1e-30)
+
+
+def verify_rank(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]) -> VerifyReport | None:
+    """Compute both and compare; None on ranks other than 0, which are done once gradients are gathered.
+
+    Raises:
+        MemoryShortage: the two models do not fit beside each other.
+    """
+    with reporting_shortage(
+        lambda: f"rank {world.rank}, verify",
+        needs=lambda: "the planned model and the plain one, with a gradient each (in bf16 three of them),",
+        remedy="Verify a smaller model of the same kind.",
+    ):
+        return _compare(job, plan, world, on_phase)
+
+
+def _compare(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]) -> VerifyReport | None:
+    notes: list[str] = []
+    transport, batch = connect(world, job, on_phase, notes.append), next(job.batches())
+    planned = _run_plan(job, plan, batch, world, transport, notes.append)
+    in_fp32 = None
+    if job.config.precision == "bf16":
+        exact = replace(job, config=job.config.model_copy(update={"precision": "fp32"}))
+        in_fp32 = _run_plan(exact, plan, batch, world, transport, lambda _: None, rounds_to=torch.bfloat16)
+    transport.close()
+    if world.rank:
+        return None
+    on_phase("verify, one process")
+    reference, rounding = _expected(job, batch, world.device)
+
+    def report(found: Reference, precision: str, **more: Any) -> VerifyReport:
+        return VerifyReport(
+            plan=plan,
+            loss=found.loss,
+            reference_loss=reference.loss,
+            router_loss=found.router_loss,
+            reference_router_loss=reference.router_loss,
+            gradients=gradient_differences(found.gradients, reference.gradients),
+            tolerance=TOLERANCES[precision],
+            **more,
+        )
+
+    return report(
+        planned.found,
+        job.config.precision,
+        rounding=rounding,
+        notes=tuple(notes),
+        uncut=None if plan.ring_tokens else _how_to_cut(job, batch),
+        shared_keys=_shared_keys(job, plan),
+        in_fp32=None if in_fp32 is None else report(in_fp32.found, "fp32"),
+        sums=planned.sums,
+    )
+
+
+def _shared_keys(job: Job, plan: Plan) -> tuple[int, ...]:
+    shape = shape_from_config(job.model.config.to_dict())
+    groups = sorted({piece.heads for microbatch in plan.microbatches for piece in microbatch.pieces} - {1})
+    return tuple(n for n in groups if shares_keys(HeadRange(index=0, parts=n), shape.heads, shape.kv_heads))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    """What a plan gave, on rank 0 whole; sums: see `VerifyReport`."""
+
+    found: Reference
+    sums: Mapping[str, float]
+
+
+def _run_plan(
+    job: Job,
+    plan: Plan,
+    batch: StepBatch,
+    world: World,
+    transport: Transport,
+    say: Callable[[str], None],
+    *,
+    rounds_to: torch.dtype | None = None,
+) -> _Planned:
+    """Run the batch under its plan, up to the reduced gradient. rounds_to: what parameters are rounded to before."""
+    dtype = DTYPES[job.config.precision]
+    kernel = choose_model_kernel(job.model.config, job.computing, world.device, dtype=dtype, say=say)
+    model, parameters = build_trained(job, world, transport, say=say, draws_both=True)
+    if rounds_to is not None:
+        parameters.published()
+        for parameter in model.parameters():
+            parameter.data.copy_(parameter.data.to(rounds_to))
+    offloading = start_offloading(job.config.offload, model, kernel, where=f"rank {world.rank}")
+    options = {"logits_at_once": job.logits_at_once, "offloading": offloading, "parameters": parameters}
+    with keep_double(dtype), _summing(model, asked=dtype == torch.bfloat16 and job.shard == "zero1") as own:
+        work = run_plan(model, plan, batch, transport, kernel, name="verify", **options)
+    if offloading is not None:
+        offloading.store.close()
+    transport.phase = "verify, gathering gradients"
+    losses = torch.tensor([work.loss_sum, work.router_loss], dtype=torch.float64)
+    transport.all_reduce(losses)
+    parameters.reduce_gradients()
+    gradients = parameters.gather_gradients()
+    for sum_of_rank in own.values():
+        transport.all_reduce(sum_of_rank)
+    loss, router_loss = losses.tolist()
+    found = Reference(loss=loss / batch.loss_weight, router_loss=router_loss, gradients=gradients)
+    on_host = {name: gradient.cpu() for name, gradient in gradients.items()} if own else {}
+    return _Planned(found=found, sums=gradient_differences(on_host, own) if own else {})
+
+
+def _add(total: Tensor, grad: Tensor) -> None:
+    total.add_(grad.cpu())
+
+
+@contextmanager
+def _summing(model: nn.Module, *, asked: bool) -> Iterator[dict[str, Tensor]]:
+    """Sum in fp32 on the host what backward inside the block gives each trainable parameter; {} if not asked."""
+    sums: dict[str, Tensor] = {}
+    hooks = []
+    for name, parameter in trainable(model) if asked else ():
+        sums[name] = torch.zeros(parameter.shape, dtype=torch.float32)
+        hooks.append(parameter.register_hook(partial(_add, sums[name])))
+    try:
+        yield sums
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _how_to_cut(job: Job, batch: StepBatch) -> str:
+    """Say how a sequence of this batch is cut, else of the data; every sequence must still fit all ranks together."""
+    longest = max(batch.lengths)
+    if job.ranks == 1:
+        return "Give --ranks 2 or more."
+    if longest < job.ranks:
+        return f"Give data with longer sequences: the longest of this batch has {longest} tokens."
+    name = job.dataset.name(batch.ids[batch.lengths.index(longest)])
+    capacity = max(3 * longest // 4, -(-job.longest_tokens // job.ranks) + 1)  # + 1: ranks get whole chunks
+    if capacity < longest:
+        return f"{name}, of {longest} tokens, is with --set planner=lengthwise capacity_tokens={capacity}"
+    return (
+        f"Of this batch the longest, {name}, has {longest} tokens, of the data {job.longest_tokens}: "
+        "take another seed or a larger global_batch, so that a longer one is in the first batch."
+    )
+
+
+def _expected(job: Job, batch: StepBatch, device: torch.device) -> tuple[Reference, Rounding | None]:
+    """Compute what one process gives; in bf16 by fp32 at the rounded parameters, with what rounding does beside it."""
+    first, dtype = plain_attention(job.model), DTYPES[job.config.precision]
+    activate_flash(None)  # what the planned model activated would judge itself, as plain models call it, too
+    plain = _build(job, attention=first).to(device)
+    if dtype != torch.bfloat16:
+        return plain_gradients(plain, job.dataset, batch.ids, dtype), None
+    for parameter in plain.parameters():
+        parameter.data = parameter.data.to(dtype).float()
+    reference = plain_gradients(plain, job.dataset, batch.ids, torch.float32)
+    del plain
+    config, found = job.model.config, dict[str, Difference]()
+    size = {"heads": config.num_attention_heads, "layers": config.num_hidden_layers}
+    for name in plain_kernels(first, longest=max(batch.lengths), on_gpu=device.type != "cpu", **size):
+        model = _build(job, attention=first if name == "flash" else name).to(device)
+        with sdpa_kernel(_NOT_CUDNN) if name == "flash" else nullcontext():
+            got = plain_gradients(model, job.dataset, batch.ids, dtype)
+        found[name] = Difference(
+            loss=relative_difference(got.loss, reference.loss),
+            router_loss=relative_difference(got.router_loss, reference.router_loss),
+            gradients=gradient_differences(got.gradients, reference.gradients),
+        )
+        del model, got
+    return reference, rounding_of(found)
+
+
+def _build(job: Job, **options: Any) -> nn.Module:
+    """Build the job's model; adapters start from random numbers on both sides, or half of them had no gradient."""
+    return build_adapted(job.model, job.config.lora, seed=job.config.seed, draws_both=True, **options)
+
+
+def gradient_differences(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Return the relative L2 difference of each tensor, floored by 1e-3 of the median tensor's norm."""
+    norms = {name: tensor.double().norm().item() for name, tensor in expected.items()}
+    floor = _FLOOR * sorted(norms.values())[len(norms) // 2]
+    return {
+        name: (gradients[name].double() - tensor.double()).norm().item() / max(norms[name], floor, 1e-300)
+        for name, tensor in expected.items()
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What one process computes: mean loss over the loss tokens, router loss (0 without), gradient of each parameter.
+
+    The gradients are those of loss + coefficient x router loss.
+    """
+
+    loss: float
+    router_loss: float
+    gradients: dict[str, Tensor]
+
+
+def plain_gradients(
+    model: nn.Module, dataset: Dataset, ids: Sequence[int], dtype: torch.dtype, *, dropout: DropoutKey = ANY_KEY
+) -> Reference:
+    """Compute what a plain Hugging Face model gives in this process, one sequence at a time.
+
+    Shift and loss-token count are made here from the data's labels, on purpose not by the code that is checked: logits
+    of all but the last position against labels of all but the first. Where the model has dropout it draws by `dropout`.
+    """
+    flat, loss_sum = FlatParameters(model, SoloTransport(), dtype=dtype), 0.0
+    device = flat.values.device
+    rows = [dataset.read(i, 0, int(dataset.lengths[i])) for i in ids]
+    sequences, labels = (
+        [torch.from_numpy(values.astype("int64")).to(device) for values in each] for each in zip(*rows, strict=True)
+    )
+
+    def run(number: int) -> Any:
+        with sequence_dropout(model, dropout, ids[number], sequences[number]):
+            return plain_output(model, sequences[number])
+
+    weights = [_plain_weights(dataset, i, each) for i, each in zip(ids, labels, strict=True)]
+    together = sum(each.sum(dtype=torch.float64).item() for each in weights)
+    with keep_double(dtype):
+        router_loss, router_gradients = plain_balance(model, len(sequences), run)
+        for number, (asked, from_routers) in enumerate(zip(labels, router_gradients, strict=True)):
+            output = run(number)
+            loss = token_loss(output.logits[0, :-1], asked[1:], weights[number])
+            routers = output.router_logits if from_routers else ()
+            torch.autograd.backward([loss / together, *routers], [torch.ones_like(loss), *from_routers])
+            loss_sum += loss.item()
+    flat.reduce_gradients()
+    return Reference(loss=loss_sum / together, router_loss=router_loss, gradients=flat.gather_gradients())
+
+
+def _plain_weights(dataset: Dataset, row: int, labels: Tensor) -> Tensor:
+    """Return what each token of a row but the first weighs, (length - 1,), by labels alone where there is no more."""
+    weights = dataset.read_weights(row, 1, len(labels))
+    if weights is None:
+        return (labels[1:] != NO_LOSS).float()
+    return torch.tensor(weights, device=labels.device)
+
+
+def plain_balance(model: Any, num_sequences: int, run: Callable[[int], Any]) -> tuple[float, list[list[Tensor]]]:
+    """Return (balance loss, gradients of coefficient x loss) of a plain Hugging Face model over all sequences.
+
+    `run` gives the model's output for one of them. The gradients are with respect to the router logits, for each
+    sequence one (tokens, experts) a layer; (0, no gradients) where the config asks for no balance loss. The loss is
+    Hugging Face's own function. All graphs at once would need the memory of the whole batch, so the chain rule is cut
+    at the router logits: a pass without gradients collects them, and the gradient of their loss enters each backward.
+    """
+    config = model.config
+    if not has_balance_loss(config):
+        return 0.0, [[] for _ in range(num_sequences)]
+    with torch.no_grad():
+        outputs = [run(number).router_logits for number in range(num_sequences)]
+    logits = [[layer.detach().requires_grad_() for layer in layers] for layers in outputs]
+    family: Any = sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__]
+    together = tuple(torch.cat(layer) for layer in zip(*logits, strict=True))
+    loss = family.load_balancing_loss_func(together, model.num_experts, model.num_experts_per_tok)
+    found = iter(
+        torch.autograd.grad(
+            getattr(config, coefficient_key(config.model_type)) * loss, [each for layers in logits for each in layers]
+        )
+    )
+    return loss.item(), [[next(found) for _ in layers] for layers in logits]

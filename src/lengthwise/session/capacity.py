@@ -1,0 +1,169 @@
+"""The tokens that a rank holds, by what small passes of the model measure and the memory that is free beside it.
+
+What a microbatch needs is measured by `engine.activations`, for each kind of recomputation that the run may take, on a
+rank alone, over a ring and with heads split; a tenth of what is free is left. The capacity is the least of all ranks,
+in steps of 128. Where twice what the largest batch needs without recomputation is free, no more is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lengthwise.attention import BlockKernel
+from lengthwise.comm import Transport
+from lengthwise.core.errors import MemoryShortage, ModelRefused
+from lengthwise.core.plan import RECOMPUTE_KINDS
+from lengthwise.cost import RESERVED, STEP_TOKENS, MicrobatchBytes, shape_from_config
+from lengthwise.engine.activations import measure_microbatch
+from lengthwise.engine.memory import free_bytes
+from lengthwise.engine.small_pass import ALONE, Layout, Seen
+from lengthwise.models import check_recompute
+from lengthwise.planner.service.rank_memory import Capacities, RankMemory
+from lengthwise.report.figures import count
+
+_RING_RANKS = 3  # from which on a rank of a ring holds no more: its own keys, those it has, those that arrive
+_AMPLE = 2.0  # times what is needed: rings and split heads need less than that more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measuring:
+    """Measures what microbatches of a run need, all ranks the same.
+
+    budget: bytes for a microbatch, the least of all ranks. kinds: of recomputation, to choose from. heads: as in a run
+    file. most_tokens: of a global batch. offloads, leaving_bytes: whether ratios of offload will be asked for, and what
+    their store holds back. done: the passes that were run; copies of this record run them no second time.
+    """
+
+    model: nn.Module
+    kernel: BlockKernel
+    transport: Transport
+    budget: float
+    kinds: Sequence[str]
+    heads: int | str
+    most_tokens: int
+    logits_at_once: int | None = None
+    offloads: bool = False
+    leaving_bytes: int = 0
+    done: dict[object, Seen] = field(default_factory=dict)
+
+    def memory(self) -> RankMemory:
+        """Return what was measured of all kinds of recomputation, over rings too. Collective."""
+        kinds, leaving = self.kinds, self.leaving_bytes
+        first = self._measured(kinds[0], ALONE)
+        ample = RankMemory(
+            budget_bytes=self.budget / _AMPLE, layouts=dict.fromkeys(kinds, (first,)), leaving_bytes=leaving
+        )
+        most = max(STEP_TOKENS, self.most_tokens)
+        is_ample = ample.peak_bytes(kinds[0], most) <= ample.budget_bytes
+        if least(self.transport, [float(is_ample)])[0]:  # all ranks measure alike: they may gather in their passes
+            return RankMemory(budget_bytes=self.budget, layouts=ample.layouts, leaving_bytes=leaving)
+        measured = {}
+        for kind in kinds:
+            cut = [self._measured(kind, layout) for layout in self._rings()]
+            measured[kind] = (first if kind == kinds[0] else self._measured(kind, ALONE), *cut)
+        return RankMemory(budget_bytes=self.budget, layouts=measured, leaving_bytes=leaving)
+
+    def capacities(self, *, ratio: float | None = None) -> Capacities:
+        """Return the tokens that a rank holds by kind of recomputation, the same on all ranks. Collective.
+
+        ratio: of the offload of every microbatch, where it is given.
+
+        Raises:
+            MemoryShortage: not even 128, of any kind.
+        """
+        memory, plain, offloading = self.memory(), dict[str, int](), dict[str, int]()
+        for kind in memory.layouts:
+            plain[kind] = memory.most_tokens(kind, self.most_tokens, offload=ratio or 0.0)
+            offloading[kind] = plain[kind]
+            if self.offloads and not ratio:
+                offloading[kind] = memory.most_tokens(kind, plain[kind], offload=None)
+        found = least(self.transport, [*plain.values(), *offloading.values()])
+        plain, offloading = (
+            {kind: int(tokens) for kind, tokens in zip(plain, part, strict=True) if tokens}
+            for part in (found[: len(plain)], found[len(plain) :])
+        )
+        if not plain:
+            free = count(max(0.0, self.budget))
+            got = f"{free}B free beside the model, its gradients and optimizer, and a tenth left free"
+            remedy = (
+                "Use more ranks (the optimizer is split over them), a smaller model, recompute: auto, or more memory."
+            )
+            where = f"rank {self.transport.rank}, start"
+            raise MemoryShortage(where, expected=f"room for {STEP_TOKENS} tokens", got=got, remedy=remedy)
+        return Capacities(plain=plain, offloading=offloading, memory=memory)
+
+    def _rings(self) -> list[Layout]:
+        """List how a sequence may lie over several ranks."""
+        ranks, heads = self.transport.world_size, self.heads
+        config: Any = self.model.config
+        degree = min(ranks, _RING_RANKS)
+        layouts = [Layout(degree=degree, position=degree - 1)] if ranks > 1 else []
+        splits = 2 if heads == "auto" else 1 if heads == "off" else int(heads)
+        if 1 < splits <= ranks and shape_from_config(config.to_dict()).heads % splits == 0:
+            layouts.append(Layout(degree=splits, position=splits - 1, heads=splits))
+        return layouts
+
+    def _measured(self, kind: str, layout: Layout) -> MicrobatchBytes:
+        return measure_microbatch(
+            self.model,
+            self.kernel,
+            kind,
+            layout=layout,
+            logits_at_once=self.logits_at_once,
+            most_rows=self.most_tokens,
+            offloads=self.offloads,
+            done=self.done,
+        )
+
+
+def budget_bytes(
+    transport: Transport, device: torch.device, *, local_ranks: int, kept_bytes: float, end_bytes: float
+) -> float:
+    """Return the bytes for a microbatch, the least of all ranks; 0 where a step's end does not fit. Collective.
+
+    kept_bytes: that the optimizer has yet to take. end_bytes: that the end of a step needs while no microbatch runs.
+    """
+    budget = free_bytes(device, local_ranks) * (1 - RESERVED) - kept_bytes
+    return least(transport, [budget if end_bytes <= budget else 0.0])[0]
+
+
+def kinds_of(config: Any, asked: str) -> list[str]:
+    """List the kinds of recomputation that a run may take: the one asked for, or for `auto` those of the family."""
+    if asked != "auto":
+        return [asked]
+    kinds = []
+    for kind in RECOMPUTE_KINDS:
+        try:
+            check_recompute(config, kind)
+        except ModelRefused:  # a family whose layers Hugging Face does not wrap
+            continue
+        kinds.append(kind)
+    return kinds
+
+
+def told(capacities: Capacities, batch_tokens: int) -> str:
+    """Say what a rank holds, by kind of recomputation where that makes a difference, and what that needs.
+
+    `batch_tokens`: the most that a global batch has.
+    """
+    plain, memory = capacities.plain, capacities.memory
+    needs = {kind: memory.peak_bytes(kind, tokens) for kind, tokens in plain.items()}
+    if len(set(plain.values())) == 1:
+        said = f"{next(iter(plain.values()))} tokens"
+    else:
+        said = ", ".join(f"{tokens} tokens with recompute {kind}" for kind, tokens in plain.items())
+    if min(plain.values()) >= batch_tokens:
+        said += ", all of a global batch"
+    return f"{said}; at most {count(max(needs.values()))}B of {count(memory.budget_bytes)}B that are free"
+
+
+def least(transport: Transport, numbers: Sequence[float]) -> list[float]:
+    """Return the least of each number over all ranks. Collective."""
+    rows = torch.empty(transport.world_size * len(numbers), dtype=torch.float64)
+    transport.all_gather(rows, torch.tensor(numbers, dtype=torch.float64))
+    return rows.view(-1, len(numbers)).amin(0).tolist()

@@ -1,0 +1,77 @@
+"""What fits into the memory of a rank: capacities, and the ratio of offload that a plan's microbatches need."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lengthwise.core.held import kept_ratio
+from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.cost import MicrobatchBytes, Moments
+from lengthwise.planner.service.rank_memory import RankMemory
+
+LAYERS = 10
+
+
+def rank_memory(budget, *, saved=100.0, beside=40.0, fixed=0.0, **options):
+    """A rank whose microbatches save so many bytes a row, and need so many beside them where backward begins."""
+    line = Moments(live=np.array([[fixed, saved + beside]]), removable=np.array([[0.0, saved]]))
+    microbatch = MicrobatchBytes(layers=LAYERS, saved_fixed=0.0, saved_a_row=saved, forward=line, backward=line)
+    return RankMemory(budget_bytes=budget, layouts={"none": (microbatch,)}, **options)
+
+
+def plan_of(tokens, capacity, offload):
+    microbatch = Microbatch(pieces=(Piece(ranks=(0,), sequences=(0,)),), offload=offload)
+    return Plan(ranks=1, layers=LAYERS, capacity=capacity, tokens=(tokens,), microbatches=(microbatch,))
+
+
+def test_capacity_is_what_fills_the_budget_in_steps_of_128_tokens():
+    memory = rank_memory(140.0 * 1000)
+    assert memory.most_tokens("none", 10**6) == 896
+    assert memory.most_tokens("none", 500) == 512
+    assert rank_memory(140.0 * 100).most_tokens("none", 10**6) == 0
+
+
+def test_a_loss_in_chunks_may_fit_where_a_whole_one_of_fewer_tokens_does_not():
+    whole, chunked = rank_memory(140.0 * 1000, fixed=-1e5, beside=300.0), rank_memory(140.0 * 1000)
+    (each,), (beyond,) = whole.layouts["none"], chunked.layouts["none"]
+    both = replace(chunked, layouts={"none": (replace(each, most_rows=640, beyond=beyond),)})
+    assert whole.most_tokens("none", 10**6) == 512
+    assert both.most_tokens("none", 10**6) == 896
+
+
+@given(st.integers(900, 2200))
+def test_offload_is_as_much_as_a_microbatch_needs(tokens):
+    """More than the plan file's rule, which counts all bytes as if they could go."""
+    memory = rank_memory(140.0 * 1000)
+    by_rule = min(1.0, (1 - 896 / tokens) * LAYERS / (LAYERS - 2))
+    found = memory.with_offload(plan_of(tokens, 896, by_rule))
+    if found is None:
+        assert memory.peak_bytes("none", tokens, 1.0) > memory.budget_bytes
+        return
+    ratio = found.microbatches[0].offload
+    assert ratio >= by_rule
+    assert memory.peak_bytes("none", tokens, ratio) <= memory.budget_bytes
+    if ratio > by_rule + 2e-4:
+        assert memory.peak_bytes("none", tokens, ratio - 2e-4) > memory.budget_bytes
+
+
+def test_what_offloads_nothing_is_left_alone():
+    plan = plan_of(5000, 896, 0.0)
+    assert rank_memory(1.0).with_offload(plan) == plan
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 1.0])
+def test_a_capacity_for_offload_fits_at_every_ratio(ratio):
+    memory = rank_memory(140.0 * 10000)
+    tokens = memory.most_tokens("none", 10**6, offload=None)
+    assert 0 < tokens < memory.most_tokens("none", 10**6)
+    assert memory.peak_bytes("none", int(tokens / kept_ratio(ratio, LAYERS)), ratio) <= memory.budget_bytes
+    assert memory.most_held("none", ratio, 10**6) >= int(tokens / kept_ratio(ratio, LAYERS))
+
+
+def test_what_is_leaving_counts_but_no_more_than_a_layer():
+    at_once, slowly = (rank_memory(1.0, leaving_bytes=each).peak_bytes("none", 1000, 1.0) for each in (0, 10**9))
+    assert at_once <= slowly <= at_once + 100 * 1000 // LAYERS

@@ -1,0 +1,307 @@
+"""Small runs for tests, and the same training written plainly with Hugging Face and torch: no code of ours in it."""
+
+import contextlib
+import json
+import math
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+import weakref
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from lengthwise.cli import main
+from lengthwise.run.callbacks import Callback
+
+torch.set_num_threads(1)
+disable_progress_bar()
+
+VOCAB = 64
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+METRIC_KEYS = {
+    "step", "loss", "grad_norm", "lr", "num_sequences", "num_tokens", "num_loss_tokens", "num_microbatches",
+    "step_seconds", "tokens_per_second", "imbalance_ratio", "idle_ratio", "ring_token_ratio", "plan_seconds",
+    "predicted_step_seconds", "peak_memory_bytes", "offloaded_bytes", "offload_wait_seconds", "exposed_ring_seconds",
+}  # fmt: skip
+
+
+def write_model(folder, *, weights=True, seed=7, **changes):
+    """Write a Llama of two layers; without weights only its config.json."""
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **changes,
+    }
+    config = LlamaConfig(**settings)
+    if not weights:
+        config.save_pretrained(folder)
+        return folder
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+        for parameter in model.parameters():  # livelier than the initial 0.02, so that errors show
+            parameter.data.mul_(3) if parameter.dim() > 1 else parameter.data.add_(torch.rand_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_rows(lengths, *, seed=0):
+    choose = random.Random(seed)
+    return [{"input_ids": [choose.randrange(VOCAB) for _ in range(length)]} for length in lengths]
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_run(folder, rows=None, *, name="run.yaml", model=None, **keys):
+    """Write model, rows and a run file (JSON is YAML); `keys` change it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if model is None and "model" not in keys:
+        model = folder / "model"
+        if not model.exists():
+            write_model(model)
+    if rows is not None:
+        write_rows(folder / "train.jsonl", rows)
+    values = {
+        "model": str(model),
+        "data": [{"path": "train.jsonl"}],
+        "steps": 3,
+        "global_batch": {"sequences": 4},
+        "capacity_tokens": 32,
+        "precision": "fp64",
+        "output": "out",
+        **keys,
+    }
+    values = {key: value for key, value in values.items() if value is not None}
+    path = folder / name
+    path.write_text(json.dumps(values), encoding="utf-8")
+    return path
+
+
+def call(*arguments):
+    """Run the command in this process; return its exit status."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(each) for each in arguments])
+    return ended.value.code
+
+
+def train(path, *arguments):
+    status = call("train", path, *arguments)
+    assert status == 0
+    return path.parent / "out"
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(output):
+    return [row["loss"] for row in read_lines(output / "metrics.jsonl")]
+
+
+def steps_of(output):
+    """The sequences of each step, by the ledger."""
+    return [row["sequences"] for row in read_lines(output / "ledger.jsonl")]
+
+
+def row_losses(model, row, dtype):
+    """(summed loss, loss tokens) of one row: position t says t + 1, -100 says nothing; or (weighed loss, weights)."""
+    ids, labels = torch.tensor(row["input_ids"]), torch.tensor(row.get("labels", row["input_ids"]))
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].to(torch.promote_types(dtype, torch.float32))
+    if "weights" in row:
+        weights = torch.tensor(row["weights"], dtype=torch.float32)[1:].to(logits.dtype)
+        return (F.cross_entropy(logits, ids[1:], reduction="none") * weights).sum(), weights.sum().item()
+    kept = labels[1:] != -100
+    loss = F.cross_entropy(logits[kept], labels[1:][kept], reduction="sum") if kept.any() else logits.sum() * 0
+    return loss, int(kept.sum())
+
+
+def plain_model(folder, dtype):  # sdpa: the eager attention takes its softmax in fp32 whatever the dtype
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+
+
+def plain_loss(model, rows, dtype):
+    with torch.no_grad():
+        sums = [row_losses(model, row, dtype) for row in rows]
+    return sum(loss.item() for loss, _ in sums) / sum(count for _, count in sums)
+
+
+def plain_training(
+    folder, rows, steps, *, dtype, lrs, weight_decay=0.1, max_grad_norm=1.0, betas=(0.9, 0.95), make=None
+):
+    """Train one sequence at a time; return (losses, gradient norms before clipping, model).
+
+    `make`: from groups of parameters to a torch optimizer in place of AdamW.
+    """
+    model = plain_model(folder, dtype)
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = make(groups) if make else torch.optim.AdamW(groups, lr=1.0, betas=betas, eps=1e-8)
+    found, norms = [], []
+    for ids, lr in zip(steps, lrs, strict=True):
+        optimizer.zero_grad()
+        tokens = sum(row_losses(model, rows[i], dtype)[1] for i in ids)
+        total = 0.0
+        for i in ids:
+            loss, _ = row_losses(model, rows[i], dtype)
+            (loss / tokens).backward()
+            total += loss.item()
+        norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters()))
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        found.append(total / tokens)
+        norms.append(norm)
+    return found, norms, model
+
+
+def relative(got, expected):
+    return abs(got - expected) / abs(expected)
+
+
+class Fault(Exception):
+    pass
+
+
+class FailsAfter(Callback):
+    def __init__(self, step):
+        self._step = step
+
+    def on_step(self, step):
+        if step.metrics.step == self._step:
+            raise Fault
+
+
+class Command:
+    """The command in a process, session and process group of its own, forked from this one to spare it the imports."""
+
+    living: ClassVar = weakref.WeakSet()  # a test that fails leaves some: conftest.py ends them
+
+    def __init__(self, *arguments, prepare=lambda: None, stdout=None, **environment):
+        self.living.add(self)
+        self._files = [os.memfd_create("out"), os.memfd_create("err")]
+        self._status = None
+        self.group = self.pid = os.fork()
+        if not self.pid:
+            self._become(list(map(str, arguments)), prepare, stdout, environment)
+
+    def _become(self, arguments, prepare, stdout, environment):
+        status = 99
+        try:
+            torch.set_num_threads(1)  # before it has threads: the first two would mend the forked thread pool at once
+            os.setsid()
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.dup2(self._files[0] if stdout is None else stdout, 1)
+            os.dup2(self._files[1], 2)
+            encoding = environment.pop("PYTHONIOENCODING", "utf-8")
+            sys.stdout = sys.__stdout__ = open(1, "w", encoding=encoding, closefd=False)  # noqa: SIM115
+            sys.stderr = sys.__stderr__ = open(  # noqa: SIM115
+                2, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False
+            )
+            os.environ.update(environment)
+            prepare()
+            main(arguments)
+        except SystemExit as ended:
+            status = ended.code
+        except BaseException:  # noqa: BLE001 - told as the interpreter would
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+            os._exit(status)
+
+    def ranks(self):
+        """Pids of its children, by rank (the order they were forked in)."""
+        return children(self.pid)
+
+    def send(self, number, *, group=False):
+        (os.killpg if group else os.kill)(self.pid, number)
+
+    def ended(self):
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._status = os.waitstatus_to_exitcode(status) if pid else None
+        return self._status is not None
+
+    def wait_for(self, condition, seconds=120):
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if self.ended() or time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"it never came: {self.written()}")
+            time.sleep(0.01)
+
+    def written(self):
+        return [os.pread(file, 1 << 24, 0).decode(errors="backslashreplace") for file in self._files]
+
+    def __del__(self):
+        for file in self._files:
+            os.close(file)
+
+    def finish(self, seconds=120):
+        """Wait for its end; return (exit status, output, errors). Nothing of it may be left.
+
+        The planner of a rank that was killed ends as soon as it has read the end of its input: on a busy machine later.
+        """
+        deadline = time.monotonic() + seconds
+        while not self.ended():
+            if time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"did not end in {seconds} s: {self.written()}")
+            time.sleep(0.01)
+        deadline = time.monotonic() + 20
+        while (left := self.left()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.kill()
+        self.living.discard(self)
+        assert not left, f"processes left behind: {left}"
+        return self._status, *self.written()
+
+    def left(self):
+        """Pids of its process group that are still there."""
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                fields = stat.read_text().rpartition(")")[2].split()
+                state, group, threads = fields[0], int(fields[2]), int(fields[17])
+                if group == self.group and (state != "Z" or threads > 1):  # those hold its files a moment longer
+                    found.append(int(stat.parent.name))
+        return found
+
+    def kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.group, signal.SIGKILL)
+
+
+def children(pid):
+    """Pids of the children that the main thread of a process started, in the order of their starts.
+
+    The kernel lists them so; pids themselves start again from below after the largest one.
+    """
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def count_lines(path):
+    return path.read_text().count("\n") if path.exists() else 0

@@ -1,0 +1,124 @@
+"""`train` and `verify` as functions: what they take, what they return, who hears of a run."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+
+import pytest
+
+from lengthwise.config import load_config
+from lengthwise.core.errors import CallbackError, ConfigError, LengthwiseError
+from lengthwise.run import job
+from lengthwise.run.api import train, verify
+from lengthwise.run.callbacks import Callback
+from run.small_runs import make_rows, read_lines, write_run
+
+
+class Heard(Callback):
+    def __init__(self):
+        self.calls = []
+
+    def on_start(self, job):
+        self.calls.append(("start", job.ranks))
+
+    def on_step(self, step):
+        self.calls.append(("step", step.metrics.step, len(step.sequences)))
+
+    def on_eval(self, metrics):
+        self.calls.append(("eval", metrics.step))
+
+    def on_end(self, result):
+        self.calls.append(("end", result.steps))
+
+
+def test_train_takes_a_file_its_values_or_its_settings_and_returns_the_last_metrics(tmp_path):
+    path = write_run(tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40)
+    values = json.loads(path.read_text())
+    values |= {"data": [{"path": str(tmp_path / "train.jsonl")}], "output": str(tmp_path / "out")}
+    found = []
+    for run in (path, str(path), values, load_config(path)):
+        result = train(run, overwrite=True)
+        assert (result.steps, result.folder, result.stopped_by) == (3, tmp_path / "out", None)
+        rows = read_lines(tmp_path / "out/metrics.jsonl")
+        assert {key: value for key, value in asdict(result.metrics).items() if value is not None} == rows[-1]
+        assert (result.first_loss, result.last_loss) == (rows[0]["loss"], rows[-1]["loss"])
+        found.append(result.last_loss)
+    assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_train_calls_back_in_order_and_prints_nothing(tmp_path, capfd, ranks):
+    heard = Heard()
+    path = write_run(
+        tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40,
+        eval={"data": [{"path": "train.jsonl"}], "every_steps": 2},
+    )  # fmt: skip
+    train(path, ranks=ranks, overrides=["steps=2"], callbacks=[heard])
+    steps = [("step", 1, 4), ("step", 2, 4), ("eval", 2)] if ranks == 1 else []  # else they are heard in a fork
+    assert heard.calls == [("start", ranks), *steps, ("end", 2)]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_verify_returns_how_far_apart_ranks_and_one_process_are(tmp_path):
+    path, begun = write_run(tmp_path, make_rows([30, 12, 5, 40])), []
+    report = verify(path, overrides=["capacity_tokens=24"], on_start=lambda start, plan: begun.append(plan))
+    assert report is not None
+    assert report.passed
+    assert (report.tolerance, report.plan.ranks, report.plan) == (1e-12, 2, begun[0])
+    assert not (tmp_path / "out").exists()
+
+
+class Broken(Callback):
+    def on_step(self, step):
+        raise ValueError(f"at step {step.metrics.step}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_train_names_a_callback_that_raises(tmp_path, capfd, ranks):
+    path = write_run(tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40)
+    with pytest.raises(CallbackError, match=r"callback Broken\.on_step: expected a return; got ValueError: at step 1"):
+        train(path, ranks=ranks, callbacks=[Broken()])
+    if ranks > 1:  # the traceback stays in the rank, so it is printed there
+        assert 'raise ValueError(f"at step' in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_train_runs_in_a_thread_that_is_not_the_main_one(tmp_path, ranks):
+    path = write_run(tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40)
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(train, path, ranks=ranks).result(timeout=120).steps == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"overrides": "steps=1"}, "overrides: expected a list of texts key=value; got 'steps=1'"),
+        ({"overrides": ["steps"]}, "overrides steps: expected key=value; got 'steps'"),
+        ({"ranks": "2"}, "ranks: expected a whole number from 1 to 262144; got '2'"),
+        (
+            {"ranks": 0, "timeout_seconds": -1},
+            "ranks: expected a whole number from 1 to 262144; got 0(.|\n)*timeout_seconds: expected a pos",
+        ),
+        ({"run": 3}, r"run: expected the path of a run file, its values or a RunConfig; got 3 \(int\)"),
+        ({"run": {}, "overrides": ["steps=1"]}, "overrides: expected none beside settings that are no file"),
+    ],
+)
+def test_train_refuses_wrong_arguments_by_name(tmp_path, arguments, message):
+    with pytest.raises(LengthwiseError, match=message):
+        train(**{"run": write_run(tmp_path, make_rows([5, 6])), **arguments})
+
+
+def test_train_raises_what_the_command_prints(tmp_path):
+    with pytest.raises(ConfigError, match="ranks: expected a whole number from 1 to 262144; got 0"):
+        train(write_run(tmp_path, make_rows([5, 6])), ranks=0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_train_has_the_same_losses_chunked_and_whole(tmp_path, monkeypatch, ranks):
+    monkeypatch.setattr(job, "LOGITS_AT_ONCE", 7 * 256)  # 7 tokens a chunk
+    path, losses = write_run(tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40, precision="fp64"), {}
+    for loss in ("chunked", "whole"):
+        train(path, ranks=ranks, overrides=[f"loss={loss}"], overwrite=True)
+        losses[loss] = [row["loss"] for row in read_lines(tmp_path / "out/metrics.jsonl")]
+    assert losses["chunked"] == pytest.approx(losses["whole"], rel=1e-12)
+    assert losses["chunked"] != losses["whole"], "sums in another order"

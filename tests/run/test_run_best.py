@@ -1,0 +1,159 @@
+"""`save: {best: eval_loss}`: the model of the lowest evaluation loss, whole whatever comes between."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import lengthwise
+from lengthwise.run.best import BestModel, read_best
+from run.small_runs import (
+    Command,
+    call,
+    make_rows,
+    plain_loss,
+    plain_model,
+    read_lines,
+    relative,
+    train,
+    write_rows,
+    write_run,
+)
+from run.test_run_resume import broken_off
+from tiers import more
+
+OTHERS = make_rows([7, 50, 33, 18], seed=8)  # trained on at a rate so large that the second evaluation is the best
+KEYS = {
+    "steps": 3,
+    "capacity_tokens": 64,
+    "optimizer": {"lr": 5e-2},
+    "eval": {"data": [{"path": "eval.jsonl"}], "every_steps": 1},
+    "save": {"best": "eval_loss"},
+    "checkpoint": {"every_steps": 1, "background": False},
+}
+
+
+def run_file(folder, **keys):
+    folder.mkdir(exist_ok=True, parents=True)
+    write_rows(folder / "eval.jsonl", OTHERS)
+    return write_run(folder, OTHERS, **{**KEYS, **keys})
+
+
+def evaluations(output):
+    return {row["step"]: row["loss"] for row in read_lines(output / "eval.jsonl")}
+
+
+def best_of(output):
+    found = evaluations(output)
+    return min(found, key=found.get)
+
+
+def check_best(output):
+    """The folder is of the best evaluation, and its model has that loss."""
+    step, found = best_of(output), read_best(output)
+    assert found is not None
+    assert found[0] == output / "model-best"
+    assert (found[1].step, found[1].loss) == (step, evaluations(output)[step])
+    loss = plain_loss(plain_model(output / "model-best", torch.float64), OTHERS, torch.float64)
+    assert relative(loss, found[1].loss) < 1e-12
+    return step
+
+
+@pytest.mark.parametrize("keys", [{}, more({"overlap": True})], ids=str)
+def test_the_best_model_is_kept_beside_the_last(tmp_path, capsys, keys):
+    output = train(run_file(tmp_path, **keys), "--ranks", 2)
+    step = check_best(output)
+    assert step == 2, evaluations(output)
+    assert (output / "model").is_dir()
+    assert sorted(each.name for each in output.glob("model*")) == ["model", "model-best"]
+    capsys.readouterr()
+    assert call("checkpoint", "list", output) == 0
+    said = capsys.readouterr().out
+    assert f"after step {step}, its model: {output / 'model-best'}" in " ".join(said.split())
+    shutil.rmtree(output / "checkpoints")
+    assert call("checkpoint", "list", output) == 0
+    assert f"after step {step}" in capsys.readouterr().out
+
+
+def test_it_survives_a_resume(tmp_path):
+    path = run_file(tmp_path)
+    lengthwise.train(path, ranks=2, overrides=["output=whole"])
+    step = best_of(tmp_path / "whole")
+    for after in (step, step + 1):  # a fault before the best, and after it
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        broken_off(path, 2, after=after)
+        lengthwise.train(path, ranks=2, resume=True)
+        assert check_best(tmp_path / "out") == step
+        ours, theirs = (load_file(tmp_path / each / "model-best/model.safetensors") for each in ("out", "whole"))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("action", ["kill", more("error")])
+def test_a_fault_while_it_is_written_leaves_the_one_before(tmp_path, action):
+    path = run_file(tmp_path, steps=4)
+    command = Command("train", path, "--ranks", 1, LENGTHWISE_FAULT=f"model-save:0:2:{action}")
+    status, out, _ = command.finish()
+    found = read_best(tmp_path / "out")
+    if action == "kill":
+        assert status == -9
+        assert found is not None
+        assert found[1].step == 1
+        plain_model(tmp_path / "out/model-best", torch.float64)
+        assert call("train", path, "--resume") == 0
+        check_best(tmp_path / "out")
+    else:
+        assert status == 0
+        assert "the best model is not saved" in " ".join(out.split())
+        assert check_best(tmp_path / "out") == 4
+    assert not list((tmp_path / "out").glob("*.unfinished"))
+
+
+def write_into(text):
+    return lambda folder: (folder / "model.txt").write_text(text)
+
+
+def test_a_fault_between_two_renames_is_mended(tmp_path):
+    notes = []
+    best = BestModel(tmp_path, "a", notes.append)
+    best.offer(1, 2.0, write_into("first"))
+    (tmp_path / "model-best").rename(tmp_path / "model-best.previous")
+    assert read_best(tmp_path)[1].step == 1
+    (tmp_path / "model-best.unfinished").mkdir()
+    best = BestModel(tmp_path, "a", notes.append)
+    assert [each.name for each in tmp_path.iterdir()] == ["model-best"]
+    best.offer(2, 2.0, write_into("as good"))
+    best.offer(3, float("nan"), write_into("none"))
+    assert (tmp_path / "model-best/model.txt").read_text() == "first"
+    best.offer(4, 1.5, write_into("better"))
+    assert json.loads((tmp_path / "model-best/evaluation.json").read_text()) == {"step": 4, "loss": 1.5, "data": "a"}
+    assert [each.name for each in tmp_path.iterdir()] == ["model-best"]
+
+
+def test_other_evaluation_data_are_no_match(tmp_path):
+    notes = []
+    BestModel(tmp_path, "a", notes.append).offer(1, 2.0, write_into("first"))
+    other = BestModel(tmp_path, "b", notes.append)
+    assert "of other evaluation data" in notes[-1]
+    other.offer(2, 3.0, write_into("second"))
+    assert (tmp_path / "model-best/model.txt").read_text() == "second"
+
+
+def test_the_third_failure_in_a_row_ends_the_run(tmp_path):
+    notes = []
+    best = BestModel(tmp_path, "a", notes.append)
+
+    def fail(folder):
+        raise OSError("disk full")
+
+    best.offer(1, 3.0, fail)
+    best.offer(2, 2.0, fail)
+    assert len(notes) == 2
+    with pytest.raises(lengthwise.LengthwiseError, match="disk full"):
+        best.offer(3, 1.0, fail)
+
+
+def test_it_needs_an_evaluation(tmp_path, capsys):
+    assert call("train", run_file(tmp_path, eval=None)) == 2
+    assert "save: expected `eval` beside it" in capsys.readouterr().err

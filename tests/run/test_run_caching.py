@@ -1,0 +1,344 @@
+"""Large sources that were not prepared: prepared once, and what is trained is what the source itself would give."""
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+
+import lengthwise
+from data.stores import DOCUMENTS, FILES, SHARD_BYTES, content, load, prepare, write_sources
+from data.test_data_hub import hub  # noqa: F401 - a fixture
+from lengthwise.config import DataSource
+from lengthwise.core.errors import DataError, OutputError, RankError
+from lengthwise.core.locks import try_lock
+from lengthwise.data import ByteTokenizer
+from lengthwise.data.manifest import NAME
+from lengthwise.run import caching
+from lengthwise.run.caching import VARIABLE, DataCache, data_cache
+from properties import costliest
+from run.small_runs import losses, make_rows, read_lines, steps_of, write_rows, write_run
+from run.test_run_torchrun import run as run_torchrun
+
+FORK = multiprocessing.get_context("fork")
+ROWS = [{"text": "x" * n} for n in (1, 2, 97, 300, 5, 60, 61, 250, 199, 240)]
+
+
+def cache_in(folder, *, small_bytes=0, vocab_size=256, timeout_seconds=60.0):
+    return DataCache(
+        folder=folder,
+        tokenizer_name="bytes",
+        tokenizer=ByteTokenizer,
+        vocab_size=vocab_size,
+        timeout_seconds=timeout_seconds,
+        small_bytes=small_bytes,
+    )
+
+
+def rows_file(folder, rows=ROWS, **settings):
+    path = write_rows(folder / "rows.jsonl", rows)
+    return DataSource(path=path, **settings)
+
+
+def entries(folder):
+    """Return the stores of a cache; nothing else may be left in it."""
+    found = sorted(folder.iterdir()) if folder.exists() else []
+    assert all((each / NAME).is_file() for each in found), found
+    return [each.name for each in found]
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    """Cut what is prepared into shards of 200 bytes, and prepare in this process."""
+
+    def prepare(*args, **options):
+        return original(*args, **{**options, "run": map}, least_bytes=SHARD_BYTES)
+
+    original = caching.prepare_store
+    monkeypatch.setattr(caching, "prepare_store", prepare)
+
+
+@given(files=FILES, documents=DOCUMENTS)
+@costliest
+def test_cached_sources_are_the_sources(tmp_path_factory, files, documents):
+    folder = tmp_path_factory.mktemp("data")
+    sources = write_sources(folder, [[{"text": "one"}, *rows] for rows in files], ["two", *documents])
+    cached = cache_in(folder / "cache").prepared(sources, "data")
+    assert content(load(*cached)) == content(load(*sources))
+    assert len(entries(folder / "cache")) == len(sources)
+    assert cache_in(folder / "cache").prepared(sources, "data") == cached
+
+
+@pytest.mark.parametrize("where", ["data", pytest.param("eval", marks=pytest.mark.exhaustive)])
+def test_a_run_trains_on_the_same_steps_from_the_cache(tmp_path, monkeypatch, where):
+    rows = [*make_rows([30, 12, 5, 25, 1, 17, 24]), {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}]
+    write_rows(tmp_path / "other.jsonl", make_rows([9, 8, 7], seed=1))
+    data = [{"path": "train.jsonl", "weight": 2}, {"path": "other.jsonl", "weight": 0.5}]
+    keys = {"data": data} if where == "data" else {"eval": {"data": [{"path": "other.jsonl"}], "every_steps": 2}}
+    write_run(tmp_path, rows, name="off.yaml", output="off", **keys)
+    write_run(tmp_path, rows, name="on.yaml", output="on", **keys)
+    monkeypatch.setenv(VARIABLE, "off")
+    lengthwise.train(tmp_path / "off.yaml", ranks=2)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr("lengthwise.run.job.data_cache", lambda *_args: cache_in(tmp_path / "cache", vocab_size=64))
+    lengthwise.train(tmp_path / "on.yaml", ranks=2)
+    assert len(entries(tmp_path / "cache")) == 2
+    assert steps_of(tmp_path / "on") == steps_of(tmp_path / "off")
+    assert losses(tmp_path / "on") == losses(tmp_path / "off")
+    if where == "eval":
+        evaluated = [[row["loss"] for row in read_lines(tmp_path / each / "eval.jsonl")] for each in ("on", "off")]
+        assert evaluated[0] == evaluated[1]
+
+
+def while_waiting(monkeypatch, act):
+    """Call `act` whenever someone is about to wait for another process that prepares."""
+    monkeypatch.setattr(caching, "time", SimpleNamespace(sleep=lambda seconds: (act(), time.sleep(seconds))))
+
+
+def ask(cache, source, answers, barrier):
+    barrier.wait()
+    (found,) = cache.prepared([source], "data")
+    answers.put((str(found.path), content(load(found))))
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_two_that_ask_at_once_share_what_one_prepares(tmp_path, monkeypatch):
+    def counted(*args, **options):
+        with (tmp_path / "prepared").open("a") as file:
+            file.write("once\n")
+        assert waits.wait(timeout=30), "the other one found it held"
+        return original(*args, **options)
+
+    original, waits = caching.prepare_store, FORK.Event()
+    while_waiting(monkeypatch, waits.set)
+    monkeypatch.setattr(caching, "prepare_store", counted)
+    source, answers, barrier = rows_file(tmp_path), FORK.Queue(), FORK.Barrier(2)
+    asking = [FORK.Process(target=ask, args=(cache_in(tmp_path / "cache"), source, answers, barrier)) for _ in range(2)]
+    for each in asking:
+        each.start()
+    first, second = answers.get(timeout=60), answers.get(timeout=60)
+    for each in asking:
+        each.join()
+    assert first == second
+    assert first[1] == content(load(source))
+    assert (tmp_path / "prepared").read_text() == "once\n"
+    assert len(entries(tmp_path / "cache")) == 1
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_one_killed_while_preparing_is_followed_by_the_one_that_waits(tmp_path, monkeypatch):
+    source, folder, waiting = rows_file(tmp_path), tmp_path / "cache", FORK.Event()
+
+    def prepare_and_die():
+        def show(now):
+            if now.shards_done == 2:
+                waiting.wait(timeout=30)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        monkeypatch.setattr(caching, "progress_line", lambda _line: show)
+        cache_in(folder).prepared([source], "data")
+
+    dying = FORK.Process(target=prepare_and_die)
+    dying.start()
+    while not list(folder.glob("*.unfinished/work/shard-00001.json")):
+        assert dying.is_alive()
+        time.sleep(0.01)
+    told = []
+    monkeypatch.setattr(caching, "progress_line", lambda _line: told.append)
+    while_waiting(monkeypatch, waiting.set)
+    (found,) = cache_in(folder).prepared([source], "data")
+    dying.join()
+    assert dying.exitcode == -signal.SIGKILL
+    assert told[0].shards_found == 2
+    assert content(load(found)) == content(load(source))
+    (store,) = folder.glob("*/" + NAME)
+    assert store.parent == found.path
+
+
+def test_a_changed_source_limit_or_model_is_another_entry(tmp_path):
+    cache, source = cache_in(tmp_path / "cache"), rows_file(tmp_path)
+    (first,) = cache.prepared([source], "data")
+    write_rows(source.path, [*ROWS, {"text": "more"}])
+    (changed,) = cache.prepared([source], "data")
+    assert changed.path != first.path
+    assert content(load(changed)) == content(load(source))
+    (limited,) = cache.prepared([source.model_copy(update={"max_tokens": 100, "too_long": "skip"})], "data")
+    assert len(entries(cache.folder)) == 3
+    assert max(content(load(limited))["lengths"]) == 97
+
+
+def test_bad_rows_that_are_left_out_are_those_of_this_model(tmp_path):
+    rows = [{"input_ids": [1, 2]}, {"input_ids": [1, 200]}, {"input_ids": [300]}]
+    source = rows_file(tmp_path, rows, bad_rows="skip")
+    for vocab_size, left in ((256, 1), (100, 2), (301, 0)):
+        (cached,) = cache_in(tmp_path / "cache", vocab_size=vocab_size).prepared([source], "data")
+        found = content(load(cached, vocab_size=vocab_size))
+        assert found == content(load(source, vocab_size=vocab_size))
+        assert found["skipped"] == ({"bad": left} if left else {})
+    strict = source.model_copy(update={"bad_rows": "stop"})
+    (cached,) = cache_in(tmp_path / "cache").prepared([strict], "data")
+    with pytest.raises(DataError, match=r"below the model's 256; got id 300 in row 2 \(rows.jsonl:3\)"):
+        load(cached)
+
+
+def test_a_weight_stays_and_shares_the_entry_of_none(tmp_path):
+    cache, source = cache_in(tmp_path / "cache"), rows_file(tmp_path)
+    plain, weighed = cache.prepared([source, source.model_copy(update={"weight": 0.5})], "data")
+    assert (plain.path, plain.weight, weighed.weight) == (weighed.path, 1.0, 0.5)
+    assert load(weighed).weights == ((0, 0.5),)
+    assert len(entries(cache.folder)) == 1
+
+
+def test_small_and_prepared_sources_and_those_that_are_not_there_stay_as_they_are(tmp_path):
+    source = rows_file(tmp_path)
+    size = source.path.stat().st_size
+    (store,) = cache_in(tmp_path / "stores").prepared([source], "data")
+    cache = cache_in(tmp_path / "cache", small_bytes=size + 1)
+    sources = (source, store, DataSource(path=tmp_path / "none.jsonl"))
+    assert cache.prepared(sources, "data") == sources
+    assert not cache.folder.exists()
+    (cached,) = cache_in(tmp_path / "cache", small_bytes=size).prepared([source], "data")
+    assert cached != source
+
+
+def test_each_task_that_is_done_is_seen_by_those_who_wait(tmp_path):
+    cache, source = cache_in(tmp_path / "cache", timeout_seconds=5.0), rows_file(tmp_path)
+    lock = tmp_path / "lock"
+    lock.write_text("")
+    os.utime(lock, (0, 0))
+    cache._prepare(source, tmp_path / "store", "data.0", lock)
+    assert lock.stat().st_mtime > 0
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_dataset_of_a_hub_is_prepared_once_too(tmp_path):
+    dataset = DataSource.model_validate({"dataset": "org/name", "split": "train", "weight": 0.5})
+    cache = cache_in(tmp_path / "cache")
+    cached = cache.prepared([dataset], "data")
+    assert cache.prepared([dataset], "data") == cached
+    assert content(load(*cached)) == content(load(dataset))
+    assert load(*cached).weights == load(dataset).weights
+    assert len(entries(cache.folder)) == 1
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path, monkeypatch):
+    import datasets
+
+    def load_dataset(*_args, **_options):
+        asked.append(1)
+        raise ConnectionError("no network")
+
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    dataset = DataSource.model_validate({"dataset": "org/name", "split": "train"})
+    with pytest.raises(DataError, match="no network"):
+        cache_in(tmp_path / "cache").prepared([dataset], "data")
+    assert asked == [1]
+
+
+def test_bad_rows_of_all_sources_are_told_together_by_file_and_line(tmp_path):
+    sources = write_sources(tmp_path, [[{"text": "a"}, {"text": 1}], [{"words": "a"}]])
+    with pytest.raises(lengthwise.LengthwiseError) as caught:
+        cache_in(tmp_path / "cache").prepared(sources, "data")
+    assert "rows-0.jsonl:2" in str(caught.value)
+    assert "rows-1.jsonl:1" in str(caught.value)
+
+
+def test_a_damaged_entry_is_made_again(tmp_path):
+    cache, source = cache_in(tmp_path / "cache"), rows_file(tmp_path)
+    (first,) = cache.prepared([source], "data")
+    (first.path / "tokens-00000.bin").write_bytes(b"")
+    assert cache.prepared([source], "data") == (first,)
+    assert content(load(first)) == content(load(source))
+
+
+def test_a_run_whose_prepared_data_is_changed_ends_at_the_row(tmp_path):
+    write_run(tmp_path, make_rows([30, 12, 5, 25, 1, 17, 24]), data=[{"path": "store"}])
+    prepare([DataSource(path=tmp_path / "train.jsonl")], tmp_path / "store")
+    tokens = tmp_path / "store/tokens-00000.bin"
+    content = bytearray(tokens.read_bytes())
+    content[4 * 31] ^= 1
+    tokens.write_bytes(content)
+    with pytest.raises(DataError, match=r"row 1 \(train\.jsonl:2\)") as caught:
+        lengthwise.train(tmp_path / "run.yaml", ranks=2)
+    assert caught.value.where == str(tokens)
+
+
+def test_where_the_cache_is(tmp_path, monkeypatch):
+    def folder():
+        return data_cache("bytes", ByteTokenizer, None, 1.0).folder
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert folder() == tmp_path / ".cache/lengthwise"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert folder() == tmp_path / "xdg/lengthwise"
+    monkeypatch.setenv(VARIABLE, "~/mine")
+    assert folder() == tmp_path / "mine"
+    monkeypatch.setenv(VARIABLE, "off")
+    assert data_cache("bytes", ByteTokenizer, None, 1.0) is None
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_what_to_set(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    source = rows_file(tmp_path)
+    with pytest.raises(OutputError, match=rf"Not a directory at .*file.*{VARIABLE}, or set it to off"):
+        cache_in(tmp_path / "file/cache").prepared([source], "data")
+
+    def full(*_args, **_options):
+        raise OutputError("out", expected="a folder to write into", got="No space left on device", remedy="Make room.")
+
+    monkeypatch.setattr(caching, "prepare_store", full)
+    with pytest.raises(OutputError, match=rf"No space left on device.*{VARIABLE}"):
+        cache_in(tmp_path / "cache").prepared([source], "data")
+
+
+@pytest.mark.parametrize("ahead", [0, 10**6, -(10**6)], ids=["together", "ahead", "behind"])
+def test_one_that_gets_on_is_waited_for_and_one_that_does_not_is_named(tmp_path, monkeypatch, ahead):
+    """Whatever the clock of who writes: that of a file server, for one."""
+    cache, source = cache_in(tmp_path / "cache", timeout_seconds=1.0), rows_file(tmp_path)
+    (found,) = cache_in(tmp_path / "names").prepared([source], "data")
+    cache.folder.mkdir()
+    lock = cache.folder / f"{found.path.name}.lock"
+    shard = cache.folder / f"{found.path.name}.unfinished/tokens-00000.bin"
+    shard.parent.mkdir()
+    looks, stamp = 0, time.time() + ahead
+
+    def get_on(_seconds):
+        nonlocal looks
+        looks += 1
+        if looks <= 20:
+            shard.write_bytes(bytes(looks))
+        for path in (lock, shard, shard.parent):
+            os.utime(path, (stamp, stamp))
+
+    monkeypatch.setattr(caching, "time", SimpleNamespace(sleep=get_on))
+    with try_lock(lock), pytest.raises(RankError, match=rf"process {os.getpid()} on"):
+        cache.prepared([source], "data")
+    assert 20 < looks <= 30
+    lock.unlink()
+    assert content(load(*cache.prepared([source], "data"))) == content(load(source))
+
+
+@pytest.mark.exhaustive
+def test_ranks_of_torchrun_share_one_entry(tmp_path, monkeypatch):
+    write_run(tmp_path, make_rows([30, 12, 5, 25, 17, 24]))
+    with (tmp_path / "train.jsonl").open("a") as file:  # a source of 70 MB with few tokens
+        for row in make_rows([8] * 7, seed=2):
+            file.write(json.dumps({**row, "note": "x" * 10_000_000}) + "\n")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+    done = run_torchrun(tmp_path / "run.yaml", restarts=0)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall("data.0 is prepared once, into", done.stderr)) == 1
+    assert len(entries(tmp_path / "cache")) == 1
+    monkeypatch.setenv(VARIABLE, "off")
+    write_run(tmp_path, name="memory.yaml", output="memory")
+    lengthwise.train(tmp_path / "memory.yaml", ranks=2)
+    assert losses(tmp_path / "out") == losses(tmp_path / "memory")

@@ -1,0 +1,225 @@
+"""`capacity_tokens: auto`: what a microbatch needs is predicted, and what cannot fit is refused."""
+
+import re
+
+import pytest
+import torch
+from testing import LiveBytes, make_batch, run_ranks
+
+from lengthwise.attention import choose_kernel
+from lengthwise.core.held import held_by_rank
+from lengthwise.core.plan import Plan
+from lengthwise.core.plan_file import read_plan_text
+from lengthwise.engine import memory
+from lengthwise.engine.activations import start_offloading
+from lengthwise.engine.optimizer import ShardedOptimizer, kept_bytes
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.small_pass import SmallPasses
+from lengthwise.engine.step import run_plan
+from lengthwise.models import build_adapted
+from lengthwise.run import capacity
+from lengthwise.run import job as jobs
+from lengthwise.run.start import prepare
+from lengthwise.session import capacity as session_capacity
+from run.small_runs import VOCAB, call, losses, make_rows, read_lines, train, write_model, write_run
+from tiers import more, some
+
+CPU = torch.device("cpu")
+
+
+def run(tmp_path, *, ranks=2, rows=None, status=0, **keys):
+    path = write_run(tmp_path, rows or make_rows([90, 60, 30, 12]), capacity_tokens="auto", **keys)
+    assert call("train", path, "--ranks", ranks, "--overwrite") == status
+    return tmp_path / "out"
+
+
+def plans_of(output):
+    return [Plan.from_json(read_plan_text(path)) for path in sorted((output / "plans").iterdir())]
+
+
+@pytest.mark.parametrize("recompute", [more("none"), more("layer"), "auto"])
+def test_auto_trains_to_the_same_losses(tmp_path, capfd, recompute):
+    output = run(tmp_path, recompute=recompute, precision="fp64")
+    said = capfd.readouterr().out
+    assert "microbatches as large as memory holds" in said
+    assert re.search(
+        r"capacity of a rank: \d+ tokens, all of a global batch; at most \S+B of \S+B that are free\n", said
+    ), "of any kind as many"
+    path = write_run(tmp_path, name="given.yaml", capacity_tokens=200, precision="fp64", output="given")
+    assert call("train", path, "--ranks", 2) == 0
+    for got, want in zip(losses(output), losses(tmp_path / "given"), strict=True):
+        assert got == pytest.approx(want, rel=1e-12)
+    assert all(row["peak_memory_bytes"] > 0 for row in read_lines(output / "metrics.jsonl"))
+
+
+@pytest.mark.exhaustive
+def test_little_memory_makes_more_rings_or_another_recomputation(tmp_path, monkeypatch, capsys):
+    """With room for 128 to 300 tokens without recomputation, 700 tokens need more ranks than there are."""
+    write_model(tmp_path / "model", num_hidden_layers=8)
+    rows = make_rows([700, 60, 30, 12])
+    monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 12_000_000.0)
+    run(tmp_path, rows=rows, status=2, recompute="none")
+    refused = capsys.readouterr().err
+    assert "error[data] data: expected sequences that all ranks together hold; got 700 tokens; 2 ranks hold" in refused
+    assert "recompute: auto" in refused
+    run(tmp_path, rows=rows, status=2, recompute="none", planner="packed-dp", output="packed")
+    refused = capsys.readouterr().err
+    assert "expected sequences that one rank holds, for packed-dp; got 700 tokens" in refused
+    assert "a planner that cuts sequences" in refused
+    plans = plans_of(run(tmp_path, rows=rows, recompute="auto"))
+    assert {each.recompute for plan in plans for each in plan.microbatches} & {"layer", "all_but_attention"}
+
+
+@pytest.mark.exhaustive
+def test_what_cannot_fit_is_told_what_would_save_it(tmp_path, monkeypatch, capsys):
+    """By passes of which none is run twice."""
+    run_pass, done = SmallPasses._run, set()
+
+    def run_once(self, rows, **options):
+        key = (self.recompute, self.layout, rows, *options.items())
+        assert key not in done, "the rank ends by this, and not with status 2"
+        done.add(key)
+        return run_pass(self, rows, **options)
+
+    monkeypatch.setattr(SmallPasses, "_run", run_once)
+    write_model(tmp_path / "model", num_hidden_layers=8)
+    monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 9_000_000.0)
+    run(tmp_path, rows=make_rows([1600, 60]), status=2, recompute="none")
+    refused = capsys.readouterr().err
+    assert re.search(r"Use recompute: auto \(a rank holds 800 tokens with layer\)", refused)
+    assert re.search(r"or \d+ ranks with as much memory each, on further machines", refused)
+
+
+@pytest.mark.exhaustive
+def test_a_loss_in_chunks_is_told_where_whole_logits_do_not_fit(tmp_path, monkeypatch, capsys):
+    write_model(tmp_path / "model", vocab_size=4096)
+    rows = make_rows([1200, 60])
+    monkeypatch.setattr(jobs, "LOGITS_AT_ONCE", 2**16)
+    monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 32_000_000.0)
+    run(tmp_path, rows=rows, status=2, recompute="none", loss="whole")
+    assert "loss: chunked (a rank then holds 600 tokens)" in capsys.readouterr().err
+    run(tmp_path, rows=rows, recompute="none", loss="chunked")
+
+
+@pytest.mark.exhaustive
+def test_offload_takes_no_capacity_from_what_does_not_offload(tmp_path, monkeypatch, capfd):
+    """With 8 layers a rank may hold four times its capacity, and a layer's backward needs four times as much."""
+    write_model(tmp_path / "model", num_hidden_layers=8)
+    rows = make_rows([300, 60, 30, 12] * 3)
+    monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 33_200_000.0)  # what 896 tokens need, and more
+    held = []
+    for offload in (None, {"store": "disk", "path": str(tmp_path)}):
+        run(tmp_path, rows=rows, global_batch={"sequences": 12}, steps=1, offload=offload)
+        held.append(int(capfd.readouterr().out.partition("capacity of a rank: ")[2].split()[0]))
+    assert held[1] == held[0]
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "keys"),
+    some(
+        [
+            (22e6, {"recompute": "none"}),
+            (16e6, {"recompute": "auto"}),
+            (22e6, {"recompute": "none", "offload": {"store": "disk", "ratio": "auto"}}),
+            (22e6, {"recompute": "none", "offload": {"store": "disk", "ratio": 0.5}}),
+            (20e6, {"recompute": "layer", "loss": "whole"}),
+        ],
+        0,
+    ),
+    ids=str,
+)
+def test_a_step_holds_what_the_start_said(tmp_path, monkeypatch, free_bytes, keys):
+    """All tensors of both ranks are counted; the peak of a step is that of the largest microbatch."""
+    write_model(tmp_path / "model", num_hidden_layers=8)
+    if "offload" in keys:
+        keys = {**keys, "offload": {**keys["offload"], "path": str(tmp_path)}}
+    lengths = (1500, 700, 300, 60, 30)
+    keys |= {"capacity_tokens": "auto", "global_batch": {"sequences": len(lengths)}, "precision": "fp32"}
+    path = write_run(tmp_path, make_rows(list(lengths)), **keys)
+    job = prepare(path, [], ranks=2, timeout_seconds=60).job
+    monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: free_bytes)
+
+    def work(transport):
+        with LiveBytes() as live:
+            model = build_adapted(job.model, None, seed=0)
+            parameters = FlatParameters(model, transport, dtype=torch.float32)
+            optimizer, kernel = ShardedOptimizer(parameters, job.config.optimizer, transport), choose_kernel(CPU)
+            found = capacity.measure_capacities(job, model, parameters, kernel, transport, local_ranks=2)
+            offloading = start_offloading(job.config.offload, model, kernel, where="test")
+            batch, planning = make_batch(lengths, vocab=VOCAB), job.with_capacities(found).planning
+            for plan in (planning.plan((9,) * len(lengths)), planning.plan(lengths)):
+                live.peak_bytes = live.now_bytes
+                at_once = job.logits_at_once
+                few = make_batch(plan.tokens, vocab=VOCAB)
+                run_plan(
+                    model, plan, few if sum(plan.tokens) < 100 else batch, transport, kernel, name="test",
+                    logits_at_once=at_once, offloading=offloading,
+                )  # fmt: skip
+                optimizer.update(1e-3, optimizer.reduce())
+        mine = [(each, held_by_rank(plan, each)[0][transport.rank]) for each in plan.microbatches]
+        said = max(found.memory.peak_bytes(each.recompute, held, each.offload) for each, held in mine)
+        return (
+            live.peak_bytes,
+            kept_bytes(model, parameters, job.config.optimizer),
+            said,
+            found.memory.budget_bytes,
+            plan.to_json(),
+        )
+
+    measured, kept, said, budget, plan = max(run_ranks(work, 2))
+    assert measured <= kept + budget, plan
+    # Of what goes to a disk a layer may be unwritten; that much is always counted.
+    over = 1.05 if "offload" not in keys else 1.2
+    assert 0.95 <= (kept + said) / measured <= over, plan
+
+
+def test_no_memory_is_said_with_the_bytes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 10_000.0)
+    run(tmp_path, status=1)
+    assert "error[memory] rank 0, start: expected room for 128 tokens" in capsys.readouterr().err
+
+
+def test_a_plan_made_elsewhere_needs_a_number(tmp_path, capsys):
+    path = write_run(tmp_path, make_rows([9]), capacity_tokens="auto")
+    assert call("plan", "--config", path, "--ranks", 2, "--out", tmp_path / "plan.json") == 2
+    assert "--capacity: expected a number for a plan made here" in capsys.readouterr().err
+    arguments = ("--capacity", 64, "--out", tmp_path / "plan.json")
+    assert call("plan", "--config", path, "--ranks", 2, *arguments) == 0
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_verify_takes_auto(tmp_path, precision):
+    path = write_run(tmp_path, make_rows([90, 60]), capacity_tokens="auto", recompute="auto", precision=precision)
+    assert call("verify", path, "--ranks", 2) == 0
+
+
+def test_free_memory_is_that_of_the_container_and_shared_by_its_ranks(tmp_path, monkeypatch):
+    alone, shared = memory.free_bytes(CPU, 1), memory.free_bytes(CPU, 4)
+    assert alone > 4 * shared * 0.8 > 0
+    monkeypatch.setattr(memory, "_cgroup_bytes", lambda: 1000.0)
+    assert memory.free_bytes(CPU, 2) == 500.0
+    monkeypatch.setattr(memory, "_cgroup_bytes", lambda: None)
+    monkeypatch.setattr(memory, "_available_bytes", lambda: None)
+    assert memory.free_bytes(CPU, 1) == 0.0
+
+
+@pytest.mark.parametrize("keys", [{}, {"recompute": "none"}, {"loss": "whole"}], ids=str)
+@pytest.mark.parametrize("tokens", [1, 127, 129, 200])
+def test_a_batch_of_one_sequence_fits_whatever_its_length(tmp_path, tokens, keys):
+    """The capacity is a whole global batch at most, in steps of 128 tokens: rounded up."""
+    path = write_run(
+        tmp_path, make_rows([tokens + 1]), capacity_tokens="auto", global_batch={"sequences": 1}, steps=1, **keys
+    )
+    train(path, "--ranks", 1)
+
+
+@pytest.mark.exhaustive
+def test_the_ratio_that_is_told_is_enough(tmp_path, monkeypatch, capsys):
+    write_model(tmp_path / "model", num_hidden_layers=8)
+    rows = make_rows([2400, 60])
+    monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 33_200_000.0)
+    run(tmp_path, rows=rows, status=2, recompute="none")
+    told = re.search(r"or offload: with ratio ([\d.]+) and recompute: (\w+)", capsys.readouterr().err)
+    assert told is not None
+    offload = {"store": "disk", "path": str(tmp_path), "ratio": float(told[1])}
+    run(tmp_path, rows=rows, recompute=told[2], offload=offload)

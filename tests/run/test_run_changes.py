@@ -1,0 +1,102 @@
+"""`--resume --accept-changes`: other settings than those of the checkpoint, each named; refused without it."""
+
+import pytest
+import torch
+
+import lengthwise
+from lengthwise.core.errors import OutputError
+from run.small_runs import call, losses, make_rows, plain_training, read_lines, relative, steps_of, write_rows
+from run.test_run_resume import EVERY, LENGTHS, assert_equal_runs, broken_off, run_of, whole
+
+CHANGES = ["optimizer.lr=0.01", "optimizer.schedule=linear", "steps=9"]
+
+
+def test_changes_are_refused_with_the_way_to_accept_them(tmp_path, capfd):
+    path = run_of(tmp_path)
+    broken_off(path, 1, after=5)
+    capfd.readouterr()
+    assert call("train", path, "--resume", "--set", *CHANGES) == 2
+    told = capfd.readouterr().err
+    assert "optimizer.lr" in told
+    assert "--accept-changes" in told
+    assert call("train", path, "--accept-changes") == 2
+    assert "--resume beside --accept-changes" in capfd.readouterr().err
+
+
+def test_each_change_is_named_and_the_rest_of_the_run_obeys(tmp_path, capfd):
+    path = run_of(tmp_path, optimizer={"lr": 3e-3}, checkpoint={**EVERY, "keep_last": 9})
+    broken_off(path, 2, after=5)
+    capfd.readouterr()
+    assert call("train", path, "--ranks", 2, "--resume", "--accept-changes", "--set", *CHANGES) == 0
+    told = " ".join(capfd.readouterr().out.split())
+    for each in (
+        "optimizer.lr: 0.003 (a number) then, 0.01 (a number) now",
+        "optimizer.schedule: 'constant' (text) then",
+        "steps: 7 (a whole number) then, 9 (a whole number) now",
+    ):
+        assert f"changed since the checkpoint: {each}" in told
+    lrs = [3e-3] * 4 + [0.01 * (10 - step) / 9 for step in range(5, 10)]
+    assert [row["lr"] for row in read_lines(tmp_path / "out/metrics.jsonl")] == pytest.approx(lrs, rel=1e-12)
+    expected, _, _ = plain_training(
+        tmp_path / "model", make_rows(LENGTHS), steps_of(tmp_path / "out"), dtype=torch.float64, lrs=lrs
+    )
+    assert max(relative(got, loss) for got, loss in zip(losses(tmp_path / "out"), expected, strict=True)) < 1e-9
+    lengthwise.train(path, ranks=1, resume=True, overrides=CHANGES)  # which are now the run's own
+    for step in (4, 9):
+        exported = tmp_path / f"exported{step}"
+        assert call("checkpoint", "export", tmp_path / "out", "--to", exported, "--step", step) == 0
+
+
+def test_a_run_that_ended_can_be_made_longer_and_not_shorter(tmp_path):
+    path = run_of(tmp_path)
+    lengthwise.train(path, ranks=2)
+    with pytest.raises(OutputError, match="one after 7"):
+        lengthwise.train(path, ranks=2, resume=True, accept_changes=True, overrides=["steps=5"])
+    result = lengthwise.train(path, ranks=2, resume=True, accept_changes=True, overrides=["steps=9"])
+    assert result.steps == 9
+    lengthwise.train(path, ranks=2, overrides=["steps=9", "output=whole"])
+    assert_equal_runs(tmp_path / "out", tmp_path / "whole")
+
+
+def test_nothing_changed_is_nothing_told(tmp_path, capfd):
+    path = run_of(tmp_path)
+    wanted = whole(path)
+    broken_off(path, 1, after=5)
+    capfd.readouterr()
+    assert call("train", path, "--resume", "--accept-changes") == 0
+    assert "changed since" not in capfd.readouterr().out
+    assert_equal_runs(tmp_path / "out", wanted)
+
+
+def test_other_data_are_accepted_and_named(tmp_path, capfd):
+    path = run_of(tmp_path)
+    broken_off(path, 2, after=3)
+    write_rows(tmp_path / "train.jsonl", make_rows(LENGTHS, seed=5))
+    capfd.readouterr()
+    assert call("train", path, "--ranks", 2, "--resume", "--accept-changes") == 0
+    assert "changed since the checkpoint: the tokens of the data" in " ".join(capfd.readouterr().out.split())
+    assert len(losses(tmp_path / "out")) == 7
+
+
+@pytest.mark.parametrize(
+    ("before", "changes", "told"),
+    [
+        ({}, "optimizer={name: adam}", "states of adamw (exp_avg, exp_avg_sq)"),
+        ({"name": "sgd"}, "optimizer.momentum=0.5", "states of sgd (none)"),
+        ({}, "precision=fp32", "float64, not float32"),
+    ],
+)
+def test_what_the_checkpoint_has_no_state_for_is_refused_all_the_same(tmp_path, capfd, before, changes, told):
+    path = run_of(tmp_path, optimizer=before)
+    broken_off(path, 1, after=3)
+    capfd.readouterr()
+    assert call("train", path, "--resume", "--accept-changes", "--set", changes) == 2
+    assert told in " ".join(capfd.readouterr().err.split())
+
+
+def test_the_seed_of_frozen_weights_stays(tmp_path, capfd):
+    path = run_of(tmp_path, lora={"r": 2})
+    broken_off(path, 1, after=3)
+    capfd.readouterr()
+    assert call("train", path, "--resume", "--accept-changes", "--set", "seed=5") == 2
+    assert "expected seed 0, which may have drawn the frozen weights; got 5" in " ".join(capfd.readouterr().err.split())

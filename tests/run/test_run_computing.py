@@ -1,0 +1,109 @@
+"""How a run computes: refused before any process starts, the same in all that runs the model, the same result."""
+
+import json
+from functools import partial
+
+import pytest
+from transformers import LlamaConfig, MixtralConfig
+
+from lengthwise.config import build_config
+from lengthwise.core.errors import ConfigError
+from lengthwise.models import Computing, computing
+from lengthwise.run import pricing
+from lengthwise.run.job import prepare_job
+from run.small_runs import call, losses, make_rows, relative, train, write_run
+from tiers import more
+
+LENGTHS = (40, 9, 17, 3)
+
+
+def job_of(folder, *, gpus=0, **keys):
+    path = write_run(folder, make_rows(LENGTHS), **keys)
+    return prepare_job(
+        build_config(json.loads(path.read_text()), folder=folder), ranks=2, timeout_seconds=10, gpus=gpus
+    )
+
+
+@pytest.mark.parametrize("name", ["flash2", "cudnn"])
+def test_kernels_of_gpus_are_refused_on_the_cpu_before_any_process_starts(tmp_path, capfd, name):
+    path = write_run(tmp_path, make_rows(LENGTHS), device="cpu")
+    assert call("train", path, "--ranks", 2, "--set", f"attention={name}") == 2
+    expected = f"error[config] attention: expected auto or reference on the CPU; got {name}. Set attention: auto"
+    assert expected in " ".join(capfd.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_kernel_without_its_package_or_precision_is_refused_before_a_gpu_is_touched(tmp_path):
+    with pytest.raises(ConfigError, match="flash3: there is no package flash_attn_interface"):
+        job_of(tmp_path, gpus=1, precision="bf16", attention="flash3")
+    with pytest.raises(ConfigError, match="flash2: flash attention takes bf16, not float64"):
+        job_of(tmp_path, gpus=1, attention="flash2")
+
+
+def test_the_job_hands_all_of_it_on(tmp_path):
+    assert job_of(tmp_path, device="cpu").computing == Computing()
+    assert job_of(tmp_path, attention="reference").computing == Computing(attention="reference")
+
+
+def test_experts_in_one_product_are_refused_in_fp64_before_any_process_starts(tmp_path):
+    with pytest.raises(ConfigError, match=r"experts: expected .* got no experts in one parameter"):
+        job_of(tmp_path, experts="grouped_mm", precision="fp32")
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    config = MixtralConfig(**{**LlamaConfig.from_pretrained(tmp_path / "model").to_dict(), **sizes})
+    config.save_pretrained(tmp_path / "mixture")
+    with pytest.raises(ConfigError, match="grouped products take bf16 and fp32, not float64"):
+        job_of(tmp_path, experts="grouped_mm", model=str(tmp_path / "mixture"))
+    assert job_of(tmp_path, experts="grouped_mm", precision="bf16", model=str(tmp_path / "mixture")).computing.experts
+
+
+def test_layers_by_liger_are_refused_on_the_cpu_before_any_process_starts(tmp_path, capfd):
+    path = write_run(tmp_path, make_rows(LENGTHS), device="cpu", precision="fp32")
+    assert call("train", path, "--ranks", 2, "--set", "fused_layers=liger") == 2
+    expected = (
+        "error[config] fused_layers: expected auto, off, or what Liger can run; got Liger's kernels are for GPUs."
+    )
+    assert expected in " ".join(capfd.readouterr().err.split())
+    assert job_of(tmp_path, fused_layers="off").computing == Computing(fused_layers="off")
+
+
+@pytest.mark.parametrize("lora", [more(None), more({"r": 4})])
+def test_a_compiled_run_says_so_and_gives_the_same(tmp_path, capfd, monkeypatch, lora):
+    """Ranks are forked, so what is patched here is patched there: the backend that compiles nothing in C++."""
+    path = write_run(tmp_path, make_rows(LENGTHS), device="cpu", recompute="layer", lora=lora)
+    default = losses(train(path, "--ranks", 2))
+    capfd.readouterr()
+    monkeypatch.setattr(computing, "compile_layers", partial(computing.compile_layers, backend="eager"))
+    other = losses(train(path, "--ranks", 2, "--overwrite", "--set", "compile=true"))
+    said = " ".join("".join(capfd.readouterr()).split())
+    assert "compile: 2 layers are compiled around their attention" in said
+    assert all(relative(a, b) < 1e-12 for a, b in zip(other, default, strict=True))
+    assert call("verify", path, "--ranks", 2, "--set", "compile=true") == 0
+    assert "compile: 2 layers are compiled" in " ".join("".join(capfd.readouterr()).split())
+
+
+def test_a_run_by_the_reference_is_said_and_gives_the_same(tmp_path, capfd):
+    path = write_run(tmp_path, make_rows(LENGTHS), device="cpu")
+    default = losses(train(path, "--ranks", 2))
+    capfd.readouterr()
+    other = losses(train(path, "--ranks", 2, "--overwrite", "--set", "attention=reference"))
+    said = " ".join("".join(capfd.readouterr()).split())
+    assert "attention kernel: reference (matrix products); because the run file asks for it" in said
+    assert all(relative(a, b) < 1e-12 for a, b in zip(other, default, strict=True))
+    assert call("verify", path, "--ranks", 2, "--set", "attention=reference") == 0
+    said = " ".join("".join(capfd.readouterr()).split())
+    assert "attention kernel: reference" in said
+
+
+def test_what_is_measured_before_the_first_step_computes_as_the_run_does(tmp_path, monkeypatch):
+    job, asked = job_of(tmp_path, attention="reference"), []
+    error = ConfigError("samples", expected="none", got="none", remedy="None.")
+
+    def profile(source, world, transport, settings, **_):
+        asked.append(settings.computing)
+        raise error
+
+    monkeypatch.setattr(pricing, "profile", profile)
+    monkeypatch.setattr(pricing, "open_store", lambda *_, **__: None)
+    world = type("World", (), {"device": None, "rank": 0})()
+    assert "not measured" in pricing.Pricing(job, corrects=False).measure(world, None, None)
+    assert asked == [Computing(attention="reference")]

@@ -1,0 +1,110 @@
+"""Runs of models with dropout: the same losses on any ranks under any plan, and when they are gone on with."""
+
+import shutil
+
+import pytest
+import torch
+from testing import tiny_family_config
+from transformers import GPT2LMHeadModel
+
+import lengthwise
+from run.small_runs import call, losses, make_rows, train, write_run
+from run.test_run_resume import LENGTHS, assert_equal_runs, broken_off, run_of, whole
+from tiers import more
+
+pytestmark = pytest.mark.usefixtures("checked_transfers")
+
+
+def write_gpt2(folder, **dropout):
+    config = tiny_family_config("gpt2", {"vocab_size": 64, "n_positions": 256, **dropout})
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.1}
+KEYS = {"optimizer": {"lr": 1e-2, "eps": 1e-3}, "global_batch": {"sequences": 4}, "steps": 5}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_gpt2(tmp_path_factory.mktemp("gpt2") / "model", **DROPOUT)
+
+
+@pytest.mark.exhaustive
+def test_losses_are_the_same_on_any_ranks_under_any_plan(tmp_path, model):
+    found = {}
+    for ranks, keys in (
+        (1, {"capacity_tokens": 64}), (2, {"capacity_tokens": 40}), (3, {"capacity_tokens": 24}),
+        (4, {"capacity_tokens": 20, "recompute": "layer"}), (2, {"capacity_tokens": 40, "planner": "static"}),
+        (2, {"capacity_tokens": "auto"}),
+    ):  # fmt: skip
+        path = write_run(tmp_path, make_rows(LENGTHS), model=model, memory_check=True, **KEYS, **keys)
+        assert call("train", path, "--ranks", ranks, "--overwrite") == 0
+        found[ranks, str(keys)] = losses(tmp_path / "out")
+    alike = list(found.values())
+    for each in alike:
+        assert each == pytest.approx(alike[0], rel=1e-10)
+    path = write_run(tmp_path, model=write_gpt2(tmp_path / "none"), capacity_tokens=64, **KEYS)
+    assert call("train", path, "--overwrite") == 0
+    assert losses(tmp_path / "out")[0] != pytest.approx(alike[0][0], rel=1e-4)
+
+
+def test_offloading_draws_the_same_to_the_bit(tmp_path):
+    model, found = write_gpt2(tmp_path / "deep", **DROPOUT, num_hidden_layers=4), []
+    for ratio in (0.0, 1.0):
+        offload = {"store": "disk", "path": str(tmp_path), "ratio": ratio}
+        path = write_run(tmp_path, make_rows(LENGTHS), model=model, offload=offload, capacity_tokens=256, **KEYS)
+        assert call("train", path, "--overwrite") == 0
+        found.append(losses(tmp_path / "out"))
+    assert found[0] == found[1]
+
+
+def test_a_run_that_goes_on_draws_as_if_nothing_had_been(tmp_path, model):
+    keys = {"steps": 7, "model": model, "recompute": "all_but_attention", "optimizer": KEYS["optimizer"]}
+    path = run_of(tmp_path, **keys)
+    wanted = whole(path, ranks=2)
+    broken_off(path, 2, after=5)
+    shutil.copytree(tmp_path / "out", tmp_path / "other")
+    lengthwise.train(path, ranks=2, resume=True)
+    assert_equal_runs(tmp_path / "out", wanted)
+    lengthwise.train(path, ranks=3, resume=True, overrides=["output=other"])
+    assert_equal_runs(tmp_path / "other", wanted, exactly=False)
+
+
+@pytest.mark.parametrize("precision", ["fp64", more("fp32"), more("bf16")])
+def test_dropout_verifies(tmp_path, capsys, model, precision):
+    keys = {"precision": precision, "global_batch": {"sequences": 7}, "capacity_tokens": 30}
+    path = write_run(tmp_path, make_rows(LENGTHS), model=model, **keys)
+    assert call("verify", path, "--ranks", 3) == 0
+    assert "PASS" in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+def test_dropout_of_adapters_verifies_trains_and_is_saved_with_them(tmp_path, capsys):
+    pytest.importorskip("peft", minversion="0.21")
+    found = []
+    lora = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+    for ranks, capacity, share in ((1, 64, 0.3), (3, 30, 0.3), (1, 64, 0.0)):
+        keys = {"lora": {**lora, "lora_dropout": share}, "capacity_tokens": capacity, "recompute": "layer"}
+        path = write_run(tmp_path, make_rows(LENGTHS), **KEYS, **keys)
+        if ranks > 1:
+            assert call("verify", path, "--ranks", ranks) == 0
+            assert "PASS" in capsys.readouterr().out
+        assert call("train", path, "--ranks", ranks, "--overwrite") == 0
+        found.append(losses(tmp_path / "out"))
+        if ranks > 1:
+            shutil.copytree(tmp_path / "out/model", tmp_path / "adapter")
+    assert found[0] == pytest.approx(found[1], rel=1e-10)
+    assert found[0][-1] != pytest.approx(found[2][-1], rel=1e-6)
+    more = write_run(tmp_path, lora={"adapter": "adapter"}, output="more", capacity_tokens=64, **KEYS)
+    assert call("verify", more, "--ranks", 2) == 0
+    first = [losses(train(more).parent / "more")[0]]
+    assert first[0] != pytest.approx(found[0][-1], rel=1e-12)
+
+
+def test_compiled_layers_beside_dropout_are_refused_before_anything_starts(tmp_path, capsys, model):
+    path = write_run(tmp_path, make_rows(LENGTHS), model=model, compile=True)
+    assert call("train", path) == 2
+    assert "compile: expected false beside dropout" in capsys.readouterr().err

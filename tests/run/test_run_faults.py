@@ -1,0 +1,212 @@
+"""Faults at named points, of every rank: what is left is whole, and the run goes on to the same bits."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+import lengthwise
+from lengthwise.checkpoint import CheckpointFolder
+from lengthwise.core import faults
+from lengthwise.core.errors import ConfigError, Problems, TransferError
+from lengthwise.core.faults import ACTIONS, POINTS, VARIABLE
+from lengthwise.run import api, launch
+from lengthwise.run.stacks import with_own_stacks
+from run.small_runs import Command, call, count_lines
+from run.test_run_resume import PAGE, assert_equal_runs, run_of, whole
+from tiers import more, some
+
+OF_RANK_0 = frozenset(("checkpoint-manifest", "checkpoint-rename", "checkpoint-committed", "model-save"))
+OF_SAVING = ("checkpoint-write", "checkpoint-written", "checkpoint-manifest", "checkpoint-rename")
+LAST = 7  # step of the runs
+BY_DEFAULT = {("start", 1), ("microbatches", 1), ("checkpoint-rename", 0), ("model-save", 0)}
+KILLED = [
+    case if case in BY_DEFAULT else more(*case)
+    for case in ((point, rank) for point in POINTS for rank in (0, 1) if not (rank and point in OF_RANK_0))
+]
+SOURCES = Path(faults.__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    path = run_of(tmp_path_factory.mktemp("whole"))
+    return whole(path, ranks=2)
+
+
+def fault_of(point, rank, action):
+    step = {"start": 0, "model-save": LAST}.get(point, 4)
+    return f"{point}:{rank}:{step}:{action}"
+
+
+@pytest.mark.parametrize(("point", "rank"), KILLED)
+def test_a_rank_killed_anywhere_costs_no_more_than_the_steps_since_the_checkpoint(
+    tmp_path, monkeypatch, undisturbed, point, rank
+):
+    path = run_of(tmp_path)
+    monkeypatch.setenv(VARIABLE, fault_of(point, rank, "kill"))
+    with pytest.raises(lengthwise.LengthwiseError, match=rf"rank {rank}.*died \(signal SIGKILL\)"):
+        lengthwise.train(path, ranks=2)
+    monkeypatch.delenv(VARIABLE)
+    resumes = point != "start"
+    if resumes:
+        _, manifest, passed_over = CheckpointFolder(tmp_path / "out/checkpoints").newest()
+        done = {"model-save": LAST, "checkpoint-committed": 4}.get(point, 2)
+        assert (manifest.step, passed_over) == (done, [])
+    lengthwise.train(path, ranks=2, resume=resumes)
+    assert_equal_runs(tmp_path / "out", undisturbed)
+    assert not list((tmp_path / "out").rglob("*.unfinished"))
+
+
+@pytest.fixture
+def faults_again(monkeypatch):
+    """A restart in this process makes it deaf to faults; the next test starts anew."""
+    monkeypatch.setattr(faults, "_restarted", False)
+
+
+@pytest.mark.usefixtures("faults_again")
+@pytest.mark.parametrize(("point", "rank", "action", "said"), [
+    ("update", 1, "kill", "restart 1 of 2, from step 2: error[rank] rank 1"),
+    more("microbatches", 0, "stop", "restart 1 of 2, from step 2: "),
+    more("start", 1, "kill", "restart 1 of 2, from its start: error[rank] rank 1"),
+    more("model-save", 0, "kill", f"restart 1 of 2, from step {LAST}: error[rank] rank 0"),
+])  # fmt: skip
+def test_ranks_are_started_again_and_the_run_goes_on(
+    tmp_path, monkeypatch, capfd, undisturbed, point, rank, action, said
+):
+    path = run_of(tmp_path)
+    monkeypatch.setenv(VARIABLE, fault_of(point, rank, action))
+    assert call("train", path, "--ranks", 2, "--max-restarts", 2, "--timeout-seconds", 4) == 0
+    out = capfd.readouterr().out
+    assert said in out
+    assert out.count("restart ") == 1
+    assert_equal_runs(tmp_path / "out", undisturbed)
+    assert not list((tmp_path / "out").rglob("*.unfinished"))
+
+
+@pytest.mark.usefixtures("faults_again")
+def test_ranks_that_always_die_are_given_up(tmp_path, monkeypatch, capfd):
+    def dies(_job, world, *_):
+        if world.rank:
+            raise RuntimeError("as ever")
+
+    monkeypatch.setattr(api, "train_rank", dies)
+    assert call("train", run_of(tmp_path), "--ranks", 2, "--max-restarts", 3) == 1
+    said = capfd.readouterr()
+    assert said.out.count("restart ") == 3
+    assert "as ever" in said.err
+
+
+@pytest.mark.parametrize("number", [-1, 1001])
+def test_restarts_are_a_sensible_number(tmp_path, capsys, number):
+    assert call("train", run_of(tmp_path), "--ranks", 2, f"--max-restarts={number}") == 2
+    assert "--max-restarts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("point", some(OF_SAVING))
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_disk_that_fails_costs_one_checkpoint_and_no_step(tmp_path, monkeypatch, capfd, undisturbed, point, rank):
+    if rank and point in OF_RANK_0:
+        pytest.skip("rank 0 alone comes there")
+    path = run_of(tmp_path)
+    monkeypatch.setenv(VARIABLE, fault_of(point, rank, "error"))
+    assert call("train", path, "--ranks", 2) == 0
+    assert "no checkpoint after step 4: " in capfd.readouterr().out
+    assert_equal_runs(tmp_path / "out", undisturbed)
+    assert CheckpointFolder(tmp_path / "out/checkpoints").steps() == [2, 6, 7]
+    assert not list((tmp_path / "out").rglob("*.unfinished"))
+
+
+@pytest.mark.parametrize(
+    ("point", "phase"),
+    [
+        ("microbatches", "step 4, agreeing on the plan"),
+        more("update", "step 4, step end"),
+        more("checkpoint-copy", "step 4, checkpoint"),
+    ],
+)
+def test_a_rank_that_hangs_is_named_with_its_phase_in_time(tmp_path, monkeypatch, point, phase):
+    path = run_of(tmp_path)
+    monkeypatch.setattr(launch, "_GRACE_SECONDS", 1.0)
+    monkeypatch.setenv(VARIABLE, fault_of(point, 1, "stop"))
+    with pytest.raises(lengthwise.LengthwiseError) as caught:
+        lengthwise.train(path, ranks=2, timeout_seconds=2)
+    assert f"not a word from rank 1, last seen in {phase}." in str(caught.value)
+    assert f"Where each rank stood: {tmp_path / 'out/hang'}" in str(caught.value)
+    waiting, hanging = ((tmp_path / f"out/hang/rank-0000{rank}.txt").read_text() for rank in (0, 1))
+    assert re.match("rank 0, last seen in (checkpoint of )?step 4", waiting)
+    assert "TransferError" in waiting
+    assert hanging.startswith(f"rank 1, last seen in {phase}\n")
+    # The signal that continues a stopped rank lets it run on a little before it writes: not always the very line.
+    assert re.search(r'trainer\.py", line \d+ in (_step|_update|run)', hanging), "where it hangs"
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+def test_a_rank_of_torchrun_keeps_its_own_stacks(tmp_path, is_free):
+    """Where they can be written; what is raised is the time-out in any case."""
+
+    def waits_in_vain():
+        raise TransferError("rank 3, step 7", expected="an answer", got="none", remedy="See rank 2.")
+
+    folder = tmp_path / "out"
+    if not is_free:
+        folder.write_text("")
+    with pytest.raises(TransferError) as caught:
+        with_own_stacks(waits_in_vain, folder / "hang", 3)
+    assert str(caught.value).endswith(
+        f"See rank 2. Where each rank stood: {folder}/hang." if is_free else "See rank 2."
+    )
+    if is_free:
+        assert "in waits_in_vain" in (folder / "hang/rank-00003.txt").read_text()
+
+
+@pytest.mark.parametrize("rank", [more(0), 1])
+def test_a_rank_that_is_asked_to_end_commits_and_the_run_goes_on_from_there(tmp_path, monkeypatch, undisturbed, rank):
+    path = run_of(tmp_path)
+    monkeypatch.setenv(VARIABLE, fault_of("microbatches", rank, "term").replace(":4:", ":3:"))
+    result = lengthwise.train(path, ranks=2)
+    assert (result.steps, result.stopped_by) == (3, signal.SIGTERM)
+    monkeypatch.delenv(VARIABLE)
+    lengthwise.train(path, ranks=2, resume=True)
+    assert_equal_runs(tmp_path / "out", undisturbed)
+
+
+def test_faults_that_are_not_understood_are_refused_before_anything_starts(tmp_path, monkeypatch):
+    path = run_of(tmp_path)
+    monkeypatch.setenv(VARIABLE, "nowhere:0:1:kill,update:0:1:explode,update:first:1:kill,update:0:1:kill:more,update")
+    with pytest.raises(Problems) as caught:
+        lengthwise.train(path, ranks=2)
+    assert len(caught.value.problems) == 5
+    assert all(
+        isinstance(each, ConfigError) and "start, microbatches" in each.expected for each in caught.value.problems
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_point_and_action_is_there_and_faults_are_of_torchruns_first_start_alone(monkeypatch):
+    sources = "".join(path.read_text(encoding="utf-8") for path in SOURCES.rglob("*.py"))
+    assert [point for point in POINTS if f'fault("{point}"' not in sources] == []
+    monkeypatch.setenv(VARIABLE, "update:0:1:error")
+    with pytest.raises(OSError, match="Input/output error"):
+        faults.fault("update", 0, 1)
+    faults.fault("update", 0, 2)
+    faults.fault("update", 1, 1)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    faults.fault("update", 0, 1)
+    assert set(ACTIONS) == {"kill", "stop", "term", "error", "sleep"}
+
+
+def test_a_slow_save_holds_nobody_up_in_the_background(tmp_path, monkeypatch, undisturbed):
+    path = run_of(tmp_path, checkpoint={"every_steps": 2})
+    monkeypatch.setenv(VARIABLE, fault_of("checkpoint-write", 1, "sleep").replace(":4:", ":2:"))
+    command = Command("train", path, "--ranks", 2)
+    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 3)
+    assert CheckpointFolder(tmp_path / "out/checkpoints").steps() == []  # step 3 is done, the save of step 2 is not
+    assert command.finish()[0] == 0
+    assert_equal_runs(tmp_path / "out", undisturbed)
+
+
+def test_the_page_names_every_point_and_action():
+    (paragraph,) = (part for part in PAGE.split("\n\n") if "`LENGTHWISE_FAULT=" in part)
+    named = set(re.findall(r"`([a-z-]+)`", paragraph))
+    assert named == {*POINTS, *ACTIONS}

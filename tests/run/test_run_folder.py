@@ -1,0 +1,442 @@
+"""The folder of a run: what is refused, one run at a time, and a model that is whole or not there."""
+
+import contextlib
+import errno
+import fcntl
+import gzip
+import json
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lengthwise import train
+from lengthwise.config import load_config
+from lengthwise.core.errors import LengthwiseError, OutputError
+from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.core.plan_file import read_plan_text
+from lengthwise.run import export, folder, launch, trainer, writes
+from lengthwise.run.folder import RunFolder
+from lengthwise.run.metrics import EvalMetrics, FinishedStep, StepMetrics
+from lengthwise.run.writes import MOST_FAILURES
+from run.small_runs import Command, FailsAfter, call, count_lines, make_rows, write_run
+from tiers import more, some
+
+ENDLESS = {"steps": 1_000_000, "measurements": "off"}  # long runs measure the machine first
+
+
+def test_run_folder_refuses_a_file_and_a_run_and_names_them(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="a file"):
+        RunFolder(tmp_path / "file").check_free(overwrite=True)
+    for name in ("metrics.jsonl", "config.yaml"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(OutputError, match=r"config\.yaml, metrics\.jsonl"):
+        RunFolder(tmp_path).check_free(overwrite=False)
+    RunFolder(tmp_path).check_free(overwrite=True)
+    RunFolder(tmp_path / "fresh").check_free(overwrite=False)
+
+
+def test_run_folder_refuses_to_overwrite_an_input(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    for name in ("model", "model/tokenizer", "link"):
+        with pytest.raises(OutputError, match="input"):
+            RunFolder(tmp_path).check_free(overwrite=True, inputs=[tmp_path / name])
+    RunFolder(tmp_path).check_free(overwrite=True, inputs=[tmp_path / "model2", tmp_path])
+
+
+def test_run_folder_line_is_json_that_any_reader_takes(tmp_path):
+    """No NaN and no Infinity in a line: JSON has neither."""
+    folder = RunFolder(tmp_path)
+    row = {"step": 1, "loss": 1.5, "num_sequences": 2, "num_tokens": 9, "num_loss_tokens": 7}
+    folder.on_eval(EvalMetrics(**row))
+    assert json.loads((tmp_path / "eval.jsonl").read_text()) == row
+
+
+@pytest.mark.parametrize("ranks", some([1, 2], 0))
+@pytest.mark.parametrize("arguments", some([(), ("--overwrite",)], 0))
+def test_a_second_run_into_the_folder_of_a_living_one_is_refused(tmp_path, capfd, ranks, arguments):
+    path = write_run(tmp_path, make_rows([30, 12]), **ENDLESS)
+    command = Command("train", path, "--ranks", ranks)
+    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
+    lines = count_lines(tmp_path / "out/metrics.jsonl")
+    assert call("train", path, *arguments) == 2
+    err = capfd.readouterr().err
+    assert err.startswith(f"error[output] {tmp_path / 'out'}: expected a folder that no other run is writing; got one")
+    assert f"process {command.pid} on {os.uname().nodename}" in err
+    assert (err.count("\n"), "Traceback" in err) == (1, False)
+    assert count_lines(tmp_path / "out/metrics.jsonl") >= lines, "nothing of the living run is deleted"
+    command.send(signal.SIGTERM)
+    assert command.finish()[0] == 0
+    assert not (tmp_path / "out/run.lock").exists()
+
+
+@pytest.mark.parametrize("ranks", some([1, 2], 1))
+def test_the_folder_of_a_killed_run_is_free(tmp_path, ranks):
+    path = write_run(tmp_path, make_rows([30, 12]), **ENDLESS)
+    command = Command("train", path, "--ranks", ranks)
+    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
+    command.kill()
+    assert command.finish()[0] == -signal.SIGKILL
+    assert call("train", path, "--overwrite", "--set", "steps=1") == 0
+
+
+@pytest.mark.parametrize(("seconds", "status"), some([(1.0, 0), (6.0, 1)], 0))
+def test_the_ranks_of_a_killed_launcher_are_waited_for(tmp_path, monkeypatch, seconds, status):
+    """They hold its lock until they end; if they do not, the claim is refused as ever."""
+    monkeypatch.setattr(folder, "_RANKS_END_SECONDS", 3.0)
+    launcher = os.fork()
+    if not launcher:
+        with RunFolder(tmp_path / "out").claimed(overwrite=False):
+            if os.fork():
+                os._exit(0)
+            time.sleep(seconds)
+            os._exit(0)
+    os.waitpid(launcher, 0)
+    refused = pytest.raises(OutputError, match=f"process {launcher} on") if status else contextlib.nullcontext()
+    with refused, RunFolder(tmp_path / "out").claimed(overwrite=False):
+        pass
+
+
+def test_of_many_that_claim_a_folder_at_once_one_gets_it(tmp_path):
+    """Again and again: claims end, and remove their lock, while others are being made."""
+    together, got = threading.Barrier(4, timeout=20), []  # where two get it, others wait in vain
+    (tmp_path / "out").mkdir()
+
+    def claim(_):
+        for round in range(50):
+            together.wait()
+            with contextlib.suppress(OutputError), RunFolder(tmp_path / "out").claimed(overwrite=False):
+                got.append(round)
+                assert len(os.listdir(tmp_path / "out")) == 1
+                if round % 2:
+                    together.wait()
+                    continue
+            if round % 2:
+                together.wait()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(claim, range(4))) == [None] * 4
+    assert sorted(set(got)) == list(range(50))
+    assert all(got.count(round) == 1 for round in range(1, 50, 2)), "while one holds it, no other does"
+    assert not os.listdir(tmp_path / "out")
+
+
+def test_a_claim_under_which_nothing_was_written_leaves_nothing(tmp_path):
+    with RunFolder(tmp_path / "a/b/out").claimed(overwrite=False):
+        assert os.listdir(tmp_path / "a/b/out") == ["run.lock"]
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("ranks", some([1, 2], 1))
+def test_a_run_killed_while_it_saves_leaves_no_model(tmp_path, monkeypatch, ranks):
+    save = export.save_model
+
+    def killed_halfway(model, folder):
+        save(model, folder)
+        (folder / "model.safetensors").unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    path = write_run(tmp_path, make_rows([30, 12]))
+    monkeypatch.setattr(export, "save_model", killed_halfway)
+    command = Command("train", path, "--ranks", ranks)
+    assert command.finish()[0] != 0
+    assert not (tmp_path / "out/model").exists()
+    assert (tmp_path / "out/model.unfinished").exists()
+    monkeypatch.undo()
+    assert call("train", path, "--overwrite") == 0
+    assert (tmp_path / "out/model/model.safetensors").exists()
+    assert not (tmp_path / "out/model.unfinished").exists()
+
+
+def test_an_interrupt_says_whether_the_model_was_saved(tmp_path, monkeypatch, capfd):
+    """Interrupted twice, before the model is there and after: what is said is what is true."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    path = write_run(tmp_path, make_rows([30, 12]))
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "save_model", interrupted)
+        assert call("train", path) == 130
+    assert capfd.readouterr().err == "interrupted: nothing was saved\n"
+    monkeypatch.setattr(trainer._Trainer, "close", interrupted)
+    assert call("train", path, "--overwrite") == 130
+    assert capfd.readouterr().err == f"interrupted: the model is saved in {tmp_path / 'out/model'}\n"
+    assert (tmp_path / "out/model/model.safetensors").exists()
+
+
+def test_a_saved_model_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """A machine that loses power finds the whole model under `model`, or none."""
+    config = load_config(write_run(tmp_path, make_rows([5, 6])))
+    done = []
+    sync, rename = os.fsync, Path.rename
+
+    def synced(descriptor):
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        sync(descriptor)
+
+    def renamed(self, target):
+        done.append(f"rename to {target.name}")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    with RunFolder(config.output).claimed(overwrite=False), RunFolder(config.output).saving() as unfinished:
+        (unfinished / "a").write_text("x")
+        (unfinished / "b").write_text("y")
+    assert sorted(done[:2]) == ["a", "b"]
+    assert done[2:] == ["model.unfinished", "rename to model", config.output.name]
+
+
+@pytest.mark.parametrize("ranks", some([1, 2], 1))
+def test_a_run_whose_terminal_is_gone_saves_its_model(tmp_path, ranks):
+    path = write_run(tmp_path, make_rows([30, 12]), **ENDLESS)
+    command = Command("train", path, "--ranks", ranks, prepare=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
+    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
+    command.send(signal.SIGHUP, group=True)  # to the planner's process, too
+    status, out, _ = command.finish()
+    assert status == 0
+    assert "stopped by SIGHUP after step" in out
+    assert (tmp_path / "out/model/model.safetensors").exists()
+
+
+def test_a_run_under_nohup_does_not_hear_of_its_terminal(tmp_path):
+    path = write_run(tmp_path, make_rows([30, 12]), steps=60)
+    command = Command("train", path, prepare=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
+    command.send(signal.SIGHUP)
+    assert command.finish()[0] == 0
+    assert count_lines(tmp_path / "out/metrics.jsonl") == 60
+
+
+def test_temporary_folders_of_killed_launchers_go_at_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp/lengthwise-others").mkdir(parents=True)
+    path = write_run(tmp_path, make_rows([30, 12]), **ENDLESS)
+    killed, living = (Command("train", path, "--ranks", 2, "--set", f"output={name}") for name in ("a", "b"))
+    for command, name in ((killed, "a"), (living, "b")):
+        command.wait_for(lambda name=name: count_lines(tmp_path / name / "metrics.jsonl") >= 2)
+    assert len(list((tmp_path / "tmp").glob("*/lock"))) == 2
+    killed.kill()
+    killed.finish()
+    assert call("train", path, "--ranks", 2, "--set", "output=c", "steps=1") == 0
+    assert len(list((tmp_path / "tmp").glob("*/lock"))) == 1, "that of the run that lives"
+    living.send(signal.SIGTERM)
+    assert living.finish()[0] == 0
+    assert os.listdir(tmp_path / "tmp") == ["lengthwise-others"]
+
+
+def test_folders_that_no_launcher_made_stay(tmp_path, monkeypatch):
+    """Neither what else is in them is deleted, nor a pipe waited for, nor a link followed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    for name in ("lengthwise-notes", "lengthwise-pipe", "lengthwise-linked"):
+        (tmp_path / "tmp" / name).mkdir(parents=True)
+    (tmp_path / "tmp/lengthwise-notes/lock").write_text("")
+    (tmp_path / "tmp/lengthwise-notes/thesis.txt").write_text("all of it")
+    os.mkfifo(tmp_path / "tmp/lengthwise-pipe/lock")
+    (tmp_path / "lock").write_text("")
+    (tmp_path / "tmp/lengthwise-linked/lock").symlink_to(tmp_path / "lock")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/lock").write_text("")
+    (tmp_path / "tmp/lengthwise-link").symlink_to(tmp_path / "elsewhere")
+    before = sorted(tmp_path.rglob("*"))
+    opener = threading.Timer(5, lambda: os.open(tmp_path / "tmp/lengthwise-pipe/lock", os.O_WRONLY | os.O_NONBLOCK))
+    opener.start()  # lets one that waits for the pipe go on, and fail
+    with launch._meeting_place():
+        pass
+    opener.cancel()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_start_whose_folder_another_start_took_for_a_dead_ones_makes_another(tmp_path, monkeypatch):
+    """The other had the lock first, in the moment between its file and its lock."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    lock, removed = fcntl.flock, []
+
+    def late(file, kind):
+        if kind == fcntl.LOCK_EX and not removed:
+            removed.append(Path(file.name).parent)
+            shutil.rmtree(removed[0])
+        lock(file, kind)
+
+    monkeypatch.setattr(launch.fcntl, "flock", late)
+    with launch._meeting_place() as place:
+        assert place not in removed
+        assert (place / "lock").exists()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_run_whose_folder_is_removed_writes_all_of_it_again(tmp_path):
+    """Not what was removed, but every line and plan since."""
+    path = write_run(tmp_path, make_rows([30, 12]), **ENDLESS)
+    command = Command("train", path)
+    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
+    (tmp_path / "out").rename(tmp_path / "gone")  # at once: what is written meanwhile would keep it from going
+    shutil.rmtree(tmp_path / "gone", ignore_errors=True)
+    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
+    command.send(signal.SIGTERM)
+    assert command.finish()[0] == 0
+    assert (tmp_path / "out/model/model.safetensors").exists()
+
+
+def test_a_model_that_cannot_be_saved_at_once_is_saved_when_the_disk_has_room(tmp_path, monkeypatch, capfd):
+    tries = []
+
+    def failing(model, config, tokenizer, folder):
+        tries.append(folder)
+        if len(tries) < MOST_FAILURES:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_model(model, config, tokenizer, folder)
+
+    write_model = trainer.write_model
+    monkeypatch.setattr(writes, "_BETWEEN_TRIES_SECONDS", 0.01)
+    monkeypatch.setattr(trainer, "write_model", failing)
+    path = write_run(tmp_path, make_rows([30, 12]))
+    assert call("train", path) == 0
+    assert capfd.readouterr().out.count("the model is not saved yet: ") == MOST_FAILURES - 1
+    assert (tmp_path / "out/model/model.safetensors").exists()
+    monkeypatch.setattr(trainer, "write_model", lambda *given: (tries.clear(), failing(*given)))
+    assert call("train", path, "--overwrite") == 1
+    assert "No space left on device" in capfd.readouterr().err
+    assert not (tmp_path / "out/model").exists()
+
+
+def test_an_interrupt_names_the_newest_checkpoint_where_there_is_no_model(tmp_path, monkeypatch, capfd):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    path = write_run(tmp_path, make_rows([30, 12]), checkpoint={"every_steps": 1, "background": False})
+    monkeypatch.setattr(trainer, "write_model", interrupted)
+    assert call("train", path) == 130
+    assert capfd.readouterr().err == f"interrupted: the newest checkpoint is {tmp_path}/out/checkpoints/step-000003\n"
+
+
+def test_all_files_of_a_run_have_the_mode_of_any_new_file(tmp_path):
+    """safetensors writes its own for their owner alone."""
+    path = write_run(tmp_path, make_rows([30, 12]), checkpoint={"every_steps": 2})
+    mask = os.umask(0o027)
+    try:
+        assert call("train", path) == 0
+    finally:
+        os.umask(mask)
+    modes = {each.stat().st_mode & 0o777 for each in (tmp_path / "out").rglob("*") if each.is_file()}
+    assert modes == {0o640}
+
+
+def finished(step, sequences):
+    """A step of 40 sequences over two ranks."""
+    plan = Plan(
+        ranks=2,
+        layers=1,
+        capacity=100,
+        tokens=(1,) * 40,
+        microbatches=(Microbatch(pieces=(Piece(ranks=(step % 2,), sequences=tuple(range(40))),)),),
+    )
+    metrics = StepMetrics(
+        plan=plan, busy_seconds=[1.0, 0.0], step=step, loss=1.0, grad_norm=1.0, lr=1.0, num_loss_tokens=40,
+        step_seconds=1.0, plan_seconds=1.0, predicted_step_seconds=1.0, peak_memory_bytes=1, offloaded_bytes=0,
+        offload_wait_seconds=0.0, exposed_ring_seconds=0.0,
+    )  # fmt: skip
+    return FinishedStep(metrics=metrics, num_steps=500, sequences=sequences, plan=plan)
+
+
+def test_plans_and_ledger_stay_small_and_the_newest_are_there(tmp_path):
+    """A run goes on within the same limits, and takes lines back that were moved to the older half."""
+    config = load_config(write_run(tmp_path, make_rows([3])))
+    most = 40_000  # 9 plans of a block each, some 100 lines of the ledger in either half
+
+    def check(last):
+        plans = sorted(path.name for path in (tmp_path / "out/plans").iterdir())
+        assert plans == [f"step-{step:06d}.json.gz" for step in range(last - 8, last + 1)]
+        files = [tmp_path / "out" / name for name in ("ledger.old.jsonl", "ledger.jsonl")]
+        assert sum(path.stat().st_size for path in files if path.exists()) <= most
+        rows = [json.loads(line) for path in files if path.exists() for line in path.read_text().splitlines()]
+        assert [row["step"] for row in rows] == list(range(rows[0]["step"], last + 1))
+        assert count_lines(tmp_path / "out/metrics.jsonl") == last
+        return rows[0]["step"]
+
+    run = RunFolder(tmp_path / "out", most_log_bytes=most)
+    run.start(config)
+    for step in range(1, 301):
+        run.on_step(finished(step, tuple(range(step, step + 40))))
+    first = check(300)
+    assert first > 50
+    again = RunFolder(tmp_path / "out", most_log_bytes=most)
+    again.go_on(config, 295)
+    for step in range(296, 401):
+        again.on_step(finished(step, tuple(range(step, step + 40))))
+    check(400)
+    text = read_plan_text(tmp_path / "out/plans/step-000400.json.gz")
+    assert Plan.from_json(text) == finished(400, ()).plan
+
+
+@pytest.mark.parametrize(("of", "change", "told"), [
+    (b"{}", lambda packed: packed[:-4], "broken gzip"),
+    (b"{}", lambda packed: packed[:-9] + b"broken!!!", "broken gzip"),
+    more(bytes(1 << 29), lambda packed: packed, "more than"),
+], ids=["cut", "changed", "large"])  # fmt: skip
+def test_a_plan_that_is_no_whole_gzip_is_refused(tmp_path, capsys, of, change, told):
+    content = change(gzip.compress(of))
+    path = write_run(tmp_path, make_rows([30, 12]))
+    (tmp_path / "plan.json.gz").write_bytes(content)
+    assert call("verify", path, "--ranks", 2, "--plan", tmp_path / "plan.json.gz") == 2
+    assert f"{tmp_path / 'plan.json.gz'}: expected a plan file; got {told}" in capsys.readouterr().err
+
+
+DAMAGES = {
+    "garbage": ("metrics.jsonl", b"{{{"),
+    "no UTF-8": ("ledger.jsonl", b'{"step": 1, "a": "\xff"}'),
+    "an empty object": ("eval.jsonl", b"{}"),
+    "a list": ("metrics.jsonl", b"[1]"),
+    "no step": ("not_finite.jsonl", b'{"what": "loss"}'),
+    "no whole step": ("ledger.jsonl", b'{"step": 1e400}'),
+}
+
+
+@pytest.mark.parametrize("damage", some(DAMAGES, 0, 2, 4))
+def test_a_damaged_line_is_named_before_anything_changes(tmp_path, damage):
+    config = load_config(write_run(tmp_path, make_rows([3])))
+    run = RunFolder(tmp_path / "out")
+    run.start(config)
+    for step in (1, 2, 3):
+        run.on_step(finished(step, (1,)))
+    (run.model).mkdir()
+    name, line = DAMAGES[damage]
+    path = run.path / name
+    path.write_bytes(line + b"\n" + (path.read_bytes() if path.exists() else b""))
+    before = {each: each.is_file() and each.read_bytes() for each in run.path.rglob("*")}
+    with pytest.raises(OutputError) as found:
+        run.go_on(config, 1)
+    assert found.value.where == f"{path}:1"
+    assert {each: each.is_file() and each.read_bytes() for each in run.path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("name", ["plans/step-abc.json.gz", "metrics.jsonl", "model-best/evaluation.json", "model"])
+def test_what_no_run_can_go_on_with_is_refused_at_the_start(tmp_path, name):
+    """A name of no plan, a pipe, an evaluation after infinitely many steps, a link where the model goes."""
+    path = write_run(tmp_path, make_rows([30, 12]), checkpoint={"every_steps": 2, "background": False})
+    with pytest.raises(LengthwiseError, match="Fault"):
+        train(path, callbacks=[FailsAfter(3)])
+    there = tmp_path / "out" / name
+    there.parent.mkdir(exist_ok=True)
+    there.unlink(missing_ok=True)
+    if name == "metrics.jsonl":
+        os.mkfifo(there)
+    elif name == "model":
+        there.symlink_to(tmp_path)
+    else:
+        there.write_text('{"step": 1e400, "loss": 1.0, "data": "a"}')
+    plans = sorted((tmp_path / "out/plans").iterdir())
+    with pytest.raises(OutputError) as found:
+        train(path, resume=True)
+    assert found.value.where == str(there)
+    assert sorted((tmp_path / "out/plans").iterdir()) == plans
+    assert len(plans) >= 3

@@ -1,0 +1,186 @@
+"""`lora` of the run file: verify, train, go on, and what is refused before any process starts."""
+
+import json
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from lengthwise.config import load_config
+from lengthwise.cost import shape_from_config
+from lengthwise.cost.measured import base_cost, read_measurements
+from lengthwise.run import building, pricing
+from lengthwise.run.job import prepare_job
+from run.small_runs import (
+    DTYPES,
+    call,
+    losses,
+    make_rows,
+    read_lines,
+    relative,
+    row_losses,
+    steps_of,
+    train,
+    write_run,
+)
+from tiers import more
+
+peft = pytest.importorskip("peft", minversion="0.21")
+
+# peft itself asks transformers for a property that is going out of use.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+LENGTHS = [30, 1, 12, 5, 61, 2, 9, 40]
+LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+def run_file(folder, *, lora=LORA, **keys):
+    return write_run(folder, make_rows(LENGTHS), lora=lora, **keys)
+
+
+@pytest.mark.parametrize("precision", ["fp64", more("fp32"), more("bf16")])
+def test_lora_verifies(tmp_path, capsys, precision):
+    path = run_file(tmp_path, precision=precision, recompute="layer", global_batch={"sequences": 8})
+    assert call("verify", path, "--ranks", 3) == 0
+    out = capsys.readouterr().out
+    assert "gradients: 12 tensors" in out
+    assert "PASS" in out
+
+
+@pytest.mark.exhaustive
+def test_lora_is_priced_as_adapters_by_estimates_and_by_what_was_measured(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(pricing, "MEASURING_SECONDS", 0.5)
+    trained = 2 * 4 * ((32 + 32) + (32 + 16) + (48 + 32))  # q, v, down
+    job = prepare_job(load_config(run_file(tmp_path / "estimated", precision="bf16")), ranks=2, timeout_seconds=60.0)
+    cost, whole = job.planning.cost, base_cost(shape_from_config(job.model.config.to_dict()), "cpu", precision="bf16")
+    assert cost.reduced_bytes == trained * (4 + 2)
+    assert cost.ring_bytes == whole.ring_bytes
+    assert cost.linear_seconds < 0.8 * whole.linear_seconds
+    output = train(run_file(tmp_path, measurements="auto", capacity_tokens=64), "--ranks", 2)
+    found = output / "measurements.json"
+    assert read_measurements(found).adapters == trained
+    again = run_file(tmp_path, measurements=str(found), capacity_tokens=64, output="again")
+    train(again, "--ranks", 2)
+    other = run_file(
+        tmp_path, lora=None, measurements=str(found), capacity_tokens=64, output="other", name="other.yaml"
+    )
+    planned = ("--ranks", 2, "--measurements", found, "--out", tmp_path / "plan.json")
+    for command in (("train", other, "--ranks", 2), ("plan", "--config", other, *planned)):
+        assert call(*command) == 2
+        assert "adapters: expected all of the model trained, as in the run" in capfd.readouterr().err
+    assert call("plan", "--config", again, *planned) == 0
+
+
+def test_lora_verify_would_notice_adapters_that_are_scaled_otherwise(tmp_path, capsys, monkeypatch):
+    """Both sides are built from one config; here the planned one is scaled a little more, on all ranks alike."""
+    build = building.build_adapted
+
+    def scaled(*arguments, **options):
+        model = build(*arguments, **options)
+        for module in model.modules():
+            if hasattr(module, "scaling") and isinstance(module.scaling, dict):
+                module.scaling["default"] *= 1.0001
+        return model
+
+    monkeypatch.setattr(building, "build_adapted", scaled)
+    assert call("verify", run_file(tmp_path), "--ranks", 2) == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
+def plain_run(path, output, rows):
+    """The same training with peft, Hugging Face and torch alone: no code of ours in it."""
+    config = load_config(path)
+    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float64, attn_implementation="sdpa")
+    torch.manual_seed(config.seed)
+    model = peft.get_peft_model(model, peft.LoraConfig(**LORA, task_type="CAUSAL_LM"), autocast_adapter_dtype=False)
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=config.optimizer.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    found = []
+    for ids in steps_of(output):
+        optimizer.zero_grad()
+        results = [row_losses(model, rows[i], DTYPES["fp64"]) for i in ids]
+        loss = sum(loss for loss, _ in results) / sum(tokens for _, tokens in results)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, config.optimizer.max_grad_norm)
+        optimizer.step()
+        found.append(loss.item())
+    return found, model
+
+
+def test_lora_trains_as_plain_peft_does_and_saves_what_peft_opens(tmp_path, capsys):
+    path = run_file(tmp_path, steps=6, optimizer={"lr": 0.02})
+    output = train(path, "--ranks", 3)
+    assert "lora    r 4, lora_alpha 16, on q_proj, v_proj, down_proj" in capsys.readouterr().out
+    want, model = plain_run(path, output, make_rows(LENGTHS))
+    # Hugging Face's norms round to fp32 in every precision (see `keep_double`), training leaves that as it is.
+    assert all(relative(got, wanted) < 1e-7 for got, wanted in zip(losses(output), want, strict=True))
+    assert {each.name for each in (output / "model").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    saved = json.loads((output / "model/adapter_config.json").read_text())
+    assert (saved["base_model_name_or_path"], saved["inference_mode"]) == (str(tmp_path / "model"), True)
+    opened = peft.AutoPeftModelForCausalLM.from_pretrained(output / "model", dtype=torch.float64)
+    ids = torch.arange(20)[None]
+    got, wanted = (each(input_ids=ids, use_cache=False).logits for each in (opened, model))
+    assert (got - wanted).norm() < 1e-6 * wanted.norm()
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)(input_ids=ids).logits
+    assert (got - before).norm() > 1e-3 * wanted.norm()
+
+
+def test_lora_is_the_same_on_any_number_of_ranks_and_goes_on(tmp_path):
+    found = {}
+    for ranks in (1, 2):
+        output = train(run_file(tmp_path / str(ranks), capacity_tokens=64, model=None), "--ranks", ranks)
+        found[ranks] = (losses(output), load_file(output / "model/adapter_model.safetensors"))
+    assert all(relative(a, b) < 1e-9 for a, b in zip(found[1][0], found[2][0], strict=True))
+    assert all((found[1][1][name] - each).abs().max() < 1e-6 for name, each in found[2][1].items())
+    path = tmp_path / "2"
+    again = run_file(
+        path, lora={"adapter": "out/model"}, output="more", steps=1, capacity_tokens=64, optimizer={"lr": 0.0}
+    )
+    train(again, "--ranks", 2)
+    more = load_file(path / "more/model/adapter_model.safetensors")
+    assert more.keys() == found[2][1].keys()
+    assert all(torch.equal(more[name], each) for name, each in found[2][1].items())
+    first, second = (read_lines(path / each / "metrics.jsonl")[0]["loss"] for each in ("out", "more"))
+    assert second < first
+    assert call("train", path / "run.yaml", "--ranks", 2, "--overwrite", "--set", "output=out") == 2
+
+
+@pytest.mark.parametrize(
+    ("lora", "told"),
+    [
+        ({"r": 0}, "lora.r: expected at least 1"),
+        ({"rank": 8}, "lora.rank"),
+        ({"lora_dropout": 1.0}, "lora.lora_dropout: expected less than 1"),
+        ({"target_modules": []}, "lora.target_modules"),
+        ({"target_modules": ["q_pro"]}, "Did you mean `q_proj`?"),
+        ({"target_modules": "v_prj"}, "Did you mean `v_proj`?"),
+        ({"modules_to_save": ["lm_head"]}, "lora.modules_to_save: expected null"),
+        ({"use_dora": True}, "lora.use_dora"),
+        ({"bias": "all"}, "lora.bias"),
+        ({"adapter": "nowhere"}, "lora.adapter: expected an existing folder"),
+        ({"adapter": "model", "r": 4}, "lora.adapter: expected no r or"),
+        ({"adapter": "model"}, "adapter_config.json"),
+    ],
+)
+def test_lora_that_cannot_be_is_told_before_anything_starts(tmp_path, capfd, lora, told):
+    assert call("train", run_file(tmp_path, lora=lora), "--ranks", 2) == 2
+    err = capfd.readouterr().err
+    assert told in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_lora_without_peft_is_one_line_that_says_what_to_install(tmp_path, capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert call("verify", run_file(tmp_path), "--ranks", 2) == 2
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1
+    assert "pip install 'peft" in err
+
+
+def test_lora_defaults_are_written_out_and_read_back(tmp_path):
+    output = train(run_file(tmp_path, lora={}, steps=1), "--ranks", 2)
+    config = load_config(output / "config.yaml").lora
+    assert (config.r, config.lora_alpha, config.target_modules, config.use_rslora) == (8, 8, ("all-linear",), False)

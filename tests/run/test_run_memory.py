@@ -1,0 +1,141 @@
+"""The largest microbatch before the first step, and what is said when memory runs out: now, not hours in."""
+
+import json
+
+import pytest
+import torch
+from testing import make_batch, make_plan
+
+from lengthwise.attention import FlashCpuKernel
+from lengthwise.comm import SoloTransport
+from lengthwise.config import build_config
+from lengthwise.core.errors import MemoryShortage
+from lengthwise.core.plan import Piece
+from lengthwise.engine import objective
+from lengthwise.engine import step as work
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.models import DTYPES, build_model
+from lengthwise.run import building, warmup
+from lengthwise.run.job import prepare_job
+from lengthwise.run.warmup import check_memory, largest_pack
+from run.small_runs import VOCAB, call, losses, make_rows, train, write_run
+from tiers import more
+
+
+def job_of(folder, lengths, **keys):
+    path = write_run(folder, make_rows(lengths), **keys)
+    config = build_config(json.loads(path.read_text()), folder=folder)
+    return prepare_job(config, ranks=2, timeout_seconds=10)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "keys", "expected"),
+    [
+        ([30, 12, 5, 60], {"global_batch": {"sequences": 4}, "capacity_tokens": 50}, (50,)),
+        ([30, 12, 5, 60], {"global_batch": {"sequences": 4}, "capacity_tokens": 1000}, (60, 47)),
+        ([30, 12, 5, 60], {"global_batch": {"sequences": 1}, "capacity_tokens": 1000}, (60,)),
+        ([3, 3, 2], {"global_batch": {"tokens": 8}, "capacity_tokens": 1000}, (3, 3, 2)),
+        ([3, 3, 20], {"global_batch": {"tokens": 8}, "capacity_tokens": 1000}, (20,)),
+        ([3, 3, 12], {"global_batch": {"tokens": 800}, "capacity_tokens": 7}, (7,)),
+        ([7, 7, 7], {"global_batch": {"tokens": 21}, "capacity_tokens": 21}, (7, 7, 7)),
+    ],
+)
+def test_largest_pack_is_the_capacity_or_the_largest_batch(tmp_path, lengths, keys, expected):
+    pack = largest_pack(job_of(tmp_path, lengths, **keys))
+    assert pack == expected
+    assert sum(pack) <= keys["capacity_tokens"]
+
+
+@pytest.mark.parametrize("precision", [more("fp64"), more("fp32"), "bf16"])
+def test_memory_check_leaves_no_gradient_and_no_other_parameter(tmp_path, precision):
+    job = job_of(tmp_path, [30, 12], precision=precision)
+    model = build_model(job.model, seed=0)
+    flat = FlatParameters(model, SoloTransport(), dtype=DTYPES[precision])
+    before = flat.values.clone()
+    flat.grads.fill_(7)  # whatever was there
+    said = check_memory(model, flat, job, FlashCpuKernel())
+    assert said == "memory check: the largest microbatch, 32 tokens, ran"
+    assert torch.equal(flat.values, before)
+    assert not flat.grads.any()
+
+
+def test_memory_check_runs_the_most_sequences_too(tmp_path, monkeypatch):
+    """Kernels for packs need memory for every sequence, however short."""
+    job, seen = job_of(tmp_path, [20, 3, 4, 2, 5, 1], capacity_tokens=12), []
+    run = work.run_plan
+    monkeypatch.setattr(
+        warmup, "run_plan", lambda model, plan, *a, **k: seen.append(plan.tokens) or run(model, plan, *a, **k)
+    )
+    model = build_model(job.model, seed=0)
+    said = check_memory(model, FlatParameters(model, SoloTransport(), dtype=torch.float64), job, FlashCpuKernel())
+    assert seen == [(12,), (1, 2, 3, 4)]
+    assert said == "memory check: the largest microbatch, 12 tokens, ran, so did one of 4 sequences"
+
+
+def test_memory_check_runs_forward_and_backward_of_the_whole_pack(tmp_path, monkeypatch):
+    job, seen = job_of(tmp_path, [30, 12]), []
+
+    def watched(model, plan, batch, *rest, **options):
+        done = work.run_plan(model, plan, batch, *rest, **options)
+        seen.append((plan.tokens, any(p.grad.any() for p in model.parameters())))
+        return done
+
+    monkeypatch.setattr(warmup, "run_plan", watched)
+    model = build_model(job.model, seed=0)
+    check_memory(model, FlatParameters(model, SoloTransport(), dtype=torch.float64), job, FlashCpuKernel())
+    assert seen == [((30, 2), True)]
+
+
+@pytest.mark.parametrize("ranks", [more(1), 3])
+def test_memory_check_changes_nothing_of_the_training(tmp_path, ranks, capfd):
+    rows = make_rows([30, 12, 5, 60])
+    found = []
+    for name, keys in (("with", {"memory_check": True}), ("without", {"memory_check": False}), ("default", {})):
+        output = train(write_run(tmp_path / name, rows, capacity_tokens=60, **keys), "--ranks", ranks)
+        found.append((losses(output), (output / "model/model.safetensors").read_bytes()))
+        assert ("memory check: the largest microbatch, 60 tokens" in capfd.readouterr().out) == (name == "with")
+    assert found[0] == found[1] == found[2], "on CPU it is off unless asked for"
+
+
+def out_of_memory(*_, **__):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...\nmore")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_train_that_does_not_fit_says_so_before_the_first_step(tmp_path, monkeypatch, capfd, ranks):
+    monkeypatch.setattr(objective, "model_loss", out_of_memory)
+    path = write_run(tmp_path, make_rows([30, 12]), memory_check=True)
+    assert call("train", path, "--ranks", ranks) == 1
+    err = capfd.readouterr().err
+    assert "error[memory] rank 0, memory check before the first step" in err or ranks > 1
+    for said in ("memory check", "microbatches of up to 32 tokens to fit", "Tried to allocate 20.00 GiB", "capacity_"):
+        assert said in err, said
+    assert "Traceback" not in err
+    assert not (tmp_path / "out/metrics.jsonl").exists()
+
+
+def test_a_microbatch_that_does_not_fit_is_named_with_step_and_tokens(monkeypatch, tmp_path):
+    job = job_of(tmp_path, [30, 12])
+    monkeypatch.setattr(objective, "model_loss", out_of_memory)
+    plan = make_plan(1, [30, 12, 5], [Piece(ranks=(0,), sequences=(0,)), Piece(ranks=(0,), sequences=(1, 2))])
+    with pytest.raises(MemoryShortage) as raised:
+        work.run_plan(
+            build_model(job.model, seed=0),
+            plan,
+            make_batch([30, 12, 5], vocab=VOCAB),
+            SoloTransport(),
+            FlashCpuKernel(),
+            name="step 7",
+        )
+    assert raised.value.where == "rank 0, step 7, microbatch 1 of 2 forward"
+    assert "up to 30 tokens" in raised.value.expected
+
+
+def test_a_model_that_does_not_fit_is_told_at_the_start(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(building, "FlatParameters", out_of_memory)
+    assert call("train", write_run(tmp_path, make_rows([30, 12])), "--ranks", 1) == 1
+    err = capfd.readouterr().err
+    assert err.startswith(
+        "error[memory] rank 0, start: expected the model, its gradients and its optimizer to fit; got"
+    )
+    assert err.count("\n") == 1

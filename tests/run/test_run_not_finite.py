@@ -1,0 +1,176 @@
+"""A loss, gradient or parameter that is not finite: what each policy makes of it, against the plain loop."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import lengthwise
+from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.run import not_finite, trainer
+from run.small_runs import (
+    FailsAfter,
+    call,
+    losses,
+    make_rows,
+    plain_training,
+    read_lines,
+    steps_of,
+    train,
+    write_model,
+    write_run,
+)
+from tiers import more
+
+ROWS = make_rows([5, 40, 9, 12, 33, 7, 21, 3], seed=3)
+LR = 0.01
+KEYS = {"optimizer": {"lr": LR}, "capacity_tokens": 48}
+
+
+def poison(monkeypatch, what, *steps, rank):
+    """Make a value of one rank NaN or infinite in some steps: its loss, its gradients, or what its update leaves."""
+    run_plan, update = trainer.run_plan, ShardedOptimizer.step
+    updates = []
+
+    def poisoned_run(model, plan, batch, transport, kernel, *, name, parameters, **settings):
+        work = run_plan(model, plan, batch, transport, kernel, name=name, parameters=parameters, **settings)
+        if transport.rank == rank and name in {f"step {step}" for step in steps}:
+            if what == "loss":
+                return replace(work, loss_sum=math.nan)
+            if what == "gradient":
+                parameters.grads[3] = math.inf
+        return work
+
+    def poisoned_update(self, lr, norm):
+        update(self, lr, norm)
+        updates.append(lr)
+        if what == "parameter" and self._transport.rank == rank and len(updates) in steps:
+            self._parameters.master_weights[0] = math.nan
+
+    monkeypatch.setattr(trainer, "run_plan", poisoned_run)
+    monkeypatch.setattr(ShardedOptimizer, "step", poisoned_update)
+
+
+def run_of(folder, **keys):
+    """A run of 8 steps, done once without a fault into `all`."""
+    path = write_run(folder, ROWS, steps=8, checkpoint={"every_steps": 2}, **{**KEYS, **keys})
+    train(path, "--set", "output=all")
+    return path
+
+
+def assert_kept(path, kept, *, ledger=None):
+    """The run is a plain loop over these steps of the undisturbed one, and others changed nothing."""
+    output, undisturbed = path.parent / "out", steps_of(path.parent / "all")
+    ledger = kept if ledger is None else ledger
+    expected, _, model = plain_training(
+        path.parent / "model", ROWS, [undisturbed[step - 1] for step in kept], dtype=torch.float64, lrs=[LR] * len(kept)
+    )
+    assert [row["step"] for row in read_lines(output / "ledger.jsonl")] == ledger
+    found = dict(zip(ledger, losses(output), strict=True))
+    assert [found[step] for step in kept] == pytest.approx(expected, rel=1e-11)
+    weights = dict(model.named_parameters())
+    for key, value in load_file(output / "model/model.safetensors").items():
+        torch.testing.assert_close(value, weights[key], rtol=1e-9, atol=1e-11, check_dtype=False)
+
+
+@pytest.mark.parametrize("ranks", [1, more(2), more(3)])
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_is_left_out(tmp_path, monkeypatch, capfd, ranks, what):
+    path = run_of(tmp_path)
+    poison(monkeypatch, what, 1, 4, rank=ranks - 1)
+    output = train(path, "--ranks", ranks, "--set", "not_finite=skip")
+    assert_kept(path, [2, 3, 5, 6, 7, 8])
+    found = read_lines(output / "not_finite.jsonl")
+    name = {"loss": "loss", "gradient": "norm of the gradient"}[what]
+    assert [(row["step"], row["what"]) for row in found] == [(1, name), (4, name)]
+    assert not any(math.isfinite(float(row["value"])) for row in found)
+    undisturbed = steps_of(tmp_path / "all")
+    assert [row["sequences"] for row in found] == [undisturbed[0], undisturbed[3]]
+    said = capfd.readouterr().out
+    assert f"step 4: {found[1]['value']} over sequences" in said
+    assert "2 steps made no update" in said
+
+
+@pytest.mark.parametrize("ranks", [more(1), 2, more(3)])
+@pytest.mark.parametrize(("what", "step", "kept", "ledger"), [
+    more("loss", 6, [1, 2, 3, 4, 7, 8], [1, 2, 3, 4, 5, 7, 8]),
+    more("gradient", 6, [1, 2, 3, 4, 7, 8], [1, 2, 3, 4, 5, 7, 8]),
+    more("parameter", 3, [1, 2, 5, 6, 7, 8], [1, 2, 3, 5, 6, 7, 8]),  # seen by the numbers of step 4
+    more("parameter", 4, [1, 2, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8]),  # seen before its checkpoint
+    ("parameter", 8, [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, 8]),  # seen before the model is saved
+])  # fmt: skip
+def test_a_run_goes_back_to_its_checkpoint(tmp_path, monkeypatch, ranks, what, step, kept, ledger):
+    path = run_of(tmp_path)
+    poison(monkeypatch, what, step, rank=ranks - 1)
+    output = train(path, "--ranks", ranks, "--set", "not_finite=roll_back")
+    assert_kept(path, kept, ledger=ledger)
+    (found,) = read_lines(output / "not_finite.jsonl")
+    assert (found["step"], found["sequences"]) == (step, steps_of(tmp_path / "all")[step - 1])
+
+
+@pytest.mark.parametrize("ranks", [more(1), 2])
+@pytest.mark.parametrize("policy", [more("skip"), "roll_back"])
+def test_a_run_that_left_steps_out_goes_on_to_the_same_bits(tmp_path, monkeypatch, ranks, policy):
+    """AdamW counts updates, not steps: a checkpoint knows both."""
+    path = run_of(tmp_path)
+    poison(monkeypatch, "gradient", 4, rank=0)
+    arguments = ("--ranks", ranks, "--set", f"not_finite={policy}")
+    train(path, "--set", "output=undisturbed", *arguments)
+    with pytest.raises(lengthwise.LengthwiseError, match="Fault"):
+        lengthwise.train(path, ranks=ranks, overrides=[f"not_finite={policy}"], callbacks=[FailsAfter(7)])
+    train(path, "--resume", *arguments)
+    for name in ("ledger.jsonl", "not_finite.jsonl"):
+        assert read_lines(tmp_path / "out" / name) == read_lines(tmp_path / "undisturbed" / name)
+    ours, theirs = (load_file(tmp_path / name / "model/model.safetensors") for name in ("out", "undisturbed"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(("policy", "what", "steps", "told"), [
+    more("stop", "loss", [3], "step 3: expected a finite loss; got nan over sequences"),
+    ("stop", "parameter", [3], "step 3: expected a finite parameter; got nan over sequences"),
+    more("skip", "parameter", [3], "step 3: expected a finite parameter; got nan over sequences"),
+    more("roll_back", "loss", [1], "There is no checkpoint yet to go back to"),
+    ("roll_back", "loss", [5, 6, 7, 8], "did not help 3 times"),
+    ("skip", "gradient", [2, 3, 4, 5, 6], "The 4 steps before it made no update either"),
+])  # fmt: skip
+@pytest.mark.parametrize("ranks", [1, more(2)])
+def test_a_run_that_cannot_be_helped_stops_and_saves_no_model(
+    tmp_path, monkeypatch, capfd, ranks, policy, what, steps, told
+):
+    path = write_run(tmp_path, ROWS, steps=9, checkpoint={"every_steps": 4}, **KEYS)
+    monkeypatch.setattr(not_finite, "MOST_IN_A_ROW", 4)
+    poison(monkeypatch, what, *steps, rank=ranks - 1)
+    assert call("train", path, "--ranks", ranks, "--set", f"not_finite={policy}") == 1
+    assert told in capfd.readouterr().err
+    assert not (tmp_path / "out/model").exists()
+    assert read_lines(tmp_path / "out/not_finite.jsonl")[-1]["step"] == steps[-1]
+
+
+def test_a_row_that_ruins_the_gradient_is_left_out(tmp_path, capfd):
+    """Token 63 of a real model, of 3e38 in its embedding, is in one row alone."""
+    folder = write_model(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][63] = 3e38
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    rows = [{"input_ids": [token % 63 for token in row["input_ids"]]} for row in ROWS]
+    rows[2]["input_ids"][4] = 63
+    path = write_run(tmp_path, rows, model=folder, steps=4, precision="fp32", **KEYS)
+    output = train(path, "--ranks", 2, "--set", "not_finite=skip")
+    found = read_lines(output / "not_finite.jsonl")
+    assert [row["step"] for row in found] == [1 + n for n, ids in enumerate(all_steps(output)) if 2 in ids]
+    assert all(2 in row["sequences"] for row in found)
+    assert all(map(math.isfinite, losses(output)))
+
+
+def all_steps(output):
+    """The sequences of each step, whether it made an update or not."""
+    rows = [*read_lines(output / "ledger.jsonl"), *read_lines(output / "not_finite.jsonl")]
+    return [row["sequences"] for row in sorted(rows, key=lambda row: row["step"])]
+
+
+def test_going_back_needs_checkpoints(tmp_path, capsys):
+    path = write_run(tmp_path, ROWS, not_finite="roll_back")
+    assert call("train", path) == 2
+    assert "not_finite: expected `checkpoint` beside roll_back; got none" in capsys.readouterr().err

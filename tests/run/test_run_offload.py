@@ -1,0 +1,140 @@
+"""Offload as a user asks for it: the same bits, longer sequences, and what is wrong said before a run."""
+
+import itertools
+
+import pytest
+
+from lengthwise.core.held import held_by_rank
+from lengthwise.core.plan import Plan
+from lengthwise.core.plan_file import read_plan_text
+from run.small_runs import call, losses, make_rows, read_lines, write_model, write_run
+from tiers import more, some
+
+LENGTHS = [160, 90, 70, 45, 30, 20, 11, 7]
+KEYS = {"steps": 3, "capacity_tokens": 60, "global_batch": {"sequences": 4}}
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_model(tmp_path / "model", num_hidden_layers=5)
+
+
+def run(tmp_path, output, ranks, *, rows=None, **keys):
+    (tmp_path / "scratch").mkdir(exist_ok=True)
+    path = write_run(tmp_path, rows or make_rows(LENGTHS), output=output, **{**KEYS, **keys})
+    assert call("train", path, "--ranks", ranks) == 0
+    return tmp_path / output
+
+
+def plans_of(output):
+    return [Plan.from_json(read_plan_text(path)) for path in sorted((output / "plans").iterdir())]
+
+
+@pytest.mark.parametrize(
+    ("precision", "recompute", "lora"),
+    [
+        more("fp32", "none", False),
+        more("bf16", "layer", False),
+        ("fp64", "all_but_attention", False),
+        more("fp32", "none", True),
+    ],
+)
+def test_train_with_offload_gives_the_same_bits(tmp_path, model, precision, recompute, lora):
+    keys = {"precision": precision, "recompute": recompute, **({"lora": {"r": 2}} if lora else {})}
+    plans = []
+    for ratio in ("off", 1.0):  # on ranks that hold so much that both plans are the same
+        offload = {"ratio": ratio, "store": "disk", "path": str(tmp_path / "scratch")}
+        output = run(tmp_path, f"ratio {ratio}", 3, capacity_tokens=400, offload=offload, planner="static", **keys)
+        plans.append(plans_of(output))
+    kept, away = (tmp_path / f"ratio {ratio}" for ratio in ("off", 1.0))
+    for one, other in zip(*plans, strict=True):
+        assert [each.pieces for each in one.microbatches] == [each.pieces for each in other.microbatches]
+        assert {each.offload for each in other.microbatches} == {1.0}
+    assert losses(kept) == losses(away)
+    weights = "adapter_model.safetensors" if lora else "model.safetensors"
+    assert (kept / "model" / weights).read_bytes() == (away / "model" / weights).read_bytes()
+    for row in read_lines(kept / "metrics.jsonl"):
+        assert (row["offloaded_bytes"], row["offload_wait_seconds"]) == (0, 0)
+    for row in read_lines(away / "metrics.jsonl"):
+        assert row["offloaded_bytes"] > 0
+        assert 0 < row["offload_wait_seconds"] < row["step_seconds"]
+        assert row["exposed_ring_seconds"] == 0  # on ranks of this capacity there is no ring
+        assert row["peak_memory_bytes"] > 10_000_000  # a process with torch
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_auto_offloads_what_does_not_fit_and_no_more(tmp_path, model, capsys):
+    """160 tokens on 2 ranks of 60: with 3 of 5 layers elsewhere a rank holds 2.5 times as much."""
+    path = write_run(tmp_path, make_rows(LENGTHS), **KEYS)
+    assert call("train", path, "--ranks", 2) == 2
+    assert "160 tokens" in capsys.readouterr().err
+    offload = {"store": "disk", "path": str(tmp_path / "scratch")}
+    output = run(tmp_path, "out", 2, offload=offload, precision="fp64")
+    plans, rows = plans_of(output), read_lines(output / "metrics.jsonl")
+    ratios = [each.offload for plan in plans for each in plan.microbatches]
+    assert max(ratios) > 0
+    for plan in plans:
+        for each in plan.microbatches:
+            held, rounding = held_by_rank(plan, each)
+            needs = max(held[rank] - rounding[rank] for rank in held) > plan.capacity
+            assert needs == (each.offload > 0)
+    assert sum(row["offloaded_bytes"] for row in rows) > 0
+    wide = run(tmp_path, "wide", 2, capacity_tokens=400, precision="fp64")
+    for got, want in zip(losses(output), losses(wide), strict=True):
+        assert got == pytest.approx(want, rel=1e-12)
+
+
+def test_a_ratio_of_the_users_own_lets_ranks_hold_more(tmp_path, model):
+    offload = {"ratio": 0.5, "store": "disk", "path": str(tmp_path / "scratch")}
+    output = run(tmp_path, "out", 2, offload=offload, capacity_tokens=70)
+    for plan in plans_of(output):
+        assert plan.capacity == 70
+        assert {each.offload for each in plan.microbatches} == {0.5}
+    held = [max(held_by_rank(plan, each)[0].values()) for plan in plans_of(output) for each in plan.microbatches]
+    assert 70 < max(held) <= 100
+
+
+def test_verify_runs_a_plan_that_offloads(tmp_path, model, capsys):
+    (tmp_path / "scratch").mkdir()
+    offload = {"store": "disk", "path": str(tmp_path / "scratch")}
+    path = write_run(tmp_path, make_rows(LENGTHS), name="verify.yaml", offload=offload, precision="fp64", **KEYS)
+    assert call("verify", path, "--ranks", 2) == 0
+    said = capsys.readouterr().out
+    assert "offload of " in said
+    assert "PASS" in said
+    plan = run(tmp_path, "trained", 2, offload=offload, precision="fp64") / "plans/step-000001.json.gz"
+    assert call("plan", "--config", path, "--ranks", 2, "--out", tmp_path / "plan.json") == 0
+    assert Plan.from_json((tmp_path / "plan.json").read_text()) == Plan.from_json(read_plan_text(plan))
+    assert call("verify", path, "--ranks", 2, "--plan", plan) == 0
+    without = write_run(tmp_path, make_rows(LENGTHS), name="without.yaml", **{**KEYS, "capacity_tokens": 400})
+    assert call("verify", without, "--ranks", 2, "--plan", plan) == 2
+    assert "expected a plan without offload, or a place for it" in capsys.readouterr().err
+
+
+WRONG = [
+    ({"store": "host"}, "offload.store: expected disk on a machine without GPUs"),
+    ({"store": "disk"}, "offload.path: expected `path` beside `store: disk`"),
+    ({"path": "/tmp"}, "offload.path: expected `path` only beside `store: disk`"),
+    ({"store": "disk", "path": "missing"}, "offload.path: expected an existing folder"),
+    ({"store": "disk", "path": "/proc"}, "offload.path: expected a folder that can be written; got /proc"),
+    ({"ratio": 1.5, "store": "disk", "path": "/tmp"}, "offload.ratio"),
+    ({"ratio": "some", "store": "disk", "path": "/tmp"}, "offload.ratio"),
+    ({"ratio": True, "store": "disk", "path": "/tmp"}, "offload.ratio"),
+    ({"share": 0.5}, "offload.share"),
+]
+
+
+@pytest.mark.parametrize(("offload", "said"), some(WRONG, 0, 4, 5))
+def test_what_is_wrong_is_said_before_any_process_starts(tmp_path, model, capsys, offload, said):
+    path = write_run(tmp_path, make_rows(LENGTHS), offload=offload, **{**KEYS, "capacity_tokens": 400})
+    assert call("train", path, "--ranks", 2) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists() or not list(itertools.islice((tmp_path / "out").iterdir(), 1))
+
+
+def test_a_model_of_two_layers_has_nothing_to_offload(tmp_path, capsys):
+    write_model(tmp_path / "model")
+    offload = {"store": "disk", "path": str(tmp_path)}
+    path = write_run(tmp_path, make_rows(LENGTHS), offload=offload, **{**KEYS, "capacity_tokens": 400})
+    assert call("train", path, "--ranks", 2) == 2
+    assert "offload.ratio: expected a model of more than 2 layers" in capsys.readouterr().err

@@ -1,0 +1,98 @@
+"""The parts of the engine that can be tried without training: batches, slices, metrics, the run's folder."""
+
+import os
+import signal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from testing import make_plan
+
+from lengthwise.comm import World
+from lengthwise.core.plan import Microbatch, Piece
+from lengthwise.run import trainer
+from lengthwise.run.launch import StatusBoard, StopRequest
+from lengthwise.run.metrics import StepMetrics
+from lengthwise.run.verify import VerifyReport
+
+
+def test_step_metrics_by_hand():
+    plan = make_plan(
+        3,
+        [10, 20, 30],
+        [Piece(ranks=(0, 1), sequences=(2,)), Piece(ranks=(2,), sequences=(0,)), Piece(ranks=(0,), sequences=(1,))],
+    )
+    found = StepMetrics(
+        plan=plan, step=4, loss=2.0, grad_norm=0.5, lr=0.1, num_loss_tokens=57, busy_seconds=[4.0, 1.0, 1.0],
+        step_seconds=8.0, plan_seconds=0.25, predicted_step_seconds=7.0, peak_memory_bytes=1, offloaded_bytes=0,
+        offload_wait_seconds=0.0, exposed_ring_seconds=0.0,
+    )  # fmt: skip
+    assert (found.num_sequences, found.num_tokens, found.num_loss_tokens, found.num_microbatches) == (3, 60, 57, 3)
+    assert (found.imbalance_ratio, found.idle_ratio, found.ring_token_ratio) == (2, 0.75, 0.5)
+    assert found.tokens_per_second == 7.5
+
+
+@given(st.lists(st.floats(0, 8), min_size=1, max_size=4))
+def test_step_metrics_are_never_negative_and_no_rank_is_idle_all_the_time(busy_seconds):
+    """Busy ranks are those of a device's clock, the step's time is the host's: they may differ by a little."""
+    plan = make_plan(1, [10], [Piece(ranks=(0,), sequences=(0,))])
+    found = StepMetrics(
+        plan=plan, step=4, loss=2.0, grad_norm=0.5, lr=0.1, num_loss_tokens=9,
+        busy_seconds=[0.001, *busy_seconds], step_seconds=7.99, plan_seconds=0.25, predicted_step_seconds=7.0,
+        peak_memory_bytes=1, offloaded_bytes=0, offload_wait_seconds=0.0, exposed_ring_seconds=0.0,
+    )  # fmt: skip
+    assert 0 <= found.idle_ratio < 1
+    assert found.imbalance_ratio >= 1 - 1e-9
+
+
+def test_status_board_keeps_the_last_phase_of_each_rank():
+    board = StatusBoard(2)
+    board.note(1, "step 1, a very long phase " + "x" * 500)
+    board.note(1, "short")
+    assert (board.last_seen(0), board.last_seen(1)) == ("start", "short")
+    board.note(0, "ä" * 300)
+    assert board.last_seen(0).startswith("ää")
+    assert board.last_seen(1) == "short"
+
+
+def test_stop_request_is_known_to_one_that_listens_later():
+    before = signal.getsignal(signal.SIGINT)  # ignored, where a shell runs the tests in the background
+    with StopRequest().listening() as first:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert first.signal == signal.SIGTERM
+        with StopRequest().listening() as second:
+            assert second.signal == signal.SIGTERM
+            os.kill(os.getpid(), signal.SIGINT)
+        assert (second.signal, first.times) == (signal.SIGTERM, 1)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_stop_request_ends_a_process_of_its_own_at_the_second():
+    with StopRequest(ends_at_the_second=True).listening() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert stop.times == 2
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 2e-12])
+@pytest.mark.parametrize("place", ["gradient", "loss", "reference_loss", "router_loss", "reference_router_loss"])
+def test_verification_fails_at_nan_infinity_and_what_is_over_the_tolerance(place, bad):
+    keys = {
+        "plan": make_plan(1, [2], [Microbatch(pieces=(Piece(ranks=(0,), sequences=(0,)),)).pieces[0]]),
+        "gradients": {"a": 1e-13, "b": 0.0, "c": 1e-13},
+        "tolerance": 1e-12,
+        **dict.fromkeys(("loss", "reference_loss", "router_loss", "reference_router_loss"), 1.0),
+    }
+    assert VerifyReport(**keys).passed
+    changed = {"gradients": {**keys["gradients"], "b": bad}} if place == "gradient" else {place: 1.0 + bad}
+    assert not VerifyReport(**{**keys, **changed}).passed
+
+
+def test_under_torchrun_a_second_signal_does_not_end_a_run_of_one_rank(monkeypatch):
+    """A cluster signals all processes of a job, and torchrun its own again: the checkpoint must still be committed."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert trainer._is_alone(World(rank=0, world_size=1))
+    assert not trainer._is_alone(World(rank=0, world_size=2))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert not trainer._is_alone(World(rank=0, world_size=1))

@@ -1,0 +1,348 @@
+"""Runs that go on from a checkpoint: the same to the bit on as many ranks, to rounding on others; what is refused."""
+
+import hashlib
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers.optimization import get_scheduler
+
+import lengthwise
+from lengthwise.checkpoint import take_digests, write_part
+from lengthwise.checkpoint.manifest import signed
+from lengthwise.config import RunConfig
+from lengthwise.core.errors import OutputError
+from lengthwise.run import checkpoints
+from lengthwise.run.resume import FREE_SETTINGS
+from run.small_runs import (
+    Command,
+    FailsAfter,
+    call,
+    count_lines,
+    losses,
+    make_rows,
+    read_lines,
+    steps_of,
+    write_run,
+)
+from tiers import some
+
+PAGE = (Path(__file__).parents[2] / "docs" / "run-file.md").read_text(encoding="utf-8")
+LENGTHS = [30, 12, 5, 60, 1, 2, 33]
+EVERY = {"every_steps": 2, "background": False}
+
+
+def run_of(folder, **keys):
+    return write_run(folder, make_rows(LENGTHS), **{"steps": 7, "capacity_tokens": 64, "checkpoint": EVERY, **keys})
+
+
+WHOLE = {}  # by what decides it: the output of a run
+
+
+def whole(path, ranks=1):
+    """Return the output of the run that nothing disturbs: one in a session of tests for all with its settings."""
+    settings = json.loads(path.read_text())
+    files = [*path.parent.glob("*.jsonl"), *Path(settings["model"]).glob("*")]
+    contents = sorted((file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files)
+    key = json.dumps([ranks, {**settings, "model": None}, contents])
+    if key not in WHOLE:
+        lengthwise.train(path, ranks=ranks, overrides=["output=whole"])
+        WHOLE[key] = path.parent / "whole"
+    return WHOLE[key]
+
+
+def broken_off(path, ranks, after):
+    with pytest.raises(lengthwise.LengthwiseError, match="Fault"):
+        lengthwise.train(path, ranks=ranks, callbacks=[FailsAfter(after)])
+    return path.parent / "out"
+
+
+def model_of(output):
+    folder = output / "model"
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
+
+
+def assert_equal_runs(found, wanted, *, exactly=True):
+    assert steps_of(found) == steps_of(wanted)
+    assert [row["step"] for row in read_lines(found / "metrics.jsonl")] == list(range(1, len(losses(wanted)) + 1))
+    assert len(list((found / "plans").iterdir())) == len(losses(wanted))
+    ours, theirs = model_of(found), model_of(wanted)
+    assert ours.keys() == theirs.keys()
+    if exactly:
+        assert losses(found) == losses(wanted)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    else:
+        assert losses(found) == pytest.approx(losses(wanted), rel=1e-11)
+        for name, value in ours.items():
+            torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(("before", "after"), some([(2, 4), (4, 3), (1, 3), (3, 1), (2, 2)], 0))
+def test_a_run_goes_on_at_any_number_of_ranks(tmp_path, before, after):
+    path = run_of(tmp_path)
+    wanted = whole(path, ranks=before)
+    found = broken_off(path, before, after=5)
+    result = lengthwise.train(path, ranks=after, resume=True)
+    assert result.steps == 7
+    assert result.first_loss == losses(wanted)[0]
+    assert_equal_runs(found, wanted, exactly=before == after)
+
+
+@pytest.mark.parametrize("keys", some([
+    {"precision": "bf16"},
+    {"precision": "fp32", "overlap": True},
+    {"lora": {"r": 4}},
+    {"optimizer": {"schedule": "cosine", "warmup_steps": 2}},
+    {"eval": {"data": [{"path": "train.jsonl"}], "every_steps": 3}},
+], 0, 2), ids=str)  # fmt: skip
+def test_a_run_that_went_on_is_the_same_to_the_bit(tmp_path, keys):
+    path = run_of(tmp_path, **keys)
+    wanted = whole(path, ranks=2)
+    broken_off(path, 2, after=5)
+    lengthwise.train(path, ranks=2, resume=True)
+    assert_equal_runs(tmp_path / "out", wanted)
+    if "eval" in keys:
+        assert read_lines(tmp_path / "out/eval.jsonl") == read_lines(wanted / "eval.jsonl")
+
+
+def test_learning_rates_are_transformers_right_after_a_resume_too(tmp_path):
+    args = {"num_decay_steps": 3, "decay_type": "1-sqrt", "min_lr_ratio": 0.25}
+    keys = {"lr": 1e-3, "schedule": "warmup_stable_decay", "warmup_steps": 3, "schedule_args": args}
+    path = run_of(tmp_path, optimizer=keys, checkpoint={**EVERY, "every_steps": 1})
+    broken_off(path, 1, after=5)
+    lengthwise.train(path, resume=True)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
+    scheduler, wanted = get_scheduler("warmup_stable_decay", optimizer, 3, 7, scheduler_specific_kwargs=args), []
+    for _ in range(7):
+        wanted += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    assert [row["lr"] for row in read_lines(tmp_path / "out/metrics.jsonl")] == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_schedule_longer_than_the_run_is_refused_with_the_other_problems(tmp_path, capsys):
+    keys = {"schedule": "warmup_stable_decay", "warmup_steps": 3, "schedule_args": {"num_decay_steps": 5}}
+    path = run_of(tmp_path, optimizer=keys, recompute="layer", attention="flash2")
+    assert call("train", path) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "at most the run's 7 steps for warm-up and decay; got 3 and 5" in told
+    assert "flash2" in told
+
+
+@pytest.mark.parametrize("keys", some([{"sequences": 3}, {"tokens": 64}], 1), ids=str)
+@pytest.mark.parametrize("after", some(range(3, 9), 1, 3))
+def test_no_sequence_is_taken_twice_or_left_out(tmp_path, keys, after):
+    """Two faults in one run, at the border of an epoch too; 3 steps an epoch by sequences."""
+    path = run_of(tmp_path, steps=None, epochs=3, global_batch=keys, checkpoint={**EVERY, "every_steps": 1})
+    wanted = whole(path)
+    for last in (2, after):
+        with pytest.raises(lengthwise.LengthwiseError, match="Fault"):
+            lengthwise.train(path, callbacks=[FailsAfter(last)], resume=last != 2)
+    lengthwise.train(path, resume=True)
+    assert_equal_runs(tmp_path / "out", wanted)
+
+
+@pytest.mark.exhaustive  # faults kill it at each point by default
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_costs_the_steps_since_the_checkpoint(tmp_path, rank):
+    path = run_of(tmp_path, steps=60, precision="fp32", checkpoint={"every_steps": 3, "keep_last": 2})
+    wanted = whole(path, ranks=2)
+    command = Command("train", path, "--ranks", 2)
+    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 10)
+    os.kill(command.ranks()[rank], signal.SIGKILL)
+    status, _, err = command.finish()
+    assert status == 1
+    assert f"rank {rank}" in err
+    kept = sorted(each.name for each in (tmp_path / "out/checkpoints").glob("step-??????"))
+    assert len(kept) == 2
+    lengthwise.train(path, ranks=2, resume=True)
+    assert_equal_runs(tmp_path / "out", wanted)
+
+
+def test_a_stopped_run_is_saved_where_it_stopped(tmp_path):
+    path = run_of(tmp_path, steps=1000, precision="fp32", checkpoint={"every_steps": 0})
+    command = Command("train", path, "--ranks", 2)
+    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 4)
+    command.send(signal.SIGTERM)
+    status, _, _ = command.finish()
+    assert status == 0
+    done = count_lines(tmp_path / "out/metrics.jsonl")
+    assert [each.name for each in (tmp_path / "out/checkpoints").iterdir()] == [f"step-{done:06d}"]
+    with pytest.raises(lengthwise.LengthwiseError, match="Fault"):
+        lengthwise.train(path, ranks=1, resume=True, callbacks=[FailsAfter(done + 3)])
+    assert count_lines(tmp_path / "out/metrics.jsonl") >= done + 2
+
+
+def break_bit(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+def swap(path: Path) -> None:
+    other = path.with_name("rank-00000.safetensors")
+    mine, theirs = path.read_bytes(), other.read_bytes()
+    path.write_bytes(theirs)
+    other.write_bytes(mine)
+
+
+@pytest.mark.parametrize("ranks", some([1, 2, 3], 2))
+@pytest.mark.parametrize("damage", [break_bit, swap])
+def test_a_damaged_file_is_named_before_anything_changes(tmp_path, capsys, damage, ranks):
+    path = run_of(tmp_path)
+    broken_off(path, 2, after=5)
+    damage(tmp_path / "out/checkpoints/step-000004/rank-00001.safetensors")
+    before = {each: each.read_bytes() for each in (tmp_path / "out").rglob("*") if each.is_file()}
+    capsys.readouterr()
+    assert call("train", path, "--ranks", ranks, "--resume") == 2
+    told = capsys.readouterr().err
+    assert "SHA-256" in told
+    assert "step-000004/rank-0000" in told
+    after = {each: each.read_bytes() for each in (tmp_path / "out").rglob("*") if each.is_file()}
+    assert after == before
+
+
+def test_a_state_that_cannot_be_is_named_before_anything_changes(tmp_path, capsys):
+    """Of files and a manifest that fit each other."""
+    path = run_of(tmp_path)
+    broken_off(path, 1, after=3)
+    folder = tmp_path / "out/checkpoints/step-000002"
+    state = load_file(folder / "rank-00000.safetensors")
+    write_part(folder, 0, {**state, "exp_avg_sq": -1 - state["exp_avg_sq"]})
+    (part,) = take_digests(folder, 1).values()
+    values = json.loads((folder / "manifest.json").read_text())
+    values["files"]["rank-00000.safetensors"]["sha256"] = part.sha256
+    (folder / "manifest.json").write_text(signed(values))
+    lines = (tmp_path / "out/metrics.jsonl").read_text()
+    assert call("train", path, "--resume") == 2
+    assert "rank-00000.safetensors: exp_avg_sq" in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "out/metrics.jsonl").read_text() == lines
+
+
+def test_what_a_run_is_may_not_change(tmp_path, capsys):
+    path = run_of(tmp_path)
+    broken_off(path, 1, after=3)
+    capsys.readouterr()
+    changes = ["seed=1", "global_batch={tokens: 64}", "optimizer.lr=0.1", "planner=static", "steps=9"]
+    assert call("train", path, "--resume", "--set", *changes) == 2
+    told = capsys.readouterr().err
+    for each in ("seed: 0", "global_batch.", "optimizer.lr", "steps: 7"):
+        assert each in told
+    assert "planner" not in told, "how fast, not what"
+
+
+def test_the_page_names_what_may_change():
+    (passage,) = [text for text in PAGE.split("\n\n") if "takes the newest checkpoint" in text]
+    assert set(re.findall(r"`(\w+)`", passage)) & set(RunConfig.model_fields) == FREE_SETTINGS
+
+
+def test_other_data_is_refused(tmp_path, capsys):
+    path = run_of(tmp_path)
+    broken_off(path, 1, after=3)
+    rows = make_rows(LENGTHS)
+    rows[2]["input_ids"][0] ^= 1
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert call("train", path, "--resume") == 2
+    assert "other data" in capsys.readouterr().err
+
+
+def test_a_broken_newest_is_passed_over_and_told(tmp_path, capsys):
+    path = run_of(tmp_path)
+    wanted = whole(path)
+    broken_off(path, 1, after=5)
+    file = tmp_path / "out/checkpoints/step-000004/rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert call("train", path, "--resume") == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "passed over, and removed: error[output]" in told
+    assert "step-000002, after step 2" in told
+    assert_equal_runs(tmp_path / "out", wanted)
+
+
+def test_a_run_is_not_both_deleted_and_gone_on_with(tmp_path, capsys):
+    path = run_of(tmp_path)
+    broken_off(path, 1, after=3)
+    assert call("train", path, "--resume", "--overwrite") == 2
+    assert "expected --overwrite or --resume; got both" in capsys.readouterr().err
+    assert (tmp_path / "out/checkpoints/step-000002").is_dir()
+
+
+def test_nothing_to_go_on_from_is_said(tmp_path, capsys):
+    path = run_of(tmp_path)
+    assert call("train", path, "--resume") == 2
+    assert "a checkpoint to go on from" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_ended_run_has_nothing_left_to_do(tmp_path, capsys):
+    path = run_of(tmp_path)
+    wanted = whole(path)
+    lengthwise.train(path)
+    assert call("train", path, "--resume") == 0
+    assert "all 7 steps" in capsys.readouterr().out
+    assert_equal_runs(tmp_path / "out", wanted)
+
+
+def test_a_failed_save_is_a_warning_and_the_third_in_a_row_an_error(tmp_path, monkeypatch, capsys):
+    """Of five, the second fails, and then the last three."""
+    path, saves, write = run_of(tmp_path, steps=5, checkpoint={**EVERY, "every_steps": 1}), [], checkpoints.write_part
+
+    def fail_at(numbers):
+        def write_or_fail(folder, rank, state):
+            saves.append(folder.name)
+            if len(saves) in numbers:
+                (folder / "rank-00000.safetensors").write_bytes(b"half")
+                raise OSError(28, "No space left on device")
+            write(folder, rank, state)
+
+        monkeypatch.setattr(checkpoints, "write_part", write_or_fail)
+
+    fail_at({2})
+    assert call("train", path) == 0
+    assert "no checkpoint after step 2: OSError: [Errno 28] No space left" in capsys.readouterr().out
+    names = sorted(each.name for each in (tmp_path / "out/checkpoints").iterdir())
+    assert names == ["step-000003", "step-000004", "step-000005"]
+    saves.clear()
+    fail_at({3, 4, 5})
+    with pytest.raises(OutputError, match="No space left"):
+        lengthwise.train(path, overwrite=True)
+    assert sorted(each.name for each in (tmp_path / "out/checkpoints").iterdir()) == ["step-000001", "step-000002"]
+
+
+def test_the_newest_are_kept(tmp_path):
+    path = run_of(tmp_path, checkpoint={**EVERY, "every_steps": 1, "keep_last": 2})
+    lengthwise.train(path)
+    assert sorted(each.name for each in (tmp_path / "out/checkpoints").iterdir()) == ["step-000006", "step-000007"]
+
+
+def test_saving_in_the_background_changes_nothing(tmp_path):
+    path = run_of(tmp_path)
+    wanted = whole(path, ranks=2)
+    lengthwise.train(path, ranks=2, overrides=["checkpoint.background=true"])
+    assert_equal_runs(tmp_path / "out", wanted)
+    plain = run_of(tmp_path / "plain", checkpoint=None)
+    lengthwise.train(plain, ranks=2)
+    assert losses(tmp_path / "plain/out") == losses(wanted)
+
+
+def test_a_job_that_is_started_again_goes_on_where_there_is_a_checkpoint(tmp_path, capsys):
+    """It never deletes a model that was trained."""
+    path = run_of(tmp_path)
+    wanted = whole(path)
+    broken_off(path, 1, after=1)
+    assert not list((tmp_path / "out/checkpoints").glob("step-*")), "none was due yet"
+    with pytest.raises(lengthwise.LengthwiseError, match="Fault"):
+        lengthwise.train(path, resume="if_any", callbacks=[FailsAfter(5)])
+    assert call("train", path, "--resume-if-any") == 0
+    assert_equal_runs(tmp_path / "out", wanted)
+    assert "going on from" in " ".join(capsys.readouterr().out.split())
+    (tmp_path / "out/checkpoints").rename(tmp_path / "elsewhere")
+    assert call("train", path, "--resume-if-any") == 2
+    assert "no run in the output folder" in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "out/model").exists()

@@ -1,0 +1,371 @@
+"""Models with the routers' balance loss: any plan gives the loss and the gradients of one process over all tokens."""
+
+import copy
+import random
+import sys
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from testing import (
+    RecordingTransport,
+    build_pair,
+    make_batch,
+    make_plan,
+    random_plan,
+    run_ranks,
+    tiny_family_config,
+)
+from testing.order import check_order, rank_groups
+from testing.strict import StrictWorld
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from lengthwise.attention import choose_kernel
+from lengthwise.comm import SoloTransport
+from lengthwise.core.plan import Piece
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import analytic_cost, named_hardware, shape_from_config
+from lengthwise.engine import step as work
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.step import run_plan
+from lengthwise.models import (
+    DTYPES,
+    FAMILIES,
+    ROUTER_FAMILIES,
+    check_model_config,
+    coefficient_key,
+    keep_double,
+    token_loss,
+)
+from lengthwise.planner import PlanOptions, plan_step
+from lengthwise.program import last_on_all_ranks, lower_plan
+from lengthwise.run import verify
+from run.small_runs import VOCAB, call, make_rows, read_lines, relative, row_losses, steps_of, train, write_run
+from tiers import more, some
+
+pytestmark = pytest.mark.usefixtures("checked_transfers")
+
+LENGTHS = (1, 57, 2, 3, 40, 1, 5, 7, 31, 11, 13, 8)
+COEFFICIENT = 0.5  # large, so that an error in the balance loss is one in the gradient
+BARS = {"fp64": (1e-13, 1e-12), "fp32": (2e-6, 1e-5)}
+
+
+@cache
+def pair(family, unchosen=None):
+    """The planned and the plain model; the first layer never chooses expert `unchosen` (gpt_oss only)."""
+    if unchosen is not None:
+        found = copy.deepcopy(pair(family))
+        for model in found.values():
+            model.model.layers[0].mlp.router.bias.data[unchosen] = -50.0
+        return found
+    config = tiny_family_config(family)
+    config.output_router_logits = True
+    setattr(config, coefficient_key(family), COEFFICIENT)
+    experts = "num_local_experts" if "num_local_experts" in config.to_dict() else "num_experts"
+    setattr(config, experts, 5)  # a number that fp32 cannot divide by exactly
+    check_model_config(config)
+    return build_pair(family, config)
+
+
+def one_process(family, batch, precision="fp64", **options):
+    """(loss, balance loss, gradients) of plain Hugging Face: every document's graph is kept, and its own function
+    takes the router logits of all of them as one."""
+    model = copy.deepcopy(pair(family, **options)["plain"])
+    flat = FlatParameters(model, SoloTransport(), dtype=DTYPES[precision])
+    with keep_double(DTYPES[precision]):
+        total, heard = 0.0, []
+        for index in range(len(batch.ids)):
+            ids, labels = batch.whole(index)
+            output = model(input_ids=ids[None], use_cache=False)
+            total = total + token_loss(output.logits[0], labels)
+            heard.append(output.router_logits)
+        balance = sys.modules[type(model).__module__].load_balancing_loss_func(
+            tuple(torch.cat(layer) for layer in zip(*heard, strict=True)), model.num_experts, model.num_experts_per_tok
+        )
+        (total / batch.loss_tokens + COEFFICIENT * balance).backward()
+    flat.reduce_gradients()
+    return total.item() / batch.loss_tokens, balance.item(), flat.gather_gradients()
+
+
+def run_rank(transport, family, plan, batch, precision="fp64", **options):
+    model = copy.deepcopy(pair(family, **options)["planned"])
+    flat = FlatParameters(model, transport, dtype=DTYPES[precision])
+    with keep_double(DTYPES[precision]):
+        done = run_plan(model, plan, batch, transport, choose_kernel(torch.device("cpu")), name="test")
+    losses = torch.tensor([done.loss_sum, done.router_loss], dtype=torch.float64)
+    transport.all_reduce(losses)
+    flat.reduce_gradients()
+    return losses[0].item() / batch.loss_tokens, losses[1].item(), flat.gather_gradients()
+
+
+def run_planned(family, plan, batch, precision="fp64", **options):
+    pair(family, **options)  # before the threads: drawing parameters uses the global generator
+    return StrictWorld(plan.ranks).run(lambda t: run_rank(t, family, plan, batch, precision, **options))[0]
+
+
+@cache
+def planned(ranks, lengths=LENGTHS, capacity=None):
+    """One plan for all families: parity is asked of any plan."""
+    cost = analytic_cost(shape_from_config(pair("mixtral")["plain"].config.to_dict()), named_hardware("cpu"))
+    capacity = capacity or -(-max(lengths) // ranks) + 1
+    return plan_step(lengths, Cluster(ranks=ranks, capacity_tokens=capacity), cost, PlanOptions(layers=2))
+
+
+def check_parity(got, want, precision="fp64"):
+    loss_bar, gradient_bar = BARS[precision]
+    assert relative(got[0], want[0]) <= loss_bar
+    assert relative(got[1], want[1]) <= loss_bar
+    errors = verify.gradient_differences(got[2], want[2])
+    worst = max(errors, key=errors.get)
+    assert errors[worst] <= gradient_bar, f"{worst}: {errors[worst]}"
+
+
+@pytest.mark.parametrize("family", some(sorted(set(ROUTER_FAMILIES) & set(FAMILIES)), 0, -1))
+def test_balance_loss_and_gradients_equal_plain_hugging_face(family):
+    batch = make_batch(LENGTHS, vocab=48, seed=1, masked=0.2)
+    want, packs = one_process(family, batch), []
+    for ranks in (1, 2, 3, 5) if family in ("mixtral", "jetmoe") else (1, 3):  # `make families`: all of them for all
+        plan = planned(ranks)
+        assert (plan.ring_tokens > 0) == (ranks > 1)
+        packs += [piece for m in plan.microbatches for piece in m.pieces if piece.degree == 1 < len(piece.sequences)]
+        assert check_order(plan, layers=2, counts_routers=True) > 0 or ranks == 1
+        check_parity(run_planned(family, plan, batch), want)
+    assert packs
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "jetmoe"])  # jetmoe lists the logits of a router twice
+def test_reference_of_verify_equals_one_graph_of_all_documents(family):
+    batch = make_batch(LENGTHS, vocab=48, seed=1, masked=0.2)
+    found = verify.plain_gradients(copy.deepcopy(pair(family)["plain"]), batch.dataset, batch.ids, torch.float64)
+    check_parity((found.loss, found.router_loss, found.gradients), one_process(family, batch))
+
+
+@pytest.mark.parametrize("seed", some(range(6), 1, 3))
+def test_any_plan_gives_the_balance_loss_of_one_process(seed):
+    """Several pieces a microbatch, any ranks in any order, shares, ranks without tokens, ranks without microbatch."""
+    choose, ranks = random.Random(seed), (2, 3, 4, 5, 6, 7)[seed]
+    lengths = LENGTHS[: 3 + 2 * seed]
+    batch = make_batch(lengths, vocab=48, seed=seed)
+    plan = random_plan(choose, ranks, lengths, layers=2)
+    check_parity(run_planned("qwen2_moe", plan, batch), one_process("qwen2_moe", batch))
+
+
+@pytest.mark.parametrize("family", ["mixtral", more("granitemoe")])
+def test_token_that_stands_for_no_one_is_not_counted(family):
+    """Rings of more ranks than tokens: whole ranks run one padding token, in both passes."""
+    lengths = (1, 2, 9)
+    plan = make_plan(5, lengths, [Piece(ranks=(2, 0, 4, 1, 3), sequences=(i,)) for i in range(3)], layers=2)
+    batch = make_batch(lengths, vocab=48)
+    check_parity(run_planned(family, plan, batch), one_process(family, batch))
+
+
+def test_rank_without_work_takes_part_in_the_sum_of_counts():
+    lengths = (20, 4)
+    plan = make_plan(5, lengths, [Piece(ranks=(0, 1), sequences=(0,)), Piece(ranks=(3,), sequences=(1,))], layers=2)
+    batch = make_batch(lengths, vocab=48)
+    check_parity(run_planned("olmoe", plan, batch), one_process("olmoe", batch))
+
+
+@pytest.mark.parametrize(
+    "kinds", [("none", "layer", "all_but_attention"), more(("layer",)), more(("all_but_attention",))]
+)
+@pytest.mark.parametrize("family", ["qwen3_moe", more("gpt_oss")])
+def test_balance_loss_with_layers_computed_again(family, kinds):
+    """The router logits come out of checkpointed layers, and the kept graph of a rank is one of them."""
+    batch = make_batch(LENGTHS, vocab=48, seed=1)
+    made = planned(3, capacity=40)
+    microbatches = [replace(each, recompute=kinds[i % len(kinds)]) for i, each in enumerate(made.microbatches)]
+    plan = replace(made, microbatches=tuple(microbatches))
+    assert plan.ring_tokens
+    assert check_order(plan, layers=2, counts_routers=True)
+    check_parity(run_planned(family, plan, batch), one_process(family, batch))
+
+
+def test_balance_loss_over_real_processes():
+    batch, plan = make_batch(LENGTHS, vocab=48, seed=1), planned(3)
+    check_parity(run_ranks(lambda t: run_rank(t, "mixtral", plan, batch), 3)[0], one_process("mixtral", batch))
+
+
+@pytest.mark.parametrize("family", ["mixtral", more("gpt_oss")])
+def test_balance_loss_in_fp32_is_within_its_bars(family):
+    batch = make_batch(LENGTHS, vocab=48, seed=1)
+    want = one_process(family, batch, "fp32")
+    for ranks in (1, 3):
+        check_parity(run_planned(family, planned(ranks), batch, "fp32"), want, "fp32")
+
+
+def test_balance_loss_in_bf16_is_as_near_to_fp64_as_one_device():
+    batch = make_batch(LENGTHS, vocab=48, seed=1)
+    exact, alone = (one_process("mixtral", batch, precision) for precision in ("fp64", "bf16"))
+    for ranks in (1, 3):
+        got = run_planned("mixtral", planned(ranks), batch, "bf16")
+        assert abs(got[1] - exact[1]) <= 1.5 * abs(alone[1] - exact[1]) + 1e-3 * exact[1]
+        router, *others = (name for name in got[2] if "gate.weight" in name or "router" in name)
+        for name in (router, *others):
+            error, ones = ((each[2][name].double() - exact[2][name]).norm() for each in (got, alone))
+            assert error <= 1.5 * ones + 1e-3 * exact[2][name].norm()
+
+
+def test_expert_that_no_token_chooses_has_no_gradient_but_its_router_has():
+    batch, plan = make_batch(LENGTHS, vocab=48, seed=2), planned(2)
+    got = run_planned("gpt_oss", plan, batch, unchosen=3)
+    check_parity(got, one_process("gpt_oss", batch, unchosen=3))
+    experts = [tensor for name, tensor in got[2].items() if name.startswith("model.layers.0.mlp.experts")]
+    assert experts
+    assert all(tensor.any() and not tensor[3].any() for tensor in experts)
+    assert got[2]["model.layers.0.mlp.router.bias"].any()
+
+
+def test_order_real_calls_are_those_of_the_checked_order():
+    """Counting: ring rounds, one sum; then the kept graph's backward, then the rest; in evaluation ring rounds only."""
+    plan, batch = planned(3), make_batch(LENGTHS, vocab=48)
+    pair("olmoe")
+    kept = last_on_all_ranks(plan)
+    assert 0 < len(kept) < len(plan.microbatches)
+
+    def called(inner, train):
+        transport = RecordingTransport(inner)
+        model = copy.deepcopy(pair("olmoe")["planned"])
+        kernel = choose_kernel(torch.device("cpu"))
+        done = run_plan(model, plan, batch, transport, kernel, name="step", train=train)
+        return [(call.name, call.phase) for call in transport.calls], done.router_loss
+
+    for rank, (calls, _) in enumerate(StrictWorld(3).run(lambda t: called(t, True))):
+        numbers = {program.index: number for number, program in enumerate(lower_plan(plan, rank), start=1)}
+        expected = []
+        for label, operations in list(rank_groups(plan, rank, windows=[None] * 2, counts_routers=True))[:-1]:
+            if operations[0].kind == "collective":
+                expected.append(("all_reduce", "step, sum of the routers' counts"))
+                continue
+            microbatch, _, kind, _ = label.split(", ")
+            number = numbers[int(microbatch.removeprefix("microbatch "))]
+            expected.append(("exchange", f"step, microbatch {number} of {len(numbers)} {kind}"))
+        assert calls == expected
+    for calls, router_loss in StrictWorld(3).run(lambda t: called(t, False)):
+        assert all(name == "exchange" and phase.endswith("forward") for name, phase in calls)
+        assert router_loss == 0
+
+
+# --- whole runs
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    """A run of a Qwen3-MoE whose second layer is dense."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24,
+        mlp_only_layers=[1], output_router_logits=True, router_aux_loss_coef=0.3, tie_word_embeddings=False,
+        max_position_embeddings=4096, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model = Qwen3MoeForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        parameter.data.mul_(20 if "gate.weight" in name else 3 if parameter.dim() > 1 else 1)
+    model.save_pretrained(tmp_path / "model")
+    rows = make_rows([30, 1, 12, 5, 61, 2, 44, 3, 17])
+    return write_run(tmp_path, rows, global_batch={"sequences": 6}, optimizer={"lr": 1e-3}), rows
+
+
+def plain_training(folder, rows, steps, lr):
+    """Train as `small_runs.plain_training`, with the balance loss of each step over all of its documents."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="sdpa", experts_implementation="eager"
+    )
+    groups = [
+        {"params": [p for p in model.parameters() if (p.dim() >= 2) == decayed], "weight_decay": 0.1 * decayed}
+        for decayed in (True, False)
+    ]
+    optimizer, found = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8), []
+    formula = sys.modules[type(model).__module__].load_balancing_loss_func
+    for ids in steps:
+        optimizer.zero_grad()
+        sums = [row_losses(model, rows[i], torch.float64) for i in ids]
+        heard = [model(input_ids=torch.tensor([rows[i]["input_ids"]]), use_cache=False).router_logits for i in ids]
+        balance = formula(tuple(torch.cat(layer) for layer in zip(*heard, strict=True)), 5, 2)
+        loss = sum(each for each, _ in sums) / sum(count for _, count in sums)
+        (loss + 0.3 * balance).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append((loss.item(), balance.item()))
+    return found, model
+
+
+@pytest.mark.parametrize("ranks", [more(1), 3])
+def test_train_writes_router_loss_beside_loss_and_trains_on_both(run_file, ranks):
+    """fp64 except where the family itself takes its softmax in fp32: hence the bar."""
+    path, rows = run_file
+    output = train(path, "--ranks", ranks, "--set", f"capacity_tokens={64 // ranks}")
+    expected, model = plain_training(path.parent / "model", rows, steps_of(output), 1e-3)
+    found = read_lines(output / "metrics.jsonl")
+    for row, (loss, balance) in zip(found, expected, strict=True):
+        assert relative(row["loss"], loss) < 1e-6
+        assert relative(row["router_loss"], balance) < 1e-6
+        assert row["router_loss"] > 2, "balanced routers have 2: each row chooses two experts"
+    trained = dict(AutoModelForCausalLM.from_pretrained(output / "model", dtype=torch.float64).named_parameters())
+    for name, parameter in model.named_parameters():
+        assert (trained[name] - parameter).norm() < 1e-5 * parameter.norm(), name
+
+
+@pytest.mark.exhaustive
+def test_train_with_the_balance_loss_levels_the_routers(run_file):
+    path, _ = run_file
+    output = train(path, "--ranks", 2, "--set", "steps=12", "optimizer.lr=0.01")
+    found = [row["router_loss"] for row in read_lines(output / "metrics.jsonl")]
+    assert found[-1] < found[0] - 0.1
+
+
+def test_evaluation_does_not_add_the_balance_loss(run_file):
+    path, _ = run_file
+    evaluation = '{"data": [{"path": "train.jsonl"}], "every_steps": 1}'
+    keys = ["steps=1", "optimizer.lr=1e-30", "global_batch.sequences=9", f"eval={evaluation}"]
+    output = train(path, "--ranks", 2, "--set", *keys)
+    [row], [step] = read_lines(output / "eval.jsonl"), read_lines(output / "metrics.jsonl")
+    assert relative(row["loss"], step["loss"]) < 1e-9
+    assert "router_loss" not in row
+
+
+@pytest.mark.parametrize("precision", ["fp64", more("fp32")])
+@pytest.mark.parametrize("ranks", [more(1), 3])
+def test_verify_passes_and_tells_the_router_loss(run_file, capsys, precision, ranks):
+    path, _ = run_file
+    keys = [f"precision={precision}", f"capacity_tokens={64 // ranks}"]
+    assert call("verify", path, "--ranks", ranks, "--set", *keys) == 0
+    out = capsys.readouterr().out
+    assert "router loss: 2." in out
+    assert "PASS" in out
+
+
+def own_counts_only(transport_class):
+    return lambda self, tensor, inner=transport_class.all_reduce: tensor.is_floating_point() and inner(self, tensor)
+
+
+@pytest.mark.parametrize(
+    "broken", [more("counts of each rank alone"), more("a row too many"), more("no coefficient"), "no gradient"]
+)
+def test_verify_fails_where_the_balance_loss_is_wrong(run_file, capsys, monkeypatch, broken):
+    path, _ = run_file
+    if broken == "counts of each rank alone":
+        from lengthwise.comm import TorchTransport
+
+        monkeypatch.setattr(TorchTransport, "all_reduce", own_counts_only(TorchTransport))
+    elif broken == "a row too many":
+        count = work.count_choices
+        monkeypatch.setattr(
+            work, "count_choices", lambda model, logits: count(model, [torch.cat((x, x[:1])) for x in logits])
+        )
+    elif broken == "no coefficient":
+        made = work.RouterBalance.__init__
+
+        def with_one(self, *arguments):
+            made(self, *arguments)
+            self.coefficient = 1.0
+
+        monkeypatch.setattr(work.RouterBalance, "__init__", with_one)
+    else:
+        share = work.RouterBalance.share
+        monkeypatch.setattr(work.RouterBalance, "share", lambda self, logits: share(self, logits).detach())
+    assert call("verify", path, "--ranks", 3) == 1
+    assert "FAIL" in capsys.readouterr().out

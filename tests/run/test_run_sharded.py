@@ -1,0 +1,248 @@
+"""`parallel: {shard: zero3}` of the run file: the numbers of zero1, checkpoints across layouts, faults, refusals."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from testing import run_ranks, tiny_family_config
+from transformers import AutoModelForCausalLM
+
+from lengthwise.checkpoint.manifest import parameters_of
+from lengthwise.checkpoint.part import moves
+from lengthwise.engine.flat_layout import lay_out, lay_out_rows
+from lengthwise.engine.sharded import ShardedParameters
+from lengthwise.models import build_model, find_model, wrapped_layers
+from lengthwise.models.own_rows import own_rows
+from run.small_runs import (
+    Command,
+    call,
+    children,
+    count_lines,
+    make_rows,
+    read_lines,
+    write_model,
+    write_run,
+)
+from tiers import more, some
+
+CPU = torch.device("cpu")
+LENGTHS = [37, 11, 5, 7, 2, 90, 64, 33, 12, 8, 9, 23]
+ZERO3 = ("--set", "parallel.shard=zero3", "--timeout-seconds", 30)
+
+
+def run_file(folder, **keys):
+    keys = {"precision": "fp64", "capacity_tokens": 48, "steps": 3, "global_batch": {"sequences": 6}, **keys}
+    return write_run(folder, make_rows(LENGTHS), **keys)
+
+
+def trained(path, output, *arguments, ranks=3):
+    """Train; return losses and norms, and the tensors of the model."""
+    assert call("train", path, "--ranks", ranks, "--set", f"output={output}", *arguments) == 0
+    folder = path.parent / output
+    rows = [[row["loss"], row["grad_norm"]] for row in read_lines(folder / "metrics.jsonl")]
+    (saved,) = (folder / "model").glob("*.safetensors")
+    return [number for row in rows for number in row], load_file(saved)
+
+
+def largest_difference(got, expected):
+    assert set(got) == set(expected)
+    assert expected
+    return max((got[name].double() - each.double()).abs().max().item() for name, each in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("keys", "tolerance"),
+    some(
+        [
+            ({}, 1e-13),
+            ({"capacity_tokens": "auto", "memory_check": True}, 1e-13),
+            ({"lora": {"r": 4, "target_modules": ["q_proj", "down_proj"]}}, 1e-13),
+            ({"recompute": "layer", "optimizer": {"name": "lion", "lr": 1e-3, "max_grad_norm": 0.1}}, 1e-13),
+            ({"heads": 2, "precision": "fp32"}, 1e-6),
+            ({"precision": "bf16"}, 1e-3),
+        ],
+        3,
+    ),
+)
+def test_a_run_has_the_numbers_of_one_that_is_not_sharded(tmp_path, keys, tolerance):
+    path = run_file(tmp_path, **keys)
+    expected, model = trained(path, "zero1", ranks=2)
+    numbers, own = trained(path, "zero3", *ZERO3, ranks=3)
+    assert numbers == pytest.approx(expected, rel=tolerance)
+    assert largest_difference(own, model) <= tolerance
+
+
+def test_offload_and_evaluation_work_beside_it(tmp_path):
+    model = write_model(tmp_path / "model", num_hidden_layers=3)
+    keys = {"offload": {"store": "disk", "path": str(tmp_path), "ratio": 1.0}, "save": {"best": "eval_loss"}}
+    keys["eval"] = {"data": [{"path": "train.jsonl"}], "every_steps": 1}
+    path = run_file(tmp_path, model=model, **keys)
+    expected, _ = trained(path, "zero1", ranks=2)
+    numbers, _ = trained(path, "zero3", *ZERO3, ranks=2)
+    assert numbers == pytest.approx(expected, rel=1e-13)
+    evaluated = [[row["loss"] for row in read_lines(tmp_path / each / "eval.jsonl")] for each in ("zero1", "zero3")]
+    assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-13)
+    best = [load_file(tmp_path / each / "model-best/model.safetensors") for each in ("zero1", "zero3")]
+    assert largest_difference(*best) <= 1e-15
+    rows = read_lines(tmp_path / "zero3/metrics.jsonl")
+    assert all(row["offloaded_bytes"] for row in rows)
+
+
+@pytest.mark.parametrize(("first", "then"), [more(("zero1", 3), ("zero3", 4)), (("zero3", 3), ("zero1", 2))])
+def test_a_run_goes_on_under_another_layout_and_rank_count(tmp_path, first, then):
+    """Without `--accept-changes`: how parameters lie decides nothing of what is trained."""
+    path = run_file(tmp_path, checkpoint={"every_steps": 2}, steps=5)
+    _, expected = trained(path, "whole")
+    fault = {"LENGTHWISE_FAULT": "step-end:0:4:kill"}
+    command = Command("train", path, "--ranks", first[1], "--set", f"parallel.shard={first[0]}", **fault)
+    assert command.finish()[0] != 0
+    _, model = trained(path, "out", "--resume", "--set", f"parallel.shard={then[0]}", ranks=then[1])
+    assert largest_difference(model, expected) <= 1e-14
+    assert (tmp_path / "out/checkpoints/step-000004").exists()
+
+
+def saved_model(folder, family, **changes):
+    """Save a model of random weights in several files, tied names once, as the hub has them."""
+    config = tiny_family_config(family, changes)
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="1MB")
+    return sum(each.nbytes for each in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["llama", more("qwen3"), more("gemma3_text"), more("mistral")])
+def test_ranks_read_their_own_rows_of_what_transformers_would_load(tmp_path, family):
+    num_bytes = saved_model(tmp_path, family, vocab_size=4096, hidden_size=128, tie_word_embeddings=family != "llama")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1 or family != "llama"
+    source = find_model(str(tmp_path))
+    expected = {name: each.detach() for name, each in build_model(source, seed=0).named_parameters()}
+
+    def work(transport):
+        model = build_model(source, seed=0, stored=False)
+        rows = own_rows(source, model)
+        layers = wrapped_layers(model)
+        parameters = ShardedParameters(model, transport, dtype=torch.float32, device=CPU, layers=layers, read=rows.read)
+        with parameters.whole_on_first(trained_only=False):
+            whole = {name: each.detach() for name, each in model.named_parameters()} if not transport.rank else {}
+            assert all(torch.equal(each, expected[name]) for name, each in whole.items())
+            return rows.num_bytes, len(whole)
+
+    found = run_ranks(work, 3)
+    assert found[0][1] == len(expected)
+    assert sum(read for read, _ in found) == num_bytes
+    assert max(read for read, _ in found) <= num_bytes / 3 * 1.02
+
+
+@pytest.mark.parametrize(("family", "keys"), [("qwen3_moe", {}), more("llama", {"weights": "fresh"})])
+def test_what_is_not_there_one_by_one_is_read_or_drawn_by_rank_0(tmp_path, family, keys):
+    saved_model(tmp_path / "model", family, vocab_size=64)
+    source = find_model(str(tmp_path / "model"), **keys)
+    assert own_rows(source, build_model(source, seed=0, stored=False)) is None
+    path = run_file(tmp_path, model=str(tmp_path / "model"), precision="fp32", tokenizer="bytes", **keys)
+    expected, _ = trained(path, "zero1", ranks=2)
+    assert trained(path, "zero3", *ZERO3, ranks=3)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_no_rank_holds_the_whole_model_at_the_start(tmp_path):
+    """By the peak of a process's own memory: what it has mapped of files is the system's."""
+    num_bytes = 2 * saved_model(tmp_path, "llama", vocab_size=16384, hidden_size=512, num_hidden_layers=6)  # in fp32
+    source = find_model(str(tmp_path))
+
+    def work(transport):
+        before = own_bytes()
+        model = build_model(source, seed=0, stored=False)
+        layers, rows = wrapped_layers(model), own_rows(source, model)
+        ShardedParameters(model, transport, dtype=torch.float32, device=CPU, layers=layers, read=rows.read)
+        return own_bytes() - before
+
+    took = max(run_ranks(work, 4))
+    assert took < 0.75 * num_bytes, "masters and gradients are two quarters; what is read is one parameter's rows"
+
+
+def own_bytes():
+    (line,) = (each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+@given(data=st.data())
+def test_any_layout_is_read_from_any_other(data):
+    """Every entry of every parameter moves to its place, once."""
+    shape = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
+    shapes = data.draw(st.lists(shape, min_size=1, max_size=5))
+    sizes = [torch.Size(each).numel() for each in shapes]
+
+    def drawn():
+        ranks = data.draw(st.integers(1, 9))
+        if data.draw(st.booleans()):
+            return lay_out_rows(shapes, world_size=ranks)
+        return lay_out(sizes, list(range(len(sizes))), world_size=ranks, bucket_entries=data.draw(st.integers(1, 64)))
+
+    old, new = drawn(), drawn()
+    numbers = [torch.arange(size) + 1 + 1000 * place for place, size in enumerate(sizes)]
+
+    def shards(layout):
+        made = torch.zeros(layout.world_size, layout.shard_entries, dtype=torch.int64)
+        for rank in range(layout.world_size):
+            for run in layout.runs(rank):
+                made[rank, run.start : run.stop] = numbers[run.parameter][run.entry : run.entry + run.stop - run.start]
+        return made
+
+    saved, expected = shards(old), shards(new)
+    assert len(parameters_of(old, [str(i) for i in range(len(shapes))], shapes)) == len(shapes)
+    for rank in range(new.world_size):
+        got = torch.zeros_like(expected[rank])
+        for move in moves(old, new, rank):
+            assert not got[move.target].any()
+            got[move.target] = saved[move.rank, move.source]
+        assert torch.equal(got, expected[rank])
+
+
+def test_a_killed_rank_is_named(tmp_path):
+    path = run_file(tmp_path, steps=1_000_000)
+    command = Command("train", path, "--ranks", 3, *ZERO3)
+    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
+    ranks = [pid for pid in children(command.pid) if Path(f"/proc/{pid}").exists()]
+    os.kill(ranks[2], signal.SIGKILL)
+    status, _, err = command.finish(seconds=60)
+    assert status == 1
+    assert "error[rank] rank " in err
+    assert "signal SIGKILL" in err
+    assert "Traceback" not in err
+
+
+def test_what_goes_by_whole_parameters_is_refused_together(tmp_path, capsys):
+    path = run_file(
+        tmp_path,
+        parallel={"shard": "zero3"},
+        planner="static",
+        compile=True,
+        measurements="auto",
+    )
+    assert call("train", path, "--ranks", 2) == 2
+    err = capsys.readouterr().err
+    for key in ("planner", "measurements", "compile"):
+        assert f"error[config] {key}: " in err
+    assert err.count("zero3") == 3
+
+
+def test_a_free_plan_is_refused(tmp_path, capsys):
+    path = run_file(tmp_path, parallel={"shard": "zero3"})
+    plan = tmp_path / "plan.json"
+    assert call("plan", "--config", path, "--ranks", 3, "--mode", "free", "--out", plan) == 0
+    assert call("verify", path, "--ranks", 3, "--plan", plan) == 2
+    assert "expected a plan of kind waves, for `shard: zero3`; got free" in capsys.readouterr().err
+
+
+def test_verify_runs_it(tmp_path, capsys):
+    assert call("verify", run_file(tmp_path, parallel={"shard": "zero3"}), "--ranks", 3) == 0
+    assert "PASS" in capsys.readouterr().out
+
+
+def test_one_rank_has_all_of_it(tmp_path):
+    path = run_file(tmp_path, capacity_tokens="auto")
+    assert trained(path, "a", *ZERO3, ranks=1)[0] == trained(path, "b", ranks=1)[0]

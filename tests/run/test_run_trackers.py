@@ -1,0 +1,169 @@
+"""Reports to experiment trackers: what arrives, from whom, and that no tracker takes a run with it."""
+
+import threading
+
+import pytest
+
+import lengthwise
+from lengthwise.core import tracker_packages
+from lengthwise.core.errors import ConfigError, Problems
+from lengthwise.run import trackers
+from lengthwise.run.callbacks import Callback
+from run.small_runs import FailsAfter, losses, make_rows, read_lines, write_run
+from tiers import more
+
+LENGTHS = [30, 12, 5, 40]
+EVALUATED = {"data": [{"path": "train.jsonl"}], "every_steps": 2}
+
+
+class Notes(Callback):
+    def __init__(self, path):
+        self._path = path
+
+    def on_note(self, line):
+        with self._path.open("a") as file:
+            file.write(f"{line}\n")
+
+    def of(self, tracker):
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        return [line for line in lines if tracker in line]
+
+
+def run_of(folder, tracker="mlflow", **keys):
+    return write_run(folder, make_rows(LENGTHS), capacity_tokens=40, report_to=tracker, **keys)
+
+
+def scalars_of(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return {tag: [(each.step, each.value) for each in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+@pytest.fixture
+def tensorboard():
+    return pytest.importorskip("tensorboard")
+
+
+@pytest.mark.parametrize("ranks", [more(1), 2])
+def test_trackers_tensorboard_reads_back_the_metrics_of_every_step(tmp_path, tensorboard, ranks):
+    lengthwise.train(run_of(tmp_path, "tensorboard", eval=EVALUATED), ranks=ranks)
+    assert len(list((tmp_path / "out/tensorboard").iterdir())) == 1, "of rank 0 alone"
+    found, rows = scalars_of(tmp_path / "out/tensorboard"), read_lines(tmp_path / "out/metrics.jsonl")
+    names = {"learning_rate": "lr"}
+    for name in (
+        *("loss", "grad_norm", "learning_rate", "tokens_per_second", "imbalance_ratio", "step_seconds"),
+        "peak_memory_bytes",
+    ):
+        values = [row[names.get(name, name)] for row in rows]
+        assert [step for step, _ in found[f"train/{name}"]] == [1, 2, 3]
+        assert [value for _, value in found[f"train/{name}"]] == pytest.approx(values, rel=1e-6), name
+    (every,) = [found[tag] for tag in found if tag.startswith("eval/")]
+    assert [step for step, _ in every] == [2, 3]
+    assert [value for _, value in every] == pytest.approx(losses_of_evaluations(tmp_path), rel=1e-6)
+
+
+def losses_of_evaluations(folder):
+    return [row["loss"] for row in read_lines(folder / "out/eval.jsonl")]
+
+
+def test_trackers_tensorboard_has_each_step_once_where_a_run_goes_on(tmp_path, tensorboard):
+    path = run_of(tmp_path, "tensorboard", steps=5, checkpoint={"every_steps": 2, "background": False})
+    with pytest.raises(lengthwise.LengthwiseError, match="Fault"):
+        lengthwise.train(path, callbacks=[FailsAfter(3)])
+    lengthwise.train(path, resume=True)
+    steps = scalars_of(tmp_path / "out/tensorboard")["train/loss"]
+    assert [step for step, _ in steps] == [1, 2, 3, 4, 5]
+    assert [value for _, value in steps] == pytest.approx(losses(tmp_path / "out"), rel=1e-6)
+    lengthwise.train(path, overwrite=True, overrides=["steps=1"])
+    assert [step for step, _ in scalars_of(tmp_path / "out/tensorboard")["train/loss"]] == [1], "the earlier run went"
+
+
+class Recording:
+    """A tracker's callback in place of transformers' own."""
+
+    def __init__(self, *, fails=None, hangs=None):
+        self.calls, self._fails, self._hangs = [], fails, hangs
+        self.free = threading.Event()
+
+    def __getattr__(self, method):
+        def hear(_arguments, state, _control, *, model, logs=None):
+            self.calls.append((method, state.global_step, logs))
+            if (method, state.global_step) == self._hangs:
+                self.free.wait()
+            if (method, state.global_step) == self._fails:
+                raise RuntimeError("no connection")
+
+        return hear
+
+
+def put_in_place(monkeypatch, recording):
+    monkeypatch.setattr(trackers, "_callback_of", lambda _name, _folder, _step: recording)
+    there = dict.fromkeys(tracker_packages.TRACKER_PACKAGES, ("torch",))
+    monkeypatch.setattr(tracker_packages, "TRACKER_PACKAGES", there)
+    return recording
+
+
+def test_trackers_call_a_callback_as_its_trainer_would(tmp_path, monkeypatch):
+    heard = put_in_place(monkeypatch, Recording())
+    lengthwise.train(run_of(tmp_path, ["mlflow"], eval=EVALUATED))
+    calls = [(method, step) for method, step, _ in heard.calls]
+    ends = [("on_log", 3), ("on_log", 3), ("on_train_end", 3)]
+    assert calls == [("on_train_begin", 0), ("on_log", 1), ("on_log", 2), ("on_log", 2), *ends]
+    assert heard.calls[3][2] == {"eval_loss": losses_of_evaluations(tmp_path)[0]}
+
+
+@pytest.mark.parametrize("ranks", [more(1), 2])
+@pytest.mark.parametrize("fails", [more(("on_train_begin", 0)), ("on_log", 2), more(("on_train_end", 3))])
+def test_trackers_that_fail_are_named_once_and_change_nothing(tmp_path, monkeypatch, ranks, fails):
+    put_in_place(monkeypatch, Recording(fails=fails))
+    notes = Notes(tmp_path / "notes")
+    result = lengthwise.train(run_of(tmp_path), ranks=ranks, callbacks=[notes])
+    (said,) = notes.of("mlflow")
+    assert said == "no more reports to mlflow: RuntimeError: no connection; training is not affected"
+    lengthwise.train(run_of(tmp_path), ranks=ranks, overrides=["report_to=null", "output=without"])
+    assert losses(tmp_path / "out") == losses(tmp_path / "without")
+    assert (result.steps, (tmp_path / "out/model/config.json").exists()) == (3, True)
+
+
+@pytest.mark.parametrize("hangs", [more(("on_train_begin", 0)), ("on_log", 2), more(("on_train_end", 5))])
+def test_trackers_that_hang_are_named_once_and_do_not_stall_a_run(tmp_path, monkeypatch, hangs):
+    monkeypatch.setattr(trackers, "PATIENCE_SECONDS", 1.0)
+    heard, notes = put_in_place(monkeypatch, Recording(hangs=hangs)), Notes(tmp_path / "notes")
+    assert lengthwise.train(run_of(tmp_path, steps=5), callbacks=[notes]).steps == 5
+    (said,) = notes.of("mlflow")
+    assert "has not answered" in said or "did not take all reports" in said
+    assert heard.calls[-1][:2] == hangs
+    heard.free.set()
+
+
+def test_trackers_without_their_package_are_refused_before_anything_is_written(tmp_path, monkeypatch):
+    missing = {"mlflow": ("no-such-mlflow", "nor-this"), "wandb": ("no-such-wandb",)}
+    monkeypatch.setattr(tracker_packages, "TRACKER_PACKAGES", missing)
+    with pytest.raises(Problems) as told:
+        lengthwise.train(run_of(tmp_path, ["mlflow", "wandb"]))
+    assert "the package no-such-mlflow, which reports to mlflow need" in str(told.value)
+    assert "pip install no-such-wandb, or take wandb out of `report_to`" in str(told.value)
+    with pytest.raises(ConfigError, match="which reports to wandb need"):
+        lengthwise.train(run_of(tmp_path, "wandb"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("wanb", r"report_to\.0: expected 'tensorboard', .* got 'wanb' \(text\)\. Did you mean `wandb`\?"),
+        (["wandb", "mlflw"], r"report_to\.1: .* Did you mean `mlflow`\?"),
+        (["wandb", "wandb"], "report_to: expected each tracker once; got wandb, wandb"),
+        (3, "report_to: expected a list; got 3"),
+    ],
+)
+def test_trackers_that_nobody_knows_are_refused_by_name(tmp_path, names, message):
+    with pytest.raises(ConfigError, match=message):
+        lengthwise.train(run_of(tmp_path, names))
+
+
+@pytest.mark.parametrize("nothing", [None, "none", []])
+def test_trackers_may_be_none(tmp_path, nothing):
+    assert lengthwise.train(run_of(tmp_path, nothing, steps=1)).steps == 1

@@ -1,0 +1,225 @@
+"""A hundred steps, another plan every step: N ranks stay with one process; a run done twice has the same bits."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lengthwise.core.plan import Plan
+from lengthwise.core.plan_file import read_plan_text
+from run.small_runs import (
+    DTYPES,
+    call,
+    losses,
+    make_rows,
+    plain_loss,
+    plain_model,
+    plain_training,
+    read_lines,
+    relative,
+    steps_of,
+    train,
+    write_model,
+    write_run,
+)
+from tiers import more
+
+
+def lively_rows(count=60):
+    choose = random.Random(5)
+    return make_rows([choose.choice((1, 2, 3, 5, 7, 11, 16, 17, 24, 31, 47)) for _ in range(count)], seed=9)
+
+
+@pytest.mark.parametrize(
+    ("steps", "precision", "ranks", "tolerance"),
+    [(25, "fp64", 3, 1e-9), more(100, "fp64", 2, 1e-9), more(100, "fp64", 3, 1e-9), more(100, "fp32", 3, 1e-4)],
+)
+def test_train_trajectory_of_many_steps_equals_one_process(tmp_path, steps, precision, ranks, tolerance):
+    rows = lively_rows()
+    keys = {"steps": steps, "precision": precision, "optimizer": {"lr": 3e-4}, "global_batch": {"sequences": 3}}
+    output = train(write_run(tmp_path, rows, capacity_tokens=48 // ranks, **keys), "--ranks", ranks)
+    taken = steps_of(output)
+    expected, _, _ = plain_training(tmp_path / "model", rows, taken, dtype=DTYPES[precision], lrs=[3e-4] * steps)
+    assert max(relative(got, loss) for got, loss in zip(losses(output), expected, strict=True)) < tolerance
+    plans = [Plan.from_json(read_plan_text(path)) for path in sorted((output / "plans").iterdir())]
+    assert all(
+        (one.tokens, one.microbatches) != (other.tokens, other.microbatches) for one, other in itertools.pairwise(plans)
+    )
+    degrees = {piece.degree for plan in plans for microbatch in plan.microbatches for piece in microbatch.pieces}
+    assert degrees == set(range(1, ranks + 1))
+
+
+@pytest.mark.parametrize("precision", [more("fp32"), "bf16"])
+def test_train_twice_gives_the_same_bits(tmp_path, precision):
+    found = []
+    write_run(tmp_path, lively_rows())
+    for name in ("first", "second"):
+        path = write_run(
+            tmp_path, steps=2, precision=precision, output=name, capacity_tokens=20, optimizer={"lr": 1e-2}
+        )
+        assert call("train", path, "--ranks", 3) == 0
+        found.append((losses(tmp_path / name), (tmp_path / name / "model/model.safetensors").read_bytes()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.exhaustive
+def test_train_static_planner_gives_the_same_losses(tmp_path):
+    found = []
+    write_run(tmp_path, lively_rows())
+    for planner in ("lengthwise", "static"):
+        path = write_run(tmp_path, steps=5, planner=planner, output=planner, capacity_tokens=20)
+        assert call("train", path, "--ranks", 3) == 0
+        found.append(losses(tmp_path / planner))
+    assert found[0] == pytest.approx(found[1], rel=1e-11)
+
+
+def test_train_packed_dp_gives_the_same_losses_and_refuses_longer_sequences_before_any_process(tmp_path, capfd):
+    write_model(tmp_path / "model", num_hidden_layers=4)
+    write_run(tmp_path, lively_rows())
+    found = []
+    for planner, capacity in (("lengthwise", 20), ("packed-dp", 60)):
+        path = write_run(tmp_path, steps=2, planner=planner, output=planner, capacity_tokens=capacity)
+        assert call("train", path, "--ranks", 3) == 0
+        found.append(losses(tmp_path / planner))
+    assert found[0] == pytest.approx(found[1], rel=1e-11)
+    for keys in ({}, {"offload": {"store": "disk", "path": str(tmp_path), "ratio": 0.0}}):
+        path = write_run(tmp_path, steps=5, planner="packed-dp", output="none", capacity_tokens=20, **keys)
+        assert call("train", path, "--ranks", 3) == 2
+        told = " ".join(capfd.readouterr().err.split())
+        assert "at most 20 tokens" in told
+        assert "a planner that cuts sequences" in told
+
+
+def test_train_fresh_weights_come_from_the_seed_whatever_the_ranks(tmp_path):
+    write_model(tmp_path / "bare", weights=False)
+    found = {}
+    for ranks, seed in ((1, 0), (3, 0), (1, 1)):
+        # Every step takes all rows, so that the seed's other use, the order, changes nothing.
+        path = write_run(
+            tmp_path, make_rows([9, 12, 20]), model=tmp_path / "bare", seed=seed, output=f"out{ranks}{seed}", steps=2
+        )
+        assert call("train", path, "--ranks", ranks) == 0
+        found[ranks, seed] = losses(tmp_path / f"out{ranks}{seed}")
+    assert found[1, 0] == pytest.approx(found[3, 0], rel=1e-12)
+    assert abs(found[1, 0][0] - found[1, 1][0]) > 1e-5
+
+
+def test_train_bf16_keeps_fp32_masters_so_that_small_updates_are_not_lost(tmp_path):
+    """Weights from 1/64 to 1/32 have bf16 neighbours 1.2e-4 away; updates of 2e-5 move them only if summed in fp32."""
+    optimizer = {"lr": 2e-5, "weight_decay": 0.0}
+    path = write_run(tmp_path, make_rows([16] * 4), steps=30, precision="bf16", optimizer=optimizer)
+    output = train(path, "--ranks", 2)
+    before, after = (
+        torch.cat([parameter.detach().float().flatten() for parameter in model.parameters() if parameter.dim() > 1])
+        for model in (
+            plain_model(tmp_path / "model", torch.bfloat16),
+            AutoModelForCausalLM.from_pretrained(output / "model"),
+        )
+    )
+    chosen = (before.abs() > 1 / 64) & (before.abs() < 1 / 32)
+    assert chosen.sum() > 1000
+    assert (before != after)[chosen].float().mean() > 0.5
+    assert (before - after)[chosen].abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("precision", ["bf16", more("fp32"), more("fp64")])
+def test_train_saves_a_model_that_from_pretrained_opens_and_that_gives_the_trained_loss(tmp_path, precision):
+    """The model saved after n steps has the loss that a run of n + 1 steps writes for step n + 1."""
+    rows = make_rows([30, 12, 5, 40])
+    keys = {"precision": precision, "optimizer": {"lr": 3e-3}, "capacity_tokens": 30}
+    output = train(write_run(tmp_path, rows, steps=3, **keys), "--ranks", 2)
+    longer = write_run(tmp_path, steps=4, output="longer", **keys)
+    assert call("train", longer, "--ranks", 2) == 0
+    opened = AutoModelForCausalLM.from_pretrained(output / "model", attn_implementation="sdpa")
+    assert next(opened.parameters()).dtype == DTYPES[precision]
+    loss = plain_loss(opened, rows, DTYPES[precision])
+    assert relative(loss, losses(tmp_path / "longer")[3]) < {"fp64": 1e-12, "fp32": 2e-6, "bf16": 2e-2}[precision]
+    first = losses(output)[0]
+    assert loss < first - 0.02, "three steps on the same rows must show"
+
+
+def test_train_bf16_first_loss_is_as_near_to_fp64_as_plain_bf16(tmp_path):
+    rows = make_rows([30, 12, 5, 60], seed=4)
+    output = train(write_run(tmp_path, rows, steps=1, precision="bf16", capacity_tokens=30), "--ranks", 3)
+    exact, plain = (
+        plain_loss(plain_model(tmp_path / "model", dtype), rows, dtype) for dtype in (torch.float64, torch.bfloat16)
+    )
+    assert abs(losses(output)[0] - exact) <= 1.5 * abs(plain - exact) + 1e-3
+
+
+def test_train_keeps_tied_embeddings_tied(tmp_path):
+    rows = make_rows([30, 12, 5, 40])
+    write_model(tmp_path / "model", tie_word_embeddings=True)
+    output = train(write_run(tmp_path, rows, model=tmp_path / "model", optimizer={"lr": 1e-2}), "--ranks", 2)
+    expected, _, model = plain_training(tmp_path / "model", rows, steps_of(output), dtype=torch.float64, lrs=[1e-2] * 3)
+    assert losses(output) == pytest.approx(expected, rel=1e-11)
+    opened = AutoModelForCausalLM.from_pretrained(output / "model")
+    assert opened.lm_head.weight is opened.model.embed_tokens.weight
+    assert (opened.lm_head.weight - model.lm_head.weight).abs().max() < 1e-9
+
+
+def test_train_saves_the_hugging_face_tokenizer_beside_the_model(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    words = {word: i for i, word in enumerate(["[UNK]", "<end>", *"abcdefgh"])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    path = write_run(tmp_path, [{"text": "a b c d"}, {"text": "h g f"}], steps=1)
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", eos_token="<end>").save_pretrained(
+        tmp_path / "model"
+    )
+    output = train(path, "--ranks", 2)
+    opened = AutoTokenizer.from_pretrained(output / "model")
+    assert opened("a h")["input_ids"] == [2, 9]
+    [row] = read_lines(output / "metrics.jsonl")
+    assert row["num_tokens"] == 5 + 4, "each text gains the tokenizer's EOS"
+
+
+def test_train_eval_is_written_apart_and_equals_plain_hugging_face(tmp_path):
+    rows, others = make_rows([30, 12, 5, 40]), make_rows([7, 1, 50, 33, 2, 18], seed=8)
+    others[0]["labels"] = [-100] * 7
+    with_eval = write_run(
+        tmp_path, rows, steps=5, global_batch={"sequences": 2}, capacity_tokens=30, optimizer={"lr": 1e-2},
+        eval={"data": [{"path": "eval.jsonl"}], "every_steps": 2},
+    )  # fmt: skip
+    (tmp_path / "eval.jsonl").write_text("".join(f"{row}\n".replace("'", '"') for row in others))
+    output = train(with_eval, "--ranks", 2)
+    found = read_lines(output / "eval.jsonl")
+    assert [row["step"] for row in found][:2] == [2, 4]
+    assert {(row["num_sequences"], row["num_tokens"], row["num_loss_tokens"]) for row in found} == {(6, 111, 99)}
+    _, _, model = plain_training(tmp_path / "model", rows, steps_of(output)[:4], dtype=torch.float64, lrs=[1e-2] * 4)
+    assert relative(found[1]["loss"], plain_loss(model, others, torch.float64)) < 1e-9
+    # Training is untouched by it.
+    plain = write_run(
+        tmp_path, steps=5, global_batch={"sequences": 2}, capacity_tokens=30, optimizer={"lr": 1e-2}, output="plain"
+    )
+    assert call("train", plain, "--ranks", 2) == 0
+    assert losses(output) == losses(tmp_path / "plain")
+    assert not (tmp_path / "plain/eval.jsonl").exists()
+
+
+@pytest.mark.parametrize("planner", ["lengthwise", more("static")])
+def test_train_eval_may_hold_longer_sequences_than_training(tmp_path, planner):
+    path = write_run(
+        tmp_path, make_rows([8, 9]), steps=2, planner=planner, eval={"data": [{"path": "eval.jsonl"}], "every_steps": 1}
+    )
+    others = make_rows([60, 3], seed=8)
+    (tmp_path / "eval.jsonl").write_text("".join(f"{row}\n".replace("'", '"') for row in others))
+    assert len(read_lines(train(path, "--ranks", 2) / "eval.jsonl")) == 2
+
+
+@pytest.mark.parametrize(("ranks", "heads"), [more(3, "off"), (4, 2)])
+def test_train_with_each_message_checked_gives_the_same_bits(tmp_path, monkeypatch, capfd, ranks, heads):
+    found = []
+    for asked in ("0", "1"):
+        monkeypatch.setenv("LENGTHWISE_CHECK_TRANSFERS", asked)
+        path = write_run(tmp_path / asked, lively_rows(), steps=2, precision="bf16", capacity_tokens=20, heads=heads)
+        output = train(path, "--ranks", ranks)
+        assert ("each message is checked" in capfd.readouterr().out) == (asked == "1")
+        plans = [Plan.from_json(read_plan_text(each)) for each in sorted((output / "plans").iterdir())]
+        assert any(piece.degree > 1 for plan in plans for each in plan.microbatches for piece in each.pieces)
+        found.append((losses(output), (output / "model/model.safetensors").read_bytes()))
+    assert found[0] == found[1]
