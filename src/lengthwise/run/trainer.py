@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,15 +21,13 @@ import torch
 from lengthwise.comm import Transport, World, agree, join
 from lengthwise.config import dump_config
 from lengthwise.core.faults import fault
-from lengthwise.core.plan import Plan
 from lengthwise.cost.refit import RanStep
-from lengthwise.engine.activations import start_offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import SMALLER_STATE, PeakMemory, reporting_shortage
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.schedule import learning_rates
-from lengthwise.engine.step import RankResult, run_plan
-from lengthwise.models import DTYPES, DropoutKey, choose_model_kernel, has_balance_loss
+from lengthwise.engine.step import RankResult
+from lengthwise.models import DTYPES, has_balance_loss
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.run.best import BestModel
 from lengthwise.run.building import build_trained
@@ -47,7 +45,8 @@ from lengthwise.run.resume import Resume, told_resume, torchrun_agent
 from lengthwise.run.trackers import Trackers
 from lengthwise.run.warmup import check_memory, check_step_end, reporting_update
 from lengthwise.session.capacity import told
-from lengthwise.session.source import PlanAhead, PlannedStep, StepSource
+from lengthwise.session.engine import Engine
+from lengthwise.session.source import PlannedStep, StepPlanner
 
 
 def connect(
@@ -87,10 +86,7 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
         say = partial(call_back, hearing, "on_note")
         transport = connect(world, job, on_phase, None if world.rank else say)
 
-        def steps(batches: Iterator[StepBatch]) -> StepSource:
-            planner = None if process is None else partial(pricing.plan, process)
-            return PlanAhead(batches, planner, transport, timeout_seconds=job.timeout_seconds, num_heads=job.num_heads)
-
+        planner = None if process is None else partial(pricing.plan, process)
         transport.phase = "start, what to go on from"
         with (
             StopRequest(ends_at_the_second=_is_alone(world)).listening() as stop,
@@ -98,7 +94,7 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
         ):
             hearing = () if world.rank else (*hearing, trackers)
             job = replace(job, resume=told_resume(job.resume, job.config, transport))
-            trainer = _Trainer(job, world, transport, steps, hearing, stop, pricing, folder)
+            trainer = _Trainer(job, world, transport, planner, hearing, stop, pricing, folder)
             try:
                 result = trainer.run()
             finally:
@@ -118,7 +114,7 @@ class _Trainer:
         job: Job,
         world: World,
         transport: Transport,
-        steps: Callable[[Iterator[StepBatch]], StepSource],
+        planner: StepPlanner | None,
         callbacks: Sequence[Callback],
         stop: StopRequest,
         pricing: Pricing,
@@ -128,7 +124,6 @@ class _Trainer:
         self._pricing, self._folder = pricing, folder
         dtype = DTYPES[job.config.precision]
         self._say = say = partial(call_back, callbacks, "on_note")
-        self._kernel = choose_model_kernel(job.model.config, job.computing, world.device, dtype=dtype, say=say)
         if job.hardware_note is not None:
             say(job.hardware_note)
         if isinstance(job.config.heads, int) and job.config.heads > job.ranks:
@@ -140,6 +135,20 @@ class _Trainer:
         ):
             self._model, self._parameters = build_trained(job, world, transport, say=say)
             self._optimizer = ShardedOptimizer(self._parameters, job.config.optimizer, transport)
+        self._engine = Engine(
+            model=self._model,
+            transport=transport,
+            planner=planner,
+            num_heads=job.num_heads,
+            timeout_seconds=job.timeout_seconds,
+            computing=job.computing,
+            device=world.device,
+            dtype=dtype,
+            seed=job.config.seed,
+            offload=job.config.offload,
+            parameters=self._parameters,
+        )
+        self._kernel = self._engine.kernel(dtype, say)
         self._checkpoints = Checkpoints(
             job.config,
             transport,
@@ -163,14 +172,13 @@ class _Trainer:
             self._job = job = self._measure_capacities()
         if job.measures_at_start:
             self._measure_costs(world)
-        where = f"rank {world.rank}"
-        self._offloading = start_offloading(job.config.offload, self._model, self._kernel, where=where)
+        self._engine.start_offloading(self._kernel)
         self._checks_memory = job.config.memory_check if job.config.memory_check is not None else job.gpus > 0
         self._memory = PeakMemory()
         self._best: BestModel | None = None  # of rank 0, where the run keeps one
         self._num_steps = job.num_steps
         self._learning_rate = learning_rates(job.config.optimizer, self._num_steps)
-        self._new_steps, self._steps = steps, steps(job.batches(after=self._done))
+        self._steps = self._engine.steps(job.batches(after=self._done))
 
     def _restore(self, resume: Resume) -> None:
         """Take parameters, states and counts from a checkpoint. Collective."""
@@ -202,7 +210,7 @@ class _Trainer:
     def _leave_if_asked(self, before: str) -> None:
         """End all ranks where one was asked to stop and nothing was trained yet. Collective."""
         self._transport.phase = f"start, before {before}"
-        if self._share([float(self._stop.signal or 0)]).any():
+        if self._engine.share([float(self._stop.signal or 0)]).any():
             raise KeyboardInterrupt
 
     def run(self) -> TrainResult:
@@ -256,37 +264,24 @@ class _Trainer:
     def close(self) -> None:
         self._steps.close()
         self._checkpoints.close()
-        if self._offloading is not None:
-            self._offloading.store.close()
+        self._engine.close()
 
-    def _run(self, plan: Plan, batch: StepBatch, name: str, *, step: int = 0, train: bool = True) -> RankResult:
-        return run_plan(
-            self._model,
-            plan,
-            batch,
-            self._transport,
-            self._kernel,
-            name=name,
-            train=train,
-            logits_at_once=self._job.logits_at_once,
-            offloading=self._offloading,
-            parameters=self._parameters,
-            dropout=DropoutKey(seed=self._job.config.seed, step=step),
-        )
+    def _run(self, planned: PlannedStep, name: str, *, step: int = 0, train: bool = True) -> RankResult:
+        return self._engine.run(planned, name, step=step, train=train, logits_at_once=self._job.logits_at_once)
 
     def _step(self, number: int, planned: PlannedStep) -> tuple[StepMetrics | None, PlannedStep | None, int | None]:
         """Run a step; return its metrics, None if it made no update, the next one, and the signal to stop, if any."""
         batch, plan = planned.batch, planned.plan
         start, name = time.perf_counter(), f"step {number}"
         fault("microbatches", self._transport.rank, number)
-        work = self._run(plan, batch, name, step=number)
+        work = self._run(planned, name, step=number)
         self._transport.phase = f"{name}, step end"
         fault("step-end", self._transport.rank, number)
         stop = float(self._stop.signal or 0)
         numbers = [work.loss_sum, work.busy_seconds, stop, work.router_loss, self._finite.largest]
         waits = [work.ring_wait_seconds, work.offload_wait_seconds, work.offloaded_bytes]
         saving = [self._checkpoints.progress, self._checkpoints.asks]
-        rows = self._share([*numbers, *waits, self._memory.peak_bytes(), *saving])
+        rows = self._engine.share([*numbers, *waits, self._memory.peak_bytes(), *saving])
         self._memory.start()
         self._checkpoints.settle(rows[:, 9])
         self._asks_for_checkpoint = bool(rows[0, 10])
@@ -337,15 +332,9 @@ class _Trainer:
         self._finite.updated(batch.ids)
         return grad_norm
 
-    def _share(self, numbers: list[float]) -> torch.Tensor:
-        """Return the numbers of all ranks, (ranks, numbers), in fp64."""
-        rows = torch.empty(self._transport.world_size * len(numbers), dtype=torch.float64)
-        self._transport.all_gather(rows, torch.tensor(numbers, dtype=torch.float64))
-        return rows.view(-1, len(numbers))
-
     def _hold_parameters(self, number: int) -> None:
         """See to it, after step `number`, that parameters are finite before they are used or kept. Collective."""
-        self._finite.holds_parameters(number, self._share([self._finite.largest])[:, 0])
+        self._finite.holds_parameters(number, self._engine.share([self._finite.largest])[:, 0])
 
     def _maybe_evaluate(self, number: int) -> None:
         every = self._job.config.eval
@@ -355,12 +344,12 @@ class _Trainer:
         self._transport.phase = f"{name}, start"
         self._hold_parameters(number)
         loss, loss_weight, loss_tokens, tokens, sequences = 0.0, 0.0, 0, 0, 0
-        steps = self._new_steps(self._job.eval_batches())
+        steps = self._engine.steps(self._job.eval_batches())
         while (planned := steps.next(name)) is not None:
             batch = planned.batch
-            work = self._run(planned.plan, batch, name, train=False)
+            work = self._run(planned, name, train=False)
             self._transport.phase = f"{name}, sum"
-            loss += self._share([work.loss_sum]).sum().item()
+            loss += self._engine.share([work.loss_sum]).sum().item()
             loss_tokens += batch.loss_tokens
             loss_weight += batch.loss_weight
             tokens, sequences = tokens + sum(batch.lengths), sequences + len(batch.ids)
@@ -375,7 +364,7 @@ class _Trainer:
         call_back(self._callbacks, "on_eval", metrics)
         if self._job.config.save is not None:
             self._transport.phase = f"{name}, saving the best model"
-            if self._share([float(self._best is not None and self._best.takes(metrics.loss))]).any():
+            if self._engine.share([float(self._best is not None and self._best.takes(metrics.loss))]).any():
                 with self._whole_on_first():
                     if self._best is not None:
                         self._best.offer(number, metrics.loss, partial(self._write_model, number))

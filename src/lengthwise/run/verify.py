@@ -22,14 +22,14 @@ from transformers.models.auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lengthwise.attention import activate_flash
 from lengthwise.attention.heads import shares_keys
-from lengthwise.comm import SoloTransport, Transport, World
+from lengthwise.comm import Transport, World
 from lengthwise.core.plan import Plan
 from lengthwise.cost import shape_from_config
 from lengthwise.data import NO_LOSS, Dataset
 from lengthwise.engine.activations import start_offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import reporting_shortage
-from lengthwise.engine.replicated import FlatParameters, trainable
+from lengthwise.engine.replicated import trainable
 from lengthwise.engine.step import run_plan
 from lengthwise.models import (
     ANY_KEY,
@@ -325,11 +325,15 @@ def plain_gradients(
 ) -> Reference:
     """Compute what a plain Hugging Face model gives in this process, one sequence at a time.
 
-    Shift and loss-token count are made here from the data's labels, on purpose not by the code that is checked: logits
-    of all but the last position against labels of all but the first. Where the model has dropout it draws by `dropout`.
+    Shift, loss-token count and sums of gradients are made here, on purpose not by the code that is checked: logits of
+    all but the last position against labels of all but the first. Where the model has dropout it draws by `dropout`.
     """
-    flat, loss_sum = FlatParameters(model, SoloTransport(), dtype=dtype), 0.0
-    device = flat.values.device
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    device, wide = next(model.parameters()).device, torch.promote_types(dtype, torch.float32)
+    gradients = {name: torch.zeros_like(parameter, dtype=wide) for name, parameter in trained.items()}
+    loss_sum = 0.0
     rows = [dataset.read(i, 0, int(dataset.lengths[i])) for i in ids]
     sequences, labels = (
         [torch.from_numpy(values.astype("int64")).to(device) for values in each] for each in zip(*rows, strict=True)
@@ -349,8 +353,11 @@ def plain_gradients(
             routers = output.router_logits if from_routers else ()
             torch.autograd.backward([loss / together, *routers], [torch.ones_like(loss), *from_routers])
             loss_sum += loss.item()
-    flat.reduce_gradients()
-    return Reference(loss=loss_sum / together, router_loss=router_loss, gradients=flat.gather_gradients())
+            for name, parameter in trained.items():  # in bf16 their sums are wider than they are
+                if parameter.grad is not None:
+                    gradients[name] += parameter.grad
+                    parameter.grad = None
+    return Reference(loss=loss_sum / together, router_loss=router_loss, gradients=gradients)
 
 
 def _plain_weights(dataset: Dataset, row: int, labels: Tensor) -> Tensor:

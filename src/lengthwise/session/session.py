@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,6 @@ from lengthwise.comm import join, session_world
 from lengthwise.core.errors import ConfigError, ModelRefused, NumericError
 from lengthwise.cost import Cost, shape_from_config
 from lengthwise.engine.norm import clip_factor, gradient_norm
-from lengthwise.engine.objective import Objective
 from lengthwise.engine.replicated import FlatParameters, share_values
 from lengthwise.engine.step import RankResult
 from lengthwise.models import (
@@ -35,6 +34,7 @@ from lengthwise.models import (
     wrapped_layers,
 )
 from lengthwise.planner.service.process import PlannerProcess
+from lengthwise.session.engine import Engine
 from lengthwise.session.losses import (
     ComputeLoss,
     TokenLoss,
@@ -42,16 +42,15 @@ from lengthwise.session.losses import (
     log_probabilities,
     objective_of,
 )
-from lengthwise.session.microbatches import Microbatches, rows_of, shared
 from lengthwise.session.model import hugging_face_model
 from lengthwise.session.result import StepResult
 from lengthwise.session.rows import Row, RowBatch
 from lengthwise.session.saving import on_first_rank, read_session, write_model, write_session
 from lengthwise.session.settings import check_settings, cost_of, planning_of, told_step
 from lengthwise.session.sharded import ShardedInPlace, check_optimizer
-from lengthwise.session.source import PlanAhead, PlannedStep, StepSource
+from lengthwise.session.source import PlannedStep
 from lengthwise.session.state import take_state, whole_state
-from lengthwise.session.values import Combine, Per, ValuesOfTokens, combined
+from lengthwise.session.values import Combine, Per, ValuesOfTokens, combined, gather, rows_of
 
 
 class Session:
@@ -97,24 +96,24 @@ class Session:
             trains=optimizer is not None,
         )
         self._dtype = settings.dtype
-        self._device = device = next(self._inner.parameters()).device
-        self._timeout_seconds = timeout_seconds
+        device = next(self._inner.parameters()).device
         computing = Computing(attention=attention, fused_layers="off")
         inner = None if optimizer is None else check_optimizer(optimizer, self._inner)
-        self._num_heads = shape_from_config(config.to_dict()).heads
         cost = cost_of(config, device, settings.dtype, measurements)
         self._closing = ExitStack()
-        world = session_world(device)
-        self._transport = join(world, timeout_seconds=timeout_seconds)
-        self._closing.callback(self._transport.close)
-        self.rank, self.world_size = self._transport.rank, self._transport.world_size
+        transport = self._transport = join(session_world(device), timeout_seconds=timeout_seconds)
+        self._closing.callback(transport.close)
+        self.rank, self.world_size = transport.rank, transport.world_size
         self._planner = None if self.rank else self._closing.enter_context(PlannerProcess())
         if self._planner is not None:
             weakref.finalize(self, self._planner.close)  # of a session that nobody closes
         compute_so(self._inner, computing, device, dtype=settings.dtype)
-        self._microbatches = Microbatches(
+        self._engine = Engine(
             model=self._inner,
-            transport=self._transport,
+            transport=transport,
+            planner=None,
+            num_heads=shape_from_config(config.to_dict()).heads,
+            timeout_seconds=timeout_seconds,
             computing=computing,
             device=device,
             dtype=settings.dtype,
@@ -122,11 +121,13 @@ class Session:
             seed=seed,
             offload=settings.offload,
         )
+        self._closing.callback(self._engine.close)
         self._sharded = None if inner is None else self._shard(inner)
         if inner is None:
             share_values(self._inner, self._transport, self._inner.parameters(), dtype=None, device=device)
-        self._closing.callback(self._microbatches.close)
-        self._planning = planning_of(self._microbatches, self._sharded, cost, settings, planner=planner, heads=heads)
+        self._planning = planning_of(self._engine, self._sharded, cost, settings, planner=planner, heads=heads)
+        if self._planner is not None:
+            self._engine.planner = partial(self._planner.plan, self._planning)
         self.steps, self.grad_norm = 0, None
 
     def _shard(self, optimizer: Optimizer) -> ShardedInPlace:
@@ -134,6 +135,7 @@ class Session:
         layers = wrapped_layers(self._inner)
         parameters = FlatParameters(self._inner, self._transport, dtype=self._dtype, layers=layers, keeps_frozen=True)
         sharded.point_at(parameters, self.rank)
+        self._engine.parameters = parameters
         hook = self._inner.register_load_state_dict_post_hook(lambda *_: parameters.take_values())
         self._closing.callback(hook.remove)
         return sharded
@@ -184,11 +186,11 @@ class Session:
         self.steps += 1
         start, name = time.perf_counter(), f"step {self.steps}"
         planned = self._planned(sequences, name)
-        gathered, first = self._microbatches.gather(planned, values, per, name, step=self.steps)
+        gathered, first = gather(self._engine, planned, values, per, name, step=self.steps)
         assert gathered.sums is not None, "they were summed"
         loss, weights = combined(gathered, gathered.sums, combine)
         objective = ValuesOfTokens(gathered=gathered, values=values, weights=weights)
-        works = [first, self._run_microbatches(planned, objective, name, train=True)]
+        works = [first, self._engine.run(planned, name, step=self.steps, train=True, objective=objective)]
         return self._result(planned, works, name, start, loss=loss, train=True)
 
     def token_values(
@@ -196,7 +198,7 @@ class Session:
     ) -> list[Tensor]:
         """Return what `values` gives of every token, (length, ...) a sequence, on every rank. Collective."""
         name = f"values after step {self.steps}"
-        gathered, _ = self._microbatches.gather(self._planned(sequences, name), values, "token", name, step=self.steps)
+        gathered, _ = gather(self._engine, self._planned(sequences, name), values, "token", name, step=self.steps)
         assert gathered.sums is not None, "they were summed"
         found = gathered.handed_on(gathered.sums)
         return list(found)
@@ -214,7 +216,7 @@ class Session:
 
     def batches(self, batches: Iterable[Sequence[Row]]) -> Generator[PlannedStep, None, None]:
         """Yield a planned step for each list of sequences, planned while those before it run. Collective."""
-        steps = self._steps(RowBatch(rows) for rows in batches)
+        steps = self._engine.steps(RowBatch(rows) for rows in batches)
         try:
             number = self.steps
             while (planned := steps.next(f"step {(number := number + 1)}")) is not None:
@@ -302,17 +304,10 @@ class Session:
             raise ConfigError("optimizer", expected=f"an optimizer for {what}", got="none", remedy=remedy)
         return self._sharded
 
-    def _steps(self, batches: Iterator[RowBatch]) -> StepSource:
-        process = self._planner
-        planner = None if process is None else partial(process.plan, self._planning)
-        return PlanAhead(
-            batches, planner, self._transport, timeout_seconds=self._timeout_seconds, num_heads=self._num_heads
-        )
-
     def _planned(self, sequences: Sequence[Row] | PlannedStep, name: str) -> PlannedStep:
         if isinstance(sequences, PlannedStep):
             return sequences
-        steps = self._steps(iter([RowBatch(sequences)]))
+        steps = self._engine.steps(iter([RowBatch(sequences)]))
         try:
             planned = steps.next(name)
         finally:
@@ -334,12 +329,8 @@ class Session:
         objective = objective_of(
             self.model, self._inner, rows_of(planned), loss=loss, compute_loss=compute_loss, normalizer=normalizer
         )
-        work = self._run_microbatches(planned, objective, name, train=train)
+        work = self._engine.run(planned, name, step=self.steps, train=train, objective=objective)
         return self._result(planned, [work], name, start, divisor=objective.divisor, train=train)
-
-    def _run_microbatches(self, planned: PlannedStep, objective: Objective, name: str, *, train: bool) -> RankResult:
-        parameters = self._trained("backward").parameters if train else None
-        return self._microbatches.run(planned, objective, name, step=self.steps, parameters=parameters)
 
     def _result(
         self,
@@ -356,7 +347,7 @@ class Session:
         self._transport.phase = f"{name}, step end"
         last, busy = works[-1], sum(each.busy_seconds for each in works)
         waited = sum(each.ring_wait_seconds for each in works)
-        rows = shared(self._transport, [last.loss_sum, busy, last.router_loss, waited])
+        rows = self._engine.share([last.loss_sum, busy, last.router_loss, waited])
         total = rows[:, 0].sum().item() / divisor if loss is None else loss
         self._refuse_not_finite(name, "loss", total)
         if train:

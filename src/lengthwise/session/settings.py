@@ -22,7 +22,7 @@ from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner import PlanOptions
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.session.capacity import Measuring, budget_bytes, kinds_of
-from lengthwise.session.microbatches import Microbatches
+from lengthwise.session.engine import Engine
 from lengthwise.session.model import PRECISIONS, check_session_model
 from lengthwise.session.result import StepResult
 from lengthwise.session.sharded import ShardedInPlace
@@ -113,7 +113,7 @@ def cost_of(config: Any, device: torch.device, dtype: torch.dtype, measurements:
 
 
 def planning_of(
-    microbatches: Microbatches,
+    engine: Engine,
     sharded: ShardedInPlace | None,
     cost: Cost,
     settings: SessionSettings,
@@ -122,18 +122,18 @@ def planning_of(
     heads: int | str,
 ) -> StepPlanning:
     """Return what plans the steps of a session; what memory holds is measured where it is asked for. Collective."""
-    transport, config = microbatches.transport, microbatches.config
+    transport, config = engine.transport, engine.config
     ratio = settings.offload.ratio if settings.offload else "off"
     capacities, measured = {settings.recompute: settings.capacity_tokens or 0}, None
     if settings.capacity_tokens is None:
         state, end = (0, 0) if sharded is None else _optimizer_bytes(sharded)
         transport.phase = "start, measuring what fits into memory"
         measuring = Measuring(
-            model=microbatches.model,
-            kernel=microbatches.kernel(settings.autocast or settings.dtype),
+            model=engine.model,
+            kernel=engine.kernel(settings.autocast or settings.dtype),
             transport=transport,
             budget=budget_bytes(
-                transport, microbatches.device, local_ranks=transport.device_ranks, kept_bytes=state, end_bytes=end
+                transport, engine.device, local_ranks=transport.device_ranks, kept_bytes=state, end_bytes=end
             ),
             kinds=kinds_of(config, settings.recompute),
             heads=heads,
@@ -141,10 +141,8 @@ def planning_of(
             offloads=ratio != "off",
             leaving_bytes=0 if settings.offload is None else LEAVING_BYTES[settings.offload.store],
         )
-        casting = (
-            torch.autocast(microbatches.device.type, dtype=settings.autocast) if settings.autocast else nullcontext()
-        )
-        with microbatches.attending(), casting:
+        casting = torch.autocast(engine.device.type, dtype=settings.autocast) if settings.autocast else nullcontext()
+        with engine.attending(), casting:
             measured = measuring.capacities(ratio=ratio if isinstance(ratio, float) else None)
         if sharded is not None:
             sharded.parameters.clear_gradients()

@@ -20,10 +20,14 @@ from torch import Tensor, nn
 from lengthwise.attention import PlannedAttention
 from lengthwise.core.errors import ConfigError
 from lengthwise.engine.objective import HearRouter
+from lengthwise.engine.step import RankResult
 from lengthwise.models.adapter import planned_output
 from lengthwise.program import Segment
+from lengthwise.session.engine import Engine
 from lengthwise.session.losses import Tokens, TokenValues, tokens_of
+from lengthwise.session.model import refuse_balance
 from lengthwise.session.rows import RowBatch
+from lengthwise.session.source import PlannedStep
 
 Per: TypeAlias = Literal["sequence", "token"]
 Combine: TypeAlias = Callable[[Tensor], Tensor] | Callable[[list[Tensor]], Tensor]
@@ -102,6 +106,29 @@ class ValuesOfTokens:
             return torch.zeros((), dtype=self.gathered.dtype, device=input_ids.device)
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
         return (wide * self.weights[self.gathered.slots(tokens)].to(wide.dtype)).sum()
+
+
+def gather(
+    engine: Engine, planned: PlannedStep, values: TokenValues, per: Per, name: str, *, step: int
+) -> tuple[Gathered, RankResult]:
+    """Run the microbatches forward, and sum over the ranks what `values` gives of their tokens. Collective."""
+    refuse_balance(engine.model, "values")
+    wide = torch.promote_types(engine.dtype, torch.float32)
+    gathered = Gathered(rows_of(planned), per, wide, engine.device)
+    work = engine.run(planned, name, step=step, train=False, objective=ValuesOfTokens(gathered=gathered, values=values))
+    engine.transport.phase = f"{name}, sum of the values"
+    widths = engine.share([-1.0 if gathered.sums is None else float(gathered.sums[:1].numel())])[:, 0]
+    if gathered.sums is None:  # no microbatch here: as many a slot as the others have
+        shape = (int(widths.max()),) if widths.max() > 1 else ()
+        gathered.sums = torch.zeros(gathered.num_slots, *shape, dtype=wide, device=engine.device)
+    engine.transport.all_reduce(gathered.sums)
+    return gathered, work
+
+
+def rows_of(planned: PlannedStep) -> RowBatch:
+    """Return the rows of a step that a session planned."""
+    assert isinstance(planned.batch, RowBatch), "who planned it"
+    return planned.batch
 
 
 def combined(gathered: Gathered, sums: Tensor, combine: Combine) -> tuple[float, Tensor]:

@@ -1,0 +1,138 @@
+"""What both doors share: planned steps of a model on this rank, whoever's loop it is, and whoever updates it.
+
+The transport, the steps planned ahead, the microbatches of one, and the numbers of all ranks at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.attention import BlockKernel
+from lengthwise.comm import Transport
+from lengthwise.config import OffloadConfig
+from lengthwise.engine.activations import Offloading, start_offloading
+from lengthwise.engine.batch import StepBatch
+from lengthwise.engine.objective import NextToken, Objective
+from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.step import RankResult, run_plan
+from lengthwise.models import Computing, DropoutKey, choose_model_kernel
+from lengthwise.models.adapter import attending_by_plan
+from lengthwise.session.losses import Autocasting
+from lengthwise.session.source import PlanAhead, PlannedStep, StepPlanner, StepSource
+
+
+@dataclass(kw_only=True)
+class Engine:
+    """Runs planned steps.
+
+    planner: of rank 0; None elsewhere. num_heads: of attention, which plans may split. dtype: of the parameters.
+    autocast: of mixed precision; None: that of a surrounding torch.autocast, if any. seed: of dropout. offload: of
+    activations, as in a run file. parameters: that take the gradients, once they are there; None: nothing trains.
+    """
+
+    model: nn.Module
+    transport: Transport
+    planner: StepPlanner | None
+    num_heads: int
+    timeout_seconds: float
+    computing: Computing
+    device: torch.device
+    dtype: torch.dtype
+    autocast: torch.dtype | None = None
+    seed: int = 0
+    offload: OffloadConfig | None = None
+    parameters: Parameters | None = None
+    _offloading: Offloading | None = field(default=None, init=False)
+    _kernels: dict[torch.dtype, BlockKernel] = field(default_factory=dict, init=False)
+
+    @property
+    def config(self) -> Any:
+        """The model's config."""
+        return self.model.config
+
+    def steps(self, batches: Iterator[StepBatch]) -> StepSource:
+        """Return the steps of these batches, planned ahead; the same ones on all ranks."""
+        return PlanAhead(
+            batches,
+            self.planner,
+            self.transport,
+            timeout_seconds=self.timeout_seconds,
+            num_heads=self.num_heads,
+        )
+
+    def run(
+        self,
+        planned: PlannedStep,
+        name: str,
+        *,
+        step: int,
+        train: bool,
+        objective: Objective | None = None,
+        logits_at_once: int | None = None,
+    ) -> RankResult:
+        """Run this rank's microbatches forward, and backward to `train`. Collective.
+
+        objective: what is summed; None: the next token's loss, from `logits_at_once` logits at a time.
+        """
+        batch, dtype, kind = planned.batch, self.autocast, self.device.type
+        if objective is None:
+            objective = NextToken(batch=batch, divisor=batch.loss_weight, logits_at_once=logits_at_once)
+        if dtype is None and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        if dtype is not None:
+            objective = Autocasting(inner=objective, device=self.device, dtype=dtype)
+        kernel = self.kernel(dtype or self.dtype)
+        self.start_offloading(kernel)
+        # Only forwards are cast, by the objective: backward follows what they did.
+        with self.attending(), torch.autocast(kind, enabled=False):
+            return run_plan(
+                self.model,
+                planned.plan,
+                batch,
+                self.transport,
+                kernel,
+                name=name,
+                train=train,
+                objective=objective,
+                offloading=self._offloading,
+                parameters=self.parameters,
+                dropout=DropoutKey(seed=self.seed, step=step),
+            )
+
+    def share(self, numbers: list[float]) -> Tensor:
+        """Return the numbers of all ranks, (ranks, numbers), in fp64. Collective."""
+        rows = torch.empty(self.transport.world_size * len(numbers), dtype=torch.float64)
+        self.transport.all_gather(rows, torch.tensor(numbers, dtype=torch.float64))
+        return rows.view(-1, len(numbers))
+
+    def attending(self) -> AbstractContextManager[None]:
+        """Let the model attend by the plan inside."""
+        return attending_by_plan(self.model)
+
+    def kernel(self, dtype: torch.dtype, say: Callable[[str], None] | None = None) -> BlockKernel:
+        """Return the attention kernel for queries and keys of this dtype; say which it is when it is chosen."""
+        if dtype not in self._kernels:
+            found = choose_model_kernel(self.config, self.computing, self.device, dtype=dtype, say=say)
+            self._kernels[dtype] = found
+        return self._kernels[dtype]
+
+    def start_offloading(self, kernel: BlockKernel) -> None:
+        """Open the store of offloaded activations, where there is one; the parameters lie where they will.
+
+        Raises:
+            MemoryShortage: it cannot be opened.
+        """
+        if self._offloading is None:
+            where = f"rank {self.transport.rank}"
+            self._offloading = start_offloading(self.offload, self.model, kernel, where=where)
+
+    def close(self) -> None:
+        """Close the store of offloaded activations."""
+        if self._offloading is not None:
+            self._offloading.store.close()
