@@ -54,7 +54,7 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=29500
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240  # seconds that ranks have to save after SIGTERM
 stopped=0
-trap 'stopped=1; kill -TERM "$trainer"' USR1  # 300 s before the time is over; srun passes SIGTERM on
+trap 'stopped=1; kill -TERM "$trainer" || true' USR1  # 300 s before the time is over; srun passes SIGTERM on
 srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --kill-on-bad-exit=0 \\
     torchrun --nnodes @nodes@ --nproc-per-node @gpus@ --max-restarts @restarts@ \\
     --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "$SLURM_JOB_ID" \\
