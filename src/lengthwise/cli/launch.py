@@ -28,6 +28,7 @@ _TORCHRUN = """\
 set -eu
 HEAD=${HEAD:-@head@}  # EDIT: host name or address of one node, the same on all nodes
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240  # seconds that ranks have to save after SIGTERM
+@store@
 exec torchrun --nnodes @nodes@ --nproc-per-node @gpus@ --max-restarts @restarts@ \\
     --rdzv-backend c10d --rdzv-endpoint "$HEAD:29500" --rdzv-id @name@ \\
     -m lengthwise train @run@@resume@
@@ -53,6 +54,7 @@ set -eu
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=29500
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240  # seconds that ranks have to save after SIGTERM
+@store@
 stopped=0
 trap 'stopped=1; kill -TERM "$trainer" || true' USR1  # 300 s before the time is over; srun passes SIGTERM on
 srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --kill-on-bad-exit=0 \\
@@ -93,6 +95,7 @@ spec:
               env:
                 - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
                 - {name: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, value: "240"}  # seconds to save after SIGTERM
+                - {name: TORCH_DISABLE_SHARE_RDZV_TCP_STORE, value: "1"}  # or nodes do not meet after a restart
               ports: [{name: pytorchjob-port, containerPort: 29500}]
               resources: {limits: {nvidia.com/gpu: @gpus@}}  # EDIT: add cpu and memory
               volumeMounts: [{name: shared, mountPath: @folder@}, {name: memory, mountPath: /dev/shm}]
@@ -121,6 +124,7 @@ run: |
   HEAD=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
   HERE=$(echo "$SKYPILOT_NODE_IPS" | sed -n "$((SKYPILOT_NODE_RANK + 1))p")
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240  # seconds that ranks have to save after SIGTERM
+  @store@
   torchrun --nnodes "$SKYPILOT_NUM_NODES" --nproc-per-node "$SKYPILOT_NUM_GPUS_PER_NODE" --max-restarts @restarts@ \\
     --rdzv-backend c10d --rdzv-endpoint "$HEAD:29500" --rdzv-id @name@ --local-addr "$HERE" \\
     --rdzv-conf "is_host=$([ "$SKYPILOT_NODE_RANK" = 0 ] && echo true || echo false)" \\
@@ -180,6 +184,7 @@ class Launch:
             f"# {again}",
             "needs": "# All nodes need the run file, its model and its data at the same paths, and one shared folder\n"
             f"# for its output: {printable(str(config.output))}",
+            "store": "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or nodes do not meet after a restart",
             "name": name,
             "nodes": str(self.nodes),
             "others": str(self.nodes - 1),
