@@ -36,16 +36,20 @@ def run(path, *options, fault="", restarts=1):
 
 
 def test_ranks_that_an_agent_starts_again_go_on(tmp_path):
-    """As torchrun does it, but forked: a rank dies, the others end, and all are started with a count of restarts."""
+    """As torchrun does it, but forked: a rank dies, the others end, and all are started with a count of restarts.
+
+    On two nodes, each with a count of its own: that of a node whose ranks lived stays.
+    """
     path = run_of(tmp_path)
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1"}
     said = []
     for restart in range(2):
         with socket.create_server(("127.0.0.1", 0)) as free:
             world["MASTER_PORT"] = str(free.getsockname()[1])
-        world |= {VARIABLE: "update:1:4:kill", "TORCHELASTIC_RESTART_COUNT": str(restart)}
+        world |= {VARIABLE: "update:1:4:kill"}
         arguments = ("train", path, "--timeout-seconds", 20)
-        ranks = [Command(*arguments, RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(2)]
+        counts = [{"TORCHELASTIC_RESTART_COUNT": str(restart * rank)} for rank in range(2)]
+        ranks = [Command(*arguments, RANK=str(rank), LOCAL_RANK=str(rank), **world | counts[rank]) for rank in range(2)]
         said.append([rank.finish() for rank in ranks])
     assert [status for status, _, _ in said[0]] == [1, -signal.SIGKILL]
     assert [status for status, _, _ in said[1]] == [0, 0], said[1]

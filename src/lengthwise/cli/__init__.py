@@ -15,6 +15,7 @@ from lengthwise.cli.checkpoint import Checkpoint
 from lengthwise.cli.data import Data
 from lengthwise.cli.demo import Demo
 from lengthwise.cli.init import Init
+from lengthwise.cli.launch import Launch
 from lengthwise.cli.machine import prepare_environment
 from lengthwise.cli.plan import PlanCommand
 from lengthwise.cli.prepare import Prepare
@@ -36,6 +37,7 @@ _TROUBLES = {
 _VERBS: dict[str, tuple[type, str | None]] = {
     "init": (Init, None),
     "train": (Train, "Train a model from a run file."),
+    "launch": (Launch, None),
     "plan": (PlanCommand, "Plan one step and write the plan file; needs no torch."),
     "simulate": (Simulate, "Simulate steps on machines that you do not have; needs no torch."),
     "verify": (Verify, None),

@@ -77,8 +77,10 @@ class World:
         self.claim_device()
         if self.rendezvous is None:
             store, *_ = next(iter(rendezvous("env://", self.rank, self.world_size, timeout=timeout)))
-            # torchrun keeps one store for all its starts: what ranks wrote that are dead would be met there.
-            start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            # torchrun may keep one store for all its starts: what ranks wrote that are dead would be met there. Nodes
+            # count starts each by itself: several need a new store each time (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
+            shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "in a new store"
             store = PrefixStore(f"start {start} of {self.world_size}", store)
         else:
             _use_loopback()
