@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loops import (
+    VOCAB,
     both_loops,
     in_ranks,
     loss_tokens,
@@ -19,6 +20,8 @@ from loops import (
     small_model,
     steps_of,
 )
+from testing.tiny import tiny_family_config
+from transformers import AutoModelForCausalLM
 
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError, NumericError, PlanError, Problems, RankError
@@ -80,6 +83,20 @@ def test_settings_that_cannot_be_kept_are_named_together():
     with pytest.raises(Problems) as caught:
         Session(model, SGD(model.parameters()), capacity_tokens=0, precision="fp16", offload={"shop": "disk"})
     assert {each.where for each in caught.value.problems} == {"capacity_tokens", "precision", "offload.shop"}
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", more("qwen3"), more("gemma3_text"), more("mixtral")])
+def test_windows_sinks_and_experts_in_a_loop_are_those_of_the_plain_loop(family, tmp_path):
+    def work(_rank):
+        torch.manual_seed(0)
+        config = tiny_family_config(family, {"vocab_size": VOCAB})
+        attention = "eager" if family == "gpt_oss" else "sdpa"
+        how = {"attn_implementation": attention, "experts_implementation": "eager", "dtype": torch.float64}
+        model = AutoModelForCausalLM.from_config(config, **how).train()
+        return both_loops(SGD, model=model, steps=steps_of([[97, 60, 5], [40, 81]]))
+
+    for found in in_ranks(in_double(work), 3, tmp_path):
+        assert max(found) < 1e-10
 
 
 OPTIMIZERS = {
@@ -164,17 +181,22 @@ def test_gradients_add_up_until_they_are_cleared(tmp_path):
 
 
 def test_a_loss_of_ones_own_is_exact_under_any_cut(tmp_path):
+    """A weighed one, with a z-loss and the distance from a teacher's given probabilities."""
+
+    def together_of(logits, labels, importance, teacher):
+        each = F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+        apart = F.kl_div(logits.log_softmax(-1), teacher, reduction="none").sum(-1)
+        more = 1e-2 * torch.logsumexp(logits, -1).square() + 0.5 * apart
+        return (each * importance).sum() + (more * (labels != -100)).sum()
+
     def weighted(output, tokens):
-        logits = output.logits[0]
-        each = F.cross_entropy(logits, tokens.shift_labels, ignore_index=-100, reduction="none")
-        z = torch.logsumexp(logits, -1).square() * (tokens.shift_labels != -100)
-        return (each * tokens.columns["importance"]).sum() + 1e-2 * z.sum() + 0.0 * tokens.sequences.sum()
+        columns = tokens.columns
+        found = together_of(output.logits[0], tokens.shift_labels, columns["importance"], columns["teacher"])
+        return found + 0.0 * tokens.sequences.sum()
 
     def plain(model, row):
         logits = model(input_ids=row["input_ids"][None], use_cache=False).logits[0, :-1]
-        each = F.cross_entropy(logits, row["labels"][1:], ignore_index=-100, reduction="none")
-        z = torch.logsumexp(logits, -1).square() * (row["labels"][1:] != -100)
-        return (each * row["importance"][:-1]).sum() + 1e-2 * z.sum()
+        return together_of(logits, row["labels"][1:], row["importance"][:-1], row["teacher"][:-1])
 
     def by_itself(model, inputs):
         divisor = inputs.pop("divisor")
@@ -182,10 +204,12 @@ def test_a_loss_of_ones_own_is_exact_under_any_cut(tmp_path):
 
     def work(_rank):
         rows = rows_of([97, 2, 1, 40, 64], 5)
-        marked = [{**row, "importance": torch.rand(len(row["input_ids"]), dtype=torch.float64)} for row in rows]
+        marked = [dict(row) for row in rows]
         torch.manual_seed(0)
         for row in marked:
-            row["importance"] = torch.rand(len(row["input_ids"]), dtype=torch.float64)
+            length = len(row["input_ids"])
+            row["importance"] = torch.rand(length, dtype=torch.float64)
+            row["teacher"] = torch.rand(length, VOCAB, dtype=torch.float64).softmax(-1)
         model = small_model()
         reference, divisor = copy.deepcopy(model), float(loss_tokens(rows))
         expected = sum(plain(reference, row) for row in marked if len(row["input_ids"]) > 1) / divisor
