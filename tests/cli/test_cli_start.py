@@ -350,7 +350,7 @@ def test_command_in_the_c_locale_does_not_crash(tmp_path):
 @pytest.mark.parametrize("verb", [more("verify"), "train"])
 def test_start_interrupted_ends_soon_and_leaves_no_process(tmp_path, monkeypatch, verb):
     """Ctrl-C in `verify` ends it; in `train`, while a rank is busy with one long step, the second does."""
-    name = f"lengthwise.run.{'verify' if verb == 'verify' else 'trainer'}.run_plan"
+    name = f"lengthwise.{'run.verify' if verb == 'verify' else 'session.engine'}.run_plan"
 
     def endless(*_, **__):
         (tmp_path / "here").touch()
@@ -382,7 +382,7 @@ def test_train_alone_interrupted_twice_ends_soon(tmp_path, monkeypatch, wakes):
             time.sleep(60)
         ctypes.CDLL(None).sleep(60)
 
-    monkeypatch.setattr("lengthwise.run.trainer.run_plan", endless)
+    monkeypatch.setattr("lengthwise.session.engine.run_plan", endless)
     command = Command("train", write_run(tmp_path, make_rows([30, 12])), "--ranks", 1)
     command.wait_for((tmp_path / "here").exists)
     command.send(signal.SIGINT)

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 import lengthwise
 from lengthwise.engine.optimizer import ShardedOptimizer
-from lengthwise.run import not_finite, trainer
+from lengthwise.run import not_finite
+from lengthwise.session import engine
 from run.small_runs import (
     FailsAfter,
     call,
@@ -31,7 +32,7 @@ KEYS = {"optimizer": {"lr": LR}, "capacity_tokens": 48}
 
 def poison(monkeypatch, what, *steps, rank):
     """Make a value of one rank NaN or infinite in some steps: its loss, its gradients, or what its update leaves."""
-    run_plan, update = trainer.run_plan, ShardedOptimizer.step
+    run_plan, update = engine.run_plan, ShardedOptimizer.step
     updates = []
 
     def poisoned_run(model, plan, batch, transport, kernel, *, name, parameters, **settings):
@@ -49,7 +50,7 @@ def poison(monkeypatch, what, *steps, rank):
         if what == "parameter" and self._transport.rank == rank and len(updates) in steps:
             self._parameters.master_weights[0] = math.nan
 
-    monkeypatch.setattr(trainer, "run_plan", poisoned_run)
+    monkeypatch.setattr(engine, "run_plan", poisoned_run)
     monkeypatch.setattr(ShardedOptimizer, "step", poisoned_update)
 
 
