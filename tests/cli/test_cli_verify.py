@@ -18,7 +18,7 @@ from lengthwise.engine import batch as batches
 from lengthwise.engine import objective, replicated
 from lengthwise.models import adapter
 from lengthwise.program import MicrobatchProgram
-from lengthwise.run import trainer, verify
+from lengthwise.run import building, verify
 from lengthwise.run.rounding import FACTOR, TOLERANCES
 from run.small_runs import call, make_rows, write_model, write_rows, write_run
 from tiers import some
@@ -219,7 +219,7 @@ def test_verify_passes_through_host_memory_in_chunks(run_file, capsys, monkeypat
         slabs = Slabs(slab_bytes=1024, pin=lambda size: torch.empty(size, dtype=torch.uint8))
         return StagedTransport(join(*arguments, **keys), stages=torch.is_floating_point, slabs=slabs)
 
-    monkeypatch.setattr(trainer, "join", joined)
+    monkeypatch.setattr(building, "join", joined)
     assert call("verify", run_file, "--ranks", 3) == 0
     out = capsys.readouterr().out
     assert "exercised: rings of " in out

@@ -21,7 +21,7 @@ from lengthwise.config import load_config
 from lengthwise.core.errors import LengthwiseError, OutputError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.plan_file import read_plan_text
-from lengthwise.run import export, folder, launch, trainer, writes
+from lengthwise.run import export, folder, launch, loop, setup, writes
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.metrics import EvalMetrics, FinishedStep, StepMetrics
 from lengthwise.run.writes import MOST_FAILURES
@@ -167,7 +167,7 @@ def test_an_interrupt_says_whether_the_model_was_saved(tmp_path, monkeypatch, ca
         patch.setattr(export, "save_model", interrupted)
         assert call("train", path) == 130
     assert capfd.readouterr().err == "interrupted: nothing was saved\n"
-    monkeypatch.setattr(trainer._Trainer, "close", interrupted)
+    monkeypatch.setattr(loop._Loop, "close", interrupted)
     assert call("train", path, "--overwrite") == 130
     assert capfd.readouterr().err == f"interrupted: the model is saved in {tmp_path / 'out/model'}\n"
     assert (tmp_path / "out/model/model.safetensors").exists()
@@ -296,14 +296,14 @@ def test_a_model_that_cannot_be_saved_at_once_is_saved_when_the_disk_has_room(tm
             raise OSError(errno.ENOSPC, "No space left on device")
         return write_model(model, config, tokenizer, folder)
 
-    write_model = trainer.write_model
+    write_model = setup.write_model
     monkeypatch.setattr(writes, "_BETWEEN_TRIES_SECONDS", 0.01)
-    monkeypatch.setattr(trainer, "write_model", failing)
+    monkeypatch.setattr(setup, "write_model", failing)
     path = write_run(tmp_path, make_rows([30, 12]))
     assert call("train", path) == 0
     assert capfd.readouterr().out.count("the model is not saved yet: ") == MOST_FAILURES - 1
     assert (tmp_path / "out/model/model.safetensors").exists()
-    monkeypatch.setattr(trainer, "write_model", lambda *given: (tries.clear(), failing(*given)))
+    monkeypatch.setattr(setup, "write_model", lambda *given: (tries.clear(), failing(*given)))
     assert call("train", path, "--overwrite") == 1
     assert "No space left on device" in capfd.readouterr().err
     assert not (tmp_path / "out/model").exists()
@@ -314,7 +314,7 @@ def test_an_interrupt_names_the_newest_checkpoint_where_there_is_no_model(tmp_pa
         raise KeyboardInterrupt
 
     path = write_run(tmp_path, make_rows([30, 12]), checkpoint={"every_steps": 1, "background": False})
-    monkeypatch.setattr(trainer, "write_model", interrupted)
+    monkeypatch.setattr(setup, "write_model", interrupted)
     assert call("train", path) == 130
     assert capfd.readouterr().err == f"interrupted: the newest checkpoint is {tmp_path}/out/checkpoints/step-000003\n"
 

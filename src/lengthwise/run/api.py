@@ -24,11 +24,11 @@ from lengthwise.run.best import read_best
 from lengthwise.run.callbacks import Callback, call_back
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import Job
+from lengthwise.run.loop import train_rank
 from lengthwise.run.metrics import TrainResult
 from lengthwise.run.resume import Resume, find_resume, has_checkpoint, has_model, torchrun_agent
 from lengthwise.run.stacks import FOLDER as STACKS
 from lengthwise.run.start import Run, Start, prepare, run_ranks
-from lengthwise.run.trainer import train_rank
 from lengthwise.run.verify import VerifyReport, verify_rank
 
 _MOST_RESTARTS = 1000

@@ -1,20 +1,42 @@
-"""The model of a run and its parameters on one rank; `train` and `verify` build it here: one proves the other."""
+"""The ranks of a run, its model and parameters on one; `train` and `verify` begin here: one proves the other."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from lengthwise.comm import Transport, World, agree
+from lengthwise.comm import Transport, World, agree, join
+from lengthwise.config import dump_config
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.models import DTYPES, build_adapted, compute_so, wrapped_layers
 from lengthwise.models.own_rows import OwnRows, own_rows
 from lengthwise.run.job import Job
+
+
+def connect(
+    world: World, job: Job, on_phase: Callable[[str], None], say: Callable[[str], None] | None = None
+) -> Transport:
+    """Join the ranks of the run, and check that all of them read the same run file and data.
+
+    `say` hears which transport it is, and why.
+
+    Raises:
+        RankError: they did not.
+    """
+    transport = join(world, timeout_seconds=job.timeout_seconds, on_phase=on_phase, say=say)
+    if world.world_size == 1:
+        return transport
+    data = hashlib.sha256(dump_config(job.config).encode())
+    for dataset in filter(None, (job.dataset, job.eval_dataset)):
+        data.update(dataset.digest())
+    agree(transport, data.digest(), "run file and data")
+    return transport
 
 
 def build_trained(

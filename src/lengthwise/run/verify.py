@@ -46,7 +46,7 @@ from lengthwise.models import (
     token_loss,
 )
 from lengthwise.program import HeadRange
-from lengthwise.run.building import build_trained
+from lengthwise.run.building import build_trained, connect
 from lengthwise.run.job import Job
 from lengthwise.run.rounding import (
     SUMS_TOLERANCE,
@@ -56,7 +56,6 @@ from lengthwise.run.rounding import (
     plain_kernels,
     rounding_of,
 )
-from lengthwise.run.trainer import connect
 
 _FLOOR = 1e-3
 _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # the first that can

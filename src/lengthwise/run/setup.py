@@ -1,0 +1,197 @@
+"""A rank of a run before its first step: its model, what it goes on from, what it measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from lengthwise.comm import Transport, World
+from lengthwise.core.faults import fault
+from lengthwise.engine.memory import SMALLER_STATE, reporting_shortage
+from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.models import DTYPES
+from lengthwise.run.building import build_trained
+from lengthwise.run.callbacks import Callback, call_back
+from lengthwise.run.capacity import measure_capacities
+from lengthwise.run.checkpoints import Checkpoints
+from lengthwise.run.export import write_model
+from lengthwise.run.folder import RunFolder
+from lengthwise.run.job import MEASURING_SECONDS, Job
+from lengthwise.run.launch import StopRequest
+from lengthwise.run.not_finite import FinitePolicy
+from lengthwise.run.pricing import Pricing
+from lengthwise.session.capacity import told
+from lengthwise.session.engine import Engine
+from lengthwise.session.source import StepPlanner
+
+
+@dataclass(slots=True, kw_only=True)
+class RankRun:
+    """What a rank's loop works with. callbacks: of rank 0. done: steps that were made before this process."""
+
+    job: Job
+    engine: Engine
+    optimizer: ShardedOptimizer
+    checkpoints: Checkpoints
+    finite: FinitePolicy
+    pricing: Pricing
+    folder: RunFolder
+    stop: StopRequest
+    callbacks: Sequence[Callback]
+    done: int = 0
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.engine.transport.rank
+
+    def say(self, line: str) -> None:
+        """Let the callbacks know a decision and its reason."""
+        call_back(self.callbacks, "on_note", line)
+
+    def leave_if_asked(self, before: str) -> None:
+        """End all ranks where one was asked to stop and nothing was trained yet. Collective."""
+        self.engine.transport.phase = f"start, before {before}"
+        if self.engine.share([float(self.stop.signal or 0)]).any():
+            raise KeyboardInterrupt
+
+    def hold_parameters(self, number: int) -> None:
+        """Check, after step `number`, that parameters are finite before they are used or kept. Collective."""
+        self.finite.holds_parameters(number, self.engine.share([self.finite.largest])[:, 0])
+
+    def whole_on_first(self) -> AbstractContextManager[None]:
+        """Let rank 0's model be written inside the block. Collective."""
+        assert self.engine.parameters is not None, "a run trains"
+        return self.engine.parameters.whole_on_first(trained_only=self.job.config.lora is not None)
+
+    def write_model(self, number: int, folder: Path) -> None:
+        """Write the model after step `number`, and the tokenizer beside it."""
+        write_model(self.engine.model, self.job.config, self.job.tokenizer, folder)
+        fault("model-save", self.rank, number)
+
+    def close(self) -> None:
+        """End what writes in the background, and the store of offloaded activations."""
+        self.checkpoints.close()
+        self.engine.close()
+
+
+def set_up(
+    job: Job,
+    world: World,
+    transport: Transport,
+    planner: StepPlanner | None,
+    callbacks: Sequence[Callback],
+    stop: StopRequest,
+    pricing: Pricing,
+    folder: RunFolder,
+) -> RankRun:
+    """Build the model and its optimizer, restore what the run goes on from, and measure what it asks for. Collective.
+
+    Raises:
+        MemoryShortage: model, gradients and optimizer do not fit, or no microbatch beside them.
+    """
+    config, say = job.config, partial(call_back, callbacks, "on_note")
+    if job.hardware_note is not None:
+        say(job.hardware_note)
+    if isinstance(config.heads, int) and config.heads > job.ranks:
+        say(f"heads: {config.heads} splits nothing on {job.ranks} ranks")
+    engine, optimizer = _build(job, world, transport, planner, say)
+    assert engine.parameters is not None, "they were built"
+    checkpoints = Checkpoints(
+        config, transport, engine.parameters, optimizer, data=lambda: job.dataset.digest().hex(), note=say
+    )
+    finite = FinitePolicy(
+        config=config,
+        transport=transport,
+        parameters=engine.parameters,
+        checkpoints=checkpoints,
+        callbacks=callbacks,
+        largest_allowed=torch.finfo(engine.dtype).max,
+    )
+    rank = RankRun(
+        job=job,
+        engine=engine,
+        optimizer=optimizer,
+        checkpoints=checkpoints,
+        finite=finite,
+        pricing=pricing,
+        folder=folder,
+        stop=stop,
+        callbacks=callbacks,
+    )
+    _restore(rank)
+    if config.capacity_tokens == "auto":
+        _measure_capacities(rank)
+    if job.measures_at_start:
+        _measure_costs(rank, world)
+    engine.start_offloading(engine.kernel(engine.dtype))
+    return rank
+
+
+def _build(
+    job: Job, world: World, transport: Transport, planner: StepPlanner | None, say: Callable[[str], None]
+) -> tuple[Engine, ShardedOptimizer]:
+    with reporting_shortage(
+        lambda: f"rank {world.rank}, start",
+        needs=lambda: "the model, its gradients and its optimizer",
+        remedy=SMALLER_STATE,
+    ):
+        model, parameters = build_trained(job, world, transport, say=say)
+        optimizer = ShardedOptimizer(parameters, job.config.optimizer, transport)
+    engine = Engine(
+        model=model,
+        transport=transport,
+        planner=planner,
+        num_heads=job.num_heads,
+        timeout_seconds=job.timeout_seconds,
+        computing=job.computing,
+        device=world.device,
+        dtype=DTYPES[job.config.precision],
+        seed=job.config.seed,
+        offload=job.config.offload,
+        parameters=parameters,
+    )
+    engine.kernel(engine.dtype, say)
+    return engine, optimizer
+
+
+def _restore(rank: RankRun) -> None:
+    """Take parameters, states and counts from a checkpoint, where the run goes on from one. Collective."""
+    resume = rank.job.resume
+    if resume is None:
+        return
+    rank.finite.skipped = resume.manifest.skipped
+    rank.checkpoints.restore(resume)
+    rank.done = resume.step
+    for each in resume.passed_over:
+        rank.say(f"passed over, and removed: {each}")
+    rank.say(f"going on from {resume.folder}, after step {rank.done}")
+
+
+def _measure_capacities(rank: RankRun) -> None:
+    """Plan by what ranks hold, by what fits beside all that is in memory now. Collective."""
+    engine, job = rank.engine, rank.job
+    transport, kernel = engine.transport, engine.kernel(engine.dtype)
+    assert engine.parameters is not None, "a run trains"
+    transport.phase = "measuring what fits into memory"
+    found = measure_capacities(
+        job, engine.model, engine.parameters, kernel, transport, local_ranks=transport.device_ranks
+    )
+    rank.job = job.with_capacities(found)
+    rank.pricing.plan_for(rank.job)
+    rank.say(f"capacity of a rank: {told(found, job.most_tokens)}")
+
+
+def _measure_costs(rank: RankRun, world: World) -> None:
+    """Price plans by what the machine is measured to take; values and states stay as they are. Collective."""
+    rank.leave_if_asked("costs")
+    engine = rank.engine
+    assert engine.parameters is not None, "a run trains"
+    engine.transport.phase = "measuring before the first step"
+    rank.say(f"measuring the machine, about {MEASURING_SECONDS:.0f} s")
+    rank.say(rank.pricing.measure(world, engine.transport, (engine.model, engine.parameters, rank.optimizer)))
