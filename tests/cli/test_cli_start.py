@@ -363,6 +363,7 @@ def test_start_interrupted_ends_soon_and_leaves_no_process(tmp_path, monkeypatch
     if verb == "train":
         time.sleep(0.5)
         assert not command.ended(), "the first one waits for the step to end"
+        assert command.written()[1] == "\nstopping after this step; Ctrl-C again: now\n"
         command.send(signal.SIGINT, group=True)
     status, _, err = command.finish(30)  # half of what the step would take
     assert status == 130
@@ -388,6 +389,7 @@ def test_train_alone_interrupted_twice_ends_soon(tmp_path, monkeypatch, wakes):
     command.send(signal.SIGINT)
     time.sleep(0.3)
     assert not command.ended()
+    assert (command.written()[1] != "") == wakes, "said where Python hears of it"
     command.send(signal.SIGINT)
     status, _, err = command.finish(30)
     assert status == 130

@@ -71,6 +71,14 @@ def test_chat_has_a_loss_on_turns_of_the_assistant_alone(load, template):
     assert learned == "c <end> a b <end>"
 
 
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
+def test_prompt_and_completion_of_messages_are_a_chat_with_a_loss_on_the_completion(load, template):
+    row = {"prompt": messages(*CHAT[:4]), "completion": messages(*CHAT[4:])}
+    text, learned = told(load(row, template=template))
+    assert text == told(load({"messages": messages(*CHAT)}, template=template))[0]
+    assert learned == "a b <end>"
+
+
 def test_chat_without_an_assistant_is_legal_and_has_no_loss(load):
     dataset = load({"messages": messages(("user", "a"))}, template=PLAIN)
     assert (dataset.lengths.tolist(), dataset.loss_tokens.tolist()) == ([3], [0])

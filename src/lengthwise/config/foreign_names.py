@@ -14,6 +14,9 @@ _DEGREES = "Leave it out: the planner chooses for each sequence how many ranks s
 _WHOLE = "There is none: the model is held in `precision`, under `lora` too"
 
 FOREIGN_NAMES: Mapping[str, str] = {
+    "assistant_only_loss": "Leave it out: a chat has its loss on the turns of the assistant alone",
+    "completion_only_loss": "Leave it out: rows of prompt and completion have their loss on the completion alone",
+    "train_on_inputs": "Leave it out: prompts and the turns of users have no loss",
     "learning_rate": "Here it is `optimizer.lr`",
     "optim": "Here it is `optimizer.name`",
     "warmup_ratio": _WARMUP,

@@ -62,7 +62,12 @@ def load_dataset(
     with `bad_rows: skip`. Raises DataError for one bad row of others, Problems for more (the first 20 and a count),
     DataError where nothing is left to train on.
     """
-    refusals, parts = Refusals(), list[Dataset]()
+    refusals, parts, bad = Refusals(), list[Dataset](), list[DataError]()
+
+    def note_bad(error: DataError) -> None:
+        bad[1:] = [error]  # the first and the last
+        on_bad_row(error)
+
     builder, loaded = DatasetBuilder(), functools.cache(tokenizer)
     for index, source in enumerate(sources):
         where = f"{key}.{index}"
@@ -83,13 +88,15 @@ def load_dataset(
                 refusals,
                 tokenizer=loaded,
                 vocab_size=vocab_size,
-                on_bad_row=on_bad_row,
+                on_bad_row=note_bad,
             )
     refusals.raise_all(key)
     dataset = join_datasets([*parts, builder.finish()] if builder.num_rows or not parts else parts)
     if not len(dataset.ids):
         left_out = ", ".join(f"{count} {reason}" for reason, count in dataset.skipped.items())
-        got, remedy = f"none (left out: {left_out or 'nothing'})", "Add rows, or raise max_tokens."
+        first = f"; the first, {bad[0].where}: expected {bad[0].expected}; got {bad[0].got}" if bad else ""
+        got = f"none (left out: {left_out or 'nothing'}{first})"
+        remedy = bad[0].remedy if bad else "Add rows, or raise max_tokens."
         raise DataError(key, expected="at least one sequence to train on", got=got, remedy=remedy)
     return dataset
 
@@ -173,7 +180,7 @@ def _encode(
         if row.python is not None:
             tokens = loaded.encode_python(row.python)
         elif row.chat is not None:
-            tokens, labels = loaded.encode_chat(row.chat, row.tools)
+            tokens, labels = loaded.encode_chat(row.chat, row.tools, row.context)
         elif row.pair is not None:
             tokens, labels = loaded.encode_pair(*row.pair)
         else:

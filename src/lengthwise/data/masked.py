@@ -36,17 +36,23 @@ def encode_pair(tokenizer: Any, prompt: str, completion: str) -> tuple[np.ndarra
 
 
 def encode_chat(
-    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None, context: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Render a chat with the tokenizer's template and encode it, with a loss on the assistants' turns alone.
 
     Turns are what the template marks as `{% generation %}`; without such marks, what an assistant's message adds to the
-    text before it with the prompt for a generation. Returns ids and labels, int32 [tokens] each. ValueError: there is
-    no template, it refuses the chat, or what it writes before a turn depends on the turn.
+    text before it with the prompt for a generation. The first `context` messages have no loss. Returns ids and labels,
+    int32 [tokens] each. ValueError: there is no template, it refuses the chat, or what it writes before a turn depends
+    on the turn.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("a tokenizer without a chat template")
     text, spans = _spans(tokenizer, messages, tools)
+    if context:
+        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(turns) != len(spans):
+            raise ValueError(f"a chat template that marks {len(spans)} of {len(turns)} turns of the assistant")
+        spans = [span for turn, span in zip(turns, spans, strict=True) if turn >= context]
     ids, found = _encode(tokenizer, text, special_tokens=False)
     places, learned = np.array([first for first, _ in found], dtype=np.int64), np.zeros(len(ids), dtype=bool)
     for first, last in spans:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ class Row:
     """One document before tokenization: text, the bytes of a Python file, a chat, a prompt with its completion, or ids
     with labels of their own or none, and weights, float32, where some are neither 0 nor 1.
 
+    `context` counts the messages at the start of a chat that have no loss: the prompt of a completion.
     `empty` says in words what is empty about it, and is "" for a row with something in it.
     """
 
@@ -44,6 +45,7 @@ class Row:
     python: bytes | None = None
     chat: tuple[Mapping[str, Any], ...] | None = None
     tools: Sequence[Any] | None = None
+    context: int = 0
     pair: tuple[str, str] | None = None
     ids: np.ndarray | None = None
     labels: np.ndarray | None = None
@@ -246,9 +248,14 @@ def _pair_row(values: Mapping[str, Any], where: str) -> Row:
     if "completion" not in values:
         raise _refuse(where, '"completion" beside "prompt"', "none", "Add it, or name the column text.")
     texts = values["prompt"], values["completion"]
+    if all(isinstance(text, list) for text in texts):
+        chat = _chat_row({**values, "messages": [*texts[0], *texts[1]]}, where)
+        return replace(chat, context=len(texts[0]), empty="" if texts[1] else 'empty "completion"')
     for name, text in zip(("prompt", "completion"), texts, strict=True):
         if not isinstance(text, str):
-            remedy = 'Write a chat as {"messages": [...]}.' if isinstance(text, list) else "Correct the row."
+            remedy = (
+                "Write both as text, or both as lists of messages." if isinstance(text, list) else "Correct the row."
+            )
             raise _refuse(where, f'"{name}" to be a string', _shown(text), remedy)
     return Row(where=where, pair=texts, empty="" if any(texts) else 'empty "prompt" and "completion"')
 

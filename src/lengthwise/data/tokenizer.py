@@ -58,8 +58,13 @@ class Tokenizer(Protocol):
         """Encode a prompt and what follows it; return ids, and labels with a loss on what follows alone."""
         ...
 
-    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a chat by the chat template; return ids, and labels with a loss on assistants' turns alone."""
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, context: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Encode a chat by the chat template; return ids, and labels with a loss on assistants' turns alone.
+
+        context: how many messages at its start have no loss.
+        """
         ...
 
     def decode(self, ids: np.ndarray) -> str:
@@ -98,9 +103,11 @@ class ByteTokenizer:
         first, second = self.encode(prompt), self.encode(completion)
         return np.concatenate([first, second]), np.concatenate([np.full_like(first, NO_LOSS), second])
 
-    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[np.ndarray, np.ndarray]:
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, context: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Refuse: bytes have no chat template."""
-        del messages, tools
+        del messages, tools, context
         raise ValueError("tokenizer bytes, which has no chat template")
 
     def decode(self, ids: np.ndarray) -> str:
@@ -158,9 +165,11 @@ class HuggingFaceTokenizer:
         """Encode both as one text, EOS last; see `masked.encode_pair`."""
         return encode_pair(self.tokenizer, prompt, completion)
 
-    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[np.ndarray, np.ndarray]:
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, context: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Encode a chat by the tokenizer's template; see `masked.encode_chat`."""
-        return encode_chat(self.tokenizer, messages, tools)
+        return encode_chat(self.tokenizer, messages, tools, context)
 
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of ids, special tokens too; the library drops ids that it does not have without a word."""

@@ -66,12 +66,13 @@ class StopRequest:
     A process without a parent that would end it does so itself when asked twice (`ends_at_the_second`): Python is
     interrupted, and where that cannot be, in minutes of one operation of torch, the process ends three seconds later.
     One that listens after another, in a forked child too, knows what was asked before: nobody has to ask again.
+    announces: whether it answers the first Ctrl-C at once, in words, where a step may take minutes to end.
     """
 
-    def __init__(self, *, ends_at_the_second: bool = False) -> None:
+    def __init__(self, *, ends_at_the_second: bool = False, announces: bool = False) -> None:
         self.signal: int | None = None
         self.times = 0
-        self._ends_at_the_second = ends_at_the_second
+        self._ends_at_the_second, self._announces = ends_at_the_second, announces
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
@@ -98,6 +99,9 @@ class StopRequest:
     def _note(self, number: int, _frame: object) -> None:
         self.signal = self.signal or number
         self.times += 1
+        if self._announces and number == signal.SIGINT and self.times == 1:
+            with contextlib.suppress(OSError):
+                os.write(2, b"\nstopping after this step; Ctrl-C again: now\n")
         if self.times > 1 and self._ends_at_the_second:
             raise KeyboardInterrupt
 
@@ -155,7 +159,7 @@ def launch(
     """
     if ranks == 1:
         return work(World(rank=0, world_size=1, gpus=gpus), lambda _phase: None)
-    with _meeting_place() as folder, StopRequest().listening() as stop:
+    with _meeting_place() as folder, StopRequest(announces=asks_to_stop).listening() as stop:
         return _Children(work, ranks, folder / "rendezvous", gpus).outcome(stop, asks=asks_to_stop, stacks=stacks)
 
 

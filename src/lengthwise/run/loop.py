@@ -57,7 +57,7 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
         planner = None if process is None else partial(pricing.plan, process)
         transport.phase = "start, what to go on from"
         with (
-            StopRequest(ends_at_the_second=_is_alone(world)).listening() as stop,
+            StopRequest(ends_at_the_second=_is_alone(world), announces=_is_alone(world)).listening() as stop,
             Trackers(job, say) as trackers,
         ):
             hearing = () if world.rank else (*hearing, trackers)
