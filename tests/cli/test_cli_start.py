@@ -350,13 +350,12 @@ def test_command_in_the_c_locale_does_not_crash(tmp_path):
 @pytest.mark.parametrize("verb", [more("verify"), "train"])
 def test_start_interrupted_ends_soon_and_leaves_no_process(tmp_path, monkeypatch, verb):
     """Ctrl-C in `verify` ends it; in `train`, while a rank is busy with one long step, the second does."""
-    name = f"lengthwise.{'run.verify' if verb == 'verify' else 'session.engine'}.run_plan"
 
     def endless(*_, **__):
         (tmp_path / "here").touch()
         time.sleep(60)
 
-    monkeypatch.setattr(name, endless)
+    monkeypatch.setattr("lengthwise.session.engine.run_plan", endless)
     command = Command(verb, write_run(tmp_path, make_rows([30, 12])), "--ranks", 2)
     command.wait_for((tmp_path / "here").exists)
     command.send(signal.SIGINT, group=True)

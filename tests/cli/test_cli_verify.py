@@ -20,6 +20,7 @@ from lengthwise.models import adapter
 from lengthwise.program import MicrobatchProgram
 from lengthwise.run import building, verify
 from lengthwise.run.rounding import FACTOR, TOLERANCES
+from lengthwise.session import engine
 from run.small_runs import call, make_rows, write_model, write_rows, write_run
 from tiers import some
 
@@ -399,7 +400,7 @@ def test_verify_fails_when_a_pack_is_not_isolated(run_file, capsys, monkeypatch)
 
 @pytest.mark.parametrize("place", some(["gradient", "loss"], 0))
 def test_verify_counts_nan_as_a_failure(run_file, capsys, monkeypatch, place):
-    real = verify.run_plan
+    real = engine.run_plan
 
     def poisoned(model, plan, batch, transport, kernel, **keys):
         found = real(model, plan, batch, transport, kernel, **keys)
@@ -409,7 +410,7 @@ def test_verify_counts_nan_as_a_failure(run_file, capsys, monkeypatch, place):
             found = dataclasses.replace(found, loss_sum=float("nan"))
         return found
 
-    monkeypatch.setattr(verify, "run_plan", poisoned)
+    monkeypatch.setattr(engine, "run_plan", poisoned)
     assert call("verify", run_file, "--ranks", 2) == 1
     out = capsys.readouterr().out
     assert "FAIL" in out

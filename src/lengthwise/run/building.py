@@ -17,6 +17,8 @@ from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.models import DTYPES, build_adapted, compute_so, wrapped_layers
 from lengthwise.models.own_rows import OwnRows, own_rows
 from lengthwise.run.job import Job
+from lengthwise.session.engine import Engine
+from lengthwise.session.source import StepPlanner
 
 
 def connect(
@@ -74,6 +76,30 @@ def build_trained(
         overlaps=world.device.type == "cuda" if overlap is None else overlap,
     )
     return model, parameters
+
+
+def engine_of(
+    job: Job,
+    world: World,
+    transport: Transport,
+    planner: StepPlanner | None,
+    model: Any,
+    parameters: Parameters,
+) -> Engine:
+    """Return what runs the steps of this job with a model that was built for it."""
+    return Engine(
+        model=model,
+        transport=transport,
+        planner=planner,
+        num_heads=job.num_heads,
+        timeout_seconds=job.timeout_seconds,
+        computing=job.computing,
+        device=world.device,
+        dtype=DTYPES[job.config.precision],
+        seed=job.config.seed,
+        offload=job.config.offload,
+        parameters=parameters,
+    )
 
 
 def _own_rows(job: Job, model: Any, transport: Transport) -> OwnRows | None:

@@ -14,8 +14,7 @@ from lengthwise.comm import Transport, World
 from lengthwise.core.faults import fault
 from lengthwise.engine.memory import SMALLER_STATE, reporting_shortage
 from lengthwise.engine.optimizer import ShardedOptimizer
-from lengthwise.models import DTYPES
-from lengthwise.run.building import build_trained
+from lengthwise.run.building import build_trained, engine_of
 from lengthwise.run.callbacks import Callback, call_back
 from lengthwise.run.capacity import measure_capacities
 from lengthwise.run.checkpoints import Checkpoints
@@ -143,19 +142,7 @@ def _build(
     ):
         model, parameters = build_trained(job, world, transport, say=say)
         optimizer = ShardedOptimizer(parameters, job.config.optimizer, transport)
-    engine = Engine(
-        model=model,
-        transport=transport,
-        planner=planner,
-        num_heads=job.num_heads,
-        timeout_seconds=job.timeout_seconds,
-        computing=job.computing,
-        device=world.device,
-        dtype=DTYPES[job.config.precision],
-        seed=job.config.seed,
-        offload=job.config.offload,
-        parameters=parameters,
-    )
+    engine = engine_of(job, world, transport, planner, model, parameters)
     engine.kernel(engine.dtype, say)
     return engine, optimizer
 

@@ -26,17 +26,14 @@ from lengthwise.comm import Transport, World
 from lengthwise.core.plan import Plan
 from lengthwise.cost import shape_from_config
 from lengthwise.data import NO_LOSS, Dataset
-from lengthwise.engine.activations import start_offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import reporting_shortage
 from lengthwise.engine.replicated import trainable
-from lengthwise.engine.step import run_plan
 from lengthwise.models import (
     ANY_KEY,
     DTYPES,
     DropoutKey,
     build_adapted,
-    choose_model_kernel,
     coefficient_key,
     has_balance_loss,
     keep_double,
@@ -46,7 +43,7 @@ from lengthwise.models import (
     token_loss,
 )
 from lengthwise.program import HeadRange
-from lengthwise.run.building import build_trained, connect
+from lengthwise.run.building import build_trained, connect, engine_of
 from lengthwise.run.job import Job
 from lengthwise.run.rounding import (
     SUMS_TOLERANCE,
@@ -56,6 +53,7 @@ from lengthwise.run.rounding import (
     plain_kernels,
     rounding_of,
 )
+from lengthwise.session.source import PlannedStep
 
 _FLOOR = 1e-3
 _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # the first that can
@@ -205,18 +203,18 @@ def _run_plan(
 ) -> _Planned:
     """Run the batch under its plan, up to the reduced gradient. rounds_to: what parameters are rounded to before."""
     dtype = DTYPES[job.config.precision]
-    kernel = choose_model_kernel(job.model.config, job.computing, world.device, dtype=dtype, say=say)
     model, parameters = build_trained(job, world, transport, say=say, draws_both=True)
+    engine = engine_of(job, world, transport, None, model, parameters)
+    engine.seed = ANY_KEY.seed
+    engine.kernel(dtype, say)
     if rounds_to is not None:
         parameters.published()
         for parameter in model.parameters():
             parameter.data.copy_(parameter.data.to(rounds_to))
-    offloading = start_offloading(job.config.offload, model, kernel, where=f"rank {world.rank}")
-    options = {"logits_at_once": job.logits_at_once, "offloading": offloading, "parameters": parameters}
+    planned = PlannedStep(batch=batch, plan=plan, plan_seconds=0.0)
     with keep_double(dtype), _summing(model, asked=dtype == torch.bfloat16 and job.shard == "zero1") as own:
-        work = run_plan(model, plan, batch, transport, kernel, name="verify", **options)
-    if offloading is not None:
-        offloading.store.close()
+        work = engine.run(planned, "verify", step=ANY_KEY.step, train=True, logits_at_once=job.logits_at_once)
+    engine.close()
     transport.phase = "verify, gathering gradients"
     losses = torch.tensor([work.loss_sum, work.router_loss], dtype=torch.float64)
     transport.all_reduce(losses)
