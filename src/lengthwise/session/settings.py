@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -142,9 +142,11 @@ def planning_of(
             leaving_bytes=0 if settings.offload is None else LEAVING_BYTES[settings.offload.store],
         )
         casting = torch.autocast(engine.device.type, dtype=settings.autocast) if settings.autocast else nullcontext()
-        with engine.attending(), casting, _gradients_kept(engine.model) if sharded is None else nullcontext():
+        with engine.attending(), casting:
             measured = measuring.capacities(ratio=ratio if isinstance(ratio, float) else None)
-        if sharded is not None:
+        if sharded is None:
+            engine.model.zero_grad(set_to_none=True)
+        else:
             sharded.parameters.clear_gradients()
         capacities = dict(measured.plain)
     return StepPlanning(
@@ -160,18 +162,6 @@ def planning_of(
         ),
         offload_ratio=ratio if isinstance(ratio, float) else None,
     )
-
-
-@contextmanager
-def _gradients_kept(model: nn.Module) -> Iterator[None]:
-    """Give the parameters back the gradients that they had, after a block that makes others."""
-    before = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad(set_to_none=True)
-    try:
-        yield
-    finally:
-        for parameter, gradient in zip(model.parameters(), before, strict=True):
-            parameter.grad = gradient
 
 
 def _optimizer_bytes(sharded: ShardedInPlace) -> tuple[int, int]:
