@@ -188,7 +188,8 @@ class Data:
         question = meshes.question
         devices = f"{counted(question.devices, 'device')} of {question.hardware.name}"
         unit = "bytes" if "bytes" in units else "tokens"
-        return closing_sentences(meshes.compare(list(_PLANNERS), batches), devices, unit=unit)
+        said = closing_sentences(meshes.compare(list(_PLANNERS), batches), devices, unit=unit)
+        return f"A step has {count(sum(batches[0]))} {unit} here (--batch-tokens). {said}"
 
 
 def _heading(facts: Survey, unit: str) -> str:
