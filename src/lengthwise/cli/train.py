@@ -156,10 +156,30 @@ def describe_job(job: Job) -> str:
         f"model   {job.model.name} ({job.model.config.model_type}), {start}, {config.precision}\n{_lora_line(config)}"
         f"data    {len(data.ids)} sequences, {count(int(data.lengths.sum()))} tokens, "
         f"longest {data.lengths.max()}{beyond}{skipped}\n"
+        f"batch   {_step_line(job)}\n"
         f"ranks   {processes} on {device}, {_capacity(config)}, "
         f"planner {config.planner}\n"
         f"output  {config.output}\n"
         f"time    {_time_line(job)}"
+    )
+
+
+_HIGH_RATE = 1e-4  # for the whole of a model that was trained before
+
+
+def _step_line(job: Job) -> str:
+    """Say what a step is made of, and how it updates."""
+    batch, optimizer = job.config.global_batch, job.config.optimizer
+    size = (
+        f"{batch.sequences} sequences a step"
+        if batch.sequences is not None
+        else f"up to {count(batch.tokens or 0)} tokens a step"
+    )
+    high = job.model.weights and job.config.lora is None and (optimizer.lr or 0.0) > _HIGH_RATE
+    warmup = f"{optimizer.warmup_steps} steps of warm-up" if optimizer.warmup_steps else "no warm-up"
+    return (
+        f"{size}, {optimizer.name}, lr {optimizer.lr:g}{' (high for loaded weights: 2e-5 is usual)' * bool(high)}, "
+        f"{optimizer.schedule}, {warmup}, recompute {job.config.recompute}"
     )
 
 
