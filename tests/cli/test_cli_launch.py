@@ -105,7 +105,8 @@ def test_slurm_job_whose_time_is_over_saves_and_is_queued_again(printed, run_fil
         without_checkpoint(run_file)
     log = tmp_path / "log"
     stand_in(tmp_path / "bin", "scontrol", f'[ "$1" = show ] && echo n0 || echo "$@" >> {log}')
-    trap = f"trap 'echo saved >> {log}; exit {ends}' TERM; sleep 0.2; touch {log}"
+    stand_in(tmp_path / "bin", "scancel", f'[ "$*" = "--signal=TERM 7" ] && kill -TERM $(cat {tmp_path}/pid)')
+    trap = f"trap 'echo saved >> {log}; exit {ends}' TERM; echo $$ > {tmp_path}/pid; touch {log}"
     environment = stand_in(tmp_path / "bin", "srun", f"{trap}; for i in {{1..600}}; do sleep 0.05; done")
     with subprocess.Popen(["bash", "-c", printed("slurm")], env={**environment, "SLURM_JOB_NODELIST": "n0"}) as job:
         until = time.monotonic() + 20
@@ -131,7 +132,7 @@ def test_kubernetes_manifest_is_one_job_of_all_nodes(printed, run_file):
     assert container["command"][0] == "torchrun"
     options = ("--nnodes 3 --nproc-per-node 4", f"--rdzv-endpoint {head}", "--local-addr $(POD_IP)")
     for option in options:
-        words = [*container["command"][1:], *container["args"]]
+        words = [*container["command"][1:], *(each.replace("$$", "$") for each in container["args"])]
         assert_starts(words, option, train=[str(run_file), "--resume-if-any"])
     assert container["ports"] == [{"name": "pytorchjob-port", "containerPort": 29500}]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
@@ -151,7 +152,7 @@ def test_skypilot_task_starts_torchrun_on_each_node(printed, run_file, tmp_path,
     nodes = {"SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.9", "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NUM_NODES": "2"}
     words = started(task["run"], tmp_path, **nodes, SKYPILOT_NUM_GPUS_PER_NODE="8", **task["envs"])
     meeting = f"--local-addr {address} --rdzv-conf is_host={is_host}"
-    train = [run_file.name, "--set", f"output={task['envs']['OUTPUT']}", "--resume-if-any"]
+    train = [f"./{run_file.name}", "--set", f"output={task['envs']['OUTPUT']}", "--resume-if-any"]
     assert_starts(words, "--nnodes 2 --nproc-per-node 8 --max-restarts 3", train=train)
     assert_starts(words, "--rdzv-endpoint 10.0.0.5:29500", train=train)
     assert_starts(words, meeting, train=train)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import re
 from functools import partial
 
@@ -24,9 +25,10 @@ from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
 
 from lengthwise import Session
-from lengthwise.core.errors import LengthwiseError, NumericError, PlanError, Problems, RankError
+from lengthwise.core.errors import LengthwiseError, MemoryShortage, NumericError, PlanError, Problems, RankError
 from lengthwise.models import keep_double
 from lengthwise.session import capacity as session_capacity
+from run.small_runs import children
 from tiers import more
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -69,11 +71,47 @@ def test_what_memory_holds_is_measured_with_what_the_optimizer_will_take(tmp_pat
     assert said.count("lengthwise:") == 1, "rank 0 alone"
 
 
-def test_a_session_that_only_evaluates_leaves_no_gradients_of_its_measuring():
-    model = small_model()
+@pytest.mark.parametrize("frozen", [False, True])
+def test_measuring_for_evaluations_alone_leaves_the_model_as_it_was(frozen):
+    """As a reference model: frozen, in evaluation mode."""
+    model = small_model().eval().requires_grad_(not frozen)
     with Session(model) as session:
         session.evaluate([[1, 2, 3]])
-    assert all(parameter.grad is None for parameter in model.parameters())
+        assert session.capacity_tokens >= 128
+    assert all(parameter.grad is None and parameter.requires_grad != frozen for parameter in model.parameters())
+    assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("recompute", ["layer", "auto"])
+def test_a_model_as_from_pretrained_leaves_it_is_measured(recompute, monkeypatch):
+    """In evaluation mode, in which no layer would be computed again; and in little memory, so that all is measured."""
+    monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 30_000_000.0)
+    model = small_model(torch.float32).eval()
+    with Session(model, SGD(model.parameters()), recompute=recompute) as session:
+        capacity = session.capacity_tokens
+        assert not model.training
+        model.train()
+        session.backward([[1, 2, 3]])
+    assert 128 <= capacity < 2**22
+
+
+def test_mixed_precision_counts_the_weights_that_it_casts(monkeypatch):
+    """In each of the passes whose difference gives the bytes a token: once the first alone counted them."""
+    found = {}
+    for precision in (None, "bf16"):
+        monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 200_000_000.0)
+        model = small_model(torch.float32, hidden_size=256, intermediate_size=1024, vocab_size=512)
+        with Session(model, SGD(model.parameters()), recompute="none", precision=precision) as session:
+            found[precision] = session.capacity_tokens
+    assert found[None] < found["bf16"] < 2.5 * found[None]
+
+
+def test_a_session_that_does_not_fit_ends_its_planner(monkeypatch):
+    monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 1000.0)
+    model, before = small_model(), children(os.getpid())
+    with pytest.raises(MemoryShortage):
+        Session(model, SGD(model.parameters()))
+    assert children(os.getpid()) == before
 
 
 def test_activations_are_offloaded_where_asked(tmp_path):

@@ -56,7 +56,8 @@ export MASTER_ADDR MASTER_PORT=29500
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240  # seconds that ranks have to save after SIGTERM
 @store@
 stopped=0
-trap 'stopped=1; kill -TERM "$trainer" || true' USR1  # 300 s before the time is over; srun passes SIGTERM on
+# 300 s before the time is over: SIGTERM to the tasks; srun itself would kill them at once if it got one.
+trap 'stopped=1; scancel --signal=TERM "$SLURM_JOB_ID" || true' USR1
 srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --kill-on-bad-exit=0 \\
     torchrun --nnodes @nodes@ --nproc-per-node @gpus@ --max-restarts @restarts@ \\
     --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "$SLURM_JOB_ID" \\
@@ -191,8 +192,8 @@ class Launch:
             "gpus": str(self.gpus_per_node),
             "head": "localhost" if self.nodes == 1 else "node-0",
             "run": shlex.quote(str(run)),
-            "file": shlex.quote(run.name),
-            "quoted_run": json.dumps(str(run), ensure_ascii=False),
+            "file": shlex.quote(f"./{run.name}"),
+            "quoted_run": json.dumps(str(run).replace("$", "$$"), ensure_ascii=False),  # Kubernetes reads $( ) and $$
             "folder": json.dumps(str(run.parent), ensure_ascii=False),
             "resume": " --resume-if-any" if goes_on else "",
             "listed_resume": ", --resume-if-any" if goes_on else "",

@@ -47,12 +47,7 @@ def encode_chat(
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("a tokenizer without a chat template")
-    text, spans = _spans(tokenizer, messages, tools)
-    if context:
-        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-        if len(turns) != len(spans):
-            raise ValueError(f"a chat template that marks {len(spans)} of {len(turns)} turns of the assistant")
-        spans = [span for turn, span in zip(turns, spans, strict=True) if turn >= context]
+    text, spans = _spans(tokenizer, messages, tools, context)
     ids, found = _encode(tokenizer, text, special_tokens=False)
     places, learned = np.array([first for first, _ in found], dtype=np.int64), np.zeros(len(ids), dtype=bool)
     for first, last in spans:
@@ -61,16 +56,19 @@ def encode_chat(
 
 
 def _spans(
-    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None, context: int
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return the text of a chat, and the characters [first, last) of each turn that is learned."""
     template = tokenizer.get_chat_template(tools=tools)
     text, marked = _render(tokenizer, template, messages, tools, marks=bool(_MARK.search(template)))
+    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     if _MARK.search(template):
-        return text, marked
+        if context and len(turns) != len(marked):
+            raise ValueError(f"a chat template that marks {len(marked)} of {len(turns)} turns of the assistant")
+        return text, [span for turn, span in zip(turns, marked, strict=True) if turn >= context] if context else marked
     spans = []
-    for turn, message in enumerate(messages):
-        if message["role"] == "assistant":
+    for turn in turns:
+        if turn >= context:
             before, _ = _render(tokenizer, template, messages[:turn], tools, add_generation_prompt=True)
             after, _ = _render(tokenizer, template, messages[: turn + 1], tools)
             if not (text.startswith(after) and after.startswith(before)):

@@ -8,6 +8,7 @@ rings and of rings that split heads are measured apart.
 from __future__ import annotations
 
 import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.core.held import kept_ratio
 from lengthwise.core.plan import Microbatch
 from lengthwise.cost import WINDOW_LAYERS, MicrobatchBytes, shape_from_config
-from lengthwise.engine.small_pass import ALONE, Layout, Seen, SmallPasses, fitted
+from lengthwise.engine.small_pass import ALONE, Casting, Layout, Seen, SmallPasses, fitted
 from lengthwise.models import position_limit
 from lengthwise.offload import ActivationSaver, ActivationStore, DiskStore, PinnedStore, parameter_storages
 
@@ -31,8 +32,10 @@ _FLOPS = 3e10  # that the larger pass may then take on a CPU: about a second on 
 class Offloading:
     """Makes the savers of a rank's microbatches; the model's parameters must already lie where they will."""
 
-    def __init__(self, model: nn.Module, kernel: BlockKernel, store: ActivationStore) -> None:
-        self.store, self._leaving_bytes = store, store.leaving_bytes
+    def __init__(
+        self, model: nn.Module, kernel: BlockKernel, store: ActivationStore, casting: Casting = nullcontext
+    ) -> None:
+        self.store, self._leaving_bytes, self._casting = store, store.leaving_bytes, casting
         self._model, self._kernel, self._stays = model, kernel, parameter_storages(model)
         self._bytes: dict[tuple[str, int], MicrobatchBytes] = {}
 
@@ -43,7 +46,9 @@ class Offloading:
         kind, heads = microbatch.recompute, max(piece.heads for piece in microbatch.pieces)
         if (kind, heads) not in self._bytes:
             layout = Layout(degree=heads, heads=heads)
-            self._bytes[kind, heads] = measure_saved(self._model, self._kernel, kind, layout=layout)
+            self._bytes[kind, heads] = measure_saved(
+                self._model, self._kernel, kind, layout=layout, casting=self._casting
+            )
         found = self._bytes[kind, heads]
         saved = found.saved(rows)
         self.store.leaving_bytes = found.leaving(rows, self._leaving_bytes)
@@ -57,9 +62,11 @@ class Offloading:
 
 
 def start_offloading(
-    config: OffloadConfig | None, model: nn.Module, kernel: BlockKernel, *, where: str
+    config: OffloadConfig | None, model: nn.Module, kernel: BlockKernel, *, where: str, casting: Casting = nullcontext
 ) -> Offloading | None:
     """Open the store that a run file asks for; None where it asks for none. `where` is the rank, for errors.
+
+    casting: the autocast of forwards.
 
     Raises:
         MemoryShortage: the store cannot be opened.
@@ -67,9 +74,9 @@ def start_offloading(
     if config is None or config.ratio == "off":
         return None
     if config.store == "host":
-        return Offloading(model, kernel, PinnedStore(next(model.parameters()).device, where=where))
+        return Offloading(model, kernel, PinnedStore(next(model.parameters()).device, where=where), casting)
     assert config.path is not None, "a disk has a path: `OffloadConfig.broken_rules`"
-    return Offloading(model, kernel, DiskStore(config.path, where=where))
+    return Offloading(model, kernel, DiskStore(config.path, where=where), casting)
 
 
 def check_offload(offload: OffloadConfig | None, layers: int, *, on_gpus: bool) -> None:
@@ -95,9 +102,16 @@ def check_offload(offload: OffloadConfig | None, layers: int, *, on_gpus: bool) 
             raise ConfigError("offload.path", expected=expected, got=got, remedy="Correct the path.") from None
 
 
-def measure_saved(model: nn.Module, kernel: BlockKernel, recompute: str, *, layout: Layout = ALONE) -> MicrobatchBytes:
+def measure_saved(
+    model: nn.Module,
+    kernel: BlockKernel,
+    recompute: str,
+    *,
+    layout: Layout = ALONE,
+    casting: Casting = nullcontext,
+) -> MicrobatchBytes:
     """Measure what autograd saves of the layers of a model under one kind of recomputation; forward only."""
-    passes = SmallPasses(model=model, kernel=kernel, recompute=recompute, layout=layout)
+    passes = SmallPasses(model=model, kernel=kernel, recompute=recompute, layout=layout, casting=casting)
     rows = _rows(model, kernel, layout)
     config: Any = model.config
     return fitted([passes.saved(each) for each in (rows // 2, rows)], (), layers=config.num_hidden_layers)
@@ -113,6 +127,7 @@ def measure_microbatch(
     most_rows: int | None = None,
     offloads: bool = False,
     done: dict[object, Seen] | None = None,
+    casting: Casting = nullcontext,
 ) -> MicrobatchBytes:
     """Measure all that microbatches of up to `most_rows` rows hold; gradients are added to those that there are.
 
@@ -120,7 +135,7 @@ def measure_microbatch(
     of this model that were run before, which are not run again; new ones are added.
     """
     done = {} if done is None else done
-    passes = SmallPasses(model=model, kernel=kernel, recompute=recompute, layout=layout, done=done)
+    passes = SmallPasses(model=model, kernel=kernel, recompute=recompute, layout=layout, done=done, casting=casting)
     rows = _rows(model, kernel, layout)
     config: Any = model.config
     if logits_at_once is None:

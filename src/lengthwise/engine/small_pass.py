@@ -12,7 +12,7 @@ Costs a second or less a pass for a model of 100M parameters. Why lines: docs/de
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -32,6 +32,8 @@ from lengthwise.program import lower_microbatch
 
 Segment = list[tuple[object, int]]
 """Operations and the bytes that there were after each, between two attentions."""
+Casting = Callable[[], AbstractContextManager[Any]]
+"""Makes the autocast of one forward."""
 _CHUNKS = 2
 
 
@@ -179,13 +181,17 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallPasses:
-    """Runs small passes of a model under one kind of recomputation, but those that are `done`, of any kind."""
+    """Runs small passes of a model under one kind of recomputation, but those that are `done`, of any kind.
+
+    casting: around each forward, as mixed precision has it; what it keeps of weights ends with it.
+    """
 
     model: nn.Module
     kernel: BlockKernel
     recompute: str
     layout: Layout = ALONE
     done: dict[object, Seen] = field(default_factory=dict)
+    casting: Casting = nullcontext
 
     def measure(self, rows: int, *, chunk_tokens: int | None, offloads: bool) -> MicrobatchBytes:
         """Measure all moments of microbatches, from passes of so many rows and half of them.
@@ -202,7 +208,7 @@ class SmallPasses:
         planned, ids, positions = self._start(rows)
         saver = ActivationSaver(None, stays=parameter_storages(self.model))
         policy = ActivationPolicy(recompute=self.recompute, saver=saver)
-        with torch.enable_grad(), apply_policy(self.model, planned, policy, self._dropout(planned)):
+        with self.casting(), torch.enable_grad(), apply_policy(self.model, planned, policy, self._dropout(planned)):
             run_layers(self.model, planned, ids, positions)
         return Seen(rows=planned.num_rows, saved_bytes=saver.totals.saved_bytes)
 
@@ -234,6 +240,7 @@ class SmallPasses:
                 saved_bytes.append(saver.totals.saved_bytes)  # what the loss saves is not of the layers
 
             with (
+                self.casting(),
                 torch.enable_grad(),
                 apply_policy(self.model, planned, policy, self._dropout(planned)),
                 _at_end_of(self.model, decoded),

@@ -201,6 +201,7 @@ class PlannedTrainerMixin(_Base):
     def _start_session(self, optimizer: Any) -> Session:
         if self.session is not None:
             self.session.close()
+            self.session = None
         self.session = Session(
             self.model,
             optimizer,

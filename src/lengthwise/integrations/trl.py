@@ -206,10 +206,16 @@ class DPOTrainer(PlannedTrainerMixin, trl.DPOTrainer):
         finally:
             self.precompute_ref_logps = False
 
+    def _start_session(self, optimizer: Any) -> Session:
+        if self.ref_model is not None:  # beside which the model is measured
+            self.ref_model.to(self.args.device)
+        return super()._start_session(optimizer)
+
     def _gathered_of_reference(self, planned: Any, size: int) -> dict[str, Tensor]:
         if self.ref_model is not None:
             if self._reference is None:
-                options = {**self._session_options, "recompute": "none"}
+                capacity = self._trained().capacity_tokens  # it runs forward alone, which needs less
+                options = {**self._session_options, "recompute": "none", "capacity_tokens": capacity, "offload": None}
                 reference = self.ref_model.to(self.args.device).requires_grad_(False)
                 self._reference = Session(reference, timeout_seconds=float(self.args.ddp_timeout), **options)
             return self._gathered(self._reference, self.ref_model, planned, ["log_probs"], size)

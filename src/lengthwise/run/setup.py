@@ -128,7 +128,7 @@ def set_up(
         _measure_capacities(rank)
     if job.measures_at_start:
         _measure_costs(rank, world)
-    engine.start_offloading(engine.kernel(engine.dtype))
+    engine.start_offloading()
     return rank
 
 

@@ -8,6 +8,7 @@ in steps of 128. Where twice what the largest batch needs without recomputation 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +21,8 @@ from lengthwise.core.errors import MemoryShortage, ModelRefused
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import RESERVED, STEP_TOKENS, MicrobatchBytes, shape_from_config
 from lengthwise.engine.activations import measure_microbatch
-from lengthwise.engine.memory import free_bytes
-from lengthwise.engine.small_pass import ALONE, Layout, Seen
+from lengthwise.engine.memory import SMALLER_STATE, free_bytes, reporting_shortage
+from lengthwise.engine.small_pass import ALONE, Casting, Layout, Seen
 from lengthwise.models import check_recompute
 from lengthwise.planner.service.rank_memory import Capacities, RankMemory
 from lengthwise.report.figures import count
@@ -36,7 +37,8 @@ class Measuring:
 
     budget: bytes for a microbatch, the least of all ranks. kinds: of recomputation, to choose from. heads: as in a run
     file. most_tokens: of a global batch. offloads, leaving_bytes: whether ratios of offload will be asked for, and what
-    their store holds back. done: the passes that were run; copies of this record run them no second time.
+    their store holds back. casting: the autocast of forwards. done: the passes that were run; copies of this record run
+    them no second time.
     """
 
     model: nn.Module
@@ -49,6 +51,7 @@ class Measuring:
     logits_at_once: int | None = None
     offloads: bool = False
     leaving_bytes: int = 0
+    casting: Casting = nullcontext
     done: dict[object, Seen] = field(default_factory=dict)
 
     def memory(self) -> RankMemory:
@@ -109,16 +112,22 @@ class Measuring:
         return layouts
 
     def _measured(self, kind: str, layout: Layout) -> MicrobatchBytes:
-        return measure_microbatch(
-            self.model,
-            self.kernel,
-            kind,
-            layout=layout,
-            logits_at_once=self.logits_at_once,
-            most_rows=self.most_tokens,
-            offloads=self.offloads,
-            done=self.done,
-        )
+        with reporting_shortage(
+            lambda: f"rank {self.transport.rank}, {self.transport.phase}",
+            needs=lambda: f"a small pass with recompute {kind}",
+            remedy=SMALLER_STATE,
+        ):
+            return measure_microbatch(
+                self.model,
+                self.kernel,
+                kind,
+                layout=layout,
+                logits_at_once=self.logits_at_once,
+                most_rows=self.most_tokens,
+                offloads=self.offloads,
+                done=self.done,
+                casting=self.casting,
+            )
 
 
 def budget_bytes(

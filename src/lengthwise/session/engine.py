@@ -6,8 +6,9 @@ The transport, the steps planned ahead, the microbatches of one, and the numbers
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lengthwise.engine.activations import Offloading, start_offloading
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.objective import NextToken, Objective
 from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.small_pass import Casting
 from lengthwise.engine.step import RankResult, run_plan
 from lengthwise.models import Computing, DropoutKey, choose_model_kernel
 from lengthwise.models.adapter import attending_by_plan
@@ -80,15 +82,14 @@ class Engine:
 
         objective: what is summed; None: the next token's loss, from `logits_at_once` logits at a time.
         """
-        batch, dtype, kind = planned.batch, self.autocast, self.device.type
+        batch, kind = planned.batch, self.device.type
         if objective is None:
             objective = NextToken(batch=batch, divisor=batch.loss_weight, logits_at_once=logits_at_once)
-        if dtype is None and torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
+        dtype = self.cast_dtype()
         if dtype is not None:
             objective = Autocasting(inner=objective, device=self.device, dtype=dtype)
         kernel = self.kernel(dtype or self.dtype)
-        self.start_offloading(kernel)
+        self.start_offloading()
         # Only forwards are cast, by the objective: backward follows what they did.
         with self.attending(), torch.autocast(kind, enabled=False):
             return run_plan(
@@ -122,17 +123,40 @@ class Engine:
             self._kernels[dtype] = found
         return self._kernels[dtype]
 
-    def start_offloading(self, kernel: BlockKernel) -> None:
+    def cast_dtype(self) -> torch.dtype | None:
+        """Return the dtype that forwards are cast to, by a surrounding torch.autocast where none was asked for."""
+        kind = self.device.type
+        if self.autocast is None and torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        return self.autocast
+
+    def casting(self) -> Casting:
+        """Return what makes the autocast of a forward, as it would be now, for a pass that is measured."""
+        dtype = self.cast_dtype()
+        return nullcontext if dtype is None else partial(_casting_anew, self.device.type, dtype)
+
+    def start_offloading(self) -> None:
         """Open the store of offloaded activations, where there is one; the parameters lie where they will.
 
         Raises:
             MemoryShortage: it cannot be opened.
         """
         if self._offloading is None:
-            where = f"rank {self.transport.rank}"
-            self._offloading = start_offloading(self.offload, self.model, kernel, where=where)
+            where, kernel = f"rank {self.transport.rank}", self.kernel(self.cast_dtype() or self.dtype)
+            self._offloading = start_offloading(self.offload, self.model, kernel, where=where, casting=self.casting())
 
     def close(self) -> None:
         """Close the store of offloaded activations."""
         if self._offloading is not None:
             self._offloading.store.close()
+
+
+@contextmanager
+def _casting_anew(kind: str, dtype: torch.dtype) -> Iterator[None]:
+    """Cast a forward, the weights too: inside another autocast, which may be off, casts of before would be kept."""
+    torch.clear_autocast_cache()
+    try:
+        with torch.autocast(kind, dtype=dtype):
+            yield
+    finally:
+        torch.clear_autocast_cache()

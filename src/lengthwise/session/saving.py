@@ -43,6 +43,9 @@ def on_first_rank(transport: Transport, work: Callable[[], Result]) -> Result | 
             result = work()
         except OutputError as error:
             told = json.dumps([error.where, error.expected, error.got, error.remedy]).encode()
+        except Exception as error:  # noqa: BLE001 - of a library; the others wait for a word
+            expected, remedy = "to write or read on rank 0", "Correct what it names."
+            told = json.dumps(["rank 0", expected, f"{type(error).__name__}: {error}", remedy]).encode()
     told = broadcast_bytes(transport, None if transport.rank else told)
     if told:
         where, expected, got, remedy = json.loads(told)
@@ -121,6 +124,9 @@ def write_model(model: nn.Module, folder: Path) -> None:
         OutputError: it cannot be written.
     """
     given: Any = model
+    if folder.is_file():
+        remedy = "Give another path."
+        raise OutputError(str(folder), expected="a folder", got="a file", remedy=remedy)
     try:
         if hasattr(given, "peft_config"):
             given.save_pretrained(folder)

@@ -66,7 +66,7 @@ class Session:
 
     Raises:
         ConfigError, ModelRefused, Problems: what cannot be kept, all in one message.
-        MemoryShortage: capacity_tokens is auto, and not even 128 tokens fit.
+        MemoryShortage: capacity_tokens is auto, and 128 tokens do not fit; another session then needs a new optimizer.
     """
 
     def __init__(
@@ -100,35 +100,44 @@ class Session:
         computing = Computing(attention=attention, fused_layers="off")
         inner = None if optimizer is None else check_optimizer(optimizer, self._inner)
         cost = cost_of(config, device, settings.dtype, measurements)
-        self._closing = ExitStack()
+        self._closing, self.steps, self.grad_norm, self._has_said = ExitStack(), 0, None, False
         transport = self._transport = join(session_world(device), timeout_seconds=timeout_seconds)
         self._closing.callback(transport.close)
         self.rank, self.world_size = transport.rank, transport.world_size
-        self._planner = None if self.rank else self._closing.enter_context(PlannerProcess())
-        if self._planner is not None:
-            weakref.finalize(self, self._planner.close)  # of a session that nobody closes
-        compute_so(self._inner, computing, device, dtype=settings.dtype)
-        self._engine = Engine(
-            model=self._inner,
-            transport=transport,
-            planner=None,
-            num_heads=shape_from_config(config.to_dict()).heads,
-            timeout_seconds=timeout_seconds,
-            computing=computing,
-            device=device,
-            dtype=settings.dtype,
-            autocast=settings.autocast,
-            seed=seed,
-            offload=settings.offload,
-        )
-        self._closing.callback(self._engine.close)
-        self._sharded = None if inner is None else self._shard(inner)
-        if inner is None:
-            share_values(self._inner, self._transport, self._inner.parameters(), dtype=None, device=device)
-        self._planning = planning_of(self._engine, self._sharded, cost, settings, planner=planner, heads=heads)
+        try:
+            self._planner = None if self.rank else self._closing.enter_context(PlannerProcess())
+            if self._planner is not None:
+                weakref.finalize(self, self._planner.close)  # of a session that nobody closes
+            compute_so(self._inner, computing, device, dtype=settings.dtype)
+            self._engine = Engine(
+                model=self._inner,
+                transport=transport,
+                planner=None,
+                num_heads=shape_from_config(config.to_dict()).heads,
+                timeout_seconds=timeout_seconds,
+                computing=computing,
+                device=device,
+                dtype=settings.dtype,
+                autocast=settings.autocast,
+                seed=seed,
+                offload=settings.offload,
+            )
+            self._closing.callback(self._engine.close)
+            self._sharded = None if inner is None else self._shard(inner)
+            if inner is None:
+                share_values(self._inner, transport, self._inner.parameters(), dtype=None, device=device)
+            self._planning = planning_of(self._engine, self._sharded, cost, settings, planner=planner, heads=heads)
+            self._engine.start_offloading()
+        except BaseException:
+            self._closing.close()
+            raise
         if self._planner is not None:
             self._engine.planner = partial(self._planner.plan, self._planning)
-        self.steps, self.grad_norm = 0, None
+
+    @property
+    def capacity_tokens(self) -> int:
+        """What a rank holds in a microbatch, with the recomputation that leaves most room."""
+        return max(self._planning.capacities.values())
 
     def _shard(self, optimizer: Optimizer) -> ShardedInPlace:
         sharded = ShardedInPlace(optimizer, self._inner)
@@ -368,7 +377,8 @@ class Session:
             grad_norm=self.grad_norm if train else None,
             router_loss=rows[:, 2].sum().item() if train and has_balance_loss(self._inner.config) else None,
         )
-        if train and self.steps == 1 and not self.rank:
+        if train and not self._has_said and not self.rank:
+            self._has_said = True
             print(told_step(result, self._planning), flush=True)
         return result
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.engine.activations import check_offload
 from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner import PlanOptions
+from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.session.capacity import Measuring, budget_bytes, kinds_of
 from lengthwise.session.engine import Engine
@@ -122,46 +123,95 @@ def planning_of(
     heads: int | str,
 ) -> StepPlanning:
     """Return what plans the steps of a session; what memory holds is measured where it is asked for. Collective."""
-    transport, config = engine.transport, engine.config
     ratio = settings.offload.ratio if settings.offload else "off"
     capacities, measured = {settings.recompute: settings.capacity_tokens or 0}, None
-    if settings.capacity_tokens is None:
-        state, end = (0, 0) if sharded is None else _optimizer_bytes(sharded)
-        transport.phase = "start, measuring what fits into memory"
-        measuring = Measuring(
-            model=engine.model,
-            kernel=engine.kernel(settings.autocast or settings.dtype),
-            transport=transport,
-            budget=budget_bytes(
-                transport, engine.device, local_ranks=transport.device_ranks, kept_bytes=state, end_bytes=end
-            ),
-            kinds=kinds_of(config, settings.recompute),
-            heads=heads,
-            most_tokens=_MOST_TOKENS,
-            offloads=ratio != "off",
-            leaving_bytes=0 if settings.offload is None else LEAVING_BYTES[settings.offload.store],
-        )
-        casting = torch.autocast(engine.device.type, dtype=settings.autocast) if settings.autocast else nullcontext()
-        with engine.attending(), casting:
-            measured = measuring.capacities(ratio=ratio if isinstance(ratio, float) else None)
-        if sharded is None:
-            engine.model.zero_grad(set_to_none=True)
-        else:
-            sharded.parameters.clear_gradients()
+    if settings.capacity_tokens is None and sharded is None:
+        found = _measured(engine, settings, heads, kept_bytes=0, end_bytes=0, trains=False)
+        capacities = {"none": max(found.plain.values())}
+    elif settings.capacity_tokens is None and sharded is not None:
+        kept, end = _optimizer_bytes(sharded)
+        measured = _measured(engine, settings, heads, kept_bytes=kept, end_bytes=end, trains=True)
+        sharded.parameters.clear_gradients()
         capacities = dict(measured.plain)
     return StepPlanning(
-        ranks=transport.world_size,
+        ranks=engine.transport.world_size,
         cost=cost,
         capacities=capacities,
         measured=measured,
         options=PlanOptions(
             planner=planner,
-            layers=config.num_hidden_layers,
+            layers=engine.config.num_hidden_layers,
             heads=heads,
             offload=ratio if isinstance(ratio, str) else "off",
         ),
         offload_ratio=ratio if isinstance(ratio, float) else None,
     )
+
+
+def _measured(
+    engine: Engine, settings: SessionSettings, heads: int | str, *, kept_bytes: float, end_bytes: float, trains: bool
+) -> Capacities:
+    """Measure what a rank holds. Collective.
+
+    A model that does not train holds less than with all layers computed again, and is measured so.
+    """
+    transport, offload = engine.transport, settings.offload if trains else None
+    kinds = kinds_of(engine.config, settings.recompute)
+    ratio = offload.ratio if offload else "off"
+    transport.phase = "start, measuring what fits into memory"
+    measuring = Measuring(
+        model=engine.model,
+        kernel=engine.kernel(engine.cast_dtype() or engine.dtype),
+        transport=transport,
+        budget=budget_bytes(
+            transport,
+            engine.device,
+            local_ranks=transport.device_ranks,
+            kept_bytes=kept_bytes,
+            end_bytes=end_bytes,
+        ),
+        kinds=kinds if trains else ["layer" if "layer" in kinds else kinds[0]],
+        heads=heads,
+        most_tokens=_MOST_TOKENS,
+        offloads=ratio != "off",
+        leaving_bytes=0 if offload is None else LEAVING_BYTES[offload.store],
+        casting=engine.casting(),
+    )
+    with (
+        engine.attending(),
+        torch.autocast(engine.device.type, enabled=False),
+        _in_training(engine.model),
+        nullcontext() if trains else _embedding_alone_trains(engine.model),
+    ):
+        return measuring.capacities(ratio=ratio if isinstance(ratio, float) else None)
+
+
+@contextmanager
+def _in_training(model: nn.Module) -> Iterator[None]:
+    """Put a model into training mode inside the block: in no other are layers computed again, and entries dropped."""
+    before = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@contextmanager
+def _embedding_alone_trains(model: Any) -> Iterator[None]:
+    """Let backward reach all layers of a model that nobody trains, with one gradient that is there before."""
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    embedding = model.get_input_embeddings().weight
+    for parameter, _ in before:
+        parameter.requires_grad_(parameter is embedding)
+    embedding.grad = torch.zeros_like(embedding)
+    try:
+        yield
+    finally:
+        embedding.grad = None
+        for parameter, trains in before:
+            parameter.requires_grad_(trains)
 
 
 def _optimizer_bytes(sharded: ShardedInPlace) -> tuple[int, int]:
