@@ -9,11 +9,11 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 demo: $(VENV)/.installed
 	$(BIN)/lengthwise demo
 
-# Every promise once: under five minutes on two cores.
+# Every promise once: four to five minutes on two cores.
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10
 
-# Every case of every promise, before a release: half an hour.
+# Every case of every promise, before a release: twenty minutes on two quiet cores.
 test-all: $(VENV)/.installed-dev
 	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 -m ''
 

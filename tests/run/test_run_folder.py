@@ -61,7 +61,7 @@ def test_run_folder_line_is_json_that_any_reader_takes(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", some([1, 2], 0))
-@pytest.mark.parametrize("arguments", some([(), ("--overwrite",)], 0))
+@pytest.mark.parametrize("arguments", [(), more(("--overwrite",))])
 def test_a_second_run_into_the_folder_of_a_living_one_is_refused(tmp_path, capfd, ranks, arguments):
     path = write_run(tmp_path, make_rows([30, 12]), **ENDLESS)
     command = Command("train", path, "--ranks", ranks)

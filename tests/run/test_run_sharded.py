@@ -96,7 +96,7 @@ def test_offload_and_evaluation_work_beside_it(tmp_path):
 @pytest.mark.parametrize(("first", "then"), [more(("zero1", 3), ("zero3", 4)), (("zero3", 3), ("zero1", 2))])
 def test_a_run_goes_on_under_another_layout_and_rank_count(tmp_path, first, then):
     """Without `--accept-changes`: how parameters lie decides nothing of what is trained."""
-    path = run_file(tmp_path, checkpoint={"every_steps": 2}, steps=5)
+    path = run_file(tmp_path, checkpoint={"every_steps": 2, "background": False}, steps=5)
     _, expected = trained(path, "whole")
     fault = {"LENGTHWISE_FAULT": "step-end:0:4:kill"}
     command = Command("train", path, "--ranks", first[1], "--set", f"parallel.shard={first[0]}", **fault)
