@@ -366,3 +366,11 @@ def test_dataset_arrays_are_compact_and_read_only(load):
         dataset.read(1, 0, 1)
     with pytest.raises(IndexError):
         dataset.name(-1)
+
+
+def test_nulls_that_a_table_has_for_entries_of_other_rows_do_not_reach_a_template():
+    call = {"name": "f", "arguments": {"a": 1, "b": None}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call], "name": None}]
+    row = RowParser(None).take({"messages": messages, "tools": [{"p": {"x": None, "y": [2]}}]}, where="t:1")
+    assert row.tools == [{"p": {"y": [2]}}]
+    assert row.chat == ({"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"a": 1}}]},)

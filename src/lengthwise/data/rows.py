@@ -20,6 +20,7 @@ LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6  # of a token: beyond them sums of single 
 _ROWS = '{"text": ...}, {"input_ids": [...]} or {"input_ids": [...], "labels": [...]}'
 _OTHER_ROWS = '{"messages": [...]} or {"prompt": ..., "completion": ...}'
 _MAIN = ("text", "input_ids", "messages", "prompt")  # what makes a row; the first that is there
+_CHATS = ("messages", "prompt", "completion")  # that hold messages
 _OTHER_CHATS = ("conversations", "conversation", "chat")
 _PAIRS = ("chosen", "rejected")
 _ROLES = ("assistant", "user", "system", "developer", "tool", "function", "ipython", "environment", "observation")
@@ -74,8 +75,12 @@ class RowParser:
         return row
 
     def take(self, values: Mapping[str, Any], *, where: str) -> Row:
-        """Check one row of a table. There null is how a column is absent, so other rows' columns are left out."""
+        """Check one row of a table. There null is how a column is absent, so other rows' columns are left out.
+
+        So are entries of other rows within tools, and within the calls of a message: a template would write the null.
+        """
         there = {name: value for name, value in values.items() if value is not None or name not in _MAIN}
+        there |= {name: _without_nulls(there[name]) for name in ("tools", *_CHATS) if isinstance(there.get(name), list)}
         return self._row(there if any(name in there for name in _MAIN) else dict(values), where)
 
     def _row(self, values: dict[str, Any], where: str) -> Row:
@@ -258,6 +263,15 @@ def _pair_row(values: Mapping[str, Any], where: str) -> Row:
             )
             raise _refuse(where, f'"{name}" to be a string', _shown(text), remedy)
     return Row(where=where, pair=texts, empty="" if any(texts) else 'empty "prompt" and "completion"')
+
+
+def _without_nulls(values: Any) -> Any:
+    """Return lists and objects without the entries of objects that are null, but for a message's content."""
+    if isinstance(values, list):
+        return [_without_nulls(each) for each in values]
+    if isinstance(values, dict):
+        return {name: _without_nulls(value) for name, value in values.items() if value is not None or name == "content"}
+    return values
 
 
 def _is_like_labels(name: str) -> bool:
