@@ -374,3 +374,10 @@ def test_nulls_that_a_table_has_for_entries_of_other_rows_do_not_reach_a_templat
     row = RowParser(None).take({"messages": messages, "tools": [{"p": {"x": None, "y": [2]}}]}, where="t:1")
     assert row.tools == [{"p": {"y": [2]}}]
     assert row.chat == ({"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"a": 1}}]},)
+
+
+def test_rows_that_are_all_left_out_are_refused_with_the_reason_of_the_first(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"instruction": "a"}\n{"text": 3}\n')
+    source = DataSource(path=tmp_path / "rows.jsonl", bad_rows="skip")
+    with pytest.raises(DataError, match=r"left out: 2 bad; the first, .*rows\.jsonl:1: expected .*; got "):
+        load_dataset([source], tokenizer=ByteTokenizer, vocab_size=300)

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError, MemoryShortage, NumericError, PlanError, Problems, RankError
 from lengthwise.models import keep_double
+from lengthwise.offload import DiskStore
 from lengthwise.session import capacity as session_capacity
 from run.small_runs import children
 from tiers import more
@@ -109,18 +110,40 @@ def test_mixed_precision_counts_the_weights_that_it_casts(monkeypatch):
 def test_a_session_that_does_not_fit_ends_its_planner(monkeypatch):
     monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 1000.0)
     model, before = small_model(), children(os.getpid())
-    with pytest.raises(MemoryShortage):
+    with pytest.raises(MemoryShortage) as caught:
         Session(model, SGD(model.parameters()))
+    assert caught.value.__traceback__ is not None, "which keeps the session"
     assert children(os.getpid()) == before
 
 
 def test_activations_are_offloaded_where_asked(tmp_path):
-    def work(_rank):
-        model = small_model(num_hidden_layers=3)
-        return both_loops(SGD, model=model, steps=steps_of([[97, 60]]), offload={"store": "disk", "path": tmp_path})
+    """All of three layers but two; nothing of the numbers changes."""
+    offload = {"store": "disk", "path": tmp_path, "ratio": 1.0}
 
-    for loss, norm, weights in in_ranks(in_double(work), 2, tmp_path):
+    def work(_rank):
+        sent, put = [], DiskStore.put
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DiskStore, "put", lambda self, *given: sent.append(1) or put(self, *given))
+            found = both_loops(SGD, model=small_model(num_hidden_layers=3), steps=steps_of([[97, 60]]), offload=offload)
+        return found, len(sent)
+
+    for (loss, norm, weights), sent in in_ranks(in_double(work), 2, tmp_path):
         assert max(loss, norm, weights) < 1e-11
+        assert sent
+
+
+def test_what_an_optimizer_has_yet_to_take_is_left_free(monkeypatch):
+    monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 60_000_000.0)
+    found = []
+    for has_states in (False, True):  # those that are there are not free any more; here free is what the test says
+        model = small_model(torch.float32, hidden_size=256, intermediate_size=1024, vocab_size=512)
+        optimizer = ADAMW(model.parameters())
+        if has_states:
+            model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
+            optimizer.step()
+        with Session(model, optimizer, recompute="none") as session:
+            found.append(session.capacity_tokens)
+    assert found[0] < 0.8 * found[1]
 
 
 def test_settings_that_cannot_be_kept_are_named_together():
@@ -262,6 +285,9 @@ def test_a_loss_of_ones_own_is_exact_under_any_cut(tmp_path):
         norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9).item()
         with Session(model, SGD(model.parameters()), capacity_tokens=64) as session:
             result = session.backward(marked, loss=weighted)
+            assert result.ring_token_ratio > 0
+            assert len(result.wait_seconds) == 2
+            assert sum(result.wait_seconds) > 0, "of two ranks that share a sequence, one is later"
             session.optimizer.zero_grad()
             ours = session.backward(rows)
             session.optimizer.zero_grad()

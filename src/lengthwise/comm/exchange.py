@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -26,6 +27,13 @@ def broadcast_bytes(transport: Transport, data: bytes | None, source: int = 0) -
     if buffer.numel():
         transport.broadcast(buffer, source)
     return buffer.numpy().tobytes()
+
+
+def share_numbers(transport: Transport, numbers: Sequence[float]) -> torch.Tensor:
+    """Return the numbers of all ranks, (ranks, numbers), in fp64. Collective."""
+    rows = torch.empty(transport.world_size * len(numbers), dtype=torch.float64)
+    transport.all_gather(rows, torch.tensor(numbers, dtype=torch.float64))
+    return rows.view(-1, len(numbers))
 
 
 def agree(transport: Transport, data: bytes, what: str) -> None:

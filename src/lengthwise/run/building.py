@@ -96,6 +96,7 @@ def engine_of(
         computing=job.computing,
         device=world.device,
         dtype=DTYPES[job.config.precision],
+        logits_at_once=job.logits_at_once,
         seed=job.config.seed,
         offload=job.config.offload,
         parameters=parameters,

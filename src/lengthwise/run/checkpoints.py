@@ -26,7 +26,7 @@ from lengthwise.checkpoint import (
     unfit,
     write_part,
 )
-from lengthwise.comm import Transport
+from lengthwise.comm import Transport, share_numbers
 from lengthwise.config import RunConfig
 from lengthwise.core import __version__
 from lengthwise.core.errors import LengthwiseError, OutputError
@@ -184,9 +184,7 @@ class Checkpoints:
 
     def _share(self) -> Tensor:
         """Return how far each rank is, (ranks,). Collective."""
-        rows = torch.empty(self._transport.world_size, dtype=torch.float64)
-        self._transport.all_gather(rows, torch.tensor([self.progress], dtype=torch.float64))
-        return rows
+        return share_numbers(self._transport, [self.progress])[:, 0]
 
     def restore(self, resume: Resume) -> None:
         """Take parameters and moments from a checkpoint, all checked before any is changed. Collective.

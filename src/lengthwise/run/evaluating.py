@@ -42,7 +42,7 @@ class Evaluation:
         steps = engine.steps(job.eval_batches())
         while (planned := steps.next(name)) is not None:
             batch = planned.batch
-            work = engine.run(planned, name, step=0, train=False, logits_at_once=job.logits_at_once)
+            work = engine.run(planned, name, step=0, train=False)
             engine.transport.phase = f"{name}, sum"
             loss += engine.share([work.loss_sum]).sum().item()
             loss_tokens += batch.loss_tokens

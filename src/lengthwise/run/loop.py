@@ -151,8 +151,7 @@ class _Loop:
         if job.config.memory_check if job.config.memory_check is not None else job.gpus > 0:
             self._transport.phase = "memory check before the first step"
             engine = self._engine
-            assert engine.parameters is not None, "a run trains"
-            said = check_memory(engine.model, engine.parameters, job, engine.kernel(engine.dtype))
+            said = check_memory(engine.model, rank.parameters, job, engine.kernel(engine.dtype))
             check_step_end(rank.optimizer, self._transport)
             rank.say(said)
 
@@ -161,7 +160,7 @@ class _Loop:
         batch, plan = planned.batch, planned.plan
         start, name = time.perf_counter(), f"step {number}"
         fault("microbatches", self._transport.rank, number)
-        work = self._engine.run(planned, name, step=number, train=True, logits_at_once=self._rank.job.logits_at_once)
+        work = self._engine.run(planned, name, step=number, train=True)
         self._transport.phase = f"{name}, step end"
         fault("step-end", self._transport.rank, number)
         stop = float(self._rank.stop.signal or 0)

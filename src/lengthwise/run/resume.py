@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from pydantic import ValidationError
 
 from lengthwise.checkpoint import CheckpointFolder, Manifest, changed, read_manifest
-from lengthwise.comm import Transport
+from lengthwise.comm import Transport, share_numbers
 from lengthwise.config import OptimizerConfig, RunConfig
 from lengthwise.core.errors import LengthwiseError, OutputError
 from lengthwise.engine.optimizer import states_of
@@ -133,10 +132,9 @@ def told_resume(found: Resume | None, config: RunConfig, transport: Transport) -
     """
     if transport.world_size == 1:
         return found
-    rows = torch.empty(2 * transport.world_size, dtype=torch.float64)
-    mine = [0, 0] if found is None else [found.step, found.accepts_changes]
-    transport.all_gather(rows, torch.tensor(mine, dtype=torch.float64))
-    step, accepts_changes = int(rows[0]), bool(rows[1])
+    mine = [0.0, 0.0] if found is None else [float(found.step), float(found.accepts_changes)]
+    first = share_numbers(transport, mine)[0]
+    step, accepts_changes = int(first[0]), bool(first[1])
     if step == 0 or (found is not None and found.step == step):
         return found if step else None
     folder = CheckpointFolder(config.output / FOLDER).at(step)

@@ -14,6 +14,7 @@ from lengthwise.comm import Transport, World
 from lengthwise.core.faults import fault
 from lengthwise.engine.memory import SMALLER_STATE, reporting_shortage
 from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.engine.parameters import Parameters
 from lengthwise.run.building import build_trained, engine_of
 from lengthwise.run.callbacks import Callback, call_back
 from lengthwise.run.capacity import measure_capacities
@@ -35,6 +36,7 @@ class RankRun:
 
     job: Job
     engine: Engine
+    parameters: Parameters
     optimizer: ShardedOptimizer
     checkpoints: Checkpoints
     finite: FinitePolicy
@@ -65,8 +67,7 @@ class RankRun:
 
     def whole_on_first(self) -> AbstractContextManager[None]:
         """Let rank 0's model be written inside the block. Collective."""
-        assert self.engine.parameters is not None, "a run trains"
-        return self.engine.parameters.whole_on_first(trained_only=self.job.config.lora is not None)
+        return self.parameters.whole_on_first(trained_only=self.job.config.lora is not None)
 
     def write_model(self, number: int, folder: Path) -> None:
         """Write the model after step `number`, and the tokenizer beside it."""
@@ -99,15 +100,14 @@ def set_up(
         say(job.hardware_note)
     if isinstance(config.heads, int) and config.heads > job.ranks:
         say(f"heads: {config.heads} splits nothing on {job.ranks} ranks")
-    engine, optimizer = _build(job, world, transport, planner, say)
-    assert engine.parameters is not None, "they were built"
+    engine, parameters, optimizer = _build(job, world, transport, planner, say)
     checkpoints = Checkpoints(
-        config, transport, engine.parameters, optimizer, data=lambda: job.dataset.digest().hex(), note=say
+        config, transport, parameters, optimizer, data=lambda: job.dataset.digest().hex(), note=say
     )
     finite = FinitePolicy(
         config=config,
         transport=transport,
-        parameters=engine.parameters,
+        parameters=parameters,
         checkpoints=checkpoints,
         callbacks=callbacks,
         largest_allowed=torch.finfo(engine.dtype).max,
@@ -115,6 +115,7 @@ def set_up(
     rank = RankRun(
         job=job,
         engine=engine,
+        parameters=parameters,
         optimizer=optimizer,
         checkpoints=checkpoints,
         finite=finite,
@@ -134,7 +135,7 @@ def set_up(
 
 def _build(
     job: Job, world: World, transport: Transport, planner: StepPlanner | None, say: Callable[[str], None]
-) -> tuple[Engine, ShardedOptimizer]:
+) -> tuple[Engine, Parameters, ShardedOptimizer]:
     with reporting_shortage(
         lambda: f"rank {world.rank}, start",
         needs=lambda: "the model, its gradients and its optimizer",
@@ -144,7 +145,7 @@ def _build(
         optimizer = ShardedOptimizer(parameters, job.config.optimizer, transport)
     engine = engine_of(job, world, transport, planner, model, parameters)
     engine.kernel(engine.dtype, say)
-    return engine, optimizer
+    return engine, parameters, optimizer
 
 
 def _restore(rank: RankRun) -> None:
@@ -164,10 +165,9 @@ def _measure_capacities(rank: RankRun) -> None:
     """Plan by what ranks hold, by what fits beside all that is in memory now. Collective."""
     engine, job = rank.engine, rank.job
     transport, kernel = engine.transport, engine.kernel(engine.dtype)
-    assert engine.parameters is not None, "a run trains"
     transport.phase = "measuring what fits into memory"
     found = measure_capacities(
-        job, engine.model, engine.parameters, kernel, transport, local_ranks=transport.device_ranks
+        job, engine.model, rank.parameters, kernel, transport, local_ranks=transport.device_ranks
     )
     rank.job = job.with_capacities(found)
     rank.pricing.plan_for(rank.job)
@@ -178,7 +178,6 @@ def _measure_costs(rank: RankRun, world: World) -> None:
     """Price plans by what the machine is measured to take; values and states stay as they are. Collective."""
     rank.leave_if_asked("costs")
     engine = rank.engine
-    assert engine.parameters is not None, "a run trains"
     engine.transport.phase = "measuring before the first step"
     rank.say(f"measuring the machine, about {MEASURING_SECONDS:.0f} s")
-    rank.say(rank.pricing.measure(world, engine.transport, (engine.model, engine.parameters, rank.optimizer)))
+    rank.say(rank.pricing.measure(world, engine.transport, (engine.model, rank.parameters, rank.optimizer)))

@@ -213,7 +213,7 @@ def _run_plan(
             parameter.data.copy_(parameter.data.to(rounds_to))
     planned = PlannedStep(batch=batch, plan=plan, plan_seconds=0.0)
     with keep_double(dtype), _summing(model, asked=dtype == torch.bfloat16 and job.shard == "zero1") as own:
-        work = engine.run(planned, "verify", step=ANY_KEY.step, train=True, logits_at_once=job.logits_at_once)
+        work = engine.run(planned, "verify", step=ANY_KEY.step, train=True)
     engine.close()
     transport.phase = "verify, gathering gradients"
     losses = torch.tensor([work.loss_sum, work.router_loss], dtype=torch.float64)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lengthwise.attention import BlockKernel
-from lengthwise.comm import Transport
+from lengthwise.comm import Transport, share_numbers
 from lengthwise.core.errors import MemoryShortage, ModelRefused
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import RESERVED, STEP_TOKENS, MicrobatchBytes, shape_from_config
@@ -173,6 +173,4 @@ def told(capacities: Capacities, batch_tokens: int) -> str:
 
 def least(transport: Transport, numbers: Sequence[float]) -> list[float]:
     """Return the least of each number over all ranks. Collective."""
-    rows = torch.empty(transport.world_size * len(numbers), dtype=torch.float64)
-    transport.all_gather(rows, torch.tensor(numbers, dtype=torch.float64))
-    return rows.view(-1, len(numbers)).amin(0).tolist()
+    return share_numbers(transport, numbers).amin(0).tolist()

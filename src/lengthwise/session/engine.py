@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.attention import BlockKernel
-from lengthwise.comm import Transport
+from lengthwise.comm import Transport, share_numbers
 from lengthwise.config import OffloadConfig
 from lengthwise.engine.activations import Offloading, start_offloading
 from lengthwise.engine.batch import StepBatch
@@ -34,7 +34,8 @@ class Engine:
     """Runs planned steps.
 
     planner: of rank 0; None elsewhere. num_heads: of attention, which plans may split. dtype: of the parameters.
-    autocast: of mixed precision; None: that of a surrounding torch.autocast, if any. seed: of dropout. offload: of
+    autocast: of mixed precision; None: that of a surrounding torch.autocast, if any. logits_at_once: that the next
+    token's loss makes; None: all. seed: of dropout. offload: of
     activations, as in a run file. parameters: that take the gradients, once they are there; None: nothing trains.
     """
 
@@ -47,6 +48,7 @@ class Engine:
     device: torch.device
     dtype: torch.dtype
     autocast: torch.dtype | None = None
+    logits_at_once: int | None = None
     seed: int = 0
     offload: OffloadConfig | None = None
     parameters: Parameters | None = None
@@ -76,15 +78,14 @@ class Engine:
         step: int,
         train: bool,
         objective: Objective | None = None,
-        logits_at_once: int | None = None,
     ) -> RankResult:
         """Run this rank's microbatches forward, and backward to `train`. Collective.
 
-        objective: what is summed; None: the next token's loss, from `logits_at_once` logits at a time.
+        objective: what is summed; None: the next token's loss.
         """
         batch, kind = planned.batch, self.device.type
         if objective is None:
-            objective = NextToken(batch=batch, divisor=batch.loss_weight, logits_at_once=logits_at_once)
+            objective = NextToken(batch=batch, divisor=batch.loss_weight, logits_at_once=self.logits_at_once)
         dtype = self.cast_dtype()
         if dtype is not None:
             objective = Autocasting(inner=objective, device=self.device, dtype=dtype)
@@ -108,9 +109,7 @@ class Engine:
 
     def share(self, numbers: list[float]) -> Tensor:
         """Return the numbers of all ranks, (ranks, numbers), in fp64. Collective."""
-        rows = torch.empty(self.transport.world_size * len(numbers), dtype=torch.float64)
-        self.transport.all_gather(rows, torch.tensor(numbers, dtype=torch.float64))
-        return rows.view(-1, len(numbers))
+        return share_numbers(self.transport, numbers)
 
     def attending(self) -> AbstractContextManager[None]:
         """Let the model attend by the plan inside."""

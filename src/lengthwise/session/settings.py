@@ -124,11 +124,13 @@ def planning_of(
 ) -> StepPlanning:
     """Return what plans the steps of a session; what memory holds is measured where it is asked for. Collective."""
     ratio = settings.offload.ratio if settings.offload else "off"
-    capacities, measured = {settings.recompute: settings.capacity_tokens or 0}, None
-    if settings.capacity_tokens is None and sharded is None:
+    measured = None
+    if settings.capacity_tokens is not None:
+        capacities = {settings.recompute: settings.capacity_tokens}
+    elif sharded is None:
         found = _measured(engine, settings, heads, kept_bytes=0, end_bytes=0, trains=False)
         capacities = {"none": max(found.plain.values())}
-    elif settings.capacity_tokens is None and sharded is not None:
+    else:
         kept, end = _optimizer_bytes(sharded)
         measured = _measured(engine, settings, heads, kept_bytes=kept, end_bytes=end, trains=True)
         sharded.parameters.clear_gradients()
