@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import lengthwise
 from run.small_runs import call, make_rows, write_run
+from run.test_run_resume import change_state
 from tiers import more
 
 KEYS = {"steps": 6, "capacity_tokens": 64, "checkpoint": {"every_steps": 2, "background": False}}
@@ -96,6 +97,15 @@ def test_an_export_of_a_broken_checkpoint_writes_nothing(own, tmp_path, capsys):
     err = capsys.readouterr().err
     assert "SHA-256" in err
     assert "--step" in err
+    assert not list(tmp_path.glob("new*"))
+
+
+def test_an_export_of_weights_that_are_not_finite_writes_nothing(tmp_path, capsys):
+    path = write_run(tmp_path, make_rows([30, 12]), **{**KEYS, "steps": 2})
+    lengthwise.train(path)
+    change_state(tmp_path / "out/checkpoints/step-000002", "master_weights", lambda values: values * float("nan"))
+    assert call("checkpoint", "export", tmp_path / "out", "--to", tmp_path / "new") == 2
+    assert "master_weights with a value that is not finite" in " ".join(capsys.readouterr().err.split())
     assert not list(tmp_path.glob("new*"))
 
 

@@ -208,17 +208,22 @@ def test_a_damaged_file_is_named_before_anything_changes(tmp_path, capsys, damag
     assert after == before
 
 
+def change_state(folder: Path, name: str, change) -> None:
+    """Change a state of rank 0, of one rank, with a manifest that fits."""
+    state = load_file(folder / "rank-00000.safetensors")
+    write_part(folder, 0, {**state, name: change(state[name])})
+    (part,) = take_digests(folder, 1).values()
+    values = json.loads((folder / "manifest.json").read_text())
+    values["files"]["rank-00000.safetensors"]["sha256"] = part.sha256
+    (folder / "manifest.json").write_text(signed(values))
+
+
 def test_a_state_that_cannot_be_is_named_before_anything_changes(tmp_path, capsys):
     """Of files and a manifest that fit each other."""
     path = run_of(tmp_path)
     broken_off(path, 1, after=3)
     folder = tmp_path / "out/checkpoints/step-000002"
-    state = load_file(folder / "rank-00000.safetensors")
-    write_part(folder, 0, {**state, "exp_avg_sq": -1 - state["exp_avg_sq"]})
-    (part,) = take_digests(folder, 1).values()
-    values = json.loads((folder / "manifest.json").read_text())
-    values["files"]["rank-00000.safetensors"]["sha256"] = part.sha256
-    (folder / "manifest.json").write_text(signed(values))
+    change_state(folder, "exp_avg_sq", lambda values: -1 - values)
     lines = (tmp_path / "out/metrics.jsonl").read_text()
     assert call("train", path, "--resume") == 2
     assert "rank-00000.safetensors: exp_avg_sq" in " ".join(capsys.readouterr().err.split())

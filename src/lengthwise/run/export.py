@@ -7,7 +7,16 @@ from typing import Any
 
 import torch
 
-from lengthwise.checkpoint import CheckpointFolder, Manifest, broken, changed, differences, read_manifest, read_state
+from lengthwise.checkpoint import (
+    CheckpointFolder,
+    Manifest,
+    broken,
+    changed,
+    differences,
+    read_manifest,
+    read_state,
+    unfit,
+)
 from lengthwise.comm.solo import SoloTransport
 from lengthwise.config import RunConfig, load_config
 from lengthwise.core.errors import ConfigError, OutputError
@@ -71,6 +80,9 @@ def export_checkpoint(output: Path, to: Path, *, step: int | None = None) -> Pat
     if wrong:
         remedy = "Put the model back that the run began with."
         raise OutputError(str(path), expected=f"parameters of {config.model}", got="; ".join(wrong[:8]), remedy=remedy)
+    found = unfit(path, manifest, parameters.state())
+    if found is not None:
+        raise OutputError(str(path), expected="states that a run can go on from", got=found, remedy=_ANOTHER)
     read_state(path, manifest, parameters.layout, parameters.names, 0, parameters.state())
     parameters.publish()
     parameters.published()
