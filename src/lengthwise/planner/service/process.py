@@ -1,13 +1,11 @@
-"""The planner beside rank 0, as a process of its own: both ends of its pipes.
+"""The planner beside rank 0, as a process of its own: both ends of its pipes (docs/decisions/planner-process.md).
 
-A thread would do the same work, but hold Python's lock against the thread that launches kernels
-(docs/decisions/planner-process.md). A rank that we started forks it before it has threads or CUDA, which do not
-survive a fork; where rank 0 is a user's own process it is a new one, which imports no torch (35 MB, 0.3 s).
+A rank that we started forks it before it has threads or CUDA, which do not survive a fork; where rank 0 is a user's
+own process it is a new one, which imports no torch.
 
 One pipe takes pickled (`StepPlanning`, lengths); the other gives for each a pickled (plan file, seconds), or the
-LengthwiseError that there is instead. Standard output is for whatever else prints there, a `sitecustomize.py` before
-any line of ours. Both pipes belong to the two processes alone, so pickles are safe here. The end of the first pipe
-ends the process, also while it plans: whoever asked is gone.
+LengthwiseError that there is instead. Both belong to the two processes alone, so pickles are safe here; standard output
+is for whatever else prints. The end of the first pipe ends the process, also while it plans: whoever asked is gone.
 """
 
 from __future__ import annotations
