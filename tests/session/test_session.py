@@ -371,6 +371,24 @@ def test_a_loop_goes_on_from_its_state_at_any_number_of_ranks_and_in_plain(tmp_p
     assert differs([each.detach() for each in plain.parameters()]) < 1e-11
 
 
+def test_a_state_keeps_the_masters_of_weights_in_bf16():
+    constant = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
+
+    def run(steps, state=None):
+        model = small_model(torch.bfloat16)
+        optimizer = ADAMW(model.parameters())
+        with Session(model, optimizer, capacity_tokens=256) as session:
+            if state is not None:
+                session.load_state_dict(state)
+            planned_loop(session, optimizer, constant(optimizer), steps)
+            return session.state_dict(), [each.detach().clone() for each in model.parameters()]
+
+    steps = steps_of()
+    _, whole = run(steps)
+    _, found = run(steps[2:], state=run(steps[:2])[0])
+    assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+
+
 def test_a_state_of_another_model_changes_nothing():
     model, other = small_model(), small_model(intermediate_size=40)
     with Session(other, ADAMW(other.parameters()), capacity_tokens=128) as session:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -106,11 +106,11 @@ class Checkpoints:
         if not self._asked.background:
             self.finish()
 
-    def settle(self, progress: Tensor) -> None:
-        """Commit the checkpoint under way if all ranks have written theirs; `progress` of each, (ranks,)."""
-        if self._thread is None or (progress == WRITING).any():
+    def settle(self, progress: Sequence[float]) -> None:
+        """Commit the checkpoint under way if all ranks have written theirs; `progress` of each rank."""
+        if self._thread is None or WRITING in progress:
             return
-        failed = bool((progress == FAILED).any())
+        failed = FAILED in progress
         if self._transport.rank == 0 and not failed:
             try:
                 self._commit()
@@ -182,9 +182,9 @@ class Checkpoints:
     def _state(self) -> dict[str, Tensor]:
         return {**self._parameters.state(), **self._optimizer.state()}
 
-    def _share(self) -> Tensor:
-        """Return how far each rank is, (ranks,). Collective."""
-        return share_numbers(self._transport, [self.progress])[:, 0]
+    def _share(self) -> list[float]:
+        """Return how far each rank is. Collective."""
+        return share_numbers(self._transport, [self.progress])[:, 0].tolist()
 
     def restore(self, resume: Resume) -> None:
         """Take parameters and moments from a checkpoint, all checked before any is changed. Collective.

@@ -44,7 +44,7 @@ class Evaluation:
             batch = planned.batch
             work = engine.run(planned, name, step=0, train=False)
             engine.transport.phase = f"{name}, sum"
-            loss += engine.share([work.loss_sum]).sum().item()
+            loss += sum(engine.each_rank(work.loss_sum))
             loss_tokens += batch.loss_tokens
             loss_weight += batch.loss_weight
             tokens, sequences = tokens + sum(batch.lengths), sequences + len(batch.ids)
@@ -59,7 +59,7 @@ class Evaluation:
 
     def _keep_if_best(self, metrics: EvalMetrics, name: str) -> None:
         self._rank.engine.transport.phase = f"{name}, saving the best model"
-        if self._rank.engine.share([float(self._best is not None and self._best.takes(metrics.loss))]).any():
+        if any(self._rank.engine.each_rank(self._best is not None and self._best.takes(metrics.loss))):
             with self._rank.whole_on_first():
                 if self._best is not None:
                     write = partial(self._rank.write_model, metrics.step)

@@ -29,6 +29,7 @@ from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import Job
 from lengthwise.run.launch import StopRequest
 from lengthwise.run.metrics import FinishedStep, StepMetrics, TrainResult
+from lengthwise.run.numbers import metrics_of, numbers_of
 from lengthwise.run.pricing import Pricing
 from lengthwise.run.resume import told_resume, torchrun_agent
 from lengthwise.run.setup import RankRun, set_up
@@ -157,53 +158,44 @@ class _Loop:
 
     def _step(self, number: int, planned: PlannedStep) -> tuple[StepMetrics | None, PlannedStep | None, int | None]:
         """Run a step; return its metrics, None if it made no update, the next one, and the signal to stop, if any."""
-        batch, plan = planned.batch, planned.plan
+        rank, batch, plan = self._rank, planned.batch, planned.plan
         start, name = time.perf_counter(), f"step {number}"
         fault("microbatches", self._transport.rank, number)
         work = self._engine.run(planned, name, step=number, train=True)
         self._transport.phase = f"{name}, step end"
         fault("step-end", self._transport.rank, number)
-        stop = float(self._rank.stop.signal or 0)
-        numbers = [work.loss_sum, work.busy_seconds, stop, work.router_loss, self._rank.finite.largest]
-        waits = [work.ring_wait_seconds, work.offload_wait_seconds, work.offloaded_bytes]
-        saving = [self._rank.checkpoints.progress, self._rank.checkpoints.asks]
-        rows = self._engine.share([*numbers, *waits, self._memory.peak_bytes(), *saving])
+        ranks = self._engine.share(numbers_of(rank, work, self._memory))
         self._memory.start()
-        self._rank.checkpoints.settle(rows[:, 9])
-        self._asks_for_checkpoint = bool(rows[0, 10])
-        loss, router_loss = rows[:, 0].sum().item() / batch.loss_weight, rows[:, 3].sum().item()
+        rank.checkpoints.settle([each.checkpoint_progress for each in ranks])
+        self._asks_for_checkpoint = bool(ranks[0].asks_for_checkpoint)
+        loss = sum(each.loss_sum for each in ranks) / batch.loss_weight
+        router_loss = sum(each.router_loss for each in ranks)
         lr = self._learning_rate(number)
         is_finite = (
-            self._rank.finite.holds_parameters(number - 1, rows[:, 4], within=number)
-            and self._rank.finite.holds(number, "loss", loss, batch.ids)
-            and self._rank.finite.holds(number, "router loss", router_loss, batch.ids)
+            rank.finite.holds_parameters(number - 1, [each.largest for each in ranks], within=number)
+            and rank.finite.holds(number, "loss", loss, batch.ids)
+            and rank.finite.holds(number, "router loss", router_loss, batch.ids)
         )
         grad_norm = self._update(number, lr, batch) if is_finite else None
-        following, stopped_by = self._steps.next(f"step {number + 1}"), int(rows[:, 2].max()) or None
+        following = self._steps.next(f"step {number + 1}")
+        stopped_by = int(max(each.stop_signal for each in ranks)) or None
         if grad_norm is None:
             return None, following, stopped_by
-        metrics = StepMetrics(
-            plan=plan,
+        metrics = metrics_of(
+            planned,
+            ranks,
             step=number,
-            loss=loss,
-            router_loss=router_loss if has_balance_loss(self._engine.config) else None,
             grad_norm=grad_norm,
             lr=lr,
-            num_loss_tokens=batch.loss_tokens,
-            busy_seconds=rows[:, 1].tolist(),
             step_seconds=time.perf_counter() - start,
-            plan_seconds=planned.plan_seconds,
-            predicted_step_seconds=self._rank.pricing.predicted_step_seconds(plan),
-            exposed_ring_seconds=rows[:, 5].max().item(),
-            offload_wait_seconds=rows[:, 6].max().item(),
-            offloaded_bytes=int(rows[:, 7].sum()),
-            peak_memory_bytes=int(rows[:, 8].max()),
+            predicted_seconds=rank.pricing.predicted_step_seconds(plan),
+            has_balance_loss=has_balance_loss(self._engine.config),
         )
-        busy = tuple(rows[:, 1].tolist())
-        if said := self._rank.pricing.observe(RanStep(plan=plan, busy_seconds=busy, step_seconds=metrics.step_seconds)):
-            self._rank.say(said)
+        busy = tuple(each.busy_seconds for each in ranks)
+        if said := rank.pricing.observe(RanStep(plan=plan, busy_seconds=busy, step_seconds=metrics.step_seconds)):
+            rank.say(said)
         finished = FinishedStep(metrics=metrics, num_steps=self._num_steps, sequences=batch.ids, plan=plan)
-        call_back(self._rank.callbacks, "on_step", finished)
+        call_back(rank.callbacks, "on_step", finished)
         return metrics, following, stopped_by
 
     def _update(self, number: int, lr: float, batch: StepBatch) -> float | None:

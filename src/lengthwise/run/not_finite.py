@@ -54,7 +54,7 @@ class FinitePolicy:
         """Note an update and the sequences it was made of."""
         self._largest, self._sequences, self._in_a_row = largest_magnitude(self.parameters), sequences, 0
 
-    def holds_parameters(self, step: int, largest: Tensor, *, within: int | None = None) -> bool:
+    def holds_parameters(self, step: int, largest: Sequence[float], *, within: int | None = None) -> bool:
         """Whether `step` left finite parameters, by the `largest` of each rank; else do as the policy says. Collective.
 
         `within`: the step that is under way, whose gradients are then worth nothing; None: there is none.
@@ -62,9 +62,10 @@ class FinitePolicy:
         Raises:
             NumericError: the run ends.
         """
-        if (largest <= self.largest_allowed).all():  # neither is NaN
+        wrong = [each for each in largest if not each <= self.largest_allowed]  # NaN too
+        if not wrong:
             return True
-        value, now = largest.max().item(), step if within is None else within
+        value, now = next(filter(math.isnan, wrong), max(wrong)), step if within is None else within
         self._do(NotFinite(step=step, what="parameter", value=str(value), sequences=tuple(self._sequences)), now)
         return False
 

@@ -58,12 +58,12 @@ class RankRun:
     def leave_if_asked(self, before: str) -> None:
         """End all ranks where one was asked to stop and nothing was trained yet. Collective."""
         self.engine.transport.phase = f"start, before {before}"
-        if self.engine.share([float(self.stop.signal or 0)]).any():
+        if any(self.engine.each_rank(self.stop.signal or 0)):
             raise KeyboardInterrupt
 
     def hold_parameters(self, number: int) -> None:
         """Check, after step `number`, that parameters are finite before they are used or kept. Collective."""
-        self.finite.holds_parameters(number, self.engine.share([self.finite.largest])[:, 0])
+        self.finite.holds_parameters(number, self.engine.each_rank(self.finite.largest))
 
     def whole_on_first(self) -> AbstractContextManager[None]:
         """Let rank 0's model be written inside the block. Collective."""

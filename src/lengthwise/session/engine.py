@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lengthwise.attention import BlockKernel
 from lengthwise.comm import Transport, share_numbers
@@ -26,6 +26,7 @@ from lengthwise.engine.step import RankResult, run_plan
 from lengthwise.models import Computing, DropoutKey, choose_model_kernel
 from lengthwise.models.adapter import attending_by_plan
 from lengthwise.session.losses import Autocasting
+from lengthwise.session.numbers import Numbers, share_record
 from lengthwise.session.source import PlanAhead, PlannedStep, StepPlanner, StepSource
 
 
@@ -107,9 +108,13 @@ class Engine:
                 dropout=DropoutKey(seed=self.seed, step=step),
             )
 
-    def share(self, numbers: list[float]) -> Tensor:
-        """Return the numbers of all ranks, (ranks, numbers), in fp64. Collective."""
-        return share_numbers(self.transport, numbers)
+    def share(self, own: Numbers) -> list[Numbers]:
+        """Return what each rank gives, in the order of the ranks. Collective."""
+        return share_record(self.transport, own)
+
+    def each_rank(self, number: float) -> list[float]:
+        """Return the number of each rank. Collective."""
+        return share_numbers(self.transport, [number])[:, 0].tolist()
 
     def attending(self) -> AbstractContextManager[None]:
         """Let the model attend by the plan inside."""

@@ -43,9 +43,10 @@ from lengthwise.session.losses import (
     objective_of,
 )
 from lengthwise.session.model import hugging_face_model
+from lengthwise.session.numbers import StepNumbers
 from lengthwise.session.result import StepResult
 from lengthwise.session.rows import Row, RowBatch
-from lengthwise.session.saving import on_first_rank, read_session, write_model, write_session
+from lengthwise.session.saving import on_first_rank, write_model
 from lengthwise.session.settings import check_settings, cost_of, planning_of, told_step
 from lengthwise.session.sharded import ShardedInPlace, check_optimizer
 from lengthwise.session.source import PlannedStep
@@ -274,24 +275,6 @@ class Session:
         """
         on_first_rank(self._transport, lambda: write_model(self.model, Path(folder)))
 
-    def save(self, folder: str | Path) -> None:
-        """Write the model as Hugging Face does, `folder`/model, and what `load` goes on from. Collective.
-
-        Raises:
-            OutputError: the folder is there, or cannot be written.
-        """
-        state = self.state_dict()
-        on_first_rank(self._transport, lambda: write_session(Path(folder), self.model, state))
-
-    def load(self, folder: str | Path) -> None:
-        """Go on from what `save` wrote, on any number of ranks. Collective.
-
-        Raises:
-            OutputError: the folder is not what was written.
-            ConfigError, Problems: it is of another model or optimizer; nothing was changed.
-        """
-        self.load_state_dict(on_first_rank(self._transport, lambda: read_session(Path(folder))))
-
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
         """Replace a loop's own numbers by their sums over the ranks; return them. Collective, between steps."""
         self._transport.all_reduce(numbers)
@@ -354,10 +337,15 @@ class Session:
     ) -> StepResult:
         """End a step: share what the ranks found, and reduce the gradients. Collective."""
         self._transport.phase = f"{name}, step end"
-        last, busy = works[-1], sum(each.busy_seconds for each in works)
-        waited = sum(each.ring_wait_seconds for each in works)
-        rows = self._engine.share([last.loss_sum, busy, last.router_loss, waited])
-        total = rows[:, 0].sum().item() / divisor if loss is None else loss
+        ranks = self._engine.share(
+            StepNumbers(
+                loss_sum=works[-1].loss_sum,
+                router_loss=works[-1].router_loss,
+                busy_seconds=sum(each.busy_seconds for each in works),
+                ring_wait_seconds=sum(each.ring_wait_seconds for each in works),
+            )
+        )
+        total = sum(each.loss_sum for each in ranks) / divisor if loss is None else loss
         self._refuse_not_finite(name, "loss", total)
         if train:
             self._transport.phase = f"{name}, sum of the gradients"
@@ -370,12 +358,14 @@ class Session:
             num_sequences=len(batch.ids),
             num_tokens=sum(batch.lengths),
             num_loss_tokens=batch.loss_tokens,
-            busy_seconds=tuple(rows[:, 1].tolist()),
-            wait_seconds=tuple(rows[:, 3].tolist()),
+            busy_seconds=tuple(each.busy_seconds for each in ranks),
+            wait_seconds=tuple(each.ring_wait_seconds for each in ranks),
             step_seconds=time.perf_counter() - start,
             plan_seconds=planned.plan_seconds,
             grad_norm=self.grad_norm if train else None,
-            router_loss=rows[:, 2].sum().item() if train and has_balance_loss(self._inner.config) else None,
+            router_loss=sum(each.router_loss for each in ranks)
+            if train and has_balance_loss(self._inner.config)
+            else None,
         )
         if train and not self._has_said and not self.rank:
             self._has_said = True

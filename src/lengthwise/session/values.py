@@ -117,9 +117,9 @@ def gather(
     gathered = Gathered(rows_of(planned), per, wide, engine.device)
     work = engine.run(planned, name, step=step, train=False, objective=ValuesOfTokens(gathered=gathered, values=values))
     engine.transport.phase = f"{name}, sum of the values"
-    widths = engine.share([-1.0 if gathered.sums is None else float(gathered.sums[:1].numel())])[:, 0]
+    widths = engine.each_rank(-1.0 if gathered.sums is None else float(gathered.sums[:1].numel()))
     if gathered.sums is None:  # no microbatch here: as many a slot as the others have
-        shape = (int(widths.max()),) if widths.max() > 1 else ()
+        shape = (int(max(widths)),) if max(widths) > 1 else ()
         gathered.sums = torch.zeros(gathered.num_slots, *shape, dtype=wide, device=engine.device)
     engine.transport.all_reduce(gathered.sums)
     return gathered, work
