@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from lengthwise.config import OptimizerConfig, RunConfig
+from lengthwise.config import FRESH_RATE, LOADED_RATE, LOADED_WARMUP, OptimizerConfig, RunConfig
 from lengthwise.config.schema import SECTIONS
 from lengthwise.planner import PLANNERS
 
@@ -26,7 +26,9 @@ def test_run_file_page_names_the_optimizer_defaults():
         for line in PAGE.splitlines()
         if line.startswith("| `")
     }
-    assert float(rows["lr"]) == OptimizerConfig().lr
+    assert f"{LOADED_RATE:g}" in rows["lr"].replace("2e-5", "2e-05")
+    assert f"{FRESH_RATE:g}" in rows["lr"].replace("3e-4", "0.0003")
+    assert str(LOADED_WARMUP) in rows["warmup_steps"]
     assert float(rows["weight_decay"]) == OptimizerConfig().weight_decay
     assert float(rows["max_grad_norm"]) == OptimizerConfig().max_grad_norm
     assert float(rows["eps"]) == OptimizerConfig().eps

@@ -91,6 +91,10 @@ def write_run(folder, rows=None, *, name="run.yaml", model=None, **keys):
         "output": "out",
         **keys,
     }
+    if not isinstance(values.get("optimizer"), str):  # fixed, as defaults depend on the model
+        given = values.get("optimizer") or {}
+        rate = {} if "name" in given else {"lr": 3e-4}
+        values["optimizer"] = {"schedule": "constant", "warmup_steps": 0, **rate, **given}
     values = {key: value for key, value in values.items() if value is not None}
     path = folder / name
     path.write_text(json.dumps(values), encoding="utf-8")

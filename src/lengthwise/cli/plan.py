@@ -203,7 +203,8 @@ class PlanCommand:
         shape = problems.attempt(partial(_shape_of, config)) if config else None
         if found and config and shape:
             where, adapters = str(self.measurements), problems.attempt(partial(_adapters_of, config))
-            for each in misfits(found, where, shape, precision=config.precision, adapters=adapters):
+            precision = found.precision if config.precision == "auto" else config.precision
+            for each in misfits(found, where, shape, precision=precision, adapters=adapters):
                 problems.add(each)
         problems.raise_all()
         assert found is not None, "a file that was not read must have been a problem"
@@ -303,7 +304,8 @@ class PlanCommand:
         if shape is None or hardware is None:
             return None
         if config is not None and self._plans_as_training:
-            return base_cost(shape, hardware.name, precision=config.precision, adapters=_adapters_of(config))
+            precision = config.precision_on(gpus=hardware.compute_dtype_bytes == 2)
+            return base_cost(shape, hardware.name, precision=precision, adapters=_adapters_of(config))
         stages = 1 if self.stages is None else self.stages
         return costs(shape, hardware, stages=stages)
 

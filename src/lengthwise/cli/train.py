@@ -151,35 +151,46 @@ def describe_job(job: Job) -> str:
     beyond = f" (beyond the model's max_position_embeddings of {most})" if most and data.lengths.max() > most else ""
     processes = "1 process" if job.ranks == 1 else f"{job.ranks} processes"
     gpus = min(job.ranks, job.gpus)
+
+    def by_default(key: str) -> str:
+        return f" ({job.chosen[key]})" if key in job.chosen else ""
+
     device = f"{gpus} GPU{'s' * (gpus > 1)} here" if gpus else f"CPU{_why_not_on_gpus(config)}"
     return (
-        f"model   {job.model.name} ({job.model.config.model_type}), {start}, {config.precision}\n{_lora_line(config)}"
+        f"model   {job.model.name} ({job.model.config.model_type}), {start}, {config.precision}"
+        f"{by_default('precision')}\n{_lora_line(config)}"
         f"data    {len(data.ids)} sequences, {count(int(data.lengths.sum()))} tokens, "
         f"longest {data.lengths.max()}{beyond}{skipped}\n"
-        f"batch   {_step_line(job)}\n"
-        f"ranks   {processes} on {device}, {_capacity(config)}, "
+        f"batch   {_batch(config)}\n"
+        f"update  {_update(job)}\n"
+        f"ranks   {processes} on {device}, {_capacity(config)}, recompute {config.recompute}, "
         f"planner {config.planner}\n"
         f"output  {config.output}\n"
         f"time    {_time_line(job)}"
     )
 
 
+def _batch(config: RunConfig) -> str:
+    asked = config.global_batch
+    return (
+        f"{asked.sequences} sequences a step" if asked.sequences else f"up to {count(asked.tokens or 0)} tokens a step"
+    )
+
+
 _HIGH_RATE = 1e-4  # for the whole of a model that was trained before
 
 
-def _step_line(job: Job) -> str:
-    """Say what a step is made of, and how it updates."""
-    batch, optimizer = job.config.global_batch, job.config.optimizer
-    size = (
-        f"{batch.sequences} sequences a step"
-        if batch.sequences is not None
-        else f"up to {count(batch.tokens or 0)} tokens a step"
-    )
+def _update(job: Job) -> str:
+    """Say how a step updates the parameters."""
+    optimizer, warmup = job.config.optimizer, job.warmup_steps
     high = job.model.weights and job.config.lora is None and (optimizer.lr or 0.0) > _HIGH_RATE
-    warmup = f"{optimizer.warmup_steps} steps of warm-up" if optimizer.warmup_steps else "no warm-up"
+    said = f"{warmup} steps of warm-up" if warmup else "no warm-up"
+    words = {"lr": "lr", "schedule": "schedule", "warmup_steps": "warm-up"}
+    reasons = {job.chosen[key]: [each for each in words if each in job.chosen] for key in words if key in job.chosen}
+    defaults = "".join(f" ({', '.join(words[key] for key in keys)}: {why})" for why, keys in reasons.items())
     return (
-        f"{size}, {optimizer.name}, lr {optimizer.lr:g}{' (high for loaded weights: 2e-5 is usual)' * bool(high)}, "
-        f"{optimizer.schedule}, {warmup}, recompute {job.config.recompute}"
+        f"{optimizer.name}, lr {optimizer.lr:g}{' (high for loaded weights: 2e-5 is usual)' * bool(high)}, "
+        f"{optimizer.schedule}, {said}{defaults}"
     )
 
 

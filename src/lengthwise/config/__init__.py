@@ -5,13 +5,17 @@ First on the way of the data: whatever a run does is decided by the `RunConfig` 
 
 from lengthwise.config.document import dump_values as _dump_values
 from lengthwise.config.load import build_config, load_config
-from lengthwise.config.optimizer import OptimizerConfig, ScheduleArgs
-from lengthwise.config.schema import MEASURE_AT_START, MEASURE_NOTHING, RunConfig
+from lengthwise.config.optimizer import FRESH_RATE, LOADED_RATE, LOADED_WARMUP, OptimizerConfig, ScheduleArgs
+from lengthwise.config.schema import MEASURE_AT_START, MEASURE_NOTHING, TINY_MODEL, RunConfig
 from lengthwise.config.sections import DataSource, EvalConfig, GlobalBatch, LoraConfig, OffloadConfig
 
 __all__ = [
+    "FRESH_RATE",
+    "LOADED_RATE",
+    "LOADED_WARMUP",
     "MEASURE_AT_START",
     "MEASURE_NOTHING",
+    "TINY_MODEL",
     "DataSource",
     "EvalConfig",
     "GlobalBatch",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,11 +11,13 @@ from lengthwise.config.settings import Fraction, Settings
 from lengthwise.core.errors import ConfigError
 
 Curve = Literal["linear", "cosine", "1-sqrt"]
+FRESH_RATE, LOADED_RATE, LOADED_WARMUP = 3e-4, 2e-5, 0.03  # of AdamW; where fine-tuning begins, as in TRL
 
 _ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
-# The arguments of each optimizer, with its defaults: torch's, of Lion its paper's, of AdamW ours.
+# The arguments of each optimizer, with its defaults: torch's, of Lion its paper's, of AdamW ours. None: it depends on
+# the model, see `run.defaults`.
 OPTIMIZERS: Mapping[str, Mapping[str, object]] = {
-    "adamw": {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
+    "adamw": {"lr": None, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
     "adam": {"lr": 1e-3, **_ADAM, "weight_decay": 0.0},
     "sgd": {"lr": 1e-3, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0},
     "adagrad": {"lr": 1e-2, "lr_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10, "weight_decay": 0.0},
@@ -104,7 +106,12 @@ class OptimizerConfig(Settings):
     name: Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "nadam", "radam", "lion"] = Field(
         default="adamw", description="the optimizer; its other keys and their defaults depend on it; default adamw"
     )
-    lr: float = Field(default=3e-4, ge=0, description="peak learning rate, per step; default of adamw 3e-4")
+    lr: float | None = Field(
+        default=None,
+        ge=0,
+        description=f"peak learning rate, per step; default of adamw {LOADED_RATE:g} where weights are loaded, "
+        f"{FRESH_RATE:g} where they are drawn",
+    )
     betas: tuple[Fraction, Fraction] | None = Field(
         default=(0.9, 0.95),
         strict=False,
@@ -139,22 +146,31 @@ class OptimizerConfig(Settings):
         description="the whole update in one kernel, which clips, too; rounds otherwise; default null: on GPUs only, "
         f"for {', '.join(FUSED)}",
     )
-    schedule: Literal[
-        "constant",
-        "constant_with_warmup",
-        "linear",
-        "cosine",
-        "cosine_with_restarts",
-        "cosine_with_min_lr",
-        "polynomial",
-        "inverse_sqrt",
-        "warmup_stable_decay",
-    ] = Field(default="constant", description="the learning rate, by transformers' names; default constant")
+    schedule: (
+        Literal[
+            "constant",
+            "constant_with_warmup",
+            "linear",
+            "cosine",
+            "cosine_with_restarts",
+            "cosine_with_min_lr",
+            "polynomial",
+            "inverse_sqrt",
+            "warmup_stable_decay",
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="the learning rate, by transformers' names; default cosine where weights are loaded, constant "
+        "where they are drawn",
+    )
     schedule_args: ScheduleArgs | None = Field(
         default=None, description="what the schedule takes beside, by transformers' names; default null: its defaults"
     )
-    warmup_steps: int = Field(
-        default=0, ge=0, description="steps over which the learning rate grows from 0; default 0 (none)"
+    warmup_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        default=None,
+        description="steps over which the learning rate grows from 0, or below 1 a share of all steps; default "
+        f"{LOADED_WARMUP:g} where weights are loaded and the schedule is not constant, else 0 (none)",
     )
 
     @model_validator(mode="before")
@@ -192,14 +208,14 @@ class OptimizerConfig(Settings):
         if values.get("fused") is True and name not in FUSED:
             expected = f"one of {', '.join(FUSED)}, of which torch has such a kernel"
             found.append(ConfigError("fused", expected=expected, got=name, remedy="Take `fused` out."))
-        default_lr = own["lr"]
+        default_lr = own["lr"] or LOADED_RATE
         assert isinstance(default_lr, float), default_lr
         return found + _schedule_problems(values, default_lr)
 
 
 def _schedule_problems(values: Mapping[str, object], default_lr: float) -> list[ConfigError]:
     """Return what is wrong between the keys of a schedule; of values of a wrong type nothing."""
-    name, raw = values.get("schedule", "constant"), values.get("schedule_args")
+    name, raw = values.get("schedule") or "cosine", values.get("schedule_args")
     if not isinstance(name, str) or name not in SCHEDULES:
         return []
     args: Mapping[str, Any] = vars(raw) if isinstance(raw, ScheduleArgs) else raw if isinstance(raw, dict) else {}
@@ -221,7 +237,7 @@ def _schedule_problems(values: Mapping[str, object], default_lr: float) -> list[
         refuse("", "exactly one of `min_lr` and `min_lr_rate`", got, remedy)
     if name == "warmup_stable_decay" and "num_decay_steps" not in given:
         refuse("num_decay_steps", "the steps of the decay", "none", "Add for example `num_decay_steps: 100`.")
-    lr = values.get("lr", default_lr)
+    lr = default_lr if values.get("lr") is None else values["lr"]
     lowest = {"polynomial": ("lr_end", POLYNOMIAL_END), "cosine_with_min_lr": ("min_lr", None)}
     key, default = lowest.get(name, ("", None))
     end = given.get(key, default)

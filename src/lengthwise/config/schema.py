@@ -152,8 +152,9 @@ class RunConfig(Settings):
         description="chunked (logits are made for a few tokens at a time, the same result) or whole (for all tokens of "
         "a microbatch at once: 14 bytes a token and word of the vocabulary in bf16); default chunked",
     )
-    precision: Literal["fp32", "bf16", "fp64"] = Field(
-        default="fp32", description="fp32, bf16 (with fp32 master weights) or fp64; default fp32"
+    precision: Literal["auto", "fp32", "bf16", "fp64"] = Field(
+        default="auto",
+        description="fp32, bf16 (with fp32 master weights), fp64, or auto: bf16 on GPUs, fp32 on CPUs; default auto",
     )
     lora: LoraConfig | None = Field(
         default=None, description="{r: 16, ...}: train LoRA adapters on the frozen model; default null (train it all)"
@@ -239,6 +240,12 @@ class RunConfig(Settings):
             remedy = "Add `checkpoint: {every_steps: 50}`."
             found.append(ConfigError("not_finite", expected="`checkpoint` beside roll_back", got="none", remedy=remedy))
         return found
+
+    def precision_on(self, *, gpus: bool) -> str:
+        """Return the precision on this kind of device: fp32, bf16 or fp64."""
+        if self.precision != "auto":
+            return self.precision
+        return "bf16" if gpus else "fp32"
 
     @property
     def tokenizer_name(self) -> str:

@@ -90,7 +90,7 @@ class ShardedOptimizer:
         options: dict[str, Any] = {"fused": self.fused} if config.name in FUSED else {}
         if config.name != "lion":
             options["foreach"] = False  # which would need as much as all of the shards
-        made = _KINDS[config.name]([torch.zeros(1)], lr=config.lr, **config.arguments, **options)
+        made = _KINDS[config.name]([torch.zeros(1)], lr=config.lr or 0.0, **config.arguments, **options)
         made.param_groups.clear()
         made.state.clear()
         for decayed, weights in groups.items():

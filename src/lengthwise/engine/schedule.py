@@ -6,6 +6,7 @@ transformers' scheduler gives after s - 1 calls, as in its Trainer: the first st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +19,26 @@ from lengthwise.core.errors import ConfigError
 
 def learning_rates(config: OptimizerConfig, num_steps: int) -> Callable[[int], float]:
     """Return what gives the learning rate of a step, counted from 1, in a run of `num_steps`."""
-    name = "constant_with_warmup" if config.schedule == "constant" else config.schedule
+    rate, schedule = _settled(config)
+    name = "constant_with_warmup" if schedule == "constant" else schedule
     args = {} if config.schedule_args is None else config.schedule_args.model_dump(exclude_none=True)
     steps = None if "num_stable_steps" in args else num_steps  # transformers warns of both
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=config.lr)  # some schedules look its lr up
-    scheduler: Any = get_scheduler(name, optimizer, config.warmup_steps, steps, args)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=rate)  # some schedules look its lr up
+    scheduler: Any = get_scheduler(name, optimizer, warmup_steps(config, num_steps), steps, args)
     (factor,) = scheduler.lr_lambdas
-    return lambda step: config.lr * factor(step - 1)
+    return lambda step: rate * factor(step - 1)
+
+
+def warmup_steps(config: OptimizerConfig, num_steps: int) -> int:
+    """Return the steps of the warm-up in a run of `num_steps`: a share is rounded up, as in transformers."""
+    asked = config.warmup_steps or 0
+    return math.ceil(asked * num_steps) if isinstance(asked, float) else asked
+
+
+def _settled(config: OptimizerConfig) -> tuple[float, str]:
+    assert config.lr is not None, "run.defaults fills it in"
+    assert config.schedule is not None, "run.defaults fills it in"
+    return config.lr, config.schedule
 
 
 def check_steps(config: OptimizerConfig, num_steps: int) -> None:
@@ -37,7 +51,8 @@ def check_steps(config: OptimizerConfig, num_steps: int) -> None:
     if config.schedule != "warmup_stable_decay" or args is None or args.num_stable_steps is not None:
         return
     decay = args.num_decay_steps or 0
-    if config.warmup_steps + decay > num_steps:
+    warmup = warmup_steps(config, num_steps)
+    if warmup + decay > num_steps:
         expected = f"at most the run's {num_steps} steps for warm-up and decay"
-        got, remedy = f"{config.warmup_steps} and {decay}", "Shorten one of them, or give num_stable_steps."
+        got, remedy = f"{warmup} and {decay}", "Shorten one of them, or give num_stable_steps."
         raise ConfigError("optimizer.schedule_args", expected=expected, got=got, remedy=remedy)

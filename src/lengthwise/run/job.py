@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
@@ -19,7 +19,7 @@ from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_posit
 from lengthwise.engine.activations import check_offload
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.memory import free_bytes
-from lengthwise.engine.schedule import check_steps
+from lengthwise.engine.schedule import check_steps, warmup_steps
 from lengthwise.models import (
     DTYPES,
     Computing,
@@ -39,6 +39,7 @@ from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.program import refuse_unsupported
 from lengthwise.report.figures import count
 from lengthwise.run.caching import data_cache
+from lengthwise.run.defaults import settle
 from lengthwise.run.launch import threads_of_each
 from lengthwise.run.resume import Resume
 
@@ -55,7 +56,8 @@ class Job:
     `gpus`: how many GPUs of a machine it uses; 0: it computes on the CPU. `gpu_name`: that of the first. `adapters`:
     parameters that train in place of the model's own; None: all train. `measured_cost`: of the run's file of
     measurements; None: it names none. `measured_capacities`: of `capacity_tokens: auto`, once they are known.
-    `resume`: what the run goes on from; None: it starts.
+    `resume`: what the run goes on from; None: it starts. `chosen`: keys whose defaults depend on model and device, with
+    the reason.
     """
 
     config: RunConfig
@@ -71,6 +73,7 @@ class Job:
     measured_cost: Cost | None = None
     measured_capacities: Capacities | None = None
     resume: Resume | None = None
+    chosen: Mapping[str, str] = field(default_factory=dict)
 
     def batches(self, *, after: int = 0) -> Iterator[StepBatch]:
         """Yield the global batches of the run, in order, those of the first `after` steps left out."""
@@ -81,6 +84,11 @@ class Job:
     def num_steps(self) -> int:
         """Steps of the whole run."""
         return Batches(self.dataset, self.config).num_steps
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps over which the learning rate grows."""
+        return warmup_steps(self.config.optimizer, self.num_steps)
 
     def eval_batches(self) -> Iterator[StepBatch]:
         """Yield the batches of one evaluation: the eval data once, in steps of the run's size."""
@@ -93,6 +101,12 @@ class Job:
     def logits_at_once(self) -> int | None:
         """How many logits the loss makes at once; None: all of a microbatch."""
         return LOGITS_AT_ONCE if self.config.loss == "chunked" else None
+
+    @property
+    def precision(self) -> Precision:
+        """What the run computes in."""
+        assert self.config.precision != "auto", "run.defaults fills it in"
+        return self.config.precision
 
     @property
     def computing(self) -> Computing:
@@ -221,6 +235,7 @@ def prepare_job(
     gpus: int = 0,
     gpu_name: str | None = None,
     resume: Resume | None = None,
+    chosen: Mapping[str, str] | None = None,
 ) -> Job:
     """Find the model, read the data and check one against the other.
 
@@ -229,6 +244,7 @@ def prepare_job(
     """
     collector = Collector()
     attempt = collector.attempt
+    config, settled = settle(config, gpus=gpus)
     model = attempt(lambda: find_model(config.model, weights=config.weights))
     vocab_size = getattr(model.config, "vocab_size", None) if model else None
     loaded: list[Tokenizer] = []
@@ -280,6 +296,7 @@ def prepare_job(
         adapters=adapters,
         measured_cost=cost,
         resume=resume,
+        chosen=chosen or settled,
     )
     if capacity != "auto" and config.offload is not None:  # how much more a rank holds then is the model's matter
         sizes = {"ranks": ranks, "capacity_tokens": capacity, "held_tokens": job.planning.most_held_tokens}

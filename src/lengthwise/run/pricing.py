@@ -53,7 +53,7 @@ class Pricing:
         settings = ProfileSettings(
             seconds=MEASURING_SECONDS,
             longest_tokens=max(_LEAST_TOKENS, *job.capacities.values()),
-            precision=job.config.precision,
+            precision=job.precision,
             clock="wall",
             hardware=job.hardware,
             computing=job.computing,

@@ -26,6 +26,7 @@ from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.faults import asked_faults
 from lengthwise.core.sizes import MOST_RANKS, read_whole
 from lengthwise.profiler.place import first_gpu_name
+from lengthwise.run.defaults import settle
 from lengthwise.run.job import Job, prepare_job
 from lengthwise.run.launch import launch
 from lengthwise.run.resume import Resume
@@ -76,16 +77,20 @@ def prepare(
     collector.attempt(asked_faults)
     collector.attempt(checks_transfers)
     config = collector.attempt(lambda: _settings(run, overrides))
-    found = None
-    if config is not None and claim is not None and (world is None or world.rank == 0):
-        found = collector.attempt(lambda: claim(config))
-    gpus = collector.attempt(lambda: count_used_gpus(config.device)) if config is not None else None
+    gpus = None if config is None else collector.attempt(partial(count_used_gpus, config.device))
+    found, chosen = None, {}
+    if config is not None:
+        config, chosen = settle(config, gpus=gpus or 0)
+        if claim is not None and (world is None or world.rank == 0):
+            found = collector.attempt(partial(claim, config))
     collector.raise_all()
     assert config is not None, "a run file that was not read must have been a problem"
     assert gpus is not None, "a device that is not there must have been a problem"
     number = world.world_size if world is not None else ranks or max(1, gpus)
     name = first_gpu_name() if gpus else None
-    job = prepare_job(config, ranks=number, timeout_seconds=timeout_seconds, gpus=gpus, gpu_name=name, resume=found)
+    job = prepare_job(
+        config, ranks=number, timeout_seconds=timeout_seconds, gpus=gpus, gpu_name=name, resume=found, chosen=chosen
+    )
     return Start(job=job, world=replace(world, gpus=gpus) if world is not None else None)
 
 
