@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from lengthwise.report.figures import count, percent, seconds, unitless
 from lengthwise.report.lengths import length_histogram, summarize_lengths
-from lengthwise.report.progress import LiveLine
 
 
 @pytest.mark.parametrize(
@@ -80,42 +79,6 @@ def test_histogram_by_hand():
     ]  # fmt: skip
 
 
-class Screen:
-    """A stream that keeps what was written."""
-
-    def __init__(self, *, terminal):
-        self.text, self._terminal = "", terminal
-
-    def isatty(self):
-        return self._terminal
-
-    def write(self, text):
-        self.text += text
-
-    def flush(self):
-        pass
-
-
-def test_live_line_on_a_terminal_replaces_itself_and_never_wraps(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "20")
-    line = LiveLine(screen := Screen(terminal=True))
-    line.update("short")
-    line.update("x" * 50)
-    line.write("stays")
-    line.update("again")
-    line.close()
-    line.close()
-    assert screen.text == f"\r\x1b[Kshort\r\x1b[K{'x' * 16}...\nstays\n\r\x1b[Kagain\n"
-
-
-def test_live_line_elsewhere_is_plain_lines():
-    line = LiveLine(screen := Screen(terminal=False))
-    line.update("one")
-    line.update("x" * 300)
-    line.close()
-    assert screen.text == f"one\n{'x' * 300}\n"
-
-
 @pytest.mark.parametrize(
     ("value", "written"),
     [(0.0, "0"), (1.5, "1.5"), (123456.7, "123457"), (21581873.4, "21581873"), (1e-7, "1e-07"), (1e200, "1e+200")],
@@ -132,13 +95,3 @@ def test_percent_that_rounds_to_nothing_has_no_sign() -> None:
         "12.3 %",
         "-50.0 %",
     ]
-
-
-def test_live_line_shows_control_characters_as_text():
-    for terminal in (True, False):
-        line = LiveLine(screen := Screen(terminal=terminal))
-        line.write("model \x1b[31m\nwhole")
-        line.update("\x07")
-        assert "model \\x1b[31m\nwhole\n" in screen.text
-        assert "\\x07" in screen.text
-        assert screen.text.count("\x1b") == terminal

@@ -16,7 +16,7 @@ from lengthwise.cli.step_lines import StepLines
 from lengthwise.core.errors import Collector
 from lengthwise.core.sizes import MOST_RANKS, read_whole
 from lengthwise.report.figures import count, percent, seconds
-from lengthwise.report.progress import LiveLine
+from lengthwise.report.progress import LiveLine, PhaseLine
 
 if TYPE_CHECKING:
     from lengthwise.config import RunConfig
@@ -99,6 +99,7 @@ def read_settings(path: Path, overrides: Sequence[Sequence[str]], ranks: int | N
     raise AssertionError("a run file that was not read has a problem")
 
 
+_SILENT_SECONDS = 60.0  # of a step, in a log
 _LEARNING_STEPS = 10  # of a run, after which what its steps take should be known
 
 
@@ -106,7 +107,7 @@ class PrintedProgress:
     """A `Callback` that prints what will run, its steps and the summary."""
 
     def __init__(self, line: LiveLine) -> None:
-        self._line, self._steps = line, StepLines()
+        self._line, self._steps, self._phases = line, StepLines(), PhaseLine(line)
         self._lora = self._measures = False
         self._errors: list[float] = []
 
@@ -114,6 +115,10 @@ class PrintedProgress:
         """Show what is about to run."""
         self._lora, self._measures = job.config.lora is not None, job.measures
         self._line.write(describe_job(job))
+
+    def on_phase(self, phase: str) -> None:
+        """Show what goes on where nothing else is shown."""
+        self._phases.note(phase)
 
     def on_note(self, line: str) -> None:
         """Show what was decided."""
@@ -123,6 +128,8 @@ class PrintedProgress:
         """Show a finished step."""
         done = step.metrics
         self._line.write(self._steps.of(step, self._line.width))
+        if self._line.width is None:  # a log file has a line a step; within one it needs no more than a sign of life
+            self._phases.silent_seconds = _SILENT_SECONDS
         if self._measures and done.step > _LEARNING_STEPS:
             self._errors.append(abs(done.predicted_step_seconds / done.step_seconds - 1))
         if done.step == step.num_steps and self._errors:
@@ -200,7 +207,7 @@ def _time_line(job: Job) -> str:
     left = job.num_steps - (job.resume.step if job.resume is not None else 0)
     return (
         f"roughly {seconds(step)} a step, {seconds(left * step)} in all, estimated for {job.hardware}: "
-        "some twice as long or half of it; each step then says the time left"
+        "it may be twice or half of that; each step then says the time left"
     )
 
 

@@ -1,18 +1,28 @@
-"""The live line of a run: one line that rewrites itself on a terminal, plain lines anywhere else."""
+"""How far work is: one line that replaces itself on a terminal, a plain line every ten seconds anywhere else."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import re
 import shutil
 import sys
+import threading
+import time
 from typing import TextIO
 
 from lengthwise.core.errors import printable
+from lengthwise.report.figures import clock
+
+_LIVE_SECONDS, _PLAIN_SECONDS = 0.2, 10.0  # between two lines of progress, on a terminal and anywhere else
+_SILENT_SECONDS = 2.0  # after which the phase of work is shown
+_LOOK_SECONDS = 0.25
+_PARTS = re.compile(r"(\d+) of (\d+)")
 
 
 class LiveLine:
-    """Writes lines to `stream`. On a terminal a live line is replaced by the next one and never wraps.
+    """Writes lines to `stream`, from any thread. On a terminal a live line is replaced by what is written next.
 
     A stream that cannot be written any more (a reader that went away, a full disk) ends the lines, not the run.
     """
@@ -21,6 +31,8 @@ class LiveLine:
         self._stream = stream
         self._live = stream.isatty()
         self._open = False
+        self._lock = threading.Lock()
+        self._updated_at, self.written_at = -math.inf, time.monotonic()  # the last live line, the last that stays
 
     @property
     def width(self) -> int | None:
@@ -28,24 +40,35 @@ class LiveLine:
         return shutil.get_terminal_size().columns if self._live else None
 
     def update(self, line: str) -> None:
-        """Show `line` in place of the live line before it."""
-        if not self._live:
-            self.write(line)
+        """Show how far work is, in place of the live line before it; elsewhere where nothing was written for a while."""
+        now = time.monotonic()
+        since = self._updated_at if self._live else max(self._updated_at, self.written_at)
+        if now - since < (_LIVE_SECONDS if self._live else _PLAIN_SECONDS):
             return
-        line = printable(line)
-        width = (self.width or 0) - 1
-        self._put("\r\x1b[K" + (line if len(line) <= width else line[: max(0, width - 3)] + "..."))
-        self._open = True
+        line, self._updated_at = printable(line), now
+        with self._lock:
+            if self._live:
+                width = (self.width or 0) - 1
+                self._put("\r\x1b[K" + (line if len(line) <= width else line[: max(0, width - 3)] + "..."))
+                self._open = True
+            else:
+                self._put(f"{line}\n")
 
     def write(self, line: str) -> None:
-        """Write a line that stays."""
-        self.close()
-        self._put("".join(f"{printable(each)}\n" for each in line.split("\n")))
+        """Write lines that stay."""
+        with self._lock:
+            self._erase()
+            self._put("".join(f"{printable(each)}\n" for each in line.split("\n")))
+            self.written_at = time.monotonic()
 
     def close(self) -> None:
-        """Let the live line stay as it is and go on below it."""
+        """Erase the live line."""
+        with self._lock:
+            self._erase()
+
+    def _erase(self) -> None:
         if self._open:
-            self._put("\n")
+            self._put("\r\x1b[K")
             self._open = False
 
     def _put(self, text: str) -> None:
@@ -61,3 +84,50 @@ class LiveLine:
             print(f"progress is no longer shown: {error.strerror or error}; the run goes on", file=sys.stderr)
         with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), self._stream.fileno())
+
+
+class PhaseLine:
+    """Shows the phase of work, how long it has taken and how long it may still take, while nothing else is written.
+
+    A thread looks; it starts with the first phase, in the process that notes it, and ends with `close`.
+    """
+
+    def __init__(self, line: LiveLine) -> None:
+        self._line, self._ended, self._thread = line, threading.Event(), None
+        self._phase, self._group, self._began = "", "", 0.0
+        self.silent_seconds = _SILENT_SECONDS  # before a phase is shown
+
+    def note(self, phase: str) -> None:
+        """Go on to a phase, such as `step 3, microbatch 2 of 8`; the empty one ends the work."""
+        if not phase:
+            return self.close()
+        group = _PARTS.split(phase)[0]
+        if group != self._group or not self._phase:
+            self._group, self._began = group, time.monotonic()
+        self._phase = phase
+        if self._thread is None:
+            self._ended.clear()
+            self._thread = threading.Thread(target=self._look, name="progress", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Show nothing any more, until the next phase; no thread is left."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._thread, self._phase = None, ""
+        self._line.close()
+
+    def _look(self) -> None:
+        while not self._ended.wait(_LOOK_SECONDS):
+            now = time.monotonic()
+            if now - max(self._line.written_at, self._began) >= self.silent_seconds:
+                self._line.update(phase_text(self._phase, now - self._began))
+
+
+def phase_text(phase: str, seconds: float) -> str:
+    """Say how long a phase has taken, and how long its parts that are left may take."""
+    parts, left = _PARTS.search(phase), ""
+    if parts is not None and (done := int(parts[1]) - 1) > 0:
+        left = f", about {clock(seconds / done * (int(parts[2]) - done))} left"
+    return f"{phase}: {clock(seconds)}{left}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -84,7 +85,14 @@ def train(
             read_best(config.output)
             return found
 
-        start = prepare(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds, claim=claim)
+        start = prepare(
+            run,
+            overrides,
+            ranks=ranks,
+            timeout_seconds=timeout_seconds,
+            claim=claim,
+            on_phase=partial(call_back, callbacks, "on_phase"),
+        )
         hearing = callbacks if start.is_first else ()
         _check_restarts(max_restarts, start)
         call_back(hearing, "on_start", start.job)

@@ -22,6 +22,9 @@ class Callback(Protocol):
     def on_start(self, job: Job) -> None:
         """Hear of a run that is checked and about to start its ranks."""
 
+    def on_phase(self, phase: str) -> None:
+        """Take what rank 0 does from now on, `step 3, microbatch 2 of 8 forward`; "" at the end. Called very often."""
+
     def on_note(self, line: str) -> None:
         """Hear what was decided, and why: kernel, transport, what the memory check found."""
 

@@ -12,6 +12,7 @@ import torch
 from lengthwise.comm import world_from_environment
 from lengthwise.config import MEASURE_AT_START, MEASURE_NOTHING, DataSource, RunConfig
 from lengthwise.core.errors import Collector, ConfigError, DataError
+from lengthwise.core.measurements import Precision
 from lengthwise.core.plan import Plan
 from lengthwise.cost import LOGITS_AT_ONCE, Cost, hardware_of_gpu, shape_from_config
 from lengthwise.cost.measured import base_cost, cost_from_measurements

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -45,32 +45,37 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
         NumericError: a loss, a gradient or the parameters are not finite; no model is saved.
     """
     pricing = Pricing(job, corrects=job.measures and not world.rank)
-    with nullcontext() if world.rank else PlannerProcess(forks=world.rendezvous is not None) as process:
+    with ExitStack() as stack:
+        process = None if world.rank else stack.enter_context(PlannerProcess(forks=world.rendezvous is not None))
+        planner = None if process is None else partial(pricing.plan, process)
         folder = RunFolder(
             job.config.output,
             lambda line: call_back(callbacks, "on_note", line),
             most_log_bytes=job.config.most_log_mb * 1e6,
         )
         hearing = () if world.rank else (folder, *callbacks)
-        say = partial(call_back, hearing, "on_note")
-        transport = connect(world, job, on_phase, None if world.rank else say)
+        say, show = partial(call_back, hearing, "on_note"), partial(call_back, hearing, "on_phase")
 
-        planner = None if process is None else partial(pricing.plan, process)
+        def note_phase(phase: str) -> None:
+            on_phase(phase)
+            show(phase)
+
+        stack.callback(show, "")
+        transport = connect(world, job, note_phase, None if world.rank else say)
         transport.phase = "start, what to go on from"
-        with (
-            StopRequest(ends_at_the_second=_is_alone(world), announces=_is_alone(world)).listening() as stop,
-            Trackers(job, say) as trackers,
-        ):
-            hearing = () if world.rank else (*hearing, trackers)
-            job = replace(job, resume=told_resume(job.resume, job.config, transport))
-            rank = set_up(job, world, transport, planner, hearing, stop, pricing, folder)
-            loop = _Loop(rank)
-            try:
-                result = loop.run()
-            finally:
-                loop.close()
-            transport.close()
-            return result
+        stop = StopRequest(ends_at_the_second=_is_alone(world), announces=_is_alone(world))
+        stack.enter_context(stop.listening())
+        trackers = stack.enter_context(Trackers(job, say))
+        hearing = () if world.rank else (*hearing, trackers)
+        job = replace(job, resume=told_resume(job.resume, job.config, transport))
+        rank = set_up(job, world, transport, planner, hearing, stop, pricing, folder)
+        loop = _Loop(rank)
+        try:
+            result = loop.run()
+        finally:
+            loop.close()
+        transport.close()
+        return result
 
 
 def _is_alone(world: World) -> bool:

@@ -59,10 +59,12 @@ def prepare(
     ranks: int | None,
     timeout_seconds: float,
     claim: Callable[[RunConfig], Resume | None] | None = None,
+    on_phase: Callable[[str], None] = lambda _phase: None,
 ) -> Start:
     """Read the run file, find the ranks, check the job.
 
     `claim` is what the verb itself asks of the settings, in the first process; it returns what the job goes on from.
+    `on_phase` is called there as the work goes on, "" at its end.
     What arguments and settings have wrong is reported in one message; then, as it takes longer to find, what the model
     and the data have.
 
@@ -88,9 +90,14 @@ def prepare(
     assert gpus is not None, "a device that is not there must have been a problem"
     number = world.world_size if world is not None else ranks or max(1, gpus)
     name = first_gpu_name() if gpus else None
-    job = prepare_job(
-        config, ranks=number, timeout_seconds=timeout_seconds, gpus=gpus, gpu_name=name, resume=found, chosen=chosen
-    )
+    if world is None or world.rank == 0:
+        on_phase("reading model and data")
+    try:
+        job = prepare_job(
+            config, ranks=number, timeout_seconds=timeout_seconds, gpus=gpus, gpu_name=name, resume=found, chosen=chosen
+        )
+    finally:
+        on_phase("")
     return Start(job=job, world=replace(world, gpus=gpus) if world is not None else None)
 
 
