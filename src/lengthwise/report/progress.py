@@ -40,7 +40,7 @@ class LiveLine:
         return shutil.get_terminal_size().columns if self._live else None
 
     def update(self, line: str) -> None:
-        """Show how far work is, in place of the live line before it; elsewhere where nothing was written for a while."""
+        """Show how far work is, in place of the live line before it; elsewhere where nothing was for a while."""
         now = time.monotonic()
         since = self._updated_at if self._live else max(self._updated_at, self.written_at)
         if now - since < (_LIVE_SECONDS if self._live else _PLAIN_SECONDS):
@@ -100,7 +100,8 @@ class PhaseLine:
     def note(self, phase: str) -> None:
         """Go on to a phase, such as `step 3, microbatch 2 of 8`; the empty one ends the work."""
         if not phase:
-            return self.close()
+            self.close()
+            return
         group = _PARTS.split(phase)[0]
         if group != self._group or not self._phase:
             self._group, self._began = group, time.monotonic()
