@@ -9,7 +9,7 @@ import torch
 from transformers import AttentionInterface
 
 from lengthwise.attention import heads, partials
-from lengthwise.cli import calibrate
+from lengthwise.cli import verify as cli_verify
 from lengthwise.cli.verify import Verify
 from lengthwise.comm import StagedTransport, join
 from lengthwise.comm.slabs import Slabs
@@ -18,11 +18,15 @@ from lengthwise.engine import batch as batches
 from lengthwise.engine import objective, replicated
 from lengthwise.models import adapter
 from lengthwise.program import MicrobatchProgram
-from lengthwise.run import building, verify
+from lengthwise.run import building, check, verify
 from lengthwise.run.rounding import FACTOR, TOLERANCES
 from lengthwise.session import engine
 from run.small_runs import call, make_rows, write_model, write_rows, write_run
 from tiers import some
+
+
+def full(*arguments):
+    return call("verify", *arguments, "--full")
 
 
 @pytest.fixture
@@ -35,7 +39,7 @@ def run_file(tmp_path):
 @pytest.mark.parametrize("precision", some(["fp64", "fp32", "bf16"], 0, 2))
 @pytest.mark.parametrize("ranks", some([2, 3], 1))
 def test_verify_passes(run_file, capsys, precision, ranks):
-    assert call("verify", run_file, "--ranks", ranks, "--set", f"precision={precision}") == 0
+    assert full(run_file, "--ranks", ranks, "--set", f"precision={precision}") == 0
     out = capsys.readouterr().out
     assert "PASS" in out
     assert "FAIL" not in out
@@ -46,7 +50,7 @@ def test_verify_passes(run_file, capsys, precision, ranks):
 
 
 def test_verify_passes_alone_and_leaves_no_output(run_file, capsys):
-    assert call("verify", run_file, "--ranks", 1, "--set", "capacity_tokens=64") == 0
+    assert full(run_file, "--ranks", 1, "--set", "capacity_tokens=64") == 0
     out = capsys.readouterr().out
     assert "PASS" in out
     assert "exercised: packs on one rank, no ring\n" in out
@@ -56,10 +60,10 @@ def test_verify_passes_alone_and_leaves_no_output(run_file, capsys):
 
 def test_verify_warns_where_nothing_was_cut_and_what_it_says_then_cuts(run_file, capsys):
     uncut = ["--set", "planner=packed-dp", "capacity_tokens=64"]
-    assert call("verify", run_file, "--ranks", 2, *uncut) == 0
+    assert full(run_file, "--ranks", 2, *uncut) == 0
     out = capsys.readouterr().out
     told = re.search(r"warning: no sequence was cut, .*train.jsonl:5, of 61 tokens, is with (--set .*)", out)
-    assert call("verify", run_file, "--ranks", 2, *uncut, *told[1].split()) == 0
+    assert full(run_file, "--ranks", 2, *uncut, *told[1].split()) == 0
     out = capsys.readouterr().out
     assert "exercised: rings of 2 ranks" in out
     assert "warning" not in out
@@ -67,22 +71,50 @@ def test_verify_warns_where_nothing_was_cut_and_what_it_says_then_cuts(run_file,
 
 def test_verify_says_where_a_sequence_to_cut_is_not_in_the_first_batch(tmp_path, capsys):
     path = write_run(tmp_path, make_rows([*[3] * 60, 100]), global_batch={"sequences": 2}, capacity_tokens=64)
-    assert call("verify", path, "--ranks", 2, "--set", "planner=lengthwise") == 0
+    assert full(path, "--ranks", 2, "--set", "planner=lengthwise") == 0
     out = capsys.readouterr().out
     assert "has 3 tokens, of the data 100: take another seed or a larger global_batch" in out
     rows = write_rows(tmp_path / "short.jsonl", make_rows([2, 2, 2]))
-    assert call("verify", path, "--ranks", 3, "--set", "planner=packed-dp", f"data.0.path={rows}") == 0
+    assert full(path, "--ranks", 3, "--set", "planner=packed-dp", f"data.0.path={rows}") == 0
     assert "Give data with longer sequences: the longest of this batch has" in capsys.readouterr().out
 
 
 def test_verify_says_beforehand_what_it_will_take(run_file, capsys, monkeypatch):
-    monkeypatch.setattr(calibrate, "memory_bytes", lambda: 1e6)
-    assert call("verify", run_file, "--ranks", 2) == 0, "it refuses nothing"
+    monkeypatch.setattr(cli_verify, "memory_bytes", lambda: 1e3)
+    assert full(run_file, "--ranks", 2) == 0, "it refuses nothing"
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith("expected, roughly: ")
-    assert lines[2].startswith("memory, roughly: ")
-    assert lines[3].startswith("warning: this machine has 1.00MB of memory")
-    assert next(i for i, line in enumerate(lines) if line.startswith("plan: ")) > 3
+    assert lines[0] == "verify: 6 sequences, 111 tokens, fp64, 2 ranks against one process"
+    assert lines[1].startswith("expected: about ")
+    assert lines[2].startswith("warning: this machine has 1.00KB of memory")
+
+
+@pytest.mark.parametrize("ranks", some([2, 3, 5], 1))
+def test_by_default_few_short_sequences_run_in_every_way_that_the_run_may_choose(tmp_path, capsys, monkeypatch, ranks):
+    monkeypatch.setattr(check, "SECONDS", 1e-4)
+    rows = make_rows([600, 500, *[90] * 20])
+    for row in rows[:2]:  # a loss at the end alone, as in a chat
+        row["labels"] = [-100] * (len(row["input_ids"]) - 5) + row["input_ids"][-5:]
+    model = write_model(tmp_path / "model", num_hidden_layers=3)
+    path = write_run(
+        tmp_path, rows, model=model, global_batch={"sequences": 22}, capacity_tokens=512,
+        offload={"store": "disk", "path": str(tmp_path)},
+    )  # fmt: skip
+    assert call("verify", path, "--ranks", ranks) == 0
+    out = capsys.readouterr().out
+    changed = next(line for line in out.splitlines() if line.startswith("for this check: "))
+    assert " of 22 sequences, cut to at most " in changed
+    for said in ("capacity_tokens ", "recompute none, layer, all_but_attention", "--full"):
+        assert said in changed
+    for said in ("rings of ", "heads split in groups of 2", "packs on one rank", "offload of "):
+        assert said in next(line for line in out.splitlines() if line.startswith("exercised: "))
+    assert "PASS" in out
+
+
+def test_the_part_of_a_batch_fails_where_the_arithmetic_is_broken(run_file, capsys, monkeypatch):
+    assert call("verify", run_file, "--ranks", 3) == 0
+    monkeypatch.setattr(partials, "merge_block", merge_that_averages)
+    assert call("verify", run_file, "--ranks", 3) == 1
+    assert "FAIL" in capsys.readouterr().out
 
 
 def hand_plan(run_file, change=lambda plan: None):
@@ -110,7 +142,7 @@ def test_verify_runs_a_plan_whose_microbatches_recompute_each_in_their_way(run_f
             microbatch["recompute"] = kind
 
     path = hand_plan(run_file, change)
-    assert call("verify", run_file, "--ranks", 3, "--plan", path) == 0
+    assert full(run_file, "--ranks", 3, "--plan", path) == 0
     assert "PASS" in capsys.readouterr().out
 
 
@@ -118,7 +150,7 @@ def test_verify_runs_a_plan_whose_microbatches_recompute_each_in_their_way(run_f
 def test_verify_runs_a_plan_of_several_pieces_written_by_hand(run_file, capsys, precision):
     path = hand_plan(run_file)
     capsys.readouterr()
-    assert call("verify", run_file, "--ranks", 3, "--plan", path, "--set", f"precision={precision}") == 0
+    assert full(run_file, "--ranks", 3, "--plan", path, "--set", f"precision={precision}") == 0
     out = capsys.readouterr().out
     assert "plan: 3 microbatches, 2 rings" in out
     assert "exercised: rings of 2, 3 ranks, no heads split, packs on one rank" in out
@@ -156,7 +188,7 @@ def test_verify_runs_a_plan_of_several_pieces_written_by_hand(run_file, capsys, 
 def test_verify_refuses_a_plan_that_does_not_fit(run_file, capfd, change, said):
     path = hand_plan(run_file, change)
     capfd.readouterr()
-    assert call("verify", run_file, "--ranks", 3, "--plan", path) == 2
+    assert full(run_file, "--ranks", 3, "--plan", path) == 2
     err = capfd.readouterr().err
     assert err.startswith("error[plan] ")
     assert said in err
@@ -167,14 +199,14 @@ def test_verify_refuses_a_plan_that_does_not_fit(run_file, capfd, change, said):
 def test_verify_refuses_a_broken_plan_file(run_file, capfd, text):
     path = run_file.parent / "broken.json"
     path.write_bytes(text)
-    assert call("verify", run_file, "--ranks", 2, "--plan", path) == 2
+    assert full(run_file, "--ranks", 2, "--plan", path) == 2
     err = capfd.readouterr().err
     assert "broken.json" in err
     assert "Traceback" not in err
 
 
 def test_verify_refuses_a_plan_file_that_is_not_there(run_file, capfd):
-    assert call("verify", run_file, "--ranks", 2, "--plan", run_file.parent / "nowhere.json") == 2
+    assert full(run_file, "--ranks", 2, "--plan", run_file.parent / "nowhere.json") == 2
     assert "nowhere.json" in capfd.readouterr().err
 
 
@@ -202,7 +234,7 @@ def loss_scaled_by_ranks(*arguments, inner=objective.model_loss, **keys):
 
 def test_verify_fails_when_partial_results_are_averaged(run_file, capsys, monkeypatch):
     monkeypatch.setattr(partials, "merge_block", merge_that_averages)
-    assert call("verify", run_file, "--ranks", 3, "--set", "heads=off") == 1  # a ring alone merges
+    assert full(run_file, "--ranks", 3, "--set", "heads=off") == 1  # a ring alone merges
     out = capsys.readouterr().out
     assert "FAIL" in out
     assert "PASS" not in out
@@ -221,7 +253,7 @@ def test_verify_passes_through_host_memory_in_chunks(run_file, capsys, monkeypat
         return StagedTransport(join(*arguments, **keys), stages=torch.is_floating_point, slabs=slabs)
 
     monkeypatch.setattr(building, "join", joined)
-    assert call("verify", run_file, "--ranks", 3) == 0
+    assert full(run_file, "--ranks", 3) == 0
     out = capsys.readouterr().out
     assert "exercised: rings of " in out
     assert "PASS" in out
@@ -241,7 +273,7 @@ def deep_run_file(tmp_path):
 
 @pytest.mark.parametrize("seed", some([0, 1, 2], 0))
 def test_verify_of_a_deep_model_in_bf16_does_not_fail_by_rounding(deep_run_file, capsys, seed):
-    assert call("verify", deep_run_file(seed), "--ranks", 3) == 0
+    assert full(deep_run_file(seed), "--ranks", 3) == 0
     out = capsys.readouterr().out
     assert "PASS" in out
     worst = max(float(line.split("  ")[-1].split(",")[0]) for line in out.splitlines() if line.startswith("  model."))
@@ -272,7 +304,7 @@ def loss_not_divided(*arguments, inner=objective.model_loss, **keys):
 def test_verify_of_a_deep_model_in_bf16_fails_at_a_fault(deep_run_file, capsys, monkeypatch, place, name, broken):
     path = deep_run_file(0)
     monkeypatch.setattr(place, name, broken)
-    assert call("verify", path, "--ranks", 3, "--set", "heads=off") == 1
+    assert full(path, "--ranks", 3, "--set", "heads=off") == 1
     assert "FAIL" in capsys.readouterr().out
 
 
@@ -294,10 +326,10 @@ def sum_in_bf16(self, index, grad, parameter, inner=replicated.FlatParameters._t
     ],
 )
 def test_verify_in_bf16_sees_what_is_smaller_than_rounding(run_file, capsys, monkeypatch, place, name, broken, said):
-    assert call("verify", run_file, "--ranks", 3, "--set", "precision=bf16", "heads=off") == 0
+    assert full(run_file, "--ranks", 3, "--set", "precision=bf16", "heads=off") == 0
     assert f"{said}: " in capsys.readouterr().out
     monkeypatch.setattr(place, name, broken)
-    assert call("verify", run_file, "--ranks", 3, "--set", "precision=bf16", "heads=off") == 1
+    assert full(run_file, "--ranks", 3, "--set", "precision=bf16", "heads=off") == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(said)]
     difference, tolerance = re.findall(r"\d[\d.]*(?:e-?\d+)?", line.rpartition("largest")[2])
     assert float(difference) > float(tolerance)
@@ -306,10 +338,10 @@ def test_verify_in_bf16_sees_what_is_smaller_than_rounding(run_file, capsys, mon
 def test_verify_says_whether_keys_are_shared_and_sees_where_their_gradients_are_not_summed(
     run_file, capsys, monkeypatch
 ):
-    arguments = ("verify", run_file, "--ranks", 4, "--set", "capacity_tokens=20")
-    assert call(*arguments, "heads=2") == 0
+    arguments = (run_file, "--ranks", 4, "--set", "capacity_tokens=20")
+    assert full(*arguments, "heads=2") == 0
     assert "heads split in groups of 2, no keys shared" in capsys.readouterr().out
-    assert call(*arguments, "heads=4") == 0
+    assert full(*arguments, "heads=4") == 0
     assert "heads split in groups of 4, heads of keys shared in 4" in capsys.readouterr().out
     add = heads._add
 
@@ -320,7 +352,7 @@ def test_verify_says_whether_keys_are_shared_and_sees_where_their_gradients_are_
         add(own, tokens, taken, message)
 
     monkeypatch.setattr(heads, "_add", last_only)
-    assert call(*arguments, "heads=4") == 1
+    assert full(*arguments, "heads=4") == 1
     assert "FAIL" in capsys.readouterr().out
 
 
@@ -332,10 +364,10 @@ def test_verify_help_has_the_tolerances_of_the_code():
 
 
 def test_verify_fails_when_the_tokens_of_a_group_are_not_put_in_order(run_file, capsys, monkeypatch):
-    assert call("verify", run_file, "--ranks", 2, "--set", "heads=2") == 0
+    assert full(run_file, "--ranks", 2, "--set", "heads=2") == 0
     assert "heads split in groups of 2" in capsys.readouterr().out
     monkeypatch.setattr(heads, "group_runs", tokens_as_they_arrive)
-    assert call("verify", run_file, "--ranks", 2, "--set", "heads=2") == 1
+    assert full(run_file, "--ranks", 2, "--set", "heads=2") == 1
     assert "FAIL" in capsys.readouterr().out
 
 
@@ -344,7 +376,7 @@ def test_verify_fails_when_positions_or_labels_follow_the_shard(run_file, capsys
     """Design 7: positions that start anew in a shard; labels shifted after the cut."""
     monkeypatch.setattr(batches.StepBatch, "tensors", broken)
     monkeypatch.setattr(verify, "plain_gradients", reference_before_it_was_broken)
-    assert call("verify", run_file, "--ranks", 3) == 1
+    assert full(run_file, "--ranks", 3) == 1
     assert "FAIL" in capsys.readouterr().out
 
 
@@ -363,21 +395,21 @@ def test_verify_does_not_share_the_labels_of_what_it_checks(run_file, capsys, mo
             self.loss_weight += 1
 
         monkeypatch.setattr(batches.StepBatch, "__init__", one_more)
-    assert call("verify", run_file, "--ranks", 2) == 1
+    assert full(run_file, "--ranks", 2) == 1
     assert "FAIL" in capsys.readouterr().out
 
 
 def reference_before_it_was_broken(
-    *arguments, tensors=batches.StepBatch.tensors, inner=verify.plain_gradients
+    *arguments, tensors=batches.StepBatch.tensors, inner=verify.plain_gradients, **keys
 ):  # in the child, so nothing has to be put back
     batches.StepBatch.tensors = tensors
-    return inner(*arguments)
+    return inner(*arguments, **keys)
 
 
 def test_verify_fails_at_an_error_of_one_in_ten_million_in_fp64_only(run_file, capsys, monkeypatch):
     monkeypatch.setattr(objective, "model_loss", loss_scaled_by_ranks)
-    assert call("verify", run_file, "--ranks", 2) == 1
-    assert call("verify", run_file, "--ranks", 2, "--set", "precision=fp32") == 0
+    assert full(run_file, "--ranks", 2) == 1
+    assert full(run_file, "--ranks", 2, "--set", "precision=fp32") == 0
 
 
 def test_verify_fails_when_a_pack_is_not_isolated(run_file, capsys, monkeypatch):
@@ -394,7 +426,7 @@ def test_verify_fails_when_a_pack_is_not_isolated(run_file, capsys, monkeypatch)
         return tuple(blocks)
 
     monkeypatch.setattr(MicrobatchProgram, "tasks", joined)
-    assert call("verify", run_file, "--ranks", 2, "--set", "capacity_tokens=60", "planner=bytescale-naive") == 1
+    assert full(run_file, "--ranks", 2, "--set", "capacity_tokens=60", "planner=bytescale-naive") == 1
     assert "FAIL" in capsys.readouterr().out
 
 
@@ -411,7 +443,7 @@ def test_verify_counts_nan_as_a_failure(run_file, capsys, monkeypatch, place):
         return found
 
     monkeypatch.setattr(engine, "run_plan", poisoned)
-    assert call("verify", run_file, "--ranks", 2) == 1
+    assert full(run_file, "--ranks", 2) == 1
     out = capsys.readouterr().out
     assert "FAIL" in out
     assert "PASS" not in out
@@ -425,8 +457,8 @@ def test_verify_judges_by_torchs_own_flash_attention(run_file, capsys, monkeypat
     order = []
     real = verify.plain_gradients
     monkeypatch.setattr(verify, "activate_flash", order.append)
-    monkeypatch.setattr(verify, "plain_gradients", lambda *each: order.append("plain") or real(*each))
-    assert call("verify", run_file, "--ranks", 1, "--set", "capacity_tokens=128") == 0
+    monkeypatch.setattr(verify, "plain_gradients", lambda *each, **keys: order.append("plain") or real(*each, **keys))
+    assert full(run_file, "--ranks", 1, "--set", "capacity_tokens=128") == 0
     assert order == [None, "plain"]
 
 
@@ -444,12 +476,12 @@ def test_verify_refuses_dropout_by_name(tmp_path, capfd):
     path = write_run(tmp_path, make_rows([5, 6]))
     config = tmp_path / "model/config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "attention_dropout": 0.1}))
-    assert call("verify", path, "--ranks", 2) == 2
+    assert full(path, "--ranks", 2) == 2
     assert "attention_dropout" in capfd.readouterr().err
 
 
 def test_verify_refuses_an_attention_argument_it_does_not_know(run_file, capfd, monkeypatch):
     attend, functions = adapter._attend, AttentionInterface._global_mapping  # where other tests left it registered
     monkeypatch.setitem(functions, adapter.ATTENTION_NAME, lambda *given, **keys: attend(*given, softcap=3.0, **keys))
-    assert call("verify", run_file, "--ranks", 2) == 2
+    assert full(run_file, "--ranks", 2) == 2
     assert "softcap=3.0" in capfd.readouterr().err

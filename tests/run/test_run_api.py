@@ -61,7 +61,7 @@ def test_train_calls_back_in_order_and_prints_nothing(tmp_path, capfd, ranks):
 
 def test_verify_returns_how_far_apart_ranks_and_one_process_are(tmp_path):
     path, begun = write_run(tmp_path, make_rows([30, 12, 5, 40])), []
-    report = verify(path, overrides=["capacity_tokens=24"], on_start=lambda start, plan: begun.append(plan))
+    report = verify(path, overrides=["capacity_tokens=24"], on_start=lambda check: begun.append(check.plan))
     assert report is not None
     assert report.passed
     assert (report.tolerance, report.plan.ranks, report.plan) == (1e-12, 2, begun[0])

@@ -23,10 +23,9 @@ from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.lengths import length_histogram, summarize_lengths
 
 if TYPE_CHECKING:
-    from lengthwise.core.plan import Plan
     from lengthwise.data import Dataset
+    from lengthwise.run.check import Check
     from lengthwise.run.metrics import TrainResult
-    from lengthwise.run.start import Start
 
 Show = Callable[..., None]
 _RANKS, _STEPS, _CAPACITY, _LEAST_TOKENS, _MOST_TOKENS = 4, 20, 2048, 12_000, 16_000
@@ -181,12 +180,12 @@ def _check(run_file: Path, show: Show) -> bool:
     from lengthwise.cli.verify import verification_lines
     from lengthwise.run.api import verify
 
-    def announce(_: Start, plan: Plan) -> None:
-        tokens = count(sum(plan.tokens))
+    def announce(check: Check) -> None:
+        tokens = count(sum(check.plan.tokens))
         show(f"\n[bold]Check: {tokens} tokens on {_RANKS} processes against one process, in fp64[/bold]")
 
     half_a_step = ["precision=fp64", f"global_batch.tokens={_CHECK_TOKENS}"]
-    found = verify(run_file, ranks=_RANKS, overrides=half_a_step, timeout_seconds=100, on_start=announce)
+    found = verify(run_file, ranks=_RANKS, overrides=half_a_step, full=True, timeout_seconds=100, on_start=announce)
     assert found is not None, "the demo's rank 0 returns what it found"
     show("\n".join(verification_lines(found)), markup=False)
     return found.passed

@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from lengthwise.cli.machine import memory_bytes
 from lengthwise.cli.train import RunOptions, read_settings
-from lengthwise.report.figures import count
+from lengthwise.core.names import counted
+from lengthwise.report.figures import count, seconds
 from lengthwise.report.plans import degrees
+from lengthwise.report.progress import LiveLine, PhaseLine
 from lengthwise.run.rounding import FACTOR, SUMS_TOLERANCE
 
 if TYPE_CHECKING:
     from lengthwise.core.plan import Plan
-    from lengthwise.run.start import Start
+    from lengthwise.run.check import Check
     from lengthwise.run.verify import VerifyReport
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verify(RunOptions):
-    """Compute the first global batch on N processes and in one, and compare loss and every gradient.
+    """Compare loss and every gradient of N processes with those of one, on your model and data, in about a minute.
 
-    The one process runs the plain Hugging Face model, one sequence at a time. A difference is the relative L2 norm of a
-    tensor's, at least against 1e-3 of the median tensor. Exits with 1 above 1e-12 in fp64 and 1e-5 in fp32; in bf16
-    above 2e-3 + twice what plain bf16 differs from fp32, where the same plan in fp32 differs by more than 1e-5, or
-    where sums of gradients are not those of fp32. Says before it starts how long that will take and how much memory,
-    roughly.
+    A few sequences of the first global batch are run, shortened where they are long, on a capacity that makes packs and
+    a ring of them; it says what it changed. The one process runs the plain Hugging Face model, one sequence at a time.
+    A difference is the relative L2 norm of a tensor's, at least against 1e-3 of the median tensor. Exits with 1 above
+    1e-12 in fp64 and 1e-5 in fp32; in bf16 above 2e-3 + twice what plain bf16 differs from fp32, where the same plan in
+    fp32 differs by more than 1e-5, or where sums of gradients are not those of fp32.
     """
 
+    full: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Run the whole first global batch, as the run has it; says before how long that may take."""
     plan: Annotated[Path | None, tyro.conf.arg(metavar="PLAN.json", help_behavior_hint="")] = None
-    """Run this plan file of any planner in place of one made here; its lengths must be those of the first batch."""
+    """The same with this plan file of any planner; its lengths must be those of the first batch."""
 
     def run(self) -> int:
         """Run the command; return the exit status."""
@@ -39,44 +45,42 @@ class Verify(RunOptions):
 
         from lengthwise.run.api import verify
 
-        found = verify(
-            config, ranks=self.ranks, plan=self.plan, timeout_seconds=self.timeout_seconds, on_start=print_expectations
-        )
+        phases = PhaseLine(LiveLine(sys.stdout))
+        try:
+            found = verify(
+                config,
+                ranks=self.ranks,
+                full=self.full,
+                plan=self.plan,
+                timeout_seconds=self.timeout_seconds,
+                on_start=print_expectations,
+                on_phase=phases.note,
+            )
+        finally:
+            phases.close()
         if found is None:  # a torchrun rank other than 0
             return 0
         print("\n".join(verification_lines(found)))
         return 0 if found.passed else 1
 
 
-def print_expectations(start: Start, plan: Plan) -> None:
-    """Say what will be compared, how long that will take and how much memory, after a second's calibration."""
-    from lengthwise.cli.calibrate import calibrate
-    from lengthwise.cost import shape_from_config
-    from lengthwise.models import count_parameters, plain_attention
-    from lengthwise.report.forecast import forecast_lines, forecast_verification
-
-    job, precision = start.job, start.job.config.precision
+def print_expectations(check: Check) -> None:
+    """Say what will be compared, what is other than in the run, and how long that will take, roughly."""
+    job, tokens = check.job, sum(check.plan.tokens)
     print(
-        f"verify: {len(plan.tokens)} sequences, {count(sum(plan.tokens))} tokens, {precision}, "
-        f"{job.ranks} ranks against one process",
-        flush=True,
+        f"verify: {len(check.plan.tokens)} sequences, {count(tokens)} tokens, {job.precision}, "
+        f"{counted(job.ranks, 'rank')} against one process"
     )
-    if job.gpus:
-        print("expected: not known on GPUs yet (the calibration is of CPUs)", flush=True)
-        return
-    shape = shape_from_config(job.model.config.to_dict())
-    speed = calibrate(shape, precision)
-    forecast = forecast_verification(
-        shape,
-        plan,
-        speed,
-        parameters=count_parameters(job.model.config),
-        precision=precision,
-        local_ranks=job.ranks if start.world is None else start.world.local_size,
-        eager=plain_attention(job.model) == "eager",
-        logits_at_once=job.logits_at_once,
-    )
-    print(*forecast_lines(forecast, speed.memory_bytes), sep="\n", flush=True)
+    if check.changes:
+        print(f"for this check: {', '.join(check.changes)}; --full runs the first batch as it is")
+    print(f"expected: about {seconds(check.seconds)}, estimated for {job.hardware}; it may be twice or half of that")
+    memory = memory_bytes()
+    if not job.gpus and memory is not None and check.num_bytes > memory:
+        print(
+            f"warning: this machine has {count(memory)}B of memory, and this may need {count(check.num_bytes)}B. If a "
+            "rank is killed, try fewer --ranks, fewer layers, or --set precision=fp32."
+        )
+    sys.stdout.flush()
 
 
 def verification_lines(found: VerifyReport) -> list[str]:
@@ -93,7 +97,7 @@ def verification_lines(found: VerifyReport) -> list[str]:
         )
     return [
         *found.notes,
-        f"plan: {len(found.plan.microbatches)} microbatches, {rings} rings, "
+        f"plan: {counted(len(found.plan.microbatches), 'microbatch')}, {counted(rings, 'ring')}, "
         f"{count(found.plan.ring_tokens)} tokens in rings",
         _exercised(found.plan, found.shared_keys),
         *([] if found.uncut is None else [f"warning: no sequence was cut, so rings were not compared. {found.uncut}"]),

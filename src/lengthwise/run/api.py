@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from lengthwise.comm import World
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import ConfigError, PlanError, RankError, TransferError
 from lengthwise.core.faults import only_of_first_start
@@ -23,6 +24,7 @@ from lengthwise.core.tracker_packages import check_trackers
 from lengthwise.program import check_plan, refuse_unsupported
 from lengthwise.run.best import read_best
 from lengthwise.run.callbacks import Callback, call_back
+from lengthwise.run.check import Check, part_of_batch, whole_batch
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import Job
 from lengthwise.run.loop import train_rank
@@ -138,25 +140,42 @@ def verify(
     *,
     ranks: int | None = 2,
     overrides: Sequence[str] = (),
+    full: bool = False,
     plan: str | Path | None = None,
     timeout_seconds: float = 600.0,
-    on_start: Callable[[Start, Plan], None] | None = None,
+    on_start: Callable[[Check], None] = lambda _check: None,
+    on_phase: Callable[[str], None] = lambda _phase: None,
 ) -> VerifyReport | None:
-    """Compute the first global batch on `ranks` processes and in one; return how far apart they are.
+    """Compute a part of the first global batch on `ranks` processes and in one; return how far apart they are.
 
-    `plan`: a plan file to run in place of one made here. `on_start` is called before anything is computed. Other
-    arguments are those of `train`. None on the ranks of torchrun but the first.
+    The part takes about a minute (see `run.check`). `full`: the whole batch, as the run has it. `plan`: the same, with
+    a plan file in place of a plan made here. `on_start` is called before anything is computed, `on_phase` as it goes
+    on, by rank 0, "" at the end. Other arguments are those of `train`. None on the ranks of torchrun but the first.
 
     Raises:
         LengthwiseError: a problem with the input, or what ended a rank.
     """
-    start = prepare(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds)
+    start = prepare(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds, on_phase=on_phase)
     job = start.job
-    lengths = next(job.batches()).lengths
-    chosen = job.make_plan(lengths) if plan is None else read_plan(Path(plan), job, lengths)
-    if start.is_first and on_start is not None:
-        on_start(start, chosen)
-    return run_ranks(start, lambda world, on_phase: verify_rank(job, chosen, world, on_phase))
+    if plan is not None:
+        check = whole_batch(job, read_plan(Path(plan), job, next(job.batches()).lengths))
+    else:
+        check = whole_batch(job) if full else part_of_batch(job)
+    if start.is_first:
+        on_start(check)
+
+    def work(world: World, note: Callable[[str], None]) -> VerifyReport | None:
+        def noted(phase: str) -> None:
+            note(phase)
+            if not world.rank:
+                on_phase(phase)
+
+        try:
+            return verify_rank(check, world, noted)
+        finally:
+            noted("")
+
+    return run_ranks(start, work)
 
 
 def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:

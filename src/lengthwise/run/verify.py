@@ -1,6 +1,6 @@
 """Is the plan's arithmetic that of one process? The first thing a careful user runs on their own model and data.
 
-The first global batch goes once over N ranks under its plan, through the very path of training up to the reduced
+The batch (`run.check`) goes once over N ranks under its plan, through the very path of training up to the reduced
 gradient, and once through the plain Hugging Face model (its own attention, none of ours) one sequence at a time. In
 bf16 that model is fp32 at the rounded parameters, and plain bf16 says how far rounding alone leads (`rounding`). What
 is smaller than rounding shows in two checks more: the same plan in fp32, and the sums of gradients by themselves.
@@ -44,6 +44,7 @@ from lengthwise.models import (
 )
 from lengthwise.program import HeadRange
 from lengthwise.run.building import build_trained, connect, engine_of
+from lengthwise.run.check import Check
 from lengthwise.run.job import Job
 from lengthwise.run.rounding import (
     SUMS_TOLERANCE,
@@ -125,7 +126,7 @@ def relative_difference(got: float, expected: float) -> float:
     return abs(got - expected) / max(abs(expected), 1e-30)
 
 
-def verify_rank(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]) -> VerifyReport | None:
+def verify_rank(check: Check, world: World, on_phase: Callable[[str], None]) -> VerifyReport | None:
     """Compute both and compare; None on ranks other than 0, which are done once gradients are gathered.
 
     Raises:
@@ -136,12 +137,13 @@ def verify_rank(job: Job, plan: Plan, world: World, on_phase: Callable[[str], No
         needs=lambda: "the planned model and the plain one, with a gradient each (in bf16 three of them),",
         remedy="Verify a smaller model of the same kind.",
     ):
-        return _compare(job, plan, world, on_phase)
+        return _compare(check, world, on_phase)
 
 
-def _compare(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]) -> VerifyReport | None:
+def _compare(check: Check, world: World, on_phase: Callable[[str], None]) -> VerifyReport | None:
+    job, batch, plan = check.job, check.batch, check.plan
     notes: list[str] = []
-    transport, batch = connect(world, job, on_phase, notes.append), next(job.batches())
+    transport = connect(world, job, on_phase, notes.append)
     planned = _run_plan(job, plan, batch, world, transport, notes.append)
     in_fp32 = None
     if job.config.precision == "bf16":
@@ -150,8 +152,7 @@ def _compare(job: Job, plan: Plan, world: World, on_phase: Callable[[str], None]
     transport.close()
     if world.rank:
         return None
-    on_phase("verify, one process")
-    reference, rounding = _expected(job, batch, world.device)
+    reference, rounding = _expected(job, batch, world.device, on_phase)
 
     def report(found: Reference, precision: str, **more: Any) -> VerifyReport:
         return VerifyReport(
@@ -264,23 +265,32 @@ def _how_to_cut(job: Job, batch: StepBatch) -> str:
     )
 
 
-def _expected(job: Job, batch: StepBatch, device: torch.device) -> tuple[Reference, Rounding | None]:
+def _expected(
+    job: Job, batch: StepBatch, device: torch.device, on_phase: Callable[[str], None]
+) -> tuple[Reference, Rounding | None]:
     """Compute what one process gives; in bf16 by fp32 at the rounded parameters, with what rounding does beside it."""
-    first, dtype = plain_attention(job.model), DTYPES[job.config.precision]
+    first, dtype = plain_attention(job.model), DTYPES[job.precision]
+
+    def gradients_of(plain: nn.Module, dtype: torch.dtype, kernel: str) -> Reference:
+        name = str(dtype).removeprefix("torch.")
+        return plain_gradients(
+            plain, job.dataset, batch.ids, dtype, on_phase=lambda at: on_phase(f"one process, {name}, {kernel}, {at}")
+        )
+
     activate_flash(None)  # what the planned model activated would judge itself, as plain models call it, too
     plain = _build(job, attention=first).to(device)
     if dtype != torch.bfloat16:
-        return plain_gradients(plain, job.dataset, batch.ids, dtype), None
+        return gradients_of(plain, dtype, first), None
     for parameter in plain.parameters():
         parameter.data = parameter.data.to(dtype).float()
-    reference = plain_gradients(plain, job.dataset, batch.ids, torch.float32)
+    reference = gradients_of(plain, torch.float32, first)
     del plain
     config, found = job.model.config, dict[str, Difference]()
     size = {"heads": config.num_attention_heads, "layers": config.num_hidden_layers}
     for name in plain_kernels(first, longest=max(batch.lengths), on_gpu=device.type != "cpu", **size):
         model = _build(job, attention=first if name == "flash" else name).to(device)
         with sdpa_kernel(_NOT_CUDNN) if name == "flash" else nullcontext():
-            got = plain_gradients(model, job.dataset, batch.ids, dtype)
+            got = gradients_of(model, dtype, name)
         found[name] = Difference(
             loss=relative_difference(got.loss, reference.loss),
             router_loss=relative_difference(got.router_loss, reference.router_loss),
@@ -318,7 +328,13 @@ class Reference:
 
 
 def plain_gradients(
-    model: nn.Module, dataset: Dataset, ids: Sequence[int], dtype: torch.dtype, *, dropout: DropoutKey = ANY_KEY
+    model: nn.Module,
+    dataset: Dataset,
+    ids: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    dropout: DropoutKey = ANY_KEY,
+    on_phase: Callable[[str], None] = lambda _phase: None,
 ) -> Reference:
     """Compute what a plain Hugging Face model gives in this process, one sequence at a time.
 
@@ -345,6 +361,7 @@ def plain_gradients(
     with keep_double(dtype):
         router_loss, router_gradients = plain_balance(model, len(sequences), run)
         for number, (asked, from_routers) in enumerate(zip(labels, router_gradients, strict=True)):
+            on_phase(f"sequence {number + 1}/{len(sequences)}")
             output = run(number)
             loss = token_loss(output.logits[0, :-1], asked[1:], weights[number])
             routers = output.router_logits if from_routers else ()

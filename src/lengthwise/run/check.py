@@ -1,0 +1,193 @@
+"""What `verify` runs: the first global batch, or by default a part of it that takes about a minute.
+
+The part has few sequences, the long ones cut to their last tokens (where a chat has its loss), on a capacity that makes
+packs and a ring of them. Where the run leaves a choice to the planner, its plan has each of the ways side by side.
+All of it follows from the run file, the data and the number of ranks: every rank makes the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lengthwise.core.errors import ModelRefused
+from lengthwise.core.names import counted
+from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
+from lengthwise.cost import LOGITS_AT_ONCE, Cost, StepMemory, shape_from_config, state_bytes
+from lengthwise.cost.memory import DTYPE_BYTES, wide_bytes
+from lengthwise.data import NO_LOSS, Dataset
+from lengthwise.data.dataset import DatasetBuilder
+from lengthwise.engine.batch import StepBatch
+from lengthwise.models import check_recompute, count_parameters
+from lengthwise.planner import PACKED_DP
+from lengthwise.program import check_plan, refuse_unsupported
+from lengthwise.run.job import Job
+
+SECONDS = 60.0  # that a part should take, about
+_SEQUENCES, _LONGEST = 8, 2  # of a part, and how many of them are long
+_OVERHEAD = 1.3  # of a plan over even work
+_SPLIT, _OFFLOADED = 2, 0.5  # ranks that share heads, and the share of a microbatch, where the planner may choose
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A batch to compare, and its plan. changes: what is other than in the run. seconds, bytes: estimates."""
+
+    job: Job
+    batch: StepBatch
+    plan: Plan
+    changes: tuple[str, ...]
+    seconds: float
+    num_bytes: float
+
+
+def whole_batch(job: Job, plan: Plan | None = None) -> Check:
+    """Check the first global batch as the run has it. plan: in place of one made here."""
+    batch = next(job.batches())
+    return _check(job, batch, job.make_plan(batch.lengths) if plan is None else plan, ())
+
+
+def part_of_batch(job: Job) -> Check:
+    """Check a part of the first global batch that takes about a minute."""
+    first = next(job.batches())
+    rows = _few(first)
+    lengths = [int(job.dataset.lengths[each]) for each in rows]
+    longest, held = lengths[0], max(job.capacities.values())
+    while _seconds(job, _cut(lengths, longest, longest // 4)) > SECONDS and longest > 32 * job.ranks:
+        longest //= 2
+    cuts = job.ranks > 1 and job.config.planner != PACKED_DP
+    capacity = min(held, max(3 * longest // 4, -(-longest // job.ranks) + 1) if cuts else longest)
+    is_cut = longest < lengths[0]
+    lengths = _cut(lengths, longest, min(longest // 4 if is_cut else longest, capacity // 2))
+    part = _with_rows(job, rows, lengths, capacity)
+    plan = part.make_plan(lengths)
+    more = _what_is_missing(part, plan) if cuts else []
+    for _, own in more:
+        rows, lengths = [*rows, *[rows[0]] * len(own)], [*lengths, *own]
+    part = _with_rows(job, rows, lengths, capacity)
+    plan, ways = _with_all_ways(part, _extended(plan, more))
+    changes = [f"{len(rows)} of {len(first.ids)} sequences"] if len(rows) < len(first.ids) else []
+    changes += [f"cut to at most {longest} tokens"] if is_cut else []
+    changes += [f"capacity_tokens {capacity}"] if capacity != held else []
+    changes += [f"{counted(len(more), 'microbatch')} added"] if more else []
+    return _check(part, StepBatch(part.dataset, range(len(rows))), plan, (*changes, *ways))
+
+
+def _with_rows(job: Job, rows: Sequence[int], lengths: Sequence[int], capacity: int) -> Job:
+    """Return the job on these rows of its data, cut to these lengths."""
+    config = job.config.model_copy(update={"capacity_tokens": capacity})
+    dataset = _shortened(job.dataset, rows, lengths)
+    return replace(job, config=config, dataset=dataset, eval_dataset=None, measured_capacities=None)
+
+
+def _few(batch: StepBatch) -> list[int]:
+    """Return the rows of the longest sequences of a batch and of some others, from long to short."""
+    order = sorted(range(len(batch.ids)), key=lambda index: (-batch.lengths[index], index))
+    others = order[_LONGEST:]
+    places = np.linspace(0, len(others) - 1, min(len(others), _SEQUENCES - _LONGEST)).round().astype(int)
+    return [batch.ids[index] for index in [*order[:_LONGEST], *(others[place] for place in places)]]
+
+
+def _cut(lengths: Sequence[int], longest: int, most: int) -> list[int]:
+    return [min(length, longest if place < _LONGEST else max(1, most)) for place, length in enumerate(lengths)]
+
+
+def _shortened(dataset: Dataset, rows: Sequence[int], lengths: Sequence[int]) -> Dataset:
+    """Return rows cut to so many tokens, which end with the last that has a loss."""
+    builder = DatasetBuilder()
+    builder.start_source("data", "data", tuple(dataset.name(row) for row in rows))
+    for row, length in zip(rows, lengths, strict=True):
+        tokens, labels = dataset.read(row, 0, int(dataset.lengths[row]))
+        kept = np.flatnonzero(labels != NO_LOSS)
+        stop = max(length, int(kept[-1]) + 1) if len(kept) else len(tokens)
+        weights = dataset.read_weights(row, stop - length, stop)
+        builder.add(tokens[stop - length : stop], labels[stop - length : stop], weights)
+    return builder.finish()
+
+
+def _what_is_missing(job: Job, plan: Plan) -> list[tuple[Piece, tuple[int, ...]]]:
+    """Return pieces, and the lengths of their sequences, of the kinds that a plan has none of.
+
+    A pack, a ring that passes keys on and, where the run leaves that to the planner, one that splits heads.
+    """
+    pieces = [piece for each in plan.microbatches for piece in each.pieces]
+    longest, found = max(plan.tokens), list[tuple[Piece, tuple[int, ...]]]()
+    if not any(each.degree == 1 and len(each.sequences) > 1 for each in pieces):
+        found.append((Piece(ranks=(0,), sequences=()), (max(1, plan.capacity // 2),) * 2))
+    if not any(each.degree > each.heads for each in pieces):
+        found.append((Piece(ranks=(0, 1), sequences=()), (longest,)))
+    may_split = job.config.heads == "auto" and job.num_heads % _SPLIT == 0
+    if may_split and not any(each.heads > 1 for each in pieces):
+        found.append((Piece(ranks=(0, 1), sequences=(), heads=_SPLIT), (longest,)))
+    return [(piece, own) for piece, own in found if sum(own) <= plan.capacity * piece.degree]
+
+
+def _extended(plan: Plan, more: Sequence[tuple[Piece, tuple[int, ...]]]) -> Plan:
+    """Return the plan with these pieces after it, a microbatch each, of sequences after its own."""
+    tokens, microbatches, requires = list(plan.tokens), list(plan.microbatches), set(plan.requires)
+    for piece, own in more:
+        sequences = tuple(range(len(tokens), len(tokens) + len(own)))
+        microbatches.append(Microbatch(pieces=(replace(piece, sequences=sequences),)))
+        tokens += own
+        requires |= {"heads"} if piece.heads > 1 else set()
+    return replace(plan, tokens=tuple(tokens), microbatches=tuple(microbatches), requires=tuple(sorted(requires)))
+
+
+def _with_all_ways(job: Job, plan: Plan) -> tuple[Plan, list[str]]:
+    """Return the plan with each way of computing that the run leaves to the planner; say which were added."""
+    config, found = job.config, list(plan.microbatches)
+    said = list[str]()
+    if config.recompute == "auto" and _recomputes(job):
+        found = [replace(each, recompute=RECOMPUTE_KINDS[n % len(RECOMPUTE_KINDS)]) for n, each in enumerate(found)]
+        said.append("recompute " + ", ".join(dict.fromkeys(each.recompute for each in found)))
+    offload = config.offload
+    if offload is not None and offload.ratio == "auto" and not any(each.offload for each in found):
+        found[0] = replace(found[0], offload=_OFFLOADED)
+        said.append(f"offload {_OFFLOADED:g}")
+    changed = replace(plan, microbatches=tuple(found))
+    check_plan(changed)
+    refuse_unsupported(changed, num_heads=job.num_heads)
+    return changed, said
+
+
+def _recomputes(job: Job) -> bool:
+    try:
+        check_recompute(job.model.config, "layer")
+    except ModelRefused:
+        return False
+    return True
+
+
+def _check(job: Job, batch: StepBatch, plan: Plan, changes: tuple[str, ...]) -> Check:
+    return Check(
+        job=job,
+        batch=batch,
+        plan=plan,
+        changes=changes,
+        seconds=_seconds(job, batch.lengths),
+        num_bytes=_bytes(job, plan),
+    )
+
+
+def _seconds(job: Job, lengths: Sequence[int]) -> float:
+    """Estimate what planned and plain passes take; in bf16 they run in fp32, too."""
+    cost: Cost = job.planning.cost
+    plain = float(sum(cost.piece_seconds([each], 1) + cost.fixed_seconds for each in lengths))
+    rounds = job.precision == "bf16"
+    at_once = job.ranks if job.gpus else min(job.ranks, os.cpu_count() or 1)
+    return plain * (1 + 2 * rounds + (1 + rounds) * _OVERHEAD / at_once)
+
+
+def _bytes(job: Job, plan: Plan) -> float:
+    """Estimate what this machine holds at most: all ranks together, or rank 0 with plain models and gradients."""
+    shape, parameters = shape_from_config(job.model.config.to_dict()), count_parameters(job.model.config)
+    narrow = DTYPE_BYTES[job.precision]
+    wide, rounds = wide_bytes(narrow), job.precision == "bf16"
+    memory = StepMemory(shape=shape, dtype_bytes=narrow, logits_at_once=LOGITS_AT_ONCE)
+    model = state_bytes(parameters, dtype_bytes=narrow, ranks=plan.ranks, moments=False)
+    held = float(memory.microbatch_bytes(plan.capacity))
+    plain = parameters * ((wide if rounds else narrow) + (4 + rounds) * wide)
+    return max(plan.ranks * (model + held), model + plain + float(memory.microbatch_bytes(max(plan.tokens))))
