@@ -259,6 +259,20 @@ def test_docs_site_shows_every_page() -> None:
     assert sorted(nav) == sorted(pages - decisions)
 
 
+def test_docs_lists_and_tables_have_an_empty_line_before_them() -> None:
+    wrong = []  # GitHub does without; the site would show one paragraph
+    for page in PAGES:
+        fences = re.compile(r"^ *```\w*\n.*?^ *```$", re.MULTILINE | re.DOTALL)
+        for block in fences.sub("```", page.read_text(encoding="utf-8")).split("\n\n"):
+            first, *rest = block.strip("\n").splitlines() or [""]
+            is_free = re.match(r"- |\d+\. |\||<!--|    ", first)
+            if not is_free and any(re.match(r"- |\d+\. |\|", line) for line in rest):
+                wrong.append(f"{name_of(page)}: {first}")
+            if re.match(r" {1,3}\S", first):
+                wrong.append(f"{name_of(page)}: {first}: four spaces inside a list")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_docs_command_line_page_gets_the_help_of_every_verb(monkeypatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "docs" / "site")
     hooks = importlib.import_module("hooks")
