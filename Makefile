@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all lint families newest gpu-check clean
+.PHONY: demo test test-all lint docs families newest gpu-check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lengthwise demo
@@ -22,6 +22,17 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests testing benchmarks $(wildcard examples)
 	$(BIN)/lint-imports
 	$(BIN)/pyright
+
+# The documentation as a site, .site/index.html; any warning fails. Needs no torch.
+docs: .venv-docs/.installed
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=src .venv-docs/bin/mkdocs build --quiet
+	@echo "open .site/index.html"
+
+.venv-docs/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --group docs
+	@touch $@
 
 families: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/families.py --out docs/families.md
@@ -45,7 +56,7 @@ gpu-check:
 	@$(BIN)/python benchmarks/gpu_check.py --out runs/gpu --page docs/gpu.md
 
 clean:
-	rm -rf $(VENV) .venv-newest runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-newest .venv-docs .site runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -1,4 +1,4 @@
-"""Which cases run by default: `more` marks those that `make test-all` alone runs (docs/testing.md)."""
+"""Which cases run by default: `more` marks those that `make test-all` alone runs (docs/architecture.md)."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -13,12 +13,13 @@ import subprocess
 import textwrap
 import tomllib
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
 import tyro
 
+import lengthwise
 import plots
 from lengthwise.cli import Command
 from lengthwise.cli.options import PlanChoices
@@ -52,7 +53,7 @@ def commands(text: str) -> Iterator[tuple[str, bool]]:
     for language, block in blocks(text):
         if language in ("", "sh", "bash", "shell"):
             for line in block.replace("\\\n", " ").splitlines():
-                for command in re.split(r" && | \|\| ", re.sub(r"(^|\s)#.*", "", line)):
+                for command in re.split(r" && | \|\| | > \S+$", re.sub(r"(^|\s)#.*", "", line).rstrip()):
                     if command.strip():
                         yield command.strip(), True
     text = re.sub(r"`[^`]+`\s+at\s+commit [0-9a-f]{7}\b", "", text)  # an experiment of then, whose script is gone
@@ -208,6 +209,9 @@ def test_docs_blocks_are_what_they_say(page: Path, tmp_path: Path, monkeypatch) 
             raw = json.loads(block)
             if str(raw.get("schema", "")).startswith("lengthwise.plan"):
                 Plan.from_json(block)
+        elif snippets := re.findall(r'^--8<-- "(.+)"$', block, re.MULTILINE):
+            for snippet in snippets:  # of the built site; examples have tests of their own
+                compile((ROOT / snippet).read_text(encoding="utf-8"), snippet, "exec")
         elif language == "python":
             exec(compile(block, str(page), "exec"), {})
         else:
@@ -246,6 +250,49 @@ def test_docs_pages_are_all_reached_from_the_readme() -> None:
         links = re.findall(r"\]\(([^)\s#]+\.md)", page.read_text(encoding="utf-8"))
         left += [(page.parent / link).resolve() for link in links if "://" not in link]
     assert set(PAGES) <= seen, sorted(map(name_of, set(PAGES) - seen))
+
+
+def test_docs_site_shows_every_page() -> None:
+    nav = re.findall(r"^ +- (?:.*: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    pages = {name_of(page).removeprefix("docs/") for page in PAGES if page.parent != ROOT}
+    decisions = {page for page in pages if page.startswith("decisions/") and page != "decisions/README.md"}
+    assert sorted(nav) == sorted(pages - decisions)
+
+
+def test_docs_lists_and_tables_have_an_empty_line_before_them() -> None:
+    wrong = []  # GitHub does without; the site would show one paragraph
+    for page in PAGES:
+        fences = re.compile(r"^ *```\w*\n.*?^ *```$", re.MULTILINE | re.DOTALL)
+        for block in fences.sub("```", page.read_text(encoding="utf-8")).split("\n\n"):
+            first, *rest = block.strip("\n").splitlines() or [""]
+            is_free = re.match(r"- |\d+\. |\||<!--|    ", first)
+            if not is_free and any(re.match(r"- |\d+\. |\|", line) for line in rest):
+                wrong.append(f"{name_of(page)}: {first}")
+            if re.match(r" {1,3}\S", first):
+                wrong.append(f"{name_of(page)}: {first}: four spaces inside a list")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_docs_command_line_page_gets_the_help_of_every_verb(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs" / "site")
+    hooks = importlib.import_module("hooks")
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^## (\w+)$", page, re.MULTILINE)) == sorted(VERB_TYPES)
+    built = hooks.with_help(page)
+    for verb, made in VERB_TYPES.items():
+        section = built.partition(f"\n## {verb}\n")[2].partition("\n## ")[0]
+        assert f"usage: lengthwise {verb} " in section
+        options = {field.name.replace("_", "-") for field in fields(made) if field.default is not MISSING}
+        assert any(f"--{option}" in section for option in options) == bool(options), verb
+    with pytest.raises(ValueError, match="no verb fly"):
+        hooks.with_help("<!-- help: fly -->")
+
+
+def test_docs_python_page_names_the_public_api() -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    shown = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)}
+    assert set(lengthwise.__all__) <= shown | {"options"}
+    assert "`lengthwise.options`" in page
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ def costs(
         model: a named shape ("llama-7b"), the path of a Hugging Face folder or config.json, or a `ModelShape`.
         hardware: a named one ("h100", "cpu"), the path of a description, or a `Hardware`.
         file: in place of both, a JSON file of coefficients (`lengthwise plan --cost`), in any unit of time.
-        tensor, stages: devices that split each layer of a rank, and its pipeline stages.
+        tensor: devices that split each layer of a rank.
+        stages: pipeline stages of a rank.
         simple: five coefficients alone: no links, offload, heads or stages.
 
     Raises:

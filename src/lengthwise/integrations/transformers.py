@@ -36,10 +36,18 @@ _Base: Any = transformers.Trainer if TYPE_CHECKING else object
 class PlannedTrainerMixin(_Base):
     """Goes before a Trainer: `class Mine(PlannedTrainerMixin, MyTrainer): ...`.
 
-    capacity_tokens: what a rank holds in a microbatch, in place of the bound that per_device_train_batch_size is
-    elsewhere; auto: what fits. The global batch stays per_device_train_batch_size x ranks x
-    gradient_accumulation_steps, under one plan. heads, offload, planner, measurements, attention: as in `Session`.
-    Other arguments are the Trainer's.
+    The global batch stays per_device_train_batch_size x ranks x gradient_accumulation_steps, and is planned at once.
+
+    Args:
+        *args: those of the Trainer.
+        capacity_tokens: maximum tokens of a rank in one microbatch, which bounds memory in place of
+            per_device_train_batch_size; auto: what fits.
+        heads: as in `Session`.
+        offload: as in `Session`.
+        planner: as in `Session`.
+        measurements: as in `Session`.
+        attention: as in `Session`.
+        **kwargs: those of the Trainer.
 
     Raises:
         Problems: arguments whose meaning cannot be kept, all in one message.

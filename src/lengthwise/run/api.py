@@ -51,13 +51,18 @@ def train(
 ) -> TrainResult:
     """Train a model and save it; return the metrics of the last step and the folder.
 
-    `run`: a run file, its values, or a `RunConfig`. `ranks`: processes; None: one a GPU, else 1. `overrides`: texts
-    `key=value` for a run file. `overwrite`: delete an earlier run in the output folder. `resume`: go on with it from
-    its newest checkpoint, on any number of ranks; a run that torchrun starts again does so by itself, or from its start
-    where it has no checkpoint, and "if_any" asks for that: of jobs that a cluster starts again. `accept_changes`: also
-    where settings or data are not those of the checkpoint; each difference is told. `max_restarts`: how often ranks
-    that this process started are started again, to go on in the same way, where one died or hung. `timeout_seconds`:
-    how long a rank waits for another.
+    Args:
+        run: a run file, its values, or a `RunConfig`.
+        ranks: processes; None: one a GPU, else 1.
+        overrides: texts `key=value` for a run file.
+        overwrite: delete an earlier run in the output folder.
+        resume: go on with that run from its newest checkpoint, on any number of ranks; "if_any": or start where it has
+            none. A run that torchrun starts again does the latter by itself.
+        accept_changes: resume although settings or data differ from those of the checkpoint; each difference is a note.
+        max_restarts: how often to start the ranks of this process again, from the newest checkpoint, where one died or
+            hung.
+        timeout_seconds: how long a rank waits for another.
+        callbacks: what is called with each step; see `Callback`.
 
     Raises:
         LengthwiseError: a problem with the input, all of them in one error; or what ended the run.

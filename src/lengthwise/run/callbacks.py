@@ -1,4 +1,4 @@
-"""Who hears of a run: files, the line on the terminal, and whatever a user adds."""
+"""Callbacks of a run: files, the line on the terminal, and whatever a user adds."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ if TYPE_CHECKING:
 
 
 class Callback(Protocol):
-    """What is called while a run goes on; a subclass overrides what it wants to hear of.
+    """Called while a run goes on; a subclass overrides the methods that it needs.
 
-    `on_start` and `on_end` are called in the process that called `train`, the others in that of rank 0: with several
-    local ranks that is a fork of it, and what they change there is not seen outside.
+    `on_start` and `on_end` run in the process that called `train`, the others in that of rank 0: with several local
+    ranks that is a fork, and what they change there is not seen outside.
     """
 
     def on_start(self, job: Job) -> None:
-        """Hear of a run that is checked and about to start its ranks."""
+        """Called once, when the run is checked and before its ranks start."""
 
     def on_phase(self, phase: str) -> None:
         """Take what rank 0 does from now on, `step 3, microbatch 2 of 8 forward`; "" at the end. Called very often."""
 
     def on_note(self, line: str) -> None:
-        """Hear what was decided, and why: kernel, transport, what the memory check found."""
+        """Called with each decision of the run and its reason: kernel, transport, memory check."""
 
     def on_step(self, step: FinishedStep) -> None:
-        """Hear of a finished step."""
+        """Called after each step."""
 
     def on_not_finite(self, found: NotFinite) -> None:
-        """Hear of a loss, gradient or parameter that is NaN or infinite; what follows is told as a note or an error."""
+        """Called where a loss, gradient or parameter is NaN or infinite; a note or an error says what follows."""
 
     def on_eval(self, metrics: EvalMetrics) -> None:
-        """Hear of a finished evaluation."""
+        """Called after each evaluation."""
 
     def on_end(self, result: TrainResult) -> None:
-        """Hear of the end of a run whose model is saved."""
+        """Called once, at the end of a run whose model is saved."""
 
 
 def call_back(callbacks: Sequence[Callback], method: str, what: object) -> None:

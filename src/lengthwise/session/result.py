@@ -1,4 +1,4 @@
-"""What a session tells of a step."""
+"""What a session returns of a step."""
 
 from __future__ import annotations
 
@@ -11,9 +11,18 @@ from lengthwise.core.plan import Plan
 class StepResult:
     """What a step gave, the same on all ranks.
 
-    loss: of the global batch. router_loss: the routers' balance loss, which is not part of `loss`; None: the model has
-    none. busy_seconds: of each rank, without what it waited for others; wait_seconds: of each, for transfers of rings.
-    grad_norm: before clipping; None after `evaluate`.
+    Attributes:
+        loss: of the global batch.
+        plan: that of this step.
+        num_sequences: sequences of the global batch.
+        num_tokens: their tokens.
+        num_loss_tokens: tokens with a loss.
+        busy_seconds: of each rank, without waiting for other ranks.
+        wait_seconds: of each rank, waiting for transfers of rings.
+        step_seconds: from start to end of the step.
+        plan_seconds: planning, which runs beside other work.
+        grad_norm: before clipping; None after `evaluate`.
+        router_loss: the routers' balance loss, which is not part of `loss`; None: the model has none.
     """
 
     loss: float
@@ -30,10 +39,10 @@ class StepResult:
 
     @property
     def ring_token_ratio(self) -> float:
-        """Which part of the tokens is in sequences that several ranks share."""
+        """Share of the tokens in sequences that several ranks share."""
         return self.plan.ring_tokens / self.num_tokens
 
     @property
     def idle_ratio(self) -> float:
-        """Which part of all ranks' seconds of the step nobody computed in."""
+        """Share of the step in which ranks waited, over all ranks."""
         return max(0.0, 1.0 - sum(self.busy_seconds) / (len(self.busy_seconds) * self.step_seconds))

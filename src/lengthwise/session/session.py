@@ -55,15 +55,24 @@ from lengthwise.session.values import Combine, Per, ValuesOfTokens, combined, ga
 
 
 class Session:
-    """Plans and runs the steps of a loop; see the module.
+    """Plans and runs the steps of a training loop of your own.
 
-    model: a Hugging Face causal language model, or peft's LoRA around one, on the device of this rank; rank 0's values
-    count. optimizer: one that computes each entry by itself, over all trainable parameters; None: the session
-    evaluates. capacity_tokens: what a rank holds in a microbatch; auto: what small passes of the model find to fit.
-    recompute, heads, offload, planner: as in a run file (offload: its section, {"store": "host"}); recompute auto keeps
-    all where capacity_tokens is a number. measurements: the file that `lengthwise profile` wrote, or costs, to plan
-    with; None: estimates for the device. precision: "bf16" for mixed precision over fp32 weights, as torch.autocast has
-    it; None: that of a surrounding torch.autocast, if any. seed: of dropout.
+    Args:
+        model: a Hugging Face causal language model, or peft's LoRA around one, on this rank's device; all ranks get the
+            values of rank 0.
+        optimizer: one that computes each entry by itself, over all trainable parameters; None: the session evaluates.
+        capacity_tokens: maximum tokens of a rank in one microbatch; auto: as many as small passes find to fit.
+        recompute: activation checkpointing: none, layer or all_but_attention; auto: each step's best, and none where
+            capacity_tokens is a number.
+        heads: split heads, as in a run file.
+        offload: the section of a run file: {"store": "host"}.
+        planner: who plans each step, as in a run file.
+        measurements: the file that `lengthwise profile` wrote, or costs, to plan with; None: estimates for the device.
+        precision: "bf16": mixed precision over fp32 weights, as torch.autocast has it; None: that of a surrounding
+            torch.autocast, if any.
+        attention: the attention implementation, as in a run file.
+        seed: start of the random numbers of dropout.
+        timeout_seconds: how long a rank waits for another.
 
     Raises:
         ConfigError, ModelRefused, Problems: what cannot be kept, all in one message.
@@ -160,10 +169,14 @@ class Session:
     ) -> StepResult:
         """Run forward and backward of a global batch, and reduce its gradients. Collective.
 
-        sequences: the same on all ranks, or a step of `batches`. loss: a sum over the tokens, in place of the next
-        token's cross entropy; compute_loss: a share of the loss, of the model and its inputs. normalizer: what sums are
-        divided by; None: the loss tokens of the batch. Gradients of several calls add up until `optimizer.step()` or
-        `zero_grad()`.
+        Gradients of several calls add up until `optimizer.step()` or `zero_grad()`.
+
+        Args:
+            sequences: rows of the global batch, the same on all ranks, or a step of `batches`.
+            loss: a function of outputs and tokens that returns a sum over the tokens; None: the next token's cross
+                entropy.
+            compute_loss: a function of model and inputs, as Trainer has it, that returns this microbatch's share.
+            normalizer: what sums are divided by; None: the loss tokens of the batch.
 
         Raises:
             NumericError: loss or gradients are not finite; no update was made.
@@ -182,9 +195,14 @@ class Session:
     ) -> StepResult:
         """Run forward and backward of a loss that is no sum over tokens, and reduce its gradients. Collective.
 
-        values: of each token, of the model's outputs; by itself the log-probability of its label, 0 without one.
-        combine: makes the loss of their sums over each sequence, (sequences, ...), in the order of `sequences`; with
-        per="token" of a list of all values, (length, ...) each. It runs on every rank and must give the same on all.
+        Args:
+            sequences: rows of the global batch, the same on all ranks, or a step of `batches`.
+            combine: makes the loss of the values' sums over each sequence, (sequences, ...), in the order of
+                `sequences`; with per="token" of a list of all values, (length, ...) each. It runs on every rank and
+                must return the same on all.
+            values: a function of the model's outputs that returns a value of each token; by default the
+                log-probability of its label, 0 without one.
+            per: sequence or token, see `combine`.
 
         Raises:
             ModelRefused: a model with dropout: the two passes would differ.
