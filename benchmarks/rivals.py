@@ -30,7 +30,7 @@ import torch
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import Transport, World
 from lengthwise.comm.exchange import broadcast_bytes
-from lengthwise.config import OptimizerConfig
+from lengthwise.config import FRESH_RATE, OptimizerConfig
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
@@ -304,7 +304,7 @@ class _Trainee:
         self._transport = transport
         self._model = build_model(source, seed=0, attention=plain_attention(source) if plain else ATTENTION_NAME)
         self._parameters = FlatParameters(self._model, transport, dtype=torch.float32)
-        self._config = OptimizerConfig()
+        self._config = OptimizerConfig(lr=FRESH_RATE)
         self._optimizer = ShardedOptimizer(self._parameters, self._config, transport)
         self._kernel = choose_kernel(torch.device("cpu"))
 
@@ -319,7 +319,7 @@ class _Trainee:
             result = run_plan(self._model, plan, batch, self._transport, self._kernel, name="benchmark")
             loss_sum, waited, busy = result.loss_sum, result.ring_wait_seconds, result.busy_seconds
         work_seconds = time.perf_counter() - start
-        self._optimizer.update(self._config.lr, self._optimizer.reduce())
+        self._optimizer.update(FRESH_RATE, self._optimizer.reduce())
         return [time.perf_counter() - start, loss_sum, waited, busy, work_seconds]
 
     def _one_by_one(self, batch: StepBatch) -> float:

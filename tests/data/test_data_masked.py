@@ -89,9 +89,40 @@ def test_chat_tools_reach_the_template(load):
     assert told(load({"messages": messages(("user", "a")), "tools": [{"name": "d"}]}, template=template))[0][0] == "d"
 
 
-def test_chat_template_that_rewrites_what_was_before_is_refused(load):
-    with pytest.raises(DataError, match=r"rewrites what is before turn 3"):
-        load({"messages": messages(*CHAT)}, template=COUNTING)
+REWRITTEN = PLAIN.replace("{{ m.content }}", "{% if m.role == 'assistant' and loop.last %}d {% endif %}{{ m.content }}")
+DROPPED = REWRITTEN.replace("<{{ m.role }}>", "{% if m.role != 'assistant' or loop.last %}<{{ m.role }}>").replace(
+    "{% endfor %}", "{% endif %}{% endfor %}"
+)
+
+
+def test_turns_of_a_template_that_writes_earlier_ones_otherwise_are_found_in_the_whole_text(load):
+    text, learned = told(load({"messages": messages(*CHAT)}, template=REWRITTEN))
+    assert text == "<system> a <end> <user> b <end> <assistant> c <end> <tool> d <end> <assistant> d a b <end>"
+    assert learned == "c <end> d a b <end>"
+    row = {"prompt": messages(*CHAT[:4]), "completion": messages(*CHAT[4:])}
+    assert told(load(row, template=REWRITTEN))[1] == "d a b <end>"
+    assert told(load({"messages": messages(*CHAT)}, template=COUNTING))[1] == "c <end> a b <end>"
+
+
+def test_a_turn_that_is_not_in_the_text_is_refused(load):
+    with pytest.raises(DataError, match=r"whose text message 3 is not found"):
+        load({"messages": messages(*CHAT)}, template=DROPPED)
+
+
+def test_a_token_across_the_start_of_a_mark_has_a_loss_as_in_transformers(tmp_path):
+    name = merging_tokenizer(tmp_path / "merging")
+    template = "{% for m in messages %}a{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    (tmp_path / "merging" / "chat_template.jinja").write_text(template)
+    dataset = load_rows_by(tmp_path, [{"messages": messages(("assistant", "bc"))}], lambda: load_tokenizer(name))
+    ids, labels = dataset.read(0, 0, 2)
+    assert ids.tolist() == [5, 3]
+    assert labels.tolist() == [5, 3]
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(name).apply_chat_template(
+        messages(("assistant", "bc")), return_assistant_tokens_mask=True, return_dict=True
+    )
+    assert theirs["assistant_masks"] == [1, 1]
 
 
 def test_chat_without_a_template_is_refused(load, tmp_path):

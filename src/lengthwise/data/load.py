@@ -97,7 +97,8 @@ def load_dataset(
         first = f"; the first, {bad[0].where}: expected {bad[0].expected}; got {bad[0].got}" if bad else ""
         got = f"none (left out: {left_out or 'nothing'}{first})"
         remedy = bad[0].remedy if bad else "Add rows, or raise max_tokens."
-        raise DataError(key, expected="at least one sequence to train on", got=got, remedy=remedy)
+        where = ", ".join(str(each.path or each.dataset or key) for each in sources)
+        raise DataError(where, expected="at least one sequence to train on", got=got, remedy=remedy)
     return dataset
 
 

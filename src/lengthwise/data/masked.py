@@ -1,7 +1,7 @@
 """Texts of which only a part has a loss: a prompt with its completion, and chats, where assistants' turns have it.
 
-The whole text is encoded once; a token has a loss when its first character lies in what is to be learned. One that
-begins in a prompt and ends in its completion is refused: it would be learned with neither.
+The whole text is encoded once; a token has a loss when a character of it lies in what is to be learned, as in
+transformers' mask of assistant tokens. One that begins in a prompt and ends in its completion is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import numpy as np
 from lengthwise.data.dataset import NO_LOSS
 
 Message = Mapping[str, Any]
+_MARKER = "\ue000message\ue001"  # of the private use area: in no text
+_UNKNOWN_TURN = "a chat template without {{% generation %}} in whose text message {} is not found"
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -41,17 +43,19 @@ def encode_chat(
     """Render a chat with the tokenizer's template and encode it, with a loss on the assistants' turns alone.
 
     Turns are what the template marks as `{% generation %}`; without such marks, what an assistant's message adds to the
-    text before it with the prompt for a generation. The first `context` messages have no loss. Returns ids and labels,
-    int32 [tokens] each. ValueError: there is no template, it refuses the chat, or what it writes before a turn depends
-    on the turn.
+    text before it with the prompt for a generation, or, where a template writes earlier turns otherwise than the last
+    (as Qwen3's, which leaves their reasoning out), what follows that prompt in the text of the whole chat. The first
+    `context` messages have no loss. Returns ids and labels, int32 [tokens] each. ValueError: there is no template, it
+    refuses the chat, or a turn is not found.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("a tokenizer without a chat template")
     text, spans = _spans(tokenizer, messages, tools, context)
     ids, found = _encode(tokenizer, text, special_tokens=False)
-    places, learned = np.array([first for first, _ in found], dtype=np.int64), np.zeros(len(ids), dtype=bool)
+    starts, ends = np.array(found, dtype=np.int64).reshape(-1, 2).T
+    learned = np.zeros(len(ids), dtype=bool)
     for first, last in spans:
-        learned |= (places >= first) & (places < last)
+        learned |= (ends > first) & (starts < last)
     return _masked(ids, learned)
 
 
@@ -72,10 +76,51 @@ def _spans(
             before, _ = _render(tokenizer, template, messages[:turn], tools, add_generation_prompt=True)
             after, _ = _render(tokenizer, template, messages[: turn + 1], tools)
             if not (text.startswith(after) and after.startswith(before)):
-                got = f"a chat template without {{% generation %}} that rewrites what is before turn {turn + 1}"
-                raise ValueError(got)
+                found = _turns_in(text, tokenizer, template, messages, tools)
+                return text, [span for turn, span in zip(turns, found, strict=True) if turn >= context]
             spans.append((len(before), len(after)))
     return text, spans
+
+
+def _turns_in(
+    text: str, tokenizer: Any, template: str, messages: Sequence[Message], tools: Sequence[Any] | None
+) -> list[tuple[int, int]]:
+    """Return where the turns of the assistant are in the text of a whole chat, each after the generation prompt.
+
+    Where other messages are shows when their content is replaced by a marker.
+
+    Raises:
+        ValueError: a turn is not found without doubt.
+    """
+
+    def render(some: Sequence[Message], *, prompt: bool = False) -> str:
+        return _render(tokenizer, template, some, tools, add_generation_prompt=prompt)[0]
+
+    first = [message["role"] for message in messages].index("assistant")
+    before = messages[:first] or [{"role": "user", "content": _MARKER}]
+    prompt = render(before, prompt=True).removeprefix(render(before))
+    ending = render([*before, {"role": "assistant", "content": _MARKER}]).rpartition(_MARKER)[2]
+    spans, end = list[tuple[int, int]](), 0
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            replaced = render([*messages[:turn], {**message, "content": _MARKER}, *messages[turn + 1 :]])
+            left, _, right = replaced.partition(_MARKER)
+            if not (text.startswith(left) and text.endswith(right) and len(left) >= end):
+                raise ValueError(_UNKNOWN_TURN.format(turn + 1))
+            end = len(text) - len(right)
+            continue
+        start = text.find(prompt, end) + len(prompt)
+        following = messages[turn + 1 :]
+        limit = len(text)
+        if following and following[0]["role"] != "assistant":
+            replaced = render([*messages[: turn + 1], {**following[0], "content": _MARKER}, *following[1:]])
+            limit = len(replaced.partition(_MARKER)[0])
+        end = text.rfind(ending, start, limit) + len(ending)
+        answer = str(message.get("content") or "").rpartition("</think>")[2].strip()
+        if not prompt or not ending or start < len(prompt) or end <= start or answer not in text[start:end]:
+            raise ValueError(_UNKNOWN_TURN.format(turn + 1))
+        spans.append((start, end))
+    return spans
 
 
 def _render(

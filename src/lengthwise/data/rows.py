@@ -191,6 +191,8 @@ def _check_columns(values: dict[str, Any], where: str) -> None:
         remedy = 'Name the column "text" or "input_ids".'
         if any(name in values for name in _OTHER_CHATS):
             remedy = 'Name the column "messages", a list of {"role": ..., "content": ...}.'
+        if "instruction" in values and "output" in values:
+            remedy = 'Write "prompt", of the instruction and its input, and "completion", the output.'
         raise _refuse(where, f"a column of {_ROWS}, {_OTHER_ROWS}", names, remedy)
     if "text" not in values and "input_ids" not in values and "messages" in values and "completion" in values:
         raise _refuse(where, _OTHER_ROWS, '"messages" and "completion" in one row', "Keep one of them.")
