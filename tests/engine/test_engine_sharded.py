@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM
 
 from lengthwise.attention import choose_kernel
 from lengthwise.core.plan import Piece
-from lengthwise.engine.flat_layout import lay_out_rows
 from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import wrapped_layers
@@ -145,17 +144,3 @@ def test_a_rank_keeps_its_part_and_no_more():
 
     (kept, entries), *_ = run_ranks(work, 4)
     assert kept / entries == pytest.approx(8 / 4, rel=0.05), "masters and gradients, in fp32"
-
-
-def test_rows_lie_as_torch_cuts_them():
-    shapes = [(7, 3), (2,), (16, 2, 5), (1, 4)]
-    for ranks in (1, 2, 3, 8):
-        layout = lay_out_rows(shapes, world_size=ranks)
-        for rank in range(ranks):
-            found = {run.parameter: (run.entry, run.stop - run.start) for run in layout.runs(rank)}
-            for number, shape in enumerate(shapes):
-                rows = [len(each) for each in torch.chunk(torch.empty(shape), ranks)]
-                rows += [0] * (ranks - len(rows))
-                width = torch.empty(shape)[0].numel()
-                expected = (sum(rows[:rank]) * width, rows[rank] * width)
-                assert found.get(number, (expected[0], 0)) == expected

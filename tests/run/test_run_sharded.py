@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from lengthwise.checkpoint.manifest import parameters_of
 from lengthwise.checkpoint.part import moves
-from lengthwise.engine.flat_layout import lay_out, lay_out_rows
+from lengthwise.engine.flat_layout import lay_out
 from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.models import build_model, find_model, wrapped_layers
 from lengthwise.models.own_rows import own_rows
@@ -178,8 +178,6 @@ def test_any_layout_is_read_from_any_other(data):
 
     def drawn():
         ranks = data.draw(st.integers(1, 9))
-        if data.draw(st.booleans()):
-            return lay_out_rows(shapes, world_size=ranks)
         return lay_out(sizes, list(range(len(sizes))), world_size=ranks, bucket_entries=data.draw(st.integers(1, 64)))
 
     old, new = drawn(), drawn()

@@ -171,7 +171,7 @@ class _RankStep:
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # there: reading them would stop it each time
         todo, kept, balance = list(range(len(self.programs))), dict[int, _Forward](), None
         if train and has_balance_loss(self.model.config):
-            balance, kept = self.count_routers(last_on_all_ranks(plan))
+            balance, kept = self.count_routers(self._keeps(plan))
             todo = sorted(todo, key=lambda number: number not in kept)
         for number, following in zip_longest(todo, todo[1:]):
             done = kept.pop(number) if number in kept else self.forward(number, prepared, train=train)
@@ -191,6 +191,12 @@ class _RankStep:
         if train and self.parameters is not None:
             self.parameters.begin_reducing()
         return sums
+
+    def _keeps(self, plan: Plan) -> Collection[int]:
+        """List the microbatches whose graph is kept while routers are counted, one a rank at most."""
+        if self.parameters is not None and self.parameters.in_lock_step:
+            return {self.programs[-1].index}
+        return last_on_all_ranks(plan)
 
     def _reducing(self, number: int, *, last: bool) -> AbstractContextManager[None]:
         """Sum gradients while the backward of a microbatch makes them, if it has no transfer and none follows."""
