@@ -324,5 +324,5 @@ def test_strict_refuses_keys_that_differ_or_do_not_increase(of_ranks):
         for key in of_ranks[t.rank]:
             t.all_gather_async(torch.zeros(2), full(t.rank, 1), key=(key,)).wait()
 
-    with pytest.raises(TransferError, match="same collective calls|order of their keys"):
+    with pytest.raises(TransferError, match=r"same collective calls|order of their keys"):
         StrictWorld(2).run(work)

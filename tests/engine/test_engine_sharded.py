@@ -148,7 +148,9 @@ def test_all_that_ranks_post_completes_on_one_strict_queue_a_rank(seed, kind, fa
 
 @pytest.mark.parametrize(
     ("changes", "frozen"),
-    some([({}, False), ({"tie_word_embeddings": True}, False), ({}, True), ({"tie_word_embeddings": True}, True)], 1, 2),
+    some(
+        [({}, False), ({"tie_word_embeddings": True}, False), ({}, True), ({"tie_word_embeddings": True}, True)], 1, 2
+    ),
 )
 def test_three_clipped_updates_are_those_of_zero1(changes, frozen):
     """frozen: as under LoRA, only some parameters of each layer train, and what is in no layer does not."""

@@ -212,9 +212,7 @@ class TorchTransport:
             reached = torch.cuda.Event()
             reached.record()
             self._watch.add(works, reached=reached, phase=phase, others=_named(peers))
-        return _TorchPending(
-            transport=self, works=works, peers=peers, phase=phase, alive=alive, on_stream=on_stream
-        )
+        return _TorchPending(transport=self, works=works, peers=peers, phase=phase, alive=alive, on_stream=on_stream)
 
     def _guard(
         self, call: Callable[[], Result], peers: Sequence[int] | None = None, *, phase: str | None = None

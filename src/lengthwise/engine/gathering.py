@@ -16,7 +16,8 @@ def gathered(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield each parameter's place and what all ranks have of it in their shards, (entries,) each. Collective.
 
-    dtype: to gather them in; None: that of the shard. Those of a bucket are views of one tensor, which the next bucket does not touch.
+    dtype: to gather them in; None: that of the shard. Those of a bucket are views of one tensor, which the next bucket
+    does not touch.
     """
     members: dict[int, list[int]] = {}
     for index, number in enumerate(layout.bucket_of):

@@ -14,7 +14,7 @@ from lengthwise.engine.wave_order import CallKey, UnitKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelUnit:
-    """A unit of a model: its parameters by name, tied ones once, and the modules before whose forward it is gathered."""
+    """A unit of a model: its parameters by name, tied ones once, and the modules that its gather comes before."""
 
     kind: UnitKind
     names: tuple[str, ...]
