@@ -1,8 +1,7 @@
-"""Parameters cut over ranks by units, under plans in lock-step: order, gradients, memory, offload, and what fails."""
+"""Parameters cut over ranks by units, under plans in lock-step: gradients, updates, memory, offload, checkpoints."""
 
 import copy
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from testing import (
     CountingStore,
-    RecordingTransport,
+    LiveBytes,
     build_pair,
     family_difference,
     make_batch,
@@ -21,65 +20,23 @@ from testing import (
     run_ranks,
     tiny_family_config,
 )
-from testing.late import LateTransport
-from testing.order import check_order, rank_groups
 from testing.strict import StrictWorld
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM
 
+from engine.sharded_runs import CPU, KINDS, LENGTHS, WAVES, build, in_waves, run, shard
 from lengthwise.attention import choose_kernel
 from lengthwise.checkpoint import Manifest, read_state
 from lengthwise.checkpoint.manifest import file_name, parameters_of
+from lengthwise.comm import SoloTransport
 from lengthwise.config import OptimizerConfig
-from lengthwise.core.errors import ModelRefused, TransferError
 from lengthwise.core.plan import Piece
 from lengthwise.engine.activations import Offloading
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.replicated import FlatParameters
-from lengthwise.engine.sharded import ShardedParameters
-from lengthwise.engine.step import run_plan
-from lengthwise.engine.units import UnitPart, units_of
-from lengthwise.models import keep_double, wrapped_layers
-from lengthwise.models.adapter import ATTENTION_NAME, register_attention
+from lengthwise.engine.units import UnitPart
+from lengthwise.models import keep_double
 from properties import costliest
 from tiers import more, some
-
-CPU = torch.device("cpu")
-LENGTHS = (41, 11, 5, 7, 1, 23)
-# A ring beside nothing, a ring beside a pack, and a wave of which ranks 0 and 1 have nothing.
-WAVES = [
-    [Piece(ranks=(0, 2, 1), sequences=(0,))],
-    [Piece(ranks=(0, 1), sequences=(5,)), Piece(ranks=(2,), sequences=(1, 2))],
-    [Piece(ranks=(2,), sequences=(3, 4))],
-]
-KINDS = ("none", "layer", "all_but_attention")
-
-
-def in_waves(plan, *recompute, offload=0.0):
-    kinds = recompute or ("none",)
-    microbatches = [
-        replace(each, recompute=kinds[i % len(kinds)], offload=offload) for i, each in enumerate(plan.microbatches)
-    ]
-    requires = tuple(sorted({*plan.requires, "waves"}))
-    return replace(plan, microbatches=tuple(microbatches), schedule={"kind": "waves"}, requires=requires)
-
-
-def build(family="llama", **changes):
-    register_attention()
-    config = tiny_family_config(family, changes)
-    torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
-
-
-def shard(model, transport, dtype=torch.float64):
-    return ShardedParameters(model, transport, dtype=dtype, device=CPU, layers=wrapped_layers(model))
-
-
-def run(model, parameters, transport, plan, lengths=LENGTHS, dtype=torch.float64, **options):
-    batch = make_batch(lengths, vocab=model.config.vocab_size)
-    with keep_double(dtype):
-        options = {"name": "step", "parameters": parameters, **options}
-        return run_plan(model, plan, batch, transport, choose_kernel(CPU), **options)
 
 
 @pytest.mark.parametrize("family", some(["llama", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss", "mistral"], 0, 2, 3))
@@ -112,38 +69,6 @@ def test_gradients_of_any_waves_are_those_of_one_process(data):
     plan = in_waves(plan, *choose.choices(KINDS, k=2))
     found = family_difference(build_pair("llama", config), plan, lengths, precision="fp64", sharded=True)
     assert max(found.loss, found.gradient) <= 1e-11
-
-
-@given(
-    seed=st.integers(0, 2**16),
-    kind=st.sampled_from(KINDS),
-    family=st.sampled_from(("llama", "mistral")),
-    tied=st.booleans(),
-    chunks=st.sampled_from((None, 1, 5)),
-)
-@costliest
-def test_all_that_ranks_post_completes_on_one_strict_queue_a_rank(seed, kind, family, tied, chunks):
-    """Gathers, sums, heads and rings; each rank's collectives have the same keys, whatever tokens it has."""
-    choose = random.Random(seed)
-    ranks = choose.choice((2, 3, 4))
-    lengths = [choose.randint(2, 40) for _ in range(choose.randint(1, 6))]
-    plan = in_waves(random_plan(choose, ranks, lengths, layers=2, num_heads=4), kind)
-    model = build(family, tie_word_embeddings=tied)
-    windows = [getattr(model.config, "sliding_window", None)] * 2
-
-    def work(transport):
-        own, recording = copy.deepcopy(model), RecordingTransport(transport)
-        at_once = None if chunks is None else chunks * own.config.vocab_size
-        run(own, shard(own, recording), recording, plan, lengths, logits_at_once=at_once)
-        return [each.key for each in recording.calls if each.key is not None]
-
-    keys = StrictWorld(ranks).run(work)
-    assert keys == [keys[0]] * ranks
-    labels = [label for label, posted in rank_groups(plan, 0, windows=windows, tied=tied) if ", " in label]
-    expected = [each.split(", ")[1:] for each in labels if " of unit " in each]
-    got = [["backward" if key.is_backward else "forward", key.what.split()[0]] for key in keys[0]]
-    assert got == [[name, what.split()[0]] for name, what in expected], "as `check_order` has them"
-    assert check_order(plan, layers=2, windows=windows, tied=tied) >= 0
 
 
 @pytest.mark.parametrize(
@@ -212,30 +137,6 @@ def test_gradients_are_those_of_fsdp2():
     assert max(run_ranks(work, 2)) <= 1e-12
 
 
-def freed_as_nan(self):
-    self.wait()
-    self._whole.fill_(float("nan"))
-
-
-@pytest.mark.parametrize("kind", some(KINDS, 0, 1))
-def test_nothing_is_read_before_it_is_there_or_after_it_is_freed(kind, monkeypatch):
-    """Under a transport that moves at `wait`, with NaN in what has not arrived and in units that were freed."""
-    model, plan = build(tie_word_embeddings=False), in_waves(make_plan(3, LENGTHS, WAVES, layers=2), kind)
-
-    def work(transport, around):
-        own, transport = copy.deepcopy(model), around(transport)
-        parameters = shard(own, transport)
-        run(own, parameters, transport, plan, logits_at_once=7 * own.config.vocab_size)
-        run(own, parameters, transport, plan, logits_at_once=7 * own.config.vocab_size, train=False)
-        return parameters.gather_gradients()
-
-    expected = StrictWorld(3).run(lambda t: work(t, lambda t: t))
-    monkeypatch.setattr(UnitPart, "free", freed_as_nan)
-    found = StrictWorld(3).run(lambda t: work(t, LateTransport))
-    for name, each in expected[0].items():
-        assert torch.equal(found[0][name], each), name
-
-
 @pytest.mark.parametrize("tied", [False, more(True)])
 def test_a_rank_keeps_its_part_and_gathers_two_units(tied, monkeypatch):
     """Masters and gradients between steps; in a wave two units beside those that stay, and one sum in fp32."""
@@ -275,6 +176,18 @@ def test_a_rank_keeps_its_part_and_gathers_two_units(tied, monkeypatch):
     assert max(sums for _, sums in seen) == 1
 
 
+def test_live_bytes_count_units_while_they_are_gathered():
+    model = build(num_hidden_layers=4, vocab_size=4096)
+    plan = in_waves(make_plan(1, (2,), [[Piece(ranks=(0,), sequences=(0,))]], layers=4))
+    parameters = shard(model, SoloTransport())
+    with LiveBytes(*model.parameters()) as live, torch.no_grad():
+        run(model, parameters, SoloTransport(), plan, (2,), train=False)
+        head = model.lm_head.weight.nbytes
+        assert head <= live.now_bytes <= live.peak_bytes <= 1.5 * head
+    parameters.publish()
+    assert live.now_bytes < 0.1 * head
+
+
 class Spy(CountingStore):
     """Refuses storages that come and go."""
 
@@ -304,37 +217,6 @@ def test_no_parameter_is_offloaded():
     assert found[0][0] > 0
     for name, expected in StrictWorld(2).run(lambda t: work(t, in_waves(plan)))[0][1].items():
         assert torch.equal(found[0][1][name], expected), name
-
-
-@pytest.mark.parametrize("where", ["forward", "chunk", "backward"])
-def test_a_rank_that_fails_ends_all(where, monkeypatch):
-    model, plan = build(), in_waves(make_plan(3, LENGTHS, WAVES, layers=2), "layer")
-    ended = {}
-
-    def fail(*_):
-        raise RuntimeError(f"broken in {where}")
-
-    def work(transport):
-        own = copy.deepcopy(model)
-        parameters = shard(own, transport)
-        if transport.rank == 1 and where == "forward":
-            own.model.layers[1].mlp.register_forward_hook(fail)
-        elif transport.rank == 1 and where == "chunk":
-            forward = own.forward
-            own.forward = lambda *a, **k: fail() if own.model.forward.__name__ == "<lambda>" else forward(*a, **k)
-        elif transport.rank == 1:
-            own.model.layers[0].mlp.down_proj.register_full_backward_hook(fail)
-        try:
-            run(own, parameters, transport, plan, logits_at_once=7 * own.config.vocab_size)
-        except BaseException as error:
-            ended[transport.rank] = error
-            raise
-
-    with pytest.raises(RuntimeError, match=f"broken in {where}"):
-        StrictWorld(3).run(work)
-    assert isinstance(ended[0], TransferError)
-    assert isinstance(ended[2], TransferError)
-    assert "gone: [1" in str(ended[0]) + str(ended[2])
 
 
 def test_masters_keep_their_bits_over_layouts_and_ranks(tmp_path):
@@ -380,25 +262,3 @@ def test_masters_keep_their_bits_over_layouts_and_ranks(tmp_path):
     _, second = saved(cut, 3, tmp_path / "second", first)
     found, _ = saved(flat, 4, tmp_path / "found", second)
     assert all(torch.equal(got, own) for got, own in zip(found, expected, strict=True))
-
-
-def test_units_are_the_embedding_each_layer_and_norm_with_head():
-    def names(model):
-        return [(unit.kind.name, unit.kind.stays) for unit in units_of(model, wrapped_layers(model))]
-
-    layers = [("layer 0", False), ("layer 1", False)]
-    assert names(build()) == [("embedding", False), *layers, ("norm and head", True)]
-    assert names(build(tie_word_embeddings=True)) == [("what is in no layer", True), *layers]
-
-
-def test_a_model_that_runs_its_layers_in_another_order_is_refused():
-    plan = in_waves(make_plan(1, (5,), [[Piece(ranks=(0,), sequences=(0,))]], layers=2))
-
-    def work(transport):
-        model = build()
-        layers = wrapped_layers(model)[::-1]
-        parameters = ShardedParameters(model, transport, dtype=torch.float64, device=CPU, layers=layers)
-        run(model, parameters, transport, plan, (5,))
-
-    with pytest.raises(ModelRefused, match="layer 0 again, or late"):
-        StrictWorld(1).run(work)

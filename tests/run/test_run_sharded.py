@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from testing import run_ranks, tiny_family_config
 from transformers import AutoModelForCausalLM
 
@@ -17,7 +17,7 @@ from lengthwise.checkpoint.part import moves
 from lengthwise.engine.flat_layout import lay_out
 from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.models import build_model, find_model, wrapped_layers
-from lengthwise.models.own_rows import own_rows
+from lengthwise.models.own_rows import OwnRows, own_rows
 from run.small_runs import (
     Command,
     call,
@@ -136,6 +136,16 @@ def test_ranks_read_their_own_rows_of_what_transformers_would_load(tmp_path, fam
     assert found[0][1] == len(expected)
     assert sum(read for read, _ in found) == num_bytes
     assert max(read for read, _ in found) <= num_bytes / 3 * 1.02
+
+
+@given(shape=st.lists(st.integers(1, 5), min_size=1, max_size=3), data=st.data())
+def test_entries_of_a_tensor_are_read_alone(shape, data, tmp_path_factory):
+    folder, whole = tmp_path_factory.mktemp("weights"), torch.randn(shape)
+    first, stop = sorted(data.draw(st.lists(st.integers(0, whole.numel()), min_size=2, max_size=2)))
+    save_file({"weight": whole}, folder / "model.safetensors")
+    rows = OwnRows(folder)
+    assert torch.equal(rows.read("weight", first, stop), whole.view(-1)[first:stop])
+    assert rows.num_bytes == 4 * (stop - first)
 
 
 @pytest.mark.parametrize(("family", "keys"), [("qwen3_moe", {}), more("llama", {"weights": "fresh"})])

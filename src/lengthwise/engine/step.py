@@ -2,7 +2,8 @@
 
 Where the config asks for the routers' balance loss, all microbatches first run forward without gradients, and what all
 tokens choose is summed over the ranks (`models.router`). A microbatch that is the last of all its ranks keeps its graph
-instead and goes backward first: a rank of n pays for at most n more forward passes and never holds two graphs.
+instead and goes backward first: a rank of n pays for at most n more forward passes and never holds two graphs. In
+lock-step this is the last microbatch alone.
 """
 
 from __future__ import annotations
@@ -79,10 +80,10 @@ def run_plan(
 
     The loss is divided once, by what all loss tokens of the global batch weigh, and made from `logits_at_once` logits
     at a time (None: all of a microbatch), or it is what `objective` says. No collective is issued before this rank's
-    last transfer: a rank can never wait in one for another that waits for its next ring message. `offloading` is what
-    plans that offload need. `parameters`: whose values may still arrive, and whose gradients may be summed early, by
-    all ranks alike; None: neither. `dropout`: by which entries fall out where the model has dropout; without `train`
-    none does.
+    last transfer: a rank can never wait in one for another that waits for its next ring message. In lock-step all ranks
+    post both in one order (`engine.wave_order`). `offloading` is what plans that offload need. `parameters`: whose
+    values may still arrive, and whose gradients may be summed early, by all ranks alike; None: neither. `dropout`: by
+    which entries fall out where the model has dropout; without `train` none does.
 
     Raises:
         MemoryShortage: a microbatch does not fit on the device.

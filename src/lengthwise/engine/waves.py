@@ -95,13 +95,14 @@ class Waves:
         """Have backward enter a layer when it has the gradient of what the layer returned."""
         if self._is_backward:
             return
-        for each in output if isinstance(output, (tuple, list)) else (output,):
-            if isinstance(each, Tensor) and each.requires_grad:
-                each.register_hook(partial(self._reach, self._wave, number))
+        hidden = output[0] if isinstance(output, (tuple, list)) else output
+        if isinstance(hidden, Tensor) and hidden.requires_grad:
+            hidden.register_hook(partial(self._reach, self._wave, number))
 
     def _reach(self, wave: int, number: int, _gradient: Tensor) -> None:
         assert wave == self._wave, f"backward of wave {wave} after the forward of wave {self._wave}"
         self._enter_backward(number)
+        assert number in self._there, f"backward of {self._units[number].kind.name} after that of a unit before it"
 
     def _begin_backward(self) -> None:
         """See that the wave is finished when this backward is."""
