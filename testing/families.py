@@ -20,7 +20,6 @@ from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, ModelSource, build_model, keep_double, plain_attention, wrapped_layers
 from lengthwise.run.verify import Reference, gradient_differences, plain_gradients, relative_difference
-from testing.ranks import run_ranks
 from testing.sequences import make_batch
 from testing.strict import StrictWorld
 from testing.tiny import VOCAB
@@ -67,7 +66,7 @@ def family_difference(
 ) -> Difference:
     """Run a plan on strict in-process ranks and the plain model in one; return how far apart they are.
 
-    sharded: the plan's ranks are processes, and parameters lie over them.
+    sharded: parameters lie over the ranks.
     """
     batch, expected = _reference(pair["plain"], tuple(lengths), precision)
     dtype = DTYPES[precision]
@@ -84,7 +83,7 @@ def family_difference(
         parameters.reduce_gradients()
         return done.loss_sum, done.router_loss, parameters.gather_gradients()
 
-    results: list[Any] = run_ranks(work, plan.ranks) if sharded else StrictWorld(plan.ranks).run(work)
+    results: list[Any] = StrictWorld(plan.ranks).run(work)
     loss = sum(each[0] for each in results) / batch.loss_tokens
     router_loss = sum(each[1] for each in results)
     differences = gradient_differences(results[0][2], expected.gradients)

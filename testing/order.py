@@ -14,11 +14,10 @@ from typing import Any
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
+from lengthwise.engine.wave_order import END, UnitKind, backward_calls, forward_calls
 from lengthwise.program.edges import head_peers
 from lengthwise.program.lower import MicrobatchProgram, last_on_all_ranks, lower_plan
 from lengthwise.program.records import Content, Round, Transfer
-
-_NO_LAYER = -1  # what of a model is in none: embedding, last norm, head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +135,12 @@ def _next_receive(group: Group, source: int) -> int | None:
 
 
 def check_order(
-    plan: Plan, *, layers: int = 1, windows: Sequence[int | None] | None = None, counts_routers: bool = False
+    plan: Plan,
+    *,
+    layers: int = 1,
+    windows: Sequence[int | None] | None = None,
+    counts_routers: bool = False,
+    tied: bool = False,
 ) -> int:
     """Run the grouped calls of one step of `plan` under strict matching; return how many messages were matched.
 
@@ -144,7 +148,7 @@ def check_order(
     every layer, between them what recomputation runs again, and last the step-end collective. `windows` gives the
     sliding window of each layer (default: `layers` layers without one). `counts_routers`: the counting pass of a model
     with a router balance loss comes first (`engine.step`). In a plan of kind `waves` every rank runs all microbatches,
-    and gathers layers and sums their gradients between rounds, as `comm.fsdp` does.
+    and gathers and reduces units between rounds, as `engine.waves` does; `tied`: all that is in no layer is one unit.
 
     Raises:
         PlanError: the ranks would wait for each other for ever; it names the ranks and what they wait in.
@@ -152,7 +156,7 @@ def check_order(
     matcher = StrictMatcher(plan.ranks)
     windows = [None] * layers if windows is None else windows
     for rank in range(plan.ranks):
-        for label, operations in rank_groups(plan, rank, windows=windows, counts_routers=counts_routers):
+        for label, operations in rank_groups(plan, rank, windows=windows, counts_routers=counts_routers, tied=tied):
             matcher.post(rank, label, operations)
     matched = sum(1 for senders, _ in matcher.progress() if senders[0].kind == "send")
     stuck = matcher.stuck()
@@ -164,53 +168,48 @@ def check_order(
 
 
 def rank_groups(
-    plan: Plan, rank: int, *, windows: Sequence[int | None], counts_routers: bool = False
+    plan: Plan, rank: int, *, windows: Sequence[int | None], counts_routers: bool = False, tied: bool = False
 ) -> Iterator[tuple[str, list[Operation]]]:
     """Yield (label, operations) of every grouped call that `rank` makes in a step, in order."""
     gathers = plan.schedule["kind"] == "waves"
+    units = _units(len(windows), tied=tied) if gathers else []
     programs = lower_plan(plan, rank, in_lock_step=gathers)
     if peers := head_peers(programs, rank):
         yield "connections", [Operation(kind=kind, peer=peer) for kind in ("send", "receive") for peer in peers]
     if counts_routers:
-        kept = last_on_all_ranks(plan)
+        kept = {programs[-1].index} if gathers else last_on_all_ranks(plan)
         for program in programs:
             name = "forward" if program.index in kept else "counting"
-            yield from _pass_groups(program, rank, name, windows, gathers=gathers)
+            yield from _pass_groups(program, rank, name, windows, units)
         yield "sum of counts", [Operation(kind="collective")]
         for program in (each for each in programs if each.index in kept):
-            yield from _pass_groups(program, rank, "backward", windows, gathers=gathers)
+            yield from _pass_groups(program, rank, "backward", windows, units)
         programs = [each for each in programs if each.index not in kept]
     for program in programs:
-        yield from _pass_groups(program, rank, "forward", windows, gathers=gathers)
-        yield from _pass_groups(program, rank, "backward", windows, gathers=gathers)
+        yield from _pass_groups(program, rank, "forward", windows, units)
+        yield from _pass_groups(program, rank, "backward", windows, units)
     yield "step end", [Operation(kind="collective")]
 
 
+def _units(layers: int, *, tied: bool) -> list[UnitKind]:
+    first, last = UnitKind(name="first", stays=tied), [UnitKind(name="last", stays=True)]
+    return [first, *(UnitKind(name="layer", again=True) for _ in range(layers)), *([] if tied else last)]
+
+
 def _pass_groups(
-    program: MicrobatchProgram, rank: int, name: str, windows: Sequence[int | None], *, gathers: bool
+    program: MicrobatchProgram, rank: int, name: str, windows: Sequence[int | None], units: Sequence[UnitKind]
 ) -> Iterator[tuple[str, list[Operation]]]:
-    """Yield the groups of a pass. gathers: whether parameters are gathered in it, backward those of one layer ahead."""
-    last = len(windows) - 1
-    for layer, groups in _layer_groups(program, rank, name, windows):
-        if not gathers:
-            yield from groups
-            continue
-        if name == "backward":
-            ahead = [*([last] if layer == last else []), *([layer - 1] if layer else [])]
-        else:
-            ahead = [*([_NO_LAYER] if not layer else []), layer]
-        for each in ahead:
-            yield _collective(program, "gather", each, name)
-        yield from groups
-        if name == "backward":
-            for each in [layer, *([_NO_LAYER] if not layer else [])]:
-                yield _collective(program, "sum", each, name)
-
-
-def _collective(program: MicrobatchProgram, kind: str, layer: int, name: str) -> tuple[str, list[Operation]]:
-    what = "what is in no layer" if layer == _NO_LAYER else f"layer {layer}"
-    label = f"microbatch {program.index}, {name}, {kind} of {what}"
-    return label, [Operation(kind="collective", size=label)]
+    """Yield the groups of a pass. units: what is gathered in it; none: all parameters are there."""
+    rounds = dict(_layer_groups(program, rank, name, windows))
+    if not units:
+        yield from (each for of_layer in rounds.values() for each in of_layer)
+        return
+    entries = backward_calls(units) if name == "backward" else enumerate(forward_calls(units))
+    for entered, calls in entries:
+        for call in calls:
+            label = f"microbatch {program.index}, {name}, {call.kind} of unit {call.unit}"
+            yield label, [Operation(kind="collective", size=label)]
+        yield from rounds.get(entered - 1, ()) if entered != END else ()
 
 
 def _layer_groups(

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lengthwise.comm.transport import Around, Message, Pending, Transport
+from lengthwise.comm.transport import Around, Key, Message, Pending, Transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call: its name, the phase it was made in, and (peer, shape, dtype) of each message."""
+    """One call: its name, the phase it was made in, its key, and (peer, shape, dtype) of each message."""
 
     name: str
     phase: str
     sends: tuple[tuple[int, tuple[int, ...], str], ...] = ()
     receives: tuple[tuple[int, tuple[int, ...], str], ...] = ()
+    key: Key | None = None
 
 
 class RecordingTransport(Around):
@@ -43,27 +44,27 @@ class RecordingTransport(Around):
         """Record, sum and keep a slice."""
         self.reduce_scatter_async(output, source).wait()
 
-    def reduce_scatter_async(self, output: Tensor, source: Tensor) -> Pending:
+    def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Record and begin to sum."""
-        self._collective("reduce_scatter")
-        return self._inner.reduce_scatter_async(output, source)
+        self._collective("reduce_scatter", key)
+        return self._inner.reduce_scatter_async(output, source, key=key)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Record and concatenate."""
         self.all_gather_async(output, source).wait()
 
-    def all_gather_async(self, output: Tensor, source: Tensor) -> Pending:
+    def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Record and begin to concatenate."""
-        self._collective("all_gather")
-        return self._inner.all_gather_async(output, source)
+        self._collective("all_gather", key)
+        return self._inner.all_gather_async(output, source, key=key)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Record and overwrite."""
         self._collective("broadcast")
         self._inner.broadcast(tensor, source)
 
-    def _collective(self, name: str) -> None:
-        self.calls.append(Call(name=name, phase=self.phase))
+    def _collective(self, name: str, key: Key | None = None) -> None:
+        self.calls.append(Call(name=name, phase=self.phase, key=key))
 
 
 def _described(messages: Sequence[Message]) -> tuple[tuple[int, tuple[int, ...], str], ...]:

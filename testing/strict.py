@@ -4,18 +4,20 @@ Real tensors move by the rules of `testing.order.StrictMatcher`: groups of a ran
 match in the order posted, in shape and dtype, and a collective needs the same call on all ranks. When every rank waits
 and nothing can move, all of them raise at once and name what they wait in: a hang becomes a failed test. A rank with
 collectives under way may post no transfer, and no collective with transfers under way, even where it would go well.
+Only collectives with a key may have transfers beside them: keys must increase on each rank, and be the same on all.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from lengthwise.comm.clock import Clock
-from lengthwise.comm.transport import Done, Message, Pending
+from lengthwise.comm.transport import Done, Key, Message, Pending
 from lengthwise.core.errors import TransferError
 from testing.order import Group, Operation, StrictMatcher
 
@@ -109,6 +111,7 @@ class StrictTransport:
         self.phase = "start"
         self.clock = Clock()
         self._world = world
+        self._last_key: Key | None = None
         self._under_way: dict[str, list[_StrictPending]] = {"transfer": [], "collective": []}
 
     def connect(self, peers: Sequence[int]) -> None:
@@ -130,17 +133,17 @@ class StrictTransport:
         """Sum over all ranks and keep this rank's slice."""
         self.reduce_scatter_async(output, source).wait()
 
-    def reduce_scatter_async(self, output: Tensor, source: Tensor) -> Pending:
+    def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Begin a `reduce_scatter` (see `Transport.reduce_scatter_async`)."""
-        return self._collective("reduce_scatter", output, source, lambda each: _sum(each).chunk(self.world_size))
+        return self._collective("reduce_scatter", output, source, lambda each: _sum(each).chunk(self.world_size), key)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Concatenate the tensors of all ranks."""
         self.all_gather_async(output, source).wait()
 
-    def all_gather_async(self, output: Tensor, source: Tensor) -> Pending:
+    def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Begin an `all_gather` (see `Transport.reduce_scatter_async`)."""
-        return self._collective("all_gather", output, source, lambda tensors: [torch.cat(tensors)] * len(tensors))
+        return self._collective("all_gather", output, source, lambda tensors: [torch.cat(tensors)] * len(tensors), key)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite with the tensor of rank `source`."""
@@ -152,33 +155,47 @@ class StrictTransport:
         """Nothing to leave: the thread ends."""
 
     def _collective(
-        self, name: str, output: Tensor, source: Tensor, combine: Callable[[list[Tensor]], Sequence[Tensor]]
+        self,
+        name: str,
+        output: Tensor,
+        source: Tensor,
+        combine: Callable[[list[Tensor]], Sequence[Tensor]],
+        key: Key | None = None,
     ) -> Pending:
-        size = (name, _size(output), _size(source))
+        size = (name, key, _size(output), _size(source))
         operation = Operation(kind="collective", size=size, payload=(output, source, combine))
-        return self._post("collective", [operation])
+        if key is not None:
+            if self._last_key is not None and key <= self._last_key:
+                self._refuse(f"a call after {self._last_key}", str(key), "Post calls in the order of their keys.")
+            self._last_key = key
+        return self._post("collective", [operation], key)
 
-    def _post(self, kind: str, operations: Sequence[Operation]) -> Pending:
+    def _post(self, kind: str, operations: Sequence[Operation], key: Key | None = None) -> Pending:
         """Queue a group.
 
         Raises:
-            TransferError: calls of the other kind have not been waited for (order rule 4).
+            TransferError: calls of the other kind, without a key, have not been waited for (order rule 4).
         """
         other = "collective" if kind == "transfer" else "transfer"
-        if unfinished := self._under_way[other]:
-            where, expected = f"rank {self.rank}, {self.phase}", f"no {other} under way when a {kind} is posted"
+        if unfinished := [each for each in self._under_way[other] if each.key is None]:
             got = f"{len(unfinished)} not waited for, the first of them posted in {unfinished[0].group.label}"
-            error = TransferError(where, expected=expected, got=got, remedy=f"Wait for every {other} first.")
-            self._world.fail(str(error))
-            raise error
-        pending = _StrictPending(self, self._world.post(self.rank, self.phase, operations), self._under_way[kind])
+            self._refuse(f"no {other} under way when a {kind} is posted", got, f"Wait for every {other} first.")
+        label = self.phase if key is None else f"{self.phase}, {key}"
+        pending = _StrictPending(self, self._world.post(self.rank, label, operations), self._under_way[kind], key)
         self._under_way[kind].append(pending)
         return pending
 
+    def _refuse(self, expected: str, got: str, remedy: str) -> NoReturn:
+        error = TransferError(f"rank {self.rank}, {self.phase}", expected=expected, got=got, remedy=remedy)
+        self._world.fail(str(error))
+        raise error
+
 
 class _StrictPending:
-    def __init__(self, transport: StrictTransport, group: Group, under_way: list[_StrictPending]) -> None:
-        self.group = group
+    def __init__(
+        self, transport: StrictTransport, group: Group, under_way: list[_StrictPending], key: Key | None
+    ) -> None:
+        self.group, self.key = group, key
         self._transport, self._under_way = transport, under_way
 
     def wait(self) -> None:

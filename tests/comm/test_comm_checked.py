@@ -165,3 +165,14 @@ def test_it_is_off_unless_asked_for(monkeypatch):
     monkeypatch.setenv(VARIABLE, "yes")
     with pytest.raises(ConfigError, match="expected 1 or 0; got 'yes'"):
         checks_transfers()
+
+
+def test_ranks_at_different_collectives_are_refused():
+    def work(t):
+        t.phase = "step 1"
+        t.all_gather_async(torch.empty(8), floats(4), key=(1, "gather of layer 0")).wait()
+        kind = "gather" if t.rank == 0 else "reduce"
+        t.all_gather_async(torch.empty(8), floats(4), key=(1, f"{kind} of layer 1")).wait()
+
+    with pytest.raises(TransferMismatch, match=r"rank \d, step 1: .*same collective.* of layer 1"):
+        ran(work)

@@ -304,3 +304,25 @@ def test_world_of_one_needs_no_one():
     t.exchange([], []).wait()
     with pytest.raises(AssertionError, match="world of one"):
         t.exchange([(out, 0)], [])
+
+
+def test_strict_lets_transfers_beside_collectives_with_a_key():
+    def work(t):
+        everyone = torch.zeros(2)
+        gather = t.all_gather_async(everyone, full(t.rank, 1), key=(1, 0))
+        got = full(-1, 1)
+        t.exchange([(full(t.rank, 1), 1 - t.rank)], [(got, 1 - t.rank)]).wait()
+        gather.wait()
+        return everyone.tolist(), got.item()
+
+    assert StrictWorld(2).run(work) == [([0, 1], 1), ([0, 1], 0)]
+
+
+@pytest.mark.parametrize("of_ranks", [([1], [2]), ([2, 1], [2, 1])], ids=["differ", "decrease"])
+def test_strict_refuses_keys_that_differ_or_do_not_increase(of_ranks):
+    def work(t):
+        for key in of_ranks[t.rank]:
+            t.all_gather_async(torch.zeros(2), full(t.rank, 1), key=(key,)).wait()
+
+    with pytest.raises(TransferError, match=r"same collective calls|order of their keys"):
+        StrictWorld(2).run(work)

@@ -1,14 +1,17 @@
-"""Parameters cut over ranks by rows, under plans in lock-step: gradients, memory, order, and what is refused."""
+"""Parameters cut over ranks by units, under plans in lock-step: gradients, updates, memory, offload, checkpoints."""
 
+import copy
 import random
-from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from testing import (
-    RecordingTransport,
+    CountingStore,
+    LiveBytes,
     build_pair,
     family_difference,
     make_batch,
@@ -17,43 +20,38 @@ from testing import (
     run_ranks,
     tiny_family_config,
 )
-from testing.order import Operation, StrictMatcher, check_order, rank_groups
-from transformers import AutoModelForCausalLM
+from testing.strict import StrictWorld
+from torch.distributed.fsdp import fully_shard
 
+from engine.sharded_runs import CPU, KINDS, LENGTHS, WAVES, build, in_waves, run, shard
 from lengthwise.attention import choose_kernel
+from lengthwise.checkpoint import Manifest, read_state
+from lengthwise.checkpoint.manifest import file_name, parameters_of
+from lengthwise.comm import SoloTransport
+from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
-from lengthwise.engine.flat_layout import lay_out_rows
-from lengthwise.engine.sharded import ShardedParameters
-from lengthwise.engine.step import run_plan
-from lengthwise.models import wrapped_layers
-from lengthwise.models.adapter import ATTENTION_NAME, register_attention
+from lengthwise.engine.activations import Offloading
+from lengthwise.engine.optimizer import ShardedOptimizer
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.units import UnitPart
+from lengthwise.models import keep_double
+from lengthwise.models.families import FAMILIES
 from properties import costliest
-from tiers import some
+from tiers import more, some
 
-CPU = torch.device("cpu")
-LENGTHS = (41, 11, 5, 7, 1, 23)
-# A ring beside nothing, a ring beside a pack, and a wave of which ranks 0 and 1 have nothing.
-WAVES = [
-    [Piece(ranks=(0, 2, 1), sequences=(0,))],
-    [Piece(ranks=(0, 1), sequences=(5,)), Piece(ranks=(2,), sequences=(1, 2))],
-    [Piece(ranks=(2,), sequences=(3, 4))],
-]
+# No wrap for recomputation; layers that run more than once, which is refused.
+FAMILIES_HERE = [each for each in FAMILIES if each not in ("ctrl", "hrm_text")]
 
 
-def in_waves(plan, *recompute):
-    kinds = recompute or ("none",)
-    microbatches = [replace(each, recompute=kinds[i % len(kinds)]) for i, each in enumerate(plan.microbatches)]
-    requires = tuple(sorted({*plan.requires, "waves"}))
-    return replace(plan, microbatches=tuple(microbatches), schedule={"kind": "waves"}, requires=requires)
-
-
-@pytest.mark.parametrize("family", some(["llama", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss", "mistral"], 0, 2))
+@pytest.mark.parametrize(
+    "family", some(FAMILIES_HERE, *map(FAMILIES_HERE.index, ("llama", "gemma3_text", "qwen3_moe")))
+)
 def test_gradients_are_those_of_one_process(family):
-    """Whatever is computed again, a loss in chunks, and ranks that have nothing in a wave."""
+    """Whatever is computed again, a loss in chunks, experts without tokens, and ranks that have nothing in a wave."""
     config = tiny_family_config(family)
     if family == "qwen3_moe":
         config.output_router_logits, config.router_aux_loss_coef = True, 0.5
-    plan = in_waves(make_plan(3, LENGTHS, WAVES, layers=2), "none", "layer", "all_but_attention")
+    plan = in_waves(make_plan(3, LENGTHS, WAVES, layers=config.num_hidden_layers), *KINDS)
     found = family_difference(
         build_pair(family, config), plan, LENGTHS, precision="fp64", logits_at_once=7 * config.vocab_size, sharded=True
     )
@@ -65,7 +63,7 @@ def test_gradients_are_those_of_one_process(family):
 @given(data=st.data())
 @costliest
 def test_gradients_of_any_waves_are_those_of_one_process(data):
-    """Lengths of 1 and primes, fewer sequences than ranks, more ranks than rows of some parameters."""
+    """Lengths of 1 and primes, fewer sequences than ranks, more ranks than entries of some parameters."""
     ranks = data.draw(st.sampled_from((2, 3, 5, 8)))
     lengths = data.draw(st.lists(st.sampled_from((1, 2, 3, 7, 13, 2 * ranks - 1, 29, 40)), min_size=1, max_size=7))
     if max(lengths) == 1:
@@ -74,88 +72,199 @@ def test_gradients_of_any_waves_are_those_of_one_process(data):
     config.tie_word_embeddings = data.draw(st.booleans())
     choose = random.Random(data.draw(st.integers(0, 2**16)))
     plan = random_plan(choose, ranks, lengths, layers=2, num_heads=4)
-    plan = in_waves(plan, *choose.choices(("none", "layer", "all_but_attention"), k=2))
+    plan = in_waves(plan, *choose.choices(KINDS, k=2))
     found = family_difference(build_pair("llama", config), plan, lengths, precision="fp64", sharded=True)
     assert max(found.loss, found.gradient) <= 1e-11
 
 
-def sharded_step(transport, plan, dtype=torch.float64, lengths=LENGTHS):
-    """Run a step; return what holds the parameters."""
-    register_attention()
-    torch.manual_seed(1)
-    config = tiny_family_config("llama")
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
-    parameters = ShardedParameters(model, transport, dtype=dtype, device=CPU, layers=wrapped_layers(model))
-    batch = make_batch(lengths, vocab=config.vocab_size)
-    run_plan(model, plan, batch, transport, choose_kernel(CPU), name="step", parameters=parameters)
-    return model, parameters
+@pytest.mark.parametrize(
+    ("changes", "frozen"),
+    some(
+        [({}, False), ({"tie_word_embeddings": True}, False), ({}, True), ({"tie_word_embeddings": True}, True)], 1, 2
+    ),
+)
+def test_three_clipped_updates_are_those_of_zero1(changes, frozen):
+    """frozen: as under LoRA, only some parameters of each layer train, and what is in no layer does not."""
+    model = build(**changes)
+    for name, each in model.named_parameters():
+        each.requires_grad_(not frozen or "q_proj" in name or "layernorm" in name)
+    plan = make_plan(3, LENGTHS, WAVES, layers=2)
+
+    def trained(transport, make, plan):
+        own = copy.deepcopy(model)
+        parameters = make(own, transport)
+        optimizer = ShardedOptimizer(parameters, OptimizerConfig(lr=1e-2, max_grad_norm=1e-3), transport)
+        norms = []
+        for _ in range(3):
+            run(own, parameters, transport, plan)
+            norms.append(optimizer.reduce())
+            optimizer.update(1e-2, norms[-1])
+        with parameters.whole_on_first(trained_only=False):
+            return norms, {} if transport.rank else {name: each.detach() for name, each in own.named_parameters()}
+
+    flat = StrictWorld(3).run(lambda t: trained(t, lambda m, t: FlatParameters(m, t, dtype=torch.float64), plan))
+    sharded = StrictWorld(3).run(lambda t: trained(t, shard, in_waves(plan, "layer")))
+    assert sharded[0][0] == pytest.approx(flat[0][0], rel=1e-12)
+    assert min(flat[0][0]) > 1e-3
+    assert sharded[0][1].keys() == flat[0][1].keys()
+    for name, expected in flat[0][1].items():
+        assert (sharded[0][1][name] - expected).abs().max() <= 1e-12, name
 
 
-def operations_of(call):
-    if call.name != "exchange":
-        return [Operation(kind="collective", size=call.name)]
-    return [
-        Operation(kind=kind, peer=peer, size=(shape, dtype))
-        for kind, messages in (("send", call.sends), ("receive", call.receives))
-        for peer, shape, dtype in messages
-    ]
-
-
-@given(seed=st.integers(0, 2**16), kind=st.sampled_from(("none", "layer", "all_but_attention")))
-@costliest
-def test_all_that_ranks_post_completes_on_one_strict_queue_a_rank(seed, kind):
-    """Gathers, sums and rings of all ranks, in the order in which each posts them; a gather meets the same gather."""
-    choose = random.Random(seed)
-    ranks = choose.choice((2, 3, 4))
-    lengths = [choose.randint(2, 40) for _ in range(choose.randint(1, 6))]
-    plan = in_waves(random_plan(choose, ranks, lengths, layers=2, num_heads=4), kind)
-
-    def work(transport):
-        recording = RecordingTransport(transport)
-        sharded_step(recording, plan, lengths=lengths)
-        return recording.calls
-
-    calls = run_ranks(work, ranks)
-    collectives = [[each.name for each in row if each.name != "exchange"] for row in calls]
-    assert collectives.count(collectives[0]) == ranks
-    labels = [label for label, posted in rank_groups(plan, 0, windows=[None, None]) if posted[0].kind == "collective"]
-    names = ["all_gather" if ", gather of " in label else "reduce_scatter" for label in labels if ", " in label]
-    assert [each for each in collectives[0] if each != "broadcast"] == names, "as `check_order` has them"
-    assert check_order(plan, layers=2) >= 0
-    matcher = StrictMatcher(ranks)
-    for rank, row in enumerate(calls):
-        for number, call in enumerate(row):
-            if operations := operations_of(call):
-                matcher.post(rank, f"{number} {call.name}", operations)
-    assert sum(1 for _ in matcher.progress())
-    assert not matcher.stuck()
-
-
-def test_a_rank_keeps_its_part_and_no_more():
-    """Between passes nothing of a layer is left: neither gathered values nor gradients."""
-    plan = in_waves(make_plan(4, LENGTHS, WAVES, layers=2))
+def test_gradients_are_those_of_fsdp2():
+    """An oracle that shares no code: a whole sequence a rank, torch's own gathers, sums and attention."""
+    lengths = (17, 9)
+    model = build()
+    batch = make_batch(lengths, vocab=model.config.vocab_size)
+    plan = in_waves(make_plan(2, lengths, [[Piece(ranks=(rank,), sequences=(rank,)) for rank in (0, 1)]], layers=2))
 
     def work(transport):
-        model, parameters = sharded_step(transport, plan, torch.bfloat16)
-        parameters.publish()
-        kept = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in parameters.tensors()}
-        local = [each.to_local() for each in model.parameters()]
-        assert {each.untyped_storage().data_ptr() for each in local} <= {*kept}
-        return sum(kept.values()), sum(each.numel() for each in model.parameters())
+        own = copy.deepcopy(model)
+        parameters = shard(own, transport)
+        run(own, parameters, transport, plan, lengths)
+        found = parameters.gather_gradients()
+        plain = copy.deepcopy(model)
+        plain.set_attn_implementation("eager")
+        for each in plain.parameters():  # buffers of RoPE stay in fp32, as here
+            each.data = each.data.double()
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        for each in (*plain.model.layers, plain):
+            fully_shard(each, mesh=mesh)
+            each.set_gradient_divide_factor(1.0)
+            each.set_force_sum_reduction_for_comms(True)
+        ids = torch.as_tensor(batch.dataset.read(transport.rank, 0, lengths[transport.rank])[0].copy()).long()
+        with keep_double(torch.float64):
+            logits = plain(ids[None], use_cache=False).logits[0, :-1]
+        (torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum") / batch.loss_weight).backward()
+        expected = {name: each.grad.full_tensor() for name, each in plain.named_parameters()}
+        assert found.keys() == expected.keys()
+        return max((found[name] - each).abs().max().item() for name, each in expected.items())
 
-    (kept, entries), *_ = run_ranks(work, 4)
-    assert kept / entries == pytest.approx(8 / 4, rel=0.05), "masters and gradients, in fp32"
+    assert max(run_ranks(work, 2)) <= 1e-12
 
 
-def test_rows_lie_as_torch_cuts_them():
-    shapes = [(7, 3), (2,), (16, 2, 5), (1, 4)]
-    for ranks in (1, 2, 3, 8):
-        layout = lay_out_rows(shapes, world_size=ranks)
-        for rank in range(ranks):
-            found = {run.parameter: (run.entry, run.stop - run.start) for run in layout.runs(rank)}
-            for number, shape in enumerate(shapes):
-                rows = [len(each) for each in torch.chunk(torch.empty(shape), ranks)]
-                rows += [0] * (ranks - len(rows))
-                width = torch.empty(shape)[0].numel()
-                expected = (sum(rows[:rank]) * width, rows[rank] * width)
-                assert found.get(number, (expected[0], 0)) == expected
+@pytest.mark.parametrize("tied", [False, more(True)])
+def test_a_rank_keeps_its_part_and_gathers_two_units(tied, monkeypatch):
+    """Masters and gradients between steps; in a wave two units beside those that stay, and one sum in fp32."""
+    model = build(num_hidden_layers=4, tie_word_embeddings=tied)
+    plan = in_waves(make_plan(4, LENGTHS, WAVES, layers=4), "layer")
+    seen = []
+    gather, reduce = UnitPart.gather, UnitPart.reduce
+
+    def work(transport):
+        own = copy.deepcopy(model)
+        parameters = shard(own, transport, torch.bfloat16)
+        units = parameters._waves._parts
+
+        def note():
+            held = [part._whole.untyped_storage().nbytes() for parts in units for part in parts]
+            sums = [part for parts in units for part in parts if part._sum is not None]
+            seen.append((sum(each > 0 for each in held), len(sums)))
+
+        if transport.rank == 0:
+            mine = {id(part) for parts in units for part in parts}
+            for name, call in (("gather", gather), ("reduce", reduce)):
+
+                def noted(self, *arguments, call=call):
+                    call(self, *arguments)
+                    if id(self) in mine:
+                        note()
+
+                monkeypatch.setattr(UnitPart, name, noted)
+        run(own, parameters, transport, plan, dtype=torch.bfloat16)
+        assert not any(part._whole.untyped_storage().nbytes() for parts in units for part in parts)
+        assert all(each.grad is None for each in own.parameters())
+        kept = sum(each.nbytes for each in parameters.tensors())
+        return kept / sum(each.numel() for each in own.parameters())
+
+    assert StrictWorld(4).run(work) == pytest.approx([8 / 4] * 4, rel=0.05)
+    assert max(units for units, _ in seen) == 2 + tied
+    assert max(sums for _, sums in seen) == 1
+
+
+def test_live_bytes_count_units_while_they_are_gathered():
+    model = build(num_hidden_layers=4, vocab_size=4096)
+    plan = in_waves(make_plan(1, (2,), [[Piece(ranks=(0,), sequences=(0,))]], layers=4))
+    parameters = shard(model, SoloTransport())
+    with LiveBytes(*model.parameters()) as live, torch.no_grad():
+        run(model, parameters, SoloTransport(), plan, (2,), train=False)
+        head = model.lm_head.weight.nbytes
+        assert head <= live.now_bytes <= live.peak_bytes <= 1.5 * head
+    parameters.publish()
+    assert live.now_bytes < 0.1 * head
+
+
+class Spy(CountingStore):
+    """Refuses storages that come and go."""
+
+    def __init__(self, model):
+        super().__init__()
+        self._model = model
+
+    def put(self, values):
+        at = values.untyped_storage().data_ptr()
+        assert at not in {each.untyped_storage().data_ptr() for each in self._model.parameters()}
+        return super().put(values)
+
+
+def test_no_parameter_is_offloaded():
+    model = build(num_hidden_layers=3, hidden_size=64)  # what is under 1 KB stays anyhow
+    plan = in_waves(make_plan(2, (60, 50), [[Piece(ranks=(0,), sequences=(0, 1))]], layers=3), offload=1.0)
+
+    def work(transport, plan):
+        own = copy.deepcopy(model)
+        parameters = shard(own, transport)
+        store = Spy(own)
+        offloading = Offloading(own, choose_kernel(CPU), store)
+        run(own, parameters, transport, plan, (60, 50), offloading=offloading)
+        return store.put_bytes, parameters.gather_gradients()
+
+    found = StrictWorld(2).run(lambda t: work(t, plan))
+    assert found[0][0] > 0
+    for name, expected in StrictWorld(2).run(lambda t: work(t, in_waves(plan)))[0][1].items():
+        assert torch.equal(found[0][1][name], expected), name
+
+
+def test_masters_keep_their_bits_over_layouts_and_ranks(tmp_path):
+    """From 2 ranks of zero1 to 3 of zero3 to 4 of zero1, through files, where tied parameters lie in another order."""
+    model = build(tie_word_embeddings=True)
+
+    def saved(make, ranks, folder, before=None):
+        def work(transport):
+            parameters = make(copy.deepcopy(model), transport)
+            state = parameters.state()
+            if before is not None:
+                state["master_weights"].zero_()
+                read_state(*before, parameters.layout, parameters.names, transport.rank, state)
+            folder.mkdir(exist_ok=True)
+            save_file({name: each.contiguous() for name, each in state.items()}, folder / file_name(transport.rank))
+            return parameters
+
+        found = StrictWorld(ranks).run(work)
+        layout, names, shapes = found[0].layout, list(found[0].names), list(found[0].shapes)
+        manifest = Manifest(
+            version="0",
+            step=1,
+            ranks=ranks,
+            dtype="float32",
+            first_loss=1.0,
+            loss=1.0,
+            run={},
+            data="0" * 64,
+            borders=layout.borders,
+            parameters=parameters_of(layout, names, shapes),
+            files={},
+        )
+        return [each.state()["master_weights"] for each in found], (folder, manifest)
+
+    def flat(model, transport):
+        return FlatParameters(model, transport, dtype=torch.bfloat16)
+
+    def cut(model, transport):
+        return shard(model, transport, torch.bfloat16)
+
+    expected, _ = saved(flat, 4, tmp_path / "expected")
+    _, first = saved(flat, 2, tmp_path / "first")
+    _, second = saved(cut, 3, tmp_path / "second", first)
+    found, _ = saved(flat, 4, tmp_path / "found", second)
+    assert all(torch.equal(got, own) for got, own in zip(found, expected, strict=True))

@@ -3,7 +3,8 @@
 gloo and NCCL match messages by their order alone: of another length or type, gloo ends the process and NCCL waits or
 writes what came. Here a header goes ahead of each message, over a group of host memory of its own: which message of
 these two ranks it is, its dtype and shape, and the phase that it was posted in. A call's messages move when it is
-waited for, once all its headers are right, so nothing overlaps; bytes and their order are the same.
+waited for, once all its headers are right, so nothing overlaps; bytes and their order are the same. A collective with
+a key, of sharded parameters, is compared with that of the rank before.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lengthwise.comm.transport import Around, Done, Message, Pending, Transport
+from lengthwise.comm.transport import Around, Done, Key, Message, Pending, Transport
 from lengthwise.core.errors import ConfigError, TransferMismatch
 
 VARIABLE = "LENGTHWISE_CHECK_TRANSFERS"
 _HEADER = struct.Struct("<q24s64s160s")
+_ROOM = torch.empty(_HEADER.size, dtype=torch.uint8)
 
 
 def checks_transfers() -> bool:
@@ -67,6 +69,32 @@ class CheckedTransport(Around):
         pending = _CheckedPending(self, sends, receives, expected, rooms, self._exchange_headers(out, rooms))
         self._under_way.append(pending)
         return pending
+
+    def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
+        """Begin a `reduce_scatter`, once the next rank is known to be at the same one."""
+        self._compare(source, key)
+        return self._inner.reduce_scatter_async(output, source, key=key)
+
+    def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
+        """Begin an `all_gather`, once the next rank is known to be at the same one."""
+        self._compare(source, key)
+        return self._inner.all_gather_async(output, source, key=key)
+
+    def _compare(self, source: Tensor, key: Key | None) -> None:
+        """Send the key of a collective to the next rank, and compare that of the rank before."""
+        if key is None:
+            return
+        before, after = (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
+        header, room = _Header(0, str(source.dtype), str(list(source.shape)), str(key)), torch.empty_like(_ROOM)
+        self._exchange_headers([(header.packed(), after)], [(room, before)]).wait()
+        if _unpacked(room) != _unpacked(header.packed()):
+            remedy = "This is a defect of lengthwise: please report it."
+            raise TransferMismatch(
+                f"rank {self.rank}, {self.phase}",
+                expected=f"rank {before} in the same collective as rank {self.rank}: {header}",
+                got=str(_unpacked(room)),
+                remedy=remedy,
+            )
 
     def _header(self, tensor: Tensor, peer: int, counts: Counter[int]) -> _Header:
         counts[peer] += 1

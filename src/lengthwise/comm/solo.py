@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lengthwise.comm.clock import Clock
-from lengthwise.comm.transport import Done, Message, Pending
+from lengthwise.comm.transport import Done, Key, Message, Pending
 
 
 class SoloTransport:
@@ -35,8 +35,9 @@ class SoloTransport:
         """Copy the only summand."""
         output.copy_(source)
 
-    def reduce_scatter_async(self, output: Tensor, source: Tensor) -> Pending:
+    def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Copy the only summand, at once."""
+        del key
         self.reduce_scatter(output, source)
         return Done()
 
@@ -44,8 +45,9 @@ class SoloTransport:
         """Copy the only part."""
         output.copy_(source)
 
-    def all_gather_async(self, output: Tensor, source: Tensor) -> Pending:
+    def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Copy the only part, at once."""
+        del key
         self.all_gather(output, source)
         return Done()
 

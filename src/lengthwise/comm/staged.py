@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from lengthwise.comm.slabs import Round, Slabs, cut_into_rounds
-from lengthwise.comm.transport import Around, Done, Message, Pending, Transport, lies_on_a_device
+from lengthwise.comm.transport import Around, Done, Key, Message, Pending, Transport, lies_on_a_device
 
 _ROUNDS_UNDER_WAY = 2
 
@@ -70,8 +70,9 @@ class StagedTransport(Around):
             self._copy_in(part[start:stop], host_part)
             self._slabs.give(host_whole)
 
-    def reduce_scatter_async(self, output: Tensor, source: Tensor) -> Pending:
+    def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Sum over all ranks and keep this rank's slice, at once."""
+        del key
         self.reduce_scatter(output, source)
         return Done()
 
@@ -89,8 +90,9 @@ class StagedTransport(Around):
             self._copy_in(whole[:, start:stop], host_whole)
             self._slabs.give(host_part)
 
-    def all_gather_async(self, output: Tensor, source: Tensor) -> Pending:
+    def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Concatenate the tensors of all ranks, at once."""
+        del key
         self.all_gather(output, source)
         return Done()
 

@@ -27,7 +27,7 @@ from lengthwise.comm.clock import Clock
 from lengthwise.comm.groups import gloo_group, nccl_group
 from lengthwise.comm.solo import SoloTransport
 from lengthwise.comm.staged import StagedTransport
-from lengthwise.comm.transport import Done, Message, Pending, Transport, lies_on_a_device
+from lengthwise.comm.transport import Done, Key, Message, Pending, Transport, lies_on_a_device
 from lengthwise.comm.watch import Posted, Watch
 from lengthwise.comm.world import World
 from lengthwise.core.errors import TransferError
@@ -129,10 +129,6 @@ class TorchTransport:
         self._groups[name] = self._guard(lambda: gloo_group(timedelta(seconds=self._timeout_seconds)))
         return partial(self._exchange, name)
 
-    def collectives(self) -> dist.ProcessGroup:
-        """Return the group over which tensors of the device that the model computes on are summed and gathered."""
-        return self._groups.get(_GPUS, self._groups[_HOST])
-
     def _exchange(self, name: str, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         group = self._groups[name]
         operations = [dist.P2POp(dist.isend, tensor, peer, group=group) for tensor, peer in sends]
@@ -152,19 +148,21 @@ class TorchTransport:
         """Sum over all ranks and keep this rank's slice."""
         self.reduce_scatter_async(output, source).wait()
 
-    def reduce_scatter_async(self, output: Tensor, source: Tensor) -> Pending:
+    def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Begin a `reduce_scatter` (see `Transport.reduce_scatter_async`)."""
         return self._collective(
-            lambda group: _reduce_scatter(output, source, group=group, async_op=True), output, source
+            lambda group: _reduce_scatter(output, source, group=group, async_op=True), output, source, key=key
         )
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Concatenate the tensors of all ranks."""
         self.all_gather_async(output, source).wait()
 
-    def all_gather_async(self, output: Tensor, source: Tensor) -> Pending:
+    def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Begin an `all_gather` (see `Transport.reduce_scatter_async`)."""
-        return self._collective(lambda group: _all_gather(output, source, group=group, async_op=True), output, source)
+        return self._collective(
+            lambda group: _all_gather(output, source, group=group, async_op=True), output, source, key=key
+        )
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite with the tensor of rank `source`."""
@@ -183,7 +181,11 @@ class TorchTransport:
         self._groups.clear()
 
     def _collective(
-        self, call: Callable[[dist.ProcessGroup], dist.Work | None], tensor: Tensor, *others: Tensor
+        self,
+        call: Callable[[dist.ProcessGroup], dist.Work | None],
+        tensor: Tensor,
+        *others: Tensor,
+        key: Key | None = None,
     ) -> Pending:
         group = self._groups[_GPUS if _GPUS in self._groups and lies_on_a_device(tensor) else _HOST]
 
@@ -192,22 +194,25 @@ class TorchTransport:
             assert work is not None, "every rank is a member of a group of all ranks"
             return [work]
 
-        return self._post(works, None, [tensor, *others])
+        return self._post(works, None, [tensor, *others], key)
 
     def _post(
-        self, call: Callable[[], Sequence[dist.Work]], peers: Sequence[int] | None, alive: Sequence[Tensor]
+        self,
+        call: Callable[[], Sequence[dist.Work]],
+        peers: Sequence[int] | None,
+        alive: Sequence[Tensor],
+        key: Key | None = None,
     ) -> Pending:
+        phase = self.phase if key is None else f"{self.phase}, {key}"
         on_stream = self._watch is not None and any(map(lies_on_a_device, alive))
         # Posting to a GPU takes the host's time, in which the GPU works on; gloo sends some bytes while it posts.
         with nullcontext() if on_stream else self.clock.waiting(in_collective=peers is None):
-            works = self._guard(call, peers)
+            works = self._guard(call, peers, phase=phase)
         if self._watch is not None and on_stream:
             reached = torch.cuda.Event()
             reached.record()
-            self._watch.add(works, reached=reached, phase=self.phase, others=_named(peers))
-        return _TorchPending(
-            transport=self, works=works, peers=peers, phase=self.phase, alive=alive, on_stream=on_stream
-        )
+            self._watch.add(works, reached=reached, phase=phase, others=_named(peers))
+        return _TorchPending(transport=self, works=works, peers=peers, phase=phase, alive=alive, on_stream=on_stream)
 
     def _guard(
         self, call: Callable[[], Result], peers: Sequence[int] | None = None, *, phase: str | None = None

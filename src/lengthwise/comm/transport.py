@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -11,6 +11,8 @@ from lengthwise.comm.clock import Clock
 
 Message = tuple[Tensor, int]
 """A contiguous tensor and the rank it goes to or comes from."""
+Key: TypeAlias = tuple[object, ...]
+"""Which collective of a run a call is (`engine.wave_order.CallKey`): the same on all ranks."""
 
 
 def lies_on_a_device(tensor: Tensor) -> bool:
@@ -66,18 +68,20 @@ class Transport(Protocol):
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Sum `source` over all ranks and put this rank's slice, one world_size-th, into `output`."""
 
-    def reduce_scatter_async(self, output: Tensor, source: Tensor) -> Pending:
+    def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Begin a `reduce_scatter`.
 
-        Several collectives may be under way, posted in one order on all ranks. None may be while this rank has a
-        transfer under way, nor the other way round: a rank that waits in one might wait for a rank that waits for it.
+        Several collectives may be under way, posted in one order on all ranks. None may be posted while this rank has a
+        transfer under way, nor a transfer beside one: a rank that waits in one might wait for a rank that waits for it.
+        Transfers may be posted beside collectives with a `key`: it says which call of all ranks this is, so that all
+        post it in the same place of one order, transfers included. Keys increase.
         """
         ...
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Put the `source` of every rank one after the other into `output`."""
 
-    def all_gather_async(self, output: Tensor, source: Tensor) -> Pending:
+    def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Begin an `all_gather`, under the rules of `reduce_scatter_async`."""
         ...
 
@@ -126,17 +130,17 @@ class Around:
         """Sum over all ranks and keep this rank's slice."""
         self._inner.reduce_scatter(output, source)
 
-    def reduce_scatter_async(self, output: Tensor, source: Tensor) -> Pending:
+    def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Begin a `reduce_scatter`."""
-        return self._inner.reduce_scatter_async(output, source)
+        return self._inner.reduce_scatter_async(output, source, key=key)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Concatenate the tensors of all ranks."""
         self._inner.all_gather(output, source)
 
-    def all_gather_async(self, output: Tensor, source: Tensor) -> Pending:
+    def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Begin an `all_gather`."""
-        return self._inner.all_gather_async(output, source)
+        return self._inner.all_gather_async(output, source, key=key)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite with the tensor of rank `source`."""

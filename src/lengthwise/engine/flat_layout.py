@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from math import lcm, prod
+from math import lcm
 from typing import NamedTuple
 
 ALIGNMENT = 64  # entries: 128 bytes in the narrowest dtype, which has two
@@ -144,20 +143,6 @@ def lay_out(
         starts=tuple(starts),
         borders=tuple(borders),
         bucket_of=tuple(bucket_of),
-        world_size=world_size,
-    )
-
-
-def lay_out_rows(shapes: Sequence[tuple[int, ...]], *, world_size: int) -> FlatLayout:
-    """Lay parameters out as FSDP2 does: each has a bucket, and every rank as many of its rows, the last ones fewer."""
-    sizes = [prod(shape) for shape in shapes]
-    slices = [-(-shape[0] // world_size) * prod(shape[1:]) for shape in shapes]
-    borders = (0, *accumulate(world_size * each for each in slices))
-    return FlatLayout(
-        sizes=tuple(sizes),
-        starts=borders[:-1],
-        borders=borders,
-        bucket_of=tuple(range(len(sizes))),
         world_size=world_size,
     )
 

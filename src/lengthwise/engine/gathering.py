@@ -11,18 +11,22 @@ from lengthwise.comm import Transport
 from lengthwise.engine.flat_layout import FlatLayout
 
 
-def gathered(layout: FlatLayout, shard: Tensor, transport: Transport) -> Iterator[tuple[int, Tensor]]:
+def gathered(
+    layout: FlatLayout, shard: Tensor, transport: Transport, *, dtype: torch.dtype | None = None
+) -> Iterator[tuple[int, Tensor]]:
     """Yield each parameter's place and what all ranks have of it in their shards, (entries,) each. Collective.
 
-    Those of a bucket are views of one tensor, which the next bucket does not touch.
+    dtype: to gather them in; None: that of the shard. Those of a bucket are views of one tensor, which the next bucket
+    does not touch.
     """
     members: dict[int, list[int]] = {}
     for index, number in enumerate(layout.bucket_of):
         members.setdefault(number, []).append(index)
     for bucket in range(layout.num_buckets):
         place = layout.bucket(bucket)
-        whole = torch.empty(place.stop - place.start, dtype=shard.dtype, device=shard.device)
-        transport.all_gather(whole, shard[layout.in_shard(bucket)])
+        own = shard[layout.in_shard(bucket)].to(dtype or shard.dtype)
+        whole = torch.empty(place.stop - place.start, dtype=own.dtype, device=own.device)
+        transport.all_gather(whole, own)
         for index in members.get(bucket, ()):
             start = layout.starts[index] - place.start
             yield index, whole[start : start + layout.sizes[index]]

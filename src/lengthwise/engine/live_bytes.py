@@ -14,13 +14,20 @@ class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations inside the block make, each once, until it is freed.
 
     What was there before (parameters, flat gradients) is not counted; a view of it, or an operation in place, makes
-    no storage.
+    no storage. Only storages that were empty before are, as long as they are filled: those of units of sharded
+    parameters, which are gathered.
     """
 
     def __init__(self, *before: Tensor) -> None:
         super().__init__()
-        self.now_bytes = self.peak_bytes = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in before}
+        self.peak_bytes = self._made_bytes = 0
+        storages = {each._cdata: each for each in (tensor.untyped_storage() for tensor in before)}
+        self._known, self._empty = {*storages}, [each for each in storages.values() if not each.nbytes()]
+
+    @property
+    def now_bytes(self) -> int:
+        """The bytes that are alive now."""
+        return self._made_bytes + sum(each.nbytes() for each in self._empty)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -30,6 +37,7 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors((result,)):
             self._note(tensor, there)
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
         return result
 
     def _note(self, tensor: Tensor, there: set[int]) -> None:
@@ -37,13 +45,12 @@ class LiveBytes(TorchDispatchMode):
         if storage._cdata in there or storage._cdata in self._known:
             return
         self._known.add(storage._cdata)
-        self.now_bytes += storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        self._made_bytes += storage.nbytes()
         weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
 
     def _free(self, key: int, size: int) -> None:
         self._known.discard(key)
-        self.now_bytes -= size
+        self._made_bytes -= size
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

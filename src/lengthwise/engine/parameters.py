@@ -36,7 +36,7 @@ class Shard:
 class Parameters(Protocol):
     """The trainable parameters of a model on one rank.
 
-    layout: where the entries of each parameter, in the model's order, lie in the `state` of all ranks.
+    layout: where the entries of each parameter, as `names` has them, lie in the `state` of all ranks.
     in_lock_step: whether ranks gather and sum together in every pass, so that each takes part in all microbatches.
     """
 
@@ -45,7 +45,7 @@ class Parameters(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """The names of the parameters, in the model's order."""
+        """The names of the parameters, in the order of the layout."""
         ...
 
     @property
@@ -104,6 +104,10 @@ class Parameters(Protocol):
 
     def tensors(self) -> Sequence[Tensor]:
         """Return all tensors that are kept from step to step."""
+        ...
+
+    def read_by_forward(self) -> Sequence[Tensor]:
+        """Return what forward reads the values of all parameters from, those that do not train as well."""
         ...
 
     def state(self) -> Mapping[str, Tensor]:

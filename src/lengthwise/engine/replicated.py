@@ -269,6 +269,10 @@ class FlatParameters:
         """Return the flat buffers."""
         return [self.values, self.grads, self.grad_shard, self.master_weights]
 
+    def read_by_forward(self) -> list[Tensor]:
+        """Return the model's parameters."""
+        return [each.data for each in self._model.parameters()]
+
     def state(self) -> dict[str, Tensor]:
         """Return the master weights of this rank; the values of all ranks follow from theirs."""
         return {MASTER_WEIGHTS: self.master_weights}

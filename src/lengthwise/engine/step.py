@@ -2,7 +2,8 @@
 
 Where the config asks for the routers' balance loss, all microbatches first run forward without gradients, and what all
 tokens choose is summed over the ranks (`models.router`). A microbatch that is the last of all its ranks keeps its graph
-instead and goes backward first: a rank of n pays for at most n more forward passes and never holds two graphs.
+instead and goes backward first: a rank of n pays for at most n more forward passes and never holds two graphs. In
+lock-step this is the last microbatch alone.
 """
 
 from __future__ import annotations
@@ -79,10 +80,10 @@ def run_plan(
 
     The loss is divided once, by what all loss tokens of the global batch weigh, and made from `logits_at_once` logits
     at a time (None: all of a microbatch), or it is what `objective` says. No collective is issued before this rank's
-    last transfer: a rank can never wait in one for another that waits for its next ring message. `offloading` is what
-    plans that offload need. `parameters`: whose values may still arrive, and whose gradients may be summed early, by
-    all ranks alike; None: neither. `dropout`: by which entries fall out where the model has dropout; without `train`
-    none does.
+    last transfer: a rank can never wait in one for another that waits for its next ring message. In lock-step all ranks
+    post both in one order (`engine.wave_order`). `offloading` is what plans that offload need. `parameters`: whose
+    values may still arrive, and whose gradients may be summed early, by all ranks alike; None: neither. `dropout`: by
+    which entries fall out where the model has dropout; without `train` none does.
 
     Raises:
         MemoryShortage: a microbatch does not fit on the device.
@@ -171,7 +172,7 @@ class _RankStep:
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # there: reading them would stop it each time
         todo, kept, balance = list(range(len(self.programs))), dict[int, _Forward](), None
         if train and has_balance_loss(self.model.config):
-            balance, kept = self.count_routers(last_on_all_ranks(plan))
+            balance, kept = self.count_routers(self._keeps(plan))
             todo = sorted(todo, key=lambda number: number not in kept)
         for number, following in zip_longest(todo, todo[1:]):
             done = kept.pop(number) if number in kept else self.forward(number, prepared, train=train)
@@ -191,6 +192,12 @@ class _RankStep:
         if train and self.parameters is not None:
             self.parameters.begin_reducing()
         return sums
+
+    def _keeps(self, plan: Plan) -> Collection[int]:
+        """List the microbatches whose graph is kept while routers are counted, one a rank at most."""
+        if self.parameters is not None and self.parameters.in_lock_step:
+            return {self.programs[-1].index}
+        return last_on_all_ranks(plan)
 
     def _reducing(self, number: int, *, last: bool) -> AbstractContextManager[None]:
         """Sum gradients while the backward of a microbatch makes them, if it has no transfer and none follows."""

@@ -1,4 +1,4 @@
-"""Rows of a model's weights, read from its safetensors when asked: no rank reads more than its part.
+"""Entries of a model's weights, read from its safetensors when asked: no rank reads more than its part.
 
 For folders whose tensors are the model's parameters one by one, under the same names. Of others (transformers splits,
 joins or renames what it loads, mixtures of experts for example) rank 0 reads all.
@@ -7,9 +7,12 @@ joins or renames what it loads, mixtures of experts for example) rank 0 reads al
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -35,10 +38,12 @@ class OwnRows:
         return tuple(self._slice(name).get_shape()) if name in self._files else None
 
     def read(self, name: str, first: int, stop: int) -> Tensor:
-        """Return rows [first, stop) of a tensor, in the dtype of the file."""
-        rows: Tensor = self._slice(name)[first:stop]
-        self.num_bytes += rows.numel() * rows.element_size()
-        return rows
+        """Return entries [first, stop) of a tensor, (entries,), in the dtype of the file."""
+        tensor = self._slice(name)
+        found = [tensor[box].reshape(-1) for box in _boxes(tensor.get_shape(), first, stop)]
+        entries = torch.cat(found) if found else torch.empty(0)
+        self.num_bytes += entries.nbytes
+        return entries
 
     def digest(self) -> bytes:
         """Return what tells these files from others, as far as names, shapes, dtypes and sizes do."""
@@ -53,6 +58,26 @@ class OwnRows:
         if file not in self._opened:
             self._opened[file] = safe_open(self._folder / file, framework="pt")
         return self._opened[file].get_slice(name)
+
+
+def _boxes(shape: Sequence[int], first: int, stop: int) -> Iterator[tuple[slice, ...]]:
+    """Yield the boxes of a tensor that together are its entries [first, stop), in order."""
+    if first >= stop:
+        return
+    if len(shape) < 2:
+        yield (slice(first, stop),) * len(shape)
+        return
+    width = prod(shape[1:])
+    begin, end = -(-first // width), stop // width  # whole rows
+    if begin > end:
+        begin = end  # all in row `end`, of which neither the begin nor the end is there
+    elif first < begin * width:
+        rest = _boxes(shape[1:], first - (begin - 1) * width, width)
+        yield from ((slice(begin - 1, begin), *each) for each in rest)
+    if begin < end:
+        yield (slice(begin, end),)
+    rest = _boxes(shape[1:], max(0, first - end * width), stop - end * width)
+    yield from ((slice(end, end + 1), *each) for each in rest)
 
 
 def own_rows(source: ModelSource, model: nn.Module) -> OwnRows | None:

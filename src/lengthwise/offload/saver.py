@@ -105,8 +105,6 @@ class ActivationSaver:
         """Take what autograd saves; return what `unpack` makes it from."""
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return tensor
-        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
-            return tensor  # one that was gathered has a storage of its own, which is emptied and filled again
         alive = StorageWeakRef(tensor.untyped_storage())
         if tensor.untyped_storage().nbytes() < self._least_bytes or alive.cdata in self._stays:
             return tensor

@@ -210,8 +210,8 @@ def _run_plan(
     engine.kernel(dtype, say)
     if rounds_to is not None:
         parameters.published()
-        for parameter in model.parameters():
-            parameter.data.copy_(parameter.data.to(rounds_to))
+        for values in parameters.read_by_forward():
+            values.copy_(values.to(rounds_to))
     planned = PlannedStep(batch=batch, plan=plan, plan_seconds=0.0)
     with keep_double(dtype), _summing(model, asked=dtype == torch.bfloat16 and job.shard == "zero1") as own:
         work = engine.run(planned, "verify", step=ANY_KEY.step, train=True)

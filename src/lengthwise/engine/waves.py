@@ -1,0 +1,159 @@
+"""Gathers and reduces the units of a model while it runs: all ranks run the same waves, in `wave_order`.
+
+A wave is one forward of the model, and its backward where one comes. Hooks of torch say which unit runs:
+
+- before the model: a new wave; before a layer, or a module outside of layers: forward enters its unit;
+- when backward has the gradient of a layer's output: backward enters that layer, before anything of it runs, also
+  before it is run again (`models.checkpointing`), which gathers nothing;
+- when a backward is done: what is left of the wave's calls, whichever units it did not come to.
+
+The chunked loss runs the head any number of times: its unit stays from its forward to the end of its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.comm import Transport
+from lengthwise.core.errors import ModelRefused
+from lengthwise.engine.units import ModelUnit, UnitPart
+from lengthwise.engine.wave_order import END, GATHER, CallKey, UnitCall, backward_calls, forward_calls
+
+
+class Waves:
+    """The units of a model on one rank, with the parts of each; hooks of the model do the rest."""
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[ModelUnit], parts: Sequence[Sequence[UnitPart]], transport: Transport
+    ) -> None:
+        self._model, self._units, self._parts, self._transport = model, units, parts, transport
+        kinds = [unit.kind for unit in units]
+        self._forward, self._backward = forward_calls(kinds), backward_calls(kinds)
+        self._wave, self._is_backward = 0, False
+        self._entered = -1  # of the wave: the unit that forward is in; how many entries of backward
+        self._there: set[int] = set()  # gathered, and waited for
+        self._summed: UnitPart | None = None  # whose sum is under way
+        model.register_forward_pre_hook(lambda *_: self._begin())
+        model.register_forward_hook(lambda *_: self._end_forward())
+        for number, unit in enumerate(units):
+            for module in unit.enters:
+                module.register_forward_pre_hook(partial(self._enter, number))
+            if unit.kind.again:
+                unit.enters[0].register_forward_hook(partial(self._await_gradient, number))
+        for part in (each for of_unit in parts for each in of_unit if each.trains):
+            for parameter in part.parameters:
+                parameter.register_post_accumulate_grad_hook(lambda _: self._begin_backward())
+
+    def let_go(self) -> None:
+        """Free all units."""
+        for number in range(len(self._units)):
+            self._free(number)
+
+    def _begin(self) -> None:
+        """Begin a wave: what is left of one before, of which no backward came, goes."""
+        self.let_go()
+        self._wave, self._entered, self._is_backward = self._wave + 1, -1, False
+
+    def _enter(self, number: int, module: nn.Module, _inputs: object) -> None:
+        """Have the values of a unit before a module of it runs.
+
+        Raises:
+            ModelRefused: they were freed: the model runs its units in another order.
+        """
+        if number in self._there:
+            return
+        if self._is_backward:
+            self._enter_backward(number)
+        elif number > self._entered:
+            self._enter_forward(number)
+        if number not in self._there:
+            where, expected = f"model {type(self._model).__name__}", "units that run once, in the order of the model"
+            got = f"{self._units[number].kind.name} again, or late, by a {type(module).__name__}"
+            raise ModelRefused(where, expected=expected, got=got, remedy="Set parallel: {shard: zero1}.")
+
+    def _enter_forward(self, number: int) -> None:
+        for entered in range(self._entered + 1, number + 1):
+            if entered and not self._units[entered - 1].kind.stays:
+                self._free(entered - 1)
+            self._post(self._forward[entered], entered)
+            self._wait(entered)
+            self._entered = entered
+
+    def _end_forward(self) -> None:
+        """Enter what is left, and free all that does not stay."""
+        self._enter_forward(len(self._units) - 1)
+        for number, unit in enumerate(self._units):
+            if not unit.kind.stays:
+                self._free(number)
+
+    def _await_gradient(self, number: int, _module: nn.Module, _inputs: object, output: Any) -> None:
+        """Have backward enter a layer when it has the gradient of what the layer returned."""
+        if self._is_backward:
+            return
+        hidden = output[0] if isinstance(output, (tuple, list)) else output
+        if isinstance(hidden, Tensor) and hidden.requires_grad:
+            hidden.register_hook(partial(self._reach, self._wave, number))
+
+    def _reach(self, wave: int, number: int, _gradient: Tensor) -> None:
+        assert wave == self._wave, f"backward of wave {wave} after the forward of wave {self._wave}"
+        self._enter_backward(number)
+        assert number in self._there, f"backward of {self._units[number].kind.name} after that of a unit before it"
+
+    def _begin_backward(self) -> None:
+        """See that the wave is finished when this backward is."""
+        if not self._is_backward:
+            self._is_backward, self._entered = True, 0
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._end_backward)
+
+    def _enter_backward(self, number: int) -> None:
+        self._begin_backward()
+        while self._entered < len(self._backward) and number not in self._there:
+            self._enter_next()
+
+    def _end_backward(self) -> None:
+        while self._entered < len(self._backward):
+            self._enter_next()
+        self._add_sum()
+
+    def _enter_next(self) -> None:
+        """Let backward enter the next unit: those after it are done."""
+        entered, calls = self._backward[self._entered]
+        for number in range(entered + 1, len(self._units)):
+            self._free(number)
+        self._post(calls, self._entered)
+        if entered != END:
+            self._wait(entered)
+        self._entered += 1
+
+    def _post(self, calls: Sequence[UnitCall], entry: int) -> None:
+        parts = [(kind, number, part) for kind, number in calls for part in self._parts[number]]
+        for place, (kind, number, part) in enumerate(parts):
+            what = f"{kind} of {self._units[number].kind.name}"
+            key = CallKey(wave=self._wave, is_backward=self._is_backward, entry=entry, number=place, what=what)
+            if kind == GATHER:
+                part.gather(self._transport, key)
+            elif part.trains:
+                self._add_sum()  # of one unit at a time there are gradients in the wide dtype
+                part.reduce(self._transport, key)
+                self._summed = part
+
+    def _add_sum(self) -> None:
+        if self._summed is not None:
+            self._summed.add_sum()
+            self._summed = None
+
+    def _wait(self, number: int) -> None:
+        for part in self._parts[number]:
+            part.wait()
+        self._there.add(number)
+
+    def _free(self, number: int) -> None:
+        for part in self._parts[number]:
+            part.free()
+        self._there.discard(number)

@@ -1,0 +1,40 @@
+"""A transport that moves nothing before `wait`: who touches a tensor too early, or frees one, sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from lengthwise.comm.transport import Around, Key, Message, Pending
+
+
+class LateTransport(Around):
+    """A transport that reads sources and writes targets only when a call is waited for; until then targets are NaN.
+
+    For calls that all ranks wait for in one order, as those of sharded parameters are; transfers go on as they are.
+    """
+
+    def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
+        """Sum, once it is waited for."""
+        return _Late(output, lambda: self._inner.reduce_scatter_async(output, source, key=key).wait())
+
+    def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
+        """Gather, once it is waited for."""
+        return _Late(output, lambda: self._inner.all_gather_async(output, source, key=key).wait())
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Post, with NaN where messages will be."""
+        for room, _ in receives:
+            if room.is_floating_point():
+                room.fill_(float("nan"))
+        return self._inner.exchange(sends, receives)
+
+
+class _Late:
+    def __init__(self, output: Tensor, call: Callable[[], None]) -> None:
+        output.fill_(float("nan"))
+        self._call = call
+
+    def wait(self) -> None:
+        self._call()

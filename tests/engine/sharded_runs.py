@@ -1,0 +1,51 @@
+"""A tiny model under sharded parameters: plans in waves, and a run of one."""
+
+from dataclasses import replace
+
+import torch
+from testing import make_batch, tiny_family_config
+from transformers import AutoModelForCausalLM
+
+from lengthwise.attention import choose_kernel
+from lengthwise.core.plan import Piece
+from lengthwise.engine.sharded import ShardedParameters
+from lengthwise.engine.step import run_plan
+from lengthwise.models import keep_double, wrapped_layers
+from lengthwise.models.adapter import ATTENTION_NAME, register_attention
+
+CPU = torch.device("cpu")
+LENGTHS = (41, 11, 5, 7, 1, 23)
+# A ring beside nothing, a ring beside a pack, and a wave of which ranks 0 and 1 have nothing.
+WAVES = [
+    [Piece(ranks=(0, 2, 1), sequences=(0,))],
+    [Piece(ranks=(0, 1), sequences=(5,)), Piece(ranks=(2,), sequences=(1, 2))],
+    [Piece(ranks=(2,), sequences=(3, 4))],
+]
+KINDS = ("none", "layer", "all_but_attention")
+
+
+def in_waves(plan, *recompute, offload=0.0):
+    kinds = recompute or ("none",)
+    microbatches = [
+        replace(each, recompute=kinds[i % len(kinds)], offload=offload) for i, each in enumerate(plan.microbatches)
+    ]
+    requires = tuple(sorted({*plan.requires, "waves"}))
+    return replace(plan, microbatches=tuple(microbatches), schedule={"kind": "waves"}, requires=requires)
+
+
+def build(family="llama", **changes):
+    register_attention()
+    config = tiny_family_config(family, changes)
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
+
+
+def shard(model, transport, dtype=torch.float64):
+    return ShardedParameters(model, transport, dtype=dtype, device=CPU, layers=wrapped_layers(model))
+
+
+def run(model, parameters, transport, plan, lengths=LENGTHS, dtype=torch.float64, **options):
+    batch = make_batch(lengths, vocab=model.config.vocab_size)
+    with keep_double(dtype):
+        options = {"name": "step", "parameters": parameters, **options}
+        return run_plan(model, plan, batch, transport, choose_kernel(CPU), **options)

@@ -1,0 +1,131 @@
+"""The order in which sharded parameters are gathered and reduced, whatever a rank has, and what breaks it."""
+
+import copy
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from testing import RecordingTransport, make_plan, random_plan
+from testing.late import LateTransport
+from testing.order import check_order, rank_groups
+from testing.strict import StrictWorld
+
+from engine.sharded_runs import CPU, KINDS, LENGTHS, WAVES, build, in_waves, run, shard
+from lengthwise.core.errors import ModelRefused, TransferError
+from lengthwise.core.plan import Piece
+from lengthwise.engine.sharded import ShardedParameters
+from lengthwise.engine.units import UnitPart, units_of
+from lengthwise.models import wrapped_layers
+from properties import costliest
+from tiers import some
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    kind=st.sampled_from(KINDS),
+    family=st.sampled_from(("llama", "mistral")),
+    tied=st.booleans(),
+    chunks=st.sampled_from((None, 1, 5)),
+)
+@costliest
+def test_all_that_ranks_post_completes_on_one_strict_queue_a_rank(seed, kind, family, tied, chunks):
+    """Gathers, sums, heads and rings; each rank's collectives have the same keys, whatever tokens it has."""
+    choose = random.Random(seed)
+    ranks = choose.choice((2, 3, 4))
+    lengths = [choose.randint(2, 40) for _ in range(choose.randint(1, 6))]
+    plan = in_waves(random_plan(choose, ranks, lengths, layers=2, num_heads=4), kind)
+    model = build(family, tie_word_embeddings=tied)
+    windows = [getattr(model.config, "sliding_window", None)] * 2
+
+    def work(transport):
+        own, recording = copy.deepcopy(model), RecordingTransport(transport)
+        at_once = None if chunks is None else chunks * own.config.vocab_size
+        run(own, shard(own, recording), recording, plan, lengths, logits_at_once=at_once)
+        return [each.key for each in recording.calls if each.key is not None]
+
+    keys = StrictWorld(ranks).run(work)
+    assert keys == [keys[0]] * ranks
+    labels = [label for label, posted in rank_groups(plan, 0, windows=windows, tied=tied) if ", " in label]
+    expected = [each.split(", ")[1:] for each in labels if " of unit " in each]
+    got = [["backward" if key.is_backward else "forward", key.what.split()[0]] for key in keys[0]]
+    assert got == [[name, what.split()[0]] for name, what in expected], "as `check_order` has them"
+    assert check_order(plan, layers=2, windows=windows, tied=tied) >= 0
+
+
+def freed_as_nan(self):
+    self.wait()
+    self._whole.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("kind", some(KINDS, 0, 1))
+def test_nothing_is_read_before_it_is_there_or_after_it_is_freed(kind, monkeypatch):
+    """Under a transport that moves at `wait`, with NaN in what has not arrived and in units that were freed."""
+    model, plan = build(tie_word_embeddings=False), in_waves(make_plan(3, LENGTHS, WAVES, layers=2), kind)
+
+    def work(transport, around):
+        own, transport = copy.deepcopy(model), around(transport)
+        parameters = shard(own, transport)
+        run(own, parameters, transport, plan, logits_at_once=7 * own.config.vocab_size)
+        run(own, parameters, transport, plan, logits_at_once=7 * own.config.vocab_size, train=False)
+        return parameters.gather_gradients()
+
+    expected = StrictWorld(3).run(lambda t: work(t, lambda t: t))
+    monkeypatch.setattr(UnitPart, "free", freed_as_nan)
+    found = StrictWorld(3).run(lambda t: work(t, LateTransport))
+    for name, each in expected[0].items():
+        assert torch.equal(found[0][name], each), name
+
+
+@pytest.mark.parametrize("where", ["forward", "chunk", "backward"])
+def test_a_rank_that_fails_ends_all(where, monkeypatch):
+    model, plan = build(), in_waves(make_plan(3, LENGTHS, WAVES, layers=2), "layer")
+    ended = {}
+
+    def fail(*_):
+        raise RuntimeError(f"broken in {where}")
+
+    def work(transport):
+        own = copy.deepcopy(model)
+        parameters = shard(own, transport)
+        if transport.rank == 1 and where == "forward":
+            own.model.layers[1].mlp.register_forward_hook(fail)
+        elif transport.rank == 1 and where == "chunk":
+            forward = own.forward
+            own.forward = lambda *a, **k: fail() if own.model.forward.__name__ == "<lambda>" else forward(*a, **k)
+        elif transport.rank == 1:
+            own.model.layers[0].mlp.down_proj.register_full_backward_hook(fail)
+        try:
+            run(own, parameters, transport, plan, logits_at_once=7 * own.config.vocab_size)
+        except BaseException as error:
+            ended[transport.rank] = error
+            raise
+
+    with pytest.raises(RuntimeError, match=f"broken in {where}"):
+        StrictWorld(3).run(work)
+    assert isinstance(ended[0], TransferError)
+    assert isinstance(ended[2], TransferError)
+    assert "gone: [1" in str(ended[0]) + str(ended[2])
+
+
+def test_units_are_the_embedding_each_layer_and_norm_with_head():
+    def names(model):
+        return [(unit.kind.name, unit.kind.stays) for unit in units_of(model, wrapped_layers(model))]
+
+    layers = [("layer 0", False), ("layer 1", False)]
+    assert names(build()) == [("embedding", False), *layers, ("norm and head", True)]
+    assert names(build(tie_word_embeddings=True)) == [("what is in no layer", True), *layers]
+
+
+def test_a_model_that_runs_its_layers_in_another_order_is_refused():
+    plan = in_waves(make_plan(1, (5,), [[Piece(ranks=(0,), sequences=(0,))]], layers=2))
+
+    def work(transport):
+        model = build()
+        layers = wrapped_layers(model)[::-1]
+        parameters = ShardedParameters(model, transport, dtype=torch.float64, device=CPU, layers=layers)
+        run(model, parameters, transport, plan, (5,))
+
+    with pytest.raises(ModelRefused, match="layer 0 again, or late"):
+        StrictWorld(1).run(work)
