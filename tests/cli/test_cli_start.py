@@ -153,6 +153,13 @@ def test_train_refuses_sequences_beyond_a_table_of_positions(tmp_path, capfd, mo
         assert part in told
 
 
+def test_an_unknown_option_names_the_nearest_of_this_verb_alone(tmp_path, capfd):
+    told = refused(capfd, "train", tmp_path / "run.yaml", "--rank", 2)
+    assert "--ranks N" in told
+    assert "lengthwise plan" not in told
+    assert len(told.splitlines()) <= 10
+
+
 def test_start_refuses_a_run_file_that_is_not_there(tmp_path, capfd):
     for verb in (("train",), ("verify",), ("plan", "--ranks", 1, "--out", tmp_path / "p.json", "--config")):
         assert "nowhere.yaml" in refused(capfd, *verb, tmp_path / "nowhere.yaml")

@@ -93,14 +93,19 @@ def _open_closed_streams() -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 
+def _command(arguments: list[str]) -> Any:
+    """Parse arguments; those of a verb by its own options, so that no other verb's are suggested."""
+    verb = arguments[0]
+    if verb in _VERBS:
+        kind, description = _VERBS[verb]
+        return tyro.cli(kind, args=arguments[1:], prog=f"lengthwise {verb}", description=description)
+    about = "Train language models on sequences of very different lengths with Hybrid Data Parallelism."
+    return tyro.cli(Command, args=arguments, prog="lengthwise", description=about)
+
+
 def _status(arguments: list[str]) -> int:
     try:
-        command = tyro.cli(
-            Command,
-            args=arguments or ["--help"],
-            prog="lengthwise",
-            description="Train language models on sequences of very different lengths with Hybrid Data Parallelism.",
-        )
+        command = _command(arguments or ["--help"])
         try:
             return command.run()
         except LengthwiseError as error:

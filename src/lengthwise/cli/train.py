@@ -160,7 +160,7 @@ def describe_job(job: Job) -> str:
     gpus = min(job.ranks, job.gpus)
 
     def by_default(key: str) -> str:
-        return f" ({job.chosen[key]})" if key in job.chosen else ""
+        return f" ({job.chosen[key]})" if key in job.chosen else " (default)" * (key not in config.model_fields_set)
 
     device = f"{gpus} GPU{'s' * (gpus > 1)} here" if gpus else f"CPU{_why_not_on_gpus(config)}"
     return (
@@ -168,10 +168,11 @@ def describe_job(job: Job) -> str:
         f"{by_default('precision')}\n{_lora_line(config)}"
         f"data    {len(data.ids)} sequences, {count(int(data.lengths.sum()))} tokens, "
         f"longest {data.lengths.max()}{beyond}{skipped}\n"
-        f"batch   {_batch(config)}\n"
+        f"batch   {_batch(config)}{by_default('global_batch')}\n"
         f"update  {_update(job)}\n"
-        f"ranks   {processes} on {device}, {_capacity(config)}, recompute {config.recompute}, "
-        f"planner {config.planner}\n"
+        f"ranks   {processes} on {device}, planner {config.planner}{by_default('planner')}\n"
+        f"memory  {_capacity(config)}{by_default('capacity_tokens')}, recompute {config.recompute}"
+        f"{by_default('recompute')}, {job.shard}\n"
         f"output  {config.output}\n"
         f"time    {_time_line(job)}"
     )
