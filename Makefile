@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all lint docs families newest gpu-check clean
+.PHONY: demo test test-all lint docs families test-newest gpu-check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lengthwise demo
@@ -38,7 +38,7 @@ families: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/families.py --out docs/families.md
 
 # The newest releases that the ranges in pyproject.toml allow, but for torch: what people who install today will have.
-newest:
+test-newest:
 	$(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	grep '^torch==' constraints.txt > .venv-newest/torch.txt
