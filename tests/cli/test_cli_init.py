@@ -30,7 +30,7 @@ def test_the_whole_model_where_it_fits_else_adapters(tmp_path, capsys):
         assert config.model == model
         assert (config.lora is not None) == adapters
         assert config.optimizer.lr == rate
-        assert config.precision == "bf16"
+        assert config.precision == "auto"
         assert config.data[0].path == data
         assert f"on {gpus} of h100" in capsys.readouterr().out
     assert max(map(len, (tmp_path / "run.yaml").read_text().splitlines())) <= 120
@@ -43,7 +43,7 @@ def test_what_it_says_in_comments_loads_too(tmp_path):
     rows(tmp_path / "held-out.jsonl")
     found = yaml.safe_load(re.sub(r"^# (?=[a-z_]+: )", "", text, flags=re.MULTILINE))
     assert {"capacity_tokens", "recompute", "report_to", "eval"} <= found.keys()
-    assert found["global_batch"]["tokens"] == sum(range(1, 41))
+    assert found["global_batch"]["tokens"] == 40, "the longest of few rows"
 
 
 def test_the_file_trains(tmp_path):

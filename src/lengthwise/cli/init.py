@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _MOST_GPUS = 12_288
 _BATCH_TOKENS, _WIDTH = 1 << 19, 118  # of an optimizer step; of a line
+_LEAST_STEPS = 50  # of an epoch, where the data are few
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,7 @@ class Init:
         here = self.out.absolute().parent
         sources = ", ".join(f"{{path: {json.dumps(os.path.relpath(path.absolute(), here))}}}" for path in self.data)
         longest, total, rows = _of(known)
-        batch = max(longest, min(_BATCH_TOKENS, total or _BATCH_TOKENS))
+        batch = max(longest, min(_BATCH_TOKENS, total // _LEAST_STEPS or _BATCH_TOKENS))
         state, device = chosen.state_bytes / 1e9, hardware.device_bytes / 1e9
         held = ", ".join(f"{tokens:,} ({kind})" for kind, tokens in chosen.capacities.items())
         precision = "bf16" if hardware.compute_dtype_bytes == 2 else "fp32"
@@ -104,8 +105,8 @@ class Init:
             f"output: {json.dumps('runs/' + self.out.stem)}",
             "",
             "epochs: 1  # or steps",
-            f"global_batch: {{tokens: {batch}}}  # of an optimizer step: 512K, all, or the longest row",
-            f"precision: {precision}  # what {hardware.name} multiplies in; masters, sums and merges are fp32",
+            f"global_batch: {{tokens: {batch}}}  # of an optimizer step: 512K, a part of few data, or the longest row",
+            f"# precision: auto  # {precision} on {hardware.name}; masters, sums and merges are fp32",
             "# capacity_tokens: auto  # of a microbatch of a rank: measured at the start. By estimate, by recompute:",
             f"#   {held},",
             f"#   beside {state:.0f} GB of weights, gradients and optimizer of {device:.0f} GB. Longer rows are",
@@ -128,7 +129,7 @@ class Init:
             "optimizer:",
             f"  lr: {chosen.learning_rate:g}  # where recipes begin for {kind}; try three times as much, and a third",
             "  schedule: cosine",
-            "  warmup_steps: 20",
+            "  warmup_steps: 0.03  # of all steps",
             f"  weight_decay: {0.0 if chosen.adapters else 0.1}",
             "checkpoint: {every_steps: 100, keep_last: 2}  # --resume goes on from the newest",
             "# report_to: [tensorboard]  # or wandb, trackio, mlflow",

@@ -28,6 +28,7 @@ from lengthwise.run.job import Job
 
 SECONDS = 60.0  # that a part should take, about
 _SEQUENCES, _LONGEST = 8, 2  # of a part, and how many of them are long
+_LEAST = 32  # tokens of a rank in a long sequence, however long they take
 _OVERHEAD = 1.3  # of a plan over even work
 _SPLIT, _OFFLOADED = 2, 0.5  # ranks that share heads, and the share of a microbatch, where the planner may choose
 
@@ -56,7 +57,9 @@ def part_of_batch(job: Job) -> Check:
     rows = _few(first)
     lengths = [int(job.dataset.lengths[each]) for each in rows]
     longest, held = lengths[0], max(job.capacities.values())
-    while _seconds(job, _cut(lengths, longest, longest // 4)) > SECONDS and longest > 32 * job.ranks:
+    while longest > _LEAST * job.ranks:
+        if _seconds(job, [*_cut(lengths, longest, longest // 4), longest, longest]) <= SECONDS:  # two may be added
+            break
         longest //= 2
     cuts = job.ranks > 1 and job.config.planner != PACKED_DP
     capacity = min(held, max(3 * longest // 4, -(-longest // job.ranks) + 1) if cuts else longest)
