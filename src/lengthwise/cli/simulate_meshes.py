@@ -82,9 +82,12 @@ class MeshChoices:
     mesh: Annotated[str, tyro.conf.arg(metavar="best|same")] = "best"
     """best: each planner on the best of the meshes that it can be given, searched alike for all (--tp, --pp,
     --capacity, --heads, --offload, --recompute, as far as they are not given); same: one for all, as given."""
-    tp: Annotated[int | None, tyro.conf.arg(metavar="T", help_behavior_hint="(default: searched; same: 1)")] = None
+    all: tyro.conf.FlagCreatePairsOff[bool] = False
+    """In the details search meshes of several devices a rank, too (tensor parallelism and pipeline stages), which this
+    version plans but does not train."""
+    tp: Annotated[int | None, tyro.conf.arg(metavar="T", help_behavior_hint="(default: 1; --all: searched)")] = None
     """Devices that split every layer of a rank (tensor parallelism)."""
-    pp: Annotated[int | None, tyro.conf.arg(metavar="P", help_behavior_hint="(default: searched; same: 1)")] = None
+    pp: Annotated[int | None, tyro.conf.arg(metavar="P", help_behavior_hint="(default: 1; --all: searched)")] = None
     """Pipeline stages of a rank."""
     capacity: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
     """Tokens that one rank holds in a microbatch; default: what fits beside weights and optimizer, by estimate, and
@@ -133,8 +136,9 @@ class MeshChoices:
         shape, hardware, cost = described
         is_same, is_one_device = self.mesh == "same", self.measurements is not None
         is_fixed = is_same or is_one_device or self.ranks is not None
-        tensors: tuple[int, ...] = (self.tp or 1,) if is_fixed or self.tp else tensors_to_try(shape, hardware, devices)
-        stages: tuple[int, ...] = (self.pp or 1,) if is_fixed or self.pp else stages_to_try(shape, devices)
+        is_one = is_fixed or not (self.all or self.tp or self.pp or planning.mode == "pipeline")
+        tensors: tuple[int, ...] = (self.tp or 1,) if is_one or self.tp else tensors_to_try(shape, hardware, devices)
+        stages: tuple[int, ...] = (self.pp or 1,) if is_one or self.pp else stages_to_try(shape, devices)
         if planning.mode in ("free", "waves") and not self.pp:
             stages = (1,)
         if planning.mode == "pipeline" and not self.pp and not is_fixed:
