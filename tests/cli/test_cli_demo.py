@@ -82,7 +82,7 @@ def test_demo_compares_the_steps_that_both_runs_made():
         ["lengthwise", "4.00", "s", "50", "25.0", "%"],
         ["static", "6.00", "s", "33.3", "30.0", "%"],
     ]
-    assert sentence.startswith("static took 1.50x as long for 2 steps (measured")
+    assert sentence.startswith("an untuned static mesh took 1.50x as long for 2 steps (measured")
     assert sentence.endswith("losses agree to 9e-02")
 
 
@@ -96,15 +96,23 @@ def test_demo_trains_the_first_steps_again_with_a_static_mesh(tmp_path):
     assert "planner: static" in (static / "config.yaml").read_text()
 
 
-def test_demo_draws_a_step_of_both_planners_on_one_scale():
-    told = list(demo_compare.simulated_lines([100, 500, 2000, 3000, 120_000] * 100))
-    ranks = [line for line in told if line.startswith("rank ")]
-    assert len(ranks) == 16
-    static, ours = (max(map(len, each)) for each in (ranks[:8], ranks[8:]))
-    assert len({line.index("|") for line in ranks}) == 1
-    found = re.search(r"takes ([\d.]+)x as long as lengthwise, the best single degree", told[-1])
-    assert float(found[1]) == pytest.approx((static - 9) / (ours - 9), rel=0.05)
-    assert all("#" in line or "=" in line for line in ranks)
+def test_demo_quotes_what_simulate_does_and_draws_both_on_one_scale():
+    told = list(demo_compare.simulated_lines([100, 500, 2000, 3000, 120_000, 400_000] * 100))
+    assert "the longest 120000" in told[0]
+    assert told[1].startswith("8 x h100, ")
+    assert [line[:21].strip() for line in told[2].splitlines()[1:]] == [
+        "FSDP2, padded",
+        "FSDP2, packed",
+        "FSDP2, one ring size",
+        "Lengthwise",
+    ]
+    gpus = [line for line in told if line.startswith("GPU ")]
+    assert len(gpus) == 16
+    other, ours = (max(map(len, each)) - len("GPU 0 ||") for each in (gpus[:8], gpus[8:]))
+    found = re.search(r"takes ([\d.]+) s \(FSDP2", told[1])
+    took = float(re.search(r": ([\d.]+) s with Lengthwise", told[1])[1])
+    assert float(found[1]) / took == pytest.approx(other / ours, rel=0.05)
+    assert all("#" in line or "=" in line for line in gpus)
 
 
 def fake_parts(monkeypatch, *, passed, opened, stopped_by=None):
