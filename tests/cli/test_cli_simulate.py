@@ -283,6 +283,20 @@ def test_simulate_answers_first_in_one_sentence_and_four_rows(tmp_path, capsys) 
     assert sentence in (tmp_path / "out/report.html").read_text()
 
 
+def test_simulate_says_whose_speed_of_attention_it_took(capsys) -> None:
+    asked = ("--model", "qwen3-8b", "--gpus", 8, "--lengths", "github", "--batches", 1)
+    status, said, _ = simulate(capsys, *asked)
+    assert status == 0
+    assert "attention at the speed of cuDNN (blocks from 32K) and FlashAttention-2 (packs" in said
+    quick = simulate(capsys, *asked, "--kernel", "flash3")[1]
+    assert "attention at the speed of FlashAttention-3" in quick
+    took = [float(each.split(": ")[1].split(" s with")[0]) for each in (said, quick)]
+    assert took[1] < took[0]
+    status, _, error = simulate(capsys, *asked, "--kernel", "flash4")
+    assert status == 2
+    assert "--kernel: expected one of flash2, flash3, cudnn" in error
+
+
 def test_simulate_prices_adapters_for_all_ways(tmp_path, capsys) -> None:
     asked = ("--model", "qwen3-8b", "--gpus", 8, "--lengths", "prolong", "--batches", 1)
     for name, more in {"whole": (), "lora": ("--lora", 16)}.items():

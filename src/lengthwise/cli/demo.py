@@ -172,9 +172,7 @@ def _train(run_file: Path) -> TrainResult:
 
 
 def _compare(run_file: Path, ours: Path, show: Show) -> None:
-    show(
-        f"\n[bold]The first {_COMPARED} of these steps again, with an untuned static mesh[/bold]"
-    )
+    show(f"\n[bold]The first {_COMPARED} of these steps again, with an untuned static mesh[/bold]")
     static = train_static(run_file, _COMPARED, ranks=_RANKS)
     show("\n".join(comparison_lines(read_metrics(ours), read_metrics(static))), markup=False)
 

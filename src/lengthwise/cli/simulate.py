@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lengthwise.simulator import Answer
 
 _TOKENS_A_DEVICE = 128 * 1024  # of a step whose size is not given
-_NAMES = named_alike("mode virtual offload heads recompute hardware model tokenizer capacity ranks data") | {
+_NAMES = named_alike("mode virtual offload heads recompute kernel hardware model tokenizer capacity ranks data") | {
     "planner": "--planners",
     "stages": "--pp",
     "tensor": "--tp",
@@ -268,6 +268,7 @@ class Simulate:
         return {
             "model": question.shape.name,
             "hardware": question.hardware.name,
+            "kernel": question.hardware.kernel,
             "cost": meshes.cost.version,
             "mesh": self.machine.mesh,
             "mode": self.planning.mode,

@@ -77,6 +77,9 @@ class MeshChoices:
         None
     )
     """h100, h200, bytescale-gpu or cpu, or a JSON file with the keys of lengthwise/cost/hardware.json."""
+    kernel: Annotated[str | None, tyro.conf.arg(metavar="flash2|flash3|cudnn", help_behavior_hint="")] = None
+    """Attention kernel whose speed is taken; default: what training takes there (h100, h200: cudnn for long blocks and
+    flash2 for packs; flash3 where you install it)."""
     measurements: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json", help_behavior_hint="")] = None
     """What `lengthwise profile` measured, in place of --model and --hardware."""
     mesh: Annotated[str, tyro.conf.arg(metavar="best|same")] = "best"
@@ -192,6 +195,8 @@ class MeshChoices:
             problems.add(ConfigError("simulate", expected="one of --model and --measurements", got=got, remedy=remedy))
         shape = problems.attempt(partial(named_shape, self.model)) if self.model is not None else None
         hardware = problems.attempt(partial(named_hardware, self.hardware or "h100"))
+        if hardware is not None and self.kernel is not None:
+            hardware = problems.attempt(partial(hardware.with_kernel, self.kernel))
         tensor, stages = self.tp or 1, self._stages(planning.mode) or 1
         if shape is None or hardware is None or tensor < 1 or stages < 1:
             return None
@@ -206,7 +211,7 @@ class MeshChoices:
         assert self.measurements is not None, "only asked for where there is a file"
         problems = Collector()
         meshes = {"--tp": self.tp, "--pp": self.pp}
-        unused = {"--model": self.model, "--hardware": self.hardware}
+        unused = {"--model": self.model, "--hardware": self.hardware, "--kernel": self.kernel}
         unused |= {option: number for option, number in meshes.items() if number != 1}
         expected = "nothing beside --measurements, which are of one model, one device a rank"
         problems.attempt(partial(refuse_beside, unused, expected, "Leave out {option} or --measurements."))

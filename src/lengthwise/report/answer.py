@@ -11,6 +11,11 @@ from lengthwise.simulator.answer import OURS, Answer, Row, Settings
 
 _NAME, _STEP, _RATIO, _MEMORY = 21, 9, 7, 7  # columns of the table; settings take the rest
 _MOST = 80
+_KERNELS = {
+    "cudnn": "cuDNN (blocks from 32K) and FlashAttention-2 (packs, shorter blocks)",
+    "flash2": "FlashAttention-2",
+    "flash3": "FlashAttention-3",
+}
 _AGAIN = {"none": (), "layer": ("recompute all",), "all_but_attention": ("recompute MLP",)}
 HEADS = ("", "step", "ratio", "memory", "settings")
 
@@ -91,7 +96,8 @@ def settings_text(settings: Settings) -> str:
 
 def answer_notes(answer: Answer) -> list[str]:
     """Say what the figures are, and what they leave open."""
-    notes = [f"Simulated, not measured{f'; attention as {answer.kernel} runs it' * bool(answer.kernel)}."]
+    kernel = _KERNELS.get(answer.kernel, answer.kernel)
+    notes = [f"Simulated, not measured{f'; attention at the speed of {kernel}' * bool(kernel)}."]
     other, ours = answer.best_other, answer.ours
     if answer.sorted_seconds and other and ours.step_seconds and answer.sorted_seconds < 0.97 * other.mean_seconds:
         took = seconds(answer.sorted_seconds)

@@ -168,7 +168,7 @@ def answer(batches: Sequence[Sequence[int]], question: Question) -> Answer:
         sorted_seconds=min((row.mean_seconds for row in in_order if row.step_seconds), default=None),
         devices=question.devices,
         hardware=question.hardware.name,
-        kernel="",
+        kernel="" if question.cost else question.hardware.kernel,
         batch_tokens=round(sum(map(sum, batches)) / len(batches)),
     )
 
