@@ -9,42 +9,17 @@ rows that `simulate` prints (`simulator.rivals`); memory is by the same formula.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape, step_memory
+from lengthwise.report.figures import percent
 from lengthwise.simulator.rivals import lock_step, recomputing, sharded_traffic
+from pages import Findings, parse_options
 
 PR = "[trl#6845](https://github.com/huggingface/trl/pull/6845)"
 CUDNN = "[transformers#48324](https://github.com/huggingface/transformers/pull/48324)"
 TITAN_PAGE = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
 TITAN = f"[torchtitan, Dec 2024]({TITAN_PAGE})"
-PAGE = """\
-# Forecasts against published runs
-
-`python benchmarks/forecasts.py --out docs/benchmarks/forecasts.md` (2026-11-25; simulated, no GPU). Every line is a
-public run on H100s, and what `lengthwise simulate` says of it: sharded parameters in lock-step, as its FSDP2 rows.
-
-**No run set a constant.** Attention's speed is that of the kernels in the figures of FlashAttention-3 (arXiv
-2407.08608), forward and backward; 0.42 of peak for all else is from the Llama 3 report (`source` in
-`cost/hardware.json`). So all lines are tests.
-
-{table}
-
-Step times of TRL with a ring over all GPUs: {long_runs} runs, mean error {mean:.1f} %, largest {largest:.1f} %. The
-same source gives Qwen3-8B at 1M tokens 364 s, 373 s and, in TRL's release, 380 s: 4 % apart by themselves.
-
-What the table says beside that:
-
-- **Memory** is no test of the formula: TRL's runs keep what checkpointing saves on the host, the formula keeps it on
-  the GPU. What our steps take is held to it in [memory](memory.md).
-- **Short sequences** (torchtitan, 8K) lie between two prices: its selective checkpointing computes more again than
-  nothing and less than whole layers, how much it does not say. That machine has GPUs of 96 GB and 2.4 TB/s with a limit
-  of 500 W, slower than the H100 SXM that `h100` describes. So this is a bracket of -23 to +17 %, no test to 5 %. Its
-  runs in fp8 are left out: there is no fp8 here.
-- Not published, so not tested: steps of packs of many lengths, and any run of Lengthwise on a GPU.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,28 +83,28 @@ def forecast(run: Run) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Write the page."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, help="a Markdown page; without it the table is printed")
-    arguments = parser.parse_args()
+    """Print the table, and write it into its page."""
+    options = parse_options(__doc__)
+    found = Findings("forecasts")
+    found.add(lines())
+    errors = [abs(forecast(run)[0] / run.seconds - 1) for run in RUNS if run.long]
+    mean = percent(sum(errors) / len(errors))
+    about = f"rings of TRL: {len(errors)} runs, mean error {mean}, largest {percent(max(errors))}"
+    found.sign("Simulated", about, options.out)
+
+
+def lines() -> list[str]:
+    """Write one line a run."""
     rows = ["| run | model | tokens | GPUs | published | forecast | error | memory: published, formula | source |"]
     rows.append("|---|---|---|---|---|---|---|---|---|")
-    errors = []
     for run in RUNS:
         seconds, peak = forecast(run)
-        error = 100 * (seconds / run.seconds - 1)
-        errors += [abs(error)] if run.long else []
         held = f"{run.gigabytes:.1f}, {peak / 1e9:.1f} GB" if run.gigabytes else "-"
         rows.append(
             f"| {run.what} | {run.model.rpartition('/')[2]} | {run.tokens:,} | {run.gpus} | {run.seconds:.4g} s | "
-            f"{seconds:.4g} s | {error:+.1f} % | {held} | {run.source} |"
+            f"{seconds:.4g} s | {100 * (seconds / run.seconds - 1):+.1f} % | {held} | {run.source} |"
         )
-    table = "\n".join(rows)
-    page = PAGE.format(table=table, long_runs=len(errors), mean=sum(errors) / len(errors), largest=max(errors))
-    if arguments.out is None:
-        print(table)
-    else:
-        arguments.out.write_text(page, encoding="utf-8")
+    return rows
 
 
 if __name__ == "__main__":
