@@ -78,6 +78,9 @@ class Simulate:
     """Train LoRA adapters of this rank on all linear layers, in place of the whole model."""
     details: tyro.conf.FlagCreatePairsOff[bool] = False
     """Also compare planners on one device a rank, each on its best mesh, in long tables."""
+    all: tyro.conf.FlagCreatePairsOff[bool] = False
+    """In the details search meshes of several devices a rank, too (tensor parallelism and pipeline stages), which this
+    version plans but does not train."""
     planners: Annotated[str | None, tyro.conf.arg(metavar="NAME,...", help_behavior_hint="")] = None
     """Planners to compare in the details, each with the best other. Default:
     packed-dp,static,single-degree,power-of-two,bytescale,lengthwise, and those whose package is installed:
@@ -136,7 +139,7 @@ class Simulate:
         machine, planning = self.machine, self.planning
         theirs = (self.planners, machine.tp, machine.pp, planning.mode, planning.virtual, planning.offload)
         given = any(each is not None for each in (*theirs, planning.heads))
-        return self.details or machine.all or given or machine.mesh != "best" or self.loader != "none"
+        return self.details or self.all or given or machine.mesh != "best" or self.loader != "none"
 
     def _answer(self, meshes: Meshes, batches: list[list[int]]) -> Answer:
         """Compare the four ways; on a terminal a line says so while it lasts."""
@@ -170,7 +173,7 @@ class Simulate:
 
     @property
     def _room(self) -> str:
-        more = ": all meshes of these were tried" if self.machine.all else ", or --all for several devices a rank"
+        more = ": all meshes of these were tried" if self.all else ", or --all for several devices a rank"
         return f"Use more --gpus{more}"
 
     def _read(self) -> Asked:
@@ -197,7 +200,7 @@ class Simulate:
         text = self.batch_tokens
         wanted = None if text is None else attempt(partial(parse_tokens, text, "--batch-tokens"))
         context = None if self.context is None else attempt(partial(parse_tokens, self.context, "--context"))
-        meshes = self.machine.read(self.planning, self.loader, problems)
+        meshes = self.machine.read(self.planning, self.loader, problems, one_device=not self.all)
         options, cost = self.machine.options(self.planning), meshes.cost if meshes else None
         layers = meshes.question.shape.layers if meshes else 1
         for planner in planners or ["lengthwise"]:

@@ -85,9 +85,6 @@ class MeshChoices:
     mesh: Annotated[str, tyro.conf.arg(metavar="best|same")] = "best"
     """best: each planner on the best of the meshes that it can be given, searched alike for all (--tp, --pp,
     --capacity, --heads, --offload, --recompute, as far as they are not given); same: one for all, as given."""
-    all: tyro.conf.FlagCreatePairsOff[bool] = False
-    """In the details search meshes of several devices a rank, too (tensor parallelism and pipeline stages), which this
-    version plans but does not train."""
     tp: Annotated[int | None, tyro.conf.arg(metavar="T", help_behavior_hint="(default: 1; --all: searched)")] = None
     """Devices that split every layer of a rank (tensor parallelism)."""
     pp: Annotated[int | None, tyro.conf.arg(metavar="P", help_behavior_hint="(default: 1; --all: searched)")] = None
@@ -107,8 +104,13 @@ class MeshChoices:
         given = (self.ranks, self.measurements, self.tp, self.pp)
         return self.mesh == "best" and all(each is None for each in given)
 
-    def read(self, planning: PlanChoices, loader: str, problems: Collector) -> Meshes | None:
-        """Read all of it; None where something is wrong, which `problems` then holds."""
+    def read(
+        self, planning: PlanChoices, loader: str, problems: Collector, *, one_device: bool = False
+    ) -> Meshes | None:
+        """Read all of it; None where something is wrong, which `problems` then holds.
+
+        `one_device`: whether ranks are of one device where nothing else is given, in place of a search.
+        """
         attempt, before = problems.attempt, len(problems.problems)
         for option, value in (("--tp", self.tp), ("--pp", self.pp)):
             if value is not None:
@@ -121,7 +123,7 @@ class MeshChoices:
         described = self._priced(planning, problems) if self.measurements is None else attempt(self._measured)
         if len(problems.problems) > before or not described or not devices:
             return None
-        meshes = attempt(partial(self._meshes, planning, loader, capacity, devices, described))
+        meshes = attempt(partial(self._meshes, planning, loader, capacity, devices, described, one_device))
         if meshes is not None and meshes.same is not None:
             attempt(partial(meshes.question.setting, meshes.same))
         return meshes
@@ -133,13 +135,14 @@ class MeshChoices:
         capacity: int | None,
         devices: int,
         described: tuple[ModelShape, Hardware, Cost],
+        one_device: bool,
     ) -> Meshes:
         from lengthwise.simulator import Mesh, MeshQuestion, stages_to_try, tensors_to_try
 
         shape, hardware, cost = described
         is_same, is_one_device = self.mesh == "same", self.measurements is not None
         is_fixed = is_same or is_one_device or self.ranks is not None
-        is_one = is_fixed or not (self.all or self.tp or self.pp or planning.mode == "pipeline")
+        is_one = is_fixed or (one_device and not (self.tp or self.pp or planning.mode == "pipeline"))
         tensors: tuple[int, ...] = (self.tp or 1,) if is_one or self.tp else tensors_to_try(shape, hardware, devices)
         stages: tuple[int, ...] = (self.pp or 1,) if is_one or self.pp else stages_to_try(shape, devices)
         if planning.mode in ("free", "waves") and not self.pp:

@@ -26,7 +26,7 @@ h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}h3{font-size:1rem}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 th,td{white-space:nowrap;padding:.25rem .5rem;text-align:right;border-bottom:1px solid #8884}
 th:first-child,td:first-child{text-align:left}
-.wrap th,.wrap td{white-space:normal;vertical-align:top}.wrap td:last-child{text-align:left}
+.wrap th,.wrap td{white-space:normal;vertical-align:top}.wrap td[colspan]{text-align:left}
 .steps{width:100%}.steps td{border:0}.steps .line{width:65%}
 svg{width:100%;min-width:36rem;height:auto}.small{font-size:10px;fill:currentColor}.grid{stroke:#8883}
 .steps svg{min-width:0;height:1.1rem;display:block}
