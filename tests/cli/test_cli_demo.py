@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -82,7 +83,7 @@ def test_demo_compares_the_steps_that_both_runs_made():
         ["lengthwise", "4.00", "s", "50", "25.0", "%"],
         ["static", "6.00", "s", "33.3", "30.0", "%"],
     ]
-    assert sentence.startswith("static took 1.50x as long for 2 steps (measured")
+    assert sentence.startswith("an untuned static mesh took 1.50x as long for 2 steps (measured")
     assert sentence.endswith("losses agree to 9e-02")
 
 
@@ -96,15 +97,22 @@ def test_demo_trains_the_first_steps_again_with_a_static_mesh(tmp_path):
     assert "planner: static" in (static / "config.yaml").read_text()
 
 
-def test_demo_draws_a_step_of_both_planners_on_one_scale():
-    told = list(demo_compare.simulated_lines([100, 500, 2000, 3000, 120_000] * 100))
-    ranks = [line for line in told if line.startswith("rank ")]
-    assert len(ranks) == 16
-    static, ours = (max(map(len, each)) for each in (ranks[:8], ranks[8:]))
-    assert len({line.index("|") for line in ranks}) == 1
-    found = re.search(r"takes ([\d.]+)x as long as lengthwise, the best single degree", told[-1])
-    assert float(found[1]) == pytest.approx((static - 9) / (ours - 9), rel=0.05)
-    assert all("#" in line or "=" in line for line in ranks)
+def test_demo_quotes_what_simulate_does_and_draws_both_on_one_scale():
+    told = list(demo_compare.simulated_lines([100, 500, 2000, 3000, 120_000, 400_000] * 100))
+    assert "the longest 120000" in told[0]
+    assert told[1].startswith("8 x h100, ")
+    assert [line[:21].strip() for line in told[2].splitlines()[1:]] == [
+        "FSDP2, padded",
+        "FSDP2, packed",
+        "FSDP2, one ring size",
+        "Lengthwise",
+    ]
+    gpus = [line for line in told if line.startswith("GPU ")]
+    assert len(gpus) == 16
+    other, ours = (max(map(len, each)) - len("GPU 0 ||") for each in (gpus[:8], gpus[8:]))
+    took = [float(each) for each in re.findall(r"([\d.]+) s (?:with Lengthwise|\(FSDP2)", told[1])]
+    assert took[1] / took[0] == pytest.approx(other / ours, rel=0.05)
+    assert all("#" in line or "=" in line for line in gpus)
 
 
 def fake_parts(monkeypatch, *, passed, opened, stopped_by=None):
@@ -139,7 +147,7 @@ def test_demo_prints_fail_only_when_its_check_failed(tmp_path, monkeypatch, caps
     found = VerifyReport(plan=PLAN, loss=5.0, reference_loss=5.0, gradients={"w": difference}, tolerance=1e-12)
 
     def verify(*_, on_start, **__):
-        on_start(None, PLAN)
+        on_start(SimpleNamespace(plan=PLAN))
         return found
 
     monkeypatch.setattr("lengthwise.run.api.verify", verify)

@@ -63,7 +63,7 @@ def test_simulate_gives_every_planner_its_best_mesh(tmp_path, capsys) -> None:
     """The search is never worse than one mesh, whatever that is; what trains stands first, of the meshes that train."""
     common = ("--model", "llama-7b", "--gpus", 16, "--lengths", "github", "--context", "32K", "--batch-tokens", "128K",
               "--batches", 1, "--planners", "static,lengthwise")  # fmt: skip
-    status, said, _ = simulate(capsys, *common, "--out", tmp_path / "best")
+    status, said, _ = simulate(capsys, *common, "--all", "--out", tmp_path / "best")
     assert status == 0
     best = json.loads((tmp_path / "best/simulation.json").read_text())
     for tensor, heads in ((1, "auto"), (4, "off")):
@@ -92,7 +92,7 @@ def test_simulate_takes_what_is_given_as_given(tmp_path, capsys) -> None:
         assert (found["tensor"], found["heads"], found["offload"]) == (2, "off", "off")
         assert set(found["recompute"]) == {"layer"}
         assert found["most_heads"] == [1]
-    simulate(capsys, *small, "--capacity", "9000")
+    simulate(capsys, *small, "--tp", 2, "--capacity", "9000")
     for found in json.loads((out / "simulation.json").read_text())["planners"].values():
         assert set(found["capacities_tokens"].values()) == {9000}
 
@@ -119,7 +119,6 @@ def test_simulate_pipelines_stage_by_stage(tmp_path, capsys) -> None:
         assert piped["planners"][planner]["mean_seconds"] < free["planners"][planner]["mean_seconds"]
     trace = json.loads((tmp_path / "piped" / "trace-lengthwise.json").read_text())["traceEvents"]
     assert "rank 0, stage 3" in {event["args"].get("name") for event in trace}
-    assert "stage 0" in (tmp_path / "piped" / "report.html").read_text()
     status, _, said = simulate(capsys, *SMALL, *mesh, "--mode", "free", "--virtual", 2, "--out", tmp_path / "no")
     assert status == 2
     assert "Use mode pipeline, or leave --virtual out." in said
@@ -205,7 +204,7 @@ def test_simulate_takes_a_models_folder_without_torch(tmp_path) -> None:
         [sys.executable, "-W", "error", "-c", run, *arguments], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("my-model on 4 devices of h100")
+    assert "\nmy-model on 4 devices of h100; 1 batch" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
     del config["intermediate_size"], config["vocab_size"]
     (folder / "config.json").write_text(json.dumps(config))
@@ -251,10 +250,65 @@ def test_simulate_on_one_rank_that_holds_less_than_8k(tmp_path, capsys) -> None:
     path = tmp_path / "lengths.json"
     path.write_text("[4096, 7, 300]")
     small = ("--model", "llama-7b", "--ranks", 1, "--batch-tokens", "8K", "--batches", 1, "--capacity", "4096")
-    status, said, error = simulate(capsys, *small, "--lengths", path, "--out", tmp_path / "out")
+    status, said, error = simulate(capsys, *small, "--lengths", path, "--details")
     assert status == 0, error
     assert "On 1 device of h100 a step takes" in said
-    assert "llama-7b on 1 device of h100, each planner on its best mesh" in said
+    assert "llama-7b on 1 device of h100; 1 batch" in said
+    assert "one ring size" not in said, "a ring takes two"
+
+
+def test_simulate_answers_first_in_one_sentence_and_four_rows(tmp_path, capsys) -> None:
+    """Nothing is written unasked; the sentence, the table and the JSON say the same."""
+    asked = ("--model", "Qwen/Qwen3-8B", "--gpus", 8, "--lengths", "github", "--batches", 2)
+    status, said, error = simulate(capsys, *asked)
+    assert status == 0, error
+    sentence, _, heads, *rows = said.splitlines()[:7]
+    assert sentence.startswith("8 x h100, 1M tokens a step: ")
+    assert len(sentence) <= 200
+    assert max(map(len, (heads, *rows))) <= 80
+    assert [row[:21].strip() for row in rows] == [
+        "FSDP2, padded",
+        "FSDP2, packed",
+        "FSDP2, one ring size",
+        "Lengthwise",
+    ]
+    assert "does not fit: longest sequence 131,072, a GPU holds " in rows[0]
+    assert "planner" not in said.partition("More: --details")[0]
+    assert simulate(capsys, *asked, "--out", tmp_path / "out")[0] == 0
+    assert {each.name for each in (tmp_path / "out").iterdir()} == {"simulation.json", "report.html"}
+    written = json.loads((tmp_path / "out/simulation.json").read_text())
+    assert written["answer"]["sentence"] == sentence
+    ours = written["answer"]["rows"][-1]["step_seconds"]
+    assert f"{sum(ours) / len(ours):.1f} s with Lengthwise" in sentence
+    assert sentence in (tmp_path / "out/report.html").read_text()
+
+
+def test_simulate_says_whose_speed_of_attention_it_took(capsys) -> None:
+    asked = ("--model", "qwen3-8b", "--gpus", 8, "--lengths", "github", "--batches", 1)
+    status, said, _ = simulate(capsys, *asked)
+    assert status == 0
+    assert "attention at the speed of cuDNN (blocks from 32K) and FlashAttention-2 (packs" in said
+    quick = simulate(capsys, *asked, "--kernel", "flash3")[1]
+    assert "attention at the speed of FlashAttention-3" in quick
+    took = [float(each.split(": ")[1].split(" s with")[0]) for each in (said, quick)]
+    assert took[1] < took[0]
+    status, _, error = simulate(capsys, *asked, "--kernel", "flash4")
+    assert status == 2
+    assert "--kernel: expected one of flash2, flash3, cudnn" in error
+
+
+def test_simulate_prices_adapters_for_all_ways(tmp_path, capsys) -> None:
+    asked = ("--model", "qwen3-8b", "--gpus", 8, "--lengths", "prolong", "--batches", 1)
+    for name, more in {"whole": (), "lora": ("--lora", 16)}.items():
+        assert simulate(capsys, *asked, *more, "--out", tmp_path / name)[0] == 0
+    whole, lora = (
+        json.loads((tmp_path / name / "simulation.json").read_text())["answer"] for name in ("whole", "lora")
+    )
+    for a, b in zip(whole["rows"], lora["rows"], strict=True):
+        assert b["step_seconds"][0] < a["step_seconds"][0]
+    status, _, error = simulate(capsys, *asked, "--lora", 16, "--details")
+    assert status == 2
+    assert "--lora: expected nothing beside planners in detail" in error
 
 
 @pytest.mark.exhaustive

@@ -18,8 +18,9 @@ def test_simulate_says_everywhere_that_texts_are_counted_in_bytes(tmp_path, caps
     rows, out = write_rows(tmp_path / "my.jsonl", ["x" * 900, "y" * 20]), tmp_path / "out"
     _, said, _ = simulate(capsys, *OWN, "--data", rows, "--out", out, "--planners", "lengthwise")
     note = "texts counted in bytes, not tokens (English has 4 to 5 bytes a token): --tokenizer counts real tokens"
-    headline, *_, sentence, _ = said.splitlines()
-    assert note in headline
+    first, *_, sentence, _ = said.splitlines()
+    assert "bytes a step: " in first
+    assert note in said
     assert "lengths in bytes, not tokens" in sentence
     page = (out / "report.html").read_text()
     assert note in page

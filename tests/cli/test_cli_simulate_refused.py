@@ -21,7 +21,14 @@ def test_simulate_refuses_devices_that_no_mesh_has_room_on(tmp_path, capsys) -> 
         "--out",
         tmp_path / "out",
     )
-    status, _, error = simulate(capsys, "--model", "llama-70b", "--gpus", 2, *rest)
+    status, said, _ = simulate(capsys, "--model", "llama-70b", "--gpus", 2, *rest[:-2])
+    assert status == 0
+    assert "nothing here holds these sequences" in said
+    assert said.count("does not fit: no room beside") == 4
+    status, _, error = simulate(capsys, "--model", "llama-70b", "--gpus", 2, *rest, "--details")
+    assert status == 2
+    assert "Use more --gpus, or --all for several devices a rank" in error
+    status, _, error = simulate(capsys, "--model", "llama-70b", "--gpus", 2, *rest, "--all")
     assert status == 2
     assert "Use more --gpus: all meshes of these were tried" in error
     status, _, error = simulate(capsys, "--model", "llama-70b", "--gpus", 2, "--tp", 2, *rest)
@@ -90,7 +97,7 @@ def test_simulate_refuses_batches_too_large_for_flexsp_before_anyone_plans(tmp_p
     monkeypatch.setattr("lengthwise.simulator.best_mesh", lambda *_, **__: pytest.fail("planned"))
     (tmp_path / "lengths.json").write_text("[9000, 4000, 900, 300]")
     rest = ("--lengths", tmp_path / "lengths.json", "--planners", "flexsp,lengthwise", "--out", tmp_path / "out")
-    status, _, error = simulate(capsys, "--model", "llama-7b", "--gpus", 8, "--batch-tokens", "4M", *rest)
+    status, _, error = simulate(capsys, "--model", "llama-7b", "--gpus", 8, "--batch-tokens", "4M", "--all", *rest)
     assert status == 2
     assert "at most 96 ranks x sequences; got 1 rank x " in error
     assert "less of --batch-tokens" in error
@@ -136,7 +143,9 @@ def test_simulate_remedies_name_its_own_options(tmp_path, capsys) -> None:
     assert "--context: expected at most 32768 tokens" in static
     assert "Use 8 ranks, raise --capacity to 16384, or take a shorter context." in static
     small = ("--model", "llama-7b", "--ranks", 4, "--capacity", "8K", "--batches", 1, "--out", tmp_path / "out")
-    _, _, clipped = simulate(capsys, *small, "--lengths", "github", "--batch-tokens", "4M", "--planners", "lengthwise")
+    _, _, clipped = simulate(
+        capsys, *small, "--lengths", "github", "--context", "1M", "--batch-tokens", "4M", "--planners", "lengthwise"
+    )
     assert "or clip them with --context." in clipped
     _, _, waves = simulate(capsys, *rest, "--mode", "waves", "--planners", "lengthwise,static")
     assert "Give --planners lengthwise, or --mode free." in waves

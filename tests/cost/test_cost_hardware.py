@@ -39,5 +39,33 @@ def test_hardware_refuses_impossible_values(field: str, value: float) -> None:
         replace(named_hardware("h100"), **{field: value})
 
 
+@pytest.mark.parametrize(("kernel", "reached"), [("flash2", 325.6), ("cudnn", 522.4), ("flash3", 575.7)])
+def test_attention_kernels_reach_what_their_sources_say(kernel: str, reached: float) -> None:
+    """TFLOP/s of forward and backward at 16K tokens, from those of both passes in the figures of FlashAttention-3."""
+    hardware = named_hardware("h100").with_kernel(kernel)
+    assert hardware.kernel == kernel
+    assert hardware.attention_efficiency * hardware.peak_flops_per_second / 1e12 == pytest.approx(reached, rel=0.002)
+    passes = {"flash2": (335, 322), "cudnn": (539, 516), "flash3": (616, 561)}[kernel]
+    assert 3.5 / (1 / passes[0] + 2.5 / passes[1]) == pytest.approx(reached, rel=0.001)
+
+
+def test_the_default_kernel_runs_packs_as_flash2_and_long_blocks_faster() -> None:
+    """As our engine does on Hopper without FlashAttention-3: cuDNN for long blocks alone."""
+    hardware = named_hardware("h100")
+    flash2, cudnn = (hardware.with_kernel(name) for name in ("flash2", "cudnn"))
+    assert hardware.kernel == "cudnn"
+    for (tokens, share), (same, other) in zip(cudnn.block_efficiency, flash2.block_efficiency, strict=False):
+        assert tokens == same
+        assert share * cudnn.attention_efficiency == pytest.approx(other * flash2.attention_efficiency, rel=0.01)
+    assert cudnn.block_efficiency[-1] == (32768, 1.0)
+
+
+def test_kernels_that_are_not_known_are_refused() -> None:
+    with pytest.raises(ConfigError, match="Did you mean `flash3`"):
+        named_hardware("h100").with_kernel("flash33")
+    with pytest.raises(ConfigError, match="kernel"):
+        named_hardware("cpu").with_kernel("flash2")
+
+
 def test_hardware_allows_no_latency() -> None:
     assert replace(named_hardware("cpu"), hop_latency_seconds=0.0).hop_latency_seconds == 0.0

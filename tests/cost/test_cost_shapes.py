@@ -38,6 +38,33 @@ def test_named_shape_has_the_sizes_of_the_evaluation(
     assert shape.linear_params / 1e9 == pytest.approx(billions, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen/Qwen3-0.6B", 0.75),
+        ("qwen3-8b", 8.19),
+        ("Qwen/Qwen3-4B-Instruct-2507", 4.41),
+        ("Qwen/Qwen3-30B-A3B", 30.5),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", 8.03),
+        ("meta-llama/Llama-3.3-70B-Instruct", 70.6),
+        ("google/gemma-3-12b-it", 12.8),
+        ("mistralai/Mistral-7B-Instruct-v0.3", 7.25),
+        ("mistralai/Mistral-Small-24B-Base-2501", 23.6),
+        ("openai/gpt-oss-20b", 20.9),
+        ("openai/gpt-oss-120b", 117),
+    ],
+)
+def test_named_shape_knows_published_models_by_their_hub_names(name: str, billions: float) -> None:
+    """As many parameters as their cards say, shared embeddings twice."""
+    assert named_shape(name).total_params / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_named_shape_counts_the_windows_of_published_models() -> None:
+    assert named_shape("google/gemma-3-27b-it").windows == ((1024, 52),)
+    with pytest.raises(ConfigError, match="Download its config"):
+        named_shape("huggyllama/llama-7b")  # ours has other KV heads
+
+
 def test_named_shape_names_the_nearest() -> None:
     assert named_shape(SHAPE_NAMES[0]).name == SHAPE_NAMES[0]
     with pytest.raises(ConfigError, match="Did you mean `mixtral-8x7b`"):

@@ -161,11 +161,12 @@ def test_offload_costs_what_compute_does_not_hide() -> None:
 def test_long_sequences_offload_for_free_as_published() -> None:
     """ByteScale: at 64K a ratio of 0.5 costs nothing, at 256K one of 1.0."""
     lengths = np.array([2048, 65536, 262144])
-    free = H100.free_offload(lengths, np.ones(3, dtype=np.int64))
+    flash2 = all_terms_cost(named_shape("llama-7b"), named_hardware("h100").with_kernel("flash2"))
+    free = flash2.free_offload(lengths, np.ones(3, dtype=np.int64))
     assert free[0] < 0.5 <= free[1] < 1.0 == free[2]
     for length, ratio in zip(lengths.tolist(), free.tolist(), strict=True):
-        alone = H100.piece_seconds([length], 1)
-        assert H100.piece_seconds([length], 1, Choice(offload=ratio)) == pytest.approx(alone)
+        alone = flash2.piece_seconds([length], 1)
+        assert flash2.piece_seconds([length], 1, Choice(offload=ratio)) == pytest.approx(alone)
 
 
 def test_recomputation_runs_the_ring_again_only_with_attention() -> None:

@@ -1,5 +1,7 @@
 """Tiny steps: what no rule finds, found by trying."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,8 +49,10 @@ def test_tiny_steps_cut_packs_over_rings_where_that_wins(ranks: int, tokens: tup
 def test_tiny_steps_on_ranks_of_unequal_speed_are_annealed_too(
     tokens: tuple[int, ...], speeds: tuple[float, ...], unchanged_seconds: float
 ) -> None:
-    """Without it they end at `unchanged_seconds`."""
-    cost = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
+    """Without it they end at `unchanged_seconds`, with blocks of this speed."""
+    curve = ((512, 0.53), (1024, 0.7), (2048, 0.84), (4096, 0.93), (8192, 0.97), (16384, 1.0))
+    hardware = replace(named_hardware("h100"), attention_efficiency=0.36, block_efficiency=curve)
+    cost = all_terms_cost(named_shape("llama-7b"), hardware)
     plan = plan_step(tokens, Cluster(ranks=len(speeds), capacity_tokens=8192), cost, PlanOptions(speeds=speeds))
     check_plan(plan)
     check_order(plan)

@@ -23,7 +23,8 @@ from lengthwise.report.simulation import (
     simulation_table,
     tables_of,
 )
-from lengthwise.simulator import Best, Found, Mesh, MeshQuestion, on_one_mesh
+from lengthwise.simulator import Answer, Best, Found, Mesh, MeshQuestion, Question, on_one_mesh
+from lengthwise.simulator import answer as answer_of
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 BATCHES = [[60_000, *[2000] * 90, 1], [30_000, 7, *[5000] * 40]]
@@ -42,6 +43,15 @@ def found() -> list[Best]:
         takes_capacity=True,
     )
     return [on_one_mesh(Mesh(), planner, BATCHES, question) for planner in ("static", "lengthwise")]
+
+
+@pytest.fixture(scope="module")
+def answer() -> Answer:
+    return answer_of(BATCHES, Question(shape=SHAPE, hardware=HARDWARE, devices=12, capacity_tokens=8192))
+
+
+def _page(answer: Answer, batches=BATCHES, **more) -> str:
+    return simulation_page(answer, batches, about="about", sentence="one sentence", **more)
 
 
 def _today(best: Best) -> Found:
@@ -77,8 +87,8 @@ def _read(page: str) -> _Balance:
     return parser
 
 
-def test_page_loads_nothing_and_runs_nothing(found) -> None:
-    page = simulation_page(found, BATCHES, about="about", sentences="one sentence")
+def test_page_loads_nothing_and_runs_nothing(found, answer) -> None:
+    page = _page(answer, details=found)
     tags = _read(page).seen
     assert {tag for tag, _ in tags}.isdisjoint({"script", "link", "img", "iframe", "object", "form", "a"})
     named = {name for _, attributes in tags for name in attributes}
@@ -92,63 +102,77 @@ def test_page_loads_nothing_and_runs_nothing(found) -> None:
     assert "@import" not in style[1]
 
 
-def test_page_escapes_what_comes_from_outside(found) -> None:
+def test_page_escapes_what_comes_from_outside(found, answer) -> None:
     hostile = [_changed(each, planner=HOSTILE, cost=HOSTILE) for each in found]
-    page = simulation_page(hostile, BATCHES, about=HOSTILE, sentences=HOSTILE)
+    rows = tuple(replace(row, name=HOSTILE) for row in answer.rows)
+    page = simulation_page(
+        replace(answer, rows=rows), BATCHES, about=HOSTILE, sentence=HOSTILE, notes=[HOSTILE], details=hostile,
+        verdict=HOSTILE, remarks=[HOSTILE],
+    )  # fmt: skip
     assert "<img" not in page
-    assert page.count("&lt;img src=x onerror=&quot;alert(1)&quot;&gt;&amp;&#x27;&quot;") >= 8
+    assert page.count("&lt;img src=x onerror=&quot;alert(1)&quot;&gt;&amp;&#x27;&quot;") >= 15
     _read(page)
 
 
-def test_page_shows_lengths_degrees_ranks_and_the_table(found) -> None:
-    page = simulation_page(found, BATCHES, about="about", sentences="one sentence")
+def test_page_opens_with_the_sentence_and_step_times_as_bars(answer) -> None:
+    """One bar for each way that fits, as long as its step; a way that does not fit says so."""
+    page = _page(answer)
+    assert page.index("<h1>one sentence</h1>") < page.index("<h2>Step times</h2>") < page.index("<h2>Lengths")
+    bars = page[page.index("<table class=steps>") :]
+    widths = [float(each) for each in re.findall(r'<rect class="(?:bar|ours)" width="([\d.]+)"', bars)]
+    fitting = [row.mean_seconds for row in answer.rows if row.step_seconds]
+    assert len(fitting) == 2
+    assert widths == pytest.approx([100 * each / max(fitting) for each in fitting], abs=0.1)
+    assert "does not fit: longest sequence 60,000, a GPU holds 8,192" in page
+
+
+def test_page_shows_lengths_degrees_and_gpus_over_time(answer) -> None:
+    page = _page(answer)
     tags = _read(page).seen
-    bars = [a for tag, a in tags if tag == "rect" and a.get("class") == "bar"]
-    assert len(bars) == 16  # from 1 to 32K by powers of two
-    dots = set(re.findall(r"<title>(\d+) tokens? over (\d+) ranks?</title>", page))
-    plan = _today(found[-1]).result.first_plan
-    drawn = {(str(plan.tokens[i]), str(p.degree)) for m in plan.microbatches for p in m.pieces for i in p.sequences}
-    assert dots == drawn
+    assert len([a for tag, a in tags if tag == "rect" and a.get("class") == "bar" and "height" in a]) >= 16
+    dots = {(int(x), int(y)) for x, y in re.findall(r"<title>(\d+) tokens? over (\d+) GPUs?</title>", page)}
+    assert dots == set(answer.ours.degrees)
     spans = [a for tag, a in tags if tag == "rect" and a.get("class") in ("ring", "local")]
     assert spans
     assert all(64 <= float(a["x"]) <= 708.5 for a in spans)
-    for column in COLUMNS:
-        assert f"<th>{column}</th>" in page
-    assert "rank 11" in page
-    for several in ("1 sequences", "1 tokens", "1 ranks", "1 packs"):
+    assert page.count("GPU 11<") == 2, "both ways draw the same devices"
+    for several in ("1 sequences", "1 tokens", "1 GPUs"):
         assert not re.search(rf"(?<![\d.,]){several}", page)
 
 
-def test_page_names_the_axes_of_its_charts_and_the_words_of_its_tables(found) -> None:
-    page = simulation_page(found, BATCHES, about="about", sentences="one sentence")
-    axes = re.findall(r'<text class="small"[^>]*>([^<]*)</text>', page)
-    titles = ["tokens of a sequence, from this number to the next", "share", "tokens of the sequence", "ranks"]
-    assert {*titles, "time since the step began"} <= set(axes)
-    words = "".join(re.findall(r"<p class=key>(?:Other planners|Rank|Idle): [^<]*</p>", page))
-    for word in ("packed-dp", "single-degree", "power-of-two", "bytescale", "Degree:", "MFU:"):
+def test_page_names_its_axes_and_explains_every_word(found, answer) -> None:
+    page = _page(answer, details=found)
+    axes = re.findall(r'<text class="[^"]*small"[^>]*>([^<]*)</text>', page)
+    titles = ["tokens of a sequence", "share", "tokens of the sequence", "GPUs", "time since the step began"]
+    assert set(titles) <= set(axes)
+    words = " ".join(re.findall(r"<p class=key><b>([^<]*)</b>:", page))
+    for word in (
+        "FSDP2",
+        "padded",
+        "packed",
+        "one ring size",
+        "zero3",
+        "recompute MLP",
+        "ratio",
+        "memory",
+        "MFU",
+        "idle",
+    ):
         assert word in words
+    assert "of ideal" not in _page(answer)
+    lengths = page[page.index("tokens and attention work by length") : page.index("Bars: share")]
+    assert re.findall(r">(\d+ %)<", lengths) == [f"{ticks} %" for ticks in range(0, 81, 20)]
+    borders = re.findall(r'<text class="(?:odd )?small"[^>]*middle">(\d+K?)<', lengths)
+    assert borders == [*map(str, (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)), "1K", "2K", "4K", "8K", "16K", "32K", "64K"]
 
 
-def test_page_draws_the_share_of_attention_work_of_each_length(found) -> None:
-    page = simulation_page(found, [[1024] * 3, [2048]], about="about", sentences="one sentence")
+def test_page_draws_the_share_of_attention_work_of_each_length(answer) -> None:
+    page = _page(answer, [[1024] * 3, [2048]])
     marks = [a for tag, a in _read(page).seen if tag == "line" and a.get("class") == "mark"]
-    bars = [a for tag, a in _read(page).seen if tag == "rect" and a.get("class") == "bar"]
+    bars = [a for tag, a in _read(page).seen if tag == "rect" and a.get("class") == "bar" and "x" in a]
     heights = [240 - 36 - float(mark["y1"]) for mark in marks]
     assert heights[1] / heights[0] == pytest.approx(4 / 3, rel=0.01)  # 2048^2 over 3 x 1024^2
     assert float(bars[1]["height"]) / float(bars[0]["height"]) == pytest.approx(2 / 3, rel=0.01)
-
-
-def test_page_of_pipelines_cuts_no_label(found) -> None:
-    (best,) = [each for each in found if each.planner == "lengthwise"]
-    ours = _today(best)
-    staged = replace(ours, result=replace(ours.result, first=replace(ours.result.first, stages=4)))
-    page = simulation_page(
-        [replace(best, today=staged, any_mesh=staged)], BATCHES, about="about", sentences="one sentence"
-    )
-    beside = [text for text in re.findall(r'text-anchor="end">([^<]*)<', page) if text.startswith("rank")]
-    assert len(beside) == 12
-    assert max(map(len, beside)) <= len("rank 262143")  # what fits between the edge and the first span
-    assert "12 of 12 ranks, stage 0 of 4, the first batch" in page
 
 
 def test_each_planner_is_held_against_the_best_of_the_others(found) -> None:
@@ -210,9 +234,6 @@ def test_remarks_name_full_devices_and_planners_without_a_mesh(found) -> None:
     assert said.startswith("static: no mesh holds these sequences (error[plan] sequence 3")
     assert "Raise --capacity." in said
     assert list(simulation_json([unheld, found[1]], {})["refused"]) == ["static"]
-    page = simulation_page(found, BATCHES, about="about", sentences="one sentence", remarks=[HOSTILE, said])
-    assert "sequence 3" in page
-    assert HOSTILE not in page
 
 
 def test_recomputation_is_listed_with_its_batches(found) -> None:
@@ -288,11 +309,3 @@ def _changed(best: Best, *, planner: str, cost: str) -> Best:
     plan = replace(found.result.first_plan, notes={**found.result.first_plan.notes, "cost": cost})
     other = replace(found, planner=planner, result=replace(found.result, planner=planner, first_plan=plan))
     return replace(best, planner=planner, today=other, any_mesh=other)
-
-
-def test_page_explains_its_words_and_the_chart_of_lengths_has_an_axis(found) -> None:
-    page = simulation_page(found, BATCHES, about="about", sentences="one sentence")
-    for word in ("Static", "Pack", "Ring", "Exposed", "Of ideal"):
-        assert f"<p class=key>{word}: " in page
-    lengths = page[page.index("tokens and attention work by length") : page.index("Bars: share")]
-    assert re.findall(r">(\d+ %)<", lengths) == [f"{ticks} %" for ticks in range(0, 81, 20)]

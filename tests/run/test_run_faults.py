@@ -14,8 +14,10 @@ from lengthwise.core.faults import ACTIONS, POINTS, VARIABLE
 from lengthwise.run import api, launch
 from lengthwise.run.stacks import with_own_stacks
 from run.small_runs import Command, call, count_lines
-from run.test_run_resume import PAGE, assert_equal_runs, run_of, whole
+from run.test_run_resume import assert_equal_runs, run_of, whole
 from tiers import more, some
+
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "resume.md").read_text(encoding="utf-8")
 
 OF_RANK_0 = frozenset(("checkpoint-manifest", "checkpoint-rename", "checkpoint-committed", "model-save"))
 OF_SAVING = ("checkpoint-write", "checkpoint-written", "checkpoint-manifest", "checkpoint-rename")

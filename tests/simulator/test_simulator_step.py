@@ -169,7 +169,7 @@ def test_a_step_takes_what_was_planned_where_rings_wait_in_every_layer() -> None
 @pytest.mark.parametrize("planner", ["lengthwise", "single-degree", "bytescale"])
 @pytest.mark.parametrize("recompute", ["none", "layer"])
 def test_plans_with_offload_and_heads_simulate_near_their_score(planner: str, recompute: str) -> None:
-    cost = all_terms_cost(SHAPE, replace(HARDWARE, link_bytes_per_second=2e10))
+    cost = all_terms_cost(SHAPE, replace(HARDWARE.with_kernel("flash2"), link_bytes_per_second=2e10))
     tokens = [200_000, 200_000, 90_000, 40_000, 9000, 3000] * 4
     options = {"planner": planner, "layers": 32, "offload": "auto", "heads": "auto", "recompute": recompute}
     plan = plan_step(tokens, Cluster(ranks=32, capacity_tokens=8192), cost, PlanOptions(**options))

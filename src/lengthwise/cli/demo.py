@@ -47,7 +47,7 @@ _NEXT = """
 [bold]Next[/bold]
 lengthwise verify {run_file} --ranks 4
 lengthwise plan --config {run_file} --ranks 4 --out plan.json
-lengthwise simulate --model llama-7b --lengths github --context 512K --batch-tokens 4M --gpus 128 --out what-if
+lengthwise simulate --model Qwen/Qwen3-8B --lengths github --gpus 8
 lengthwise data {run_file}
 lengthwise train --help   (your own JSON lines: data: \\[{{path: train.jsonl}}])"""
 
@@ -149,7 +149,7 @@ def _show_data(dataset: Dataset, show: Show) -> None:
 
 
 def _show_plans(dataset: Dataset, show: Show) -> None:
-    show("\n[bold]One step of a 7B model on imagined H100s (simulated, not measured)[/bold]")
+    show("\n[bold]One step of an 8B model on 8 H100s (simulated, not measured)[/bold]")
     for line in simulated_lines([int(each) for each in dataset.lengths[dataset.ids]]):
         show(line, markup=False)
 
@@ -171,7 +171,7 @@ def _train(run_file: Path) -> TrainResult:
 
 
 def _compare(run_file: Path, ours: Path, show: Show) -> None:
-    show(f"\n[bold]The first {_COMPARED} of these steps again, with one static mesh of rings[/bold]")
+    show(f"\n[bold]The first {_COMPARED} of these steps again, with an untuned static mesh[/bold]")
     static = train_static(run_file, _COMPARED, ranks=_RANKS)
     show("\n".join(comparison_lines(read_metrics(ours), read_metrics(static))), markup=False)
 

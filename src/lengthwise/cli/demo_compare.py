@@ -1,21 +1,16 @@
-"""What the demo holds against a static mesh: one step of a large machine, simulated, and its own steps, measured."""
+"""What the demo compares: one step on 8 GPUs, simulated, and its own steps, measured, with an untuned static mesh."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lengthwise.report.figures import count, percent, seconds
 
-if TYPE_CHECKING:
-    from lengthwise.core.plan import Plan
-    from lengthwise.core.timeline import Timeline
-
 Rows = Sequence[dict[str, Any]]
-_GPUS, _CAPACITY, _STEP_TOKENS = 32, 16_384, 1 << 20
-_SHOWN_RANKS = 8
+_MODEL, _GPUS, _STEP_TOKENS, _LONGEST = "qwen3-8b", 8, 1 << 20, 128 * 1024
 
 
 def train_static(run_file: Path, steps: int, *, ranks: int) -> Path:
@@ -51,40 +46,31 @@ def comparison_lines(ours: Rows, static: Rows) -> list[str]:
     apart = max(abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in zip(*both.values(), strict=True))
     ratio = spent["static"] / spent["lengthwise"]
     lines.append(
-        f"static took {ratio:.2f}x as long for {steps} steps (measured, one run after the other: other work on this "
-        f"machine counts too); losses agree to {apart:.0e}"
+        f"an untuned static mesh took {ratio:.2f}x as long for {steps} steps (measured on this machine, one run after "
+        f"the other; no measure of what a tuned one takes on GPUs); losses agree to {apart:.0e}"
     )
     return lines
 
 
 def simulated_lines(lengths: Sequence[int]) -> Iterator[str]:
-    """Plan one step of a 7B model on 32 H100s from these lengths, and draw what ranks do in it under two planners."""
-    from lengthwise.core.shape import Cluster
-    from lengthwise.cost import all_terms_cost, named_hardware, named_shape
-    from lengthwise.planner import PlanOptions, plan_step
-    from lengthwise.report.ranks import KEY, rank_lines
-    from lengthwise.simulator import chosen_ranks, simulate_plan
+    """Simulate one step of an 8B model on 8 H100s from these lengths, as `lengthwise simulate` does; draw its GPUs."""
+    from lengthwise.cost import named_hardware, named_shape
+    from lengthwise.report.answer import answer_notes, answer_sentence, answer_table
+    from lengthwise.report.ranks import KEY, gpu_lines
+    from lengthwise.simulator import Question, answer
 
-    shape = named_shape("llama-7b")
-    cost = all_terms_cost(shape, named_hardware("h100"))
-    cluster = Cluster(ranks=_GPUS, capacity_tokens=_CAPACITY)
-    step = _first_step([each for each in lengths if each <= cluster.longest_tokens])
-    found: dict[str, tuple[Plan, Timeline]] = {}
-    for name in ("static", "single-degree", "lengthwise"):
-        plan = plan_step(step, cluster, cost, PlanOptions(planner=name, layers=shape.layers))
-        found[name] = plan, simulate_plan(plan, cost)
-    took = {name: timeline.step_seconds for name, (_, timeline) in found.items()}
-    yield f"{len(step)} files, {count(sum(step))} tokens, the longest {max(step)}, {_GPUS} ranks (simulated)"
-    for name in ("static", "lengthwise"):
-        plan, timeline = found[name]
-        yield f"{name}: {seconds(took[name])}, {percent(timeline.idle_ratio)} idle"
-        lines = rank_lines(plan, timeline, most_seconds=max(took.values()))
-        yield from (lines[rank] for rank in chosen_ranks(timeline, _SHOWN_RANKS))
+    step = _first_step([each for each in lengths if each <= _LONGEST])
+    found = answer([step], Question(shape=named_shape(_MODEL), hardware=named_hardware("h100"), devices=_GPUS))
+    yield f"{_MODEL}, {len(step)} files, {count(sum(step))} tokens, the longest {max(step)}"
+    yield answer_sentence(found)
+    yield answer_table(found)
+    yield from answer_notes(found)
+    shown = [row for row in (found.best_other, found.ours) if row is not None and row.step_seconds]
+    most = max(row.step_seconds[0] for row in shown)
+    for row in shown:
+        yield f"{row.name}: {seconds(row.step_seconds[0])}"
+        yield from gpu_lines(row, range(_GPUS), most_seconds=most)
     yield KEY
-    yield (
-        f"static (one mesh of rings for the longest file) takes {took['static'] / took['lengthwise']:.2f}x as long as "
-        f"lengthwise, the best single degree for all of the step {took['single-degree'] / took['lengthwise']:.2f}x"
-    )
 
 
 def _first_step(lengths: Sequence[int]) -> list[int]:

@@ -6,21 +6,24 @@ import json
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from lengthwise.cli.options import PlanChoices, named_alike, refuse_beside, refuse_but_one
 from lengthwise.cli.output import plain_console
+from lengthwise.cli.simulate_details import USUAL, Details, compare_in_detail
 from lengthwise.cli.simulate_lengths import KnownLengths, lengths_of_data, listed_lengths, refuse_data
 from lengthwise.cli.simulate_meshes import MeshChoices, Meshes
 from lengthwise.core.errors import Collector, ConfigError, raise_problems
 from lengthwise.core.names import counted, unknown_name
 from lengthwise.core.sizes import parse_tokens, read_whole
 
-_USUAL = ("packed-dp", "static", "single-degree", "power-of-two", "bytescale", "lengthwise")
+if TYPE_CHECKING:
+    from lengthwise.simulator import Answer
 
-_NAMES = named_alike("mode virtual offload heads recompute hardware model tokenizer capacity ranks data") | {
+_TOKENS_A_DEVICE = 128 * 1024  # of a step whose size is not given
+_NAMES = named_alike("mode virtual offload heads recompute kernel hardware model tokenizer capacity ranks data") | {
     "planner": "--planners",
     "stages": "--pp",
     "tensor": "--tp",
@@ -54,7 +57,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulate:
-    """Simulate steps of several planners on the same batches; writes JSON, traces for Perfetto and a page."""
+    """What a step takes with Lengthwise and with what people use today, simulated: one sentence and four rows."""
 
     lengths: Annotated[str | None, tyro.conf.arg(metavar="RECIPE|FILE.json", help_behavior_hint="")] = None
     """Lengths to draw batches from: a published set (github, byted, wikipedia, prolong, wlb_like), or a JSON list."""
@@ -66,11 +69,20 @@ class Simulate:
     """Whether an empty row of --data stops the command, or is left out and counted."""
     context: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
     """The longest sequence, 2M for example (K = 1024, M = 1024 x 1024): published lengths are clipped to it, and the
-    fixed mesh is sized for it; default: 2M for published sets, else the longest sequence."""
-    batch_tokens: Annotated[str, tyro.conf.arg(metavar="TOKENS")] = "32M"
+    fixed mesh is sized for it; default: 128K for published sets, else the longest sequence."""
+    batch_tokens: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="(default: 128K a GPU)")] = (
+        None
+    )
     """Tokens of one step."""
+    lora: Annotated[int | None, tyro.conf.arg(metavar="R", help_behavior_hint="")] = None
+    """Train LoRA adapters of this rank on all linear layers, in place of the whole model."""
+    details: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Also compare planners on one device a rank, each on its best mesh, in long tables."""
+    all: tyro.conf.FlagCreatePairsOff[bool] = False
+    """In the details search meshes of several devices a rank, too (tensor parallelism and pipeline stages), which this
+    version plans but does not train."""
     planners: Annotated[str | None, tyro.conf.arg(metavar="NAME,...", help_behavior_hint="")] = None
-    """Planners to compare, each with the best other; the last lines say what lengthwise gains over that. Default:
+    """Planners to compare in the details, each with the best other. Default:
     packed-dp,static,single-degree,power-of-two,bytescale,lengthwise, and those whose package is installed:
     megatron-core (its own scheduler), flexsp (HiGHS; steps of few sequences on few devices, which it can solve)."""
     batches: Annotated[int, tyro.conf.arg(metavar="N")] = 4
@@ -79,63 +91,73 @@ class Simulate:
     """How data is loaded: none (it is there), local (every process reads for itself), remote (each sequence once)."""
     trace_ranks: Annotated[int, tyro.conf.arg(metavar="N")] = 32
     """Ranks that a trace shows."""
-    out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """Folder for simulation.json, trace-PLANNER.json (opens in ui.perfetto.dev) and report.html."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
+    """Folder for simulation.json and report.html, with details trace-PLANNER.json (opens in ui.perfetto.dev); default:
+    nothing is written."""
     machine: tyro.conf.OmitArgPrefixes[MeshChoices]
     planning: tyro.conf.OmitArgPrefixes[PlanChoices]
 
     def run(self) -> int:
         """Run the command; return the exit status."""
         from lengthwise.cli.simulate_files import write_simulation
+        from lengthwise.report.answer import answer_json, answer_notes, answer_sentence, answer_table
         from lengthwise.report.page import simulation_page
-        from lengthwise.report.simulation import (
-            closing_sentences,
-            remarks,
-            shown_of,
-            simulation_json,
-            simulation_tables,
-        )
-        from lengthwise.simulator import chrome_trace
+        from lengthwise.report.simulation import simulation_json
 
         asked = self._read()
         known = asked.known or lengths_of_data(self.data, self.tokenizer, self.empty)
         batches, context = known.batches(asked.wanted_tokens, self.batches, asked.context_tokens)
-        planners = self._taking_part(asked, batches)
+        planners = self._taking_part(asked, batches) if self.is_detailed else []
         meshes = replace(asked.meshes, question=replace(asked.meshes.question, context_tokens=context))
-        found, question = meshes.compare(planners, batches), meshes.question
+        found, console = self._answer(meshes, batches), plain_console()
+        sentence, notes = answer_sentence(found, known.unit), answer_notes(found)
         about = self._about(meshes, batches, known)
-        devices = f"{counted(question.devices, 'device')} of {question.hardware.name}"
-        sentences = closing_sentences(
-            found,
-            devices,
-            one_mesh=meshes.same is not None,
-            not_compared=[name for name in _USUAL if name not in planners],
-            unit=known.unit,
-        )
-        beside = remarks(
-            found,
-            device_bytes=question.hardware.device_bytes,
-            names=self.names(),
-            may_train=question.trained_today() is not None,
-        )
-        traces = {
-            each.planner: chrome_trace(
-                each.result.first_plan,
-                each.result.first,
-                ranks_per_node=each.setting.cost.ranks_per_node,
-                most_ranks=self.trace_ranks,
-            )
-            for each in shown_of(found)
-        }
-        facts = {"about": about, **self._facts(meshes, batches, known)}
-        figures = json.dumps(simulation_json(found, facts), indent=1) + "\n"
-        page = simulation_page(found, batches, about=about, sentences=sentences, remarks=beside)
-        write_simulation(self.out, figures, page, traces)
-        written = f"written to {self.out}: simulation.json, trace-*.json, report.html"
-        console = plain_console()
-        for part in (about, *simulation_tables(found), *beside, sentences, written):
+        for part in (sentence, "", answer_table(found), "", about, *notes):
             console.print(part)
+        details = Details()
+        if planners:
+            names, ranks = self.names(), self.trace_ranks
+            details = compare_in_detail(meshes, planners, batches, unit=known.unit, names=names, trace_ranks=ranks)
+            for part in ("", *details.tables, *details.remarks, details.sentences):
+                console.print(part)
+        if self.out is not None:
+            facts = {"about": about, "answer": answer_json(found, sentence), **self._facts(meshes, batches, known)}
+            figures = json.dumps(simulation_json(details.found, facts), indent=1) + "\n"
+            page = simulation_page(
+                found, batches, about=about, sentence=sentence, notes=notes,
+                details=details.found, verdict=details.sentences, remarks=details.remarks,
+            )  # fmt: skip
+            write_simulation(self.out, figures, page, details.traces)
+            console.print(f"written to {self.out}: simulation.json, report.html{', trace-*.json' * bool(planners)}")
+        elif not planners:
+            console.print("More: --details (planners, in long tables), --out FOLDER (a page, and JSON).")
         return 0
+
+    @property
+    def is_detailed(self) -> bool:
+        """Whether planners are compared: where that, or what only they have, is asked for."""
+        machine, planning = self.machine, self.planning
+        theirs = (self.planners, machine.tp, machine.pp, planning.mode, planning.virtual, planning.offload)
+        given = any(each is not None for each in (*theirs, planning.heads))
+        return self.details or self.all or given or machine.mesh != "best" or self.loader != "none"
+
+    def _answer(self, meshes: Meshes, batches: list[list[int]]) -> Answer:
+        """Compare the four ways; on a terminal a line says so while it lasts."""
+        from rich.console import Console
+
+        from lengthwise.cost.first_settings import lora_params
+        from lengthwise.simulator import Question, answer
+
+        asked = meshes.question
+        adapters = None if self.lora is None else lora_params(asked.shape, self.lora)
+        recompute = self.machine.recompute
+        question = Question(
+            shape=asked.shape, hardware=asked.hardware, devices=asked.devices, adapters=adapters,
+            capacity_tokens=asked.capacity_tokens, kinds=None if recompute in (None, "auto") else [recompute],
+            cost=asked.cost,
+        )  # fmt: skip
+        with Console(stderr=True, highlight=False).status("comparing FSDP2 and Lengthwise, each at its best settings"):
+            return answer(batches, question)
 
     def names(self) -> dict[str, str]:
         """Map names of the library to what the user typed for them."""
@@ -146,12 +168,13 @@ class Simulate:
             | ({"ranks": "--gpus"} if self.machine.gpus is not None else {})
             | ({} if self.context else {"context_tokens": "--context (by itself, the longest sequence)"})
             | ({"clip": "clip them with --context"} if self.lengths in RECIPES else {})
-            | (
-                {"make_room": "Use more --gpus: all meshes of these were tried"}
-                if self.machine.searches_devices
-                else {}
-            )
+            | ({"make_room": self._room} if self.machine.searches_devices else {})
         )
+
+    @property
+    def _room(self) -> str:
+        more = ": all meshes of these were tried" if self.all else ", or --all for several devices a rank"
+        return f"Use more --gpus{more}"
 
     def _read(self) -> Asked:
         """Read all of the command line but the data; raise all that is wrong with it."""
@@ -160,23 +183,32 @@ class Simulate:
 
         problems = Collector()
         attempt = problems.attempt
-        attempt(partial(refuse_others_files, self.out))
+        if self.out is not None:
+            attempt(partial(refuse_others_files, self.out))
+        if self.lora is not None:
+            attempt(partial(read_whole, "--lora", self.lora))
+            if self.is_detailed:
+                remedy = "Leave out one of them."
+                expected, got = "nothing beside planners in detail, who train whole models", str(self.lora)
+                problems.add(ConfigError("--lora", expected=expected, got=got, remedy=remedy))
         planners = attempt(self._planner_names)
         for name in ("batches", "trace_ranks"):
             attempt(partial(read_whole, f"--{name.replace('_', '-')}", getattr(self, name), most=_MOST_COUNT))
         if self.loader not in LOADERS:
             problems.add(unknown_name("--loader", self.loader, LOADERS))
         lengths = attempt(self._known_lengths)
-        wanted = attempt(partial(parse_tokens, self.batch_tokens, "--batch-tokens"))
+        text = self.batch_tokens
+        wanted = None if text is None else attempt(partial(parse_tokens, text, "--batch-tokens"))
         context = None if self.context is None else attempt(partial(parse_tokens, self.context, "--context"))
-        meshes = self.machine.read(self.planning, self.loader, problems)
+        meshes = self.machine.read(self.planning, self.loader, problems, one_device=not self.all)
         options, cost = self.machine.options(self.planning), meshes.cost if meshes else None
         layers = meshes.question.shape.layers if meshes else 1
         for planner in planners or ["lengthwise"]:
             attempt(partial(replace(options, planner=planner, layers=layers).checked, 1, cost))
         problems.raise_all()
-        if not (planners and wanted and meshes):
+        if not (planners and meshes):
             raise AssertionError("what is None or empty was reported")
+        wanted = wanted or _TOKENS_A_DEVICE * meshes.question.devices
         return Asked(planners=planners, known=lengths, wanted_tokens=wanted, context_tokens=context, meshes=meshes)
 
     def _known_lengths(self) -> KnownLengths | None:
@@ -196,7 +228,7 @@ class Simulate:
         from lengthwise.planner.registry import optional_planners, unknown_planner
 
         if self.planners is None:
-            return [*_USUAL[:-1], *optional_planners(), _USUAL[-1]]
+            return [*USUAL[:-1], *optional_planners(), USUAL[-1]]
         names = [name.strip() for name in self.planners.split(",") if name.strip()]
         raise_problems([error for name in names if (error := unknown_planner("--planners", name)) is not None])
         if not names or len(set(names)) < len(names):
@@ -223,13 +255,15 @@ class Simulate:
     def _about(self, meshes: Meshes, batches: list[list[int]], known: KnownLengths) -> str:
         """Say in one line what is simulated, and how its lengths were counted."""
         question = meshes.question
-        mesh = "each planner on its best mesh" if meshes.same is None else f"all on one mesh: {meshes.same}"
+        mesh = "" if meshes.same is None else f", all on one mesh: {meshes.same}"
+        mesh = f"{mesh}, LoRA of rank {self.lora}" if self.lora else mesh
         sums = sorted({sum(batch) for batch in batches})
         size = f"{sums[0]:,}" if len(sums) == 1 else f"{sums[0]:,} to {sums[-1]:,}"
         return (
-            f"{question.shape.name} on {counted(question.devices, 'device')} of {question.hardware.name}, {mesh}; "
+            f"{question.shape.name} on {counted(question.devices, 'device')} of {question.hardware.name}{mesh}; "
             f"{counted(len(batches), 'batch')} of {size} tokens of {known.name}, "
-            f"longest {max(map(max, batches)):,}; loader: {self.loader}{'; ' if known.note else ''}{known.note}"
+            f"longest {max(map(max, batches)):,}{f'; loader: {self.loader}' * (self.loader != 'none')}"
+            f"{'; ' * bool(known.note)}{known.note}"
         )
 
     def _facts(self, meshes: Meshes, batches: list[list[int]], known: KnownLengths) -> dict[str, Any]:
@@ -237,6 +271,7 @@ class Simulate:
         return {
             "model": question.shape.name,
             "hardware": question.hardware.name,
+            "kernel": question.hardware.kernel,
             "cost": meshes.cost.version,
             "mesh": self.machine.mesh,
             "mode": self.planning.mode,

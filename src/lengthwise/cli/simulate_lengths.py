@@ -13,7 +13,7 @@ from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.names import counted, unknown_name
 from lengthwise.core.sizes import parse_tokens
 
-_PUBLISHED_CONTEXT = "2M"
+_PUBLISHED_CONTEXT = "128K"
 _EMPTY = ("error", "skip")
 _MOST_SEQUENCES = 2**22  # of a batch: short lengths and the batch of a large cluster would take all memory
 

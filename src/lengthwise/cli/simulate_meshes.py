@@ -77,14 +77,17 @@ class MeshChoices:
         None
     )
     """h100, h200, bytescale-gpu or cpu, or a JSON file with the keys of lengthwise/cost/hardware.json."""
+    kernel: Annotated[str | None, tyro.conf.arg(metavar="flash2|flash3|cudnn", help_behavior_hint="")] = None
+    """Attention kernel whose speed is taken; default: what training takes there (h100, h200: cudnn for long blocks and
+    flash2 for packs; flash3 where you install it)."""
     measurements: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json", help_behavior_hint="")] = None
     """What `lengthwise profile` measured, in place of --model and --hardware."""
     mesh: Annotated[str, tyro.conf.arg(metavar="best|same")] = "best"
     """best: each planner on the best of the meshes that it can be given, searched alike for all (--tp, --pp,
     --capacity, --heads, --offload, --recompute, as far as they are not given); same: one for all, as given."""
-    tp: Annotated[int | None, tyro.conf.arg(metavar="T", help_behavior_hint="(default: searched; same: 1)")] = None
+    tp: Annotated[int | None, tyro.conf.arg(metavar="T", help_behavior_hint="(default: 1; --all: searched)")] = None
     """Devices that split every layer of a rank (tensor parallelism)."""
-    pp: Annotated[int | None, tyro.conf.arg(metavar="P", help_behavior_hint="(default: searched; same: 1)")] = None
+    pp: Annotated[int | None, tyro.conf.arg(metavar="P", help_behavior_hint="(default: 1; --all: searched)")] = None
     """Pipeline stages of a rank."""
     capacity: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
     """Tokens that one rank holds in a microbatch; default: what fits beside weights and optimizer, by estimate, and
@@ -101,8 +104,13 @@ class MeshChoices:
         given = (self.ranks, self.measurements, self.tp, self.pp)
         return self.mesh == "best" and all(each is None for each in given)
 
-    def read(self, planning: PlanChoices, loader: str, problems: Collector) -> Meshes | None:
-        """Read all of it; None where something is wrong, which `problems` then holds."""
+    def read(
+        self, planning: PlanChoices, loader: str, problems: Collector, *, one_device: bool = False
+    ) -> Meshes | None:
+        """Read all of it; None where something is wrong, which `problems` then holds.
+
+        `one_device`: whether ranks are of one device where nothing else is given, in place of a search.
+        """
         attempt, before = problems.attempt, len(problems.problems)
         for option, value in (("--tp", self.tp), ("--pp", self.pp)):
             if value is not None:
@@ -115,7 +123,7 @@ class MeshChoices:
         described = self._priced(planning, problems) if self.measurements is None else attempt(self._measured)
         if len(problems.problems) > before or not described or not devices:
             return None
-        meshes = attempt(partial(self._meshes, planning, loader, capacity, devices, described))
+        meshes = attempt(partial(self._meshes, planning, loader, capacity, devices, described, one_device))
         if meshes is not None and meshes.same is not None:
             attempt(partial(meshes.question.setting, meshes.same))
         return meshes
@@ -127,14 +135,16 @@ class MeshChoices:
         capacity: int | None,
         devices: int,
         described: tuple[ModelShape, Hardware, Cost],
+        one_device: bool,
     ) -> Meshes:
         from lengthwise.simulator import Mesh, MeshQuestion, stages_to_try, tensors_to_try
 
         shape, hardware, cost = described
         is_same, is_one_device = self.mesh == "same", self.measurements is not None
         is_fixed = is_same or is_one_device or self.ranks is not None
-        tensors: tuple[int, ...] = (self.tp or 1,) if is_fixed or self.tp else tensors_to_try(shape, hardware, devices)
-        stages: tuple[int, ...] = (self.pp or 1,) if is_fixed or self.pp else stages_to_try(shape, devices)
+        is_one = is_fixed or (one_device and not (self.tp or self.pp or planning.mode == "pipeline"))
+        tensors: tuple[int, ...] = (self.tp or 1,) if is_one or self.tp else tensors_to_try(shape, hardware, devices)
+        stages: tuple[int, ...] = (self.pp or 1,) if is_one or self.pp else stages_to_try(shape, devices)
         if planning.mode in ("free", "waves") and not self.pp:
             stages = (1,)
         if planning.mode == "pipeline" and not self.pp and not is_fixed:
@@ -188,6 +198,8 @@ class MeshChoices:
             problems.add(ConfigError("simulate", expected="one of --model and --measurements", got=got, remedy=remedy))
         shape = problems.attempt(partial(named_shape, self.model)) if self.model is not None else None
         hardware = problems.attempt(partial(named_hardware, self.hardware or "h100"))
+        if hardware is not None and self.kernel is not None:
+            hardware = problems.attempt(partial(hardware.with_kernel, self.kernel))
         tensor, stages = self.tp or 1, self._stages(planning.mode) or 1
         if shape is None or hardware is None or tensor < 1 or stages < 1:
             return None
@@ -202,7 +214,7 @@ class MeshChoices:
         assert self.measurements is not None, "only asked for where there is a file"
         problems = Collector()
         meshes = {"--tp": self.tp, "--pp": self.pp}
-        unused = {"--model": self.model, "--hardware": self.hardware}
+        unused = {"--model": self.model, "--hardware": self.hardware, "--kernel": self.kernel}
         unused |= {option: number for option, number in meshes.items() if number != 1}
         expected = "nothing beside --measurements, which are of one model, one device a rank"
         problems.attempt(partial(refuse_beside, unused, expected, "Leave out {option} or --measurements."))

@@ -68,6 +68,13 @@ def first_settings(shape: ModelShape, hardware: Hardware, ranks: int, longest_to
     raise ConfigError("--gpus", expected=expected, got=got, remedy=f"{remedy} Or take a smaller model.")
 
 
+def lora_params(shape: ModelShape, rank: int) -> int:
+    """Count the parameters of LoRA adapters of this rank on all linear layers of attention and MLP."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sides = 2 * (shape.hidden + queries) + 2 * (shape.hidden + keys) + 3 * (shape.hidden + shape.intermediate)
+    return shape.layers * rank * sides
+
+
 def _doubled(ranks: int) -> list[int]:
     found = [ranks * 2]
     while found[-1] * 2 <= _MOST_RANKS:
@@ -93,8 +100,4 @@ def _capacities(memory: StepMemory, hardware: Hardware) -> Mapping[str, int]:
 
 
 def _with_adapters(memory: StepMemory) -> StepMemory:
-    """Return what LoRA on all linear layers of attention and MLP holds."""
-    shape = memory.shape
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    sides = 2 * (shape.hidden + queries) + 2 * (shape.hidden + keys) + 3 * (shape.hidden + shape.intermediate)
-    return replace(memory, trained=shape.layers * LORA_RANK * sides)
+    return replace(memory, trained=lora_params(memory.shape, LORA_RANK))

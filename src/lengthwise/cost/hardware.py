@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -23,8 +23,19 @@ _GPUS = ("h200", "h100")  # of these names are the devices that they describe
 _OTHER_GPUS = "h100"
 _MAY_BE_ZERO = ("hop_latency_seconds", "node_hop_latency_seconds", "layer_launch_seconds")
 _MOST = 1e30  # of any number here, and its inverse the least: products of a few stay finite
-_NO_NUMBERS = ("name", "source", "block_efficiency", "fused_norms")
+_NO_NUMBERS = ("name", "source", "block_efficiency", "fused_norms", "kernel", "kernels")
+_OPTIONAL = ("fused_norms", "kernel", "kernels")
+_OF_KERNEL = ("attention_efficiency", "block_efficiency")
 _WHOLE = ("ranks_per_node", "compute_dtype_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionKernel:
+    """How fast an attention kernel is on a device; `attention_efficiency`, `block_efficiency`: as of `Hardware`."""
+
+    name: str
+    attention_efficiency: float
+    block_efficiency: tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +43,8 @@ class Hardware:
     """One device, the links that its transfers take, and the node that it shares.
 
     peak_flops_per_second: of matrix products in the compute type, dense.
-    linear_efficiency, attention_efficiency: share of the peak that is reached, above 0 and at most 1.
+    linear_efficiency, attention_efficiency: share of the peak that is reached, above 0 and at most 1; of attention by
+        `kernel`, forward and backward together.
     block_efficiency: (tokens, share of attention's speed) of attention blocks; smaller blocks run slower. The last
         share is 1. Between two points shares are interpolated; below the first the share falls with the tokens.
     link_bytes_per_second, hop_latency_seconds: one direction of a rank's link to another node; start of one transfer.
@@ -47,6 +59,7 @@ class Hardware:
     device_bytes, host_bytes: memory of one device, and of the host of a node.
     source: where the numbers come from.
     fused_norms: whether models run there with norms that keep less for backward (`cost.memory`); may be left out.
+    kernel: whose speed of attention that is, by its name among `kernels`, those that are known; both may be left out.
 
     Raises:
         Problems, ConfigError: numbers out of range, or a block curve that makes no sense; all are reported.
@@ -72,6 +85,19 @@ class Hardware:
     host_bytes: float
     source: str
     fused_norms: bool = False
+    kernel: str = ""
+    kernels: tuple[AttentionKernel, ...] = ()
+
+    def with_kernel(self, name: str) -> Hardware:
+        """Return the same device with attention as another of its kernels runs it.
+
+        Raises:
+            ConfigError: a kernel whose speed there is not known.
+        """
+        found = next((each for each in self.kernels if each.name == name), None)
+        if found is None:
+            raise unknown_name("kernel", name, [each.name for each in self.kernels], others=f"on {self.name}")
+        return replace(self, kernel=name, **{key: getattr(found, key) for key in _OF_KERNEL})
 
     def __post_init__(self) -> None:
         problems = []
@@ -140,12 +166,37 @@ def hardware_from_json(raw: Mapping[str, Any], name: str) -> Hardware:
     problems: list[ConfigError] = [
         unknown_name(f"hardware {name}: {key}", key, known) for key in raw if key not in known
     ]
-    missing = [key for key in known if key not in raw and key != "fused_norms"]
+    kernels = _kernels(raw.get("kernels", {}))
+    chosen = next((each for each in kernels if each.name == raw.get("kernel")), None)
+    values = {**({} if chosen is None else {key: getattr(chosen, key) for key in _OF_KERNEL}), **raw}
+    missing = [key for key in known if key not in values and key not in _OPTIONAL]
     if missing:
         remedy = "Add them; `lengthwise/cost/hardware.json` shows every key."
         problems.append(ConfigError(f"hardware {name}", expected=", ".join(missing), got="nothing", remedy=remedy))
     raise_problems(problems)
-    points = raw["block_efficiency"]
-    if isinstance(points, list):
-        points = tuple(tuple(point) if isinstance(point, list) else () for point in points)
-    return Hardware(name=name, **{**raw, "block_efficiency": points})
+    own = any(key in raw for key in _OF_KERNEL)  # a speed of one's own is no named kernel's
+    kernel = "" if own or chosen is None else chosen.name
+    changes = {"block_efficiency": _points(values["block_efficiency"]), "kernel": kernel, "kernels": kernels}
+    return Hardware(name=name, **{**values, **changes})
+
+
+def _kernels(raw: object) -> tuple[AttentionKernel, ...]:
+    """Read the kernels of a description; what is none of them is left out, and missed where it is the chosen one."""
+    if not isinstance(raw, Mapping):
+        return ()
+    return tuple(
+        AttentionKernel(
+            name=name,
+            attention_efficiency=each["attention_efficiency"],
+            block_efficiency=_points(each["block_efficiency"]),
+        )
+        for name, each in raw.items()
+        if isinstance(each, Mapping) and set(_OF_KERNEL) <= set(each)
+    )
+
+
+def _points(points: Any) -> Any:
+    """Make pairs of a JSON list tuples; anything else stays, to be refused."""
+    if not isinstance(points, list):
+        return points
+    return tuple(tuple(point) if isinstance(point, list) else () for point in points)

@@ -122,10 +122,14 @@ class StepMemory:
         """Count what a device gathers of parameters for a pass, at most, where they lie over the ranks."""
         if not self._is_sharded:
             return 0.0
-        everything, words = self._parameters(), self.shape.hidden * self.shape.vocab
-        rest = words if self._layer().family.ties_head else 2 * words
-        layer = (everything - rest) / self.shape.layers
+        layer, rest = self.layer_params()
         return gathered_bytes(layer, rest, dtype_bytes=self.dtype_bytes, trains=self.trained is None) / self.tensor
+
+    def layer_params(self) -> tuple[float, float]:
+        """Count the parameters of a decoder layer, and of what is in none: embedding and head."""
+        words = self.shape.hidden * self.shape.vocab
+        rest = words if self._layer().family.ties_head else 2 * words
+        return (self._parameters() - rest) / self.shape.layers, rest
 
     @property
     def _is_sharded(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,21 +12,28 @@ from lengthwise.core.names import unknown_name
 from lengthwise.core.package_data import is_path, read_json_object, read_package_json
 from lengthwise.core.shape import ModelShape
 
-_SHAPES = read_package_json("lengthwise.cost", "models.json")["shapes"]
+_FILE = read_package_json("lengthwise.cost", "models.json")
+_PUBLISHED = _FILE["published"]
+_SHAPES = {**_FILE["shapes"], **_PUBLISHED}
 SHAPE_NAMES = tuple(_SHAPES)
+_VARIANT = re.compile(r"-(instruct|base|it|pt|hf|chat|thinking|\d{4})(?=-|$)")  # of a model, of the same sizes
 _OWN_SHAPE = "or a model's folder or its config.json, by its path"
 
 
 def named_shape(name: str) -> ModelShape:
     """Return the shape of a name of `SHAPE_NAMES`, or of a model by its folder or the path of its config.json.
 
+    Published models are known by their names on the hub, too: Qwen/Qwen3-8B, google/gemma-3-12b-it.
+
     Raises:
         ConfigError: unknown name (the nearest one is given), or a folder or file that is no model's.
         Problems: several keys of a config that are missing or no sizes.
     """
-    if name in _SHAPES:
-        return ModelShape(name=name, **_SHAPES[name])
     path = Path(name).expanduser()
+    known = name if name in _SHAPES else _published_name(name)
+    if known is not None and not (known != name and path.exists()):
+        sizes = _SHAPES[known]
+        return ModelShape(name=known, **{**sizes, "windows": tuple(map(tuple, sizes.get("windows", ())))})
     if path.is_dir():
         path = path / "config.json"
     elif not is_path(name):
@@ -39,6 +47,12 @@ def named_shape(name: str) -> ModelShape:
         raise ConfigError("model", expected=expected, got=got, remedy=remedy)
     label = path.resolve().parent.name if path.name == "config.json" else path.stem
     return shape_from_config(read_json_object(str(path)), name=label)
+
+
+def _published_name(name: str) -> str | None:
+    """Return what a published model is called here, by its name on the hub; None: not known."""
+    plain = _VARIANT.sub("", name.lower().rpartition("/")[2].removeprefix("meta-"))
+    return plain if plain in _PUBLISHED else None
 
 
 # What configs call a size; the first that is there counts.

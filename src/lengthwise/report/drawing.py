@@ -34,9 +34,10 @@ def bar_chart(
     tips: Sequence[str],
     marks: Sequence[float] = (),
 ) -> str:
-    """Draw one bar a label over an axis in percent; values are shares, 0 to 1, `tips` are shown on hovering.
+    """Draw one bar a value over an axis in percent; values are shares, 0 to 1, `tips` are shown on hovering.
 
-    `marks`: further shares, one a label, each drawn as a line over its bar.
+    `labels`: of the borders of the bars, one more than these. `marks`: further shares, one a bar, each drawn as a line
+    over it.
     """
     tallest = max((*values, *marks), default=0.0) or 1.0
     tick = next((each for each in (0.01, 0.05, 0.1) if tallest <= 5 * each), 0.2)
@@ -46,13 +47,14 @@ def bar_chart(
     for number in range(round(most / tick) + 1):
         y = _TOP + _PLOT_HEIGHT * (1 - number * tick / most)
         parts += _y_tick(y, f"{100 * number * tick:.0f} %")
-    for number, (label, value, tip) in enumerate(zip(labels, values, tips, strict=True)):
+    for number, (value, tip) in enumerate(zip(values, tips, strict=True)):
         x, height = _LEFT + number * width, _PLOT_HEIGHT * value / most
         parts.append(
             f'<rect class="bar" x="{x + 1:.1f}" y="{_TOP + _PLOT_HEIGHT - height:.1f}" '
             f'width="{max(1.0, width - 2):.1f}" height="{height:.1f}"><title>{escape(tip)}</title></rect>'
         )
-        parts.append(_text(f"{x + width / 2:.1f}", HEIGHT - _BOTTOM + 14, label))
+    for number, label in enumerate(labels):
+        parts.append(_text(f"{_LEFT + number * width:.1f}", HEIGHT - _BOTTOM + 14, label, kind="odd " * (number % 2)))
     for number, mark in enumerate(marks):
         x, y = _LEFT + number * width, _TOP + _PLOT_HEIGHT * (1 - mark / most)
         parts.append(f'<line class="mark" x1="{x + 1:.1f}" x2="{x + width - 1:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -109,8 +111,9 @@ def _y_tick(y: float, label: str) -> list[str]:
     ]
 
 
-def _text(x: object, y: object, text: str, *, anchor: str = "middle") -> str:
-    return f'<text class="small" x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
+def _text(x: object, y: object, text: str, *, anchor: str = "middle", kind: str = "") -> str:
+    """Write text; of kind `odd ` it is left out on narrow pages."""
+    return f'<text class="{kind}small" x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _svg(parts: Sequence[str], title: str) -> str:

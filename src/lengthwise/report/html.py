@@ -22,13 +22,19 @@ from lengthwise.report.lengths import sum_by_power
 STYLE = """
 :root{color-scheme:light dark}
 body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}
-h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}
+h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}h3{font-size:1rem}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 th,td{white-space:nowrap;padding:.25rem .5rem;text-align:right;border-bottom:1px solid #8884}
 th:first-child,td:first-child{text-align:left}
+.wrap th,.wrap td{white-space:normal;vertical-align:top}.wrap td[colspan]{text-align:left}
+.steps{width:100%}.steps td{border:0}.steps .line{width:65%}
 svg{width:100%;min-width:36rem;height:auto}.small{font-size:10px;fill:currentColor}.grid{stroke:#8883}
-.mark{stroke:#d9822b;stroke-width:2}.bar,.dot{fill:#3b76c4}.local{fill:#3b76c4}.ring{fill:#d9822b}.end{fill:#888}
+.steps svg{min-width:0;height:1.1rem;display:block}
+.mark{stroke:#d9822b;stroke-width:2}.bar,.dot,.local{fill:#3b76c4}.ours,.ring{fill:#d9822b}.end{fill:#888}
 .scroll{overflow-x:auto}.key{font-size:.85rem}
+@media(max-width:40rem){svg{min-width:0}.small{font-size:18px}.odd{display:none}
+th,td{padding:.2rem .25rem}.wrap,.steps{font-size:.8rem}.steps td:first-child{white-space:normal}
+.steps .line{width:45%}}
 """
 
 
@@ -43,11 +49,24 @@ def html_page(title: str, body: str) -> str:
     )
 
 
-def html_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table, headings first; all text is escaped here."""
+def html_table(rows: Sequence[Sequence[str]], *, wraps: bool = False) -> str:
+    """Return a table, headings first; all text is escaped here.
+
+    `wraps`: cells may break lines, to fit a page. A row of fewer cells has its last one over the columns left.
+    """
     head = "".join(f"<th>{escape(column)}</th>" for column in rows[0])
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows[1:])
-    return scrolling(f"<table><tr>{head}</tr>{body}</table>")
+    body = []
+    for row in rows[1:]:
+        left = len(rows[0]) - len(row) + 1
+        last = f"<td{f' colspan={left}' * (left > 1)}>{escape(row[-1])}</td>"
+        body.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row[:-1])}{last}</tr>")
+    return scrolling(f"<table{' class=wrap' * wraps}><tr>{head}</tr>{''.join(body)}</table>")
+
+
+def bar_line(share: float, kind: str) -> str:
+    """Draw one bar over a share of its cell, 0 to 1; `kind` is its class in the style sheet."""
+    bar = f'<rect class="{kind}" width="{100 * share:.1f}" height="10"/>'
+    return f'<svg viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">{bar}</svg>'
 
 
 def scrolling(wide: str) -> str:
@@ -60,15 +79,15 @@ def length_chart(lengths: Sequence[int] | np.ndarray) -> str:
     first, sequences, tokens = sum_by_power(lengths)
     values = np.asarray(lengths, dtype=np.float64)
     squares = np.bincount(np.frexp(values)[1] - 1 - first, weights=values**2)
-    labels = [written_tokens(2**power) for power in range(first, first + len(tokens))]
+    labels = [written_tokens(2**power) for power in range(first, first + len(tokens) + 1)]
     works = [written_work(*each) for each in zip(sequences, tokens, strict=True)]
-    tips = [f"from {label}: {work}" for label, work in zip(labels, works, strict=True)]
+    tips = [f"{labels[place]} to {labels[place + 1]}: {work}" for place, work in enumerate(works)]
     shares = [each / sum(tokens) for each in tokens]
     chart = bar_chart(
         labels,
         shares,
         title="tokens and attention work by length",
-        x_title="tokens of a sequence, from this number to the next",
+        x_title="tokens of a sequence",
         y_title="share",
         tips=tips,
         marks=(squares / squares.sum()).tolist(),

@@ -1,5 +1,6 @@
 """Plans x costs -> a timeline: what a step would take on machines that nobody here has. Pure: no torch, no clock."""
 
+from lengthwise.simulator.answer import Answer, Question, Row, answer
 from lengthwise.simulator.gains import MODEL_ERROR, Gain, gain_over, gain_text
 from lengthwise.simulator.loading import LOADERS, loading_seconds, waits_seconds
 from lengthwise.simulator.mesh_search import best_mesh, best_meshes, refuse_unheld
@@ -20,13 +21,17 @@ from lengthwise.simulator.trace import chosen_ranks, chrome_trace
 __all__ = [
     "LOADERS",
     "MODEL_ERROR",
+    "Answer",
     "Best",
     "Found",
     "Gain",
     "Mesh",
     "MeshQuestion",
     "PlannerResult",
+    "Question",
+    "Row",
     "Setting",
+    "answer",
     "best_mesh",
     "best_meshes",
     "chosen_ranks",

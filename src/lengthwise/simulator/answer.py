@@ -1,0 +1,370 @@
+"""The short answer of a simulation: what people use today, each at its own best settings, against Lengthwise.
+
+Four ways to train on the same devices, none with tensor parallelism or stages: FSDP2 with padding, with packing, and
+with one size of ring for all packs (context parallelism as trainers have it), in lock-step (`rivals`); and Lengthwise
+with whole parameters on each rank (zero1) or sharded ones in lock-step (zero3), the better of the two.
+
+Settings are tried on the batch of most work: recomputation, what a device holds in a microbatch, sequences of a padded
+one, size of the rings; the best of them then runs all batches. Cost: under two seconds for 8 devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lengthwise.core.errors import ConfigError, PlanError
+from lengthwise.core.plan import RECOMPUTE_KINDS, Plan
+from lengthwise.core.shape import Cluster, ModelShape
+from lengthwise.core.timeline import Timeline
+from lengthwise.cost import STEP_TOKENS, Cost, Hardware, StepMemory, all_terms_cost, recompute_capacities, step_memory
+from lengthwise.planner import PLANNING_SHARE, PlanOptions, plan_step
+from lengthwise.simulator.rivals import LockStep, lock_step, packed, padded, recomputing, sharded_traffic
+from lengthwise.simulator.step import simulate_plan
+
+PADDED, PACKED, ONE_RING, OURS = "FSDP2, padded", "FSDP2, packed", "FSDP2, one ring size", "Lengthwise"
+RIVALS = (PADDED, PACKED, ONE_RING)
+_RIVAL_KINDS = ("none", "layer")
+_SHARES = (1.0, 0.5, 0.25)  # of the tokens that fit, that a device may hold in a microbatch
+_MORE_MICROBATCHES = (0, 1, 2, 4, 8)  # of packs, than the fewest that hold a batch
+_FILLED = 0.98  # of a pack, as packing whole sequences leaves it
+_MODES = {"zero1": "free", "zero3": "waves"}  # how parameters lie over the ranks, and what plans it then runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How one way trains; what does not concern it is None.
+
+    recompute: a kind of recomputation. capacity_tokens: what a device may hold in a microbatch. size, by_length: of
+    padded microbatches. degree: of all its rings. sorted: packs run longest first, not as they come. layout: of
+    Lengthwise's parameters.
+    """
+
+    recompute: str
+    capacity_tokens: int
+    size: int | None = None
+    by_length: bool | None = None
+    degree: int | None = None
+    sorted: bool = False
+    layout: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """A stretch of a rank's time in the first batch, in seconds; `kind` is local or ring."""
+
+    rank: int
+    start: float
+    end: float
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One way to train. step_seconds: entry i of batch i; empty: it holds no such sequences, and `refusal` says why.
+
+    memory_bytes: peak of the fullest device, by formula. stretches: of the first batch. degrees: its pairs of a
+    sequence's tokens and the ranks that share it, each pair once; of ours alone.
+    """
+
+    name: str
+    settings: Settings | None = None
+    step_seconds: tuple[float, ...] = ()
+    memory_bytes: float = 0.0
+    refusal: str = ""
+    stretches: tuple[Stretch, ...] = ()
+    degrees: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def mean_seconds(self) -> float:
+        """Step time, mean over batches."""
+        return float(np.mean(self.step_seconds))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The rows of ways that exist on these devices, ours last.
+
+    sorted_seconds: what the quickest FSDP2 row with packs would take, mean of batches, if packs of like work ran side
+    by side, which is no trainer's habit; None: none fits. kernel: whose speed of attention was taken.
+    """
+
+    rows: tuple[Row, ...]
+    devices: int
+    hardware: str
+    kernel: str
+    batch_tokens: int
+    sorted_seconds: float | None = None
+
+    @property
+    def ours(self) -> Row:
+        """The row of Lengthwise."""
+        return self.rows[-1]
+
+    @property
+    def best_other(self) -> Row | None:
+        """The quickest row of the others; None: none fits."""
+        return min((r for r in self.rows[:-1] if r.step_seconds), key=lambda row: row.mean_seconds, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked: a model on so many devices of a hardware.
+
+    adapters: parameters that train in place of the model's own (LoRA); None: all train. capacity_tokens: what a device
+    may hold, with the kinds of recomputation that leave so much, or with all where none does. kinds: that may be tried;
+    None: all. cost: measured ones, in place of those made from the hardware.
+    """
+
+    shape: ModelShape
+    hardware: Hardware
+    devices: int
+    adapters: int | None = None
+    capacity_tokens: int | None = None
+    kinds: Sequence[str] | None = None
+    cost: Cost | None = None
+
+    @cached_property
+    def costs(self) -> Cost:
+        """Of one device a rank."""
+        return self.cost or all_terms_cost(self.shape, self.hardware, adapters=self.adapters)
+
+    def memory(self, layout: str) -> StepMemory:
+        """Return what a device holds with parameters that lie so."""
+        whole = step_memory(self.shape, self.hardware, self.devices)
+        return replace(whole, shard=layout, trained=self.adapters)
+
+    def capacities(self, layout: str, kinds: Sequence[str]) -> Mapping[str, int]:
+        """Return the tokens that a device holds for each kind that leaves room; none: an empty mapping."""
+        kinds = [kind for kind in kinds if self.kinds is None or kind in self.kinds]
+        try:
+            fitting = recompute_capacities(self.memory(layout), self.hardware, kinds=kinds) if kinds else {}
+        except ConfigError:
+            fitting = {}
+        given = self.capacity_tokens
+        if given is None:
+            return fitting
+        return dict.fromkeys([kind for kind, held in fitting.items() if held >= given] or kinds, given)
+
+    def shares(self) -> tuple[float, ...]:
+        """Return the parts of a capacity to try: all of one that was given."""
+        return (1.0,) if self.capacity_tokens is not None else _SHARES
+
+
+def answer(batches: Sequence[Sequence[int]], question: Question) -> Answer:
+    """Compare the four ways on the same batches, entry i of each the length of sequence i in tokens."""
+    heaviest = max(batches, key=lambda tokens: float(question.costs.compute_seconds(np.array(tokens)).sum()))
+    longest = max(map(max, batches))
+    names = RIVALS if question.devices > 1 else RIVALS[:-1]
+    rows = [_rival(name, batches, heaviest, longest, question) for name in names]
+    in_order = [_rival(name, batches, heaviest, longest, question, in_order=True) for name in names if name != PADDED]
+    return Answer(
+        rows=(*rows, _ours(batches, heaviest, longest, question)),
+        sorted_seconds=min((row.mean_seconds for row in in_order if row.step_seconds), default=None),
+        devices=question.devices,
+        hardware=question.hardware.name,
+        kernel="" if question.cost else question.hardware.kernel,
+        batch_tokens=round(sum(map(sum, batches)) / len(batches)),
+    )
+
+
+def _rival(
+    name: str,
+    batches: Sequence[Sequence[int]],
+    heaviest: Sequence[int],
+    longest: int,
+    question: Question,
+    *,
+    in_order: bool = False,
+) -> Row:
+    """Run one of `RIVALS` at its best settings; `in_order`: packs of like work side by side."""
+    most_tokens = max(map(sum, batches))
+    tried = [
+        (run_rival(heaviest, settings, question).step_seconds, number, settings)
+        for number, settings in enumerate(_rival_settings(name, longest, most_tokens, question, in_order=in_order))
+    ]
+    if not tried:
+        capacities = question.capacities("zero3", _RIVAL_KINDS)
+        return Row(name=name, refusal=_too_long(name, longest, capacities, question))
+    settings = min(tried)[2]
+    runs = [run_rival(tokens, settings, question) for tokens in batches]
+    held = max(run.held_tokens for run in runs)
+    return Row(
+        name=name,
+        settings=settings,
+        step_seconds=tuple(run.step_seconds for run in runs),
+        memory_bytes=question.memory("zero3").peak_bytes(held, settings.recompute),
+        stretches=_stretches_in_lock_step(runs[0], settings.degree or 1),
+    )
+
+
+def _rival_settings(
+    name: str, longest: int, most_tokens: int, question: Question, *, in_order: bool
+) -> Iterator[Settings]:
+    """List the settings of a way that hold the longest sequence; `most_tokens`: of any batch.
+
+    Packs are as large as leaves no device without one in the last microbatch, as where a step counts packs.
+    """
+    ranks = question.devices
+    degrees = [d for d in range(2, ranks + 1) if ranks % d == 0] if name == ONE_RING else [1]
+    for (kind, held), degree in product(question.capacities("zero3", _RIVAL_KINDS).items(), degrees):
+        least = -(-longest // degree)
+        if least > held:
+            continue
+        if name == PADDED:
+            for power, by_length in product(range((held // longest).bit_length()), (False, True)):
+                yield Settings(recompute=kind, capacity_tokens=held, size=2**power, by_length=by_length)
+            continue
+        fewest = -(-most_tokens // int(ranks * held * _FILLED))
+        rooms = {int(most_tokens / _FILLED / ((fewest + more) * ranks)) for more in _MORE_MICROBATCHES}
+        for room in sorted({held, *(each for each in rooms if least <= each <= held)}, reverse=True):
+            yield Settings(recompute=kind, capacity_tokens=room, degree=degree, sorted=in_order)
+
+
+def run_rival(tokens: Sequence[int], settings: Settings, question: Question) -> LockStep:
+    """Run one batch of lengths with FSDP2 in lock-step at these settings."""
+    cost = recomputing(question.costs, settings.recompute, question.shape.layers)
+    traffic = sharded_traffic(question.memory("zero3"), question.costs)
+    degree = settings.degree or 1
+    if settings.size is not None:
+        microbatches = padded(tokens, settings.size, by_length=bool(settings.by_length))
+    else:
+        microbatches = packed(tokens, degree * settings.capacity_tokens)
+        if settings.sorted:
+            microbatches.sort(key=lambda pack: sum(length * length for length in pack), reverse=True)
+    return lock_step(microbatches, question.devices, degree, cost, traffic)
+
+
+def _too_long(name: str, longest: int, capacities: Mapping[str, int], question: Question) -> str:
+    if not capacities:
+        states = question.memory("zero3").state_bytes() / 1e9
+        return f"no room beside {states:.0f} GB of parameters and states on each GPU"
+    most = max(capacities.values())
+    if name == ONE_RING:
+        return f"longest sequence {longest:,}, all GPUs hold {question.devices * most:,}"
+    return f"longest sequence {longest:,}, a GPU holds {most:,}"
+
+
+def _stretches_in_lock_step(run: LockStep, degree: int) -> tuple[Stretch, ...]:
+    starts = np.concatenate(([0.0], np.cumsum(run.seconds)[:-1]))
+    kind = "ring" if degree > 1 else "local"
+    return tuple(
+        Stretch(rank=group * degree + member, start=float(start), end=float(start + busy), kind=kind)
+        for start, row in zip(starts, run.busy_seconds, strict=True)
+        for group, busy in enumerate(row.tolist())
+        for member in range(degree)
+        if busy
+    )
+
+
+def _ours(batches: Sequence[Sequence[int]], heaviest: Sequence[int], longest: int, question: Question) -> Row:
+    """Run Lengthwise at its best settings: offloading only where nothing holds the sequences without."""
+    ways = list(_our_settings(question))
+    for offload in ("off", "auto"):
+        tried = []
+        for number, way in enumerate(ways):
+            try:
+                run_ours([longest], way, question, offload=offload)
+                tried.append((run_ours(heaviest, way, question, offload=offload).seconds, number, way))
+            except PlanError:
+                continue
+        for _, _, way in sorted(tried):
+            try:
+                runs = [run_ours(tokens, way, question, offload=offload) for tokens in batches]
+            except PlanError:
+                continue
+            return Row(
+                name=OURS,
+                settings=way,
+                step_seconds=tuple(run.seconds for run in runs),
+                memory_bytes=max(run.memory_bytes for run in runs),
+                stretches=_stretches(runs[0]),
+                degrees=_degrees(runs[0].plan),
+            )
+    return Row(name=OURS, refusal=_too_long(ONE_RING, longest, _most(question), question))
+
+
+def _our_settings(question: Question) -> Iterator[Settings]:
+    layouts = _MODES if question.devices > 1 else ("zero1",)
+    for layout in layouts:
+        for (kind, whole), share in product(question.capacities(layout, RECOMPUTE_KINDS).items(), question.shares()):
+            held = whole if share == 1.0 else int(whole * share) // STEP_TOKENS * STEP_TOKENS
+            if held:
+                yield Settings(recompute=kind, capacity_tokens=held, layout=layout)
+
+
+def _most(question: Question) -> Mapping[str, int]:
+    zero1, zero3 = (question.capacities(layout, RECOMPUTE_KINDS) for layout in _MODES)
+    return max(zero1, zero3, key=lambda each: max(each.values(), default=0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OurStep:
+    """A step of Lengthwise: the plan, when its microbatches run, how long the step takes, and the fullest device."""
+
+    plan: Plan
+    timeline: Timeline
+    seconds: float
+    starts: NDArray[np.float64]
+    memory_bytes: float
+
+
+def run_ours(tokens: Sequence[int], settings: Settings, question: Question, *, offload: str = "off") -> OurStep:
+    """Plan and simulate one batch of lengths with Lengthwise at these settings.
+
+    Raises:
+        PlanError: it cannot be held, or, with offload, needs more memory than a device has.
+    """
+    layout = settings.layout or "zero1"
+    options = PlanOptions(
+        mode=_MODES[layout], recompute=settings.recompute, layers=question.shape.layers, heads="auto",
+        offload=offload, planning_share=PLANNING_SHARE,
+    )  # fmt: skip
+    cluster = Cluster(ranks=question.devices, capacity_tokens=settings.capacity_tokens)
+    plan = plan_step(tokens, cluster, question.costs, options)
+    timeline = simulate_plan(plan, question.costs)
+    memory = question.memory(layout)
+    kept = np.array([each.offload for each in plan.microbatches])[timeline.microbatch]
+    largest = memory.microbatch_bytes(timeline.held_tokens, settings.recompute, kept)
+    needed = memory.state_bytes() + memory.gathered_bytes() + float(np.max(largest))
+    if offload != "off" and needed > question.hardware.device_bytes:
+        remedy = "Use more devices, or hardware with more memory."
+        expected, got = f"at most {question.hardware.device_bytes / 1e9:.1f} GB", f"{needed / 1e9:.1f} GB"
+        raise PlanError("memory of a device", expected=expected, got=got, remedy=remedy)
+    starts, _ = timeline.microbatch_spans(len(plan.microbatches))
+    seconds = timeline.step_seconds
+    if layout == "zero3":  # plans of waves know no gathers
+        took = _waves_seconds(timeline, len(plan.microbatches), question)
+        starts, seconds = np.concatenate(([0.0], np.cumsum(took)[:-1])), float(took.sum())
+    return OurStep(plan=plan, timeline=timeline, seconds=seconds, starts=starts, memory_bytes=needed)
+
+
+def _waves_seconds(timeline: Timeline, waves: int, question: Question) -> NDArray[np.float64]:
+    """Return how long each wave takes with the gathers and sums of sharded parameters; entry k of wave k."""
+    forward, backward = np.zeros(waves), np.zeros(waves)
+    np.maximum.at(forward, timeline.microbatch, timeline.forward - timeline.start)
+    np.maximum.at(backward, timeline.microbatch, timeline.end - timeline.backward)
+    return sharded_traffic(question.memory("zero3"), question.costs).microbatch_seconds(forward, backward)
+
+
+def _degrees(plan: Plan) -> tuple[tuple[int, int], ...]:
+    pieces = (piece for microbatch in plan.microbatches for piece in microbatch.pieces)
+    return tuple(sorted({(plan.tokens[i], piece.degree) for piece in pieces for i in piece.sequences}))
+
+
+def _stretches(run: OurStep) -> tuple[Stretch, ...]:
+    timeline = run.timeline
+    begins, _ = timeline.microbatch_spans(len(run.plan.microbatches))
+    found = []
+    for row, number in enumerate(timeline.microbatch.tolist()):
+        rank = int(timeline.rank[row])
+        start = float(run.starts[number] + timeline.start[row] - begins[number])
+        pieces = [piece for piece in run.plan.microbatches[number].pieces if rank in piece.ranks]
+        kind = "ring" if any(piece.degree > 1 for piece in pieces) else "local"
+        found.append(Stretch(rank=rank, start=start, end=start + float(timeline.busy_seconds[row]), kind=kind))
+    return tuple(found)

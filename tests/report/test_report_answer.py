@@ -1,0 +1,80 @@
+"""The answer of a simulation in words: one sentence of at most 200 characters, and a table of 80 columns."""
+
+from dataclasses import replace
+
+import pytest
+
+from lengthwise.report.answer import answer_notes, answer_sentence, answer_table, settings_text, tokens_text
+from lengthwise.simulator import Answer, Row
+from lengthwise.simulator.answer import ONE_RING, OURS, PACKED, PADDED, Settings
+
+LONGEST = Settings(recompute="layer", capacity_tokens=100_000, size=16, by_length=True)
+ZERO3 = Settings(recompute="all_but_attention", capacity_tokens=8192, layout="zero3")
+RING = Settings(recompute="layer", capacity_tokens=8192, degree=1024)
+
+
+def _answer(other: float | None, ours: float | None) -> Answer:
+    def row(name: str, settings: Settings, seconds: float | None) -> Row:
+        if seconds is None:
+            return Row(name=name, refusal="longest sequence 1,048,576, a GPU holds 101,376")
+        return Row(name=name, settings=settings, step_seconds=(seconds, seconds), memory_bytes=71e9)
+
+    rows = (row(PADDED, LONGEST, None), row(PACKED, LONGEST, other), row(ONE_RING, RING, other and 2 * other))
+    return Answer(rows=(*rows, row(OURS, ZERO3, ours)), devices=8, hardware="h100", kernel="", batch_tokens=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("other", "ours", "said"),
+    [
+        (31.0, 30.5, "takes 31.0 s (FSDP2, packed): equal within the model's 5 %."),
+        (
+            40.0,
+            30.5,
+            "30.5 s with Lengthwise; the best you can train otherwise takes 40.0 s (FSDP2, packed): 1.31x as long.",
+        ),
+        (30.0, 40.0, "no gain, Lengthwise takes 1.33x as long."),
+        (None, 30.5, "30.5 s with Lengthwise; FSDP2 holds no such sequences here."),
+        (30.0, None, "Lengthwise holds no such sequences; FSDP2, packed takes 30.0 s."),
+        (None, None, "nothing here holds these sequences; the table says why."),
+    ],
+)
+def test_sentence_says_what_is_gained(other: float | None, ours: float | None, said: str) -> None:
+    sentence = answer_sentence(_answer(other, ours))
+    assert sentence.startswith("8 x h100, 1M tokens a step: ")
+    assert sentence.endswith(said)
+    assert len(sentence) <= 200
+
+
+def test_sentence_stays_short_on_the_largest_machines() -> None:
+    found = replace(_answer(35_000, 34_000), devices=12_288, hardware="bytescale-gpu", batch_tokens=384 << 20)
+    assert len(answer_sentence(found)) <= 200
+
+
+def test_table_fits_80_columns_and_says_why_a_way_does_not_fit() -> None:
+    heads, *rows = answer_table(_answer(35.0, 31.0)).splitlines()
+    assert heads.split() == ["step", "ratio", "memory", "settings"]
+    assert rows[0] == "FSDP2, padded        does not fit: longest 1,048,576, a GPU holds 101,376"
+    assert rows[1].endswith(" 1.13x  71 GB  16 a GPU, by length, recompute all")
+    assert max(map(len, (heads, *rows))) <= 80
+
+
+def test_settings_are_named_as_trainers_name_them() -> None:
+    assert settings_text(ZERO3) == "zero3, recompute MLP"
+    assert settings_text(RING) == "rings of 1024, recompute all"
+    assert settings_text(Settings(recompute="none", capacity_tokens=33_436, degree=1)) == "packs of 33.4K"
+
+
+def test_packs_sorted_by_work_are_noted_where_they_would_help() -> None:
+    found = _answer(40.0, 30.0)
+    assert answer_notes(replace(found, sorted_seconds=39.9)) == ["Simulated, not measured."]
+    assert "sampler of your own: 33.0 s" in answer_notes(replace(found, sorted_seconds=33.0))[1]
+
+
+def test_tokens_are_written_as_users_give_them() -> None:
+    assert [tokens_text(n) for n in (1 << 20, (1 << 20) + 9000, 65_536, 8 << 20, 500)] == [
+        "1M",
+        "1M",
+        "64K",
+        "8M",
+        "500",
+    ]

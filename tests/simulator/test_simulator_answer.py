@@ -1,0 +1,68 @@
+"""The four ways of the short answer: each at settings that hold its sequences, none worse than its other settings."""
+
+import pytest
+
+from lengthwise.cost import named_hardware, named_shape
+from lengthwise.simulator import Question, Row, answer
+from lengthwise.simulator.answer import ONE_RING, OURS, PACKED, PADDED, Settings, run_ours, run_rival
+
+SHAPE, H100 = named_shape("qwen3-8b"), named_hardware("h100")
+BATCHES = [[30_000, *[2000] * 60, 700], [20_000, *[4000] * 30]]
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Row]:
+    found = answer(BATCHES, Question(shape=SHAPE, hardware=H100, devices=8))
+    assert found.best_other in found.rows[:-1]
+    return {row.name: row for row in found.rows}
+
+
+def test_answer_has_each_way_at_settings_that_fit(rows) -> None:
+    assert list(rows) == [PADDED, PACKED, ONE_RING, OURS]
+    for row in rows.values():
+        assert len(row.step_seconds) == 2
+        assert 0 < row.memory_bytes <= H100.device_bytes
+        ends = {stretch.rank: stretch.end for stretch in row.stretches}
+        assert set(ends) <= set(range(8))
+        assert max(ends.values()) <= row.step_seconds[0] * (1 + 1e-9)
+
+
+def test_answer_takes_the_best_settings_of_each_way(rows) -> None:
+    question = Question(shape=SHAPE, hardware=H100, devices=8)
+    heaviest, held = BATCHES[0], question.capacities("zero3", ["layer"])["layer"]
+    others = {
+        PADDED: Settings(recompute="layer", capacity_tokens=held, size=1, by_length=False),
+        PACKED: Settings(recompute="layer", capacity_tokens=held, degree=1),
+        ONE_RING: Settings(recompute="layer", capacity_tokens=held, degree=4),
+    }
+    for name, settings in others.items():
+        assert rows[name].step_seconds[0] <= run_rival(heaviest, settings, question).step_seconds
+    plain = Settings(recompute="layer", capacity_tokens=held, layout="zero3")
+    assert rows[OURS].step_seconds[0] <= run_ours(heaviest, plain, question).seconds
+
+
+def test_sharded_ranks_of_ours_wait_for_gathers_too() -> None:
+    """On links a thousand times slower a step of zero3 takes longer than its computation by far."""
+    from dataclasses import replace
+
+    slow = replace(H100, node_link_bytes_per_second=H100.node_link_bytes_per_second / 1000)
+    way = Settings(recompute="layer", capacity_tokens=32_768, layout="zero3")
+    seconds = {
+        hardware.name: run_ours([8000] * 8, way, Question(shape=SHAPE, hardware=hardware, devices=8)).seconds
+        for hardware in (H100, replace(slow, name="slow"))
+    }
+    assert seconds["slow"] > 10 * seconds["h100"]
+
+
+def test_answer_says_what_a_gpu_holds_where_a_sequence_is_too_long() -> None:
+    found = answer([[200_000, 500]], Question(shape=SHAPE, hardware=H100, devices=8))
+    refusals = {row.name: row.refusal for row in found.rows}
+    held = max(Question(shape=SHAPE, hardware=H100, devices=8).capacities("zero3", ["none", "layer"]).values())
+    assert refusals[PADDED] == refusals[PACKED] == f"longest sequence 200,000, a GPU holds {held:,}"
+    assert refusals[ONE_RING] == refusals[OURS] == ""
+
+
+def test_answer_of_a_model_that_fits_nowhere() -> None:
+    found = answer([[100]], Question(shape=named_shape("llama-70b"), hardware=H100, devices=2))
+    assert found.best_other is None
+    assert all("no room beside" in row.refusal for row in found.rows)

@@ -1,0 +1,77 @@
+"""Steps of FSDP2 in lock-step, against times computed by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, step_memory
+from lengthwise.simulator.rivals import Traffic, lock_step, packed, padded, recomputing, sharded_traffic
+
+FREE = Traffic(layers=2, gather_seconds=0.0, reduce_seconds=0.0)
+LINEAR = Cost(linear_seconds=1.0, fixed_seconds=0.5)
+
+
+def test_microbatch_hides_transfers_behind_the_layer_before() -> None:
+    """Of four layers, the first gather, and in backward the last reduction, are all that shows."""
+    traffic = Traffic(layers=4, gather_seconds=1.0, reduce_seconds=2.0)
+    forward, backward = np.array([8.0]), np.array([16.0])  # 2 and 4 a layer, more than 1 and 1 + 2
+    assert traffic.microbatch_seconds(forward, backward) == pytest.approx([(1 + 8) + (1 + 16 + 2)])
+
+
+def test_microbatch_waits_for_transfers_that_take_longer() -> None:
+    traffic = Traffic(
+        layers=4, gather_seconds=3.0, reduce_seconds=2.0, rest_gather_seconds=10.0, rest_reduce_seconds=20.0
+    )
+    there = 3 + 3 * 3 + 2  # gather, three layers behind gathers, the last layer
+    back = 3 + 3 * 5 + 4 + 2  # gather, three behind gather and reduction, the last layer, its reduction
+    assert traffic.microbatch_seconds(np.array([8.0]), np.array([16.0])) == pytest.approx([10 + there + back + 20])
+
+
+def test_traffic_is_bytes_over_links() -> None:
+    """Of 8 devices in a node each receives 7/8 of a layer, in bf16, and sends 7/8 of its gradients in fp32."""
+    shape, hardware = named_shape("llama-3.1-8b"), named_hardware("h100")
+    memory = replace(step_memory(shape, hardware, 8), shard="zero3")
+    traffic = sharded_traffic(memory, all_terms_cost(shape, hardware))
+    layer = 4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14336
+    assert traffic.gather_seconds == pytest.approx(2 * layer * 7 / 8 / 370e9)
+    assert traffic.reduce_seconds == pytest.approx(4 * layer * 7 / 8 / 370e9)
+    assert traffic.rest_gather_seconds == pytest.approx(2 * 2 * 4096 * 128256 * 7 / 8 / 370e9)
+    adapters = sharded_traffic(replace(memory, trained=layer), all_terms_cost(shape, hardware))
+    assert adapters.gather_seconds == traffic.gather_seconds
+    assert adapters.reduce_seconds == pytest.approx(traffic.reduce_seconds / 32)
+    assert adapters.rest_reduce_seconds == 0
+
+
+def test_lock_step_waits_for_the_slowest_of_every_microbatch() -> None:
+    """Three microbatches on two devices: 10 and 4 side by side, then 6 and nothing; each costs half a second more."""
+    run = lock_step([[10], [4], [3, 3]], 2, 1, recomputing(LINEAR, "none", 2), FREE)
+    assert run.seconds == pytest.approx([10.5, 6.5])
+    assert run.busy_seconds.tolist() == [[10.5, 4.5], [6.5, 0.0]]
+    assert (run.step_seconds, run.held_tokens) == (17.0, 10)
+
+
+def test_lock_step_cuts_every_microbatch_over_the_same_ranks() -> None:
+    run = lock_step([[10], [4]], 4, 2, recomputing(LINEAR, "none", 2), FREE)
+    assert run.busy_seconds.tolist() == [[5.5, 2.5]]
+    assert run.held_tokens == 5
+
+
+def test_recomputation_runs_forward_again() -> None:
+    once, again = (lock_step([[10]], 1, 1, recomputing(LINEAR, kind, 2), FREE) for kind in ("none", "layer"))
+    assert again.step_seconds == pytest.approx(4 / 3 * once.step_seconds)
+
+
+def test_padding_fills_up_to_the_longest_of_a_microbatch() -> None:
+    assert padded([3, 9, 5, 1, 2], 2, by_length=False) == [[9, 9], [5, 5], [2]]
+    assert padded([3, 9, 5, 1, 2], 2, by_length=True) == [[9, 9], [3, 3], [1]]
+
+
+def test_packing_keeps_sequences_whole_and_packs_full() -> None:
+    tokens = [6, 5, 4, 3, 2, 7, 8, 1]
+    packs = packed(tokens, 9)
+    assert sorted(length for pack in packs for length in pack) == sorted(tokens)
+    assert [sum(pack) for pack in packs] == [9, 9, 9, 9]
+    assert packed(tokens, 9) == packs
+    with_long = packed([9, 9, 1], 9)
+    assert sorted(map(sum, with_long)) == [1, 9, 9]
