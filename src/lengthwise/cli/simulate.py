@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -143,9 +144,8 @@ class Simulate:
 
     def _answer(self, meshes: Meshes, batches: list[list[int]]) -> Answer:
         """Compare the four ways; on a terminal a line says so while it lasts."""
-        from rich.console import Console
-
         from lengthwise.cost.first_settings import lora_params
+        from lengthwise.report.progress import showing
         from lengthwise.simulator import Question, answer
 
         asked = meshes.question
@@ -156,7 +156,7 @@ class Simulate:
             capacity_tokens=asked.capacity_tokens, kinds=None if recompute in (None, "auto") else [recompute],
             cost=asked.cost,
         )  # fmt: skip
-        with Console(stderr=True, highlight=False).status("comparing FSDP2 and Lengthwise, each at its best settings"):
+        with showing("comparing FSDP2 and Lengthwise, each at its best settings", sys.stderr):
             return answer(batches, question)
 
     def names(self) -> dict[str, str]:

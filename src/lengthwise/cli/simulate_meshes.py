@@ -5,6 +5,7 @@ What is given on the command line stays as given for all planners; the rest is s
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
-from rich.console import Console
 
 from lengthwise.cli.options import PlanChoices, refuse_beside, refuse_but_one, refuse_recompute
 from lengthwise.cli.simulate_search import search_meshes
@@ -43,22 +43,22 @@ class Meshes:
     cost: Cost
 
     def compare(self, planners: Sequence[str], batches: Sequence[Sequence[int]]) -> list[Best]:
-        """Plan and simulate; a line on a terminal says how far it is.
+        """Plan and simulate; a line says how far it is.
 
         Raises:
             LengthwiseError: no planner has a mesh that holds these sequences.
         """
+        from lengthwise.report.progress import showing
         from lengthwise.simulator import on_one_mesh, refuse_unheld
 
-        progress = Console(stderr=True, highlight=False)
         if self.question.devices > _MANY_DEVICES:
             what = "each planner" if self.same else "each planner (--mesh same tries one mesh)"
-            progress.print(f"{counted(self.question.devices, 'device')}: this can take minutes for {what}")
+            print(f"{counted(self.question.devices, 'device')}: this can take minutes for {what}", file=sys.stderr)
         if self.same is not None:
-            with progress.status("planning"):
+            with showing("planning", sys.stderr):
                 found = [on_one_mesh(self.same, planner, batches, self.question) for planner in planners]
         else:
-            found = search_meshes(planners, batches, self.question, progress)
+            found = search_meshes(planners, batches, self.question)
         refuse_unheld(found)
         return found
 

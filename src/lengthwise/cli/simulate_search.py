@@ -12,10 +12,9 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.processes import end_with_parent, kill_workers
+from lengthwise.report.progress import LiveLine, showing
 
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
@@ -26,9 +25,7 @@ _TOLD_EVERY_SECONDS = 0.2
 _SLOW = ("lengthwise", "bytescale", "single-degree")
 
 
-def search_meshes(
-    planners: Sequence[str], batches: Sequence[Sequence[int]], question: MeshQuestion, progress: Console
-) -> list[Best]:
+def search_meshes(planners: Sequence[str], batches: Sequence[Sequence[int]], question: MeshQuestion) -> list[Best]:
     """Search for each planner; in as many processes as there are cores, where a fork is safe.
 
     Raises:
@@ -38,19 +35,20 @@ def search_meshes(
 
     workers = min(os.cpu_count() or 1, len(planners))
     if workers > 1 and sys.platform == "linux" and threading.active_count() == 1:
-        return _searched_in_processes(workers, planners, batches, question, progress)
-    with progress.status("planning") as status:
+        return _searched_in_processes(workers, planners, batches, question)
+    with showing("planning", sys.stderr) as phases:
 
         def tell(planner: str, mesh: Mesh, tried: int) -> None:
             place = f"planner {planners.index(planner) + 1} of {len(planners)}"
-            status.update(f"{place}, {planner}: {_doing(mesh, tried)}")
+            phases.note(f"{place}, {planner}: {_doing(mesh, tried)}")
 
         return [best_mesh(planner, batches, question, progress=tell) for planner in planners]
 
 
 def _searched_in_processes(
-    workers: int, planners: Sequence[str], batches: Sequence[Sequence[int]], question: MeshQuestion, progress: Console
+    workers: int, planners: Sequence[str], batches: Sequence[Sequence[int]], question: MeshQuestion
 ) -> list[Best]:
+    line = LiveLine(sys.stderr)
     at_work: dict[str, str] = {}
     context = get_context("fork")
     told = context.SimpleQueue()
@@ -61,23 +59,23 @@ def _searched_in_processes(
         slowest_first = [*filter(planners.__contains__, _SLOW), *(each for each in planners if each not in _SLOW)]
         searches = {pool.submit(_search_and_tell, planner): planner for planner in slowest_first}
         waiting = set(searches)
-        with progress.status("planning") as status:
-            while waiting:
-                done, waiting = wait(waiting, timeout=_TOLD_EVERY_SECONDS, return_when=FIRST_COMPLETED)
-                for search in done:
-                    search.result()
-                while not told.empty():
-                    planner, doing = told.get()
-                    at_work[planner] = doing
-                left = {searches[search] for search in waiting}
-                now = [f"{planner}: {doing}" for planner, doing in at_work.items() if planner in left]
-                status.update("; ".join([f"{len(planners) - len(left)} of {len(planners)} planners done", *now]))
+        while waiting:
+            done, waiting = wait(waiting, timeout=_TOLD_EVERY_SECONDS, return_when=FIRST_COMPLETED)
+            for search in done:
+                search.result()
+            while not told.empty():
+                planner, doing = told.get()
+                at_work[planner] = doing
+            left = {searches[search] for search in waiting}
+            now = [f"{planner}: {doing}" for planner, doing in at_work.items() if planner in left]
+            line.update("; ".join([f"{len(planners) - len(left)} of {len(planners)} planners done", *now]))
         found = {planner: search.result() for search, planner in searches.items()}
     except BrokenProcessPool:
         expected, got = "each planner's process to finish its search", "one that was killed before"
         remedy = "The system does so when memory runs out: give fewer devices or --planners, or --mesh same."
         raise MemoryShortage("search of meshes", expected=expected, got=got, remedy=remedy) from None
     finally:
+        line.close()
         _end(pool)
     return [found[planner] for planner in planners]
 

@@ -10,6 +10,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import TextIO
 
 from lengthwise.core.errors import printable
@@ -132,3 +133,14 @@ def phase_text(phase: str, seconds: float) -> str:
     if parts is not None and (done := int(parts[1]) - 1) > 0:
         left = f", about {clock(seconds / done * (int(parts[2]) - done))} left"
     return f"{phase}: {clock(seconds)}{left}"
+
+
+@contextlib.contextmanager
+def showing(phase: str, stream: TextIO) -> Iterator[PhaseLine]:
+    """Show a phase of the block where it takes over two seconds."""
+    phases = PhaseLine(LiveLine(stream))
+    phases.note(phase)
+    try:
+        yield phases
+    finally:
+        phases.close()
