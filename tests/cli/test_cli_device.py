@@ -68,7 +68,7 @@ def test_train_says_that_a_build_without_cuda_leaves_the_gpu_unused(tmp_path, mo
         begun = start.prepare(path, (), ranks=None, timeout_seconds=10)
         described[there] = describe_job(begun.job)
         (tmp_path / "nvidiactl").touch()
-    assert "1 process on CPU, 32 tokens" in described[False]
+    assert "1 process on CPU, planner" in described[False]
     assert "1 process on CPU, as this build of torch has no CUDA, though the machine has a GPU" in described[True]
 
 

@@ -32,7 +32,7 @@ def children_of(parent: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
-def waited(is_so: Callable[[], bool], seconds: float = 30) -> bool:
+def waited(is_so: Callable[[], bool], seconds: float = 90) -> bool:
     until = time.monotonic() + seconds
     while not (so := is_so()) and time.monotonic() < until:
         time.sleep(0.05)
