@@ -11,7 +11,7 @@ import math
 import time
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,11 @@ from torch.optim import Optimizer
 from lengthwise.comm import join, session_world
 from lengthwise.core.errors import ConfigError, ModelRefused, NumericError
 from lengthwise.cost import Cost, shape_from_config
+from lengthwise.engine.gathering import gather_to_first
 from lengthwise.engine.norm import clip_factor, gradient_norm
+from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.replicated import FlatParameters, share_values
+from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.engine.step import RankResult
 from lengthwise.models import (
     Computing,
@@ -46,7 +49,7 @@ from lengthwise.session.model import hugging_face_model
 from lengthwise.session.numbers import StepNumbers
 from lengthwise.session.result import StepResult
 from lengthwise.session.rows import Row, RowBatch
-from lengthwise.session.saving import on_first_rank, write_model
+from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write_model
 from lengthwise.session.settings import check_settings, cost_of, planning_of, told_step
 from lengthwise.session.sharded import ShardedInPlace, check_optimizer
 from lengthwise.session.source import PlannedStep
@@ -62,6 +65,8 @@ class Session:
             values of rank 0.
         optimizer: one that computes each entry by itself, over all trainable parameters; None: the session evaluates.
         capacity_tokens: maximum tokens of a rank in one microbatch; auto: as many as small passes find to fit.
+        shard: how parameters lie over the ranks: zero1, each rank has all; zero3, its part, and gathers a layer when it
+            runs. Then the model has no values between steps; save before you close the session.
         recompute: activation checkpointing: none, layer or all_but_attention; auto: each step's best, and none where
             capacity_tokens is a number.
         heads: split heads, as in a run file.
@@ -71,6 +76,8 @@ class Session:
         precision: "bf16": mixed precision over fp32 weights, as torch.autocast has it; None: that of a surrounding
             torch.autocast, if any.
         attention: the attention implementation, as in a run file.
+        device: where steps run; None: where the model is. Under zero3 the model may lie in the host's memory, and that
+            of ranks other than 0 on the meta device.
         seed: start of the random numbers of dropout.
         timeout_seconds: how long a rank waits for another.
 
@@ -85,6 +92,7 @@ class Session:
         optimizer: Any = None,
         *,
         capacity_tokens: int | str = "auto",
+        shard: str = "zero1",
         recompute: str = "auto",
         heads: int | str = "auto",
         offload: Mapping[str, Any] | None = None,
@@ -92,6 +100,7 @@ class Session:
         measurements: str | Path | Cost | None = None,
         precision: str | None = None,
         attention: str = "auto",
+        device: torch.device | str | None = None,
         seed: int = 0,
         timeout_seconds: float = 600.0,
     ) -> None:
@@ -103,14 +112,20 @@ class Session:
             recompute=recompute,
             offload=offload,
             precision=precision,
+            shard=shard,
+            planner=planner,
             trains=optimizer is not None,
         )
         self._dtype = settings.dtype
-        device = next(self._inner.parameters()).device
+        device = next(self._inner.parameters()).device if device is None else torch.device(device)
+        if device.type == "meta":
+            remedy = "Give device, for example cuda:0."
+            raise ConfigError("device", expected="where steps run", got="a model without storage", remedy=remedy)
         computing = Computing(attention=attention, fused_layers="off")
         inner = None if optimizer is None else check_optimizer(optimizer, self._inner)
         cost = cost_of(config, device, settings.dtype, measurements)
         self._closing, self.steps, self.grad_norm, self._has_said = ExitStack(), 0, None, False
+        self._parameters: Parameters | None = None
         transport = self._transport = join(session_world(device), timeout_seconds=timeout_seconds)
         self._closing.callback(transport.close)
         self.rank, self.world_size = transport.rank, transport.world_size
@@ -133,9 +148,7 @@ class Session:
                 offload=settings.offload,
             )
             self._closing.callback(self._engine.close)
-            self._sharded = None if inner is None else self._shard(inner)
-            if inner is None:
-                share_values(self._inner, transport, self._inner.parameters(), dtype=None, device=device)
+            self._sharded = self._take_over(inner, "zero1" if self.world_size == 1 else settings.shard, device)
             self._planning = planning_of(self._engine, self._sharded, cost, settings, planner=planner, heads=heads)
             self._engine.start_offloading()
         except BaseException:
@@ -149,15 +162,35 @@ class Session:
         """What a rank holds in a microbatch, with the recomputation that leaves most room."""
         return max(self._planning.capacities.values())
 
-    def _shard(self, optimizer: Optimizer) -> ShardedInPlace:
-        sharded = ShardedInPlace(optimizer, self._inner)
-        layers = wrapped_layers(self._inner)
-        parameters = FlatParameters(self._inner, self._transport, dtype=self._dtype, layers=layers, keeps_frozen=True)
-        sharded.point_at(parameters, self.rank)
-        self._engine.parameters = parameters
-        hook = self._inner.register_load_state_dict_post_hook(lambda *_: parameters.take_values())
-        self._closing.callback(hook.remove)
+    def _take_over(self, optimizer: Optimizer | None, shard: str, device: torch.device) -> ShardedInPlace | None:
+        """Give all ranks the values of rank 0, each its part of what trains; return what the optimizer then updates."""
+        model, transport = self._inner, self._transport
+        sharded = None if optimizer is None else ShardedInPlace(optimizer, model)  # as long as it knows the parameters
+        options: dict[str, Any] = {"dtype": self._dtype, "device": device, "layers": wrapped_layers(model)}
+        parameters: Parameters
+        if shard == "zero3":
+            self._engine.parameters = self._parameters = parameters = ShardedParameters(
+                model, transport, keeps_frozen=True, trains=sharded is not None, **options
+            )
+            if sharded is not None:
+                self._clear_with(sharded)
+        elif sharded is None:
+            share_values(model, transport, model.parameters(), dtype=None, device=device)
+            return None
+        else:
+            flat = FlatParameters(model, transport, keeps_frozen=True, **options)
+            self._engine.parameters = self._parameters = parameters = flat
+            hook = model.register_load_state_dict_post_hook(lambda *_: flat.take_values())
+            self._closing.callback(hook.remove)
+        if sharded is not None:
+            sharded.point_at(parameters, self.rank)
         return sharded
+
+    def _clear_with(self, sharded: ShardedInPlace) -> None:
+        """Have the model's `zero_grad` clear the slices, too: its own parameters have no gradients between steps."""
+        for model in {id(each): each for each in (self.model, self._inner)}.values():
+            model.zero_grad = sharded.zero_grad  # type: ignore[method-assign]
+            self._closing.callback(model.__dict__.pop, "zero_grad", None)
 
     def backward(
         self,
@@ -266,7 +299,7 @@ class Session:
         """
         trained = self._trained("state_dict")
         optimizer = whole_state(trained, self._transport)
-        weights = trained.parameters.gather_to_first(trained.parameters.master_weights)
+        weights = gather_to_first(trained.parameters, trained.parameters.master_weights, self._transport)
         return {} if self.rank else {"steps": self.steps, "optimizer": optimizer, "master_weights": weights}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -291,7 +324,17 @@ class Session:
         Raises:
             OutputError: it cannot be written.
         """
-        on_first_rank(self._transport, lambda: write_model(self.model, Path(folder)))
+        with self.whole_on_first():
+            on_first_rank(self._transport, lambda: write_model(self.model, Path(folder)))
+
+    def whole_on_first(self) -> AbstractContextManager[None]:
+        """See that the model of rank 0 can be saved inside the block: under zero3 whole, on the host. Collective.
+
+        Of peft's adapters, where these are all that is saved of it, the base is left out.
+        """
+        if self._parameters is None:
+            return nullcontext()
+        return self._parameters.whole_on_first(trained_only=saves_adapters_alone(self.model))
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
         """Replace a loop's own numbers by their sums over the ranks; return them. Collective, between steps."""

@@ -28,6 +28,8 @@ from lengthwise.session.model import PRECISIONS, check_session_model
 from lengthwise.session.result import StepResult
 from lengthwise.session.sharded import ShardedInPlace
 
+SHARDS = ("zero1", "zero3")
+LOCK_STEP_PLANNER = "lengthwise"
 _MOST_TOKENS = 2**22  # of a batch, as which memory is measured: what a loop will give is not known yet
 _STATES = 2  # an entry, of an optimizer that has none yet; amsgrad and centered keep one more
 
@@ -37,7 +39,7 @@ class SessionSettings:
     """Checked settings.
 
     dtype: of the parameters. autocast: of mixed precision. capacity_tokens: None: to be measured. recompute: a kind, or
-    auto. offload: as in a run file.
+    auto. offload: as in a run file. shard: how parameters lie over the ranks, as it was asked for.
     """
 
     dtype: torch.dtype
@@ -45,6 +47,7 @@ class SessionSettings:
     capacity_tokens: int | None
     recompute: str
     offload: OffloadConfig | None
+    shard: str
 
 
 def check_settings(
@@ -54,6 +57,8 @@ def check_settings(
     recompute: str,
     offload: Mapping[str, Any] | None,
     precision: str | None,
+    shard: str,
+    planner: str,
     trains: bool,
 ) -> SessionSettings:
     """Return the settings of a session around `model`.
@@ -70,6 +75,12 @@ def check_settings(
     if precision not in (None, "bf16"):
         remedy = "Convert the model for others; fp16 needs a loss scale."
         problems.add(ConfigError("precision", expected="None or bf16", got=f"{precision!r}", remedy=remedy))
+    if shard not in SHARDS:
+        remedy = "Take one of them."
+        problems.add(ConfigError("shard", expected=" or ".join(SHARDS), got=f"{shard!r}", remedy=remedy))
+    if shard == "zero3" and planner != LOCK_STEP_PLANNER:
+        expected = f"{LOCK_STEP_PLANNER} under shard zero3, the only one that plans in lock-step"
+        problems.add(ConfigError("planner", expected=expected, got=f"{planner!r}", remedy="Take planner out."))
     kind = recompute if recompute != "auto" or is_measured else "none"
     dtype = problems.attempt(partial(check_session_model, model, "none" if kind == "auto" else kind, trains=trains))
     section = problems.attempt(partial(_offload_of, model, offload))
@@ -81,6 +92,7 @@ def check_settings(
         capacity_tokens=None if is_measured else int(capacity_tokens),
         recompute=kind,
         offload=section,
+        shard=shard,
     )
 
 
@@ -142,6 +154,7 @@ def planning_of(
         measured=measured,
         options=PlanOptions(
             planner=planner,
+            mode="waves" if engine.parameters is not None and engine.parameters.in_lock_step else "free",
             layers=engine.config.num_hidden_layers,
             heads=heads,
             offload=ratio if isinstance(ratio, str) else "off",
