@@ -197,9 +197,9 @@ class ShardedParameters:
 
 
 class _Slices:
-    """This rank's slices of the parameters `members` of all units: `values`, (entries,), in `kept`; gathered in `dtype`.
+    """This rank's slices of the parameters `members` of all units.
 
-    made: the parameters that are gathered, by name.
+    values: (entries,), in `kept`. made: by name the parameters that are gathered of them, in `dtype`.
     """
 
     def __init__(

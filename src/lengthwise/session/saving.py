@@ -37,7 +37,7 @@ def on_first_rank(transport: Transport, work: Callable[[], None]) -> None:
 
 
 def saves_adapters_alone(model: nn.Module) -> bool:
-    """Whether saving a model takes only what trains: peft's adapters, all of which train, none on what it saves, too."""
+    """Whether saving a model takes only what trains: peft's adapters, if all train and none is on what it saves."""
     given: Any = model
     if not hasattr(given, "peft_config"):
         return False

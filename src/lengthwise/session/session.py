@@ -18,35 +18,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lengthwise.comm import join, session_world
 from lengthwise.core.errors import ConfigError, ModelRefused, NumericError
 from lengthwise.cost import Cost, shape_from_config
 from lengthwise.engine.gathering import gather_to_first
 from lengthwise.engine.norm import clip_factor, gradient_norm
-from lengthwise.engine.parameters import Parameters
-from lengthwise.engine.replicated import FlatParameters, share_values
-from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.engine.step import RankResult
-from lengthwise.models import (
-    Computing,
-    compute_so,
-    has_balance_loss,
-    has_dropout,
-    wrapped_layers,
-)
+from lengthwise.models import Computing, compute_so, has_balance_loss, has_dropout
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.session.engine import Engine
-from lengthwise.session.losses import (
-    ComputeLoss,
-    TokenLoss,
-    TokenValues,
-    log_probabilities,
-    objective_of,
-)
+from lengthwise.session.losses import ComputeLoss, TokenLoss, TokenValues, log_probabilities, objective_of
 from lengthwise.session.model import hugging_face_model
 from lengthwise.session.numbers import StepNumbers
+from lengthwise.session.parameters import take_over
 from lengthwise.session.result import StepResult
 from lengthwise.session.rows import Row, RowBatch
 from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write_model
@@ -114,26 +99,22 @@ class Session:
             precision=precision,
             shard=shard,
             planner=planner,
+            device=device,
             trains=optimizer is not None,
         )
-        self._dtype = settings.dtype
-        device = next(self._inner.parameters()).device if device is None else torch.device(device)
-        if device.type == "meta":
-            remedy = "Give device, for example cuda:0."
-            raise ConfigError("device", expected="where steps run", got="a model without storage", remedy=remedy)
+        where = settings.device
         computing = Computing(attention=attention, fused_layers="off")
         inner = None if optimizer is None else check_optimizer(optimizer, self._inner)
-        cost = cost_of(config, device, settings.dtype, measurements)
+        cost = cost_of(config, where, settings.dtype, measurements)
         self._closing, self.steps, self.grad_norm, self._has_said = ExitStack(), 0, None, False
-        self._parameters: Parameters | None = None
-        transport = self._transport = join(session_world(device), timeout_seconds=timeout_seconds)
+        transport = self._transport = join(session_world(where), timeout_seconds=timeout_seconds)
         self._closing.callback(transport.close)
         self.rank, self.world_size = transport.rank, transport.world_size
         try:
             self._planner = None if self.rank else self._closing.enter_context(PlannerProcess())
             if self._planner is not None:
                 weakref.finalize(self, self._planner.close)  # of a session that nobody closes
-            compute_so(self._inner, computing, device, dtype=settings.dtype)
+            compute_so(self._inner, computing, where, dtype=settings.dtype)
             self._engine = Engine(
                 model=self._inner,
                 transport=transport,
@@ -141,14 +122,22 @@ class Session:
                 num_heads=shape_from_config(config.to_dict()).heads,
                 timeout_seconds=timeout_seconds,
                 computing=computing,
-                device=device,
+                device=where,
                 dtype=settings.dtype,
                 autocast=settings.autocast,
                 seed=seed,
                 offload=settings.offload,
             )
             self._closing.callback(self._engine.close)
-            self._sharded = self._take_over(inner, "zero1" if self.world_size == 1 else settings.shard, device)
+            self._engine.parameters, self._sharded = take_over(
+                model,
+                inner,
+                transport,
+                shard="zero1" if self.world_size == 1 else settings.shard,
+                dtype=settings.dtype,
+                device=where,
+                closing=self._closing,
+            )
             self._planning = planning_of(self._engine, self._sharded, cost, settings, planner=planner, heads=heads)
             self._engine.start_offloading()
         except BaseException:
@@ -161,36 +150,6 @@ class Session:
     def capacity_tokens(self) -> int:
         """What a rank holds in a microbatch, with the recomputation that leaves most room."""
         return max(self._planning.capacities.values())
-
-    def _take_over(self, optimizer: Optimizer | None, shard: str, device: torch.device) -> ShardedInPlace | None:
-        """Give all ranks the values of rank 0, each its part of what trains; return what the optimizer then updates."""
-        model, transport = self._inner, self._transport
-        sharded = None if optimizer is None else ShardedInPlace(optimizer, model)  # as long as it knows the parameters
-        options: dict[str, Any] = {"dtype": self._dtype, "device": device, "layers": wrapped_layers(model)}
-        parameters: Parameters
-        if shard == "zero3":
-            self._engine.parameters = self._parameters = parameters = ShardedParameters(
-                model, transport, keeps_frozen=True, trains=sharded is not None, **options
-            )
-            if sharded is not None:
-                self._clear_with(sharded)
-        elif sharded is None:
-            share_values(model, transport, model.parameters(), dtype=None, device=device)
-            return None
-        else:
-            flat = FlatParameters(model, transport, keeps_frozen=True, **options)
-            self._engine.parameters = self._parameters = parameters = flat
-            hook = model.register_load_state_dict_post_hook(lambda *_: flat.take_values())
-            self._closing.callback(hook.remove)
-        if sharded is not None:
-            sharded.point_at(parameters, self.rank)
-        return sharded
-
-    def _clear_with(self, sharded: ShardedInPlace) -> None:
-        """Have the model's `zero_grad` clear the slices, too: its own parameters have no gradients between steps."""
-        for model in {id(each): each for each in (self.model, self._inner)}.values():
-            model.zero_grad = sharded.zero_grad  # type: ignore[method-assign]
-            self._closing.callback(model.__dict__.pop, "zero_grad", None)
 
     def backward(
         self,
@@ -332,9 +291,10 @@ class Session:
 
         Of peft's adapters, where these are all that is saved of it, the base is left out.
         """
-        if self._parameters is None:
+        parameters = self._engine.parameters
+        if parameters is None:
             return nullcontext()
-        return self._parameters.whole_on_first(trained_only=saves_adapters_alone(self.model))
+        return parameters.whole_on_first(trained_only=saves_adapters_alone(self.model))
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
         """Replace a loop's own numbers by their sums over the ranks; return them. Collective, between steps."""

@@ -39,7 +39,8 @@ class SessionSettings:
     """Checked settings.
 
     dtype: of the parameters. autocast: of mixed precision. capacity_tokens: None: to be measured. recompute: a kind, or
-    auto. offload: as in a run file. shard: how parameters lie over the ranks, as it was asked for.
+    auto. offload: as in a run file. shard: how parameters lie over the ranks, as it was asked for. device: where steps
+    run.
     """
 
     dtype: torch.dtype
@@ -48,6 +49,7 @@ class SessionSettings:
     recompute: str
     offload: OffloadConfig | None
     shard: str
+    device: torch.device
 
 
 def check_settings(
@@ -59,6 +61,7 @@ def check_settings(
     precision: str | None,
     shard: str,
     planner: str,
+    device: torch.device | str | None,
     trains: bool,
 ) -> SessionSettings:
     """Return the settings of a session around `model`.
@@ -81,9 +84,13 @@ def check_settings(
     if shard == "zero3" and planner != LOCK_STEP_PLANNER:
         expected = f"{LOCK_STEP_PLANNER} under shard zero3, the only one that plans in lock-step"
         problems.add(ConfigError("planner", expected=expected, got=f"{planner!r}", remedy="Take planner out."))
+    where = next(model.parameters()).device if device is None else torch.device(device)
+    if where.type == "meta":
+        remedy = "Give device, for example cuda:0."
+        problems.add(ConfigError("device", expected="where steps run", got="a model without storage", remedy=remedy))
     kind = recompute if recompute != "auto" or is_measured else "none"
     dtype = problems.attempt(partial(check_session_model, model, "none" if kind == "auto" else kind, trains=trains))
-    section = problems.attempt(partial(_offload_of, model, offload))
+    section = problems.attempt(partial(_offload_of, model, offload, where))
     problems.raise_all()
     assert dtype is not None, "a model without one was refused"
     return SessionSettings(
@@ -93,10 +100,11 @@ def check_settings(
         recompute=kind,
         offload=section,
         shard=shard,
+        device=where,
     )
 
 
-def _offload_of(model: nn.Module, offload: Mapping[str, Any] | None) -> OffloadConfig | None:
+def _offload_of(model: nn.Module, offload: Mapping[str, Any] | None, device: torch.device) -> OffloadConfig | None:
     """Return the section `offload`, if one is given."""
     if offload is None:
         return None
@@ -110,7 +118,7 @@ def _offload_of(model: nn.Module, offload: Mapping[str, Any] | None) -> OffloadC
     found.raise_all()
     section = OffloadConfig.model_validate(values)
     config: Any = model.config
-    check_offload(section, config.num_hidden_layers, on_gpus=next(model.parameters()).device.type == "cuda")
+    check_offload(section, config.num_hidden_layers, on_gpus=device.type == "cuda")
     return section
 
 
