@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError, ModelRefused
 from lengthwise.models import keep_double
+from lengthwise.session import settings as session_settings
 from tiers import more
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -247,3 +248,19 @@ def test_another_planner_and_an_unknown_layout_are_refused_by_name():
     for shard, planner, said in (("zero3", "packed_dp", "lock-step"), ("zero2", "lengthwise", "zero1 or zero3")):
         with pytest.raises(LengthwiseError, match=said):
             Session(model, MOMENTUM(model.parameters()), shard=shard, planner=planner)
+
+
+def test_a_layout_is_taken_by_what_the_poorest_rank_has(tmp_path, monkeypatch, capfd):
+    """In parameters' bytes, with 128 tokens: zero1 needs 9.6 on each of 2 ranks, zero3 8.0; 1 is there."""
+    model = small_model(torch.float32, hidden_size=64, num_hidden_layers=8)
+    size = sum(each.nbytes for each in model.parameters())
+
+    def work(rank, times):
+        monkeypatch.setattr(session_settings, "free_bytes", lambda *_: (times + 10 * rank) * size)
+        own = copy.deepcopy(model)
+        with Session(own, torch.optim.AdamW(own.parameters()), capacity_tokens=128) as session:
+            return session.shard
+
+    for times, shard in ((11.0, "zero1"), (7.8, "zero3")):
+        assert in_ranks(partial(work, times=times), 2, tmp_path) == [shard] * 2
+        assert ("lengthwise: shard zero3: zero1 would take" in capfd.readouterr().out) == (shard == "zero3")

@@ -8,7 +8,7 @@ not kept. Held to what steps take by tests/engine/test_engine_peaks.py. `cost.ca
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -128,6 +128,21 @@ class StepMemory:
             self._parameters(), dtype_bytes=self.dtype_bytes, ranks=self.ranks, trained=self.trained, states=self.states
         )
         return held / (self.tensor * self.stages)
+
+    def state_parts(self) -> dict[str, float]:
+        """Return what a device keeps from step to step by its parts, in bytes; `state_bytes` is their sum."""
+        trained, devices = self._parameters() if self.trained is None else self.trained, self.tensor * self.stages
+        bare = replace(self, states=0)
+        states = self.state_bytes() - bare.state_bytes()
+        if self._is_sharded:
+            sums = trained * wide_bytes(self.dtype_bytes) / self.ranks / devices
+            return {"weights": bare.state_bytes() - sums, "gradients": sums, "states": states}
+        weights, sums = (
+            self._parameters() * self.dtype_bytes / devices,
+            trained * wide_bytes(self.dtype_bytes) / devices,
+        )
+        slices = bare.state_bytes() - weights - sums
+        return {"weights": weights, "gradients": sums, "master weights and sums": slices, "states": states}
 
     def gathered_bytes(self) -> float:
         """Count what a device gathers of parameters for a pass, at most, where they lie over the ranks."""

@@ -35,7 +35,7 @@ from lengthwise.session.parameters import take_over
 from lengthwise.session.result import StepResult
 from lengthwise.session.rows import Row, RowBatch
 from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write_model
-from lengthwise.session.settings import check_settings, cost_of, planning_of, told_step
+from lengthwise.session.settings import check_settings, cost_of, planning_of, shard_of, told_step
 from lengthwise.session.sharded import ShardedInPlace, check_optimizer
 from lengthwise.session.source import PlannedStep
 from lengthwise.session.state import take_state, whole_state
@@ -50,8 +50,8 @@ class Session:
             values of rank 0.
         optimizer: one that computes each entry by itself, over all trainable parameters; None: the session evaluates.
         capacity_tokens: maximum tokens of a rank in one microbatch; auto: as many as small passes find to fit.
-        shard: how parameters lie over the ranks: zero1, each rank has all; zero3, its part, and gathers a layer when it
-            runs. Then the model has no values between steps; save before you close the session.
+        shard: zero1: each rank has all parameters; zero3: its part, and the model no values between steps; auto: zero1
+            where that leaves room, by estimate.
         recompute: activation checkpointing: none, layer or all_but_attention; auto: each step's best, and none where
             capacity_tokens is a number.
         heads: split heads, as in a run file.
@@ -77,7 +77,7 @@ class Session:
         optimizer: Any = None,
         *,
         capacity_tokens: int | str = "auto",
-        shard: str = "zero1",
+        shard: str = "auto",
         recompute: str = "auto",
         heads: int | str = "auto",
         offload: Mapping[str, Any] | None = None,
@@ -129,11 +129,12 @@ class Session:
                 offload=settings.offload,
             )
             self._closing.callback(self._engine.close)
+            self.shard = shard_of(self._inner, inner, transport, settings, planner)
             self._engine.parameters, self._sharded = take_over(
                 model,
                 inner,
                 transport,
-                shard="zero1" if self.world_size == 1 else settings.shard,
+                shard=self.shard,
                 dtype=settings.dtype,
                 device=where,
                 closing=self._closing,
