@@ -7,7 +7,18 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import VOCAB, both_loops, in_ranks, loss_tokens, plain_losses, planned_loop, rows_of, small_model, steps_of
+from loops import (
+    VOCAB,
+    both_loops,
+    in_ranks,
+    loss_tokens,
+    plain_loop,
+    plain_losses,
+    planned_loop,
+    rows_of,
+    small_model,
+    steps_of,
+)
 from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
 
@@ -264,3 +275,25 @@ def test_a_layout_is_taken_by_what_the_poorest_rank_has(tmp_path, monkeypatch, c
     for times, shard in ((11.0, "zero1"), (7.8, "zero3")):
         assert in_ranks(partial(work, times=times), 2, tmp_path) == [shard] * 2
         assert ("lengthwise: shard zero3: zero1 would take" in capfd.readouterr().out) == (shard == "zero3")
+
+
+def test_other_ranks_need_no_storage_of_their_own(tmp_path):
+    """Their model may be on the meta device: values and buffers are those of rank 0."""
+
+    def work(rank):
+        model = small_model()
+        if rank:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(model.config, dtype=torch.float64)
+        optimizer = ADAMW(model.parameters())
+        with Session(model.train(), optimizer, capacity_tokens=64, shard="zero3", device="cpu") as session:
+            return planned_loop(session, optimizer, CONSTANT(optimizer), steps_of()[:2])
+
+    def plain(_rank):
+        model = small_model()
+        optimizer = ADAMW(model.parameters())
+        return plain_loop(model, optimizer, CONSTANT(optimizer), steps_of()[:2])
+
+    expected = in_double(plain)(0)
+    for found in in_ranks(in_double(work), 2, tmp_path):
+        assert found == [pytest.approx(each, rel=1e-12) for each in expected]

@@ -295,7 +295,8 @@ def share_values(
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = value = buffer.to(device).contiguous()
+                there = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                module._buffers[name] = value = there.contiguous()
                 if value.numel():
                     transport.broadcast(value.view(-1).view(torch.uint8), 0)
     made: dict[int, nn.Parameter] = {}
