@@ -36,7 +36,7 @@ def wanted_tokens(ranks: int, *, longest: int = 1, batch: float = float("inf")) 
 
 def choose_shard(
     memory: StepMemory,
-    device_bytes: float,
+    device_bytes: float | None,
     *,
     tokens: int,
     kinds: Sequence[str] = RECOMPUTE_KINDS,
@@ -45,12 +45,14 @@ def choose_shard(
 ) -> ShardChoice:
     """Return zero1 where a rank then holds `tokens` in a microbatch, else zero3; on one rank zero1.
 
-    device_bytes: of one rank. kinds: of recomputation that may be taken. offload: the share that may be. keeps_whole:
+    device_bytes: of one rank; None: not known, and zero1 is taken. kinds: of recomputation that may be taken. offload: the share that may be. keeps_whole:
     what allows no zero3.
 
     Raises:
         MemoryShortage: neither leaves room for 128 tokens.
     """
+    if device_bytes is None:
+        return ShardChoice(shard="zero1", why="how much memory there is could not be found")
     whole, cut = (replace(memory, shard=shard) for shard in ("zero1", "zero3"))
     room = device_bytes * (1 - RESERVED)
     held = [max(tokens_within(each, room, kind, offload) for kind in kinds) for each in (whole, cut)]

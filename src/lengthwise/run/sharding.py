@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -68,10 +67,11 @@ def _keeps_whole(config: RunConfig) -> str | None:
     return f"measurements: {MEASURE_AT_START}" if config.measurements == MEASURE_AT_START else None
 
 
-def _bytes_of_a_rank(job: Job) -> float:
-    """Return the memory for a rank: of its GPU, all of it; without one its share of what is free here."""
+def _bytes_of_a_rank(job: Job) -> float | None:
+    """Return the memory for a rank: of its GPU all, without one its share of what is free here; None: not known."""
     world = world_from_environment()
     here = job.ranks if world is None else world.local_size
     if not job.gpus:
-        return free_bytes(torch.device("cpu"), here) or math.inf
-    return (device_bytes() or math.inf) / -(-here // job.gpus)
+        return free_bytes(torch.device("cpu"), here) or None
+    found = device_bytes()
+    return None if found is None else found / -(-here // job.gpus)

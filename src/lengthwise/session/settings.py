@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -151,7 +150,7 @@ def shard_of(
     (free,) = least(transport, [free_bytes(device, transport.device_ranks) + own])
     choice = choose_shard(
         memory,
-        free or math.inf,
+        free or None,
         tokens=settings.capacity_tokens or wanted_tokens(transport.world_size),
         kinds=kinds_of(config, settings.recompute),
         offload=0.0 if settings.offload is None else 1.0,
