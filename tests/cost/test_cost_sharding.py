@@ -39,6 +39,7 @@ def test_what_is_chosen_holds_what_was_wanted():
 def test_one_rank_and_what_allows_no_parts_keep_whole_parameters():
     assert choose_shard(memory(ranks=1), 180 * GB, tokens=1 << 20).shard == "zero1"
     assert choose_shard(memory(), 80 * GB, tokens=1 << 17, keeps_whole="planner packed_dp").shard == "zero1"
+    assert choose_shard(memory(), None, tokens=1 << 17).shard == "zero1"
 
 
 def test_what_fits_in_no_way_is_refused_with_its_parts_and_what_fits():

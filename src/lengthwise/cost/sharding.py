@@ -45,8 +45,8 @@ def choose_shard(
 ) -> ShardChoice:
     """Return zero1 where a rank then holds `tokens` in a microbatch, else zero3; on one rank zero1.
 
-    device_bytes: of one rank; None: not known, and zero1 is taken. kinds: of recomputation that may be taken. offload: the share that may be. keeps_whole:
-    what allows no zero3.
+    device_bytes: of one rank; None: not known, and zero1 is taken. kinds: of recomputation that may be taken. offload:
+    the share that may be. keeps_whole: what allows no zero3.
 
     Raises:
         MemoryShortage: neither leaves room for 128 tokens.
