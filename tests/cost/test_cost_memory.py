@@ -83,13 +83,16 @@ def test_rows_of_parameters_and_what_is_gathered_of_them() -> None:
     everything, rest = LLAMA_7B.total_params, 2 * 4096 * LLAMA_7B.vocab
     layer = (everything - rest) / 32
     assert memory.state_bytes() == pytest.approx(16 * everything / 64)
-    # The rest and its gradients, the next layer, and of one layer gradients and their sum in fp32.
-    assert memory.gathered_bytes() == pytest.approx(2 * 2 * rest + 2 * layer + (2 + 4) * layer)
+    # Of a layer values and gradients, the next layer, arriving from a row in bf16, and a sum in fp32.
+    assert memory.gathered_bytes() == pytest.approx((2 * 3 + 2 / 64 + 4 + 4 / 64) * layer)
+    tied = replace(memory, ties=True, parameters=everything - rest // 2)
+    # What is tied: values, gradients of both uses, and these together.
+    assert tied.gathered_bytes() == pytest.approx(2 * 4 * rest / 2 + (2 * 2 + 4 + 4 / 64) * layer)
     assert replace(memory, ranks=1).gathered_bytes() == 0
     assert replace(memory, ranks=1).state_bytes() == StepMemory(shape=LLAMA_7B, dtype_bytes=2).state_bytes()
     adapters = replace(memory, trained=1_000_000)
     assert adapters.state_bytes() == pytest.approx((2 * (everything - 1e6) + 16e6) / 64)
-    assert adapters.gathered_bytes() == pytest.approx(2 * rest + 6 * layer)
+    assert adapters.gathered_bytes() == pytest.approx(2 * 2 * layer)
     assert memory.peak_bytes(128) == memory.state_bytes() + memory.gathered_bytes() + memory.microbatch_bytes(128)
 
 
@@ -113,7 +116,7 @@ def test_states_are_those_of_a_sharded_optimizer() -> None:
     assert state_bytes(100, dtype_bytes=4, ranks=1) == 100 * (4 + 4 + 8)
     assert state_bytes(100, dtype_bytes=2, ranks=1) == 100 * (2 + 4 + 4 + 8)
     assert state_bytes(100, dtype_bytes=2, ranks=2, trained=10) == 100 * 2 + 10 * (4 + 16 / 2)
-    assert state_bytes(100, dtype_bytes=4, ranks=2, moments=False) == 100 * (4 + 4 + (4 + 4) / 2)
+    assert state_bytes(100, dtype_bytes=4, ranks=2, states=0) == 100 * (4 + 4 + (4 + 4) / 2)
 
 
 def test_the_first_stage_keeps_more_microbatches_than_the_last() -> None:

@@ -30,6 +30,7 @@ from lengthwise.checkpoint.manifest import file_name, parameters_of
 from lengthwise.comm import SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
+from lengthwise.cost.memory import gathered_bytes
 from lengthwise.engine.activations import Offloading
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.replicated import FlatParameters
@@ -192,6 +193,51 @@ def test_live_bytes_count_units_while_they_are_gathered():
         assert head <= live.now_bytes <= live.peak_bytes <= 1.5 * head
     parameters.publish()
     assert live.now_bytes < 0.1 * head
+
+
+class FirstOfMany(SoloTransport):
+    """Rank 0 of four without the others: buffers are those of a transport that moves when it is waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.world_size = 4
+
+    def all_gather(self, output, source):
+        output.view(4, -1).copy_(source)
+
+    def reduce_scatter(self, output, source):
+        output.copy_(source.view(4, -1)[0])
+
+    def all_gather_async(self, output, source, *, key=None):
+        return Later(lambda: self.all_gather(output, source))
+
+    def reduce_scatter_async(self, output, source, *, key=None):
+        return Later(lambda: self.reduce_scatter(output, source))
+
+
+class Later:
+    def __init__(self, move):
+        self._move = move
+
+    def wait(self):
+        self._move()
+        self._move = None
+
+
+@pytest.mark.parametrize("words", [more(2048), 8192])
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_gathered_is_what_the_memory_model_counts(words, tied):
+    """Of a wave with next to no tokens, in bf16."""
+    sizes = {"hidden_size": 256, "intermediate_size": 800, "head_dim": 64, "num_hidden_layers": 4}
+    model = build(vocab_size=words, tie_word_embeddings=tied, **sizes)
+    layer = sum(each.numel() for each in model.model.layers[0].parameters())
+    plan = in_waves(make_plan(4, (2,), [[Piece(ranks=(0,), sequences=(0,))]], layers=4), "layer")
+    transport = FirstOfMany()
+    parameters = shard(model, transport, torch.bfloat16)
+    with LiveBytes(*model.parameters(), *parameters.tensors()) as live:
+        run(model, parameters, transport, plan, (2,), dtype=torch.bfloat16)
+    expected = gathered_bytes(layer, 256 * words, dtype_bytes=2, ranks=4, ties=tied)
+    assert live.peak_bytes == pytest.approx(expected, rel=0.03)
 
 
 class Spy(CountingStore):

@@ -11,8 +11,9 @@ from loops import plain_losses, small_model
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import IterableDataset
 from trainers import CAPACITY, LENGTHS, arguments, data, difference, in_trainers, padded, relative, trained
-from transformers import DataCollatorWithFlattening, Trainer
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer, TrainingArguments
 
+from lengthwise.core.errors import LengthwiseError
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.integrations.transformers import Trainer as PlannedTrainer
 from lengthwise.models import keep_double
@@ -238,3 +239,44 @@ def test_run_goes_on_from_a_checkpoint_on_any_number_of_ranks(tmp_path, dtype, p
     assert (tmp_path / "two/checkpoint-3/master_weights.safetensors").exists() != exact
     state = json.loads((tmp_path / "two/checkpoint-3/trainer_state.json").read_text())
     assert state["global_step"] == 3
+
+
+def test_parameters_lie_over_the_ranks(tmp_path):
+    """As one process, from a checkpoint of zero1 on 2 ranks to zero3 on 3, whose files Hugging Face opens."""
+    changes = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}  # of 2 ranks and of 3: 12 a step
+
+    def work(ranks, shard, steps, resume, _rank):
+        per_rank = {name: 12 // max(ranks, 1) for name in sizes}
+        args = arguments(tmp_path / shard, ranks or 1, **{**changes, **per_rank, "max_steps": steps})
+        kind = partial(PlannedTrainer, capacity_tokens=CAPACITY, shard=shard) if ranks else Trainer
+        found = trained(kind, args, resume=resume, eval_dataset=data(LENGTHS[:9]))
+        return found["weights"], [log["loss"] for log in found["logs"] if "loss" in log]
+
+    ((expected, losses),) = in_trainers(partial(work, 0, "plain", 4, None), 1, tmp_path)
+    in_trainers(partial(work, 2, "zero1", 2, None), 2, tmp_path)
+    (weights, found), *_ = in_trainers(partial(work, 3, "zero3", 4, str(tmp_path / "zero1/checkpoint-2")), 3, tmp_path)
+    assert found == pytest.approx(losses[2:], rel=2e-6)
+    assert difference(weights, expected) < 2e-5
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "zero3/checkpoint-4")
+    assert all(torch.equal(each, weights[name]) for name, each in opened.named_parameters())
+
+
+def test_what_needs_whole_parameters_is_refused_at_construction(tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
+    with pytest.raises(LengthwiseError, match="under shard zero3 weights would be loaded"):
+        PLANNED(model=small_model(), args=arguments(tmp_path, **best), shard="zero3")
+
+
+def test_parts_that_an_evaluation_left_are_not_trained(tmp_path):
+    def work(_rank):
+        rows = {"train_dataset": data(), "eval_dataset": data(LENGTHS[:3]), "data_collator": padded}
+        trainer = PLANNED(model=small_model(torch.float32), args=arguments(tmp_path, 2), shard="zero3", **rows)
+        found = trainer.evaluate()["eval_loss"]
+        with pytest.raises(LengthwiseError, match="one training under shard zero3"):
+            trainer.train()
+        return found, plain_mean(small_model(torch.float32), data(LENGTHS[:3]))
+
+    for found, expected in in_trainers(work, 2, tmp_path):
+        assert relative(found, expected) < 2e-6

@@ -77,8 +77,14 @@ def trained(kind, args, *, model=None, resume=None, callbacks=(), **options):
     options = {"train_dataset": data(), "data_collator": padded, **options}
     trainer = kind(model=model or small_model(torch.float32), args=args, callbacks=[kept, *callbacks], **options)
     trainer.train(resume_from_checkpoint=resume)
-    weights = {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
-    return {"logs": kept.logs, "events": kept.events, "weights": weights, "trainer": trainer}
+    return {"logs": kept.logs, "events": kept.events, "weights": weights_of(trainer), "trainer": trainer}
+
+
+def weights_of(trainer):
+    """Return all weights; where they lie over the ranks, those that trained, on rank 0."""
+    if getattr(getattr(trainer, "session", None), "shard", "zero1") == "zero1":
+        return {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
+    return trainer.session.state_dict().get("master_weights", {})
 
 
 def in_trainers(work, ranks, folder):

@@ -18,6 +18,7 @@ from lengthwise.engine.flat_layout import lay_out
 from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.models import build_model, find_model, wrapped_layers
 from lengthwise.models.own_rows import OwnRows, own_rows
+from lengthwise.run import sharding as run_sharding
 from run.small_runs import (
     Command,
     call,
@@ -47,6 +48,10 @@ def trained(path, output, *arguments, ranks=3):
     rows = [[row["loss"], row["grad_norm"]] for row in read_lines(folder / "metrics.jsonl")]
     (saved,) = (folder / "model").glob("*.safetensors")
     return [number for row in rows for number in row], load_file(saved)
+
+
+def words(said):
+    return " ".join(said.split())
 
 
 def largest_difference(got, expected):
@@ -236,6 +241,19 @@ def test_what_goes_by_whole_parameters_is_refused_together(tmp_path, capsys):
     for key in ("planner", "measurements", "compile"):
         assert f"error[config] {key}: " in err
     assert err.count("zero3") == 3
+
+
+def test_a_layout_is_taken_by_what_fits_and_said(tmp_path, capfd, monkeypatch):
+    """With room for both, for one only, and for none."""
+    path = run_file(tmp_path, precision="bf16", steps=1)
+    for gigabytes, ranks, shard in ((1.0, 2, "zero1"), (0.0007, 3, "zero3")):
+        monkeypatch.setattr(run_sharding, "free_bytes", lambda *_, free=gigabytes: free * 1e9)
+        assert call("train", path, "--ranks", ranks, "--set", f"output={shard}-{ranks}") == 0
+        assert f"shard: {shard}" in (tmp_path / f"{shard}-{ranks}/config.yaml").read_text()
+        assert ("shard zero3: zero1 would take" in words(capfd.readouterr().out)) == (shard == "zero3")
+    monkeypatch.setattr(run_sharding, "free_bytes", lambda *_: 1e4)
+    assert call("train", path, "--ranks", 3, "--set", "output=none") != 0
+    assert "zero3: " in words(capfd.readouterr().err)
 
 
 def test_a_free_plan_is_refused(tmp_path, capsys):

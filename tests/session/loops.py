@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lengthwise.run.launch import launch
 from lengthwise.session import Session
+from lengthwise.session.model import hugging_face_model
 
 torch.set_num_threads(1)
 VOCAB = 64
@@ -104,6 +105,7 @@ def both_loops(
         if each is model:
             with Session(model, optimizer, capacity_tokens=capacity, precision=precision, **options) as session:
                 found.append(planned_loop(session, optimizer, scheduler, steps, ahead=ahead))
+                exact = session.state_dict().get("master_weights", {})  # of rank 0
         else:
             casting = {
                 "wide": torch.promote_types(dtype, torch.float32),
@@ -111,11 +113,14 @@ def both_loops(
             }
             found.append(plain_loop(plain, optimizer, scheduler, steps, **casting))
     losses, norms = zip(*(zip(*each, strict=True) for each in found), strict=True)
-    weights = [(a - b).norm() / b.norm() for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
+    inner, plain = hugging_face_model(model), hugging_face_model(plain)
+    trained = {name: each for name, each in plain.named_parameters() if each.requires_grad}
+    own = exact if options.get("shard") == "zero3" else {name: inner.get_parameter(name) for name in trained}
+    weights = [(own[name] - trained[name]).norm() / trained[name].norm() for name in own]
     return (
         max(abs(a - b) / abs(b) for a, b in zip(losses[0], losses[1], strict=True)),
         max(abs(a - b) / abs(b) for a, b in zip(norms[0], norms[1], strict=True)),
-        max(each.item() for each in weights),
+        max((each.item() for each in weights), default=0.0),
     )
 
 

@@ -34,14 +34,15 @@ def test_a_planned_loop_is_the_plain_loop_for_any_lengths(steps, ranks, spare):
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
-def test_adapters_in_a_loop_are_those_of_the_plain_loop(tmp_path):
+@pytest.mark.parametrize("shard", ["zero1", "zero3"])
+def test_adapters_in_a_loop_are_those_of_the_plain_loop(shard, tmp_path):
     peft = pytest.importorskip("peft")
 
     def work(_rank):
         model = small_model()
         adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
         with keep_double(torch.float64):
-            return both_loops(partial(torch.optim.AdamW, lr=1e-2), model=adapted.to(torch.float64))
+            return both_loops(partial(torch.optim.AdamW, lr=1e-2), model=adapted.to(torch.float64), shard=shard)
 
     for loss, norm, weights in in_ranks(work, 2, tmp_path):
         assert loss < 1e-12

@@ -116,8 +116,8 @@ class Init:
         ]
         if chosen.shard != "zero1":
             lines += [
-                "# Each rank has its part of the parameters, too, and gathers a layer when it runs: docs/sharding.md.",
-                f"parallel: {{shard: {chosen.shard}}}",
+                f"# parallel: {{shard: auto}}  # by estimate {chosen.shard}: each rank has its part of the parameters,",
+                "#   too, and gathers a layer when it runs; docs/sharding.md",
             ]
         if chosen.adapters:
             whole = chosen.whole_bytes / 1e9

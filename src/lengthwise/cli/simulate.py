@@ -144,7 +144,7 @@ class Simulate:
 
     def _answer(self, meshes: Meshes, batches: list[list[int]]) -> Answer:
         """Compare the four ways; on a terminal a line says so while it lasts."""
-        from lengthwise.cost.first_settings import lora_params
+        from lengthwise.cost.sharding import lora_params
         from lengthwise.report.progress import showing
         from lengthwise.simulator import Question, answer
 

@@ -111,7 +111,7 @@ class RunConfig(Settings):
     )
     parallel: ParallelConfig = Field(
         default=ParallelConfig(),
-        description="{shard: zero3}: parameters lie over the ranks, too; default {shard: zero1}",
+        description="{shard: zero3}: parameters lie over the ranks, too; default {shard: auto}",
     )
     heads: Literal["auto", "off"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",

@@ -193,15 +193,16 @@ class OffloadConfig(Settings):
 class ParallelConfig(Settings):
     """How parameters, gradients and the optimizer's states lie over the ranks."""
 
-    shard: Literal["zero1", "zero3"] = Field(
-        default="zero1",
+    shard: Literal["auto", "zero1", "zero3"] = Field(
+        default="auto",
         description="zero1: every rank has all parameters and gradients, and its part of the optimizer's states; "
-        "zero3: its part of all three, and gathers a layer when it runs, all ranks in lock-step; default zero1",
+        "zero3: its part of all three, and gathers a layer when it runs, all ranks in lock-step; auto: zero1 where "
+        "that fits with room for tokens, by estimate, else zero3; default auto",
     )
 
     def on(self, ranks: int) -> str:
-        """Return the layout over so many ranks; one rank has all of everything anyhow."""
-        return self.shard if ranks > 1 else "zero1"
+        """Return the layout over so many ranks: one has all anyhow; auto is zero1 until it is settled."""
+        return "zero3" if self.shard == "zero3" and ranks > 1 else "zero1"
 
     def plan_mode(self, ranks: int) -> str:
         """Return how ranks run beside each other in plans for this layout."""

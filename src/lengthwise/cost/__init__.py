@@ -16,6 +16,7 @@ from lengthwise.cost.memory import DTYPE_BYTES, LOGITS_AT_ONCE, StepMemory, loss
 from lengthwise.cost.microbatch import WINDOW_LAYERS, MicrobatchBytes, Moments, largest_peak
 from lengthwise.cost.passes import Pass
 from lengthwise.cost.shapes import SHAPE_NAMES, named_shape, shape_from_config
+from lengthwise.cost.sharding import ShardChoice, choose_shard, wanted_tokens
 from lengthwise.cost.terms import Cost
 
 __all__ = [
@@ -34,10 +35,12 @@ __all__ = [
     "MicrobatchBytes",
     "Moments",
     "Pass",
+    "ShardChoice",
     "StepMemory",
     "all_terms_cost",
     "analytic_cost",
     "capacity_tokens",
+    "choose_shard",
     "costs",
     "hardware_of_gpu",
     "largest_peak",
@@ -50,4 +53,5 @@ __all__ = [
     "state_bytes",
     "step_flops",
     "step_memory",
+    "wanted_tokens",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lengthwise.core.errors import ConfigError
-from lengthwise.core.held import largest
+from lengthwise.core.held import kept_ratio, largest
 from lengthwise.core.names import counted
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import ModelShape
@@ -41,11 +41,8 @@ def capacity_tokens(memory: StepMemory, hardware: Hardware, *, recompute: str = 
     Raises:
         ConfigError: not even 128, because weights and optimizer fill the device.
     """
-    room = hardware.device_bytes * (1 - RESERVED)
-    a_token = memory.saved_bytes(recompute)
-    most = int(max(0.0, room) / a_token / STEP_TOKENS)
-    steps = largest(lambda some: memory.peak_bytes(some * STEP_TOKENS, recompute) <= room, most)
-    if not steps:
+    tokens = tokens_within(memory, hardware.device_bytes * (1 - RESERVED), recompute)
+    if not tokens:
         devices = memory.tensor * memory.stages
         expected = f"weights, gradients and optimizer that leave room for 128 tokens on a device of {hardware.name}, "
         expected += f"{hardware.device_bytes / 1e9:.0f} GB less {RESERVED:.0%} kept free"
@@ -53,7 +50,14 @@ def capacity_tokens(memory: StepMemory, hardware: Hardware, *, recompute: str = 
         got += counted(devices, "device")
         remedy = "{make_room|Use more devices a rank, recompute, or give the capacity}."
         raise ConfigError(f"model {memory.shape.name}", expected=expected, got=got, remedy=remedy)
-    return steps * STEP_TOKENS
+    return tokens
+
+
+def tokens_within(memory: StepMemory, room: float, recompute: str = "none", offload: float = 0.0) -> int:
+    """Count the tokens whose peak is within `room` bytes, rounded down to 128; 0: not even these."""
+    a_token = memory.saved_bytes(recompute) * kept_ratio(offload, memory.shape.layers)
+    most = int(max(0.0, room) / a_token / STEP_TOKENS)
+    return STEP_TOKENS * largest(lambda some: memory.peak_bytes(some * STEP_TOKENS, recompute, offload) <= room, most)
 
 
 def recompute_capacities(

@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from lengthwise.core.errors import ConfigError
+from lengthwise.core.errors import ConfigError, MemoryShortage
 from lengthwise.core.names import counted
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.capacity import recompute_capacities, step_memory
 from lengthwise.cost.hardware import Hardware
 from lengthwise.cost.memory import StepMemory
+from lengthwise.cost.sharding import choose_shard, more_ranks, wanted_tokens, with_adapters
 
-LORA_RANK = 16
 _LORA_RATE = 2e-4
 _RATES = ((3e9, 2e-5), (2e10, 1e-5), (float("inf"), 5e-6))  # of whole models, by parameters below
-_MOST_RANKS = 12_288
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,58 +45,42 @@ def first_settings(shape: ModelShape, hardware: Hardware, ranks: int, longest_to
         ConfigError: not even adapters fit; names the fewest ranks that do, by powers of two.
     """
     whole = step_memory(shape, hardware, ranks)
-    for memory in _ways(whole):
-        capacities = _capacities(memory, hardware)
-        if ranks * max(capacities.values(), default=0) >= longest_tokens:
+    for memory in (whole, with_adapters(whole)):
+        if (found := _fitting(memory, hardware, longest_tokens)) is not None:
+            laid, capacities = found
             adapters = memory.trained is not None
             rates = (rate for most, rate in _RATES if shape.total_params < most)
             return FirstSettings(
                 adapters=adapters,
-                shard=memory.shard,
+                shard=laid.shard,
                 learning_rate=_LORA_RATE if adapters else next(rates),
                 capacities=capacities,
-                state_bytes=memory.state_bytes() + memory.gathered_bytes(),
+                state_bytes=laid.state_bytes() + laid.gathered_bytes(),
                 whole_bytes=whole.state_bytes(),
             )
-    held = [(each.state_bytes() + each.gathered_bytes()) / 1e9 for each in _ways(whole) if each.shard == "zero3"]
+    cut = [replace(each, shard="zero3") for each in (whole, with_adapters(whole))]
+    held = [(each.state_bytes() + each.gathered_bytes()) / 1e9 for each in cut]
     expected = f"room for a row of {longest_tokens} tokens on {counted(ranks, 'rank')} of {hardware.name}, "
     expected += f"{hardware.device_bytes / 1e9:.0f} GB each"
     got = f"{held[0]:.0f} GB on each for the whole model under shard: zero3, {held[1]:.0f} GB with adapters"
-    more = next((n for n in _doubled(ranks) if _fits(shape, hardware, n, longest_tokens)), None)
+    more = next((n for n in more_ranks(ranks) if _fits(shape, hardware, n, longest_tokens)), None)
     remedy = f"{more} of these are enough." if more else "No number of these is enough."
     raise ConfigError("--gpus", expected=expected, got=got, remedy=f"{remedy} Or take a smaller model.")
 
 
-def lora_params(shape: ModelShape, rank: int) -> int:
-    """Count the parameters of LoRA adapters of this rank on all linear layers of attention and MLP."""
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    sides = 2 * (shape.hidden + queries) + 2 * (shape.hidden + keys) + 3 * (shape.hidden + shape.intermediate)
-    return shape.layers * rank * sides
-
-
-def _doubled(ranks: int) -> list[int]:
-    found = [ranks * 2]
-    while found[-1] * 2 <= _MOST_RANKS:
-        found.append(found[-1] * 2)
-    return found
-
-
 def _fits(shape: ModelShape, hardware: Hardware, ranks: int, longest_tokens: int) -> bool:
-    ways = _ways(step_memory(shape, hardware, ranks))
-    return any(ranks * max(_capacities(each, hardware).values(), default=0) >= longest_tokens for each in ways)
+    whole = step_memory(shape, hardware, ranks)
+    return any(_fitting(each, hardware, longest_tokens) is not None for each in (whole, with_adapters(whole)))
 
 
-def _ways(whole: StepMemory) -> list[StepMemory]:
-    """List how a model may be trained, the first that fits before the others."""
-    return [replace(memory, shard=shard) for memory in (whole, _with_adapters(whole)) for shard in ("zero1", "zero3")]
-
-
-def _capacities(memory: StepMemory, hardware: Hardware) -> Mapping[str, int]:
+def _fitting(
+    memory: StepMemory, hardware: Hardware, longest_tokens: int
+) -> tuple[StepMemory, Mapping[str, int]] | None:
+    """Return what a run takes by itself, and its capacities; None: it cannot hold the longest row."""
     try:
-        return recompute_capacities(memory, hardware)
-    except ConfigError:
-        return {}
-
-
-def _with_adapters(memory: StepMemory) -> StepMemory:
-    return replace(memory, trained=lora_params(memory.shape, LORA_RANK))
+        tokens = wanted_tokens(memory.ranks, longest=longest_tokens)
+        laid = replace(memory, shard=choose_shard(memory, hardware.device_bytes, tokens=tokens).shard)
+        capacities = recompute_capacities(laid, hardware)
+    except (ConfigError, MemoryShortage):
+        return None
+    return (laid, capacities) if memory.ranks * max(capacities.values()) >= longest_tokens else None

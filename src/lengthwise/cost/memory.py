@@ -8,7 +8,7 @@ not kept. Held to what steps take by tests/engine/test_engine_peaks.py. `cost.ca
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,40 +28,46 @@ def wide_bytes(dtype_bytes: int) -> int:
 
 
 def state_bytes(
-    parameters: float, *, dtype_bytes: int, ranks: int, trained: float | None = None, moments: bool = True
+    parameters: float, *, dtype_bytes: int, ranks: int, trained: float | None = None, states: int = 2
 ) -> float:
-    """Count parameters, gradients, and a rank's slices of master weights, reduced gradient and AdamW's moments.
+    """Count parameters, gradients, and a rank's slices of master weights, reduced gradient and the optimizer's states.
 
-    trained: how many of the parameters; None: all. moments: whether there is an optimizer. A rank alone has its slices
+    trained: how many of the parameters; None: all. states: of each, as AdamW's two moments. A rank alone has its slices
     in the buffers themselves.
     """
     wide, trained = wide_bytes(dtype_bytes), parameters if trained is None else trained
-    slices = ((dtype_bytes != wide) if ranks == 1 else 2 / ranks) + (2 / ranks if moments else 0)
+    slices = ((dtype_bytes != wide) if ranks == 1 else 2 / ranks) + states / ranks
     return parameters * dtype_bytes + trained * wide * (1 + slices)
 
 
-def sharded_state_bytes(parameters: float, *, dtype_bytes: int, ranks: int, trained: float | None = None) -> float:
-    """Count a rank's rows of what `engine.sharded` and AdamW keep: master weights, gradients and moments.
+def sharded_state_bytes(
+    parameters: float, *, dtype_bytes: int, ranks: int, trained: float | None = None, states: int = 2
+) -> float:
+    """Count a rank's rows of what `engine.sharded` and the optimizer keep: master weights, gradients and states.
 
     Of what does not train, the parameters alone, in the model's numbers. trained: how many; None: all.
     """
     trained = parameters if trained is None else trained
-    return (4 * wide_bytes(dtype_bytes) * trained + dtype_bytes * (parameters - trained)) / ranks
+    return ((2 + states) * wide_bytes(dtype_bytes) * trained + dtype_bytes * (parameters - trained)) / ranks
 
 
-def gathered_bytes(layer: float, rest: float, *, dtype_bytes: int, trains: bool = True) -> float:
-    """Count what `engine.sharded` holds at most beside rows and activations, of parameters in numbers.
+def gathered_bytes(
+    layer: float, words: float, *, dtype_bytes: int, ranks: int, ties: bool, trains: bool = True
+) -> float:
+    """Count what `engine.sharded` holds at most beside rows and activations.
 
-    layer: of a decoder layer; rest: of what is in none, which is there as long as the model runs, with its gradients.
-    As backward comes to a layer, two are gathered, and the second in one piece, too; when the gradients of one are
-    summed, these are there, and once more in the wide numbers of the sum, while the next has been gathered. At the end
-    the gradients of the rest are there in both.
+    layer, words: parameters of a decoder layer, and of the embedding; the head has as many, or is the embedding, where
+    a model `ties` them. As backward computes a layer there are its values and gradients, the next layer's values, which
+    arrive from a rank's row in the same numbers, and the sum of the layer or the head before in wide ones, whole and as
+    a row. What is tied stays with its gradients; where both of these meet there are three.
     """
     narrow, wide = dtype_bytes, wide_bytes(dtype_bytes)
     if not trains:
-        return narrow * (rest + 3 * layer)
-    within = narrow * 2 * rest + narrow * layer + max(2 * narrow, narrow + wide) * layer
-    return max(within, narrow * 2 * rest + wide * rest)
+        return narrow * (2 * layer + words if ties else max(2 * layer, layer + words))
+    summed, beside = wide * (1 + 1 / ranks), narrow * (3 + 1 / ranks) * layer
+    if ties:
+        return max(beside + summed * layer + narrow * 2 * words, narrow * (4 * words + 2 * layer) + summed * layer)
+    return max(beside + summed * max(layer, words), narrow * layer + (narrow + wide) * words)
 
 
 def loss_bytes(
@@ -97,7 +103,8 @@ class StepMemory:
     logits_at_once: that the loss makes; None: all.
     fused_norms: norms keep input and result in the model's numbers, as fused kernels do (Megatron's); else as Hugging
     Face's operations, which keep the input in fp32 and what is normed, too.
-    shard: how parameters lie over the ranks, zero1 or zero3.
+    shard: how parameters lie over the ranks, zero1 or zero3. states: that the optimizer keeps of each. ties: whether
+    head and embedding are the same; None: as the family usually has it.
     """
 
     shape: ModelShape
@@ -111,25 +118,52 @@ class StepMemory:
     logits_at_once: int | None = LOGITS_AT_ONCE
     fused_norms: bool = False
     shard: str = "zero1"
+    states: int = 2
+    ties: bool | None = None
 
     def state_bytes(self) -> float:
         """Count what a device keeps from step to step, gradients included."""
         count = sharded_state_bytes if self._is_sharded else state_bytes
-        held = count(self._parameters(), dtype_bytes=self.dtype_bytes, ranks=self.ranks, trained=self.trained)
+        held = count(
+            self._parameters(), dtype_bytes=self.dtype_bytes, ranks=self.ranks, trained=self.trained, states=self.states
+        )
         return held / (self.tensor * self.stages)
+
+    def state_parts(self) -> dict[str, float]:
+        """Return what a device keeps from step to step by its parts, in bytes; `state_bytes` is their sum."""
+        trained, devices = self._parameters() if self.trained is None else self.trained, self.tensor * self.stages
+        bare = replace(self, states=0)
+        states = self.state_bytes() - bare.state_bytes()
+        if self._is_sharded:
+            sums = trained * wide_bytes(self.dtype_bytes) / self.ranks / devices
+            return {"weights": bare.state_bytes() - sums, "gradients": sums, "states": states}
+        weights, sums = (
+            self._parameters() * self.dtype_bytes / devices,
+            trained * wide_bytes(self.dtype_bytes) / devices,
+        )
+        slices = bare.state_bytes() - weights - sums
+        return {"weights": weights, "gradients": sums, "master weights and sums": slices, "states": states}
 
     def gathered_bytes(self) -> float:
         """Count what a device gathers of parameters for a pass, at most, where they lie over the ranks."""
         if not self._is_sharded:
             return 0.0
-        layer, rest = self.layer_params()
-        return gathered_bytes(layer, rest, dtype_bytes=self.dtype_bytes, trains=self.trained is None) / self.tensor
+        words, ties = self.shape.hidden * self.shape.vocab, self._ties
+        layer, _ = self.layer_params()
+        found = gathered_bytes(
+            layer, words, dtype_bytes=self.dtype_bytes, ranks=self.ranks, ties=ties, trains=self.trained is None
+        )
+        return (found - self._layer().tied_head_gradient * ties) / self.tensor  # which a microbatch counts
 
     def layer_params(self) -> tuple[float, float]:
         """Count the parameters of a decoder layer, and of what is in none: embedding and head."""
         words = self.shape.hidden * self.shape.vocab
-        rest = words if self._layer().family.ties_head else 2 * words
+        rest = words if self._ties else 2 * words
         return (self._parameters() - rest) / self.shape.layers, rest
+
+    @property
+    def _ties(self) -> bool:
+        return self._layer().family.ties_head if self.ties is None else self.ties
 
     @property
     def _is_sharded(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from lengthwise.comm import Transport
 from lengthwise.engine.flat_layout import FlatLayout
+from lengthwise.engine.parameters import Parameters
 
 
 def gathered(
@@ -30,3 +32,23 @@ def gathered(
         for index in members.get(bucket, ()):
             start = layout.starts[index] - place.start
             yield index, whole[start : start + layout.sizes[index]]
+
+
+def gather_to_first(parameters: Parameters, shard: Tensor, transport: Transport) -> dict[str, Tensor]:
+    """Return what all ranks have in their shards, (entries,) each, by parameter, on the host of rank 0. Collective.
+
+    It takes a bucket at a time; {} on other ranks.
+    """
+    found = gathered(parameters.layout, shard, transport)
+    if transport.rank:
+        deque(found, maxlen=0)
+        return {}
+    names, shapes = parameters.names, parameters.shapes
+    return {names[index]: each.view(shapes[index]).to("cpu", copy=True) for index, each in found}
+
+
+def set_master_weights(parameters: Parameters, rank: int, place: int, whole: Tensor) -> None:
+    """Set this rank's part of a parameter to that of `whole`, (entries,); `publish` makes it the model's."""
+    for run in parameters.layout.runs(rank):
+        if run.parameter == place:
+            parameters.master_weights[run.start : run.stop].copy_(whole[run.entry : run.entry + run.stop - run.start])

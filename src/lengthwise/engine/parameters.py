@@ -37,10 +37,13 @@ class Parameters(Protocol):
     """The trainable parameters of a model on one rank.
 
     layout: where the entries of each parameter, as `names` has them, lie in the `state` of all ranks.
+    master_weights, grad_shard: this rank's exact parameters, and what `reduce_gradients` returns, (entries,) each.
     in_lock_step: whether ranks gather and sum together in every pass, so that each takes part in all microbatches.
     """
 
     layout: FlatLayout
+    master_weights: Tensor
+    grad_shard: Tensor
     in_lock_step: bool
 
     @property
@@ -78,6 +81,14 @@ class Parameters(Protocol):
 
     def clear_gradients(self) -> None:
         """Set the gradients of this rank to zero."""
+        ...
+
+    def attach_gradients(self) -> None:
+        """See that the model has the parameters that were made, and these their gradients.
+
+        Raises:
+            ModelRefused: somebody replaced, moved or froze some.
+        """
         ...
 
     def publish(self) -> None:

@@ -12,7 +12,6 @@ alone 18 and 16, as its slices are the buffers themselves, and no more while it 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 from lengthwise.comm import Pending, Transport
 from lengthwise.core.errors import ModelRefused
 from lengthwise.engine.flat_layout import BUCKET_ENTRIES, BucketOrder, lay_out
-from lengthwise.engine.gathering import gathered
 from lengthwise.engine.parameters import MASTER_WEIGHTS, Shard, shards_of
 
 
@@ -230,10 +228,7 @@ class FlatParameters:
             own.data_ptr() != value.data_ptr() for own, value in zip(parameters, self.views(self.values), strict=False)
         )
         if moved:
-            expected = f"the {len(self.names)} trainable parameters where they were put"
-            got = f"{len(parameters)}, some of them elsewhere"
-            remedy = "Move, convert, freeze and replace parameters before the first step, not after."
-            raise ModelRefused(f"model {type(self._model).__name__}", expected=expected, got=got, remedy=remedy)
+            raise replaced(self._model, expected=len(self.names), got=len(parameters))
         for own, grad in zip(parameters, grads, strict=True) if self._is_exact else ():
             if own.grad is None or own.grad.data_ptr() != grad.data_ptr():
                 if own.grad is None:
@@ -241,23 +236,6 @@ class FlatParameters:
                 else:
                     grad.copy_(own.grad)
                 own.grad = grad
-
-    def gather_to_first(self, shard: Tensor) -> dict[str, Tensor]:
-        """Return what all ranks have in their shards, (entries,) each, by parameter, on the host of rank 0. Collective.
-
-        It takes a bucket at a time; {} on other ranks.
-        """
-        found = gathered(self.layout, shard, self._transport)
-        if self._transport.rank:
-            deque(found, maxlen=0)
-            return {}
-        return {self.names[index]: each.view(self.shapes[index]).to("cpu", copy=True) for index, each in found}
-
-    def set_master_weights(self, parameter: int, whole: Tensor) -> None:
-        """Set this rank's part of a parameter to that of `whole`, (entries,); `publish` makes it the model's."""
-        for run in self.layout.runs(self._transport.rank):
-            if run.parameter == parameter:
-                self.master_weights[run.start : run.stop].copy_(whole[run.entry : run.entry + run.stop - run.start])
 
     def take_values(self) -> None:
         """Make the values that the model has now this rank's master weights."""
@@ -291,6 +269,17 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return named
 
 
+def replaced(model: nn.Module, *, expected: int, got: int) -> ModelRefused:
+    """Return the error about parameters that are no more those that were made."""
+    remedy = "Move, convert, freeze and replace parameters before the first step, not after."
+    return ModelRefused(
+        f"model {type(model).__name__}",
+        expected=f"the {expected} trainable parameters where they were put",
+        got=f"{got}, some of them elsewhere",
+        remedy=remedy,
+    )
+
+
 def share_values(
     model: nn.Module,
     transport: Transport,
@@ -306,7 +295,8 @@ def share_values(
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = value = buffer.to(device).contiguous()
+                there = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                module._buffers[name] = value = there.contiguous()
                 if value.numel():
                     transport.broadcast(value.view(-1).view(torch.uint8), 0)
     made: dict[int, nn.Parameter] = {}

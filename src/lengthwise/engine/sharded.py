@@ -7,14 +7,14 @@ its forward and its backward, and freed after; what a backward makes of its grad
 
     master_weights  (fp32, or fp64)     this rank's slices of all units, what these are gathered from
     grad_shard      (fp32, or fp64)     of the same entries, the sum of all ranks and microbatches
-    frozen          (compute dtype)     this rank's slices of what does not train
+    frozen          (compute dtype, or its own)     this rank's slices of what does not train
 
 With AdamW 16/W bytes a parameter on each of W ranks, and two units. ZeRO stage 3 (arXiv 1910.02054).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.comm import Transport
+from lengthwise.core.errors import ModelRefused
 from lengthwise.engine.flat_layout import FlatLayout, lay_out
 from lengthwise.engine.gathering import gathered
 from lengthwise.engine.parameters import MASTER_WEIGHTS, Shard, shards_of
-from lengthwise.engine.replicated import replace_parameters, share_values, trainable
+from lengthwise.engine.replicated import replace_parameters, replaced, share_values, trainable
 from lengthwise.engine.units import ModelUnit, UnitPart, units_of
 from lengthwise.engine.waves import Waves
 
@@ -36,6 +37,7 @@ class ShardedParameters:
     What rank 0 has of the model counts, buffers as well, wherever it lies; the others' parameters may be without
     storage (on the meta device). device: where a rank's slices are. layers: the decoder's, a unit each. read: returns
     entries [first, stop) of a parameter by its name, on every rank its own; None: those of rank 0 are sent.
+    keeps_frozen: what does not train keeps its dtype. trains: False: nothing does, whatever the model says.
     `names` are in the order of the units.
     """
 
@@ -50,34 +52,54 @@ class ShardedParameters:
         device: torch.device,
         layers: Sequence[nn.Module],
         read: Callable[[str, int, int], Tensor] | None = None,
+        keeps_frozen: bool = False,
+        trains: bool = True,
     ) -> None:
-        self._transport, self._model, self._dtype = transport, model, dtype
-        trainable(model)
+        self._transport, self._model, self._is_whole = transport, model, False
+        learns = {name for name, _ in trainable(model)} if trains else set[str]()
         wide = torch.promote_types(dtype, torch.float32)
         share_values(model, transport, (), dtype=dtype, device=device)
         given = dict(model.named_parameters())
         units = units_of(model, layers)
-        trained = _Slices(units, given, transport, dtype=wide, device=device, trains=True)
-        self._frozen = _Slices(units, given, transport, dtype=dtype, device=device, trains=False)
-        self.names, self.shapes, self.layout = trained.names, trained.shapes, trained.layout
+        trained = _Slices(units, given, learns, transport, dtype=dtype, kept=wide, device=device)
+        frozen = dict[torch.dtype, set[str]]()
+        for name, each in given.items():
+            if name not in learns:
+                frozen.setdefault(each.dtype if keeps_frozen else dtype, set()).add(name)
+        self._frozen = [
+            _Slices(units, given, names, transport, dtype=own, kept=own, device=device)
+            for own, names in sorted(frozen.items(), key=str)
+        ]
+        self._trained, self.names, self.shapes, self.layout = trained, trained.names, trained.shapes, trained.layout
         self.master_weights = trained.values
         self.grad_shard = torch.zeros_like(self.master_weights)
         read = read or partial(self._sent, {name: each.detach() for name, each in given.items()})
         made, parts = dict[int, nn.Parameter](), list[list[UnitPart]]()
         for number in range(len(units)):
-            kinds = ((trained, self.grad_shard), (self._frozen, None))
-            parts.append([part for each, sum_ in kinds for part in each.parts(number, dtype=dtype, gradient=sum_)])
-        for slices in (trained, self._frozen):
+            kinds = ((trained, self.grad_shard), *((each, None) for each in self._frozen))
+            parts.append([part for each, sums in kinds for part in each.parts(number, gradient=sums)])
+        for slices in (trained, *self._frozen):
             slices.fill(read)
-            places = iter(slices.names)
-            for part in (each for of_unit in parts for each in of_unit if each.trains == slices.trains):
-                made.update((id(given[next(places)]), parameter) for parameter in part.parameters)
+            made.update((id(given[name]), own) for name, own in slices.made.items())
         replace_parameters(model, made)
         self._waves = Waves(model, units, parts, transport)
+        model.register_state_dict_pre_hook(lambda *_: self._refuse_part("state_dict"))
+        model.register_load_state_dict_pre_hook(lambda *_: self._refuse_part("load_state_dict"))
+
+    def _refuse_part(self, what: str) -> None:
+        """Refuse what goes by whole parameters, where each rank has a part of them.
+
+        Raises:
+            ModelRefused: it does.
+        """
+        if not self._is_whole:
+            where, expected = f"model.{what}", "a model with whole parameters: here they lie over the ranks"
+            remedy = f"Call the session's {what}, or its save_pretrained, on all ranks; load weights before it."
+            raise ModelRefused(where, expected=expected, got=type(self._model).__name__, remedy=remedy)
 
     def _sent(self, given: Mapping[str, Tensor], name: str, first: int, stop: int) -> Tensor:
         """Return entries of what rank 0 has of a parameter. Collective."""
-        dtype = self.master_weights.dtype if name in self.names else self._dtype
+        (dtype,) = (each.values.dtype for each in (self._trained, *self._frozen) if name in each.members)
         whole = torch.empty(given[name].shape, dtype=dtype, device=self.master_weights.device)
         if not given[name].is_meta:
             whole.copy_(given[name])
@@ -121,36 +143,53 @@ class ShardedParameters:
         """Set the gradients of this rank to zero."""
         self.grad_shard.zero_()
 
+    def attach_gradients(self) -> None:
+        """See that the model has the parameters that were made for it; gradients stay in the slices.
+
+        Raises:
+            ModelRefused: somebody replaced, moved or froze some.
+        """
+        now, dtype, device = dict(self._model.named_parameters()), self._trained.dtype, self.master_weights.device
+        found = sum(each.requires_grad for each in now.values())
+        stays = all(
+            now.get(name) is own and own.dtype == dtype and own.device == device
+            for name, own in self._trained.made.items()
+        )
+        if found != len(self.names) or not stays:
+            raise replaced(self._model, expected=len(self.names), got=found)
+
     @contextmanager
     @torch.no_grad()
     def whole_on_first(self, *, trained_only: bool) -> Iterator[None]:
         """Give the model of rank 0 whole parameters inside the block, in the compute dtype on the host. Collective.
 
-        They are gathered a unit at a time.
+        They are gathered a unit at a time; those that are left out are on the meta device.
         """
         self._waves.let_go()
         before, made = dict(self._model.named_parameters()), dict[int, nn.Parameter]()
-        of = [(self.names, self.shapes, self.layout, self.master_weights)]
-        if self._frozen.names and not trained_only:
-            of.append((self._frozen.names, self._frozen.shapes, self._frozen.layout, self._frozen.values))
-        for names, shapes, layout, values in of:
-            for index, each in gathered(layout, values, self._transport, dtype=self._dtype):
+        for slices in (self._trained, *([] if trained_only else self._frozen)):
+            for index, each in gathered(slices.layout, slices.values, self._transport, dtype=slices.dtype):
                 if not self._transport.rank:
-                    own, whole = before[names[index]], each.view(shapes[index]).to("cpu", copy=True)
+                    own, whole = before[slices.names[index]], each.view(slices.shapes[index]).to("cpu", copy=True)
                     made[id(own)] = nn.Parameter(whole, requires_grad=own.requires_grad)
+        if not self._transport.rank:
+            for own in before.values():
+                made.setdefault(id(own), nn.Parameter(own.detach().to("meta"), requires_grad=own.requires_grad))
         replace_parameters(self._model, made)
+        self._is_whole = not self._transport.rank
         try:
             yield
         finally:
+            self._is_whole = False
             replace_parameters(self._model, {id(made[id(each)]): each for each in before.values() if id(each) in made})
 
     def tensors(self) -> list[Tensor]:
         """Return the slices of this rank."""
-        return [self.master_weights, self.grad_shard, self._frozen.values]
+        return [self.master_weights, self.grad_shard, *(each.values for each in self._frozen)]
 
     def read_by_forward(self) -> list[Tensor]:
         """Return the slices that units are gathered from."""
-        return [self.master_weights, self._frozen.values]
+        return [self.master_weights, *(each.values for each in self._frozen)]
 
     def state(self) -> dict[str, Tensor]:
         """Return the master weights of this rank's slices."""
@@ -158,41 +197,47 @@ class ShardedParameters:
 
 
 class _Slices:
-    """This rank's slices of the parameters of all units that train, or that do not: `values`, (entries,)."""
+    """This rank's slices of the parameters `members` of all units.
+
+    values: (entries,), in `kept`. made: by name the parameters that are gathered of them, in `dtype`.
+    """
 
     def __init__(
         self,
         units: Sequence[ModelUnit],
         given: Mapping[str, nn.Parameter],
+        members: Collection[str],
         transport: Transport,
         *,
         dtype: torch.dtype,
+        kept: torch.dtype,
         device: torch.device,
-        trains: bool,
     ) -> None:
-        self.trains, self._rank = trains, transport.rank
-        named = [(name, number) for number, unit in enumerate(units) for name in unit.names]
-        named = [(name, number) for name, number in named if given[name].requires_grad == trains]
+        self.members, self.dtype, self._rank = members, dtype, transport.rank
+        self.made = dict[str, nn.Parameter]()
+        named = [(name, number) for number, unit in enumerate(units) for name in unit.names if name in members]
         self.names, self._unit_of = [name for name, _ in named], [number for _, number in named]
         self.shapes = [tuple(given[name].shape) for name in self.names]
         sizes = [given[name].numel() for name in self.names]
         self.layout: FlatLayout = lay_out(sizes, self._unit_of, world_size=transport.world_size, bucket_entries=1)
-        self.values = torch.zeros(self.layout.shard_entries, dtype=dtype, device=device)
+        self.values = torch.zeros(self.layout.shard_entries, dtype=kept, device=device)
 
-    def parts(self, unit: int, *, dtype: torch.dtype, gradient: Tensor | None) -> Iterator[UnitPart]:
+    def parts(self, unit: int, *, gradient: Tensor | None) -> Iterator[UnitPart]:
         """Yield the part of a unit that has these, if it has any."""
         members = [index for index, number in enumerate(self._unit_of) if number == unit]
         if members:
             bucket = self.layout.bucket_of[members[0]]
             whole, own = self.layout.bucket(bucket), self.layout.in_shard(bucket)
-            yield UnitPart(
+            part = UnitPart(
                 [self.shapes[index] for index in members],
                 [self.layout.starts[index] - whole.start for index in members],
                 entries=whole.stop - whole.start,
-                dtype=dtype,
+                dtype=self.dtype,
                 own=self.values[own],
                 gradient=None if gradient is None else gradient[own],
             )
+            self.made.update(zip((self.names[index] for index in members), part.parameters, strict=True))
+            yield part
 
     def fill(self, read: Callable[[str, int, int], Tensor]) -> None:
         """Put this rank's entries of all parameters where they stay, one parameter at a time."""

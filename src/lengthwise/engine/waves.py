@@ -23,6 +23,7 @@ from lengthwise.comm import Transport
 from lengthwise.core.errors import ModelRefused
 from lengthwise.engine.units import ModelUnit, UnitPart
 from lengthwise.engine.wave_order import END, GATHER, CallKey, UnitCall, backward_calls, forward_calls
+from lengthwise.models.adapter import in_planned_forward
 
 
 class Waves:
@@ -56,6 +57,7 @@ class Waves:
 
     def _begin(self) -> None:
         """Begin a wave: what is left of one before, of which no backward came, goes."""
+        self._refuse_alone()
         self.let_go()
         self._wave, self._entered, self._is_backward = self._wave + 1, -1, False
 
@@ -70,16 +72,30 @@ class Waves:
         if self._is_backward:
             self._enter_backward(number)
         elif number > self._entered:
+            self._refuse_alone()
             self._enter_forward(number)
         if number not in self._there:
             where, expected = f"model {type(self._model).__name__}", "units that run once, in the order of the model"
             got = f"{self._units[number].kind.name} again, or late, by a {type(module).__name__}"
             raise ModelRefused(where, expected=expected, got=got, remedy="Set parallel: {shard: zero1}.")
 
+    def _refuse_alone(self) -> None:
+        """Refuse a forward outside of planned steps, before this rank waits in a gather for the others.
+
+        Raises:
+            ModelRefused: it is one.
+        """
+        if not in_planned_forward():
+            where = f"forward of {type(self._model).__name__}"
+            expected = "a forward inside a planned step, which all ranks run: parameters lie over the ranks"
+            remedy = "Use the session's evaluate or token_values; to generate, save the model and load it apart."
+            raise ModelRefused(where, expected=expected, got="one outside of a step", remedy=remedy)
+
     def _enter_forward(self, number: int) -> None:
         for entered in range(self._entered + 1, number + 1):
             if entered and not self._units[entered - 1].kind.stays:
                 self._free(entered - 1)
+                torch.clear_autocast_cache()  # which would keep casts of all units to the step's end
             self._post(self._forward[entered], entered)
             self._wait(entered)
             self._entered = entered

@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from queue import SimpleQueue
+from typing import Any
 
+from lengthwise.core.errors import ConfigError
 from lengthwise.integrations.rows import Examples
 from lengthwise.session import Session
 from lengthwise.session.rows import Row
@@ -41,3 +43,17 @@ class PlannedUpdates:
         """End the planning of what was read; the loader stays."""
         self._given.put(None)
         self._steps.close()
+
+
+def checked(batches: Iterator[Any]) -> Iterator[Examples]:
+    """Yield batches.
+
+    Raises:
+        ConfigError: a loader of the user's own, which gives each rank another part.
+    """
+    for batch in batches:
+        if not isinstance(batch, Examples):
+            remedy = "Override data_collator or the samplers in place of get_train_dataloader."
+            got = f"a {type(batch).__name__}"
+            raise ConfigError("get_train_dataloader", expected="a loader of Trainer's", got=got, remedy=remedy)
+        yield batch

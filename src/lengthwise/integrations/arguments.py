@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from lengthwise.core.errors import ConfigError, LengthwiseError
+from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 
 _KEPT = """
 output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type
@@ -81,6 +81,12 @@ REFUSED: Mapping[str, Refusal] = {
 }
 """Fields of which some values cannot be kept."""
 
+WITH_PARTS: Mapping[str, str] = {
+    "load_best_model_at_end": "weights would be loaded into a model of which each rank has a part",
+    "sync_ref_model": "it reads the model's parameters, of which each rank has a part",
+}
+"""Fields that cannot be kept under shard zero3, and why."""
+
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """The fields that ask for it, by its new and its old name."""
 
@@ -131,6 +137,20 @@ def problems_of(
         if field.name not in tabled | _of_subclasses(arguments) and value != _default(field):
             refuse(field.name, "its default", value, "this version does not know what it means")
     return problems
+
+
+def refuse_with_parts(arguments: Any) -> None:
+    """Refuse what goes by whole parameters.
+
+    Raises:
+        Problems: all of it.
+    """
+    problems: list[LengthwiseError] = []
+    for name, why in WITH_PARTS.items():
+        if getattr(arguments, name, False):
+            remedy, got = "Leave it out, or give shard='zero1'.", f"True, but under shard zero3 {why}"
+            problems.append(ConfigError(name, expected="False", got=got, remedy=remedy))
+    raise_problems(problems)
 
 
 def recompute_of(arguments: Any) -> str:

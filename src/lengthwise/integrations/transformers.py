@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,8 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from lengthwise.core.errors import ConfigError, raise_problems
-from lengthwise.integrations.ahead import PlannedUpdates
-from lengthwise.integrations.arguments import CALLABLES, Refusal, problems_of, recompute_of
+from lengthwise.integrations.ahead import PlannedUpdates, checked
+from lengthwise.integrations.arguments import CALLABLES, Refusal, problems_of, recompute_of, refuse_with_parts
 from lengthwise.integrations.rows import Examples, RowCollator
 from lengthwise.session import Session, StepResult
 from lengthwise.session.rows import Row
@@ -42,6 +43,7 @@ class PlannedTrainerMixin(_Base):
         *args: those of the Trainer.
         capacity_tokens: maximum tokens of a rank in one microbatch, which bounds memory in place of
             per_device_train_batch_size; auto: what fits.
+        shard: as in `Session`; under zero3 the model stays in the host's memory until it is cut.
         heads: as in `Session`.
         offload: as in `Session`.
         planner: as in `Session`.
@@ -57,6 +59,7 @@ class PlannedTrainerMixin(_Base):
         self,
         *args: Any,
         capacity_tokens: int | str = "auto",
+        shard: str = "auto",
         heads: int | str = "auto",
         offload: Mapping[str, Any] | None = None,
         planner: str = "lengthwise",
@@ -67,6 +70,7 @@ class PlannedTrainerMixin(_Base):
         self.session: Session | None = None
         self._session_options: dict[str, Any] = {
             "capacity_tokens": capacity_tokens,
+            "shard": shard,
             "heads": heads,
             "offload": offload,
             "planner": planner,
@@ -121,6 +125,8 @@ class PlannedTrainerMixin(_Base):
         if "recompute" in self._session_options:
             return arguments
         raise_problems(problems_of(arguments, callables=callables, refused=self._refused))
+        if self._session_options["shard"] == "zero3" and arguments.world_size > 1:
+            refuse_with_parts(arguments)
         self._session_options["recompute"] = recompute_of(arguments)
         arguments = copy.copy(arguments)
         arguments.activation_checkpointing = arguments.gradient_checkpointing = False
@@ -165,7 +171,7 @@ class PlannedTrainerMixin(_Base):
         if self._updates is None or self._reading is not epoch_iterator:
             self._end_updates()
             self._reading = epoch_iterator
-            self._updates = PlannedUpdates(self._trained(), _checked(epoch_iterator), rows_of=self._rows_of_update)
+            self._updates = PlannedUpdates(self._trained(), checked(epoch_iterator), rows_of=self._rows_of_update)
         found = self._updates.next(num_batches)
         if found is None:
             return [], None
@@ -208,17 +214,28 @@ class PlannedTrainerMixin(_Base):
 
     def _start_session(self, optimizer: Any) -> Session:
         if self.session is not None:
+            if self.session.shard == "zero3":
+                got = "one after evaluate(), or of another optimizer: each rank has a part of the model"
+                remedy = "Set eval_on_start=True, or give the model that was saved to a new trainer."
+                raise ConfigError("train", expected="one training under shard zero3", got=got, remedy=remedy)
             self.session.close()
             self.session = None
-        self.session = Session(
+        self.session = session = Session(
             self.model,
             optimizer,
+            device=self.args.device,
             precision="bf16" if self.accelerator.mixed_precision == "bf16" else None,
             seed=self.args.seed,
             timeout_seconds=float(self.args.ddp_timeout),
             **self._session_options,
         )
-        return self.session
+        if session.shard == "zero3":
+            refuse_with_parts(self.args)
+        return session
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if self._session_options["shard"] == "zero1":  # else it may not fit: the session moves it, or its parts
+            super()._move_model_to_device(model, device)
 
     def _trained(self) -> Session:
         assert self.session is not None, "train() has made it"
@@ -302,7 +319,7 @@ class PlannedTrainerMixin(_Base):
         self.model.eval()
         self.callback_handler.eval_dataloader = dataloader
         total = weight = examples = 0.0
-        updates = PlannedUpdates(session, _checked(iter(dataloader)), rows_of=self._rows_of_update)
+        updates = PlannedUpdates(session, checked(iter(dataloader)), rows_of=self._rows_of_update)
         try:
             while (found := updates.next(1)) is not None:
                 (batch,), planned = found
@@ -322,6 +339,11 @@ class PlannedTrainerMixin(_Base):
     def _evaluate_batch(self, batch: Examples, planned: Any) -> tuple[float, float]:
         """Return the sum of the losses of a batch, and how many they are."""
         return self._evaluated(planned, 1.0), batch.num_loss_tokens
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as Trainer does. Collective under shard zero3: call it on all ranks."""
+        with nullcontext() if self.session is None else self.session.whole_on_first():
+            super().save_model(output_dir, _internal_call)
 
     # Checkpoints: Trainer's files, the optimizer's state in the form of a plain one, whatever the number of ranks.
 
@@ -367,17 +389,3 @@ def _of_plan(step: StepResult) -> dict[str, float]:
         "ring_token_ratio": step.ring_token_ratio,
         "imbalance_ratio": max(step.busy_seconds) / mean if mean else 1.0,
     }
-
-
-def _checked(batches: Iterator[Any]) -> Iterator[Examples]:
-    """Yield batches.
-
-    Raises:
-        ConfigError: a loader of the user's own, which gives each rank another part.
-    """
-    for batch in batches:
-        if not isinstance(batch, Examples):
-            remedy = "Override data_collator or the samplers in place of get_train_dataloader."
-            got = f"a {type(batch).__name__}"
-            raise ConfigError("get_train_dataloader", expected="a loader of Trainer's", got=got, remedy=remedy)
-        yield batch

@@ -76,7 +76,10 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
             found = self._metrics[mode]
         finally:
             self._metrics[mode] = kept
-        numbers = [[value * weight for value, weight in zip(found[name], self._valid)] for name in _BY_TOKENS]  # noqa: B905
+        numbers = [  # of a microbatch without a label TRL's means are none
+            [value * weight for value, weight in zip(found[name], self._valid) if weight]  # noqa: B905
+            for name in _BY_TOKENS
+        ]
         sums = torch.tensor([*map(sum, numbers), sum(self._valid)], dtype=torch.float64)
         *sums, weight = self._trained().sum_over_ranks(sums).tolist()
         for name, total in zip(_BY_TOKENS, sums, strict=True):
@@ -216,6 +219,7 @@ class DPOTrainer(PlannedTrainerMixin, trl.DPOTrainer):
             if self._reference is None:
                 capacity = self._trained().capacity_tokens  # it runs forward alone, which needs less
                 options = {**self._session_options, "recompute": "none", "capacity_tokens": capacity, "offload": None}
+                options["shard"] = "zero1"  # with less beside it: no gradients and states
                 reference = self.ref_model.to(self.args.device).requires_grad_(False)
                 self._reference = Session(reference, timeout_seconds=float(self.args.ddp_timeout), **options)
             return self._gathered(self._reference, self.ref_model, planned, ["log_probs"], size)

@@ -168,6 +168,11 @@ def _planned_forward() -> Iterator[None]:
         _here.is_planned = False
 
 
+def in_planned_forward() -> bool:
+    """Return whether this thread runs a forward by a plan."""
+    return getattr(_here, "is_planned", False)
+
+
 class _Spared:
     """A function that returns None in planned forwards."""
 
@@ -176,7 +181,7 @@ class _Spared:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it, elsewhere."""
-        return None if getattr(_here, "is_planned", False) else self._function(*args, **kwargs)
+        return None if in_planned_forward() else self._function(*args, **kwargs)
 
 
 def _spare_search_for_packs() -> None:

@@ -190,7 +190,7 @@ def _bytes(job: Job, plan: Plan) -> float:
     narrow = DTYPE_BYTES[job.precision]
     wide, rounds = wide_bytes(narrow), job.precision == "bf16"
     memory = StepMemory(shape=shape, dtype_bytes=narrow, logits_at_once=LOGITS_AT_ONCE)
-    model = state_bytes(parameters, dtype_bytes=narrow, ranks=plan.ranks, moments=False)
+    model = state_bytes(parameters, dtype_bytes=narrow, ranks=plan.ranks, states=0)
     held = float(memory.microbatch_bytes(plan.capacity))
     plain = parameters * ((wide if rounds else narrow) + (4 + rounds) * wide)
     return max(plan.ranks * (model + held), model + plain + float(memory.microbatch_bytes(max(plan.tokens))))

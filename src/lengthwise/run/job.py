@@ -315,7 +315,7 @@ def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *,
     if len(collector.problems) == refused:
         parameters = attempt(lambda: check_buildable(model.config))
         if not (gpus and model.weights and config.parallel.shard != "zero1"):  # ranks read their own rows of them
-            attempt(lambda: _check_room(model, parameters or 0))
+            attempt(lambda: check_room(model, parameters or 0))
     if len(collector.problems) > refused:
         return None
     attempt(lambda: check_weights(model))
@@ -328,7 +328,7 @@ def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *,
     return attempt(lambda: check_lora(model, config.lora))
 
 
-def _check_room(model: ModelSource, parameters: int) -> None:
+def check_room(model: ModelSource, parameters: int) -> None:
     """Refuse a model whose parameters alone, in fp32 as they are read or drawn, are more than this machine holds."""
     needed, free = 4 * parameters, free_bytes(torch.device("cpu"), 1)
     if 0 < free < needed:

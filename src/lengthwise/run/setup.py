@@ -98,6 +98,8 @@ def set_up(
     config, say = job.config, partial(call_back, callbacks, "on_note")
     if job.hardware_note is not None:
         say(job.hardware_note)
+    if "shard" in job.chosen and (job.gpus or job.shard != "zero1"):
+        say(job.chosen["shard"])
     if isinstance(config.heads, int) and config.heads > job.ranks:
         say(f"heads: {config.heads} splits nothing on {job.ranks} ranks")
     engine, parameters, optimizer = _build(job, world, transport, planner, say)

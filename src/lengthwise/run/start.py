@@ -30,6 +30,7 @@ from lengthwise.run.defaults import settle
 from lengthwise.run.job import Job, prepare_job
 from lengthwise.run.launch import launch
 from lengthwise.run.resume import Resume
+from lengthwise.run.sharding import settle_shard
 from lengthwise.run.stacks import with_own_stacks
 
 _LONGEST_SECONDS = 10**6  # eleven days; gloo counts milliseconds in 31 bits
@@ -96,6 +97,7 @@ def prepare(
         job = prepare_job(
             config, ranks=number, timeout_seconds=timeout_seconds, gpus=gpus, gpu_name=name, resume=found, chosen=chosen
         )
+        job = settle_shard(job)
     finally:
         on_phase("")
     return Start(job=job, world=replace(world, gpus=gpus) if world is not None else None)

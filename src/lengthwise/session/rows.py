@@ -67,7 +67,8 @@ class RowBatch(StepBatch):
     def column(self, name: str, segments: Sequence[Segment]) -> Tensor:
         """Return a column of a rank's segments, (tokens, ...), in local order."""
         values = self.columns[name]
-        return torch.cat([values[each.sequence][each.start : each.stop] for each in segments])
+        none = values[0][:0]  # in lock-step a rank may have no segment
+        return torch.cat([none, *(values[each.sequence][each.start : each.stop] for each in segments)])
 
 
 def _read(row: Row, where: str) -> tuple[np.ndarray, np.ndarray | None, dict[str, Tensor]]:

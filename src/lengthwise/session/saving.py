@@ -36,6 +36,17 @@ def on_first_rank(transport: Transport, work: Callable[[], None]) -> None:
         raise OutputError(where, expected=expected, got=got, remedy=remedy)
 
 
+def saves_adapters_alone(model: nn.Module) -> bool:
+    """Whether saving a model takes only what trains: peft's adapters, if all train and none is on what it saves."""
+    given: Any = model
+    if not hasattr(given, "peft_config"):
+        return False
+    words = (given.get_input_embeddings(), given.get_output_embeddings())
+    prefix = getattr(given.base_model, "prefix", "lora_")
+    trains = all(each.requires_grad for name, each in given.named_parameters() if prefix in name)
+    return trains and not any(hasattr(each, "base_layer") for each in words)
+
+
 def write_model(model: nn.Module, folder: Path) -> None:
     """Write a model, or peft's adapters, as `save_pretrained` does.
 

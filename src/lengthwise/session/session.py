@@ -11,43 +11,31 @@ import math
 import time
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lengthwise.comm import join, session_world
 from lengthwise.core.errors import ConfigError, ModelRefused, NumericError
 from lengthwise.cost import Cost, shape_from_config
+from lengthwise.engine.gathering import gather_to_first
 from lengthwise.engine.norm import clip_factor, gradient_norm
-from lengthwise.engine.replicated import FlatParameters, share_values
 from lengthwise.engine.step import RankResult
-from lengthwise.models import (
-    Computing,
-    compute_so,
-    has_balance_loss,
-    has_dropout,
-    wrapped_layers,
-)
+from lengthwise.models import Computing, compute_so, has_balance_loss, has_dropout
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.session.engine import Engine
-from lengthwise.session.losses import (
-    ComputeLoss,
-    TokenLoss,
-    TokenValues,
-    log_probabilities,
-    objective_of,
-)
+from lengthwise.session.losses import ComputeLoss, TokenLoss, TokenValues, log_probabilities, objective_of
 from lengthwise.session.model import hugging_face_model
 from lengthwise.session.numbers import StepNumbers
+from lengthwise.session.parameters import take_over
 from lengthwise.session.result import StepResult
 from lengthwise.session.rows import Row, RowBatch
-from lengthwise.session.saving import on_first_rank, write_model
-from lengthwise.session.settings import check_settings, cost_of, planning_of, told_step
+from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write_model
+from lengthwise.session.settings import check_settings, cost_of, planning_of, shard_of, told_step
 from lengthwise.session.sharded import ShardedInPlace, check_optimizer
 from lengthwise.session.source import PlannedStep
 from lengthwise.session.state import take_state, whole_state
@@ -62,6 +50,8 @@ class Session:
             values of rank 0.
         optimizer: one that computes each entry by itself, over all trainable parameters; None: the session evaluates.
         capacity_tokens: maximum tokens of a rank in one microbatch; auto: as many as small passes find to fit.
+        shard: zero1: each rank has all parameters; zero3: its part, and the model no values between steps; auto: zero1
+            where that leaves room, by estimate.
         recompute: activation checkpointing: none, layer or all_but_attention; auto: each step's best, and none where
             capacity_tokens is a number.
         heads: split heads, as in a run file.
@@ -71,6 +61,8 @@ class Session:
         precision: "bf16": mixed precision over fp32 weights, as torch.autocast has it; None: that of a surrounding
             torch.autocast, if any.
         attention: the attention implementation, as in a run file.
+        device: where steps run; None: where the model is. Under zero3 the model may lie in the host's memory, and that
+            of ranks other than 0 on the meta device.
         seed: start of the random numbers of dropout.
         timeout_seconds: how long a rank waits for another.
 
@@ -85,6 +77,7 @@ class Session:
         optimizer: Any = None,
         *,
         capacity_tokens: int | str = "auto",
+        shard: str = "auto",
         recompute: str = "auto",
         heads: int | str = "auto",
         offload: Mapping[str, Any] | None = None,
@@ -92,6 +85,7 @@ class Session:
         measurements: str | Path | Cost | None = None,
         precision: str | None = None,
         attention: str = "auto",
+        device: torch.device | str | None = None,
         seed: int = 0,
         timeout_seconds: float = 600.0,
     ) -> None:
@@ -103,22 +97,24 @@ class Session:
             recompute=recompute,
             offload=offload,
             precision=precision,
+            shard=shard,
+            planner=planner,
+            device=device,
             trains=optimizer is not None,
         )
-        self._dtype = settings.dtype
-        device = next(self._inner.parameters()).device
+        where = settings.device
         computing = Computing(attention=attention, fused_layers="off")
         inner = None if optimizer is None else check_optimizer(optimizer, self._inner)
-        cost = cost_of(config, device, settings.dtype, measurements)
+        cost = cost_of(config, where, settings.dtype, measurements)
         self._closing, self.steps, self.grad_norm, self._has_said = ExitStack(), 0, None, False
-        transport = self._transport = join(session_world(device), timeout_seconds=timeout_seconds)
+        transport = self._transport = join(session_world(where), timeout_seconds=timeout_seconds)
         self._closing.callback(transport.close)
         self.rank, self.world_size = transport.rank, transport.world_size
         try:
             self._planner = None if self.rank else self._closing.enter_context(PlannerProcess())
             if self._planner is not None:
                 weakref.finalize(self, self._planner.close)  # of a session that nobody closes
-            compute_so(self._inner, computing, device, dtype=settings.dtype)
+            compute_so(self._inner, computing, where, dtype=settings.dtype)
             self._engine = Engine(
                 model=self._inner,
                 transport=transport,
@@ -126,16 +122,23 @@ class Session:
                 num_heads=shape_from_config(config.to_dict()).heads,
                 timeout_seconds=timeout_seconds,
                 computing=computing,
-                device=device,
+                device=where,
                 dtype=settings.dtype,
                 autocast=settings.autocast,
                 seed=seed,
                 offload=settings.offload,
             )
             self._closing.callback(self._engine.close)
-            self._sharded = None if inner is None else self._shard(inner)
-            if inner is None:
-                share_values(self._inner, transport, self._inner.parameters(), dtype=None, device=device)
+            self.shard = shard_of(self._inner, inner, transport, settings, planner)
+            self._engine.parameters, self._sharded = take_over(
+                model,
+                inner,
+                transport,
+                shard=self.shard,
+                dtype=settings.dtype,
+                device=where,
+                closing=self._closing,
+            )
             self._planning = planning_of(self._engine, self._sharded, cost, settings, planner=planner, heads=heads)
             self._engine.start_offloading()
         except BaseException:
@@ -148,16 +151,6 @@ class Session:
     def capacity_tokens(self) -> int:
         """What a rank holds in a microbatch, with the recomputation that leaves most room."""
         return max(self._planning.capacities.values())
-
-    def _shard(self, optimizer: Optimizer) -> ShardedInPlace:
-        sharded = ShardedInPlace(optimizer, self._inner)
-        layers = wrapped_layers(self._inner)
-        parameters = FlatParameters(self._inner, self._transport, dtype=self._dtype, layers=layers, keeps_frozen=True)
-        sharded.point_at(parameters, self.rank)
-        self._engine.parameters = parameters
-        hook = self._inner.register_load_state_dict_post_hook(lambda *_: parameters.take_values())
-        self._closing.callback(hook.remove)
-        return sharded
 
     def backward(
         self,
@@ -266,7 +259,7 @@ class Session:
         """
         trained = self._trained("state_dict")
         optimizer = whole_state(trained, self._transport)
-        weights = trained.parameters.gather_to_first(trained.parameters.master_weights)
+        weights = gather_to_first(trained.parameters, trained.parameters.master_weights, self._transport)
         return {} if self.rank else {"steps": self.steps, "optimizer": optimizer, "master_weights": weights}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -291,7 +284,18 @@ class Session:
         Raises:
             OutputError: it cannot be written.
         """
-        on_first_rank(self._transport, lambda: write_model(self.model, Path(folder)))
+        with self.whole_on_first():
+            on_first_rank(self._transport, lambda: write_model(self.model, Path(folder)))
+
+    def whole_on_first(self) -> AbstractContextManager[None]:
+        """See that the model of rank 0 can be saved inside the block: under zero3 whole, on the host. Collective.
+
+        Of peft's adapters, where these are all that is saved of it, the base is left out.
+        """
+        parameters = self._engine.parameters
+        if parameters is None:
+            return nullcontext()
+        return parameters.whole_on_first(trained_only=saves_adapters_alone(self.model))
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
         """Replace a loop's own numbers by their sums over the ranks; return them. Collective, between steps."""

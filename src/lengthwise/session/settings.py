@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -10,26 +11,38 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lengthwise.comm import Transport
 from lengthwise.config import OffloadConfig
 from lengthwise.config.problems import find_problems
 from lengthwise.core.errors import Collector, ConfigError
-from lengthwise.cost import Cost, hardware_of_gpu, shape_from_config
+from lengthwise.cost import (
+    Cost,
+    StepMemory,
+    choose_shard,
+    hardware_of_gpu,
+    shape_from_config,
+    wanted_tokens,
+)
 from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.engine.activations import check_offload
+from lengthwise.engine.memory import free_bytes
 from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner import PlanOptions
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.planner.service.step_planning import StepPlanning
-from lengthwise.session.capacity import Measuring, budget_bytes, kinds_of
+from lengthwise.session.capacity import Measuring, budget_bytes, kinds_of, least
 from lengthwise.session.engine import Engine
 from lengthwise.session.model import PRECISIONS, check_session_model
 from lengthwise.session.result import StepResult
 from lengthwise.session.sharded import ShardedInPlace
 
+SHARDS = ("auto", "zero1", "zero3")
+LOCK_STEP_PLANNER = "lengthwise"
 _MOST_TOKENS = 2**22  # of a batch, as which memory is measured: what a loop will give is not known yet
-_STATES = 2  # an entry, of an optimizer that has none yet; amsgrad and centered keep one more
+_STATES = 2  # an entry, of most optimizers; amsgrad and centered keep one more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +50,8 @@ class SessionSettings:
     """Checked settings.
 
     dtype: of the parameters. autocast: of mixed precision. capacity_tokens: None: to be measured. recompute: a kind, or
-    auto. offload: as in a run file.
+    auto. offload: as in a run file. shard: how parameters lie over the ranks, as it was asked for. device: where steps
+    run.
     """
 
     dtype: torch.dtype
@@ -45,6 +59,8 @@ class SessionSettings:
     capacity_tokens: int | None
     recompute: str
     offload: OffloadConfig | None
+    shard: str
+    device: torch.device
 
 
 def check_settings(
@@ -54,6 +70,9 @@ def check_settings(
     recompute: str,
     offload: Mapping[str, Any] | None,
     precision: str | None,
+    shard: str,
+    planner: str,
+    device: torch.device | str | None,
     trains: bool,
 ) -> SessionSettings:
     """Return the settings of a session around `model`.
@@ -70,9 +89,19 @@ def check_settings(
     if precision not in (None, "bf16"):
         remedy = "Convert the model for others; fp16 needs a loss scale."
         problems.add(ConfigError("precision", expected="None or bf16", got=f"{precision!r}", remedy=remedy))
+    if shard not in SHARDS:
+        remedy = "Take one of them."
+        problems.add(ConfigError("shard", expected=" or ".join(SHARDS), got=f"{shard!r}", remedy=remedy))
+    if shard == "zero3" and planner != LOCK_STEP_PLANNER:
+        expected = f"{LOCK_STEP_PLANNER} under shard zero3, the only one that plans in lock-step"
+        problems.add(ConfigError("planner", expected=expected, got=f"{planner!r}", remedy="Take planner out."))
+    where = next(model.parameters()).device if device is None else torch.device(device)
+    if where.type == "meta":
+        remedy = "Give device, for example cuda:0."
+        problems.add(ConfigError("device", expected="where steps run", got="a model without storage", remedy=remedy))
     kind = recompute if recompute != "auto" or is_measured else "none"
     dtype = problems.attempt(partial(check_session_model, model, "none" if kind == "auto" else kind, trains=trains))
-    section = problems.attempt(partial(_offload_of, model, offload))
+    section = problems.attempt(partial(_offload_of, model, offload, where))
     problems.raise_all()
     assert dtype is not None, "a model without one was refused"
     return SessionSettings(
@@ -81,10 +110,66 @@ def check_settings(
         capacity_tokens=None if is_measured else int(capacity_tokens),
         recompute=kind,
         offload=section,
+        shard=shard,
+        device=where,
     )
 
 
-def _offload_of(model: nn.Module, offload: Mapping[str, Any] | None) -> OffloadConfig | None:
+def shard_of(
+    model: nn.Module, optimizer: Optimizer | None, transport: Transport, settings: SessionSettings, planner: str
+) -> str:
+    """Return how the parameters of a model lie over the ranks: as asked for, or as what is free allows. Collective.
+
+    What model and optimizer hold already counts as free: it moves. Rank 0 says why, where parameters are cut.
+
+    Raises:
+        MemoryShortage: the model fits in no way.
+    """
+    if transport.world_size == 1:
+        return "zero1"
+    if settings.shard != "auto":
+        return settings.shard
+    config: Any = model.config
+    parameters, device = list(model.parameters()), settings.device
+    held = [*parameters, *(each for part in (optimizer.state.values() if optimizer else ()) for each in part.values())]
+    own = sum(each.nbytes for each in held if isinstance(each, Tensor) and each.device.type == device.type)
+    widths = Counter[int]()
+    for each in parameters:
+        widths[each.element_size()] += each.numel()
+    count = sum(widths.values())
+    trained = 0 if optimizer is None else sum(each.numel() for each in parameters if each.requires_grad)
+    memory = StepMemory(
+        shape=shape_from_config(config.to_dict()),
+        dtype_bytes=widths.most_common(1)[0][0],
+        parameters=count,
+        trained=None if trained == count else trained,
+        ranks=transport.world_size,
+        states=0 if optimizer is None else states_an_entry(optimizer),
+        ties=bool(getattr(config, "tie_word_embeddings", False)),
+    )
+    (free,) = least(transport, [free_bytes(device, transport.device_ranks) + own])
+    choice = choose_shard(
+        memory,
+        free or None,
+        tokens=settings.capacity_tokens or wanted_tokens(transport.world_size),
+        kinds=kinds_of(config, settings.recompute),
+        offload=0.0 if settings.offload is None else 1.0,
+        keeps_whole=None if planner == LOCK_STEP_PLANNER else f"planner {planner}",
+    )
+    if choice.shard != "zero1" and not transport.rank:
+        print(f"lengthwise: shard {choice.shard}: {choice.why}", flush=True)
+    return choice.shard
+
+
+def states_an_entry(optimizer: Optimizer) -> int:
+    """Count what an optimizer keeps of each entry: two by most, and what arguments ask for beside."""
+    groups = optimizer.param_groups
+    if isinstance(optimizer, torch.optim.SGD):
+        return int(any(group.get("momentum") for group in groups))
+    return _STATES + any(group.get("amsgrad") or group.get("centered") for group in groups)
+
+
+def _offload_of(model: nn.Module, offload: Mapping[str, Any] | None, device: torch.device) -> OffloadConfig | None:
     """Return the section `offload`, if one is given."""
     if offload is None:
         return None
@@ -98,7 +183,7 @@ def _offload_of(model: nn.Module, offload: Mapping[str, Any] | None) -> OffloadC
     found.raise_all()
     section = OffloadConfig.model_validate(values)
     config: Any = model.config
-    check_offload(section, config.num_hidden_layers, on_gpus=next(model.parameters()).device.type == "cuda")
+    check_offload(section, config.num_hidden_layers, on_gpus=device.type == "cuda")
     return section
 
 
@@ -142,6 +227,7 @@ def planning_of(
         measured=measured,
         options=PlanOptions(
             planner=planner,
+            mode="waves" if engine.parameters is not None and engine.parameters.in_lock_step else "free",
             layers=engine.config.num_hidden_layers,
             heads=heads,
             offload=ratio if isinstance(ratio, str) else "off",
@@ -220,8 +306,7 @@ def _optimizer_bytes(sharded: ShardedInPlace) -> tuple[int, int]:
     """Count the bytes of states that an optimizer has yet to make, and those that a step's end needs for a while."""
     parameters, optimizer = sharded.parameters, sharded.optimizer
     part = parameters.master_weights.nbytes
-    more = any(group.get("amsgrad") or group.get("centered") for group in optimizer.param_groups)
-    return (0 if optimizer.state else (_STATES + more) * part), max(2 * part, parameters.publish_bytes())
+    return (0 if optimizer.state else states_an_entry(optimizer) * part), max(2 * part, parameters.publish_bytes())
 
 
 def told_step(step: StepResult, planning: StepPlanning) -> str:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.engine.flat_layout import Run
-from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.parameters import Parameters
 
 BY_ENTRY: Mapping[str, tuple[str, ...]] = {  # classes by the package that has them
     "torch": (
@@ -68,36 +68,39 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> Optimizer:
 class ShardedInPlace:
     """An optimizer whose groups hold this rank's slices of the model's parameters, with what it kept of them so far.
 
-    Made before the parameters move into flat buffers, and pointed at these by `point_at`. parameters: the buffers.
-    numbers: which of the optimizer's parameters, as torch counts them, each trainable parameter of the model is.
+    Made before the parameters are cut, and pointed at the slices by `point_at`. parameters: that were cut. numbers:
+    which of the optimizer's parameters, as torch counts them, each of `parameters.names` is.
     """
 
-    parameters: FlatParameters
+    parameters: Parameters
+    numbers: list[int]
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         self.optimizer = optimizer
         group_of = {id(each): number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
         members = [each for group in optimizer.param_groups for each in group["params"]]
         counted = {id(each): number for number, each in enumerate(members)}
-        trainable = [each for each in model.parameters() if each.requires_grad]
-        self._groups = [group_of[id(each)] for each in trainable]
-        self.numbers = [counted[id(each)] for each in trainable]
+        trainable = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        self._groups = {name: group_of[id(each)] for name, each in trainable.items()}
+        self._counted = {name: counted[id(each)] for name, each in trainable.items()}
         self._members = [[counted[id(each)] for each in group["params"]] for group in optimizer.param_groups]
-        self._before = [(tuple(each.shape), optimizer.state.get(each, {})) for each in trainable]
+        self._before = {name: (tuple(each.shape), optimizer.state.get(each, {})) for name, each in trainable.items()}
         self._slices: list[tuple[Run, nn.Parameter]] = []
 
-    def point_at(self, parameters: FlatParameters, rank: int) -> None:
+    def point_at(self, parameters: Parameters, rank: int) -> None:
         """Take this rank's slices for the parameters, and slices of the states that there are."""
         self.parameters, members = parameters, [list[nn.Parameter]() for _ in self.optimizer.param_groups]
         self.optimizer.state.clear()
+        self.numbers = [self._counted[name] for name in parameters.names]
         for run in parameters.layout.runs(rank):
             piece = nn.Parameter(parameters.master_weights[run.start : run.stop])
-            shape, state = self._before[run.parameter]
+            name = parameters.names[run.parameter]
+            shape, state = self._before[name]
             if state:
                 entries = slice(run.entry, run.entry + run.stop - run.start)
                 self.optimizer.state[piece] = {key: _sliced(value, shape, entries) for key, value in state.items()}
             self._slices.append((run, piece))
-            members[self._groups[run.parameter]].append(piece)
+            members[self._groups[name]].append(piece)
         for group, each in zip(self.optimizer.param_groups, members, strict=True):
             group["params"] = each
         self._before.clear()
@@ -108,7 +111,7 @@ class ShardedInPlace:
         self.attach()
 
     def attach(self) -> None:
-        """Give each parameter of the model and each slice its gradient."""
+        """Give each slice its gradient, and each parameter of the model that is there as a whole."""
         self.parameters.attach_gradients()
         for run, piece in self._slices:
             piece.grad = self.parameters.grad_shard[run.start : run.stop]

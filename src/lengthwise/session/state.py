@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lengthwise.comm import Transport, broadcast_bytes
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
-from lengthwise.engine.replicated import FlatParameters
+from lengthwise.engine.gathering import gather_to_first, set_master_weights
+from lengthwise.engine.parameters import Parameters
 from lengthwise.session.sharded import ShardedInPlace
 
 _SHOWN = 10  # parameters that differ
@@ -42,8 +43,9 @@ def whole_state(optimizer: ShardedInPlace, transport: Transport) -> dict[str, An
         for run, state in optimizer.states():
             if key in state:
                 shard[run.start : run.stop].copy_(state[key])
-        for place, tensor in enumerate(parameters.gather_to_first(shard).values()):
-            found.setdefault(optimizer.numbers[place], {})[key] = tensor
+        whole = gather_to_first(parameters, shard, transport)
+        for name, number in zip(parameters.names, optimizer.numbers, strict=True) if whole else ():
+            found.setdefault(number, {})[key] = whole[name]
     if transport.rank:
         return {}
     for column, key in enumerate(numbers):
@@ -87,7 +89,7 @@ def take_state(
         optimizer.set_states(place, states.pop(place, {}))
         if told["weights"]:
             own = None if weights is None or transport.rank else weights[parameters.names[place]]
-            parameters.set_master_weights(place, _sent(own, parameters, place, transport))
+            set_master_weights(parameters, transport.rank, place, _sent(own, parameters, place, transport))
 
 
 def _kinds(optimizer: ShardedInPlace, transport: Transport) -> tuple[list[str], list[str]]:
@@ -104,7 +106,7 @@ def _kinds(optimizer: ShardedInPlace, transport: Transport) -> tuple[list[str], 
     return first, second
 
 
-def _sent(value: Tensor | None, parameters: FlatParameters, place: int, transport: Transport) -> Tensor:
+def _sent(value: Tensor | None, parameters: Parameters, place: int, transport: Transport) -> Tensor:
     """Return on every rank what rank 0 has: flat, one number an entry of a parameter, or a number alone."""
     device = parameters.master_weights.device
     is_vector = torch.tensor([0 if value is None else int(value.dim() > 0)])
@@ -140,7 +142,7 @@ def _problems(given: Mapping[str, Any] | None, optimizer: ShardedInPlace) -> lis
     return problems
 
 
-def _other_weights(weights: Mapping[str, Tensor] | None, parameters: FlatParameters) -> list[LengthwiseError]:
+def _other_weights(weights: Mapping[str, Tensor] | None, parameters: Parameters) -> list[LengthwiseError]:
     if weights is None:
         return []
     wanted = {name: tuple(shape) for name, shape in zip(parameters.names, parameters.shapes, strict=True)}

@@ -1,0 +1,77 @@
+"""`parallel: {shard: auto}` of a run file, before any process starts: the layout that this model and machine allow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from lengthwise.comm import world_from_environment
+from lengthwise.config import MEASURE_AT_START, RunConfig
+from lengthwise.config.sections import ParallelConfig
+from lengthwise.cost import DTYPE_BYTES, StepMemory, choose_shard, shape_from_config, wanted_tokens
+from lengthwise.engine.memory import free_bytes
+from lengthwise.engine.optimizer import states_of
+from lengthwise.models.load import count_parameters
+from lengthwise.profiler.place import device_bytes
+from lengthwise.run.job import Job, check_room
+from lengthwise.session.capacity import kinds_of
+
+
+def settle_shard(job: Job) -> Job:
+    """Return the job with a layout where its file leaves it open, and the reason among what was chosen. Idempotent.
+
+    Raises:
+        MemoryShortage: the model fits under no layout.
+        ConfigError: rank 0 cannot read it whole.
+    """
+    config, model = job.config, job.model
+    if config.parallel.shard != "auto":
+        return job
+    parameters = count_parameters(model.config)
+    memory = StepMemory(
+        shape=shape_from_config(model.config.to_dict()),
+        dtype_bytes=DTYPE_BYTES[job.precision],
+        parameters=parameters + (job.adapters or 0),
+        trained=job.adapters,
+        ranks=job.ranks,
+        logits_at_once=job.logits_at_once,
+        states=len(states_of(config.optimizer)),
+        ties=bool(getattr(model.config, "tie_word_embeddings", False)),
+    )
+    capacity, offload = config.capacity_tokens, config.offload
+    if capacity == "auto":
+        kind, tokens = config.recompute, wanted_tokens(job.ranks, longest=job.longest_tokens, batch=job.most_tokens)
+    else:
+        kind, tokens = "none" if config.recompute == "auto" else config.recompute, min(capacity, job.most_tokens)
+    choice = choose_shard(
+        memory,
+        _bytes_of_a_rank(job),
+        tokens=tokens,
+        kinds=kinds_of(model.config, kind),
+        offload=0.0 if offload is None else 1.0 if isinstance(offload.ratio, str) else offload.ratio,
+        keeps_whole=_keeps_whole(config),
+    )
+    if choice.shard == "zero1" and job.gpus and model.weights:
+        check_room(model, parameters)
+    settled = config.model_copy(update={"parallel": ParallelConfig(shard=choice.shard)})
+    return replace(job, config=settled, chosen={**job.chosen, "shard": f"shard {choice.shard}: {choice.why}"})
+
+
+def _keeps_whole(config: RunConfig) -> str | None:
+    """Name what goes by whole parameters alone, if the run asks for it; as `RunConfig` refuses it beside zero3."""
+    if config.planner != "lengthwise":
+        return f"planner {config.planner}"
+    if config.compile:
+        return "compile: true"
+    return f"measurements: {MEASURE_AT_START}" if config.measurements == MEASURE_AT_START else None
+
+
+def _bytes_of_a_rank(job: Job) -> float | None:
+    """Return the memory for a rank: of its GPU all, without one its share of what is free here; None: not known."""
+    world = world_from_environment()
+    here = job.ranks if world is None else world.local_size
+    if not job.gpus:
+        return free_bytes(torch.device("cpu"), here) or None
+    found = device_bytes()
+    return None if found is None else found / -(-here // job.gpus)

@@ -1,0 +1,54 @@
+"""How a session takes a model over: whole on every rank, or its part on each, with what the optimizer then updates."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lengthwise.comm import Transport
+from lengthwise.engine.parameters import Parameters
+from lengthwise.engine.replicated import FlatParameters, share_values
+from lengthwise.engine.sharded import ShardedParameters
+from lengthwise.models import wrapped_layers
+from lengthwise.session.model import hugging_face_model
+from lengthwise.session.sharded import ShardedInPlace
+
+
+def take_over(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    transport: Transport,
+    *,
+    shard: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    closing: ExitStack,
+) -> tuple[Parameters | None, ShardedInPlace | None]:
+    """Give all ranks the values of rank 0; return the parameters, if they are cut, and their optimizer. Collective.
+
+    shard: zero1 or zero3. closing: what ends with the session.
+    """
+    inner = hugging_face_model(model)
+    updates = None if optimizer is None else ShardedInPlace(optimizer, inner)  # reads the parameters that there were
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "layers": wrapped_layers(inner), "keeps_frozen": True}
+    parameters: Parameters
+    if shard == "zero3":
+        parameters = ShardedParameters(inner, transport, trains=updates is not None, **options)
+        if updates is not None:  # between steps the model's own parameters have no gradients that could be cleared
+            for each in {id(each): each for each in (model, inner)}.values():
+                each.zero_grad = updates.zero_grad
+                closing.callback(each.__dict__.pop, "zero_grad", None)
+    elif updates is None:
+        share_values(inner, transport, inner.parameters(), dtype=None, device=device)
+        return None, None
+    else:
+        parameters = flat = FlatParameters(inner, transport, **options)
+        hook = inner.register_load_state_dict_post_hook(lambda *_: flat.take_values())
+        closing.callback(hook.remove)
+    if updates is not None:
+        updates.point_at(parameters, transport.rank)
+    return parameters, updates

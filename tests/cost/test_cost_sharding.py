@@ -1,0 +1,61 @@
+"""Which layout a run takes by itself, as a pure function of bytes."""
+
+from dataclasses import replace
+
+import pytest
+
+from lengthwise.core.errors import MemoryShortage
+from lengthwise.cost import RESERVED, StepMemory, choose_shard, named_shape, wanted_tokens
+
+LLAMA_8B = named_shape("llama-3.1-8b")
+GB = 1e9
+
+
+def memory(**changes):
+    return StepMemory(**{"shape": LLAMA_8B, "dtype_bytes": 2, "ranks": 8, **changes})
+
+
+def test_whole_parameters_are_taken_where_they_leave_room_and_the_reason_has_the_bytes():
+    """8.03B parameters on 8 ranks: 6 + 16/8 bytes each are 64 GB whole, 16/8 are 16 GB cut, beside 3.7 gathered."""
+    whole = choose_shard(memory(), 80 * GB, tokens=2048)
+    assert whole.shard == "zero1"
+    assert "take 64.2 GB of 80 GB" in whole.why
+    cut = choose_shard(memory(), 80 * GB, tokens=1 << 17)
+    assert cut.shard == "zero3"
+    assert "zero1 would take 64.2 GB of 80 GB" in cut.why
+    assert "zero3 takes 19.8 GB" in cut.why
+    assert choose_shard(memory(), 71 * GB, tokens=2048).shard == "zero3"
+
+
+def test_what_is_chosen_holds_what_was_wanted():
+    for size in (24, 40, 64, 80, 141):
+        for tokens in (128, 2048, 8192):
+            shard = choose_shard(memory(), size * GB, tokens=tokens).shard
+            room = size * GB * (1 - RESERVED)
+            fits = [replace(memory(), shard=each).peak_bytes(tokens, "layer") <= room for each in ("zero1", "zero3")]
+            assert (shard == "zero1") == fits[0] or not any(fits)
+
+
+def test_one_rank_and_what_allows_no_parts_keep_whole_parameters():
+    assert choose_shard(memory(ranks=1), 180 * GB, tokens=1 << 20).shard == "zero1"
+    assert choose_shard(memory(), 80 * GB, tokens=1 << 17, keeps_whole="planner packed_dp").shard == "zero1"
+    assert choose_shard(memory(), None, tokens=1 << 17).shard == "zero1"
+
+
+def test_what_fits_in_no_way_is_refused_with_its_parts_and_what_fits():
+    with pytest.raises(MemoryShortage) as caught:
+        choose_shard(memory(ranks=2), 40 * GB, tokens=2048)
+    said = str(caught.value)
+    assert "zero1: 112 GB (weights 16.1, gradients 32.1, master weights and sums 32.1, states 32.1)" in said
+    assert "zero3: " in said
+    assert "gathered units" in said
+    assert "LoRA (" in said
+    assert "8 ranks of as much memory each" in said
+    with pytest.raises(MemoryShortage, match="no planner packed_dp, so that shard zero3 can be taken"):
+        choose_shard(memory(), 40 * GB, tokens=2048, keeps_whole="planner packed_dp")
+
+
+def test_a_rank_wants_its_share_of_the_longest_sequence_and_no_more_than_a_batch():
+    assert wanted_tokens(8) == 2048
+    assert wanted_tokens(8, longest=80_000) == 10_000
+    assert wanted_tokens(8, longest=80, batch=200) == 200

@@ -1,0 +1,299 @@
+"""A session whose parameters lie over the ranks gives what the plain loop gives; what needs them whole is refused."""
+
+import copy
+import sys
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import (
+    VOCAB,
+    both_loops,
+    in_ranks,
+    loss_tokens,
+    plain_loop,
+    plain_losses,
+    planned_loop,
+    rows_of,
+    small_model,
+    steps_of,
+)
+from testing.tiny import tiny_family_config
+from transformers import AutoModelForCausalLM
+
+from lengthwise import Session
+from lengthwise.core.errors import LengthwiseError, ModelRefused
+from lengthwise.models import keep_double
+from lengthwise.session import settings as session_settings
+from tiers import more
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+STEPS = [[97, 60, 5], [1, 40, 81]]
+CONSTANT = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
+
+
+def in_double(work):
+    def rank_work(rank):
+        with keep_double(torch.float64):
+            return work(rank)
+
+    return rank_work
+
+
+def family_model(family, dtype=torch.float64, **changes):
+    torch.manual_seed(0)
+    config = tiny_family_config(family, {"vocab_size": VOCAB, **changes})
+    attention = "eager" if family == "gpt_oss" else "sdpa"
+    how = {"attn_implementation": attention, "experts_implementation": "eager", "dtype": dtype}
+    return AutoModelForCausalLM.from_config(config, **how).train()
+
+
+def weight_groups(parameters):
+    """AdamW as many loops have it: no decay for vectors; so groups are in another order than the model."""
+    vectors = [each for each in parameters if each.dim() < 2]
+    matrices = [each for each in parameters if each.dim() >= 2]
+    return ADAMW([{"params": vectors, "weight_decay": 0.0}, {"params": matrices}])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "make", "changes"),
+    [
+        (3, weight_groups, {"tie_word_embeddings": True}),
+        more(3, ADAMW, {}),
+        more(2, MOMENTUM, {"tie_word_embeddings": True}),
+        more(1, ADAMW, {"tie_word_embeddings": True}),
+    ],
+)
+def test_a_loop_is_the_plain_loop(ranks, make, changes, tmp_path):
+    capacity = 128 if ranks == 1 else 64
+    options = {"capacity": capacity, "shard": "zero3", "recompute": "layer" if ranks == 2 else "auto"}
+    work = in_double(lambda _rank: both_loops(make, model=small_model(**changes), **options))
+    for loss, norm, weights in in_ranks(work, ranks, tmp_path):
+        assert loss < 1e-13
+        assert norm < 1e-12
+        assert weights < 1e-11
+
+
+@pytest.mark.parametrize("family", [more("gpt_oss"), more("gemma3_text"), more("qwen3_moe")])
+def test_windows_sinks_and_experts_are_those_of_the_plain_loop(family, tmp_path):
+    def work(_rank):
+        return both_loops(MOMENTUM, model=family_model(family), steps=steps_of(STEPS), shard="zero3")
+
+    for found in in_ranks(in_double(work), 3, tmp_path):
+        assert max(found) < 1e-11
+
+
+def test_routers_are_balanced_over_the_whole_batch(tmp_path):
+    def work(_rank):
+        model = family_model("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
+        plain, (rows, *_) = copy.deepcopy(model), steps_of(STEPS)
+        optimizer = MOMENTUM(model.parameters())
+        with Session(model, optimizer, capacity_tokens=64, shard="zero3") as session:
+            found = session.backward(rows)
+            session.clip_grad_norm_(1e9)
+        outputs = [plain(input_ids=row["input_ids"][None], use_cache=False) for row in rows]
+        logits = tuple(map(torch.cat, zip(*(each.router_logits for each in outputs), strict=True)))
+        formula = sys.modules[type(plain).__module__].load_balancing_loss_func
+        config = plain.config
+        balance = formula(logits, config.num_experts, config.num_experts_per_tok)
+        loss = sum(plain_losses(plain, rows)) / loss_tokens(rows)
+        (loss + 0.5 * balance).backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
+        return (found.loss, found.router_loss, found.grad_norm), (loss.item(), balance.item(), norm)
+
+    for found, expected in in_ranks(in_double(work), 2, tmp_path):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_loop_goes_on_over_layouts_and_ranks(tmp_path):
+    """From zero1 on 2 ranks to zero3 on 3, whose tied parameters lie in another order, to zero1 on 1, and in plain."""
+    steps = steps_of()
+
+    def part(rank, shard, ranks, steps, state=None):
+        model = small_model(tie_word_embeddings=True)
+        optimizer = weight_groups(list(model.parameters()))
+        capacity = 128 if ranks == 1 else 64
+        with Session(model, optimizer, capacity_tokens=capacity, shard=shard) as session:
+            if state is not None:
+                session.load_state_dict(state if rank == 0 else None)
+            planned_loop(session, optimizer, CONSTANT(optimizer), steps)
+            return session.state_dict()
+
+    def run(shard, ranks, *given):
+        return in_ranks(in_double(lambda rank: part(rank, shard, ranks, *given)), ranks, tmp_path)[0]
+
+    whole = run("zero1", 1, steps)
+    first = run("zero1", 2, steps[:1])
+    second = run("zero3", 3, steps[1:3], first)
+    third = run("zero1", 1, steps[3:], second)
+    assert third["steps"] == len(steps)
+    for name, expected in whole["master_weights"].items():
+        assert (third["master_weights"][name] - expected).norm() <= 1e-11 * expected.norm(), name
+    for number, states in whole["optimizer"]["state"].items():
+        for key, expected in states.items():
+            found = third["optimizer"]["state"][number][key]
+            assert (found - expected).norm() <= 1e-9 * expected.norm(), (number, key)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
+def test_adapters_on_a_frozen_base_of_another_dtype(tmp_path):
+    """The base keeps bf16, gathered so; adapters train in fp32, and are saved as peft saves them."""
+    peft = pytest.importorskip("peft")
+
+    def adapted():
+        torch.manual_seed(2)
+        config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        return peft.get_peft_model(small_model(torch.bfloat16, tie_word_embeddings=True), config)
+
+    def work(rank):
+        found = {}
+        for shard in ("zero1", "zero3"):
+            model = adapted()
+            optimizer = ADAMW([each for each in model.parameters() if each.requires_grad])
+            with Session(model, optimizer, capacity_tokens=64, shard=shard) as session:
+                losses = planned_loop(session, optimizer, CONSTANT(optimizer), steps_of()[:2])
+                dtypes = {each.dtype for each in model.parameters() if not each.requires_grad}
+                session.save_pretrained(tmp_path / shard)
+                found[shard] = losses, session.state_dict().get("master_weights"), dtypes
+        return found
+
+    found, _ = in_ranks(work, 2, tmp_path)
+    (losses, weights, dtypes), (expected, others, _) = found["zero3"], found["zero1"]
+    assert dtypes == {torch.bfloat16}
+    assert losses[0] == pytest.approx(expected[0], rel=1e-3)  # of bf16: plans differ
+    assert weights.keys() == others.keys()
+    saved = [peft.utils.load_peft_weights(str(tmp_path / shard)) for shard in ("zero1", "zero3")]
+    assert saved[0].keys() == saved[1].keys()
+    assert len(saved[1]) == len(weights)
+    for name, each in saved[1].items():
+        own = weights[name.removeprefix("base_model.model.").replace(".weight", ".default.weight")]
+        assert torch.equal(each, own), name
+
+
+def test_losses_of_ones_own_values_and_evaluations_are_exact(tmp_path):
+    """Also of a step in which two of three ranks have no token."""
+
+    def work(_rank):
+        model = small_model()
+        plain, rows = copy.deepcopy(model), [*rows_of([97, 5], 0), *rows_of([40], 1)]
+        rows = [{**row, "extra": torch.arange(len(row["labels"])).double()} for row in rows]
+        alone, found = [{**rows_of([5], 3)[0], "extra": torch.ones(5).double()}], []
+
+        def summed(output, tokens):
+            losses = F.cross_entropy(output.logits[0], tokens.shift_labels, ignore_index=-100, reduction="none")
+            return (losses * (1 + tokens.columns["extra"])).sum()
+
+        def own(model, inputs):
+            extra = inputs.pop("extra")[0, :-1]
+            losses = F.cross_entropy(model(**inputs).logits[0, :-1], inputs["labels"][0, 1:], reduction="none")
+            return (losses * (1 + extra)).sum() / 7
+
+        def expect(rows, divisor):
+            for row in rows:
+                logits = plain(input_ids=row["input_ids"][None], use_cache=False).logits[0, :-1]
+                losses = F.cross_entropy(logits, row["labels"][1:], ignore_index=-100, reduction="none")
+                yield (losses * (1 + row["extra"][:-1])).sum() / divisor
+
+        with Session(model, MOMENTUM(model.parameters()), capacity_tokens=64, shard="zero3") as session:
+            for batch in (rows, alone):
+                for how in ({"loss": summed}, {"compute_loss": own}):
+                    plain.zero_grad()
+                    expected = sum(expect(batch, 7))
+                    expected.backward()
+                    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
+                    result = session.backward(batch, normalizer=7.0, **how)
+                    found.append((result.loss, result.grad_norm, expected.item(), norm))
+                    model.zero_grad()
+            plain.zero_grad()
+            expected = -sum(expect(batch := [{**row, "extra": torch.zeros(len(row["labels"]))} for row in rows], 1.0))
+            expected.exp().backward()
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
+            result = session.backward_by_sequence(batch, combine=lambda sums: sums.sum().exp())
+            found.append((result.loss, result.grad_norm, expected.exp().item(), norm))
+            values = sum(each.sum().item() for each in session.token_values(batch))
+            evaluated = session.evaluate(batch, normalizer=1.0).loss
+            found.append((values, evaluated, expected.item(), -expected.item()))
+        return found
+
+    for found in in_ranks(in_double(work), 3, tmp_path):
+        for loss, norm, *expected in found:
+            assert (loss, norm) == pytest.approx(tuple(expected), rel=1e-11)
+
+
+def test_a_whole_model_is_saved_and_what_needs_one_is_refused_at_once(tmp_path):
+    def work(rank):
+        model = small_model(tie_word_embeddings=True)
+        before = {name: each.detach().clone() for name, each in model.named_parameters()}
+        said, prompt = [], torch.tensor([[1, 2, 3]])
+        with Session(model, MOMENTUM(model.parameters()), capacity_tokens=64, shard="zero3") as session:
+            calls = [
+                partial(model.generate, prompt, max_new_tokens=1),
+                partial(model.model, prompt),
+                model.state_dict,
+                partial(model.load_state_dict, before),
+                partial(model.save_pretrained, tmp_path / "alone"),
+            ]
+            for call in calls if rank == 1 else ():  # on one rank: it waits for nobody
+                with pytest.raises(ModelRefused) as caught:
+                    call()
+                said.append(str(caught.value))
+            session.save_pretrained(tmp_path / "model")
+            loss = session.evaluate(steps_of()[0]).loss
+        with Session(small_model(tie_word_embeddings=True), capacity_tokens=64, shard="zero3") as frozen:
+            return before, said, loss, frozen.evaluate(steps_of()[0]).loss
+
+    found = in_ranks(in_double(work), 2, tmp_path)
+    before, _, loss, frozen = found[0]
+    assert loss == frozen == found[1][2]
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    assert all(torch.equal(each, before[name]) for name, each in opened.named_parameters())
+    said = found[1][1]
+    assert [each for each in said if "outside of a step" in each] == said[:2]
+    assert all("lie over the ranks" in each for each in said)
+
+
+def test_another_planner_and_an_unknown_layout_are_refused_by_name():
+    model = small_model()
+    for shard, planner, said in (("zero3", "packed_dp", "lock-step"), ("zero2", "lengthwise", "zero1 or zero3")):
+        with pytest.raises(LengthwiseError, match=said):
+            Session(model, MOMENTUM(model.parameters()), shard=shard, planner=planner)
+
+
+def test_a_layout_is_taken_by_what_the_poorest_rank_has(tmp_path, monkeypatch, capfd):
+    """In parameters' bytes, with 128 tokens: zero1 needs 9.6 on each of 2 ranks, zero3 8.0; 1 is there."""
+    model = small_model(torch.float32, hidden_size=64, num_hidden_layers=8)
+    size = sum(each.nbytes for each in model.parameters())
+
+    def work(rank, times):
+        monkeypatch.setattr(session_settings, "free_bytes", lambda *_: (times + 10 * rank) * size)
+        own = copy.deepcopy(model)
+        with Session(own, torch.optim.AdamW(own.parameters()), capacity_tokens=128) as session:
+            return session.shard
+
+    for times, shard in ((11.0, "zero1"), (7.8, "zero3")):
+        assert in_ranks(partial(work, times=times), 2, tmp_path) == [shard] * 2
+        assert ("lengthwise: shard zero3: zero1 would take" in capfd.readouterr().out) == (shard == "zero3")
+
+
+def test_other_ranks_need_no_storage_of_their_own(tmp_path):
+    """Their model may be on the meta device: values and buffers are those of rank 0."""
+
+    def work(rank):
+        model = small_model()
+        if rank:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(model.config, dtype=torch.float64)
+        optimizer = ADAMW(model.parameters())
+        with Session(model.train(), optimizer, capacity_tokens=64, shard="zero3", device="cpu") as session:
+            return planned_loop(session, optimizer, CONSTANT(optimizer), steps_of()[:2])
+
+    def plain(_rank):
+        model = small_model()
+        optimizer = ADAMW(model.parameters())
+        return plain_loop(model, optimizer, CONSTANT(optimizer), steps_of()[:2])
+
+    expected = in_double(plain)(0)
+    for found in in_ranks(in_double(work), 2, tmp_path):
+        assert found == [pytest.approx(each, rel=1e-12) for each in expected]
