@@ -164,9 +164,12 @@ def test_nccl_path_has_two_eager_groups_and_keeps_host_tensors_on_gloo(gpus_repl
         longer = 7.0 + 24 * 3600  # NCCL counts from posting: a day more than our own time-out
         assert [group[:3] for group in groups] == [("nccl", f"cuda:{rank}", longer)] * 2
         (*_, ring), (*_, collectives) = groups
-        assert collectives is None, "NCCL's defaults"
-        found = (ring.is_high_priority_stream, ring.config.max_ctas, ring._timeout.total_seconds())
-        assert found == (True, 8, longer)
+        found = [
+            (each.is_high_priority_stream, each.config.max_ctas, each._timeout.total_seconds())
+            for each in (ring, collectives)
+        ]
+        assert found == [(True, 8, longer), (False, 16, longer)]
+        assert os.environ["NCCL_NCHANNELS_PER_NET_PEER"] == "4"
         assert late == (rank != 0), "waiting is what the stream waited"
         return True
 

@@ -13,7 +13,7 @@ from lengthwise.core.names import counted
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.capacity import recompute_capacities, step_memory
 from lengthwise.cost.hardware import Hardware
-from lengthwise.cost.memory import StepMemory
+from lengthwise.cost.memory import StepMemory, logits_at_once
 
 LORA_RANK = 16
 _LORA_RATE = 2e-4
@@ -45,7 +45,7 @@ def first_settings(shape: ModelShape, hardware: Hardware, ranks: int, longest_to
     Raises:
         ConfigError: not even adapters fit; names the fewest ranks that do, by powers of two.
     """
-    whole = step_memory(shape, hardware, ranks)
+    whole = _whole(shape, hardware, ranks)
     for memory in _ways(whole):
         capacities = _capacities(memory, hardware)
         if ranks * max(capacities.values(), default=0) >= longest_tokens:
@@ -76,8 +76,14 @@ def _doubled(ranks: int) -> list[int]:
 
 
 def _fits(shape: ModelShape, hardware: Hardware, ranks: int, longest_tokens: int) -> bool:
-    ways = _ways(step_memory(shape, hardware, ranks))
+    ways = _ways(_whole(shape, hardware, ranks))
     return any(ranks * max(_capacities(each, hardware).values(), default=0) >= longest_tokens for each in ways)
+
+
+def _whole(shape: ModelShape, hardware: Hardware, ranks: int) -> StepMemory:
+    """Return what steps of the whole model hold, the loss in chunks as a run makes them on these devices."""
+    at_once = logits_at_once(shape.vocab, on_gpus=hardware.name != "cpu")
+    return replace(step_memory(shape, hardware, ranks), logits_at_once=at_once)
 
 
 def _ways(whole: StepMemory) -> list[StepMemory]:
