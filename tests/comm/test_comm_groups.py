@@ -5,7 +5,8 @@ from datetime import timedelta
 import pytest
 from nccl_options import NcclOptions
 
-from lengthwise.comm.groups import DEFAULTS, nccl_options, set_defaults
+from lengthwise.comm.groups import DEFAULTS, MOST_OPERATIONS, nccl_options, refuse_large, set_defaults
+from lengthwise.core.errors import PlanError
 
 
 @pytest.mark.parametrize(("for_transfers", "thread_blocks"), [(True, 8), (False, 16)])
@@ -27,3 +28,11 @@ def test_variables_of_nccl_are_set_where_nothing_is():
     environment = {"NCCL_NCHANNELS_PER_NET_PEER": "2", "PATH": "/bin"}
     set_defaults(environment)
     assert environment == {**DEFAULTS, "NCCL_NCHANNELS_PER_NET_PEER": "2", "PATH": "/bin"}
+
+
+def test_a_grouped_call_that_nccl_would_cut_is_refused():
+    refuse_large(MOST_OPERATIONS, where="rank 3, step 1")
+    with pytest.raises(
+        PlanError, match="rank 3, step 1: expected at most 64 messages in one grouped call of NCCL; got 65"
+    ):
+        refuse_large(MOST_OPERATIONS + 1, where="rank 3, step 1")

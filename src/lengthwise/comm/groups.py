@@ -23,7 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lengthwise.core.errors import PlanError
+
 TRANSFER_CTAS, COLLECTIVE_CTAS = 8, 16
+MOST_OPERATIONS = 64  # of one grouped call: NCCL cuts larger ones, and not at the same place on every rank
 DEFAULTS = {"NCCL_NCHANNELS_PER_NET_PEER": "4", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
 WATCHDOG_GRACE = timedelta(days=1)
 
@@ -54,6 +57,19 @@ def nccl_options(timeout: timedelta, make_options: Any, environment: Mapping[str
     if not (environment.get("NCCL_MAX_CTAS") or environment.get("NCCL_MIN_CTAS")):
         options.config.max_ctas = TRANSFER_CTAS if for_transfers else COLLECTIVE_CTAS
     return options
+
+
+def refuse_large(operations: int, *, where: str) -> None:
+    """Refuse a grouped call that NCCL would cut.
+
+    Raises:
+        PlanError: only a plan that splits heads over many ranks has one.
+    """
+    if operations > MOST_OPERATIONS:
+        expected = f"at most {MOST_OPERATIONS} messages in one grouped call of NCCL"
+        raise PlanError(
+            where, expected=expected, got=str(operations), remedy="Plan with heads off, or with fewer heads."
+        )
 
 
 def _made(group: object) -> dist.ProcessGroup:
