@@ -153,7 +153,7 @@ def test_all_end_alone_counts_the_order_in_which_microbatches_run(microbatches, 
 def test_values_are_waited_for_layer_by_layer(monkeypatch):
     """The forward of a microbatch without a ring begins before all values are there."""
     built("llama")
-    seen = []
+    seen, in_order = [], []
 
     def work(inner):
         model = copy.deepcopy(built("llama"))
@@ -161,9 +161,11 @@ def test_values_are_waited_for_layer_by_layer(monkeypatch):
         flat = FlatParameters(model, inner, dtype=torch.float32, layers=layers, bucket_entries=1, overlaps=True)
         optimizer = ShardedOptimizer(flat, OptimizerConfig(), inner)
         optimizer.rehearse()
-        counts = [len(flat._arriving)]
+        counts, order = [len(flat._arriving)], list(flat._arriving)
         for layer in layers:
             layer.register_forward_pre_hook(lambda *_: counts.append(len(flat._arriving)))
+            # A communicator ends its calls in order: a wait for a later one is a wait for all of them.
+            layer.register_forward_pre_hook(lambda *_: in_order.append(order[4 - counts[-1] :] == list(flat._arriving)))
         plan, batch = plans_of("none")[2], make_batch(LENGTHS, vocab=48)
         run_plan(model, plan, batch, inner, choose_kernel(CPU), name="step", parameters=flat)
         optimizer.reduce()
@@ -171,6 +173,7 @@ def test_values_are_waited_for_layer_by_layer(monkeypatch):
 
     StrictWorld(3).run(work)
     assert sorted(seen) == [(0, [4, 1, 0]), (1, [4, 1, 0]), (2, [4])]
+    assert in_order == [True] * 4
 
 
 @pytest.mark.parametrize(("overlaps", "compiles"), some([(False, False), (True, False), (True, True)], 1))
