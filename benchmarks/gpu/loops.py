@@ -21,6 +21,7 @@ from gpu.setting import draw_model, model_source, packs_of
 from lengthwise.comm import SoloTransport, Transport
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Plan
+from lengthwise.cost import logits_at_once
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.replicated import FlatParameters
@@ -49,7 +50,9 @@ class OurLoop:
     def work(self, plan: Plan, batch: StepBatch, *, transport: Transport | None = None) -> float:
         """Run forward and backward of a rank's microbatches; return its summed loss."""
         there = transport or self.transport
-        return run_plan(self.model, plan, batch, there, self.kernel, name="benchmark").loss_sum
+        config: Any = self.model.config
+        at_once = logits_at_once(config.vocab_size, on_gpus=self.device.type == "cuda")
+        return run_plan(self.model, plan, batch, there, self.kernel, name="benchmark", logits_at_once=at_once).loss_sum
 
     def step(self, plan: Plan, batch: StepBatch) -> float:
         """Run a whole step; return its loss."""

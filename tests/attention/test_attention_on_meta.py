@@ -1,13 +1,19 @@
 """The raw kernel calls of GPUs on tensors without memory: torch checks shapes itself, so drift of a call is caught.
 
-Arguments are also bound to the operators as torch 2.11 has them, whichever torch is installed.
+Arguments are also bound to the operators as torch 2.11 has them, whichever torch is installed; cuDNN's shapes are in
+`test_attention_cudnn`.
 """
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
+from lengthwise import attention
 from lengthwise.attention import Block, Saved
 from lengthwise.attention.cuda_kernels import EfficientKernel, TorchVarlenOps
+from lengthwise.attention.cudnn import CudnnOps, DenseKernel
 from lengthwise.attention.kernels import BlockMask
 from lengthwise.attention.packs import Pack
 from lengthwise.attention.varlen import VarlenKernel
@@ -102,8 +108,16 @@ def bind(schema, args, kwargs):
     return wrong + [f"no {x.name}" for x in schema.arguments if not x.has_default_value() and x.name not in given]
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
-@pytest.mark.parametrize("release", ["2.11", "installed"])
+def operators_used():
+    """List the raw operators that kernels of GPUs call, by their source: one that is added is tested here, too."""
+    folder = Path(attention.__file__).parent
+    found = {name for path in folder.glob("*.py") for name in re.findall(r"torch\.ops\.aten\.(\w+)", path.read_text())}
+    return sorted(name for name in found if "_for_cpu" not in name)
+
+
+@pytest.mark.parametrize(
+    ("name", "release"), [*((name, "2.11") for name in SCHEMAS), *((name, "installed") for name in operators_used())]
+)
 def test_calls_bind_to_the_operators_of_both_releases(monkeypatch, name, release):
     operator, calls = getattr(torch.ops.aten, name), []
 
@@ -115,9 +129,11 @@ def test_calls_bind_to_the_operators_of_both_releases(monkeypatch, name, release
     q, k, v = on_meta(300, 300, (8, 2, 64))
     block = Block(q=q, k=k, v=v, scale=0.1)
     varlen, pack, efficient = VarlenKernel(TorchVarlenOps()), pack_on_meta(50), EfficientKernel()
+    cudnn = DenseKernel(CudnnOps())
     for forward, backward in (
         (varlen.forward_pack, varlen.backward_pack),
         (efficient.forward, efficient.backward),
+        (cudnn.forward, cudnn.backward),
     ):
         more = (pack,) if forward == varlen.forward_pack else ()
         out, lse = forward(block, *more)

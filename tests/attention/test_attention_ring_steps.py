@@ -24,3 +24,15 @@ def test_a_rank_lowers_its_own_part_alone(degree, heads, window):
     assert sum(len(each.tasks) for each in forward) <= 4 * positions
     used = [shard for each in backward for shard in each.last_used]
     assert len(used) == len(set(used))
+
+
+@pytest.mark.parametrize("window", [None, 1000], ids=["whole", "a window that reaches over everything"])
+def test_a_rank_computes_one_block_a_ring_step_where_one_will_do(window):
+    """Both chunks of a later position lie side by side: kernels of GPUs are faster on one block than on two."""
+    piece = Piece(ranks=ring_order(0, 5), sequences=(0, 1))
+    program = lower_microbatch(make_plan(5, [500, 70], [piece]), 0).with_window(window)
+    for rank in range(5):
+        for ring_step in range(1, 5):
+            tasks = program.tasks(rank, ring_step)
+            assert [task.sequence for task in tasks] == [0, 1]
+            assert not any(task.causal for task in tasks)

@@ -16,7 +16,7 @@ from testing import run_ranks
 
 from lengthwise.comm import TorchTransport, World, agree, broadcast_bytes, join, torch_transport, world_from_environment
 from lengthwise.comm import world as comm_world
-from lengthwise.core.errors import DataError, RankError, TransferError
+from lengthwise.core.errors import DataError, PlanError, RankError, TransferError
 from lengthwise.run import launch as launching
 from lengthwise.run.launch import launch
 
@@ -130,7 +130,10 @@ def gpus_replaced(monkeypatch):
     return groups
 
 
-def test_nccl_path_has_two_eager_groups_and_keeps_host_tensors_on_gloo(gpus_replaced):
+def test_nccl_path_has_two_eager_groups_and_keeps_host_tensors_on_gloo(gpus_replaced, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+
     def work(world, on_phase):
         t = TorchTransport(dataclasses.replace(world, gpus=3), timeout_seconds=7, on_phase=on_phase)
         agree(t, b"plan", "plan")
@@ -153,6 +156,9 @@ def test_nccl_path_has_two_eager_groups_and_keeps_host_tensors_on_gloo(gpus_repl
             pending = t.exchange([(piece, (t.rank + 1) % 3)], [(torch.empty(2), (t.rank - 1) % 3)])
             assert t.clock.waited_seconds == before, "posting is no waiting: the GPU works on"
         pending.wait()
+        with pytest.raises(PlanError, match="got 66"):
+            t.exchange([(out, 0)] * 33, [(room, 0)] * 33)
+        assert chosen == [torch.device("cuda", t.rank)], "by the thread of the watch"
         t.close()
         numbers = (total.item(), piece.tolist(), everyone.tolist(), room[0, 0].item(), out[0, 0].item())
         return t.rank, t.shares_gpus, numbers, gpus_replaced, waited > 0.2
@@ -164,9 +170,12 @@ def test_nccl_path_has_two_eager_groups_and_keeps_host_tensors_on_gloo(gpus_repl
         longer = 7.0 + 24 * 3600  # NCCL counts from posting: a day more than our own time-out
         assert [group[:3] for group in groups] == [("nccl", f"cuda:{rank}", longer)] * 2
         (*_, ring), (*_, collectives) = groups
-        assert collectives is None, "NCCL's defaults"
-        found = (ring.is_high_priority_stream, ring.config.max_ctas, ring._timeout.total_seconds())
-        assert found == (True, 8, longer)
+        found = [
+            (each.is_high_priority_stream, each.config.max_ctas, each._timeout.total_seconds())
+            for each in (ring, collectives)
+        ]
+        assert found == [(True, 8, longer), (False, 16, longer)]
+        assert os.environ["NCCL_NCHANNELS_PER_NET_PEER"] == "4"
         assert late == (rank != 0), "waiting is what the stream waited"
         return True
 

@@ -1,5 +1,11 @@
 """The watch over calls on GPUs: a peer that is gone is told of in time, a host that is far ahead is left alone."""
 
+import faulthandler
+import subprocess
+import sys
+import threading
+import time
+
 from fake_device import FakeDevice
 from hypothesis import given
 from hypothesis import strategies as st
@@ -120,3 +126,51 @@ def test_watch_leaves_a_device_that_failed_to_the_main_thread():
     assert not watch._thread.is_alive()
     watch.close()
     assert told == []
+
+
+FROZEN = """
+import ctypes, threading, time
+from lengthwise.comm.watch import Watch
+
+class Driver:
+    def is_completed(self):
+        return False
+    def query(self):
+        ctypes.PyDLL(None).sleep(60)  # as CUDA's may: it keeps Python's lock while it waits
+
+watch = Watch(0.3, print, poll_seconds=0.05, ends_frozen=True, grace_seconds=0.3)
+watch.add([Driver()], reached=Driver(), phase="step 1", others="ranks 1")
+time.sleep(60)
+"""
+
+
+def test_a_process_whose_watch_is_frozen_ends_with_all_stacks():
+    ran = subprocess.run([sys.executable, "-c", FROZEN], capture_output=True, text=True, timeout=40)
+    assert ran.returncode == 1
+    assert "Timeout (0:00:00.600000)!" in ran.stderr
+    assert "in query" in ran.stderr
+
+
+def test_the_watch_leaves_no_time_behind_and_its_thread_begins_on_its_device(monkeypatch):
+    armed, begun = [], []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda seconds, **_: armed.append(seconds))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: armed.append(None))
+    work = _Now(ends=False)
+    begin = lambda: begun.append(threading.current_thread().name)  # noqa: E731
+    watch = Watch(5, [].append, poll_seconds=0.01, begin=begin, ends_frozen=True, grace_seconds=2)
+    watch.add([work], reached=_Now(), phase="step 1", others="ranks 1")
+    _until(lambda: 7 in armed)
+    work.ends = True
+    _until(lambda: armed[-1] is None)
+    watch.add([_Now(ends=False)], reached=_Now(), phase="step 2", others="ranks 1")
+    _until(lambda: armed[-1] == 7)
+    watch.close()
+    assert armed[-1] is None
+    assert begun == ["watch"]
+
+
+def _until(holds):
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)

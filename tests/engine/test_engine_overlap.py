@@ -22,6 +22,7 @@ from lengthwise.engine.step import run_plan
 from lengthwise.models import keep_double, wrapped_layers
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 from lengthwise.models.compiled import compile_layers
+from lengthwise.program import all_end_alone
 from tiers import some
 
 CPU = torch.device("cpu")
@@ -36,6 +37,11 @@ PLANS = [
     ],
     [[Piece(ranks=(0, 1, 2), sequences=(0, 1, 2, 3, 4, 5))]],
     [[Piece(ranks=(0,), sequences=(0, 1))], [Piece(ranks=(1,), sequences=(2, 3, 4, 5))]],  # and rank 2 has nothing
+]
+LAST_ALONE = [
+    [Piece(ranks=(0, 1), sequences=(0,))],
+    [Piece(ranks=(0,), sequences=(1,))],
+    [Piece(ranks=(1,), sequences=(2,))],
 ]
 
 
@@ -118,10 +124,36 @@ def test_sums_begin_in_the_last_backward_of_a_rank_without_a_ring_and_only_there
     assert {rank for rank, (steps, *_) in enumerate(found) if steps[0][-1][0] == "reduce_scatter"} == {0, 1, 2}
 
 
+def test_sums_begin_early_only_where_no_rank_ends_in_a_ring(monkeypatch):
+    """In the first plan ranks 0 and 1 would wait for rank 2 with thread blocks that their own backward needs."""
+    built("llama")
+    begun = []
+    early = FlatParameters.reducing_early
+    monkeypatch.setattr(
+        FlatParameters, "reducing_early", lambda self: begun.append(self._transport.phase) or early(self)
+    )
+    StrictWorld(3).run(lambda t: train(t, "llama", torch.float32, "none", overlaps=True))
+    assert begun == ["step 2, microbatch 1 of 1 backward"] * 2, "ranks 0 and 1 of the last plan"
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "first", "alone"),
+    [
+        (PLANS[0], (), False),
+        (LAST_ALONE, (), True),
+        (LAST_ALONE, (1, 2), False),
+        (PLANS[2], (), True),
+        ([[Piece(ranks=(0, 1), sequences=(0,)), Piece(ranks=(0,), sequences=(1,))]], (), False),
+    ],
+)
+def test_all_end_alone_counts_the_order_in_which_microbatches_run(microbatches, first, alone):
+    assert all_end_alone(make_plan(3, LENGTHS, microbatches), first=first) is alone
+
+
 def test_values_are_waited_for_layer_by_layer(monkeypatch):
     """The forward of a microbatch without a ring begins before all values are there."""
     built("llama")
-    seen = []
+    seen, in_order = [], []
 
     def work(inner):
         model = copy.deepcopy(built("llama"))
@@ -129,9 +161,11 @@ def test_values_are_waited_for_layer_by_layer(monkeypatch):
         flat = FlatParameters(model, inner, dtype=torch.float32, layers=layers, bucket_entries=1, overlaps=True)
         optimizer = ShardedOptimizer(flat, OptimizerConfig(), inner)
         optimizer.rehearse()
-        counts = [len(flat._arriving)]
+        counts, order = [len(flat._arriving)], list(flat._arriving)
         for layer in layers:
             layer.register_forward_pre_hook(lambda *_: counts.append(len(flat._arriving)))
+            # A communicator ends its calls in order: a wait for a later one is a wait for all of them.
+            layer.register_forward_pre_hook(lambda *_: in_order.append(order[4 - counts[-1] :] == list(flat._arriving)))
         plan, batch = plans_of("none")[2], make_batch(LENGTHS, vocab=48)
         run_plan(model, plan, batch, inner, choose_kernel(CPU), name="step", parameters=flat)
         optimizer.reduce()
@@ -139,6 +173,7 @@ def test_values_are_waited_for_layer_by_layer(monkeypatch):
 
     StrictWorld(3).run(work)
     assert sorted(seen) == [(0, [4, 1, 0]), (1, [4, 1, 0]), (2, [4])]
+    assert in_order == [True] * 4
 
 
 @pytest.mark.parametrize(("overlaps", "compiles"), some([(False, False), (True, False), (True, True)], 1))

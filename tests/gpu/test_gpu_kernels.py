@@ -7,11 +7,13 @@ import pytest
 import torch
 from testing import dense_attention, make_plan, relative_error
 from testing.attention_ranks import attend_on_ranks
-from testing.varlen import ReferenceVarlenOps
+from testing.varlen import ReferenceDenseOps, ReferenceVarlenOps
 
-from lengthwise.attention import Block, ReferenceKernel, Saved, choose_kernel
+from lengthwise.attention import AttentionNeeds, Block, ReferenceKernel, Saved, choose_kernel
 from lengthwise.attention.cuda_kernels import EfficientKernel, TorchVarlenOps
+from lengthwise.attention.cudnn import ByLengthKernel, CudnnOps, DenseKernel
 from lengthwise.attention.kernels import BlockMask, FlashCpuKernel
+from lengthwise.attention.proof import fault_of
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.comm import StagedTransport
 from lengthwise.core.plan import Piece
@@ -143,3 +145,15 @@ def test_gpu_kernel_for_bf16_takes_packs_and_says_why(device):
         return
     if torch.cuda.get_device_capability() >= (8, 0) and torch.backends.cuda.is_flash_attention_available():
         assert isinstance(kernel, VarlenKernel)
+
+
+@pytest.mark.parametrize("name", ["varlen", "efficient", "cudnn", "reference"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gpu_kernels_pass_the_comparison_of_a_start(device, name, dim):
+    needs = AttentionNeeds(dtype=torch.bfloat16, head_dim=dim, windowed=True, heads=8, kv_heads=2)
+    if name == "cudnn":
+        ops = CudnnOps() if device.type == "cuda" else ReferenceDenseOps()
+        kernel = ByLengthKernel(DenseKernel(ops), named_kernel("varlen", device))
+    else:
+        kernel = ReferenceKernel() if name == "reference" else named_kernel(name, device)
+    assert fault_of(kernel, needs, device) is None

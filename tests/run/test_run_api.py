@@ -115,7 +115,7 @@ def test_train_raises_what_the_command_prints(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_train_has_the_same_losses_chunked_and_whole(tmp_path, monkeypatch, ranks):
-    monkeypatch.setattr(job, "LOGITS_AT_ONCE", 7 * 256)  # 7 tokens a chunk
+    monkeypatch.setattr(job, "logits_at_once", lambda words, **_: 7 * words)  # 7 tokens a chunk
     path, losses = write_run(tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40, precision="fp64"), {}
     for loss in ("chunked", "whole"):
         train(path, ranks=ranks, overrides=[f"loss={loss}"], overwrite=True)

@@ -94,7 +94,7 @@ def test_what_cannot_fit_is_told_what_would_save_it(tmp_path, monkeypatch, capsy
 def test_a_loss_in_chunks_is_told_where_whole_logits_do_not_fit(tmp_path, monkeypatch, capsys):
     write_model(tmp_path / "model", vocab_size=4096)
     rows = make_rows([1200, 60])
-    monkeypatch.setattr(jobs, "LOGITS_AT_ONCE", 2**16)
+    monkeypatch.setattr(jobs, "logits_at_once", lambda words, **_: 2**16)
     monkeypatch.setattr(session_capacity, "free_bytes", lambda *_: 32_000_000.0)
     run(tmp_path, rows=rows, status=2, recompute="none", loss="whole")
     assert "loss: chunked (a rank then holds 600 tokens)" in capsys.readouterr().err

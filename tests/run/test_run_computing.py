@@ -1,6 +1,8 @@
 """How a run computes: refused before any process starts, the same in all that runs the model, the same result."""
 
+import copy
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -107,3 +109,13 @@ def test_what_is_measured_before_the_first_step_computes_as_the_run_does(tmp_pat
     world = type("World", (), {"device": None, "rank": 0})()
     assert "not measured" in pricing.Pricing(job, corrects=False).measure(world, None, None)
     assert asked == [Computing(attention="reference")]
+
+
+def test_a_chunk_of_the_loss_is_2048_tokens_on_gpus(tmp_path):
+    job = job_of(tmp_path, precision="fp32")
+    wide = copy.copy(job.model.config)
+    wide.vocab_size = 151_936
+    job = replace(job, model=replace(job.model, config=wide))
+    assert [replace(job, gpus=gpus).logits_at_once for gpus in (0, 1)] == [1 << 25, 2048 * 151_936]
+    whole = job.config.model_copy(update={"loss": "whole"})
+    assert replace(job, gpus=1, config=whole).logits_at_once is None

@@ -1,7 +1,7 @@
 """Blockwise attention: kernels that also give the log-sum-exp, the merge of partial results, and the planned ring."""
 
 from lengthwise.attention.abilities import AttentionNeeds
-from lengthwise.attention.choose import check_attention, choose_kernel
+from lengthwise.attention.choose import Faults, check_attention, choose_kernel
 from lengthwise.attention.copies import to_device
 from lengthwise.attention.cuda_kernels import activate_flash
 from lengthwise.attention.kernels import Block, BlockKernel, FlashCpuKernel, ReferenceKernel, Saved
@@ -13,6 +13,7 @@ __all__ = [
     "AttentionNeeds",
     "Block",
     "BlockKernel",
+    "Faults",
     "FlashCpuKernel",
     "PlannedAttention",
     "Recomputation",

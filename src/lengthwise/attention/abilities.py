@@ -49,6 +49,8 @@ class AttentionNeeds:
     dtype: torch.dtype
     head_dim: int
     windowed: bool = False
+    heads: int = 1
+    kv_heads: int = 1
 
     @property
     def bits(self) -> str:

@@ -1,13 +1,16 @@
 """Which attention kernel a run uses: decided once, by name or by what is there, and said why.
 
 `auto` takes what `abilities.order_of` names first and nothing speaks against; a name takes that or is refused. On the
-CPU there are torch's flash attention for CPUs and the reference.
+CPU there are torch's flash attention for CPUs and the reference. What is taken is compared with plain attention on the
+device (`proof`); a kernel that fails there on any rank is used by none.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cache
 
 import torch
 from torch.nn.attention import list_flash_attention_impls
@@ -23,10 +26,15 @@ from lengthwise.attention.abilities import (
 from lengthwise.attention.cuda_kernels import EfficientKernel, TorchVarlenOps
 from lengthwise.attention.cudnn import ByLengthKernel, CudnnOps, DenseKernel
 from lengthwise.attention.kernels import BlockKernel, FlashCpuKernel, ReferenceKernel
+from lengthwise.attention.proof import fault_of
 from lengthwise.attention.varlen import TOKEN_MULTIPLE, VarlenKernel
 from lengthwise.core.errors import ConfigError
 
 _ON_CPU = ("auto", "reference")
+_CPU_ORDER = ("flash_cpu", "reference")
+
+Faults = Mapping[str, str]
+"""Which implementations failed the comparison on this device, and how."""
 
 
 def choose_kernel(
@@ -35,21 +43,37 @@ def choose_kernel(
     dtype: torch.dtype = torch.float32,
     head_dim: int = 1,
     windowed: bool = False,
+    heads: int = 1,
+    kv_heads: int = 1,
     implementation: str = "auto",
     say: Callable[[str], None] | None = None,
+    agree: Callable[[Faults], Faults] | None = None,
 ) -> BlockKernel:
     """Return the fastest kernel for `device` that takes the model, or the one named; `say` hears which, and why.
 
+    Each is compared with plain attention before it is returned; `say` hears of one that is wrong and therefore not used
+    (None: it is a warning of Python's). agree: returns what was found wrong by any rank, the same on all; called by all
+    ranks alike. None: this rank decides alone.
+
     Raises:
-        ConfigError: the one named cannot be used here.
+        ConfigError: the one named cannot be used here, or is wrong; or none is right.
     """
-    needs = AttentionNeeds(dtype=dtype, head_dim=head_dim, windowed=windowed)
-    if device.type == "cpu":
+    needs = AttentionNeeds(dtype=dtype, head_dim=head_dim, windowed=windowed, heads=heads, kv_heads=kv_heads)
+    abilities = None if device.type == "cpu" else _abilities(device)
+    if abilities is None:
         check_attention(implementation, needs, on_gpus=False)
-        kernel = FlashCpuKernel() if implementation == "auto" else ReferenceKernel()
-        reason = "the run computes on the CPU" if implementation == "auto" else "the run file asks for it"
-    else:
-        kernel, reason = gpu_kernel(_abilities(device), needs, implementation=implementation)
+    faults: dict[str, str] = {}
+    while True:
+        name, reason = _chosen(abilities, needs, implementation, faults)
+        found = _fault(name, needs, device)
+        own = {} if found is None else {name: found}
+        new = own if agree is None else agree(own)
+        if not new:
+            break
+        for wrong, fault in new.items():
+            _warned(say, f"attention kernel: {wrong} is not used, because it is wrong on this device: {fault}")
+        faults |= new
+    kernel = _build(name, on_gpu=abilities is not None)
     if say is not None:
         say(f"attention kernel: {kernel.name}; because {reason}")
     return kernel
@@ -72,22 +96,54 @@ def check_attention(implementation: str, needs: AttentionNeeds, *, on_gpus: bool
 
 
 def gpu_kernel(
-    abilities: GpuAbilities, needs: AttentionNeeds, *, implementation: str = "auto"
+    abilities: GpuAbilities, needs: AttentionNeeds, *, implementation: str = "auto", faults: Faults | None = None
 ) -> tuple[BlockKernel, str]:
-    """Return the kernel for a GPU with these abilities, and why it is this one.
+    """Return the kernel for a GPU with these abilities, and why it is this one, if nothing else is wrong there.
 
     Raises:
-        ConfigError: the implementation that is named cannot be used there.
+        ConfigError: the implementation that is named cannot be used there, or all failed.
     """
-    assert abilities.capability is not None, "the kernel is chosen on the GPU"
+    name, reason = _chosen(abilities, needs, implementation, faults or {})
+    return _build(name), reason
+
+
+def _chosen(
+    abilities: GpuAbilities | None, needs: AttentionNeeds, implementation: str, faults: Faults
+) -> tuple[str, str]:
+    """Return the name of the implementation, and why it is this one. abilities: None on the CPU."""
     if implementation != "auto":
-        against = obstacle(implementation, abilities, needs)
-        if against is not None:
+        against = faults.get(implementation) or (abilities and obstacle(implementation, abilities, needs))
+        if against:
             raise _refuse(implementation, against)
-        return _build(implementation), "the run file asks for it"
-    against = {name: obstacle(name, abilities, needs) for name in order_of(abilities.capability)}
-    name = next(name for name, each in against.items() if each is None)
-    return _build(name), _reason(name, needs, against)
+        return implementation, "the run file asks for it"
+    if abilities is None:
+        against = {name: faults.get(name) for name in _CPU_ORDER}
+    else:
+        assert abilities.capability is not None, "the kernel is chosen on the GPU"
+        order = order_of(abilities.capability)
+        against = {name: obstacle(name, abilities, needs) or faults.get(name) for name in order}
+    name = next((name for name, each in against.items() if each is None), None)
+    if name is None:
+        got = "; ".join(f"{name}: {each}" for name, each in against.items())
+        remedy = "Run on the CPU (device: cpu), or with another release of torch; the numbers say what is wrong."
+        raise ConfigError(
+            "attention", expected="a kernel that computes attention on this device", got=got, remedy=remedy
+        )
+    if abilities is None:
+        return name, "the run computes on the CPU" + "".join(f", and {each} is wrong there" for each in faults)
+    return name, _reason(name, needs, against)
+
+
+@cache
+def _fault(name: str, needs: AttentionNeeds, device: torch.device) -> str | None:
+    return fault_of(_build(name, on_gpu=device.type != "cpu"), needs, device)
+
+
+def _warned(say: Callable[[str], None] | None, line: str) -> None:
+    if say is None:
+        warnings.warn(line, stacklevel=4)
+    else:
+        say(line)
 
 
 def _reason(name: str, needs: AttentionNeeds, against: dict[str, str | None]) -> str:
@@ -99,11 +155,13 @@ def _reason(name: str, needs: AttentionNeeds, against: dict[str, str | None]) ->
     return "; ".join([reason, *(f"not {each}: {against[each]}" for each in tried)])
 
 
-def _build(name: str) -> BlockKernel:
+def _build(name: str, *, on_gpu: bool = True) -> BlockKernel:
+    if name == "flash_cpu":
+        return FlashCpuKernel()
     if name == "efficient":
         return EfficientKernel()
     if name == "reference":
-        return ReferenceKernel(token_multiple=TOKEN_MULTIPLE)
+        return ReferenceKernel(token_multiple=TOKEN_MULTIPLE if on_gpu else 1)
     if name == "flash3":
         return VarlenKernel(TorchVarlenOps(activated="FA3"))
     varlen = VarlenKernel(TorchVarlenOps())

@@ -98,27 +98,27 @@ class ByLengthKernel:
         full_tokens: int = FULL_TOKENS,
     ) -> None:
         self.name = f"{long.name} from {diagonal_tokens:,} tokens of one document on, else {rest.name}"
-        self.token_multiple = rest.token_multiple
-        self._long, self._rest, self._least = long, rest, {True: diagonal_tokens, False: full_tokens}
+        self.token_multiple, self.long, self.diagonal_tokens = rest.token_multiple, long, diagonal_tokens
+        self._rest, self._least = rest, {True: diagonal_tokens, False: full_tokens}
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         """Compute one block (see `BlockKernel.forward`)."""
-        return (self._long if self._is_long(block) else self._rest).forward(block)
+        return (self.long if self._is_long(block) else self._rest).forward(block)
 
     def backward(self, grad_out: Tensor, block: Block, saved: Saved) -> Gradients:
         """Compute one block's gradients (see `BlockKernel.backward`)."""
-        return (self._long if self._is_long(block) else self._rest).backward(grad_out, block, saved)
+        return (self.long if self._is_long(block) else self._rest).backward(grad_out, block, saved)
 
     def forward_pack(self, block: Block, pack: Pack) -> tuple[Tensor, Tensor]:
         """Compute all documents (see `PackKernel.forward_pack`)."""
         if self._is_one(block, pack):
-            return self._long.forward(replace(block, causal=True))
+            return self.long.forward(replace(block, causal=True))
         return self._rest.forward_pack(block, pack)
 
     def backward_pack(self, grad_out: Tensor, block: Block, saved: Saved, pack: Pack) -> Gradients:
         """Compute all documents' gradients (see `PackKernel.backward_pack`)."""
         if self._is_one(block, pack):
-            return self._long.backward(grad_out, replace(block, causal=True), saved)
+            return self.long.backward(grad_out, replace(block, causal=True), saved)
         return self._rest.backward_pack(grad_out, block, saved, pack)
 
     def _is_long(self, block: Block) -> bool:

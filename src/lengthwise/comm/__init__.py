@@ -6,7 +6,7 @@ No communicator is ever made for a sequence: all ranks share one global group fo
 
 from lengthwise.comm.checked import CheckedTransport, checks_transfers
 from lengthwise.comm.devices import built_for_gpus, count_gpus, find_gpus, has_unused_gpu
-from lengthwise.comm.exchange import agree, broadcast_bytes, share_numbers
+from lengthwise.comm.exchange import agree, broadcast_bytes, share_first, share_numbers
 from lengthwise.comm.solo import SoloTransport
 from lengthwise.comm.staged import StagedTransport
 from lengthwise.comm.torch_transport import TorchTransport, join
@@ -31,6 +31,7 @@ __all__ = [
     "has_unused_gpu",
     "join",
     "session_world",
+    "share_first",
     "share_numbers",
     "world_from_environment",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -34,6 +35,17 @@ def share_numbers(transport: Transport, numbers: Sequence[float]) -> torch.Tenso
     rows = torch.empty(transport.world_size * len(numbers), dtype=torch.float64)
     transport.all_gather(rows, torch.tensor(numbers, dtype=torch.float64))
     return rows.view(-1, len(numbers))
+
+
+def share_first(transport: Transport, found: Mapping[str, str]) -> dict[str, str]:
+    """Return what the first rank found that found anything, with its number; {}: none did. Collective."""
+    if transport.world_size == 1:
+        return dict(found)
+    ranks = share_numbers(transport, [len(found)])[:, 0].nonzero().flatten().tolist()
+    if not ranks:
+        return {}
+    named = {name: f"rank {transport.rank}: {each}" for name, each in found.items()}
+    return json.loads(broadcast_bytes(transport, json.dumps(named).encode(), ranks[0]))
 
 
 def agree(transport: Transport, data: bytes, what: str) -> None:

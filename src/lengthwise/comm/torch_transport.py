@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lengthwise.comm.checked import CheckedTransport, Exchange, checks_transfers
 from lengthwise.comm.clock import Clock
-from lengthwise.comm.groups import gloo_group, nccl_group
+from lengthwise.comm.groups import gloo_group, nccl_group, refuse_large
 from lengthwise.comm.solo import SoloTransport
 from lengthwise.comm.staged import StagedTransport
 from lengthwise.comm.transport import Done, Key, Message, Pending, Transport, lies_on_a_device
@@ -96,7 +96,10 @@ class TorchTransport:
             for name in (_TRANSFERS, _GPUS):
                 make = partial(nccl_group, timeout, self._device, for_transfers=name == _TRANSFERS)
                 self._groups[name] = self._guard(make)
-            self._watch = Watch(timeout_seconds, self._give_up)
+            # A thread begins on GPU 0, whatever its process uses.
+            self._watch = Watch(
+                timeout_seconds, self._give_up, begin=partial(torch.cuda.set_device, self._device), ends_frozen=True
+            )
         self._connected: set[int] = set()
         # One collective before the first transfer: NCCL wants all ranks in the first call of a communicator.
         self._guard(lambda: dist.all_reduce(_zero(self._device), group=self._groups[_TRANSFERS]))
@@ -131,6 +134,8 @@ class TorchTransport:
 
     def _exchange(self, name: str, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         group = self._groups[name]
+        if self._watch is not None and name == _TRANSFERS:
+            refuse_large(len(sends) + len(receives), where=f"rank {self.rank}, {self.phase}")
         operations = [dist.P2POp(dist.isend, tensor, peer, group=group) for tensor, peer in sends]
         operations += [dist.P2POp(dist.irecv, tensor, peer, group=group) for tensor, peer in receives]
         peers = sorted({peer for _, peer in (*sends, *receives)})

@@ -6,16 +6,24 @@ what is under way once a second, and reports the oldest that is overdue, with th
 
 The host may be a whole step ahead of the device. So a call's time runs from when the device could begin it: when it was
 the oldest under way, and the stream that posted it had come there.
+
+A look asks the driver, which may not answer while the main thread waits there, and then nothing in Python runs any
+more. So each look is given a time: faulthandler, whose clock needs no Python, then writes all stacks and ends the
+process.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+GRACE_SECONDS = 60.0  # beside the time-out, until a look that does not come back ends the process
 
 
 class Handle(Protocol):
@@ -68,6 +76,11 @@ class Overdue:
             self._began_seconds = now_seconds
         return self._under_way[0] if self.due_in(now_seconds) <= 0 else None
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether calls are under way, as far as was seen."""
+        return bool(self._under_way)
+
     def due_in(self, now_seconds: float) -> float:
         """Return in how many seconds the oldest call is overdue; infinity where none was seen to be begun."""
         if self._began_seconds is None:
@@ -78,14 +91,26 @@ class Overdue:
 class Watch:
     """Calls `overdue` once, from a thread of its own, with the oldest call that took longer than `timeout_seconds`.
 
-    That is at most `poll_seconds` after the time-out.
+    That is at most `poll_seconds` after the time-out. begin: called in the thread before its first look. ends_frozen:
+    end the process where a look takes longer than the time-out and `grace_seconds`; while calls are under way the
+    process has no other `faulthandler.dump_traceback_later`.
     """
 
-    def __init__(self, timeout_seconds: float, overdue: Callable[[Posted], None], *, poll_seconds: float = 1.0) -> None:
-        self._overdue, self._poll_seconds = overdue, poll_seconds
+    def __init__(
+        self,
+        timeout_seconds: float,
+        overdue: Callable[[Posted], None],
+        *,
+        poll_seconds: float = 1.0,
+        begin: Callable[[], None] | None = None,
+        ends_frozen: bool = False,
+        grace_seconds: float = GRACE_SECONDS,
+    ) -> None:
+        self._overdue, self._poll_seconds, self._begin = overdue, poll_seconds, begin
+        self._frozen_seconds = timeout_seconds + grace_seconds if ends_frozen else None
         self._calls = Overdue(timeout_seconds)
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._thread.start()
 
     def add(self, handles: Sequence[Handle], *, reached: Event, phase: str, others: str) -> None:
@@ -97,8 +122,27 @@ class Watch:
         self._ended.set()
         self._thread.join()
 
+    def _watch(self) -> None:
+        if self._begin is not None:
+            self._begin()
+        try:
+            self._look()
+        finally:
+            if self._frozen_seconds is not None:
+                faulthandler.cancel_dump_traceback_later()
+
+    def _give_time(self) -> None:
+        """Let faulthandler end the process unless the next look comes in time."""
+        if self._frozen_seconds is None or sys.__stderr__ is None:
+            return
+        if self._calls.is_waiting:
+            faulthandler.dump_traceback_later(self._frozen_seconds, exit=True, file=sys.__stderr__)
+        else:
+            faulthandler.cancel_dump_traceback_later()
+
     def _look(self) -> None:
         while not self._ended.wait(max(0.0, min(self._poll_seconds, self._calls.due_in(time.monotonic())))):
+            self._give_time()
             try:
                 late = self._calls.look(time.monotonic())
             except RuntimeError:  # the device has failed: the main thread hears of it by itself

@@ -12,7 +12,15 @@ from lengthwise.cost.choices import Choice, Choices
 from lengthwise.cost.costs import costs
 from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, hardware_of_gpu, named_hardware
 from lengthwise.cost.links import Link
-from lengthwise.cost.memory import DTYPE_BYTES, LOGITS_AT_ONCE, StepMemory, loss_bytes, microbatches_kept, state_bytes
+from lengthwise.cost.memory import (
+    DTYPE_BYTES,
+    LOGITS_AT_ONCE,
+    StepMemory,
+    logits_at_once,
+    loss_bytes,
+    microbatches_kept,
+    state_bytes,
+)
 from lengthwise.cost.microbatch import WINDOW_LAYERS, MicrobatchBytes, Moments, largest_peak
 from lengthwise.cost.passes import Pass
 from lengthwise.cost.shapes import SHAPE_NAMES, named_shape, shape_from_config
@@ -44,6 +52,7 @@ __all__ = [
     "costs",
     "hardware_of_gpu",
     "largest_peak",
+    "logits_at_once",
     "loss_bytes",
     "microbatches_kept",
     "named_hardware",

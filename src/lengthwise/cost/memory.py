@@ -18,6 +18,7 @@ from lengthwise.cost.links import Numbers
 from lengthwise.cost.microbatch import WINDOW_LAYERS
 
 LOGITS_AT_ONCE = 1 << 25  # that the chunked loss makes, tokens x words: 128 MB in fp32; GEMMs of 256 rows at 128K words
+CHUNK_TOKENS_ON_GPUS = 2048  # at least: fewer are launches and reads of the head, no arithmetic (estimated)
 _LOGIT_COPIES = 3
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}  # of a number of the model
 
@@ -68,6 +69,11 @@ def gathered_bytes(
     if ties:
         return max(beside + summed * layer + narrow * 2 * words, narrow * (4 * words + 2 * layer) + summed * layer)
     return max(beside + summed * max(layer, words), narrow * layer + (narrow + wide) * words)
+
+
+def logits_at_once(words: int, *, on_gpus: bool) -> int:
+    """Return how many logits the chunked loss makes at once, for a vocabulary of so many words."""
+    return max(LOGITS_AT_ONCE, CHUNK_TOKENS_ON_GPUS * words) if on_gpus else LOGITS_AT_ONCE
 
 
 def loss_bytes(

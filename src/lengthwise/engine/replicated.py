@@ -67,6 +67,7 @@ class FlatParameters:
             world_size=transport.world_size,
             bucket_entries=bucket_entries,
         )
+        self._gathered = list(range(self.layout.num_buckets))  # in this order
         alone, wide = transport.world_size == 1, torch.promote_types(dtype, torch.float32)
         self._is_exact = dtype == wide
         # What no microbatch or token of this rank reaches stays zero in the sum.
@@ -122,6 +123,8 @@ class FlatParameters:
         for module, parameters in read_by:
             buckets = sorted({places[id(each)] for each in parameters if id(each) in places})
             module.register_forward_pre_hook(lambda *_, buckets=buckets: self._arrive(buckets))
+            if module is model:  # it waits for these before the first layer, and a communicator ends calls in order
+                self._gathered = [*buckets, *(each for each in self._gathered if each not in buckets)]
 
     @staticmethod
     def _of(model: nn.Module) -> list[nn.Parameter]:
@@ -207,7 +210,7 @@ class FlatParameters:
 
     def _gather(self, whole: Tensor, shard: Tensor) -> Iterator[tuple[int, Pending]]:
         """Begin to gather one bucket after the other; yield it with what to wait for."""
-        for bucket in range(self.layout.num_buckets):
+        for bucket in self._gathered:
             own = shard[self.layout.in_shard(bucket)].to(whole.dtype)
             yield bucket, self._transport.all_gather_async(whole[self.layout.bucket(bucket)], own)
 

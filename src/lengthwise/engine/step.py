@@ -39,7 +39,7 @@ from lengthwise.models import (
     token_keys,
 )
 from lengthwise.offload import ActivationSaver
-from lengthwise.program import MicrobatchProgram, head_peers, last_on_all_ranks, lower_plan
+from lengthwise.program import MicrobatchProgram, all_end_alone, head_peers, last_on_all_ranks, lower_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,9 +171,12 @@ class _RankStep:
         prepared: _Prepared | None = None
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)  # there: reading them would stop it each time
         todo, kept, balance = list(range(len(self.programs))), dict[int, _Forward](), None
+        keeps: Collection[int] = ()
         if train and has_balance_loss(self.model.config):
-            balance, kept = self.count_routers(self._keeps(plan))
+            keeps = self._keeps(plan)
+            balance, kept = self.count_routers(keeps)
             todo = sorted(todo, key=lambda number: number not in kept)
+        early = all_end_alone(plan, first=keeps)
         for number, following in zip_longest(todo, todo[1:]):
             done = kept.pop(number) if number in kept else self.forward(number, prepared, train=train)
             prepared = None
@@ -186,7 +189,7 @@ class _RankStep:
                     objective = objective + balance.coefficient * share
                     sums[1] += share.detach()
                 self.enter(number, "backward")
-                with self._reducing(number, last=following is None):
+                with self._reducing(early=early and following is None):
                     self._backward(objective, done.saver)
             sums[0] += done.loss.detach()
         if train and self.parameters is not None:
@@ -199,11 +202,13 @@ class _RankStep:
             return {self.programs[-1].index}
         return last_on_all_ranks(plan)
 
-    def _reducing(self, number: int, *, last: bool) -> AbstractContextManager[None]:
-        """Sum gradients while the backward of a microbatch makes them, if it has no transfer and none follows."""
-        if self.parameters is None or not last or self.programs[number].shares(self.transport.rank):
-            return nullcontext()
-        return self.parameters.reducing_early()
+    def _reducing(self, *, early: bool) -> AbstractContextManager[None]:
+        """Sum gradients while the backward of a microbatch makes them.
+
+        `early`: it is the last, and no rank ends in transfers: a sum that waits for one in a ring would keep its thread
+        blocks from this backward.
+        """
+        return self.parameters.reducing_early() if early and self.parameters is not None else nullcontext()
 
     def most_tokens(self) -> int:
         """Count the tokens of this rank's largest microbatch."""

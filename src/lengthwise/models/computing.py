@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from lengthwise.attention import AttentionNeeds, BlockKernel, check_attention, choose_kernel
+from lengthwise.attention import AttentionNeeds, BlockKernel, Faults, check_attention, choose_kernel
 from lengthwise.core.errors import ConfigError
 from lengthwise.models.compiled import compile_layers
 from lengthwise.models.dropout import asks_for_dropout, has_dropout
 from lengthwise.models.experts import choose_experts, experts_of, needs_of
-from lengthwise.models.families import has_windows, largest_head_dim
+from lengthwise.models.families import attention_heads, has_windows, largest_head_dim
 from lengthwise.models.fused_layers import FusedNeeds, choose_fused, fuse_layers, installed_liger, liger_kernels
 from lengthwise.models.load import build_skeleton
 
@@ -54,19 +54,24 @@ def choose_model_kernel(
     *,
     dtype: torch.dtype,
     say: Callable[[str], None] | None = None,
+    agree: Callable[[Faults], Faults] | None = None,
 ) -> BlockKernel:
-    """Return the attention kernel of a model on `device`; `say` hears which, and why.
+    """Return the attention kernel of a model on `device`; `say` hears which, and why. agree: as of `choose_kernel`.
 
     Raises:
-        ConfigError: the one that the run file names cannot be used here.
+        ConfigError: the one that the run file names cannot be used here, or none computes attention.
     """
+    heads, kv_heads = attention_heads(config)
     return choose_kernel(
         device,
         dtype=dtype,
         head_dim=largest_head_dim(config),
         windowed=has_windows(config),
+        heads=heads,
+        kv_heads=kv_heads,
         implementation=computing.attention,
         say=say,
+        agree=agree,
     )
 
 

@@ -108,6 +108,17 @@ def largest_head_dim(config: Any) -> int:
     return max(sizes) or config.hidden_size // config.num_attention_heads
 
 
+def attention_heads(config: Any) -> tuple[int, int]:
+    """Return (query heads, key heads) of the layer with most queries on a key, by what its config says."""
+    layers = getattr(config, "per_layer_config", None) or [config]
+    found = []
+    for layer in layers:
+        heads = getattr(layer, "num_attention_heads", None) or 1
+        kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+        found.append((heads, kv_heads) if heads % kv_heads == 0 else (heads, heads))
+    return max(found, key=lambda each: each[0] // each[1])
+
+
 def has_windows(config: Any) -> bool:
     """Return whether some layer of the model may attend in a sliding window, by what its config says."""
     layers = getattr(config, "per_layer_config", None) or [config]

@@ -54,6 +54,7 @@ class PinnedStore:
             for part in parts:
                 part.copy_(values[start : start + part.numel()], non_blocking=True)
                 start += part.numel()
+        values.record_stream(self.out_stream)
         done = torch.cuda.Event()
         done.record(self.out_stream)
         self._leaving.append((done, values))
@@ -69,8 +70,11 @@ class PinnedStore:
         self._end = 0
 
     def close(self) -> None:
-        """Give the slabs back."""
-        torch.cuda.synchronize(self.device)
+        """Give the slabs back, without a wait: after an error the device may wait for ranks that do not come.
+
+        torch's allocators keep memory that a copy still reads or writes until it has ended.
+        """
+        self._leaving.clear()
         self._slabs.clear()
 
     @property
@@ -125,6 +129,7 @@ class _Pinned:
             for part in self._parts:
                 self._values[start : start + part.numel()].copy_(part, non_blocking=True)
                 start += part.numel()
+        self._values.record_stream(store.in_stream)  # whoever lets go of them untaken frees no room under their copy
         self._arrived = torch.cuda.Event()
         self._arrived.record(store.in_stream)
 

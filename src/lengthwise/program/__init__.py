@@ -3,7 +3,7 @@
 from lengthwise.program.check import check_plan
 from lengthwise.program.edges import head_peers, line_peers
 from lengthwise.program.features import Feature, features_of, refuse_unsupported, trains
-from lengthwise.program.lower import MicrobatchProgram, last_on_all_ranks, lower_microbatch, lower_plan
+from lengthwise.program.lower import MicrobatchProgram, all_end_alone, last_on_all_ranks, lower_microbatch, lower_plan
 from lengthwise.program.records import (
     ALL_HEADS,
     BlockTask,
@@ -27,6 +27,7 @@ __all__ = [
     "Round",
     "Segment",
     "Transfer",
+    "all_end_alone",
     "check_plan",
     "features_of",
     "head_peers",

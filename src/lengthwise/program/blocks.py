@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from lengthwise.program.records import BlockTask, HeadRange, Segment
 
@@ -120,10 +121,9 @@ def _whole_blocks(q_spans: Sequence[Span], kv_spans: Sequence[Span], *, own: boo
         if q_spans:
             yield _Meeting(queries=_joined(q_spans), keys=_joined(q_spans), causal=True)
         return
-    for keys in kv_spans:
-        seeing = [span for span in q_spans if span.start >= keys.stop]
-        if seeing:  # the last ones see most: they are one block
-            yield _Meeting(queries=_joined(seeing), keys=keys)
+    for seeing, keys in groupby(kv_spans, lambda keys: [span for span in q_spans if span.start >= keys.stop]):
+        if seeing:  # the last ones see most: they are one block, and so are keys that the same ones see
+            yield _Meeting(queries=_joined(seeing), keys=_joined(list(keys)))
 
 
 def _window_blocks(q_spans: Sequence[Span], kv_spans: Sequence[Span], window: int) -> Iterator[_Meeting]:

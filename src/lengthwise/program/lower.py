@@ -8,7 +8,7 @@ rank, in O(degree). Layers with the same sliding window (or none) repeat the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -282,3 +282,13 @@ def last_on_all_ranks(plan: Plan) -> frozenset[int]:
     ranks = [{rank for piece in each.pieces for rank in piece.ranks} for each in plan.microbatches]
     last = {rank: index for index, those in enumerate(ranks) for rank in those}
     return frozenset(index for index, those in enumerate(ranks) if all(last[rank] == index for rank in those))
+
+
+def all_end_alone(plan: Plan, *, first: Collection[int] = ()) -> bool:
+    """Whether the last microbatch of every rank is its own, without a transfer. first: those run before the others."""
+    alone: dict[int, bool] = {}
+    for index in sorted(range(len(plan.microbatches)), key=lambda index: index not in first):
+        pieces = plan.microbatches[index].pieces
+        alone |= {rank: True for piece in pieces for rank in piece.ranks}
+        alone |= {rank: False for piece in pieces if piece.degree > 1 for rank in piece.ranks}
+    return all(alone.values())

@@ -16,7 +16,7 @@ import numpy as np
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.names import counted
 from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
-from lengthwise.cost import LOGITS_AT_ONCE, Cost, StepMemory, shape_from_config, state_bytes
+from lengthwise.cost import Cost, StepMemory, logits_at_once, shape_from_config, state_bytes
 from lengthwise.cost.memory import DTYPE_BYTES, wide_bytes
 from lengthwise.data import NO_LOSS, Dataset
 from lengthwise.data.dataset import DatasetBuilder
@@ -189,7 +189,8 @@ def _bytes(job: Job, plan: Plan) -> float:
     shape, parameters = shape_from_config(job.model.config.to_dict()), count_parameters(job.model.config)
     narrow = DTYPE_BYTES[job.precision]
     wide, rounds = wide_bytes(narrow), job.precision == "bf16"
-    memory = StepMemory(shape=shape, dtype_bytes=narrow, logits_at_once=LOGITS_AT_ONCE)
+    chunk = logits_at_once(shape.vocab, on_gpus=job.gpus > 0)
+    memory = StepMemory(shape=shape, dtype_bytes=narrow, logits_at_once=chunk)
     model = state_bytes(parameters, dtype_bytes=narrow, ranks=plan.ranks, states=0)
     held = float(memory.microbatch_bytes(plan.capacity))
     plain = parameters * ((wide if rounds else narrow) + (4 + rounds) * wide)

@@ -14,7 +14,7 @@ from lengthwise.config import MEASURE_AT_START, MEASURE_NOTHING, DataSource, Run
 from lengthwise.core.errors import Collector, ConfigError, DataError
 from lengthwise.core.measurements import Precision
 from lengthwise.core.plan import Plan
-from lengthwise.cost import LOGITS_AT_ONCE, Cost, hardware_of_gpu, shape_from_config
+from lengthwise.cost import Cost, hardware_of_gpu, logits_at_once, shape_from_config
 from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
 from lengthwise.engine.activations import check_offload
@@ -101,7 +101,9 @@ class Job:
     @property
     def logits_at_once(self) -> int | None:
         """How many logits the loss makes at once; None: all of a microbatch."""
-        return LOGITS_AT_ONCE if self.config.loss == "chunked" else None
+        if self.config.loss != "chunked":
+            return None
+        return logits_at_once(self.model.config.vocab_size, on_gpus=self.gpus > 0)
 
     @property
     def precision(self) -> Precision:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lengthwise.attention import BlockKernel
-from lengthwise.comm import Transport, share_numbers
+from lengthwise.comm import Transport, share_first, share_numbers
 from lengthwise.config import OffloadConfig
 from lengthwise.engine.activations import Offloading, start_offloading
 from lengthwise.engine.batch import StepBatch
@@ -121,9 +121,13 @@ class Engine:
         return attending_by_plan(self.model)
 
     def kernel(self, dtype: torch.dtype, say: Callable[[str], None] | None = None) -> BlockKernel:
-        """Return the attention kernel for queries and keys of this dtype; say which it is when it is chosen."""
+        """Return the attention kernel for queries and keys of this dtype; say which it is when it is chosen.
+
+        Collective the first time, between steps: a kernel that is wrong on one rank is used by none.
+        """
         if dtype not in self._kernels:
-            found = choose_model_kernel(self.config, self.computing, self.device, dtype=dtype, say=say)
+            agree = partial(share_first, self.transport)
+            found = choose_model_kernel(self.config, self.computing, self.device, dtype=dtype, say=say, agree=agree)
             self._kernels[dtype] = found
         return self._kernels[dtype]
 

@@ -1,0 +1,265 @@
+"""Compares an attention kernel, on the device where a run will use it, with plain attention in fp64.
+
+A kernel call that is wrong there (another release, another GPU, a layout misread) may give finite numbers that train a
+worse model without an error. So each kernel attends a few small blocks of every kind that a plan has before a run uses
+it: out, lse and the gradients, which it makes from out and lse of more keys than the block's, as in rings and with
+sinks. Expected gradients are autograd's: no code is shared. Operands and lse lie inside larger tensors of NaN, so that
+what is read beside them shows. Costs some 20 ms on a CPU; on a GPU it has not run yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lengthwise.attention.abilities import AttentionNeeds
+from lengthwise.attention.cudnn import ByLengthKernel
+from lengthwise.attention.kernels import Block, BlockKernel, BlockMask, Saved
+from lengthwise.attention.packs import Pack, PackKernel
+
+_TOKENS, _TOKENS_ON_CPU = 200, 72
+_WINDOW = 24  # stands for the model's: a kernel takes any
+_RAGGED = (1, 37, 200, 5, 64)  # tokens of documents: shorter and longer than a tile of any kernel
+_ROWS_AT_ONCE = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """What may differ, relative but for `lse`.
+
+    distance: between a tensor and the expected one. size: of its projection on that, in which noise nearly cancels, so
+    that a wrong factor is found.
+    """
+
+    distance: float
+    size: float
+    lse: float
+
+
+_HALF = Tolerance(distance=2e-2, size=4e-3, lse=5e-3)
+TOLERANCES = {
+    torch.float64: Tolerance(distance=1e-10, size=1e-10, lse=1e-10),
+    torch.float32: Tolerance(distance=1e-4, size=1e-4, lse=1e-4),
+    torch.bfloat16: _HALF,
+    torch.float16: _HALF,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A call of a kernel: a block, or documents side by side. `documents`: their tokens; None: one block of `keys`."""
+
+    name: str
+    queries: int
+    keys: int
+    causal: bool = True
+    mask: BlockMask | None = None
+    documents: tuple[int, ...] | None = None
+    window: int | None = None
+    padding: int = 0
+    by: Callable[[BlockKernel], BlockKernel] = field(default=lambda kernel: kernel)
+
+    @property
+    def tokens(self) -> int:
+        """Queries that are no padding."""
+        return self.queries - self.padding
+
+
+def fault_of(kernel: BlockKernel, needs: AttentionNeeds, device: torch.device) -> str | None:
+    """Return in words, with numbers, what the kernel gets wrong on `device`; None: it is right.
+
+    Raises:
+        torch.OutOfMemoryError: there is no room for some MB.
+    """
+    for case in cases_of(kernel, needs, device):
+        try:
+            with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+                wrong = _compared(kernel, case, needs, device)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the kernel cannot be used
+            wrong = [f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"]
+        if wrong:
+            return f"{case.name}, {needs.bits}, heads of {needs.head_dim}: {'; '.join(wrong)}"
+    return None
+
+
+def cases_of(kernel: BlockKernel, needs: AttentionNeeds, device: torch.device) -> Iterator[Case]:
+    """Yield the calls that a plan may make of this kernel, small ones."""
+    tokens = _TOKENS if device.type == "cuda" else _TOKENS_ON_CPU
+    yield _causal(tokens)
+    yield _full(tokens // 2, tokens - 37)
+    yield _full(5, 9)
+    if needs.windowed:
+        keys, more = tokens // 2, _WINDOW - 1
+        tile = BlockMask(queries=keys - more, keys=keys, distance=more, causal=True, window=_WINDOW)
+        yield Case(name=f"tile of a window of {_WINDOW} tokens", queries=keys - more, keys=keys, mask=tile)
+        edge = BlockMask(queries=20, keys=21, distance=_WINDOW, causal=False, window=_WINDOW)
+        yield Case(name=f"edge of a window of {_WINDOW} tokens", queries=20, keys=21, causal=False, mask=edge)
+    if isinstance(kernel, PackKernel):
+        tokens, longest = sum(_RAGGED), max(_RAGGED)
+        for window in (None, _WINDOW) if needs.windowed else (None,):
+            name = f"documents of 1 to {longest} tokens" + (f", window of {window}" if window else "")
+            yield Case(name=name, queries=tokens, keys=tokens, documents=_RAGGED, window=window)
+    if isinstance(kernel, ByLengthKernel) and not torch.are_deterministic_algorithms_enabled():
+        yield from _long_cases(kernel, device)
+
+
+def _causal(tokens: int) -> Case:
+    return Case(name=f"causal block of {tokens} tokens", queries=tokens, keys=tokens)
+
+
+def _full(queries: int, keys: int) -> Case:
+    return Case(name=f"full block of {queries} queries and {keys} keys", queries=queries, keys=keys, causal=False)
+
+
+def _long_cases(kernel: ByLengthKernel, device: torch.device) -> Iterator[Case]:
+    """Yield small blocks for the kernel of long ones, and one that is long enough where that takes little time."""
+
+    def of_long(found: BlockKernel) -> BlockKernel:
+        assert isinstance(found, ByLengthKernel), f"of {kernel.name}"
+        return found.long
+
+    for case in (_causal(_TOKENS), _full(_TOKENS // 2, _TOKENS - 37)):
+        yield replace(case, name=f"{kernel.long.name}, {case.name}", by=of_long)
+    if device.type == "cuda":
+        tokens, padding = kernel.diagonal_tokens + 41, 87
+        rows = tokens + padding
+        name = f"{kernel.long.name}, document of {tokens} tokens"
+        yield Case(name=name, queries=rows, keys=rows, documents=(tokens, padding), padding=padding)
+
+
+def _compared(kernel: BlockKernel, case: Case, needs: AttentionNeeds, device: torch.device) -> list[str]:
+    """Return what differs by more than the tolerance."""
+    q, k, v, grad_out, sinks = _operands(case, needs, device)
+    scale = needs.head_dim**-0.5
+    expected, saved = _expected(case, q, k, v, grad_out, sinks, scale=scale)
+    block = Block(q=q, k=k, v=v, scale=scale, causal=case.causal, mask=case.mask)
+    with torch.no_grad():
+        found = _found(case.by(kernel), block, grad_out, saved, case)
+    kept, tokens = tolerance_for(needs.dtype), case.tokens
+    wrong = []
+    for name, one, wanted in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=True):
+        if tuple(one.shape) != tuple(wanted.shape):
+            wrong.append(f"{name} has the shape {tuple(one.shape)}, not {tuple(wanted.shape)}")
+            continue
+        if not one.isfinite().all():
+            wrong.append(f"{name} is not finite")
+            continue
+        one, wanted = (x[:, :tokens] if name == "lse" else x[:tokens] for x in (one.double(), wanted))
+        wrong += _differences(name, one, wanted, kept)
+    return wrong
+
+
+def _differences(name: str, found: Tensor, wanted: Tensor, kept: Tolerance) -> list[str]:
+    if name == "lse":
+        off = float((found - wanted).abs().max())
+        return [] if off <= kept.lse else [f"lse is off by {off:.2g}, where {kept.lse:g} is allowed"]
+    norm = wanted.norm()
+    distance = float((found - wanted).norm() / norm)
+    if distance > kept.distance:
+        return [f"{name} is off by {distance:.2g} of its norm, where {kept.distance:g} is allowed"]
+    size, allowed = float((found * wanted).sum() / norm**2), kept.size + 8 * distance / wanted.numel() ** 0.5
+    if abs(size - 1) > allowed:
+        return [f"{name} is {size:.4f} times what it should be, where 1 +- {allowed:.2g} is allowed"]
+    return []
+
+
+def tolerance_for(dtype: torch.dtype) -> Tolerance:
+    """Return what may differ in a dtype: where the process lets matrix products in fp32 be TF32, as in bf16."""
+    short = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    return _HALF if short else TOLERANCES[dtype]
+
+
+def _found(kernel: BlockKernel, block: Block, grad_out: Tensor, saved: Saved, case: Case) -> tuple[Tensor, ...]:
+    if case.documents is None:
+        return *kernel.forward(block), *kernel.backward(grad_out, block, saved)
+    borders = [0]
+    for tokens in case.documents:
+        borders.append(borders[-1] + tokens)
+    pack = Pack(
+        cu_seqlens=torch.tensor(borders, dtype=torch.int32, device=block.q.device),
+        max_seqlen=max(case.documents),
+        window=case.window,
+        padding=case.padding,
+    )
+    assert isinstance(kernel, PackKernel), f"{kernel.name} takes no packs"
+    return *kernel.forward_pack(block, pack), *kernel.backward_pack(grad_out, block, saved, pack)
+
+
+def _operands(case: Case, needs: AttentionNeeds, device: torch.device) -> tuple[Tensor, ...]:
+    """Return q, k, v, the gradient of out, and logits (heads,) of keys that are elsewhere; alike on all ranks."""
+    random = torch.Generator().manual_seed(case.queries + case.keys)
+    kv_heads = 1 if case.queries > _ROWS_AT_ONCE else min(2, needs.kv_heads)
+    heads = kv_heads * (needs.heads // needs.kv_heads)
+    made = []
+    for tokens, width in ((case.queries, heads), (case.keys, kv_heads), (case.keys, kv_heads), (case.queries, heads)):
+        values = torch.randn(tokens, width, needs.head_dim, generator=random, device="cpu", dtype=torch.float32)
+        made.append(_amid_nan(values.to(device, needs.dtype)))
+    made[3][case.tokens :] = 0  # padding has no gradient
+    return *made, torch.randn(heads, generator=random, device="cpu").to(device, torch.float64) + 4
+
+
+def _amid_nan(x: Tensor, dim: int = 0) -> Tensor:
+    """Copy a tensor to the middle of a larger one along `dim`, which is NaN elsewhere."""
+    shape = list(x.shape)
+    shape[dim] += 16
+    room = x.new_full(shape, float("nan"))
+    middle = room.narrow(dim, 8, x.shape[dim])
+    middle.copy_(x)
+    return middle
+
+
+def _seen(case: Case, device: torch.device) -> Tensor | None:
+    """Return which keys (queries, keys) each query sees; None: all. Made apart from what kernels read."""
+    query, key = torch.arange(case.queries, device=device)[:, None], torch.arange(case.keys, device=device)
+    if case.documents is not None:
+        seen = torch.zeros(case.queries, case.keys, dtype=torch.bool, device=device)
+        starts = [sum(case.documents[:number]) for number in range(len(case.documents) + 1)]
+        for start, stop in pairwise(starts):
+            seen[start:stop, start:stop] = True
+        seen &= key <= query
+        return seen if case.window is None else seen & (query - key < case.window)
+    if case.mask is not None:
+        first = case.keys - case.queries if case.causal else _WINDOW  # the first query's place among the keys
+        seen = query + first - key < _WINDOW
+        return seen & (key <= query + first) if case.causal else seen
+    return key <= query if case.causal else None
+
+
+def _expected(
+    case: Case, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, sinks: Tensor, *, scale: float
+) -> tuple[tuple[Tensor, ...], Saved]:
+    """Return (out, lse, dq, dk, dv) in fp64, and the (out, lse) to make the gradients from.
+
+    These count a key elsewhere, of logit `sinks` and value 0.
+    """
+    seen, ratio = _seen(case, q.device), q.shape[1] // k.shape[1]
+    outs, lses, totals, total_lses = [], [], [], []
+    with torch.enable_grad():
+        wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        keys, values = (x.repeat_interleave(ratio, dim=1) for x in wide[1:])
+        for start in range(0, case.queries, _ROWS_AT_ONCE):
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            scores = torch.einsum("qhd,khd->hqk", wide[0][rows], keys) * scale
+            if seen is not None:
+                scores = scores.masked_fill(~seen[rows], float("-inf"))
+            elsewhere = sinks[:, None, None].expand(-1, scores.shape[1], 1)
+            weights = torch.cat((scores, elsewhere), dim=-1).softmax(-1)[..., :-1]
+            total = torch.einsum("hqk,khd->qhd", weights, values)
+            (total * grad_out[rows].double()).sum().backward(retain_graph=True)
+            own = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+            lse = scores.logsumexp(-1)
+            outs.append(own.detach())
+            lses.append(lse.detach())
+            totals.append(total.detach())
+            total_lses.append(torch.logaddexp(lse, sinks[:, None]).detach())
+    saved_lse = torch.cat(total_lses, dim=1).to(torch.promote_types(q.dtype, torch.float32))
+    saved = Saved(out=_amid_nan(torch.cat(totals).to(q.dtype)), lse=_amid_nan(saved_lse, dim=1))
+    gradients = [x.grad for x in wide]
+    assert all(x is not None for x in gradients), "autograd went through all operands"
+    return (torch.cat(outs), torch.cat(lses, dim=1), *[x for x in gradients if x is not None]), saved

@@ -1,0 +1,174 @@
+"""Kernels that are wrong on purpose are found, named and not used; right ones pass."""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from testing.strict import StrictWorld
+from testing.varlen import ReferenceDenseOps, ReferenceVarlenOps
+
+from lengthwise.attention import AttentionNeeds, FlashCpuKernel, ReferenceKernel, choose, choose_kernel
+from lengthwise.attention.abilities import GpuAbilities
+from lengthwise.attention.choose import gpu_kernel
+from lengthwise.attention.cudnn import ByLengthKernel, DenseKernel
+from lengthwise.attention.proof import fault_of
+from lengthwise.attention.varlen import VarlenKernel
+from lengthwise.comm import share_first
+from lengthwise.core.errors import ConfigError
+from tiers import more
+
+CPU = torch.device("cpu")
+
+
+def needs(dtype=torch.float32, head_dim=16, heads=4, kv_heads=2):
+    return AttentionNeeds(dtype=dtype, head_dim=head_dim, windowed=True, heads=heads, kv_heads=kv_heads)
+
+
+def by_length():
+    return ByLengthKernel(DenseKernel(ReferenceDenseOps()), VarlenKernel(ReferenceVarlenOps()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("kernel", [FlashCpuKernel, ReferenceKernel, by_length])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (8, 6, 3), more((128, 8, 2))], ids=str)
+def test_kernels_that_are_right_pass(kernel, dtype, shape):
+    head_dim, heads, kv_heads = shape
+    assert fault_of(kernel(), needs(dtype, head_dim, heads, kv_heads), CPU) is None
+
+
+class Broken(VarlenKernel):
+    """A right varlen kernel but for what one of these does."""
+
+    def __init__(self, what):
+        super().__init__(ReferenceVarlenOps())
+        self.what = what
+
+    def _forward(self, block, documents):
+        out, lse = super()._forward(block, self._wider(documents))
+        if self.what == "lse times 1.01":
+            lse = lse * 1.01
+        if self.what == "NaN in the last document" and len(documents.cu_seqlens_q) > 2:
+            out[-3] = float("nan")
+        if self.what == "raises on few rows" and len(block.q) < 16:
+            raise RuntimeError("no kernel for this shape\nmore")
+        return out, lse
+
+    def _backward(self, grad_out, block, saved, documents):
+        if self.what == "own lse":
+            own = super()._forward(block, documents)
+            saved = replace(saved, out=own[0], lse=own[1])
+        dq, dk, dv = super()._backward(grad_out, block, saved, self._wider(documents))
+        if self.what == "dq times 1.01":
+            dq = dq * 1.01
+        if self.what == "heads of keys mixed":
+            dk = dk.flip(1)
+        return dq, dk, dv
+
+    def _wider(self, documents):
+        if self.what == "window off by one" and documents.window_left is not None:
+            return replace(documents, window_left=documents.window_left + 1)
+        return documents
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("lse times 1.01", "causal block of 72 tokens, {}, heads of 16: lse is off by 0.0"),
+        ("dq times 1.01", "causal block of 72 tokens, {}, heads of 16: dq is "),
+        ("window off by one", "tile of a window of 24 tokens, {}, heads of 16: out is off by 0."),
+        ("NaN in the last document", "documents of 1 to 200 tokens, {}, heads of 16: out is not finite"),
+        ("raises on few rows", "full block of 5 queries and 9 keys, {}, heads of 16: RuntimeError: no kernel for this"),
+        ("own lse", "causal block of 72 tokens, {}, heads of 16: dq is off by"),
+        ("heads of keys mixed", "causal block of 72 tokens, {}, heads of 16: dk is off by 1."),
+    ],
+)
+def test_a_kernel_that_is_wrong_is_found_with_the_numbers(what, named, dtype):
+    fault = fault_of(Broken(what), needs(dtype), CPU)
+    assert fault is not None
+    assert fault.startswith(named.format(str(dtype).removeprefix("torch.")))
+    assert "more" not in fault
+
+
+class WrongOnCpu(FlashCpuKernel):
+    name = "flash that is wrong"
+
+    def backward(self, grad_out, block, saved):
+        dq, dk, dv = super().backward(grad_out, block, saved)
+        return dq, dk * 1.01, dv
+
+
+@pytest.fixture
+def wrong_flash(monkeypatch):
+    choose._fault.cache_clear()
+    monkeypatch.setattr(choose, "FlashCpuKernel", WrongOnCpu)
+    yield
+    choose._fault.cache_clear()
+
+
+def test_auto_names_a_wrong_kernel_and_takes_the_next(wrong_flash):
+    said = []
+    kernel = choose_kernel(CPU, head_dim=16, say=said.append)
+    assert type(kernel) is ReferenceKernel
+    assert said == [
+        "attention kernel: flash_cpu is not used, because it is wrong on this device: causal block of 72 tokens, "
+        "float32, heads of 16: dk is off by 0.01 of its norm, where 0.0001 is allowed",
+        "attention kernel: reference (matrix products); because the run computes on the CPU, and flash_cpu is wrong "
+        "there",
+    ]
+    with pytest.warns(UserWarning, match="flash_cpu is not used"):  # where nobody listens
+        choose_kernel(CPU, head_dim=16)
+
+
+def test_where_every_kernel_is_wrong_all_are_named(wrong_flash, monkeypatch):
+    monkeypatch.setattr(choose, "ReferenceKernel", lambda **_: WrongOnCpu())
+    with pytest.raises(ConfigError) as refused:
+        choose_kernel(CPU, head_dim=16, say=[].append)
+    assert "flash_cpu: causal block" in refused.value.got
+    assert "reference: causal block" in refused.value.got
+    with pytest.raises(ConfigError, match="got reference: causal block of 72 tokens"):
+        choose_kernel(CPU, head_dim=16, implementation="reference", say=[].append)
+
+
+def test_a_kernel_that_is_wrong_on_one_rank_is_used_by_none(monkeypatch):
+    world, kernels, said = StrictWorld(3), {}, {rank: [] for rank in range(3)}
+
+    def on(transport):
+        rank, asked = transport.rank, [False, True]
+
+        def agree(own):
+            return share_first(transport, {"flash_cpu": "lse is off"} if asked.pop() and rank == 1 else own)
+
+        kernels[rank] = type(choose_kernel(CPU, head_dim=16, say=said[rank].append, agree=agree))
+
+    world.run(on)
+    assert set(kernels.values()) == {ReferenceKernel}
+    assert all("wrong on this device: rank 1: lse is off" in each[0] for each in said.values())
+
+
+def test_on_gpus_a_wrong_kernel_makes_room_for_the_next():
+    gpu = GpuAbilities(capability=(9, 0), torch_flash=True, flash3=True, cudnn=91900)
+    bf16 = AttentionNeeds(dtype=torch.bfloat16, head_dim=128)
+    kernel, said = gpu_kernel(gpu, bf16, faults={"flash3": "lse is off", "cudnn": "dq is NaN"})
+    assert kernel.name == "torch flash attention, varlen"
+    assert said.endswith("not flash3: lse is off; not cudnn: dq is NaN")
+    kernel, said = gpu_kernel(gpu, bf16, faults=dict.fromkeys(("flash3", "cudnn", "flash2"), "wrong"))
+    assert kernel.name.startswith("torch efficient")
+
+
+def test_what_the_process_computes_in_fewer_bits_may_differ_by_as_much(monkeypatch):
+    class Rounded(ReferenceKernel):
+        def backward(self, grad_out, block, saved):
+            return tuple(each.bfloat16().float() for each in super().backward(grad_out, block, saved))
+
+    assert "dq is off by 0.00" in fault_of(Rounded(), needs(), CPU)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert fault_of(Rounded(), needs(), CPU) is None
+
+
+def test_the_check_changes_nothing_of_the_process():
+    before = torch.random.get_rng_state()
+    with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        assert fault_of(FlashCpuKernel(), needs(), CPU) is None
+    assert torch.equal(before, torch.random.get_rng_state())
