@@ -77,7 +77,12 @@ def fault_of(kernel: BlockKernel, needs: AttentionNeeds, device: torch.device) -
     """
     for case in cases_of(kernel, needs, device):
         try:
-            with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+            # Modes of whoever runs the model are for it: one turns fp32 to fp64, others count or record.
+            with (
+                torch._C.DisableTorchFunction(),
+                torch.inference_mode(False),
+                torch.autocast(device.type, enabled=False),
+            ):
                 wrong = _compared(kernel, case, needs, device)
         except torch.OutOfMemoryError:
             raise
