@@ -1,6 +1,5 @@
 """Kernels that are wrong on purpose are found, named and not used; right ones pass."""
 
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -16,6 +15,7 @@ from lengthwise.attention.proof import fault_of
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.comm import share_first
 from lengthwise.core.errors import ConfigError
+from lengthwise.models import keep_double
 from tiers import more
 
 CPU = torch.device("cpu")
@@ -167,8 +167,8 @@ def test_what_the_process_computes_in_fewer_bits_may_differ_by_as_much(monkeypat
     assert fault_of(Rounded(), needs(), CPU) is None
 
 
-def test_the_check_changes_nothing_of_the_process():
+def test_the_check_changes_nothing_of_the_process_and_is_changed_by_none_of_its_modes():
     before = torch.random.get_rng_state()
-    with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+    with keep_double(torch.float64), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
         assert fault_of(FlashCpuKernel(), needs(), CPU) is None
     assert torch.equal(before, torch.random.get_rng_state())

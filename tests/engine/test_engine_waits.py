@@ -44,8 +44,9 @@ def reads(model_type, microbatches, *, experts="eager"):
     flat = FlatParameters(model, transport, dtype=torch.float32)
     optimizer = ShardedOptimizer(flat, OptimizerConfig(fused=True), transport)
     plan = make_plan(1, LENGTHS, [[Piece(ranks=(0,), sequences=each)] for each in microbatches])
+    kernel = choose_kernel(torch.device("cpu"))
     with Reads() as during:
-        run_plan(model, plan, make_batch(LENGTHS, vocab=48), transport, choose_kernel(torch.device("cpu")), name="step")
+        run_plan(model, plan, make_batch(LENGTHS, vocab=48), transport, kernel, name="step")
     with Reads() as after:
         norm = optimizer.reduce()
         optimizer.update(1e-3, norm)

@@ -77,7 +77,12 @@ def fault_of(kernel: BlockKernel, needs: AttentionNeeds, device: torch.device) -
     """
     for case in cases_of(kernel, needs, device):
         try:
-            with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+            # Modes of whoever runs the model are for it: one turns fp32 to fp64, others count or record.
+            with (
+                torch._C.DisableTorchFunction(),
+                torch.inference_mode(False),
+                torch.autocast(device.type, enabled=False),
+            ):
                 wrong = _compared(kernel, case, needs, device)
         except torch.OutOfMemoryError:
             raise
@@ -240,6 +245,7 @@ def _expected(
     """
     seen, ratio = _seen(case, q.device), q.shape[1] // k.shape[1]
     outs, lses, totals, total_lses = [], [], [], []
+    gradients: list[Tensor | None] = [None] * 3
     with torch.enable_grad():
         wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
         keys, values = (x.repeat_interleave(ratio, dim=1) for x in wide[1:])
@@ -251,7 +257,8 @@ def _expected(
             elsewhere = sinks[:, None, None].expand(-1, scores.shape[1], 1)
             weights = torch.cat((scores, elsewhere), dim=-1).softmax(-1)[..., :-1]
             total = torch.einsum("hqk,khd->qhd", weights, values)
-            (total * grad_out[rows].double()).sum().backward(retain_graph=True)
+            parts = torch.autograd.grad(total, wide, grad_out[rows].double(), retain_graph=True)
+            gradients = [part if one is None else one + part for one, part in zip(gradients, parts, strict=True)]
             own = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
             lse = scores.logsumexp(-1)
             outs.append(own.detach())
@@ -260,6 +267,4 @@ def _expected(
             total_lses.append(torch.logaddexp(lse, sinks[:, None]).detach())
     saved_lse = torch.cat(total_lses, dim=1).to(torch.promote_types(q.dtype, torch.float32))
     saved = Saved(out=_amid_nan(torch.cat(totals).to(q.dtype)), lse=_amid_nan(saved_lse, dim=1))
-    gradients = [x.grad for x in wide]
-    assert all(x is not None for x in gradients), "autograd went through all operands"
     return (torch.cat(outs), torch.cat(lses, dim=1), *[x for x in gradients if x is not None]), saved
