@@ -10,7 +10,7 @@ from html import escape
 from lengthwise.core.sizes import written_tokens
 
 WIDTH, HEIGHT = 720, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 36
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 26, 28, 40
 _PLOT_WIDTH, _PLOT_HEIGHT = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 
 
@@ -66,9 +66,10 @@ def scatter_chart(points: Sequence[tuple[float, float, str]], *, title: str, x_t
     x_low, x_high = _powers([x for x, _, _ in points])
     y_low, y_high = _powers([y for _, y, _ in points])
     parts = []
-    for power in range(x_low, x_high + 1, max(1, (x_high - x_low) // 10)):
+    for place, power in enumerate(range(x_low, x_high + 1, max(1, (x_high - x_low) // 10))):
         x = _LEFT + _PLOT_WIDTH * (power - x_low) / (x_high - x_low)
-        parts.append(_text(f"{x:.1f}", HEIGHT - _BOTTOM + 14, written_tokens(2**power)))
+        label = written_tokens(2**power)
+        parts.append(_text(f"{x:.1f}", HEIGHT - _BOTTOM + 14, label, kind="odd " * (place % 2)))
     for power in range(y_low, y_high + 1):
         y = _TOP + _PLOT_HEIGHT * (1 - (power - y_low) / (y_high - y_low))
         parts += _y_tick(y, written_tokens(2**power))
@@ -100,7 +101,7 @@ def span_chart(rows: Sequence[tuple[str, Sequence[Span]]], *, title: str, most: 
 
 def _titles(x_title: str, y_title: str) -> list[str]:
     """Name both axes: below the plot, and above its left edge."""
-    return [_text(WIDTH / 2, HEIGHT - 4, x_title), f'<text class="small" x="4" y="{_TOP}">{escape(y_title)}</text>']
+    return [_text(WIDTH / 2, HEIGHT - 4, x_title), f'<text class="small" x="4" y="{_TOP - 14}">{escape(y_title)}</text>']
 
 
 def _y_tick(y: float, label: str) -> list[str]:
