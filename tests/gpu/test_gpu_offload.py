@@ -42,6 +42,7 @@ def store_on_cpu(monkeypatch):
         "synchronize": lambda _device: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _values, _stream: None)
     monkeypatch.setattr(PinnedStore, "_new_slab", lambda *_: torch.empty(pinned_module.SLAB_BYTES, dtype=torch.uint8))
     store = PinnedStore(torch.device("cuda", 0), where="test")
     store.device = torch.device("cpu")
