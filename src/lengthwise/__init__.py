@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lengthwise.run.api import train, verify
     from lengthwise.run.callbacks import Callback
     from lengthwise.run.metrics import TrainResult
+    from lengthwise.run.start import Run
     from lengthwise.run.verify import VerifyReport
     from lengthwise.session import Session, StepResult
     from lengthwise.simulator import simulate_plan as simulate
@@ -48,6 +49,7 @@ __all__ = [
     "PlanOptions",
     "PlanRequest",
     "Problems",
+    "Run",
     "RunConfig",
     "Score",
     "Session",
@@ -85,6 +87,7 @@ _HOMES = {
         "run.api": "train verify",
         "run.callbacks": "Callback",
         "run.metrics": "TrainResult",
+        "run.start": "Run",
         "run.verify": "VerifyReport",
     }.items()
     for name in names.split()
