@@ -101,7 +101,8 @@ def span_chart(rows: Sequence[tuple[str, Sequence[Span]]], *, title: str, most: 
 
 def _titles(x_title: str, y_title: str) -> list[str]:
     """Name both axes: below the plot, and above its left edge."""
-    return [_text(WIDTH / 2, HEIGHT - 4, x_title), f'<text class="small" x="4" y="{_TOP - 14}">{escape(y_title)}</text>']
+    above = f'<text class="small" x="4" y="{_TOP - 14}">{escape(y_title)}</text>'
+    return [_text(WIDTH / 2, HEIGHT - 4, x_title), above]
 
 
 def _y_tick(y: float, label: str) -> list[str]:
