@@ -14,6 +14,7 @@ import tyro
 from lengthwise.cli.options import named_alike
 from lengthwise.cli.step_lines import StepLines
 from lengthwise.core.errors import Collector
+from lengthwise.core.names import counted
 from lengthwise.core.sizes import MOST_RANKS, read_whole
 from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.progress import LiveLine, PhaseLine
@@ -172,7 +173,7 @@ def describe_job(job: Job) -> str:
         f"update  {_update(job)}\n"
         f"ranks   {processes} on {device}, planner {config.planner}{by_default('planner')}\n"
         f"memory  {_capacity(config)}{by_default('capacity_tokens')}, recompute {config.recompute}"
-        f"{by_default('recompute')}, {job.shard}\n"
+        f"{by_default('recompute')}, shard {job.shard}\n"
         f"output  {config.output}\n"
         f"time    {_time_line(job)}"
     )
@@ -192,7 +193,7 @@ def _update(job: Job) -> str:
     """Say how a step updates the parameters."""
     optimizer, warmup = job.config.optimizer, job.warmup_steps
     high = job.model.weights and job.config.lora is None and (optimizer.lr or 0.0) > _HIGH_RATE
-    said = f"{warmup} steps of warm-up" if warmup else "no warm-up"
+    said = f"{counted(warmup, 'step')} of warm-up" if warmup else "no warm-up"
     words = {"lr": "lr", "schedule": "schedule", "warmup_steps": "warm-up"}
     reasons = {job.chosen[key]: [each for each in words if each in job.chosen] for key in words if key in job.chosen}
     defaults = "".join(f" ({', '.join(words[key] for key in keys)}: {why})" for why, keys in reasons.items())
