@@ -528,6 +528,8 @@ def test_a_model_that_was_moved_is_named():
         ({"input_ids": []}, "at least one token"),
         ({"input_ids": [1.5]}, "whole numbers"),
         ({"input_ids": [1, -3]}, "numbers from 0"),
+        ({"input_ids": [1, 10**6]}, "input_ids: expected ids below the model's [0-9]+; got 1000000"),
+        ({"input_ids": [1, 2], "labels": [-100, 10**6]}, "labels: expected ids below the model's"),
         ({"input_ids": [[1, 2]]}, "whole numbers"),
         ({"input_ids": [1, 2], "labels": [1]}, "one value a token, 2"),
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "one run of tokens"),

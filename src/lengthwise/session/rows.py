@@ -30,18 +30,21 @@ _SHOWN = 10  # problems of one step
 
 
 class RowBatch(StepBatch):
-    """The global batch of a step that was given as rows.
+    """The global batch of a step that was given as rows, of ids below `num_words`, the model's vocabulary.
 
     columns: of the rows beside ids and labels, by name; one tensor (length, ...) a row.
     """
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[Row], num_words: int = 1 << 31) -> None:
         problems: list[LengthwiseError] = []
         builder, columns = DatasetBuilder(), list[dict[str, Tensor]]()
         builder.start_source("sequences", "sequence", None)
         for number, row in enumerate(rows):
             try:
                 ids, labels, others = _read(row, f"sequence {number}")
+                for name, each in ((_IDS, ids), (_LABELS, labels)):
+                    if each is not None and int(each.max()) >= num_words:
+                        raise _wrong(f"sequence {number}, {name}", f"ids below the model's {num_words}", f"{each.max()}")
             except DataError as error:
                 problems.append(error)
                 continue

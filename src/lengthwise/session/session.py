@@ -104,6 +104,7 @@ class Session:
         )
         where = settings.device
         computing = Computing(attention=attention, fused_layers="off")
+        self._num_words: int = self._inner.get_input_embeddings().num_embeddings
         inner = None if optimizer is None else check_optimizer(optimizer, self._inner)
         cost = cost_of(config, where, settings.dtype, measurements)
         self._closing, self.steps, self.grad_norm, self._has_said = ExitStack(), 0, None, False
@@ -237,7 +238,7 @@ class Session:
 
     def batches(self, batches: Iterable[Sequence[Row]]) -> Generator[PlannedStep, None, None]:
         """Yield a planned step for each list of sequences, planned while those before it run. Collective."""
-        steps = self._engine.steps(RowBatch(rows) for rows in batches)
+        steps = self._engine.steps(RowBatch(rows, self._num_words) for rows in batches)
         try:
             number = self.steps
             while (planned := steps.next(f"step {(number := number + 1)}")) is not None:
@@ -321,7 +322,7 @@ class Session:
     def _planned(self, sequences: Sequence[Row] | PlannedStep, name: str) -> PlannedStep:
         if isinstance(sequences, PlannedStep):
             return sequences
-        steps = self._engine.steps(iter([RowBatch(sequences)]))
+        steps = self._engine.steps(iter([RowBatch(sequences, self._num_words)]))
         try:
             planned = steps.next(name)
         finally:
