@@ -44,7 +44,9 @@ class RowBatch(StepBatch):
                 ids, labels, others = _read(row, f"sequence {number}")
                 for name, each in ((_IDS, ids), (_LABELS, labels)):
                     if each is not None and int(each.max()) >= num_words:
-                        raise _wrong(f"sequence {number}, {name}", f"ids below the model's {num_words}", f"{each.max()}")
+                        raise _wrong(
+                            f"sequence {number}, {name}", f"ids below the model's {num_words}", f"{each.max()}"
+                        )
             except DataError as error:
                 problems.append(error)
                 continue
