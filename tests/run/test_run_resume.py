@@ -346,7 +346,7 @@ def test_a_job_that_is_started_again_goes_on_where_there_is_a_checkpoint(tmp_pat
         lengthwise.train(path, resume="if_any", callbacks=[FailsAfter(5)])
     assert call("train", path, "--resume-if-any") == 0
     assert_equal_runs(tmp_path / "out", wanted)
-    assert "going on from" in " ".join(capsys.readouterr().out.split())
+    assert "resuming from" in " ".join(capsys.readouterr().out.split())
     (tmp_path / "out/checkpoints").rename(tmp_path / "elsewhere")
     assert call("train", path, "--resume-if-any") == 2
     assert "no run in the output folder" in " ".join(capsys.readouterr().err.split())

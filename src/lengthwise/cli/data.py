@@ -41,7 +41,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Say what data is: lengths, tokens with a loss, copies, rows that are bad or do not fit, one row with its mask."""
+    """Describe data: lengths, tokens with a loss, copies, bad or too long rows, and one row with its mask."""
 
     inputs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN.yaml|FILE...")]
     """A run file, for its data and tokenizer; or files and folders of data, prepared ones too."""
@@ -57,11 +57,11 @@ class Data:
     gpus: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Say what a step takes on so many GPUs, simulated, and what planning by length gains; needs --model."""
     model: Annotated[str | None, tyro.conf.arg(metavar="NAME|FOLDER", help_behavior_hint="")] = None
-    """The model of that: a named shape, llama-7b for example, or a Hugging Face folder."""
+    """The model of the simulated step: a named shape, llama-7b for example, or a Hugging Face folder."""
     hardware: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = "h100"
-    """The GPUs of that."""
+    """The GPUs of the simulated step."""
     batch_tokens: Annotated[str, tyro.conf.arg(metavar="TOKENS")] = "4M"
-    """Tokens of one step of that."""
+    """Tokens of the simulated step."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="PAGE.html", help_behavior_hint="")] = None
     """Write the same as a page."""
 

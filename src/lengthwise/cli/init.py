@@ -131,7 +131,7 @@ class Init:
             "  schedule: cosine",
             "  warmup_steps: 0.03  # of all steps",
             f"  weight_decay: {0.0 if chosen.adapters else 0.1}",
-            "checkpoint: {every_steps: 100, keep_last: 2}  # --resume goes on from the newest",
+            "checkpoint: {every_steps: 100, keep_last: 2}  # --resume continues from the newest",
             "# report_to: [tensorboard]  # or wandb, trackio, mlflow",
             "# eval: {data: [{path: held-out.jsonl}], every_steps: 100}",
         ]

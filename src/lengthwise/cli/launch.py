@@ -176,7 +176,7 @@ class Launch:
         run, goes_on = self.config.absolute(), config.checkpoint is not None
         name = re.sub(r"[^a-z0-9]+", "-", f"lengthwise-{run.stem.lower()}")[:40].strip("-")  # as Kubernetes takes it
         again = (
-            "The run has checkpoints: when it is started again it goes on from the newest."
+            "The run has checkpoints: when it is started again it continues from the newest."
             if goes_on
             else "The run has no `checkpoint`, so nothing starts it again; add one, then print this file anew."
         )

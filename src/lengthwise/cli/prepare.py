@@ -143,7 +143,7 @@ class Prepare:
                 )
         except KeyboardInterrupt:
             line.close()
-            raise KeyboardInterrupt("shards that are whole stay; the same command goes on") from None
+            raise KeyboardInterrupt("complete shards stay; run the same command to continue") from None
         line.write(("already prepared, the same: " if was_there else "prepared  ") + told(manifest, out))
         return 0
 

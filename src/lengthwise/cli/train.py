@@ -56,11 +56,11 @@ class Train(RunOptions):
     overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
     """Delete an earlier run in the output folder first."""
     resume: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Go on with the run in the output folder, from its newest checkpoint, on any number of ranks."""
+    """Resume the run in the output folder from its newest checkpoint, on any number of ranks."""
     resume_if_any: tyro.conf.FlagCreatePairsOff[bool] = False
-    """The same where there is a checkpoint, else start: for jobs that a cluster starts again."""
+    """Resume where there is a checkpoint, else start: for jobs that a cluster starts again."""
     accept_changes: tyro.conf.FlagCreatePairsOff[bool] = False
-    """With --resume: go on though settings or data are not those of the checkpoint; each difference is printed."""
+    """With --resume: resume although settings or data differ from the checkpoint's; prints every difference."""
     max_restarts: int = 0
     """How often to start the ranks again, from the newest checkpoint, where one died or hung. Not with torchrun."""
 

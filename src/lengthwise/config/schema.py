@@ -174,7 +174,7 @@ class RunConfig(Settings):
     )
     checkpoint: CheckpointConfig | None = Field(
         default=None,
-        description="{every_steps: 50}: save what `--resume` goes on from, also after the last step; default null (the "
+        description="{every_steps: 50}: save what `--resume` needs, also after the last step; default null (the "
         "model alone is saved, at the end)",
     )
     most_log_mb: int = Field(

@@ -97,7 +97,7 @@ def prepare_store(
             held.close()
     except OSError as error:
         got = f"{error.strerror or error} at {error.filename or out}"
-        remedy = "Make room or choose another folder; the same command goes on with what is prepared."
+        remedy = "Make room or choose another folder; the same command then continues with what is prepared."
         raise OutputError(str(out), expected="a folder to write into", got=got, remedy=remedy) from None
     return manifest, False
 

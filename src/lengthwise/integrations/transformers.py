@@ -365,7 +365,7 @@ class PlannedTrainerMixin(_Base):
         if lacking:
             remedy = "Take a checkpoint that save_only_model did not cut short, or load its model and start anew."
             got = f"no {' and no '.join(lacking)}"
-            raise ConfigError(f"{checkpoint}", expected="what a training goes on from", got=got, remedy=remedy)
+            raise ConfigError(f"{checkpoint}", expected="a checkpoint of this trainer", got=got, remedy=remedy)
         state: dict[str, Any] | None = None
         if self.args.process_index == 0:
             optimizer = torch.load(os.path.join(checkpoint, OPTIMIZER), map_location="cpu", weights_only=True)

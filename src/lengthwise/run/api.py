@@ -73,7 +73,7 @@ def train(
         def claim(config: RunConfig) -> Resume | None:
             check_trackers(config.report_to)
             if overwrite and resume:
-                got, remedy = "both", "Leave one out: the first deletes the run, the second goes on with it."
+                got, remedy = "both", "Leave one out: the first deletes the run, the second resumes it."
                 raise ConfigError("overwrite", expected="{overwrite} or {resume}", got=got, remedy=remedy)
             if accept_changes and not resume:
                 remedy = "Add {resume}, or leave it out."

@@ -160,7 +160,7 @@ def _restore(rank: RankRun) -> None:
     rank.done = resume.step
     for each in resume.passed_over:
         rank.say(f"passed over, and removed: {each}")
-    rank.say(f"going on from {resume.folder}, after step {rank.done}")
+    rank.say(f"resuming from {resume.folder}, after step {rank.done}")
 
 
 def _measure_capacities(rank: RankRun) -> None:

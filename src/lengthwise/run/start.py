@@ -168,7 +168,7 @@ def count_used_gpus(device: str) -> int:
         raise ConfigError("device", expected="a GPU, for device: cuda", got=got, remedy=remedy)
     if has_unused_gpu() and built_for_gpus():
         expected = "a GPU that torch can use, because this machine has one"
-        remedy = "Mend the driver or the build of torch; or set device: cpu, to train without it."
+        remedy = "Repair the driver or the build of torch, or set device: cpu to train without it."
         raise ConfigError("device", expected=expected, got=got, remedy=remedy)
     return 0
 

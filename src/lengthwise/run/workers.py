@@ -66,7 +66,7 @@ def worker_processes(number: int, *, timeout_seconds: float = _STUCK_SECONDS) ->
         yield run
     except BrokenProcessPool:
         expected, got = "all processes that prepare data to live", "one that was killed, perhaps for its memory"
-        remedy = "Take fewer with {workers}; what is prepared stays, and the same command goes on."
+        remedy = "Take fewer with {workers}; what is prepared stays, and the same command continues."
         raise RankError("prepare", expected=expected, got=got, remedy=remedy) from None
     finally:  # after Ctrl-C, too: a shard takes minutes where data are large
         kill_workers(pool)
@@ -92,7 +92,9 @@ class _Looks:
             self._seen[place] = doing
             if self._still[place] > self._timeout_seconds:
                 expected = f"progress of process {process} in {self._timeout_seconds:g} s, which is {tasks[task]}"
-                remedy = "Look whether it is stopped or its disk answers; the same command goes on with what is there."
+                remedy = (
+                    "Check whether it is stopped and its disk answers; the same command continues with what is there."
+                )
                 raise RankError("prepare", expected=expected, got="none", remedy=remedy)
 
 
