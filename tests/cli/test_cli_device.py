@@ -35,7 +35,7 @@ def _driver_too_old(monkeypatch, tmp_path):
     ("device", "expected", "remedy"),
     [
         ("cuda", "a GPU, for device: cuda", "a driver that is new enough"),
-        ("auto", "a GPU that torch can use, because this machine has one", "set device: cpu, to train without it"),
+        ("auto", "a GPU that torch can use, because this machine has one", "set device: cpu to train without it"),
     ],
 )
 def test_driver_that_torch_cannot_use_is_told_of_in_its_words(tmp_path, monkeypatch, capfd, device, expected, remedy):
