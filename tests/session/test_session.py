@@ -371,6 +371,24 @@ def test_a_loop_goes_on_from_its_state_at_any_number_of_ranks_and_in_plain(tmp_p
     assert differs([each.detach() for each in plain.parameters()]) < 1e-11
 
 
+def test_a_loss_may_run_the_model_once_more_without_gradients_beside_recomputation():
+    """As TRL's SFTTrainer does for its metrics, beside a loss of the user's."""
+
+    def twice(model, inputs):
+        with torch.no_grad():
+            model(**inputs)
+        return model(**inputs, num_items_in_batch=float(loss_tokens(rows))).loss
+
+    rows, found = rows_of([40, 9, 25], 3), []
+    for recompute in ("none", "layer", "all_but_attention"):
+        model = small_model()
+        with Session(model, SGD(model.parameters()), capacity_tokens=64, recompute=recompute) as session:
+            result = session.backward(rows, compute_loss=twice)
+            found.append((result.loss, result.grad_norm))
+    assert found[1] == pytest.approx(found[0], rel=1e-9)
+    assert found[2] == pytest.approx(found[0], rel=1e-9)
+
+
 def test_a_state_keeps_the_masters_of_weights_in_bf16():
     constant = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
 
@@ -511,6 +529,14 @@ def test_what_cannot_be_kept_is_refused_by_name():
     half = small_model(torch.float16)
     with pytest.raises(LengthwiseError, match="one dtype"):
         Session(half, SGD(half.parameters()), capacity_tokens=64)
+
+
+def test_wrong_settings_are_named_all_at_once():
+    model = small_model()
+    with pytest.raises(LengthwiseError) as caught:
+        Session(model, SGD(model.parameters()), recompute="full", heads="x", offload="host", shard="fsdp")
+    for said in ("recompute: expected auto or none or layer", "heads: expected auto, off", "offload: ", "shard: "):
+        assert said in str(caught.value)
 
 
 def test_a_model_that_was_moved_is_named():

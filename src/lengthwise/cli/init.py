@@ -38,7 +38,7 @@ class Init:
     gpus: Annotated[int, tyro.conf.arg(metavar="N")] = 1
     """How many, on all machines."""
     hardware: Annotated[str, tyro.conf.arg(metavar="NAME")] = "h100"
-    """What they are, as `simulate` names it: h100, a100, ..., cpu."""
+    """What they are: h100, h200, cpu, or a JSON file, as for `simulate`."""
     out: Annotated[Path, tyro.conf.arg(metavar="RUN.yaml")] = Path("run.yaml")
     """The file that is written."""
     force: tyro.conf.FlagCreatePairsOff[bool] = False

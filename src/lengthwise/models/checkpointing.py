@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -58,8 +59,15 @@ def _recomputing(
         return
     wrapped = wrapped_layers(model)
     runs: list[Recomputation] = []
+    without_graph = 0  # layers of a forward that keeps nothing, as a loss may make for its metrics
 
     def run(forward: Callable[..., Any], *arguments: Any) -> Any:
+        nonlocal without_graph
+        if not torch.is_grad_enabled():
+            before = planned.layers_run
+            output = forward(*arguments)
+            without_graph += planned.layers_run - before
+            return output
         layer = Recomputation(keeps_attention=policy.recompute == "all_but_attention", saver=policy.saver)
         runs.append(layer)
         again = nullcontext() if dropout is None else dropout.again()  # from where this layer begins
@@ -80,7 +88,7 @@ def _recomputing(
     finally:
         for module in wrapped:
             module.gradient_checkpointing = False
-    attended = sum(layer.num_attended for layer in runs)
+    attended = sum(layer.num_attended for layer in runs) + without_graph
     if attended != planned.layers_run:
         where = f"model {type(model).__name__}"
         expected = f"all {planned.layers_run} attention layers to run through Hugging Face's gradient checkpointing"

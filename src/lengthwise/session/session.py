@@ -95,6 +95,7 @@ class Session:
             self._inner,
             capacity_tokens=capacity_tokens,
             recompute=recompute,
+            heads=heads,
             offload=offload,
             precision=precision,
             shard=shard,

@@ -18,6 +18,7 @@ from lengthwise.comm import Transport
 from lengthwise.config import OffloadConfig
 from lengthwise.config.problems import find_problems
 from lengthwise.core.errors import Collector, ConfigError
+from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import (
     Cost,
     StepMemory,
@@ -68,6 +69,7 @@ def check_settings(
     *,
     capacity_tokens: int | str,
     recompute: str,
+    heads: int | str,
     offload: Mapping[str, Any] | None,
     precision: str | None,
     shard: str,
@@ -89,6 +91,16 @@ def check_settings(
     if precision not in (None, "bf16"):
         remedy = "Convert the model for others; fp16 needs a loss scale."
         problems.add(ConfigError("precision", expected="None or bf16", got=f"{precision!r}", remedy=remedy))
+    if recompute not in ("auto", *RECOMPUTE_KINDS):
+        expected = " or ".join(("auto", *RECOMPUTE_KINDS))
+        problems.add(ConfigError("recompute", expected=expected, got=f"{recompute!r}", remedy="Take one of them."))
+    if heads not in ("auto", "off") and (isinstance(heads, str | bool) or heads < 1):
+        remedy = "Take one of them."
+        problems.add(ConfigError("heads", expected="auto, off, or ranks of a group", got=f"{heads!r}", remedy=remedy))
+    if offload is not None and not isinstance(offload, Mapping):
+        remedy = 'Write for example {"store": "host"}.'
+        problems.add(ConfigError("offload", expected="a mapping, as in a run file", got=f"{offload!r}", remedy=remedy))
+        offload = None
     if shard not in SHARDS:
         remedy = "Take one of them."
         problems.add(ConfigError("shard", expected=" or ".join(SHARDS), got=f"{shard!r}", remedy=remedy))
@@ -100,7 +112,8 @@ def check_settings(
         remedy = "Give device, for example cuda:0."
         problems.add(ConfigError("device", expected="where steps run", got="a model without storage", remedy=remedy))
     kind = recompute if recompute != "auto" or is_measured else "none"
-    dtype = problems.attempt(partial(check_session_model, model, "none" if kind == "auto" else kind, trains=trains))
+    wrapped = kind if kind in RECOMPUTE_KINDS else "none"
+    dtype = problems.attempt(partial(check_session_model, model, wrapped, trains=trains))
     section = problems.attempt(partial(_offload_of, model, offload, where))
     problems.raise_all()
     assert dtype is not None, "a model without one was refused"
