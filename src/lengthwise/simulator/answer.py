@@ -29,7 +29,7 @@ from lengthwise.simulator.step import simulate_plan
 
 PADDED, PACKED, ONE_RING, OURS = "FSDP2, padded", "FSDP2, packed", "FSDP2, one ring size", "Lengthwise"
 RIVALS = (PADDED, PACKED, ONE_RING)
-_RIVAL_KINDS = ("none", "layer")
+_RIVAL_KINDS = RECOMPUTE_KINDS  # torchtitan's selective checkpointing keeps attention, others have all or nothing
 _SHARES = (1.0, 0.5, 0.25)  # of the tokens that fit, that a device may hold in a microbatch
 _MORE_MICROBATCHES = (0, 1, 2, 4, 8)  # of packs, than the fewest that hold a batch
 _FILLED = 0.98  # of a pack, as packing whole sequences leaves it
