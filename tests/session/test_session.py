@@ -539,6 +539,36 @@ def test_wrong_settings_are_named_all_at_once():
         assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(("shard", "ranks"), [("zero1", 1), ("zero1", 2), ("zero3", 2)])
+def test_a_loss_that_is_a_mean_and_gradients_of_one_rank_are_refused_on_all(tmp_path, shard, ranks):
+    def mean(output, tokens):
+        return F.cross_entropy(output.logits[0], tokens.shift_labels, ignore_index=-100)
+
+    def total(output, tokens):
+        return F.cross_entropy(output.logits[0], tokens.shift_labels, ignore_index=-100, reduction="sum")
+
+    def work(_rank):
+        model = small_model()
+        with (
+            Session(model, SGD(model.parameters()), capacity_tokens=128, shard=shard) as session,
+            pytest.raises(LengthwiseError, match="the sum over a microbatch's tokens"),
+        ):
+            session.backward(steps_of()[0], loss=mean)
+        model, norms = small_model(), []
+        with Session(model, SGD(model.parameters()), capacity_tokens=128, shard=shard) as session:
+            for clears in (model.zero_grad, session.optimizer.zero_grad, lambda: None):
+                norms.append(session.backward(steps_of()[0], loss=total).grad_norm)
+                with pytest.raises(LengthwiseError, match=r"Use session\.clip_grad_norm_"):
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                clears()
+            norms.append(session.backward(steps_of()[0], loss=total).grad_norm)
+        assert all(each.grad is None or each.grad.isfinite().all() for each in model.parameters()), "as a plain model"
+        return norms
+
+    for norms in in_ranks(in_double(work), ranks, tmp_path):
+        assert norms[1:] == pytest.approx([norms[0], norms[0], 2 * norms[0]])
+
+
 def test_a_model_that_was_moved_is_named():
     model = small_model()
     with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:

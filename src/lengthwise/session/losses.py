@@ -6,6 +6,7 @@ there, so that it is exact under any cut. What is not (a mean, a collective, a s
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from lengthwise.program import Segment
 from lengthwise.session.model import refuse_balance
 from lengthwise.session.rows import RowBatch
 
+_UNEQUAL = 2e-2  # relative: half of a mean is far more, rounding in bf16 less
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
@@ -39,6 +42,16 @@ class Tokens:
     sequences: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def part(self, part: slice) -> Tokens:
+        """Return some of the tokens."""
+        return Tokens(
+            input_ids=self.input_ids[part],
+            position_ids=self.position_ids[part],
+            shift_labels=self.shift_labels[part],
+            sequences=self.sequences[part],
+            columns={name: values[part] for name, values in self.columns.items()},
+        )
+
 
 TokenLoss: TypeAlias = Callable[[Any, Tokens], Tensor]
 """Takes the model's outputs, `logits` (1, tokens, vocabulary) among them, and `Tokens`; returns a sum over them."""
@@ -48,13 +61,71 @@ TokenValues: TypeAlias = Callable[[Any, Tokens], Tensor]
 """Takes outputs and tokens as `TokenLoss` does; returns one value a token, (tokens,), or several, (tokens, k)."""
 
 
+@dataclass(slots=True)
+class SumCheck:
+    """Whether a `TokenLoss` is a sum over tokens: of the first microbatch here that has two, whole and in halves."""
+
+    whole: float | None = None
+    halves: tuple[float, ...] = ()
+
+    def compare(self, loss: TokenLoss, output: Any, tokens: Tokens, whole: Tensor) -> None:
+        """Call the loss on both halves of the tokens; one that cannot take them is not checked."""
+        num_tokens = len(tokens.input_ids)
+        if self.whole is not None or num_tokens < 2:
+            return
+        parts = (slice(0, num_tokens // 2), slice(num_tokens // 2, num_tokens))
+        try:
+            with torch.no_grad():
+                halves = [float(loss(_part_of(output, num_tokens, part), tokens.part(part))) for part in parts]
+        except Exception:  # noqa: BLE001 - it is the user's, and may ask for what halves do not have
+            return
+        self.whole, self.halves = float(whole.detach()), tuple(halves)
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the halves do not add up."""
+        if self.whole is None or not math.isfinite(self.whole):
+            return False
+        return not abs(self.whole - sum(self.halves)) <= _UNEQUAL * (abs(self.whole) + sum(map(abs, self.halves)))
+
+    def refuse(self, *, found: bool) -> None:
+        """Raise where any rank found the halves not to add up; the others know no numbers.
+
+        Raises:
+            ConfigError: some rank did.
+        """
+        if found:
+            got = f"{self.whole:g} of all, {sum(self.halves):g} of both halves" if self.is_wrong else "none, by another"
+            remedy = 'Return a sum, reduction="sum" for example; the session divides it once.'
+            raise ConfigError("loss", expected="the sum over a microbatch's tokens", got=got, remedy=remedy)
+
+
+def _part_of(output: Any, num_tokens: int, part: slice) -> Any:
+    """Return a model's outputs for some of their tokens: of every tensor (1, tokens, ...) or (tokens, ...)."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(cut, value))
+        if not isinstance(value, Tensor):
+            return value
+        if tuple(value.shape[:2]) == (1, num_tokens):
+            return value[:, part]
+        return value[part] if value.dim() and len(value) == num_tokens else value
+
+    cut_output = copy.copy(output)
+    for name, value in output.items():
+        cut_output[name] = cut(value)
+    return cut_output
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfOutputs:
-    """An `Objective` that a `TokenLoss` computes of the model's outputs."""
+    """An `Objective` that a `TokenLoss` computes of the model's outputs. check: of the loss, where it is due."""
 
     batch: RowBatch
     loss: TokenLoss
     divisor: float
+    check: SumCheck | None = None
     rows_beyond: int = 0
 
     def __call__(
@@ -70,7 +141,11 @@ class OfOutputs:
         output = planned_output(model, planned, input_ids, position_ids)
         if hear_router is not None:
             hear_router([logits.flatten(0, -2) for logits in output.router_logits])
-        return self.loss(output, tokens_of(self.batch, segments, input_ids, position_ids, shift_labels))
+        tokens = tokens_of(self.batch, segments, input_ids, position_ids, shift_labels)
+        found = self.loss(output, tokens)
+        if self.check is not None:
+            self.check.compare(self.loss, output, tokens, found)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +233,7 @@ def objective_of(
     loss: TokenLoss | None,
     compute_loss: ComputeLoss | None,
     normalizer: float | None,
+    check: SumCheck | None = None,
 ) -> Objective:
     """Return what a step minimizes: one of the losses, or the next token's. `inner`: the model in peft's wrap.
 
@@ -176,7 +252,7 @@ def objective_of(
         refuse_balance(inner, "compute_loss")
         return OfModel(batch=batch, compute_loss=compute_loss, model=model, normalizer=divisor)
     if loss is not None:
-        return OfOutputs(batch=batch, loss=loss, divisor=divisor)
+        return OfOutputs(batch=batch, loss=loss, divisor=divisor, check=check)
     return NextToken(batch=batch, divisor=divisor)
 
 

@@ -38,10 +38,6 @@ def take_over(
     parameters: Parameters
     if shard == "zero3":
         parameters = ShardedParameters(inner, transport, trains=updates is not None, **options)
-        if updates is not None:  # between steps the model's own parameters have no gradients that could be cleared
-            for each in {id(each): each for each in (model, inner)}.values():
-                each.zero_grad = updates.zero_grad
-                closing.callback(each.__dict__.pop, "zero_grad", None)
     elif updates is None:
         share_values(inner, transport, inner.parameters(), dtype=None, device=device)
         return None, None
@@ -51,4 +47,8 @@ def take_over(
         closing.callback(hook.remove)
     if updates is not None:
         updates.point_at(parameters, transport.rank)
+        closing.callback(updates.give_gradients_back)
+        for each in {id(each): each for each in (model, inner)}.values():  # whose own gradients are out of reach
+            each.zero_grad = updates.zero_grad
+            closing.callback(each.__dict__.pop, "zero_grad", None)
     return parameters, updates

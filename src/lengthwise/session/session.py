@@ -28,7 +28,14 @@ from lengthwise.engine.step import RankResult
 from lengthwise.models import Computing, compute_so, has_balance_loss, has_dropout
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.session.engine import Engine
-from lengthwise.session.losses import ComputeLoss, TokenLoss, TokenValues, log_probabilities, objective_of
+from lengthwise.session.losses import (
+    ComputeLoss,
+    SumCheck,
+    TokenLoss,
+    TokenValues,
+    log_probabilities,
+    objective_of,
+)
 from lengthwise.session.model import hugging_face_model
 from lengthwise.session.numbers import StepNumbers
 from lengthwise.session.parameters import take_over
@@ -109,6 +116,7 @@ class Session:
         inner = None if optimizer is None else check_optimizer(optimizer, self._inner)
         cost = cost_of(config, where, settings.dtype, measurements)
         self._closing, self.steps, self.grad_norm, self._has_said = ExitStack(), 0, None, False
+        self._loss_is_checked = False
         transport = self._transport = join(session_world(where), timeout_seconds=timeout_seconds)
         self._closing.callback(transport.close)
         self.rank, self.world_size = transport.rank, transport.world_size
@@ -342,10 +350,20 @@ class Session:
     ) -> StepResult:
         start, name = time.perf_counter(), f"step {self.steps}" if train else f"evaluation after step {self.steps}"
         planned = self._planned(sequences, name)
+        check = SumCheck() if loss is not None and not self._loss_is_checked else None
         objective = objective_of(
-            self.model, self._inner, rows_of(planned), loss=loss, compute_loss=compute_loss, normalizer=normalizer
+            self.model,
+            self._inner,
+            rows_of(planned),
+            loss=loss,
+            compute_loss=compute_loss,
+            normalizer=normalizer,
+            check=check,
         )
         work = self._engine.run(planned, name, step=self.steps, train=train, objective=objective)
+        if check is not None:
+            self._transport.phase, self._loss_is_checked = f"{name}, check of the loss", True
+            check.refuse(found=any(self._engine.each_rank(check.is_wrong)))
         return self._result(planned, [work], name, start, divisor=objective.divisor, train=train)
 
     def _result(
@@ -373,7 +391,9 @@ class Session:
         self._refuse_not_finite(name, "loss", total)
         if train:
             self._transport.phase = f"{name}, sum of the gradients"
-            self.grad_norm = gradient_norm(self._trained("backward").parameters.reduce_gradients(), self._transport)
+            trained = self._trained("backward")
+            self.grad_norm = gradient_norm(trained.parameters.reduce_gradients(), self._transport)
+            trained.withhold_gradients()
             self._refuse_not_finite(name, "norm of the gradient", self.grad_norm)
         batch = planned.batch
         result = StepResult(

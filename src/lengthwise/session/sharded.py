@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.engine.flat_layout import Run
 from lengthwise.engine.parameters import Parameters
+from lengthwise.session.withheld import WithheldGradients
 
 BY_ENTRY: Mapping[str, tuple[str, ...]] = {  # classes by the package that has them
     "torch": (
@@ -76,7 +77,7 @@ class ShardedInPlace:
     numbers: list[int]
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self._model, self._withheld = optimizer, model, WithheldGradients()
         group_of = {id(each): number for number, group in enumerate(optimizer.param_groups) for each in group["params"]}
         members = [each for group in optimizer.param_groups for each in group["params"]]
         counted = {id(each): number for number, each in enumerate(members)}
@@ -112,9 +113,18 @@ class ShardedInPlace:
 
     def attach(self) -> None:
         """Give each slice its gradient, and each parameter of the model that is there as a whole."""
+        self.give_gradients_back()
         self.parameters.attach_gradients()
         for run, piece in self._slices:
             piece.grad = self.parameters.grad_shard[run.start : run.stop]
+
+    def give_gradients_back(self) -> None:
+        """Put the model's own gradients back in their place."""
+        self._withheld.give_back()
+
+    def withhold_gradients(self) -> None:
+        """Let the model's own gradients raise until the next backward: they are this rank's part of the sums."""
+        self._withheld.withhold([each for each in self._model.parameters() if each.requires_grad])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients of this rank: those of the slices, and those from which the slices are summed."""
