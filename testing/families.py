@@ -19,7 +19,8 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.sharded import ShardedParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import DTYPES, ModelSource, build_model, keep_double, plain_attention, wrapped_layers
-from lengthwise.run.verify import Reference, gradient_differences, plain_gradients, relative_difference
+from lengthwise.run.reference import Reference, plain_gradients
+from lengthwise.run.verify import gradient_differences, relative_difference
 from testing.sequences import make_batch
 from testing.strict import StrictWorld
 from testing.tiny import VOCAB

@@ -144,6 +144,7 @@ def test_config_empty_rows_are_skipped_only_in_the_standard_library(folder):
         ),
         ("optimizer=adamw", "optimizer", "a mapping of keys"),
         ("precision=fp23", "precision", "Did you mean `fp32`?"),
+        ("precision=fp16", "precision", "Did you mean `bf16`?"),
         ("planner=fastest", "planner", "'power-of-two' or 'packed-dp'"),
         ("model=", "model", "got null"),
         ("model=''", "model", "text that is not empty"),

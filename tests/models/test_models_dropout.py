@@ -21,7 +21,8 @@ from lengthwise.engine.replicated import FlatParameters
 from lengthwise.engine.step import run_plan
 from lengthwise.models import DropoutKey, KeyedDropout, check_model_config, keep_double, token_keys
 from lengthwise.models.dropout import DROPOUT_FAMILIES, DROPOUT_KEYS, drop
-from lengthwise.run.verify import gradient_differences, plain_gradients, relative_difference
+from lengthwise.run.reference import plain_gradients
+from lengthwise.run.verify import gradient_differences, relative_difference
 from models.test_models_checkpointing import recomputing
 from models.test_models_families import LENGTHS, NOT_RECOMPUTED, SPLIT, planned
 from tiers import some

@@ -40,7 +40,7 @@ from lengthwise.models import (
 )
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.program import last_on_all_ranks, lower_plan
-from lengthwise.run import verify
+from lengthwise.run import reference, verify
 from run.small_runs import VOCAB, call, make_rows, read_lines, relative, row_losses, steps_of, train, write_run
 from tiers import more, some
 
@@ -137,7 +137,7 @@ def test_balance_loss_and_gradients_equal_plain_hugging_face(family):
 @pytest.mark.parametrize("family", ["qwen3_moe", "jetmoe"])  # jetmoe lists the logits of a router twice
 def test_reference_of_verify_equals_one_graph_of_all_documents(family):
     batch = make_batch(LENGTHS, vocab=48, seed=1, masked=0.2)
-    found = verify.plain_gradients(copy.deepcopy(pair(family)["plain"]), batch.dataset, batch.ids, torch.float64)
+    found = reference.plain_gradients(copy.deepcopy(pair(family)["plain"]), batch.dataset, batch.ids, torch.float64)
     check_parity((found.loss, found.router_loss, found.gradients), one_process(family, batch))
 
 

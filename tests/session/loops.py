@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from lengthwise.models import keep_double
 from lengthwise.run.launch import launch
 from lengthwise.session import Session
 from lengthwise.session.model import hugging_face_model
@@ -142,3 +143,13 @@ def in_ranks(work, ranks, folder):
     launch(rank_work, ranks)
     meeting.unlink(missing_ok=True)
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(ranks)]
+
+
+def in_double(work):
+    """Return the work of a rank, with the casts of Hugging Face models kept in fp64."""
+
+    def rank_work(rank):
+        with keep_double(torch.float64):
+            return work(rank)
+
+    return rank_work

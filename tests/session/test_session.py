@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from loops import (
     VOCAB,
     both_loops,
+    in_double,
     in_ranks,
     loss_tokens,
     plain_loop,
@@ -34,14 +35,6 @@ from tiers import more
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 SGD = partial(torch.optim.SGD, lr=0.1)
-
-
-def in_double(work):
-    def rank_work(rank):
-        with keep_double(torch.float64):
-            return work(rank)
-
-    return rank_work
 
 
 @pytest.mark.parametrize("ranks", [more(1), more(2), 3, more(5)])

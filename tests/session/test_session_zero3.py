@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from loops import (
     VOCAB,
     both_loops,
+    in_double,
     in_ranks,
     loss_tokens,
     plain_loop,
@@ -24,7 +25,6 @@ from transformers import AutoModelForCausalLM
 
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError, ModelRefused
-from lengthwise.models import keep_double
 from lengthwise.session import settings as session_settings
 from tiers import more
 
@@ -32,14 +32,6 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STEPS = [[97, 60, 5], [1, 40, 81]]
 CONSTANT = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
-
-
-def in_double(work):
-    def rank_work(rank):
-        with keep_double(torch.float64):
-            return work(rank)
-
-    return rank_work
 
 
 def family_model(family, dtype=torch.float64, **changes):

@@ -9,14 +9,17 @@ from lengthwise.core.errors import ConfigError
 
 BYTES_TOKENIZER = "bytes"  # one token a byte
 PLANNER_GROUP = "lengthwise.planners"  # of entry points, in which packages name planners of theirs
+_OTHER_WORDS = {"fp16": "bf16", "float16": "bf16", "bfloat16": "bf16", "float32": "fp32", "fsdp": "zero3"}
 _CLOSE = 0.5  # of difflib's similarity, 0 to 1; `trian` and `train` have 0.8
 _SHORT = 4  # letters, of which another first one makes another name: `a100` is no `h100`
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str | None:
     """Return the question for the known name that is nearest to `name`; None where none is near."""
-    typed = str(name)
-    close = difflib.get_close_matches(typed, sorted(known), n=1, cutoff=_CLOSE)
+    typed, known = str(name), sorted(known)
+    if _OTHER_WORDS.get(typed) in known:
+        return f"Did you mean `{_OTHER_WORDS[typed]}`?"
+    close = difflib.get_close_matches(typed, known, n=1, cutoff=_CLOSE)
     if not close or (len(typed) <= _SHORT and close[0][0] != typed[0]):
         return None
     return f"Did you mean `{close[0]}`?"

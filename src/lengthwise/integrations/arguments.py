@@ -57,7 +57,7 @@ OFF: tuple[Any, ...] = (None, False, "", [], {})
 
 REFUSED: Mapping[str, Refusal] = {
     "deepspeed": (OFF, "it would own the optimizer and the gradients"),
-    "fsdp": (OFF, "it would shard the parameters itself"),
+    "fsdp": (OFF, "it would shard the parameters itself; here shard='zero3' of the trainer does, or by default auto"),
     "parallelism_config": (OFF, "it is a fixed mesh; a plan shards each sequence over ranks of its own"),
     "fp16": (OFF, "its loss scale would skip steps; use bf16"),
     "fp16_full_eval": (OFF, "it would convert the model"),
