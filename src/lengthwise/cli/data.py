@@ -206,7 +206,7 @@ def _bad_lines(bad: list[DataError]) -> Iterator[str]:
     for each in bad[:_SHOWN_BAD]:
         yield f"bad     {each}"
     if len(bad) > _SHOWN_BAD:
-        yield f"bad     and {len(bad) - _SHOWN_BAD} more; bad_rows: skip leaves them out, and without it a run stops"
+        yield f"bad     and {len(bad) - _SHOWN_BAD} more; with bad_rows: skip a run leaves them out; otherwise it stops"
 
 
 def _loss_lines(facts: Survey) -> Iterator[str]:

@@ -178,7 +178,7 @@ class Launch:
         again = (
             "The run saves checkpoints: after a restart it resumes from the newest."
             if goes_on
-            else "The run has no `checkpoint`, so nothing starts it again; add one, then print this file anew."
+            else "The run has no `checkpoint`, so nothing restarts it; add one, then print this file again."
         )
         return {
             "what": f"# Trains {run} on {self.nodes} x {self.gpus_per_node} GPUs. Printed by lengthwise launch.\n"

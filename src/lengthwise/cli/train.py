@@ -242,10 +242,10 @@ def summary(result: TrainResult, *, lora: bool) -> str:
         name = signal.Signals(result.stopped_by).name
         lines.append(f"\nstopped by {name} after step {result.steps}; the model is saved")
     if result.skipped:
-        them = f"what was not finite: {result.folder / 'not_finite.jsonl'}"
-        lines.append(f"{result.skipped} steps made no update, or it was taken back; {them}")
+        them = f"the values that were not finite: {result.folder / 'not_finite.jsonl'}"
+        lines.append(f"{result.skipped} steps made no update, or their update was undone; {them}")
     if result.num_tokens == 0 and not result.skipped:
-        lines.append(f"all {result.steps} steps of this run were done before; the model is saved")
+        lines.append(f"an earlier process finished all {result.steps} steps of this run; the model is saved")
     rate = count(result.num_tokens / result.seconds)
     opened = "peft's PeftModel.from_pretrained on the base model" if lora else "from_pretrained"
     return "\n".join(
