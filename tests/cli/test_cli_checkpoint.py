@@ -117,8 +117,8 @@ def test_an_export_does_not_believe_another_runs_settings(own, tmp_path, capsys)
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (("export", "{out}"), "--to: expected a folder for export"),
-    (("verify", "{out}", "--to", "x"), "--to: expected a folder for export, and for it alone"),
+    (("export", "{out}"), "--to: expected a folder with export"),
+    (("verify", "{out}", "--to", "x"), "--to: expected a folder with export only"),
     (("list", "{out}", "--step", 2), "--step: expected none for list"),
     (("verify", "{out}", "--step", 0), "--step"),
     (("verify", "{out}", "--step", 3), "after step 3; got those after 2, 4, 6"),

@@ -23,7 +23,7 @@ def test_simulate_refuses_devices_that_no_mesh_has_room_on(tmp_path, capsys) -> 
     )
     status, said, _ = simulate(capsys, "--model", "llama-70b", "--gpus", 2, *rest[:-2])
     assert status == 0
-    assert "nothing here holds these sequences" in said
+    assert "no method here can hold these sequences" in said
     assert said.count("does not fit: no room beside") == 4
     status, _, error = simulate(capsys, "--model", "llama-70b", "--gpus", 2, *rest, "--details")
     assert status == 2

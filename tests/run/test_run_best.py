@@ -135,7 +135,7 @@ def test_other_evaluation_data_are_no_match(tmp_path):
     notes = []
     BestModel(tmp_path, "a", notes.append).offer(1, 2.0, write_into("first"))
     other = BestModel(tmp_path, "b", notes.append)
-    assert "of other evaluation data" in notes[-1]
+    assert "was evaluated on other data" in notes[-1]
     other.offer(2, 3.0, write_into("second"))
     assert (tmp_path / "model-best/model.txt").read_text() == "second"
 

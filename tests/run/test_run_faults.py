@@ -133,7 +133,7 @@ def test_a_rank_that_hangs_is_named_with_its_phase_in_time(tmp_path, monkeypatch
     monkeypatch.setenv(VARIABLE, fault_of(point, 1, "stop"))
     with pytest.raises(lengthwise.LengthwiseError) as caught:
         lengthwise.train(path, ranks=2, timeout_seconds=2)
-    assert f"not a word from rank 1, last seen in {phase}." in str(caught.value)
+    assert f"no report from rank 1, last seen in {phase}." in str(caught.value)
     assert f"Where each rank stood: {tmp_path / 'out/hang'}" in str(caught.value)
     waiting, hanging = ((tmp_path / f"out/hang/rank-0000{rank}.txt").read_text() for rank in (0, 1))
     assert re.match("rank 0, last seen in (checkpoint of )?step 4", waiting)

@@ -86,4 +86,4 @@ def test_heads_of_another_kind_are_told(tmp_path, capfd, heads):
 
 def test_heads_of_more_ranks_than_there_are_split_nothing_and_say_so(tmp_path, capfd):
     train(write_run(tmp_path, make_rows(LENGTHS), heads=4, steps=1), "--ranks", 2)
-    assert "heads: 4 splits nothing on 2 ranks" in capfd.readouterr().out
+    assert "heads: 4 has no effect on 2 ranks" in capfd.readouterr().out

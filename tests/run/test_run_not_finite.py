@@ -132,7 +132,7 @@ def test_a_run_that_left_steps_out_goes_on_to_the_same_bits(tmp_path, monkeypatc
     more("stop", "loss", [3], "step 3: expected a finite loss; got nan over sequences"),
     ("stop", "parameter", [3], "step 3: expected a finite parameter; got nan over sequences"),
     more("skip", "parameter", [3], "step 3: expected a finite parameter; got nan over sequences"),
-    more("roll_back", "loss", [1], "There is no checkpoint yet to go back to"),
+    more("roll_back", "loss", [1], "There is no checkpoint yet to return to"),
     ("roll_back", "loss", [5, 6, 7, 8], "did not help 3 times"),
     ("skip", "gradient", [2, 3, 4, 5, 6], "The 4 steps before it made no update either"),
 ])  # fmt: skip

@@ -265,7 +265,7 @@ def test_a_broken_newest_is_passed_over_and_told(tmp_path, capsys):
     file.write_bytes(file.read_bytes()[:-1])
     assert call("train", path, "--resume") == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "passed over, and removed: error[output]" in told
+    assert "skipped and removed: error[output]" in told
     assert "step-000002, after step 2" in told
     assert_equal_runs(tmp_path / "out", wanted)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Checkpoint:
     """List the checkpoints of a run, verify every byte of them, or export one as a Hugging Face folder.
 
-    `verify` exits with 1 where a checkpoint is not what was written.
+    `verify` exits with 1 if a checkpoint differs from what was written.
     """
 
     action: Annotated[tyro.conf.Positional[Literal["list", "verify", "export"]], tyro.conf.arg(metavar="ACTION")]
@@ -31,9 +31,9 @@ class Checkpoint:
     output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUTPUT")]
     """The run's output folder."""
     step: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """The checkpoint after this step; default: verify all, export the newest."""
+    """The checkpoint saved after this step; default: verify all, export the newest."""
     to: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
-    """Where export writes the model: a new folder."""
+    """A new folder to which export writes the model."""
 
     def run(self) -> int:
         """Run the command; return the exit status."""
@@ -41,7 +41,7 @@ class Checkpoint:
             read_whole("--step", self.step)
         if (self.to is not None) != (self.action == "export"):
             got, remedy = ("none", "Name a new folder.") if self.to is None else (str(self.to), "Leave it out.")
-            raise ConfigError("--to", expected="a folder for export, and for it alone", got=got, remedy=remedy)
+            raise ConfigError("--to", expected="a folder with export only", got=got, remedy=remedy)
         if self.action == "list" and self.step is not None:
             remedy = "Leave it out, or verify."
             raise ConfigError("--step", expected="none for list", got=str(self.step), remedy=remedy)

@@ -44,26 +44,26 @@ class Data:
     """Describe data: lengths, tokens with a loss, copies, bad or too long rows, and one row with its mask."""
 
     inputs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN.yaml|FILE...")]
-    """A run file, for its data and tokenizer; or files and folders of data, prepared ones too."""
+    """A run file, to use its data and tokenizer; or files and folders of data, raw or prepared."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="NAME|FOLDER", help_behavior_hint="")] = None
-    """Counts the tokens of texts: bytes (the default: four to five times too many for English), or a Hugging Face
-    folder or name."""
+    """The tokenizer that counts tokens: bytes (the default; counts four to five times too many for English), or a
+    Hugging Face folder or name."""
     context: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
-    """Name rows of more tokens than this, 128K for example."""
+    """List rows with more tokens than this, for example 128K."""
     capacity: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
-    """Name rows of more tokens than all --gpus hold together at so many each."""
+    """Tokens that one GPU holds; lists rows with more tokens than all --gpus hold together."""
     row: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """The row to show, from 1 over all sources; default: the first with tokens that have no loss."""
+    """The row to show, counted from 1 over all sources; default: the first row in which some tokens have no loss."""
     gpus: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """Say what a step takes on so many GPUs, simulated, and what planning by length gains; needs --model."""
+    """Simulate a step on this many GPUs and show the gain from planning by length; needs --model."""
     model: Annotated[str | None, tyro.conf.arg(metavar="NAME|FOLDER", help_behavior_hint="")] = None
-    """The model of the simulated step: a named shape, llama-7b for example, or a Hugging Face folder."""
+    """The model of the simulated step: a named shape, for example llama-7b, or a Hugging Face folder."""
     hardware: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = "h100"
     """The GPUs of the simulated step."""
     batch_tokens: Annotated[str, tyro.conf.arg(metavar="TOKENS")] = "4M"
     """Tokens of the simulated step."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="PAGE.html", help_behavior_hint="")] = None
-    """Write the same as a page."""
+    """Also write this description as an HTML page."""
 
     def run(self) -> int:
         """Run the command; return the exit status."""
@@ -206,7 +206,7 @@ def _bad_lines(bad: list[DataError]) -> Iterator[str]:
     for each in bad[:_SHOWN_BAD]:
         yield f"bad     {each}"
     if len(bad) > _SHOWN_BAD:
-        yield f"bad     and {len(bad) - _SHOWN_BAD} more; bad_rows: skip leaves them out, and without it a run stops"
+        yield f"bad     and {len(bad) - _SHOWN_BAD} more; with bad_rows: skip a run leaves them out; otherwise it stops"
 
 
 def _loss_lines(facts: Survey) -> Iterator[str]:

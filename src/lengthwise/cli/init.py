@@ -29,20 +29,21 @@ _LEAST_STEPS = 50  # of an epoch, where the data are few
 
 @dataclass(frozen=True, kw_only=True)
 class Init:
-    """Write a first run file: what fits, and the reasons, from the memory model and the lengths of your data."""
+    """Write a first run file with settings that fit, and the reasons, from the memory model and the lengths of your
+    data."""
 
     model: Annotated[str, tyro.conf.arg(metavar="NAME|FOLDER")]
     """A Hugging Face folder, or a hub name whose sizes are known here: Qwen/Qwen3-8B, meta-llama/Llama-3.1-8B, ..."""
     data: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE|FOLDER ...", help_behavior_hint="")]
     """Your rows: messages, text, prompt and completion, or input_ids."""
     gpus: Annotated[int, tyro.conf.arg(metavar="N")] = 1
-    """How many, on all machines."""
+    """The number of GPUs on all machines together."""
     hardware: Annotated[str, tyro.conf.arg(metavar="NAME")] = "h100"
-    """What they are: h100, h200, cpu, or a JSON file, as for `simulate`."""
+    """The kind of GPU: h100, h200, cpu, or a JSON file, as for `simulate`."""
     out: Annotated[Path, tyro.conf.arg(metavar="RUN.yaml")] = Path("run.yaml")
-    """The file that is written."""
+    """The run file to write."""
     force: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Replace --out where it is there."""
+    """Replace --out if it exists."""
 
     def run(self) -> int:
         """Run the command; return the exit status."""

@@ -136,7 +136,7 @@ _KINDS = {"torchrun": _TORCHRUN, "slurm": _SLURM, "kubernetes": _KUBERNETES, "sk
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Print a file that starts `lengthwise train RUN.yaml` on several nodes, to be edited; it starts nothing."""
+    """Print a file, for you to edit, that starts `lengthwise train RUN.yaml` on several nodes; nothing is started."""
 
     config: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN.yaml")]
     """The run file (YAML)."""
@@ -145,7 +145,7 @@ class Launch:
     nodes: Annotated[int, tyro.conf.arg(metavar="N")] = 2
     """Machines."""
     gpus_per_node: Annotated[int, tyro.conf.arg(metavar="N")] = 8
-    """GPUs of one machine, with a rank each."""
+    """GPUs of one machine; every GPU runs one rank."""
 
     def run(self) -> int:
         """Run the command; return the exit status."""
@@ -176,9 +176,9 @@ class Launch:
         run, goes_on = self.config.absolute(), config.checkpoint is not None
         name = re.sub(r"[^a-z0-9]+", "-", f"lengthwise-{run.stem.lower()}")[:40].strip("-")  # as Kubernetes takes it
         again = (
-            "The run has checkpoints: when it is started again it continues from the newest."
+            "The run saves checkpoints: after a restart it resumes from the newest."
             if goes_on
-            else "The run has no `checkpoint`, so nothing starts it again; add one, then print this file anew."
+            else "The run has no `checkpoint`, so nothing restarts it; add one, then print this file again."
         )
         return {
             "what": f"# Trains {run} on {self.nodes} x {self.gpus_per_node} GPUs. Printed by lengthwise launch.\n"

@@ -26,7 +26,7 @@ class PlanChoices:
     mode: Annotated[str | None, tyro.conf.arg(metavar="free|waves|pipeline", help_behavior_hint="(default: free)")] = (
         None
     )
-    """How ranks run beside each other: free (each goes on when its own partners are ready; the default, of `simulate`
+    """How ranks synchronize: free (a rank continues once its own ring partners are ready; the default, of `simulate`
     for ranks of one stage, of `plan --config` as the run file shards), waves (all in lock-step, for parameters sharded
     over all ranks, shard zero3; planner lengthwise only), or pipeline (each rank is a pipeline of stages; other
     planners plan free and run that through the stages)."""
@@ -34,11 +34,11 @@ class PlanChoices:
     virtual: Annotated[int | None, tyro.conf.arg(metavar="V", help_behavior_hint="")] = None
     """Chunks of layers of a stage (interleaved 1F1B), for mode pipeline; default: 1."""
     offload: Annotated[str | None, tyro.conf.arg(metavar="off|auto", help_behavior_hint=_OFF)] = None
-    """Whether ranks may keep activations elsewhere to hold longer sequences: auto (as far as it ends the step sooner)
-    or off; a run file has its own."""
+    """Whether ranks may keep activations elsewhere to hold longer sequences: auto (as far as it makes the step faster)
+    or off; a run file has its own key."""
     heads: Annotated[str | None, tyro.conf.arg(metavar="off|auto|N", help_behavior_hint=_OFF)] = None
-    """Whether rings may split attention heads over groups of ranks: auto (where that is quicker), a number (groups of
-    so many ranks, where they divide ring and heads) or off; a run file has its own."""
+    """Whether rings may split attention heads over groups of ranks: auto (where that is faster), a number (groups of
+    this many ranks, where it divides ring and heads) or off; a run file has its own key."""
 
     def options(self, **others: Any) -> PlanOptions:
         """Return the options of the planner that these are, with all others by name."""

@@ -52,7 +52,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand:
-    """Plan one step and write the plan file; prints what the step would take. Needs no torch and no GPU."""
+    """Plan one step, write the plan file and print the step's estimated time. Needs no torch and no GPU."""
 
     config: Annotated[Path | None, tyro.conf.arg(metavar="CONFIG.yaml", help_behavior_hint="")] = None
     """A run file: plan its first global batch, as training would."""
@@ -65,27 +65,27 @@ class PlanCommand:
     """Tokens that one rank can hold in one microbatch, 8192 or 8K (K = 1024); default: the run file's
     capacity_tokens."""
     out: Annotated[Path, tyro.conf.arg(metavar="PLAN.json")]
-    """Where the plan file goes (JSON)."""
+    """The plan file to write (JSON)."""
     planner: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     """lengthwise, static, single-degree, bytescale-naive, bytescale, power-of-two, packed-dp, or one that a package
     registers; default: the run file's, else lengthwise."""
     stages: Annotated[int | None, tyro.conf.arg(metavar="P", help_behavior_hint="")] = None
     """Pipeline stages of a rank, for mode pipeline; --cost is then that of one stage."""
     recompute: Annotated[str | None, tyro.conf.arg(metavar="KIND|auto", help_behavior_hint="")] = None
-    """What backward computes again: none, layer, all_but_attention, or auto: the kind that ends the step first, each
-    with the capacity that it leaves beside weights and optimizer, by estimate; default: the run file's, else none."""
+    """What backward computes again: none, layer, all_but_attention, or auto: the kind with the fastest step, at the
+    capacity that it leaves beside weights and optimizer, by estimate; default: the run file's, else none."""
     model_shape: Annotated[str | None, tyro.conf.arg(metavar="NAME|FOLDER", help_behavior_hint="")] = None
-    """Whose costs to plan with: a named shape, llama-7b for example, or a Hugging Face folder or its config.json;
-    default: the run file's model, else llama-7b. With --config it needs --hardware."""
+    """The model whose costs the planner uses: a named shape, for example llama-7b, or a Hugging Face folder or its
+    config.json; default: the run file's model, else llama-7b. With --config it needs --hardware."""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE.json", help_behavior_hint="")] = None
-    """What the ranks are: h100, h200, bytescale-gpu or cpu, or a JSON file with the keys of
+    """The device of a rank: h100, h200, bytescale-gpu or cpu, or a JSON file with the keys of
     lengthwise/cost/hardware.json; default: cpu with --config (planned as training does), h100 with --lengths."""
     ranks_per_node: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """Neighbouring ranks that share a node and its faster link; default: the hardware's."""
+    """The number of neighbouring ranks in a node, which share its faster link; default: the hardware's."""
     speeds: Annotated[str | None, tyro.conf.arg(metavar="LIST|FILE.json", help_behavior_hint="")] = None
-    """How fast each rank computes, 1 as the costs say: 1,1,0.5,0.5, or runs of neighbours, 8x1.0,8x0.6, or a JSON list.
-    Arithmetic and overhead take seconds / speed, transfers what they take; default: all 1. Mode free only; planners
-    other than lengthwise plan as if all ranks were alike, and are only priced with it."""
+    """The relative speed of every rank (1: as the costs say): 1,1,0.5,0.5, or runs of neighbours, 8x1.0,8x0.6, or a
+    JSON list. Arithmetic and overhead take seconds / speed; transfers do not change; default: all 1. Mode free only;
+    planners other than lengthwise plan for equal ranks, and only their estimated times use the speeds."""
     cost: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json", help_behavior_hint="")] = None
     """Plan with these costs in place of a model's and a hardware's: {"quadratic_seconds": q, "linear_seconds": l,
     "fixed_seconds": g, "ring_seconds": c}, left out: 0. A piece of d ranks with S tokens takes (q sum s^2 + l S) / d,

@@ -27,18 +27,19 @@ _MOST_WORKERS = 1024
 class Prepare:
     """Tokenize the data of a run file, or files and folders, into a folder; or verify every byte of such a folder.
 
-    A run file then names the folder: `data: [{path: FOLDER}]`. Interrupted or killed, the same command goes on with
-    what is there.
+    A run file then names the folder: `data: [{path: FOLDER}]`. If the command was interrupted or killed, run it again:
+    it continues with the finished shards.
     """
 
     inputs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN.yaml|FILE...")]
-    """A run file, for its data and tokenizer; or files and folders of data; with --verify folders of prepared data."""
+    """A run file, to use its data and tokenizer; or files and folders of data; with --verify, folders of prepared
+    data."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
-    """Where the prepared data goes: a new folder."""
+    """A new folder for the prepared data."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="NAME|FOLDER", help_behavior_hint="")] = None
-    """The tokenizer of files that are named here: bytes, a Hugging Face folder or hub name."""
+    """The tokenizer for files named on the command line: bytes, a Hugging Face folder or hub name."""
     max_tokens: Annotated[str | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """The longest row of files that are named here, 8192 or 8K; default: no limit."""
+    """The longest row, in tokens, of files named on the command line, 8192 or 8K; default: no limit."""
     too_long: Annotated[Literal["error", "skip"], tyro.conf.arg(metavar="error|skip")] = "error"
     """What happens to a row of more than --max-tokens."""
     empty: Annotated[Literal["error", "skip"], tyro.conf.arg(metavar="error|skip")] = "error"
@@ -54,11 +55,11 @@ class Prepare:
     ] = ()
     """Change a key of the run file: --set data.0.max_tokens=8192"""
     workers: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """Processes that tokenize; default: one a core."""
+    """Processes that tokenize; default: one per core."""
     overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Replace prepared data of other sources or settings in --out."""
+    """Replace data in --out that was prepared from other sources or settings."""
     verify: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Read every byte of prepared data and compare it with what was written; exits with 1 where it differs."""
+    """Read every byte of prepared data and compare it with what was written; exits with 1 on a difference."""
 
     def run(self) -> int:
         """Run the command; return the exit status."""

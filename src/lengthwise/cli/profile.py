@@ -23,40 +23,44 @@ _HARDLY_KNOWN = 0.5  # the relative error of a term from which its samples say l
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Measure what this machine takes for the parts of a step, and write it for `plan` and `simulate --measurements`.
+    """Measure how long this machine takes for the parts of a step, and write a file for `plan` and `simulate
+    --measurements`.
 
-    Runs the model's own layers, its step's end and its messages, on random tokens; needs no data. Alone it starts one
-    process a rank; under torchrun, on several machines, it takes torchrun's and measures the links between nodes, too.
+    The command runs the model's own layers, the optimizer step and the communication on random tokens; it needs no
+    data. Without torchrun, it starts one process per rank; under torchrun, on several machines, it uses torchrun's
+    processes and also measures the links between nodes.
     """
 
     model: Annotated[str, tyro.conf.arg(metavar="NAME|FOLDER")] = "tiny"
     """The model, as in a run file: tiny, or a Hugging Face folder or hub name. Its weights are not loaded."""
     ranks: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """Processes to start on this machine, as many as will train; default: one a GPU, else 2. Not with torchrun."""
+    """Processes to start on this machine, as many as will train; default: one per GPU, or 2 without GPUs. Not with
+    torchrun."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """As in a run file."""
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     """As in a run file."""
     seconds: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 8.0
-    """How long to measure, about, after the start; 60 measures longer sequences, and all more often."""
+    """About how many seconds to measure after the start; 60 measures longer sequences, and repeats every measurement
+    more often."""
     longest: Annotated[str, tyro.conf.arg(metavar="TOKENS")] = "64K"
-    """No sequence is longer (K = 1024); the time may end it sooner."""
+    """The longest sequence to measure (K = 1024); if time runs out, only shorter ones are measured."""
     clock: Literal["wall", "cpu"] = "wall"
-    """Which seconds count: wall, or cpu: those in which a rank computes or waits for messages, for machines that do
-    other work at the same time (CPU ranks of one thread)."""
+    """The clock: wall, or cpu, which counts the seconds in which a rank computes or waits for messages, for machines
+    that do other work at the same time (CPU ranks of one thread)."""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
-    """Whose terms stand where nothing can be measured here: h100, h200, bytescale-gpu or cpu; default: cpu, on GPUs the
-    one of the same name, else h100."""
+    """The hardware whose costs replace those that cannot be measured here: h100, h200, bytescale-gpu or cpu; default:
+    cpu, on GPUs the one of the same name, else h100."""
     disk: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
     """Also measure copies to and from a file in this folder, as with offload: {store: disk, path: DIR}; without, on
     GPUs those to the host's memory."""
     overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
     """Replace an earlier file."""
     out: Annotated[Path, tyro.conf.arg(metavar="MEASUREMENTS.json")]
-    """Where the measurements go (JSON)."""
+    """The file of measurements to write (JSON)."""
     hardware_out: Annotated[Path | None, tyro.conf.arg(metavar="HARDWARE.json", help_behavior_hint="")] = None
-    """Also write the device as a description that `--hardware` of `plan` and `simulate` takes, for other models: what
-    was measured here, and of --hardware what was not."""
+    """Also write the device as a description that `--hardware` of `plan` and `simulate` takes, for other models: with
+    what was measured here, and the rest from --hardware."""
     node_size: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Devices of a node in --hardware-out; default: as of --hardware."""
 

@@ -58,43 +58,45 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulate:
-    """What a step takes with Lengthwise and with what people use today, simulated: one sentence and four rows."""
+    """Simulate how long a step takes with Lengthwise and with today's usual methods; prints one sentence and four
+    rows."""
 
     lengths: Annotated[str | None, tyro.conf.arg(metavar="RECIPE|FILE.json", help_behavior_hint="")] = None
     """Lengths to draw batches from: a published set (github, byted, wikipedia, prolong, wlb_like), or a JSON list."""
     data: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE.jsonl|FOLDER ...", help_behavior_hint="")] = ()
     """Your own data, in place of --lengths: files of rows {"text": ...} or {"input_ids": ...}, or folders of texts."""
     tokenizer: Annotated[str, tyro.conf.arg(metavar="NAME|FOLDER")] = "bytes"
-    """Counts the tokens of texts of --data: bytes (four to five times too many for English), or a Hugging Face one."""
+    """The tokenizer for --data: bytes (counts four to five times too many for English), or a Hugging Face one."""
     empty: Annotated[str, tyro.conf.arg(metavar="error|skip", help_behavior_hint="(default: error)")] = "error"
     """Whether an empty row of --data stops the command, or is left out and counted."""
     context: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
-    """The longest sequence, 2M for example (K = 1024, M = 1024 x 1024): published lengths are clipped to it, and the
+    """The longest sequence, for example 2M (K = 1024, M = 1024 x 1024): published lengths are clipped to it, and the
     fixed mesh is sized for it; default: 128K for published sets, else the longest sequence."""
     batch_tokens: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="(default: 128K a GPU)")] = (
         None
     )
     """Tokens of one step."""
     lora: Annotated[int | None, tyro.conf.arg(metavar="R", help_behavior_hint="")] = None
-    """Train LoRA adapters of this rank on all linear layers, in place of the whole model."""
+    """Train LoRA adapters of this LoRA rank on all linear layers instead of the whole model."""
     details: tyro.conf.FlagCreatePairsOff[bool] = False
     """Also compare planners on one device a rank, each on its best mesh, in long tables."""
     all: tyro.conf.FlagCreatePairsOff[bool] = False
     """In the details search meshes of several devices a rank, too (tensor parallelism and pipeline stages), which this
     version plans but does not train."""
     planners: Annotated[str | None, tyro.conf.arg(metavar="NAME,...", help_behavior_hint="")] = None
-    """Planners to compare in the details, each with the best other. Default:
+    """Planners to compare in the details; every planner is compared with the best other one. Default:
     packed-dp,static,single-degree,power-of-two,bytescale,lengthwise, and those whose package is installed:
     megatron-core (its own scheduler), flexsp (HiGHS; steps of few sequences on few devices, which it can solve)."""
     batches: Annotated[int, tyro.conf.arg(metavar="N")] = 4
     """Batches to simulate, each with its own seed."""
     loader: Annotated[str, tyro.conf.arg(metavar="none|local|remote")] = "none"
-    """How data is loaded: none (it is there), local (every process reads for itself), remote (each sequence once)."""
+    """How data is loaded: none (the data is already loaded), local (every process reads for itself), remote (every
+    sequence is read once)."""
     trace_ranks: Annotated[int, tyro.conf.arg(metavar="N")] = 32
-    """Ranks that a trace shows."""
+    """The number of ranks that a trace shows."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
     """Folder for simulation.json and report.html, with details trace-PLANNER.json (opens in ui.perfetto.dev); default:
-    nothing is written."""
+    no files."""
     machine: tyro.conf.OmitArgPrefixes[MeshChoices]
     planning: tyro.conf.OmitArgPrefixes[PlanChoices]
 

@@ -68,23 +68,23 @@ class MeshChoices:
     """Model, machine, and what may be chosen of its meshes."""
 
     model: Annotated[str | None, tyro.conf.arg(metavar="NAME|FOLDER", help_behavior_hint="(required)")] = None
-    """A named shape, llama-7b for example, or a Hugging Face folder or its config.json."""
+    """The model: a named shape, for example llama-7b, or a Hugging Face folder or its config.json."""
     ranks: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Model replicas, of --tp x --pp devices each (default: 1 x 1, not searched)."""
     gpus: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """Devices in all, in place of --ranks."""
+    """The number of devices, in place of --ranks."""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE.json", help_behavior_hint="(default: h100)")] = (
         None
     )
     """h100, h200, bytescale-gpu or cpu, or a JSON file with the keys of lengthwise/cost/hardware.json."""
     kernel: Annotated[str | None, tyro.conf.arg(metavar="flash2|flash3|cudnn", help_behavior_hint="")] = None
-    """Attention kernel whose speed is taken; default: what training takes there (h100, h200: cudnn for long blocks and
-    flash2 for packs; flash3 where you install it)."""
+    """The attention kernel whose speed is used; default: the kernels that training uses on this hardware (h100, h200:
+    cudnn for long blocks and flash2 for packs; flash3 where you install it)."""
     measurements: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json", help_behavior_hint="")] = None
     """What `lengthwise profile` measured, in place of --model and --hardware."""
     mesh: Annotated[str, tyro.conf.arg(metavar="best|same")] = "best"
-    """best: each planner on the best of the meshes that it can be given, searched alike for all (--tp, --pp,
-    --capacity, --heads, --offload, --recompute, as far as they are not given); same: one for all, as given."""
+    """best: search the best mesh of every planner, in the same way for all (over those of --tp, --pp, --capacity,
+    --heads, --offload and --recompute that you do not give); same: use one mesh, as given, for all."""
     tp: Annotated[int | None, tyro.conf.arg(metavar="T", help_behavior_hint="(default: 1; --all: searched)")] = None
     """Devices that split every layer of a rank (tensor parallelism)."""
     pp: Annotated[int | None, tyro.conf.arg(metavar="P", help_behavior_hint="(default: 1; --all: searched)")] = None
@@ -95,8 +95,8 @@ class MeshChoices:
     recompute: Annotated[
         str | None, tyro.conf.arg(metavar="KIND|auto", help_behavior_hint="(default: auto; same: none)")
     ] = None
-    """What backward computes again: none, layer, all_but_attention, or auto: for each planner and step the kind that
-    ends first, with the capacity that it leaves (no --capacity then)."""
+    """What backward computes again: none, layer, all_but_attention, or auto: for each planner and step the fastest
+    kind, at the capacity that it leaves (not with --capacity)."""
 
     @property
     def searches_devices(self) -> bool:

@@ -32,7 +32,7 @@ class RunOptions:
     config: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG.yaml")]
     """The run file (YAML)."""
     ranks: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """Processes to start on this machine; default: one a GPU, else 1. Not with torchrun."""
+    """Processes to start on this machine; default: one per GPU, or 1 without GPUs. Not with torchrun."""
     set: Annotated[
         tuple[tuple[str, ...], ...],
         tyro.conf.UseAppendAction,
@@ -51,18 +51,19 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Train(RunOptions):
-    """Train a model. Started alone it spawns one process a rank; under torchrun it takes torchrun's ranks."""
+    """Train a model. Without torchrun, the command starts one process per rank; under torchrun, it uses torchrun's
+    ranks."""
 
     overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
     """Delete an earlier run in the output folder first."""
     resume: tyro.conf.FlagCreatePairsOff[bool] = False
     """Resume the run in the output folder from its newest checkpoint, on any number of ranks."""
     resume_if_any: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Resume where there is a checkpoint, else start: for jobs that a cluster starts again."""
+    """Resume if there is a checkpoint, else start a new run: for jobs that a cluster restarts."""
     accept_changes: tyro.conf.FlagCreatePairsOff[bool] = False
-    """With --resume: resume although settings or data differ from the checkpoint's; prints every difference."""
+    """With --resume: resume even if settings or data differ from the checkpoint's; prints every difference."""
     max_restarts: int = 0
-    """How often to start the ranks again, from the newest checkpoint, where one died or hung. Not with torchrun."""
+    """How often to restart the ranks from the newest checkpoint after a rank died or hung. Not with torchrun."""
 
     def run(self) -> int:
         """Run the command; return the exit status."""
@@ -241,10 +242,10 @@ def summary(result: TrainResult, *, lora: bool) -> str:
         name = signal.Signals(result.stopped_by).name
         lines.append(f"\nstopped by {name} after step {result.steps}; the model is saved")
     if result.skipped:
-        them = f"what was not finite: {result.folder / 'not_finite.jsonl'}"
-        lines.append(f"{result.skipped} steps made no update, or it was taken back; {them}")
+        them = f"the values that were not finite: {result.folder / 'not_finite.jsonl'}"
+        lines.append(f"{result.skipped} steps made no update, or their update was undone; {them}")
     if result.num_tokens == 0 and not result.skipped:
-        lines.append(f"all {result.steps} steps of this run were done before; the model is saved")
+        lines.append(f"an earlier process finished all {result.steps} steps of this run; the model is saved")
     rate = count(result.num_tokens / result.seconds)
     opened = "peft's PeftModel.from_pretrained on the base model" if lora else "from_pretrained"
     return "\n".join(

@@ -25,19 +25,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Verify(RunOptions):
-    """Compare loss and every gradient of N processes with those of one, on your model and data, in about a minute.
+    """Compare the loss and every gradient of N processes with those of one process, on your model and data, in about a
+    minute.
 
-    A few sequences of the first global batch are run, shortened where they are long, on a capacity that makes packs and
-    a ring of them; it says what it changed. The one process runs the plain Hugging Face model, one sequence at a time.
-    A difference is the relative L2 norm of a tensor's, at least against 1e-3 of the median tensor. Exits with 1 above
-    1e-12 in fp64 and 1e-5 in fp32; in bf16 above 2e-3 + twice what plain bf16 differs from fp32, where the same plan in
-    fp32 differs by more than 1e-5, or where sums of gradients are not those of fp32.
+    The command runs a few sequences of the first global batch. It shortens long ones, sets a capacity at which packs
+    and a ring occur, and prints these changes. The one process runs the plain Hugging Face model, one sequence at a
+    time. Each difference is relative: the L2 norm of a tensor's difference over the tensor's norm, or over 1e-3 of the
+    median tensor's norm if that is larger. The command exits with 1 if a difference is above 1e-12 in fp64 or 1e-5 in
+    fp32. In bf16 it exits with 1 if a difference is above 2e-3 + twice the difference of plain bf16 from fp32, if the
+    same plan in fp32 differs by more than 1e-5, or if the sums of gradients are not those of fp32.
     """
 
     full: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Run the whole first global batch, as the run has it; says before how long that may take."""
+    """Run the whole first global batch unchanged; the command first prints how long this may take."""
     plan: Annotated[Path | None, tyro.conf.arg(metavar="PLAN.json", help_behavior_hint="")] = None
-    """The same with this plan file of any planner; its lengths must be those of the first batch."""
+    """Like --full, with this plan file of any planner; its lengths must be those of the first batch."""
 
     def run(self) -> int:
         """Run the command; return the exit status."""

@@ -77,10 +77,10 @@ class ScheduleArgs(Settings):
         default=None, ge=0, description="waves of a cosine; default 0.5 (half a wave: down), of cosine_with_restarts 1"
     )
     min_lr: float | None = Field(
-        default=None, ge=0, description="where a cosine ends, a learning rate; default null: see min_lr_rate"
+        default=None, ge=0, description="the learning rate at the end of a cosine; default null: see min_lr_rate"
     )
     min_lr_rate: float | None = Field(
-        default=None, ge=0, le=1, description="where a cosine ends, as a share of lr; default null: see min_lr"
+        default=None, ge=0, le=1, description="the end of a cosine as a share of lr; default null: see min_lr"
     )
     lr_end: float | None = Field(
         default=None, ge=0, description=f"where polynomial ends, a learning rate; default {POLYNOMIAL_END:g}"
@@ -139,7 +139,7 @@ class OptimizerConfig(Settings):
         default=None, description="of nadam and radam: decay as adamw does, not in the gradient; default false"
     )
     max_grad_norm: float | None = Field(
-        default=1.0, gt=0, description="the global norm gradients are clipped to; null leaves them; default 1.0"
+        default=1.0, gt=0, description="gradients are clipped to this global norm; null: no clipping; default 1.0"
     )
     fused: bool | None = Field(
         default=None,
@@ -165,7 +165,7 @@ class OptimizerConfig(Settings):
         "where they are drawn",
     )
     schedule_args: ScheduleArgs | None = Field(
-        default=None, description="what the schedule takes beside, by transformers' names; default null: its defaults"
+        default=None, description="other schedule arguments, by transformers' names; default null: its defaults"
     )
     warmup_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] | None = Field(
         default=None,

@@ -61,8 +61,9 @@ class RunConfig(Settings):
     model: str = Field(min_length=1, description="tiny, a local Hugging Face folder, or a hub name")
     weights: Literal["load", "fresh"] | None = Field(
         default=None,
-        description="load (the model's own) or fresh (drawn from the seed, whatever the model's folder holds); default "
-        "null: load, but fresh for tiny and for a folder with a config, perhaps a tokenizer, and no more",
+        description="load (load the model's weights) or fresh (draw random weights from the seed, even if the folder "
+        "has weights); default null: load, but fresh for tiny and for a folder that holds only a config, "
+        "with or without a tokenizer",
     )
     data: tuple[DataSource, ...] = Field(
         strict=False, min_length=1, description="a list of sources, read in order: [{path: train.jsonl}]"
@@ -71,21 +72,22 @@ class RunConfig(Settings):
     tokenizer: str | None = Field(
         default=None,
         min_length=1,
-        description="bytes (one byte one token), a local Hugging Face folder or a hub name; default null: the model's "
-        "own, and bytes for tiny",
+        description="bytes (one byte is one token), a local Hugging Face folder or a hub name; default null: the "
+        "model's own tokenizer, and bytes for tiny",
     )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="start of all random numbers, 0 to 2^63 - 1; default 0")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="the seed of all random numbers, 0 to 2^63 - 1; default 0")
     steps: int | None = Field(
         default=None, ge=1, description=f"optimizer steps; default {DEFAULT_STEPS} where epochs is not given"
     )
-    epochs: int | None = Field(default=None, ge=1, description="passes over the data, in place of steps")
+    epochs: int | None = Field(default=None, ge=1, description="the number of passes over the data, in place of steps")
     global_batch: GlobalBatch = Field(
-        default=GlobalBatch(sequences=64), description="{sequences: n} or {tokens: n} a step; default {sequences: 64}"
+        default=GlobalBatch(sequences=64),
+        description="the size of a step: {sequences: n} or {tokens: n}; default {sequences: 64}",
     )
     capacity_tokens: Literal["auto"] | Tokens = Field(
         default="auto",
-        description="tokens one rank can hold in one microbatch, 8192 or 8K; or auto: as many as the memory that is "
-        "free at the start holds; default auto",
+        description="the most tokens that one rank holds in one microbatch, 8192 or 8K; or auto: as many as fit in the "
+        "memory that is free at the start; default auto",
     )
     planner: Annotated[
         Literal["lengthwise", "static", "single-degree", "bytescale-naive", "bytescale", "power-of-two", "packed-dp"],
@@ -94,37 +96,37 @@ class RunConfig(Settings):
     ] = Field(
         default="lengthwise",
         description="lengthwise plans each step from its lengths; static (one fixed mesh), single-degree, "
-        "bytescale-naive, bytescale, power-of-two and packed-dp (no sequence is cut) are there to compare with, "
-        "megatron-core and flexsp where their packages are installed, and packages may register others; default "
-        "lengthwise",
+        "bytescale-naive, bytescale, power-of-two and packed-dp (no sequence is cut) are baselines to "
+        "compare with; megatron-core and flexsp need their packages; other packages may register more "
+        "planners; default lengthwise",
     )
     recompute: Literal["auto", "none", "layer", "all_but_attention"] = Field(
         default="auto",
-        description="what backward computes again in place of keeping it: none, layer (every decoder layer) or "
-        "all_but_attention (the same, but attention and its ring run once); or auto: what ends each step first where "
-        "`capacity_tokens` is auto, none where it is a number; default auto",
+        description="the activations that backward recomputes (activation checkpointing): none, layer (every decoder "
+        "layer) or all_but_attention (every layer, but attention and its ring run once); or auto: the kind "
+        "with the fastest step if `capacity_tokens` is auto, none if it is a number; default auto",
     )
     offload: OffloadConfig | None = Field(
         default=None,
-        description="{store: disk, path: /scratch}: keep a share of the activations elsewhere until backward; default "
-        "null, or off (all on the device)",
+        description="{store: disk, path: /scratch}: offload a share of the activations until backward; default null, or"
+        " off (all activations stay on the device)",
     )
     parallel: ParallelConfig = Field(
         default=ParallelConfig(),
-        description="{shard: zero3}: parameters lie over the ranks, too; default {shard: auto}",
+        description="{shard: zero3}: parameters are sharded over the ranks, too; default {shard: auto}",
     )
     heads: Literal["auto", "off"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
-        description="whether ranks that share a sequence split attention heads (all-to-all) in place of passing keys "
-        "on: auto (the planner's choice), off, or a number (groups of so many ranks, wherever they divide the ranks "
-        "of a ring and the model's heads); default auto",
+        description="whether ranks that share a sequence split attention heads (all-to-all) instead of passing keys "
+        "around the ring: auto (the planner chooses), off, or a number (groups of this many ranks, wherever"
+        " it divides the ranks of a ring and the model's heads); default auto",
     )
     measurements: str | None = Field(
         default=None,
         min_length=1,
-        description="what steps are planned by: auto (measured for some seconds before the first step), a file of "
-        "`lengthwise profile` (both corrected by the run's own steps, so that plans may differ from run to run), or "
-        "off: estimates for the device; default null: auto where the run takes long enough, else off",
+        description="the costs that the planner uses: auto (measured for some seconds before the first step), a file of"
+        " `lengthwise profile` (the run's own steps correct both, so that plans may differ from run to "
+        "run), or off: estimates for the device; default null: auto if the run takes long enough, else off",
     )
     attention: Literal["auto", "flash2", "flash3", "cudnn", "efficient", "reference"] = Field(
         default="auto",
@@ -134,58 +136,61 @@ class RunConfig(Settings):
     )
     compile: bool = Field(
         default=False,
-        description="true compiles decoder layers around their attention (torch.compile), some seconds at the first "
-        "step, not those of mixtures of experts; default false",
+        description="true compiles decoder layers around their attention (torch.compile), except in mixtures of "
+        "experts; the first step takes some seconds longer; default false",
     )
     fused_layers: Literal["auto", "off", "liger"] = Field(
         default="auto",
-        description="norms, RoPE and MLPs by Liger Kernel's fused functions: liger (on GPUs, in families known to be "
-        "right, not beside compile), off, or auto: where that can be and liger-kernel is installed; default auto",
+        description="fused norms, RoPE and MLPs of Liger Kernel: liger (on GPUs, for families whose results were "
+        "checked, not together with compile), off, or auto: liger if that is possible and liger-kernel is "
+        "installed; default auto",
     )
     experts: Literal["auto", "eager", "grouped_mm"] = Field(
         default="auto",
-        description="how a mixture's experts compute: eager (one by one), grouped_mm (all in one product, bf16 and "
-        "fp32), or auto: grouped_mm in bf16 on GPUs, else eager; default auto",
+        description="how the experts of a mixture are computed: eager (one by one), grouped_mm (all in one product, "
+        "bf16 and fp32), or auto: grouped_mm in bf16 on GPUs, else eager; default auto",
     )
     loss: Literal["chunked", "whole"] = Field(
         default="chunked",
-        description="chunked (logits are made for a few tokens at a time, the same result) or whole (for all tokens of "
-        "a microbatch at once: 14 bytes a token and word of the vocabulary in bf16); default chunked",
+        description="chunked (computes logits for a few tokens at a time; the result is the same) or whole (computes "
+        "them for all tokens of a microbatch at once, which takes 14 bytes per token and vocabulary entry "
+        "in bf16); default chunked",
     )
     precision: Literal["auto", "fp32", "bf16", "fp64"] = Field(
         default="auto",
         description="fp32, bf16 (with fp32 master weights), fp64, or auto: bf16 on GPUs, fp32 on CPUs; default auto",
     )
     lora: LoraConfig | None = Field(
-        default=None, description="{r: 16, ...}: train LoRA adapters on the frozen model; default null (train it all)"
+        default=None,
+        description="{r: 16, ...}: train LoRA adapters on the frozen model; default null (train the whole model)",
     )
     overlap: bool | None = Field(
         default=None,
-        description="sums of gradients travel while the last backward of a rank runs, and updated parameters while the "
-        "next forward does, where no ring is under way; the same result; default null: on GPUs only",
+        description="true reduces gradients while a rank's last backward runs, and gathers updated parameters while the"
+        " next forward runs, when no ring is active; the result is the same; default null: on GPUs only",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto (GPUs where there are any), cpu or cuda; default auto"
     )
     memory_check: bool | None = Field(
         default=None,
-        description="true runs the largest microbatch once before the first step, so that too little memory shows at "
+        description="true runs the largest microbatch once before the first step, so that a lack of memory shows at "
         "once; default null: on GPUs only",
     )
     checkpoint: CheckpointConfig | None = Field(
         default=None,
-        description="{every_steps: 50}: save what `--resume` needs, also after the last step; default null (the "
-        "model alone is saved, at the end)",
+        description="{every_steps: 50}: save what `--resume` needs, also after the last step; default null (save only "
+        "the model, at the end)",
     )
     most_log_mb: int = Field(
         default=400,
         ge=1,
-        description="MB that the plans of past steps may take in the output, and as many the ledger; the oldest go; "
-        "default 400",
+        description="the most MB that plans of past steps may take in the output folder; the ledger may take as many; "
+        "the oldest are deleted; default 400",
     )
     save: SaveConfig | None = Field(
         default=None,
-        description="{best: eval_loss}: keep the model of the best evaluation beside the last; default null",
+        description="{best: eval_loss}: also keep the model with the best evaluation; default null",
     )
     report_to: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...],
@@ -193,18 +198,19 @@ class RunConfig(Settings):
         Field(strict=False),
     ] = Field(
         default=(),
-        description="trackers that rank 0 reports steps to, one or a list: tensorboard, wandb, trackio, mlflow; "
+        description="the trackers to which rank 0 reports steps, one or a list: tensorboard, wandb, trackio, mlflow; "
         "default null (none)",
     )
     not_finite: Literal["stop", "skip", "roll_back"] = Field(
         default="stop",
-        description="what follows a loss, gradient or parameter that is NaN or infinite: stop, skip (no update in that "
-        "step) or roll_back (to the newest checkpoint, without the steps since); default stop",
+        description="what the run does after a NaN or infinite loss, gradient or parameter: stop, skip (make no update "
+        "in that step) or roll_back (return to the newest checkpoint and drop the steps since); default "
+        "stop",
     )
     optimizer: OptimizerConfig = Field(
-        default=OptimizerConfig(), description="AdamW unless named; every key has a default"
+        default=OptimizerConfig(), description="the optimizer, AdamW unless you name another; every key has a default"
     )
-    output: PathSetting = Field(description="the folder this run writes; relative to the run file's folder")
+    output: PathSetting = Field(description="the folder that this run writes; relative to the run file's folder")
 
     @model_validator(mode="before")
     @classmethod

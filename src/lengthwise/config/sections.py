@@ -29,27 +29,32 @@ class DataSource(Settings):
 
     path: PathSetting | None = Field(
         default=None,
-        description="a file of JSON lines (plain or gzip), a Parquet or Arrow file, a dataset that "
-        "save_to_disk wrote, an indexed dataset of Megatron-LM, or a folder of text files (one file one document; "
-        "links and hidden files are left out); "
-        "relative to the run file's folder",
+        description="a file of JSON lines (plain or gzip), a Parquet or Arrow file, a dataset that save_to_disk wrote, "
+        "an indexed dataset of Megatron-LM, or a folder of text files (one file is one document; links and "
+        "hidden files are left out); relative to the run file's folder",
     )
     dataset: str | None = Field(
         default=None,
         pattern=rf"^{_HUB_NAME}$",
-        description="a dataset of the Hugging Face hub, org/name, which the datasets library loads and keeps",
+        description="a dataset of the Hugging Face hub, org/name; the datasets library downloads and caches it",
     )
-    subset: str | None = Field(default=None, min_length=1, description="of a dataset that has several, its name")
-    split: str | None = Field(default=None, pattern=rf"^{_SPLIT}$", description="of a dataset: train, say; required")
+    subset: str | None = Field(
+        default=None, min_length=1, description="the name of a dataset's subset, if it has several"
+    )
+    split: str | None = Field(
+        default=None,
+        pattern=rf"^{_SPLIT}$",
+        description="the split of a dataset, for example train; required with dataset",
+    )
     revision: str | None = Field(
-        default=None, min_length=1, description="of a dataset: a branch, tag or commit; default: its main branch"
+        default=None, min_length=1, description="a branch, tag or commit of a dataset; default: its main branch"
     )
     python_stdlib: bool = Field(
         default=False,
-        description="true reads the .py files of the running Python's standard library, tests left out; default false",
+        description="true reads the .py files of the running Python's standard library, except tests; default false",
     )
     max_tokens: Tokens | None = Field(
-        default=None, description="the longest sequence to take, in tokens, 8192 or 8K; default null (no limit)"
+        default=None, description="the most tokens in a sequence, 8192 or 8K; default null (no limit)"
     )
     too_long: Literal["error", "skip"] = Field(
         default="error",
@@ -70,8 +75,8 @@ class DataSource(Settings):
         default=1.0,
         ge=0.001,
         le=1000,
-        description="how often an epoch takes each row of this source: 3 is three times, 0.5 takes half of the rows, "
-        "the other half in the next epoch; default 1",
+        description="how often an epoch repeats each row of this source: 3 takes each row three times, 0.5 takes half "
+        "of the rows, and the other half in the next epoch; default 1",
     )
 
     @model_validator(mode="before")
@@ -137,9 +142,10 @@ class EvalConfig(Settings):
 class GlobalBatch(Settings):
     """How much one optimizer step takes."""
 
-    sequences: int | None = Field(default=None, ge=1, description="sequences a step")
+    sequences: int | None = Field(default=None, ge=1, description="the number of sequences in a step")
     tokens: Tokens | None = Field(
-        default=None, description="tokens a step, 262144 or 256K: as many whole sequences as fit, at least one"
+        default=None,
+        description="the number of tokens in a step, 262144 or 256K: as many whole sequences as fit, at least one",
     )
 
     @classmethod
@@ -160,7 +166,8 @@ class SaveConfig(Settings):
     """Which models are kept beside the last."""
 
     best: Literal["eval_loss"] = Field(
-        default="eval_loss", description="eval_loss: the one whose evaluation has the lowest loss, in output/model-best"
+        default="eval_loss",
+        description="eval_loss: keep the model with the lowest evaluation loss, in output/model-best",
     )
 
 
@@ -169,14 +176,14 @@ class OffloadConfig(Settings):
 
     ratio: Literal["auto", "off"] | Annotated[float, Field(ge=0, le=1)] = Field(
         default="auto",
-        description="auto (of each microbatch as much as it needs, where that pays), off, or the share of every "
-        "microbatch, 0 to 1, of all layers but two; default auto",
+        description="the share of a microbatch's activations to offload: auto (as much as each microbatch needs, where "
+        "that pays), off, or a share from 0 to 1 for every microbatch, of all layers but two; default auto",
     )
     store: Literal["host", "disk"] = Field(
         default="host", description="host (memory beside GPUs) or disk (a folder, on any machine); default host"
     )
     path: PathSetting | None = Field(
-        default=None, description="the folder of store disk; relative to the run file's folder; default null"
+        default=None, description="the folder for store: disk; relative to the run file's folder; default null"
     )
 
     @classmethod
@@ -195,9 +202,9 @@ class ParallelConfig(Settings):
 
     shard: Literal["auto", "zero1", "zero3"] = Field(
         default="auto",
-        description="zero1: every rank has all parameters and gradients, and its part of the optimizer's states; "
-        "zero3: its part of all three, and gathers a layer when it runs, all ranks in lock-step; auto: zero1 where "
-        "that fits with room for tokens, by estimate, else zero3; default auto",
+        description="zero1: every rank has all parameters and gradients, and its shard of the optimizer states; zero3: "
+        "every rank has its shard of all three and gathers a layer when it runs, all ranks in lock-step; "
+        "auto: zero1 if it fits with room for tokens, by estimate, else zero3; default auto",
     )
 
     def on(self, ranks: int) -> str:
@@ -212,13 +219,16 @@ class ParallelConfig(Settings):
 class CheckpointConfig(Settings):
     """What a run goes on from after a fault: when it is saved, and how many are kept."""
 
-    every_steps: int = Field(default=50, ge=0, description="optimizer steps between two; 0: none by steps; default 50")
-    every_minutes: float = Field(
-        default=0.0, ge=0, description="minutes between two, by rank 0's clock; 0: none by time; default 0"
+    every_steps: int = Field(
+        default=50, ge=0, description="optimizer steps between two checkpoints; 0: none by steps; default 50"
     )
-    keep_last: int = Field(default=3, ge=1, description="how many are kept, the newest; default 3")
+    every_minutes: float = Field(
+        default=0.0, ge=0, description="minutes between two checkpoints, by rank 0's clock; 0: none by time; default 0"
+    )
+    keep_last: int = Field(default=3, ge=1, description="the number of newest checkpoints to keep; default 3")
     background: bool = Field(
-        default=True, description="true writes a copy while the next steps run; false waits for it; default true"
+        default=True,
+        description="true writes a checkpoint while the next steps run; false waits until it is written; default true",
     )
 
 
@@ -227,7 +237,9 @@ class LoraConfig(Settings):
 
     r: int | None = Field(default=None, ge=1, description="rank of the adapters; default 8")
     lora_alpha: int | None = Field(
-        default=None, ge=1, description="adapters are scaled by lora_alpha / r, or / sqrt(r) with use_rslora; default 8"
+        default=None,
+        ge=1,
+        description="the scale of adapters is lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora; default 8",
     )
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
         default=None,
@@ -235,14 +247,16 @@ class LoraConfig(Settings):
         description="all-linear (every linear layer but the output head), or a list of module names as in the model: "
         "[q_proj, v_proj]; default all-linear",
     )
-    use_rslora: bool | None = Field(default=None, description="scale by lora_alpha / sqrt(r); default false")
+    use_rslora: bool | None = Field(
+        default=None, description="true scales adapters by lora_alpha / sqrt(r); default false"
+    )
     adapter: PathSetting | None = Field(
         default=None,
-        description="the folder of a saved LoRA adapter to go on from; it brings all keys above; default null",
+        description="the folder of a saved LoRA adapter to continue from; it sets all keys above; default null",
     )
     lora_dropout: Fraction | None = Field(
         default=None,
-        description="share of each adapter's inputs that falls out in training, from 0 to below 1; default 0",
+        description="the dropout rate of each adapter's inputs in training, from 0 to below 1; default 0",
     )
     bias: Literal["none"] = Field(default="none", description="none: only adapters are trained")
     use_dora: Literal[False] = Field(default=False, description="false: DoRA is not supported")

@@ -62,10 +62,10 @@ REFUSED: Mapping[str, Refusal] = {
     "fp16": (OFF, "its loss scale would skip steps; use bf16"),
     "fp16_full_eval": (OFF, "it would convert the model"),
     "bf16_full_eval": (OFF, "it would convert the model"),
-    "auto_find_batch_size": (OFF, "a rank alone would start again; memory is bounded by capacity_tokens"),
-    "torch_compile": (OFF, "a planned attention is no graph"),
+    "auto_find_batch_size": (OFF, "one rank alone would restart; capacity_tokens bounds the memory"),
+    "torch_compile": (OFF, "torch.compile cannot capture planned attention"),
     "use_liger_kernel": (OFF, "it has not been compared with the plain model here"),
-    "neftune_noise_alpha": (OFF, "its noise would be another under every plan"),
+    "neftune_noise_alpha": (OFF, "its noise would depend on the plan"),
     "train_sampling_strategy": (("random", "sequential"), "the plan balances unequal lengths itself"),
     "batch_eval_metrics": (OFF, "it needs logits of whole sequences"),
     "enable_jit_checkpoint": (OFF, "a rank alone would save, and all ranks must"),
@@ -82,8 +82,8 @@ REFUSED: Mapping[str, Refusal] = {
 """Fields of which some values cannot be kept."""
 
 WITH_PARTS: Mapping[str, str] = {
-    "load_best_model_at_end": "weights would be loaded into a model of which each rank has a part",
-    "sync_ref_model": "it reads the model's parameters, of which each rank has a part",
+    "load_best_model_at_end": "it would load weights into a model that is sharded over the ranks",
+    "sync_ref_model": "it reads the model's parameters, which are sharded over the ranks",
 }
 """Fields that cannot be kept under shard zero3, and why."""
 

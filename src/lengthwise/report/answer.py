@@ -29,13 +29,13 @@ def answer_sentence(answer: Answer, unit: str = "tokens") -> str:
     counted_in = "bytes" if unit == "bytes" else "tokens"
     where = f"{answer.devices} x {answer.hardware}, {tokens_text(answer.batch_tokens)} {counted_in} a step"
     if not ours.step_seconds and other is None:
-        return f"{where}: nothing here holds these sequences; the table says why."
+        return f"{where}: no method here can hold these sequences; the table gives the reasons."
     if not ours.step_seconds:
         assert other is not None, "one of the two was checked to fit"
-        return f"{where}: Lengthwise holds no such sequences; {other.name} takes {seconds(other.mean_seconds)}."
+        return f"{where}: Lengthwise cannot hold these sequences; {other.name} takes {seconds(other.mean_seconds)}."
     took = f"{where}: {seconds(ours.mean_seconds)} with {OURS}"
     if other is None:
-        return f"{took}; FSDP2 holds no such sequences here."
+        return f"{took}; FSDP2 cannot hold these sequences here."
     gain = gain_over(other.step_seconds, ours.step_seconds)
     best = f"the best you can train otherwise takes {seconds(other.mean_seconds)} ({other.name})"
     if gain.is_equal:
@@ -101,7 +101,7 @@ def answer_notes(answer: Answer) -> list[str]:
     other, ours = answer.best_other, answer.ours
     if answer.sorted_seconds and other and ours.step_seconds and answer.sorted_seconds < 0.97 * other.mean_seconds:
         took = seconds(answer.sorted_seconds)
-        notes.append(f"FSDP2 with packs sorted by work, which takes a sampler of your own: {took}.")
+        notes.append(f"FSDP2 with packs sorted by work, which needs your own sampler: {took}.")
     return notes
 
 

@@ -23,26 +23,32 @@ _GAP = 1e-3  # of the step: shorter gaps cannot be seen
 _ROW_WORDS = (
     (
         "FSDP2",
-        "parameters, gradients and optimizer lie over all GPUs; a layer is gathered when it runs, and all GPUs "
-        "wait for the slowest in each microbatch.",
+        "parameters, gradients and optimizer states are sharded over all GPUs; a layer is gathered when it runs, and "
+        "all GPUs wait for the slowest in each microbatch.",
     ),
-    ("padded", "sequences of a microbatch are filled up to the longest of them; by length: like ones share one."),
-    ("packed", "whole sequences share a microbatch and do not see each other."),
+    ("padded", "sequences of a microbatch are padded to its longest; by length: a microbatch has similar lengths."),
+    ("packed", "whole sequences share a microbatch and do not attend to each other."),
     (
         "one ring size",
-        "context parallelism: every pack is cut over a ring of equally many GPUs, which pass keys round.",
+        "context parallelism: every pack is cut over a ring; all rings have the same number of GPUs.",
     ),
-    ("Lengthwise", "each sequence is cut over as many GPUs as pay for it; short ones are packed beside."),
-    ("zero1, zero3", "Lengthwise with whole parameters on each GPU, or with parameters over all GPUs in lock-step."),
+    ("Lengthwise", "each sequence is cut over as many GPUs as make the step faster; short ones are packed."),
+    ("zero1, zero3", "Lengthwise with all parameters on each GPU, or with parameters sharded over all GPUs."),
     ("recompute all", "backward computes whole layers a second time, as gradient checkpointing does, to save memory."),
-    ("recompute MLP", "backward computes all but attention a second time."),
-    ("ratio", "step time over that of Lengthwise."),
+    ("recompute MLP", "backward computes everything but attention a second time."),
+    ("ratio", "step time divided by that of Lengthwise."),
     ("memory", "of the fullest GPU at its peak, by formula."),
 )
 _DETAIL_WORDS = (
-    ("packed-dp, static, single-degree", "no sequence cut; one mesh of rings for all steps; one degree for a step."),
+    (
+        "packed-dp, static, single-degree",
+        "no sequence is cut; one mesh of rings for all steps; one degree for each step.",
+    ),
     ("power-of-two, bytescale", "a degree for each sequence, by their published rules."),
-    ("of ideal", "arithmetic alone, spread evenly over all GPUs, over the step; 100 % loses nothing."),
+    (
+        "of ideal",
+        "arithmetic time, spread evenly over all GPUs, divided by the step time; 100 % is ideal.",
+    ),
     ("MFU", "the model's floating-point operations over what the GPUs could do at their peak."),
     ("idle, exposed", "time without a microbatch; time in one without arithmetic, waiting for transfers or partners."),
 )

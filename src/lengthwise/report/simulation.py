@@ -258,7 +258,7 @@ def closing_sentences(
     other = min(others, key=lambda each: each.result.mean_seconds)
     gain = _gain(other, ours, model_error)
     what = f"{seconds(other.result.mean_seconds)} with {other.planner}, the best other plan ({mesh_text(other)})"
-    only = " All on one mesh, the only one compared: others may be better for either." * one_mesh
+    only = " All planners used one mesh; another mesh may be better for either planner." * one_mesh
     only += f" Not compared: {', '.join(not_compared)}; they may be better than {other.planner}." * bool(not_compared)
     also = _planned_sentence(best, ours, other, model_error)
     return f"{step}, and {what}. {_verdict(name, other.planner, gain, model_error)}{also}{only} {caveat}"
@@ -271,10 +271,10 @@ def _gain(other: Found, ours: Found, model_error: float = MODEL_ERROR) -> Gain:
 
 def _verdict(name: str, other: str, gain: Gain, model_error: float) -> str:
     """Say what a ratio of step times is worth, with its bounds."""
-    of_batches = f"the spread of {gain.batches} batches" if gain.batches > 1 else "no spread known of one batch"
+    of_batches = f"the spread of {gain.batches} batches" if gain.batches > 1 else "the unknown spread of one batch"
     error = f"{gain.low:.2f}x to {gain.high:.2f}x with an error of {percent(model_error)} of the model and {of_batches}"
     if gain.is_equal:
-        return f"That is {gain.ratio:.2f}x ({error}): no gain that can be told from none."
+        return f"That is {gain.ratio:.2f}x ({error}): no gain beyond the error."
     if gain.ratio < 1:
         return f"{name} does not help here: {other} needs {percent(1 - gain.ratio)} fewer GPU hours ({error})."
     saved = f"{percent(1 - 1 / gain.ratio)} fewer GPU hours"

@@ -77,7 +77,7 @@ class BestModel:
         found = read_best(output)
         self._best: BestEvaluation | None = None if found is None else found[1]
         if self._best is not None and self._best.data != data:
-            note(f"{self._folder} is of other evaluation data: the next evaluation takes its place")
+            note(f"{self._folder} was evaluated on other data: the next evaluation replaces it")
             self._best = None
 
     def takes(self, loss: float) -> bool:

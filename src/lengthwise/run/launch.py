@@ -261,7 +261,7 @@ class _Children:
         if not silent:
             remedy = f"{error.remedy}{told}"
             return type(error)(error.where, expected=error.expected, got=error.got, remedy=remedy)
-        got = f"{error.got}; not a word from {'; '.join(f'rank {rank}, {seen[rank]}' for rank in silent)}"
+        got = f"{error.got}; no report from {'; '.join(f'rank {rank}, {seen[rank]}' for rank in silent)}"
         them = "this rank is" if len(silent) == 1 else "these ranks are"
         remedy = f"See what {them} waiting for; then start again.{told}"
         return type(error)(error.where, expected=error.expected, got=got, remedy=remedy)
@@ -302,7 +302,7 @@ class _Children:
         code = process.exitcode
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
         where, got = f"rank {rank}, {self._board.last_seen(rank)}", f"its process died ({how})"
-        remedy = "SIGKILL is often the system running out of memory: lower capacity_tokens; then start again."
+        remedy = "The system often sends SIGKILL when memory runs out: lower capacity_tokens, then start again."
         return RankError(where, expected="the rank to finish", got=got, remedy=remedy)
 
     def _end_all(self) -> None:

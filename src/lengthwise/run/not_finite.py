@@ -103,11 +103,11 @@ class FinitePolicy:
         self.checkpoints.finish()
         resume = told_resume(self._newest(), self.config, self.transport)
         if resume is None:
-            self._stop(found, "There is no checkpoint yet to go back to: lower optimizer.lr, or save the first sooner.")
+            self._stop(found, "There is no checkpoint yet to return to: lower optimizer.lr, or save one earlier.")
         self._times_back = self._times_back + 1 if resume.step == self._back_at else 1
         self._back_at = resume.step
         if self._times_back > MOST_TIMES_BACK:
-            remedy = f"Going back to {resume.folder} did not help {MOST_TIMES_BACK} times: lower optimizer.lr."
+            remedy = f"Returning to {resume.folder} did not help {MOST_TIMES_BACK} times: lower optimizer.lr."
             self._stop(found, remedy)
         self.checkpoints.restore(resume)
         self.skipped = now - (resume.step - resume.manifest.skipped)

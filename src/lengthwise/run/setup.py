@@ -101,7 +101,7 @@ def set_up(
     if "shard" in job.chosen and (job.gpus or job.shard != "zero1"):
         say(job.chosen["shard"])
     if isinstance(config.heads, int) and config.heads > job.ranks:
-        say(f"heads: {config.heads} splits nothing on {job.ranks} ranks")
+        say(f"heads: {config.heads} has no effect on {job.ranks} ranks")
     engine, parameters, optimizer = _build(job, world, transport, planner, say)
     checkpoints = Checkpoints(
         config, transport, parameters, optimizer, data=lambda: job.dataset.digest().hex(), note=say
@@ -159,7 +159,7 @@ def _restore(rank: RankRun) -> None:
     rank.checkpoints.restore(resume)
     rank.done = resume.step
     for each in resume.passed_over:
-        rank.say(f"passed over, and removed: {each}")
+        rank.say(f"skipped and removed: {each}")
     rank.say(f"resuming from {resume.folder}, after step {rank.done}")
 
 

@@ -59,7 +59,7 @@ class Trackers(Callback):
         for tracker in self._open:
             tracker.join(max(0.0, deadline - time.monotonic()))
             if tracker.is_alive():
-                tracker.problem = tracker.problem or "it did not take all reports before the end of the run"
+                tracker.problem = tracker.problem or "it did not accept all reports before the run ended"
         self._tell()
 
     def _report(self, step: int, logs: Mapping[str, float]) -> None:
@@ -134,7 +134,7 @@ class _Tracker(threading.Thread):
         if since is not None and time.monotonic() - since > PATIENCE_SECONDS:
             self.problem = self.problem or f"it has not answered for {PATIENCE_SECONDS:.0f} s"
         elif self._waiting.qsize() >= _MOST_WAITING:
-            self.problem = self.problem or f"it is slower than steps are, by {_MOST_WAITING:,} of them"
+            self.problem = self.problem or f"it is {_MOST_WAITING:,} steps behind"
         else:
             self._waiting.put((step, logs))
 

@@ -250,10 +250,10 @@ def _how_to_cut(job: Job, batch: StepBatch) -> str:
     name = job.dataset.name(batch.ids[batch.lengths.index(longest)])
     capacity = max(3 * longest // 4, -(-job.longest_tokens // job.ranks) + 1)  # + 1: ranks get whole chunks
     if capacity < longest:
-        return f"{name}, of {longest} tokens, is with --set planner=lengthwise capacity_tokens={capacity}"
+        return f"To cut {name}, of {longest} tokens, add --set planner=lengthwise capacity_tokens={capacity}"
     return (
-        f"Of this batch the longest, {name}, has {longest} tokens, of the data {job.longest_tokens}: "
-        "take another seed or a larger global_batch, so that a longer one is in the first batch."
+        f"The longest sequence of this batch, {name}, has {longest} tokens; that of the data has {job.longest_tokens}. "
+        "Use another seed or a larger global_batch, so that the first batch has a longer sequence."
     )
 
 

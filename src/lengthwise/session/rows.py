@@ -91,7 +91,9 @@ def _read(row: Row, where: str) -> tuple[np.ndarray, np.ndarray | None, dict[str
     kept = _kept(tensors.pop(_MASK, None), len(ids), where)
     positions = tensors.pop(_POSITIONS, None)
     if positions is not None and not torch.equal(positions[kept].long(), torch.arange(kept.stop - kept.start)):
-        raise _wrong(f"{where}, {_POSITIONS}", "0, 1, 2, ...: one sequence a row", "others", "Give packed rows apart.")
+        raise _wrong(
+            f"{where}, {_POSITIONS}", "0, 1, 2, ...: one sequence a row", "others", "Make every sequence a row."
+        )
     labels = tensors.pop(_LABELS, None)
     given = None if labels is None else _whole(labels, f"{where}, {_LABELS}", least=NO_LOSS)[kept]
     return ids[kept], given, {name: values[kept] for name, values in tensors.items()}
@@ -152,5 +154,5 @@ def _by_name(columns: Sequence[Mapping[str, Tensor]]) -> dict[str, list[Tensor]]
     return {name: [each[name] for each in columns] for name in names}
 
 
-def _wrong(where: str, expected: str, got: str, remedy: str = "Correct what the loop gives.") -> DataError:
+def _wrong(where: str, expected: str, got: str, remedy: str = "Correct the rows that the loop passes.") -> DataError:
     return DataError(where, expected=expected, got=got, remedy=remedy)
