@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from lengthwise.core.disk import read_plain
+from lengthwise.core.files import read_plain
 
 
 @pytest.mark.parametrize(

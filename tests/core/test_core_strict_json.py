@@ -3,8 +3,8 @@
 import pytest
 
 from lengthwise.core.errors import PlanError
+from lengthwise.core.files import parse_json, read_json
 from lengthwise.core.plan import Plan
-from lengthwise.core.strict_json import parse_json, read_json
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from lengthwise.config.problems import shown
 from lengthwise.core.errors import OutputError
-from lengthwise.core.strict_json import read_json
+from lengthwise.core.files import read_json
 from lengthwise.engine.flat_layout import FlatLayout
 
 SCHEMA = "lengthwise.checkpoint/1"

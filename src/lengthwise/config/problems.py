@@ -13,7 +13,7 @@ from lengthwise.config.schema import SECTIONS, RunConfig
 from lengthwise.config.settings import Settings
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import did_you_mean
-from lengthwise.core.planner_packages import PLANNER_PACKAGES, missing_package_of
+from lengthwise.core.packages import PLANNER_PACKAGES, missing_package_of
 
 _MOST_TOLD = 100
 

@@ -25,8 +25,8 @@ from transformers.utils.import_utils import is_accelerate_available
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from lengthwise.config.schema import TINY_MODEL
-from lengthwise.core.disk import MOST_BYTES
 from lengthwise.core.errors import ConfigError, LengthwiseError, OutputError, raise_problems
+from lengthwise.core.files import MOST_BYTES
 from lengthwise.core.hub import only_cached, why_only_cached
 from lengthwise.cost import named_shape
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from lengthwise.config import LoraConfig
 from lengthwise.config.sections import ALL_LINEAR
-from lengthwise.core.disk import read_plain
 from lengthwise.core.errors import ConfigError, raise_problems
+from lengthwise.core.files import read_plain
 from lengthwise.core.names import did_you_mean
 from lengthwise.models.adapter import ATTENTION_NAME
 from lengthwise.models.load import ModelSource, build_model, build_skeleton, first_line, unwritable
