@@ -199,13 +199,6 @@ def test_bytes_sent_are_those_that_costs_count(heads):
         assert sent == pytest.approx(exchanged + passed, rel=1e-12)
 
 
-def test_heads_repeat_bit_for_bit():
-    plan = make_plan(4, [61, 7], [[Piece(ranks=(0, 1, 2, 3), sequences=(0, 1), heads=2)]])
-    rows = draw(plan.tokens, 4, 2, torch.float32)
-    first, second = (joined(rows, run_strict(plan, rows)) for _ in range(2))
-    assert all(torch.equal(a, b) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
-
-
 def test_heads_that_do_not_divide_those_of_the_model_are_refused_by_name():
     plan = make_plan(3, [9], [Piece(ranks=(0, 1, 2), sequences=(0,), heads=3)])
     rows = draw(plan.tokens, 4, 2)

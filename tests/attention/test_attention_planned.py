@@ -2,14 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from testing import (
     RecordingTransport,
     dense_attention,
-    draw_lengths,
     make_plan,
-    random_plan,
     relative_error,
     rounding_floor,
     run_ranks,
@@ -22,7 +18,6 @@ from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.plan import Piece
 from lengthwise.program import lower_plan
-from properties import costly
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 4, 0.4
 KERNELS = (FlashCpuKernel(), ReferenceKernel(), VarlenKernel(ReferenceVarlenOps()))
@@ -98,20 +93,6 @@ def check(got, rows, dtype):
             assert error < TOLERANCES[dtype], f"{name} of sequence {i}, {len(a)} tokens: {error}"
 
 
-@costly
-@given(
-    choose=st.randoms(use_true_random=False),
-    ranks=st.sampled_from([1, 2, 3, 5, 7]),
-    count=st.integers(1, 6),
-    dtype=st.sampled_from([torch.float64, torch.float32]),
-    packs=st.booleans(),
-)
-def test_planned_equals_dense_under_any_plan(choose, ranks, count, dtype, packs):
-    plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count))
-    rows = documents(plan.tokens, dtype)
-    check(run_strict(plan, rows, VarlenKernel(ReferenceVarlenOps()) if packs else FlashCpuKernel()), rows, dtype)
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 5, 7])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
 def test_planned_equals_dense_at_awkward_lengths(ranks, kernel):
@@ -124,32 +105,6 @@ def test_planned_equals_dense_at_awkward_lengths(ranks, kernel):
         plan = make_plan(ranks, lengths, microbatches)
         rows = documents(lengths, torch.float64)
         check(run_strict(plan, rows, kernel), rows, torch.float64)
-
-
-def test_planned_equals_dense_with_two_rings_on_one_rank_and_packs_beside():
-    plan = make_plan(
-        5,
-        [29, 17, 6, 3, 1],
-        [
-            [
-                Piece(ranks=(3,), sequences=(2,)),
-                Piece(ranks=(0, 2, 1), sequences=(0, 4), shares=(1, 0, 3)),
-                Piece(ranks=(2, 3, 4, 0, 1), sequences=(1,)),
-                Piece(ranks=(2,), sequences=(3,)),
-            ]
-        ],
-    )
-    rows = documents(plan.tokens, torch.float64)
-    check(run_strict(plan, rows), rows, torch.float64)
-
-
-def test_planned_equals_dense_on_six_ranks():
-    """Section 7: a rank count of 6 silently giving wrong groups."""
-    pieces = [Piece(ranks=(0, 2, 4, 5, 3, 1), sequences=(0,)), Piece(ranks=(4, 5), sequences=(1,))]
-    pieces += [Piece(ranks=(0, 2, 3, 1), sequences=(2,)), Piece(ranks=(1,), sequences=(3,))]
-    plan = make_plan(6, [53, 13, 22, 7], pieces)
-    rows = documents(plan.tokens, torch.float64)
-    check(run_strict(plan, rows), rows, torch.float64)
 
 
 def test_planned_survives_scores_that_overflow_exp():
@@ -176,15 +131,6 @@ def test_planned_sums_bf16_gradients_in_fp32():
     alone = run_strict(make_plan(1, [200], [Piece(ranks=(0,), sequences=(0,))]), rows)
     for name, a, b, c in zip(("out", "dq", "dk", "dv"), ring[0], alone[0], dense(rows)[0], strict=True):
         assert relative_error(a, c) <= 1.5 * relative_error(b, c) + 1e-4, name
-
-
-def test_planned_repeats_bit_for_bit():
-    plan = make_plan(
-        5, [61, 33, 7], [[Piece(ranks=(0, 2, 4, 3, 1), sequences=(0,)), Piece(ranks=(4, 0, 1), sequences=(1, 2))]]
-    )
-    rows = documents(plan.tokens, torch.float32)
-    first, second = run_strict(plan, rows), run_strict(plan, rows)
-    assert all(torch.equal(a, b) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
