@@ -101,7 +101,6 @@ def signed(values: Mapping[str, object]) -> str:
 
 
 def _digest_of(values: Mapping[str, object]) -> str:
-    """Return the SHA-256 of a manifest's values, however its file is laid out."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

@@ -258,7 +258,6 @@ def _check_weights(folder: Path, model: nn.Module) -> None:
 
 
 def _adapters(model: nn.Module) -> dict[str, Tensor]:
-    """Map the name of each adapter weight in peft's files to the parameter."""
     return {
         _PREFIX + name.replace(f".{_ADAPTER}", ""): parameter
         for name, parameter in model.named_parameters()
