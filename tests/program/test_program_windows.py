@@ -32,6 +32,16 @@ def test_windowed_lowering_tiles_long_documents(window):
     assert covered_pairs(plan, window) == expected_pairs(plan, window)
 
 
+@pytest.mark.parametrize("degree", [2, 3, 4, 5])
+def test_short_windows_reach_the_chunk_before(degree):
+    """A window of two or three tokens still takes keys over the border of a chunk."""
+    for length in (7, 20, 33):
+        plan = make_plan(degree, [length], [Piece(ranks=tuple(range(degree)), sequences=(0,))])
+        for window in range(1, 5):
+            assert covered_pairs(plan, window) == expected_pairs(plan, window)
+            follow_rounds(plan, window)
+
+
 @pytest.mark.parametrize("degree", range(2, 9))
 def test_windowed_ring_talks_to_its_neighbours_only_when_the_window_is_short(degree):
     ring = Piece(ranks=tuple(random.Random(1).sample(range(degree), degree)), sequences=(0,))
