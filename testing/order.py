@@ -15,9 +15,9 @@ from typing import Any
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.engine.wave_order import END, UnitKind, backward_calls, forward_calls
-from lengthwise.program.edges import head_peers
 from lengthwise.program.lower import MicrobatchProgram, last_on_all_ranks, lower_plan
 from lengthwise.program.records import Content, Round, Transfer
+from lengthwise.program.ring_order import head_peers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

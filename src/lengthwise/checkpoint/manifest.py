@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from lengthwise.config.problems import shown
 from lengthwise.core.errors import OutputError
-from lengthwise.core.strict_json import read_json
+from lengthwise.core.files import read_json
 from lengthwise.engine.flat_layout import FlatLayout
 
 SCHEMA = "lengthwise.checkpoint/1"
@@ -101,7 +101,6 @@ def signed(values: Mapping[str, object]) -> str:
 
 
 def _digest_of(values: Mapping[str, object]) -> str:
-    """Return the SHA-256 of a manifest's values, however its file is laid out."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

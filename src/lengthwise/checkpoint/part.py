@@ -19,9 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lengthwise.checkpoint.manifest import File, Manifest, file_name
-from lengthwise.core.disk import make_readable, sync
 from lengthwise.core.errors import OutputError
-from lengthwise.core.strict_json import read_json
+from lengthwise.core.files import make_readable, read_json, sync
 from lengthwise.engine.flat_layout import FlatLayout
 from lengthwise.engine.parameters import MASTER_WEIGHTS
 
@@ -123,7 +122,7 @@ def differences(manifest: Manifest, names: Sequence[str], shapes: Sequence[tuple
     return found + ([] if manifest.dtype == dtype else [f"all are {manifest.dtype}, not {dtype}"])
 
 
-class Move(NamedTuple):
+class CopiedSlice(NamedTuple):
     """Entries [source] of the file of `rank` that are entries [target] of a shard now."""
 
     rank: int
@@ -131,14 +130,14 @@ class Move(NamedTuple):
     target: slice
 
 
-def moves(old: FlatLayout, new: FlatLayout, rank: int) -> Iterator[Move]:
+def moves(old: FlatLayout, new: FlatLayout, rank: int) -> Iterator[CopiedSlice]:
     """Yield what fills the shard of `rank` from the files of other ranks; the parameters are the same, in order."""
     for run in new.runs(rank):
         entry, start = run.entry, run.start
         while start < run.stop:
             owner, place, follow = old.owner(run.parameter, entry)
             size = min(follow, run.stop - start)
-            yield Move(rank=owner, source=slice(place, place + size), target=slice(start, start + size))
+            yield CopiedSlice(rank=owner, source=slice(place, place + size), target=slice(start, start + size))
             entry, start = entry + size, start + size
 
 

@@ -337,7 +337,7 @@ def _adapters_of(config: RunConfig) -> int | None:
 
 def _shape_of(config: RunConfig) -> ModelShape:
     """Read the shape of a run file's model without torch: `tiny`, or a folder's config.json."""
-    from lengthwise.core.package_data import read_json_object
+    from lengthwise.core.files import read_json_object
     from lengthwise.cost import named_shape, shape_from_config
 
     if config.model == "tiny":

@@ -27,7 +27,7 @@ from lengthwise.config.sections import (
 from lengthwise.config.settings import PathSetting, Settings, Tokens
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import BYTES_TOKENIZER, PLANNER_GROUP
-from lengthwise.core.planner_packages import PLANNER_PACKAGES, has_package
+from lengthwise.core.packages import PLANNER_PACKAGES, has_package
 
 DEFAULT_STEPS = 100
 TINY_MODEL = "tiny"

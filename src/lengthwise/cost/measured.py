@@ -15,10 +15,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from lengthwise.config.problems import expected_value, shown
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
+from lengthwise.core.files import read_json
 from lengthwise.core.measurements import SCHEMA, MeasuredModel, Measurements
 from lengthwise.core.names import did_you_mean
 from lengthwise.core.shape import ModelShape
-from lengthwise.core.strict_json import read_json
 from lengthwise.cost.all_terms import all_terms_cost
 from lengthwise.cost.fit import with_terms
 from lengthwise.cost.hardware import HARDWARE_NAMES, named_hardware

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from lengthwise.config.problems import shown
 from lengthwise.core.errors import DataError
-from lengthwise.core.strict_json import read_json
+from lengthwise.core.files import read_json
 
 NAME = "lengthwise-store.json"
 SCHEMA = "lengthwise.store/2"

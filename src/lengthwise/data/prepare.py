@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lengthwise.core import __version__
-from lengthwise.core.disk import sync
 from lengthwise.core.errors import ConfigError, DataError, OutputError
-from lengthwise.core.locks import try_lock
+from lengthwise.core.files import sync, try_lock
 from lengthwise.data import store
 from lengthwise.data.digests import digest_of_rows, file_digest
 from lengthwise.data.manifest import NAME, Manifest, Shard, StoredFile, StoredRows, UsedTokenizer, read_manifest

@@ -18,8 +18,8 @@ from typing import BinaryIO
 import numpy as np
 
 from lengthwise.config import DataSource
-from lengthwise.core.disk import sync
 from lengthwise.core.errors import DataError
+from lengthwise.core.files import sync
 from lengthwise.data.dataset import NO_LOSS, plain_weights, sum_of_weights
 from lengthwise.data.digests import ROW_DIGEST_BYTES, file_digest, row_digest
 from lengthwise.data.load import add_rows

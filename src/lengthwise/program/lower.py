@@ -236,7 +236,6 @@ class MicrobatchProgram:
             yield index, self._forwardings[index], position // piece.heads, range(place, place + 1)
 
     def _transfers(self, index: int, moves: Iterator[Move], places: range) -> Iterator[Transfer]:
-        """Yield the transfers of moves along a ring, between ranks at the same place of their groups."""
         piece = self.microbatch.pieces[index]
         for move in moves:
             for place in places:

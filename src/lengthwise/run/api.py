@@ -17,10 +17,10 @@ from lengthwise.comm import World
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import ConfigError, PlanError, RankError, TransferError
 from lengthwise.core.faults import only_of_first_start
+from lengthwise.core.files import read_plan_text
+from lengthwise.core.packages import check_trackers
 from lengthwise.core.plan import Plan
-from lengthwise.core.plan_file import read_plan_text
 from lengthwise.core.sizes import read_whole
-from lengthwise.core.tracker_packages import check_trackers
 from lengthwise.program import check_plan, refuse_unsupported
 from lengthwise.run.best import read_best
 from lengthwise.run.callbacks import Callback, call_back

@@ -21,7 +21,7 @@ from typing import Any
 
 from lengthwise.config import DataSource
 from lengthwise.core.errors import Collector, ConfigError, DataError, OutputError, RankError, raise_problems
-from lengthwise.core.locks import try_lock
+from lengthwise.core.files import try_lock
 from lengthwise.data import Tokenizer
 from lengthwise.data.load import is_mapped
 from lengthwise.data.prepare import prepare_store

@@ -24,12 +24,9 @@ from safetensors import SafetensorError
 from lengthwise.checkpoint import CheckpointFolder
 from lengthwise.config import RunConfig, dump_config
 from lengthwise.config.problems import shown
-from lengthwise.core.disk import make_readable, read_plain, sync
 from lengthwise.core.errors import OutputError, WriteError
-from lengthwise.core.locks import owner_name, try_lock
+from lengthwise.core.files import compress_plan, make_readable, owner_name, parse_json, read_plain, sync, try_lock
 from lengthwise.core.measurements import Measurements
-from lengthwise.core.plan_file import compress_plan
-from lengthwise.core.strict_json import parse_json
 from lengthwise.run.callbacks import Callback
 from lengthwise.run.metrics import EvalMetrics, FinishedStep, NotFinite
 from lengthwise.run.resume import FOLDER as CHECKPOINTS
