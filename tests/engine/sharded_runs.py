@@ -40,8 +40,9 @@ def build(family="llama", **changes):
     return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
 
 
-def shard(model, transport, dtype=torch.float64):
-    return ShardedParameters(model, transport, dtype=dtype, device=CPU, layers=wrapped_layers(model))
+def shard(model, transport, dtype=torch.float64, ranks_per_node=None):
+    options = {"dtype": dtype, "device": CPU, "layers": wrapped_layers(model), "ranks_per_node": ranks_per_node}
+    return ShardedParameters(model, transport, **options)
 
 
 def run(model, parameters, transport, plan, lengths=LENGTHS, dtype=torch.float64, **options):

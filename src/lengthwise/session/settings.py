@@ -240,7 +240,7 @@ def planning_of(
         measured=measured,
         options=PlanOptions(
             planner=planner,
-            mode="waves" if engine.parameters is not None and engine.parameters.in_lock_step else "free",
+            mode="waves" if engine.parameters is not None and engine.parameters.ranks_in_step > 1 else "free",
             layers=engine.config.num_hidden_layers,
             heads=heads,
             offload=ratio if isinstance(ratio, str) else "off",
