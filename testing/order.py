@@ -160,8 +160,8 @@ def check_order(
     every layer, between them what recomputation runs again, and last the step-end collective. `windows` gives the
     sliding window of each layer (default: `layers` layers without one). `counts_routers`: the counting pass of a model
     with a router balance loss comes first (`engine.step`). In a plan of kind `waves` every rank runs all microbatches
-    of its node's ranks (`ranks_per_node`; None: of all), and gathers and reduces units between rounds, as `engine.waves`
-    does; `tied`: all that is in no layer is one unit.
+    of its node's ranks (`ranks_per_node`; None: of all), and gathers and reduces units between rounds, as
+    `engine.waves` does; `tied`: all that is in no layer is one unit.
 
     Raises:
         PlanError: the ranks would wait for each other for ever; it names the ranks and what they wait in.

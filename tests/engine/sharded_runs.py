@@ -21,6 +21,14 @@ WAVES = [
     [Piece(ranks=(0, 1), sequences=(5,)), Piece(ranks=(2,), sequences=(1, 2))],
     [Piece(ranks=(2,), sequences=(3, 4))],
 ]
+# On nodes of 2: a ring over both; a pack on each alone; a ring over both that the second then ends with, the first not.
+WAVES_OF_NODES = [
+    [Piece(ranks=(0, 2, 1), sequences=(0,))],
+    [Piece(ranks=(3,), sequences=(1,))],
+    [Piece(ranks=(1,), sequences=(2, 3))],
+    [Piece(ranks=(2, 0), sequences=(5,))],
+    [Piece(ranks=(0,), sequences=(4,))],
+]
 KINDS = ("none", "layer", "all_but_attention")
 
 
