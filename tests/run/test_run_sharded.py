@@ -1,4 +1,4 @@
-"""`parallel: {shard: zero3}` of the run file: the numbers of zero1, checkpoints across layouts, faults, refusals."""
+"""`shard: zero3` of the run file: the numbers of zero1, checkpoints across layouts, faults, refusals."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ from tiers import more, some
 
 CPU = torch.device("cpu")
 LENGTHS = [37, 11, 5, 7, 2, 90, 64, 33, 12, 8, 9, 23]
-ZERO3 = ("--set", "parallel.shard=zero3", "--timeout-seconds", 30)
+ZERO3 = ("--set", "shard=zero3", "--timeout-seconds", 30)
 
 
 def run_file(folder, **keys):
@@ -104,9 +104,9 @@ def test_a_run_goes_on_under_another_layout_and_rank_count(tmp_path, first, then
     path = run_file(tmp_path, checkpoint={"every_steps": 2, "background": False}, steps=5)
     _, expected = trained(path, "whole")
     fault = {"LENGTHWISE_FAULT": "step-end:0:4:kill"}
-    command = Command("train", path, "--ranks", first[1], "--set", f"parallel.shard={first[0]}", **fault)
+    command = Command("train", path, "--ranks", first[1], "--set", f"shard={first[0]}", **fault)
     assert command.finish()[0] != 0
-    _, model = trained(path, "out", "--resume", "--set", f"parallel.shard={then[0]}", ranks=then[1])
+    _, model = trained(path, "out", "--resume", "--set", f"shard={then[0]}", ranks=then[1])
     assert largest_difference(model, expected) <= 1e-14
     assert (tmp_path / "out/checkpoints/step-000004").exists()
 
