@@ -26,7 +26,7 @@ from lengthwise.core.strict_json import read_json
 from lengthwise.engine.flat_layout import FlatLayout
 from lengthwise.engine.parameters import MASTER_WEIGHTS
 
-_NOT_NEGATIVE = ("exp_avg_sq", "square_avg", "sum")  # of squares; see `engine.optimizer.states_of`
+_NOT_NEGATIVE = ("exp_avg_sq",)  # means of squares; see `engine.optimizer.states_of`
 _AT_ONCE = 1 << 24  # numbers of a state that are looked at
 
 _DIGEST = ".digest"  # beside a rank's file until the checkpoint is committed

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, WrapValidator, model_validator
 
-from lengthwise.config.optimizer import OptimizerConfig, ScheduleArgs
+from lengthwise.config.optimizer import OptimizerConfig
 from lengthwise.config.sections import (
     CheckpointConfig,
     DataSource,
@@ -190,12 +190,6 @@ class RunConfig(Settings):
         description="{every_steps: 50}: save what `--resume` needs, also after the last step; default null (save only "
         "the model, at the end)",
     )
-    most_log_mb: int = Field(
-        default=400,
-        ge=1,
-        description="the most MB that plans of past steps may take in the output folder; the ledger may take as many; "
-        "the oldest are deleted; default 400",
-    )
     save: SaveConfig | None = Field(
         default=None,
         description="{best: eval_loss}: also keep the model with the best evaluation; default null",
@@ -309,7 +303,6 @@ SECTIONS: Mapping[tuple[str, ...], type[Settings]] = {
     ("eval", "data"): DataSource,
     ("global_batch",): GlobalBatch,
     ("optimizer",): OptimizerConfig,
-    ("optimizer", "schedule_args"): ScheduleArgs,
     ("lora",): LoraConfig,
     ("offload",): OffloadConfig,
     ("checkpoint",): CheckpointConfig,

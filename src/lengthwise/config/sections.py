@@ -239,9 +239,6 @@ class LoraConfig(Settings):
         default=None,
         description="the dropout rate of each adapter's inputs in training, from 0 to below 1; default 0",
     )
-    bias: Literal["none"] = Field(default="none", description="none: only adapters are trained")
-    use_dora: Literal[False] = Field(default=False, description="false: DoRA is not supported")
-    modules_to_save: None = Field(default=None, description="null: only adapters are trained")
 
     @model_validator(mode="before")
     @classmethod

@@ -48,11 +48,7 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
     with ExitStack() as stack:
         process = None if world.rank else stack.enter_context(PlannerProcess(forks=world.rendezvous is not None))
         planner = None if process is None else partial(pricing.plan, process)
-        folder = RunFolder(
-            job.config.output,
-            lambda line: call_back(callbacks, "on_note", line),
-            most_log_bytes=job.config.most_log_mb * 1e6,
-        )
+        folder = RunFolder(job.config.output, lambda line: call_back(callbacks, "on_note", line))
         hearing = () if world.rank else (folder, *callbacks)
         say, show = partial(call_back, hearing, "on_note"), partial(call_back, hearing, "on_phase")
 

@@ -28,7 +28,7 @@ FREE_SETTINGS = frozenset(
     (
         *("capacity_tokens", "planner", "shard", "ranks_per_node", "recompute", "offload", "heads", "measurements"),
         *("attention", "compile", "fused_layers", "experts", "loss", "overlap", "device", "memory_check"),
-        *("eval", "checkpoint", "save", "output", "not_finite", "most_log_mb", "report_to"),
+        *("eval", "checkpoint", "save", "output", "not_finite", "report_to"),
     )
 )
 
@@ -118,7 +118,8 @@ def find_resume(config: RunConfig, *, accept_changes: bool = False) -> Resume:
 def _states(optimizer: object) -> str:
     """Name an optimizer of a run's settings, and what it keeps of each entry."""
     try:
-        config = OptimizerConfig.model_validate(optimizer)
+        known = optimizer if isinstance(optimizer, Mapping) else {}
+        config = OptimizerConfig.model_validate({k: v for k, v in known.items() if v is not None})
     except ValidationError:
         return f"an optimizer that is not known, {optimizer}"
     return f"{config.name} ({', '.join(states_of(config)) or 'none'})"
