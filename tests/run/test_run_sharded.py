@@ -231,7 +231,7 @@ def test_a_killed_rank_is_named(tmp_path):
 def test_what_goes_by_whole_parameters_is_refused_together(tmp_path, capsys):
     path = run_file(
         tmp_path,
-        parallel={"shard": "zero3"},
+        shard="zero3",
         planner="static",
         compile=True,
         measurements="auto",
@@ -257,7 +257,7 @@ def test_a_layout_is_taken_by_what_fits_and_said(tmp_path, capfd, monkeypatch):
 
 
 def test_a_free_plan_is_refused(tmp_path, capsys):
-    path = run_file(tmp_path, parallel={"shard": "zero3"})
+    path = run_file(tmp_path, shard="zero3")
     plan = tmp_path / "plan.json"
     assert call("plan", "--config", path, "--ranks", 3, "--mode", "free", "--out", plan) == 0
     assert call("verify", path, "--ranks", 3, "--plan", plan) == 2
@@ -266,7 +266,7 @@ def test_a_free_plan_is_refused(tmp_path, capsys):
 
 def test_verify_runs_it(tmp_path, capsys):
     """In bf16 once more in fp32, from weights that were rounded where they lie."""
-    assert call("verify", run_file(tmp_path, precision="bf16", parallel={"shard": "zero3"}), "--ranks", 3) == 0
+    assert call("verify", run_file(tmp_path, precision="bf16", shard="zero3"), "--ranks", 3) == 0
     assert "PASS" in capsys.readouterr().out
 
 

@@ -87,10 +87,10 @@ def choose_shard(
     why = f"zero1 would take {kept[0]} of {device} for weights, gradients and states, and leave room for "
     why += f"{held[0]:,} tokens of the {tokens:,} wanted"
     by_node = replace(memory, shard="hybrid")
-    if 1 < (memory.ranks_per_node or 1) < memory.ranks:
-        if max(tokens_within(by_node, room, kind, offload) for kind in kinds) >= tokens:
-            why += f"; hybrid, over {counted(memory.ranks_per_node or 1, 'rank')} of a node, takes "
-            return ShardChoice(shard="hybrid", why=f"{why}{_kept(by_node)}")
+    has_nodes = 1 < (memory.ranks_per_node or 1) < memory.ranks
+    if has_nodes and max(tokens_within(by_node, room, kind, offload) for kind in kinds) >= tokens:
+        why += f"; hybrid, over {counted(memory.ranks_per_node or 1, 'rank')} of a node, takes "
+        return ShardChoice(shard="hybrid", why=f"{why}{_kept(by_node)}")
     return ShardChoice(shard="zero3", why=f"{why}; zero3 takes {kept[1]}")
 
 

@@ -69,8 +69,8 @@ class Session:
         precision: "bf16": mixed precision over fp32 weights, as torch.autocast has it; None: that of a surrounding
             torch.autocast, if any.
         attention: the attention implementation, as in a run file.
-        device: where steps run; None: where the model is. Where parameters are cut the model may lie in the host's memory, and that
-            of ranks other than 0 on the meta device.
+        device: where steps run; None: where the model is. Where parameters are cut the model may lie in the host's
+            memory, and that of ranks other than 0 on the meta device.
         seed: start of the random numbers of dropout.
         timeout_seconds: how long a rank waits for another.
 
