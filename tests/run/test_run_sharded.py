@@ -264,9 +264,10 @@ def test_a_free_plan_is_refused(tmp_path, capsys):
     assert "expected a plan of kind waves, for `shard: zero3`; got free" in capsys.readouterr().err
 
 
-def test_verify_runs_it(tmp_path, capsys):
+@pytest.mark.parametrize(("ranks", "layout"), [(3, {"shard": "zero3"}), (4, {"shard": "hybrid", "ranks_per_node": 2})])
+def test_verify_runs_it(tmp_path, capsys, ranks, layout):
     """In bf16 once more in fp32, from weights that were rounded where they lie."""
-    assert call("verify", run_file(tmp_path, precision="bf16", shard="zero3"), "--ranks", 3) == 0
+    assert call("verify", run_file(tmp_path, precision="bf16", **layout), "--ranks", ranks) == 0
     assert "PASS" in capsys.readouterr().out
 
 
