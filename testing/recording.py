@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lengthwise.comm.transport import Around, Key, Message, Pending, Transport
+from lengthwise.comm.transport import Around, Key, Message, Pending, Ranks, Transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +44,23 @@ class RecordingTransport(Around):
         """Record, sum and keep a slice."""
         self.reduce_scatter_async(output, source).wait()
 
-    def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
+    def reduce_scatter_async(
+        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
+    ) -> Pending:
         """Record and begin to sum."""
         self._collective("reduce_scatter", key)
-        return self._inner.reduce_scatter_async(output, source, key=key)
+        return self._inner.reduce_scatter_async(output, source, key=key, among=among)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Record and concatenate."""
         self.all_gather_async(output, source).wait()
 
-    def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
+    def all_gather_async(
+        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
+    ) -> Pending:
         """Record and begin to concatenate."""
         self._collective("all_gather", key)
-        return self._inner.all_gather_async(output, source, key=key)
+        return self._inner.all_gather_async(output, source, key=key, among=among)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Record and overwrite."""

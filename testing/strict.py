@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.comm.clock import Clock
-from lengthwise.comm.transport import Done, Key, Message, Pending
+from lengthwise.comm.transport import Done, Key, Message, Pending, Ranks
 from lengthwise.core.errors import TransferError
 from testing.order import Group, Operation, StrictMatcher
 
@@ -119,6 +119,9 @@ class StrictTransport:
         if peers:
             self.exchange(*([(torch.zeros(1), peer) for peer in peers] for _ in range(2))).wait()
 
+    def meet(self, among: Ranks) -> None:
+        """Do nothing: any ranks may call collectives among themselves."""
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post one grouped call (see `Transport.exchange`)."""
         operations = [Operation(kind="send", peer=peer, size=_size(t), payload=t) for t, peer in sends]
@@ -133,17 +136,22 @@ class StrictTransport:
         """Sum over all ranks and keep this rank's slice."""
         self.reduce_scatter_async(output, source).wait()
 
-    def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
+    def reduce_scatter_async(
+        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
+    ) -> Pending:
         """Begin a `reduce_scatter` (see `Transport.reduce_scatter_async`)."""
-        return self._collective("reduce_scatter", output, source, lambda each: _sum(each).chunk(self.world_size), key)
+        return self._collective("reduce_scatter", output, source, lambda each: _sum(each).chunk(len(each)), key, among)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Concatenate the tensors of all ranks."""
         self.all_gather_async(output, source).wait()
 
-    def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
+    def all_gather_async(
+        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
+    ) -> Pending:
         """Begin an `all_gather` (see `Transport.reduce_scatter_async`)."""
-        return self._collective("all_gather", output, source, lambda tensors: [torch.cat(tensors)] * len(tensors), key)
+        cat: Callable[[list[Tensor]], list[Tensor]] = lambda tensors: [torch.cat(tensors)] * len(tensors)  # noqa: E731
+        return self._collective("all_gather", output, source, cat, key, among)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite with the tensor of rank `source`."""
@@ -161,9 +169,11 @@ class StrictTransport:
         source: Tensor,
         combine: Callable[[list[Tensor]], Sequence[Tensor]],
         key: Key | None = None,
+        among: Ranks | None = None,
     ) -> Pending:
+        assert among is None or self.rank in among, f"rank {self.rank} among {among}"
         size = (name, key, _size(output), _size(source))
-        operation = Operation(kind="collective", size=size, payload=(output, source, combine))
+        operation = Operation(kind="collective", size=size, payload=(output, source, combine), among=among)
         if key is not None:
             if self._last_key is not None and key <= self._last_key:
                 self._refuse(f"a call after {self._last_key}", str(key), "Post calls in the order of their keys.")

@@ -57,7 +57,7 @@ class Parameter:
 class Manifest:
     """A checkpoint after `step` steps, `skipped` of them without an update.
 
-    dtype: of master weights and moments. ranks: that wrote a file each. borders: of the buckets (`FlatLayout`).
+    dtype: of master weights and moments. ranks: that wrote a file each. borders, ranks_per_node: as in `FlatLayout`.
     run: the settings that decide what is trained. data: SHA-256 of the tokens. first_loss, loss: of step 1 and of
     `step`.
     """
@@ -75,6 +75,7 @@ class Manifest:
     run: Mapping[str, object]
     data: _Hex
     borders: tuple[_FromZero, ...]
+    ranks_per_node: _Count = 1
     parameters: tuple[Parameter, ...]
     files: Mapping[str, File]
 
@@ -87,6 +88,7 @@ class Manifest:
             borders=self.borders,
             bucket_of=tuple(each.bucket for each in self.parameters),
             world_size=self.ranks,
+            ranks_per_node=self.ranks_per_node,
         )
 
     def to_json(self) -> str:
@@ -147,6 +149,9 @@ def _contradictions(found: Manifest) -> Iterator[str]:
         yield f"skipped: {found.skipped} of {found.step} steps"
     if len(found.files) != found.ranks or list(found.files) != [file_name(rank) for rank in range(found.ranks)]:
         yield "other files than one of each rank"
+    if found.ranks % found.ranks_per_node:
+        yield f"ranks_per_node: {found.ranks_per_node} of {found.ranks} ranks"
+        return
     borders = found.borders
     if len(borders) < 2 or borders[0] != 0 or any(a > b or b % found.ranks for a, b in pairwise(borders)):
         yield "borders that no layout has"

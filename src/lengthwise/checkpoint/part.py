@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,12 +152,11 @@ def read_state(
     order = {each.name: number for number, each in enumerate(manifest.parameters)}
     saved = manifest.layout
     places = [order[name] for name in names]
-    old = FlatLayout(
+    old = replace(
+        saved,
         sizes=tuple(saved.sizes[place] for place in places),
         starts=tuple(saved.starts[place] for place in places),
-        borders=saved.borders,
         bucket_of=tuple(saved.bucket_of[place] for place in places),
-        world_size=saved.world_size,
     )
     with ExitStack() as files:
         opened: dict[int, dict[str, object]] = {}

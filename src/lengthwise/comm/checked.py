@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lengthwise.comm.transport import Around, Done, Key, Message, Pending, Transport
+from lengthwise.comm.transport import Around, Done, Key, Message, Pending, Ranks, Transport
 from lengthwise.core.errors import ConfigError, TransferMismatch
 
 VARIABLE = "LENGTHWISE_CHECK_TRANSFERS"
@@ -70,21 +70,27 @@ class CheckedTransport(Around):
         self._under_way.append(pending)
         return pending
 
-    def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
+    def reduce_scatter_async(
+        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
+    ) -> Pending:
         """Begin a `reduce_scatter`, once the next rank is known to be at the same one."""
-        self._compare(source, key)
-        return self._inner.reduce_scatter_async(output, source, key=key)
+        self._compare(source, key, among)
+        return self._inner.reduce_scatter_async(output, source, key=key, among=among)
 
-    def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
+    def all_gather_async(
+        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
+    ) -> Pending:
         """Begin an `all_gather`, once the next rank is known to be at the same one."""
-        self._compare(source, key)
-        return self._inner.all_gather_async(output, source, key=key)
+        self._compare(source, key, among)
+        return self._inner.all_gather_async(output, source, key=key, among=among)
 
-    def _compare(self, source: Tensor, key: Key | None) -> None:
+    def _compare(self, source: Tensor, key: Key | None, among: Ranks | None) -> None:
         """Send the key of a collective to the next rank, and compare that of the rank before."""
-        if key is None:
+        ranks = among or range(self.world_size)
+        if key is None or len(ranks) == 1:
             return
-        before, after = (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
+        place = ranks.index(self.rank)
+        before, after = ranks[place - 1], ranks[(place + 1) % len(ranks)]
         header, room = _Header(0, str(source.dtype), str(list(source.shape)), str(key)), torch.empty_like(_ROOM)
         self._exchange_headers([(header.packed(), after)], [(room, before)]).wait()
         if _unpacked(room) != _unpacked(header.packed()):

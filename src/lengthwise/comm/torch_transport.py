@@ -27,7 +27,7 @@ from lengthwise.comm.clock import Clock
 from lengthwise.comm.groups import gloo_group, nccl_group, refuse_large
 from lengthwise.comm.solo import SoloTransport
 from lengthwise.comm.staged import StagedTransport
-from lengthwise.comm.transport import Done, Key, Message, Pending, Transport, lies_on_a_device
+from lengthwise.comm.transport import Done, Key, Message, Pending, Ranks, Transport, lies_on_a_device
 from lengthwise.comm.watch import Posted, Watch
 from lengthwise.comm.world import World
 from lengthwise.core.errors import TransferError
@@ -122,6 +122,14 @@ class TorchTransport:
         self._connected.update(new)
         self.exchange(*([(_zero(self._device), peer) for peer in new] for _ in range(2))).wait()
 
+    def meet(self, among: Ranks) -> None:
+        """Make groups of these ranks, for host memory and for GPUs."""
+        timeout = timedelta(seconds=self._timeout_seconds)
+        for on_gpus in (False, True)[: 1 + (_GPUS in self._groups)]:
+            make = partial(nccl_group, timeout, self._device, for_transfers=False, ranks=among)
+            made = self._guard(make if on_gpus else partial(gloo_group, timeout, ranks=among), among)
+            self._groups[_name(among, on_gpus=on_gpus)] = made
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post one grouped call (see `Transport.exchange`)."""
         return self._exchange(_TRANSFERS, sends, receives)
@@ -153,20 +161,28 @@ class TorchTransport:
         """Sum over all ranks and keep this rank's slice."""
         self.reduce_scatter_async(output, source).wait()
 
-    def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
+    def reduce_scatter_async(
+        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
+    ) -> Pending:
         """Begin a `reduce_scatter` (see `Transport.reduce_scatter_async`)."""
         return self._collective(
-            lambda group: _reduce_scatter(output, source, group=group, async_op=True), output, source, key=key
+            lambda group: _reduce_scatter(output, source, group=group, async_op=True),
+            output,
+            source,
+            key=key,
+            among=among,
         )
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Concatenate the tensors of all ranks."""
         self.all_gather_async(output, source).wait()
 
-    def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
+    def all_gather_async(
+        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
+    ) -> Pending:
         """Begin an `all_gather` (see `Transport.reduce_scatter_async`)."""
         return self._collective(
-            lambda group: _all_gather(output, source, group=group, async_op=True), output, source, key=key
+            lambda group: _all_gather(output, source, group=group, async_op=True), output, source, key=key, among=among
         )
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -191,15 +207,17 @@ class TorchTransport:
         tensor: Tensor,
         *others: Tensor,
         key: Key | None = None,
+        among: Ranks | None = None,
     ) -> Pending:
-        group = self._groups[_GPUS if _GPUS in self._groups and lies_on_a_device(tensor) else _HOST]
+        on_gpus = _GPUS in self._groups and lies_on_a_device(tensor)
+        group = self._groups[(_GPUS if on_gpus else _HOST) if among is None else _name(among, on_gpus=on_gpus)]
 
         def works() -> list[dist.Work]:
             work = call(group)
             assert work is not None, "every rank is a member of a group of all ranks"
             return [work]
 
-        return self._post(works, None, [tensor, *others], key)
+        return self._post(works, among, [tensor, *others], key, in_collective=True)
 
     def _post(
         self,
@@ -207,17 +225,27 @@ class TorchTransport:
         peers: Sequence[int] | None,
         alive: Sequence[Tensor],
         key: Key | None = None,
+        *,
+        in_collective: bool = False,
     ) -> Pending:
         phase = self.phase if key is None else f"{self.phase}, {key}"
         on_stream = self._watch is not None and any(map(lies_on_a_device, alive))
         # Posting to a GPU takes the host's time, in which the GPU works on; gloo sends some bytes while it posts.
-        with nullcontext() if on_stream else self.clock.waiting(in_collective=peers is None):
+        with nullcontext() if on_stream else self.clock.waiting(in_collective=in_collective):
             works = self._guard(call, peers, phase=phase)
         if self._watch is not None and on_stream:
             reached = torch.cuda.Event()
             reached.record()
             self._watch.add(works, reached=reached, phase=phase, others=_named(peers))
-        return _TorchPending(transport=self, works=works, peers=peers, phase=phase, alive=alive, on_stream=on_stream)
+        return _TorchPending(
+            transport=self,
+            works=works,
+            peers=peers,
+            phase=phase,
+            alive=alive,
+            on_stream=on_stream,
+            in_collective=in_collective,
+        )
 
     def _guard(
         self, call: Callable[[], Result], peers: Sequence[int] | None = None, *, phase: str | None = None
@@ -250,14 +278,19 @@ class _TorchPending:
     phase: str  # it was posted in; the host may be much further when it waits
     alive: Sequence[Tensor]  # gloo and NCCL read and write them in the background
     on_stream: bool
+    in_collective: bool
 
     def wait(self) -> None:
         if not self.works:
             return
-        with self.transport.clock.waiting(on_stream=self.on_stream, in_collective=self.peers is None):
+        with self.transport.clock.waiting(on_stream=self.on_stream, in_collective=self.in_collective):
             for work in self.works:
                 self.transport._guard(work.wait, self.peers, phase=self.phase)
         self.works = self.alive = ()
+
+
+def _name(among: Ranks, *, on_gpus: bool) -> str:
+    return f"{_GPUS if on_gpus else _HOST} of {_named(among)}"
 
 
 def _zero(device: torch.device) -> Tensor:

@@ -20,7 +20,6 @@ from lengthwise.config.sections import (
     GlobalBatch,
     LoraConfig,
     OffloadConfig,
-    ParallelConfig,
     SaveConfig,
     scheme_of,
 )
@@ -111,9 +110,18 @@ class RunConfig(Settings):
         description="{store: disk, path: /scratch}: offload a share of the activations until backward; default null, or"
         " off (all activations stay on the device)",
     )
-    parallel: ParallelConfig = Field(
-        default=ParallelConfig(),
-        description="{shard: zero3}: parameters are sharded over the ranks, too; default {shard: auto}",
+    shard: Literal["auto", "zero1", "zero3", "hybrid"] = Field(
+        default="auto",
+        description="zero1: every rank has all parameters and gradients, and its shard of the optimizer states; zero3: "
+        "every rank has its shard of all three and gathers a layer when it runs, all ranks in lock-step; hybrid: "
+        "parameters and gradients are sharded inside each node, the optimizer states over all ranks; auto: the first "
+        "of zero1, hybrid and zero3 that fits with room for tokens, by estimate; default auto",
+    )
+    ranks_per_node: int | None = Field(
+        default=None,
+        ge=1,
+        description="how many neighbouring ranks shard the parameters under hybrid; it must divide the ranks; default "
+        "null: as many as the launcher starts on a machine",
     )
     heads: Literal["auto", "off"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
@@ -232,7 +240,7 @@ class RunConfig(Settings):
         if isinstance(trackers, list | tuple) and len({*map(str, trackers)}) < len(trackers):
             got, remedy = ", ".join(map(str, trackers)), "Leave out what is there before."
             found.append(ConfigError("report_to", expected="each tracker once", got=got, remedy=remedy))
-        found += _not_under_zero3(values)
+        found += _not_where_sharded(values)
         if (scheme := scheme_of(output := values.get("output"))) is not None:
             expected, got = "a folder of this machine", f"{output}: {scheme}:// is not written yet"
             found.append(ConfigError("output", expected=expected, got=got, remedy="Mount it, and name that folder."))
@@ -247,6 +255,15 @@ class RunConfig(Settings):
             return self.precision
         return "bf16" if gpus else "fp32"
 
+    def ranks_in_step(self, ranks: int) -> int:
+        """Return how many neighbouring ranks have the parameters together; auto is zero1 until it is settled."""
+        within = {"zero3": ranks, "hybrid": self.ranks_per_node or ranks}.get(self.shard, 1)
+        return min(within, ranks)
+
+    def plan_mode(self, ranks: int) -> str:
+        """Return how ranks run beside each other in plans for this layout."""
+        return "free" if self.ranks_in_step(ranks) == 1 else "waves"
+
     @property
     def tokenizer_name(self) -> str:
         """The tokenizer in use: the one named, else the model's own, and bytes for `tiny`."""
@@ -255,13 +272,16 @@ class RunConfig(Settings):
         return BYTES_TOKENIZER if self.model == TINY_MODEL else self.model
 
 
-def _not_under_zero3(values: Mapping[str, object]) -> list[ConfigError]:
+def _not_where_sharded(values: Mapping[str, object]) -> list[ConfigError]:
     """Refuse what goes by whole parameters, or plans without lock-step, where each rank has a part of them."""
-    section = values.get("parallel")  # which may be raw
-    shard = section.get("shard") if isinstance(section, Mapping) else getattr(section, "shard", None)
-    if shard != "zero3":
-        return []
-    found, under = [], f"under `parallel: {{shard: {shard}}}`"
+    found, shard = [], values.get("shard", "auto")
+    under = f"under `shard: {shard}`"
+    if shard in ("zero1", "zero3") and values.get("ranks_per_node") is not None:
+        expected, remedy = f"none {under}: hybrid alone shards inside nodes", "Take ranks_per_node out, or set hybrid."
+        got = str(values["ranks_per_node"])
+        found.append(ConfigError("ranks_per_node", expected=expected, got=got, remedy=remedy))
+    if shard not in ("zero3", "hybrid"):
+        return found
     if values.get("planner", "lengthwise") != "lengthwise":
         expected, got = f"lengthwise {under}, the only one that plans in lock-step", str(values["planner"])
         found.append(ConfigError("planner", expected=expected, got=got, remedy="Take planner out."))
@@ -285,7 +305,6 @@ SECTIONS: Mapping[tuple[str, ...], type[Settings]] = {
     ("optimizer",): OptimizerConfig,
     ("lora",): LoraConfig,
     ("offload",): OffloadConfig,
-    ("parallel",): ParallelConfig,
     ("checkpoint",): CheckpointConfig,
     ("save",): SaveConfig,
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import NamedTuple
 
@@ -33,6 +33,8 @@ class FlatLayout:
 
     sizes, starts: of each parameter. borders: bucket b is [borders[b], borders[b + 1]), of whole parameters and some
     entries that nobody uses; a multiple of `world_size`. bucket_of: the bucket of each parameter.
+    ranks_per_node: the slices of a rank and its replicas, the ranks of its place in other nodes, lie side by side; so
+    they are what each node has of a bucket at that place. 1, or all: slices lie in the order of the ranks.
     """
 
     sizes: tuple[int, ...]
@@ -40,6 +42,7 @@ class FlatLayout:
     borders: tuple[int, ...]
     bucket_of: tuple[int, ...]
     world_size: int
+    ranks_per_node: int = 1
 
     @property
     def entries(self) -> int:
@@ -67,8 +70,20 @@ class FlatLayout:
     def in_whole(self, number: int, rank: int) -> slice:
         """Return where a rank's slice of a bucket lies in the whole buffer."""
         first, last = self.borders[number], self.borders[number + 1]
-        size = (last - first) // self.world_size
-        return slice(first + rank * size, first + (rank + 1) * size)
+        size, place = (last - first) // self.world_size, self._place(rank)
+        return slice(first + place * size, first + (place + 1) * size)
+
+    def of_node(self) -> FlatLayout:
+        """Return how the ranks of a node, counted in it, have all entries among them."""
+        return replace(self, world_size=self.ranks_per_node)
+
+    def ranks_in_order(self) -> list[int]:
+        """List the ranks by the places of their slices in a bucket."""
+        return sorted(range(self.world_size), key=self._place)
+
+    def _place(self, rank: int) -> int:
+        node, within = divmod(rank, self.ranks_per_node)
+        return within * (self.world_size // self.ranks_per_node) + node
 
     def runs(self, rank: int) -> Iterator[Run]:
         """Yield what a rank's shard has of each parameter, in the order of the shard."""
@@ -86,7 +101,9 @@ class FlatLayout:
         """
         bucket = self.bucket_of[parameter]
         shard = self.in_shard(bucket)
-        rank, place = divmod(self.starts[parameter] + entry - self.borders[bucket], shard.stop - shard.start)
+        slice_number, place = divmod(self.starts[parameter] + entry - self.borders[bucket], shard.stop - shard.start)
+        within, node = divmod(slice_number, self.world_size // self.ranks_per_node)
+        rank = node * self.ranks_per_node + within
         return rank, shard.start + place, shard.stop - shard.start - place
 
 
@@ -121,7 +138,12 @@ class BucketOrder:
 
 
 def lay_out(
-    sizes: Sequence[int], layers: Sequence[int], *, world_size: int, bucket_entries: int = BUCKET_ENTRIES
+    sizes: Sequence[int],
+    layers: Sequence[int],
+    *,
+    world_size: int,
+    bucket_entries: int = BUCKET_ENTRIES,
+    ranks_per_node: int = 1,
 ) -> FlatLayout:
     """Lay parameters of `sizes` entries one after the other, `layers[i]` the layer of the i-th, any number.
 
@@ -144,6 +166,7 @@ def lay_out(
         borders=tuple(borders),
         bucket_of=tuple(bucket_of),
         world_size=world_size,
+        ranks_per_node=ranks_per_node,
     )
 
 

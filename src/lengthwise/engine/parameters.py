@@ -38,13 +38,14 @@ class Parameters(Protocol):
 
     layout: where the entries of each parameter, as `names` has them, lie in the `state` of all ranks.
     master_weights, grad_shard: this rank's exact parameters, and what `reduce_gradients` returns, (entries,) each.
-    in_lock_step: whether ranks gather and sum together in every pass, so that each takes part in all microbatches.
+    ranks_in_step: how many neighbouring ranks gather and sum together in every pass, so that each of them takes part in
+    all microbatches of the others; 1: none do.
     """
 
     layout: FlatLayout
     master_weights: Tensor
     grad_shard: Tensor
-    in_lock_step: bool
+    ranks_in_step: int
 
     @property
     def names(self) -> Sequence[str]:

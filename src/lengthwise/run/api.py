@@ -197,7 +197,7 @@ def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
     check_plan(plan)
     refuse_unsupported(plan, num_heads=job.num_heads)
     if job.shard != "zero1" and plan.schedule["kind"] != "waves":
-        where, remedy = str(path), "Plan it with `--mode waves`, or take `parallel` out of the run file."
+        where, remedy = str(path), "Plan it with `--mode waves`, or take `shard` out of the run file."
         expected, got = f"a plan of kind waves, for `shard: {job.shard}`", str(plan.schedule["kind"])
         raise PlanError(where, expected=expected, got=got, remedy=remedy)
     if job.config.offload is None and any(each.offload for each in plan.microbatches):

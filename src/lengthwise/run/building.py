@@ -51,7 +51,7 @@ def build_trained(
 ) -> tuple[Any, Parameters]:
     """Build the job's model and take rank 0's parameters and buffers over, which alone reads weights. Collective.
 
-    Under `shard: zero3` every rank reads its own rows, where the files have the model's parameters one by one.
+    Where parameters are sharded every rank reads its own rows, where the files have the model's parameters one by one.
 
     `say` hears how the model computes. `draws_both`: as for `build_adapted`.
     """
@@ -64,9 +64,16 @@ def build_trained(
         model = build(stored=True)
     compute_so(model, job.computing, world.device, dtype=dtype, say=say)
     layers = wrapped_layers(model)
-    if job.shard == "zero3":
-        read = None if rows is None else rows.read
-        return model, ShardedParameters(model, transport, dtype=dtype, device=world.device, layers=layers, read=read)
+    if job.shard != "zero1":
+        return model, ShardedParameters(
+            model,
+            transport,
+            dtype=dtype,
+            device=world.device,
+            layers=layers,
+            read=None if rows is None else rows.read,
+            ranks_per_node=job.config.ranks_in_step(job.ranks),
+        )
     parameters = FlatParameters(
         model,
         transport,

@@ -171,6 +171,7 @@ class Checkpoints:
                 run=run_settings(self._config),
                 data=self._data(),
                 borders=parameters.layout.borders,
+                ranks_per_node=parameters.layout.ranks_per_node,
                 parameters=parameters_of(parameters.layout, list(parameters.names), list(parameters.shapes)),
                 files=files,
             )

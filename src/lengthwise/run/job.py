@@ -186,8 +186,11 @@ class Job:
 
     @property
     def shard(self) -> str:
-        """How parameters lie over the ranks (see `ParallelConfig`)."""
-        return self.config.parallel.on(self.ranks)
+        """How parameters lie over the ranks: zero1, zero3 or hybrid; on one node the last two are the same."""
+        within = self.config.ranks_in_step(self.ranks)
+        if within == self.ranks:
+            return "zero1" if self.ranks == 1 else "zero3"
+        return "hybrid" if self.config.shard == "hybrid" else "zero1"
 
     @property
     def hardware(self) -> str:
@@ -214,7 +217,7 @@ class Job:
             measured=self.measured_capacities,
             options=PlanOptions(
                 planner=config.planner,
-                mode=config.parallel.plan_mode(self.ranks),
+                mode=config.plan_mode(self.ranks),
                 layers=self.model.config.num_hidden_layers,
                 context_tokens=int(self.dataset.lengths.max()),
                 offload=ratio if isinstance(ratio, str) else "off",
@@ -316,7 +319,7 @@ def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *,
     attempt(lambda: check_model_config(model.config))
     if len(collector.problems) == refused:
         parameters = attempt(lambda: check_buildable(model.config))
-        if not (gpus and model.weights and config.parallel.shard != "zero1"):  # ranks read their own rows of them
+        if not (gpus and model.weights and config.shard != "zero1"):  # ranks read their own rows of them
             attempt(lambda: check_room(model, parameters or 0))
     if len(collector.problems) > refused:
         return None
