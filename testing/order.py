@@ -25,11 +25,12 @@ class Operation:
     """One side of a message ("send", "receive"), or a rank's part in a "collective".
 
     `size` (of a collective: which one, and its sizes) and `peer` must agree with the other side; `payload` is carried
-    through untouched.
+    through untouched. members: the ranks of a collective; empty: all.
     """
 
     kind: str
     peer: int = -1
+    members: tuple[int, ...] = ()
     size: object = 0
     payload: Any = None
 
@@ -76,10 +77,11 @@ class StrictMatcher:
                 for pair in self._match_from(source):
                     moved = True
                     yield pair
-            collective = self._match_collective()
-            if collective is not None:
-                moved = True
-                yield collective, collective
+            for members in dict.fromkeys(self._collectives_ahead()):
+                collective = self._match_collective(members)
+                if collective is not None:
+                    moved = True
+                    yield collective, collective
             for queue in self._queues:
                 while queue and queue[0].done:
                     queue.popleft()
@@ -111,16 +113,25 @@ class StrictMatcher:
             receiving.unmatched.discard(j)
             yield [send], [receive]
 
-    def _match_collective(self) -> list[Operation] | None:
-        heads = [queue[0] if queue else None for queue in self._queues]
+    def _collectives_ahead(self) -> Iterator[tuple[int, ...]]:
+        """Yield the members of the collectives that ranks have come to."""
+        for queue in self._queues:
+            if queue and queue[0].operations and queue[0].operations[0].kind == "collective" and not queue[0].done:
+                yield queue[0].operations[0].members
+
+    def _match_collective(self, members: tuple[int, ...]) -> list[Operation] | None:
+        ranks = members or range(len(self._queues))
+        heads = [self._queues[rank][0] if self._queues[rank] else None for rank in ranks]
         operations = []
         for head in heads:
             if head is None or head.done or head.operations[0].kind != "collective":
                 return None
+            if head.operations[0].members != members:  # in another communicator: it waits there
+                return None
             operations.append(head.operations[0])
-        for rank, operation in enumerate(operations):
+        for rank, operation in zip(ranks, operations, strict=True):
             if operation.size != operations[0].size:
-                expected = f"{operations[0].size}, as on rank 0"
+                expected = f"{operations[0].size}, as on rank {ranks[0]}"
                 remedy = "All ranks must make the same collective calls in the same order."
                 raise PlanError(f"rank {rank}, collective", expected=expected, got=str(operation.size), remedy=remedy)
         for head in heads:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.comm.clock import Clock
-from lengthwise.comm.transport import Done, Key, Message, Pending
+from lengthwise.comm.transport import Done, Key, Message, Pending, Transport
 from lengthwise.core.errors import TransferError
 from testing.order import Group, Operation, StrictMatcher
 
@@ -113,6 +113,7 @@ class StrictTransport:
         self._world = world
         self._last_key: Key | None = None
         self._under_way: dict[str, list[_StrictPending]] = {"transfer": [], "collective": []}
+        self._members: tuple[int, ...] = ()
 
     def connect(self, peers: Sequence[int]) -> None:
         """Exchange one number with each of these ranks."""
@@ -151,6 +152,11 @@ class StrictTransport:
             f"broadcast from {source}", tensor, tensor, lambda tensors: [tensors[source].clone()] * len(tensors)
         ).wait()
 
+    def among(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return the collectives of this rank's group (see `Transport.among`)."""
+        members = next(tuple(ranks) for ranks in groups if self.rank in ranks)
+        return _Among(self, members)
+
     def close(self) -> None:
         """Nothing to leave: the thread ends."""
 
@@ -163,7 +169,8 @@ class StrictTransport:
         key: Key | None = None,
     ) -> Pending:
         size = (name, key, _size(output), _size(source))
-        operation = Operation(kind="collective", size=size, payload=(output, source, combine))
+        payload = (output, source, combine)
+        operation = Operation(kind="collective", size=size, payload=payload, members=self._members)
         if key is not None:
             if self._last_key is not None and key <= self._last_key:
                 self._refuse(f"a call after {self._last_key}", str(key), "Post calls in the order of their keys.")
@@ -189,6 +196,24 @@ class StrictTransport:
         error = TransferError(f"rank {self.rank}, {self.phase}", expected=expected, got=got, remedy=remedy)
         self._world.fail(str(error))
         raise error
+
+
+class _Among(StrictTransport):
+    """The collectives of some ranks, under the same rules beside transfers and other collectives."""
+
+    def __init__(self, world: StrictTransport, members: tuple[int, ...]) -> None:
+        self.rank, self.world_size, self.device_ranks = world.rank, len(members), world.device_ranks
+        self.clock, self._world, self._last_key, self._under_way = world.clock, world._world, None, world._under_way
+        self._parent, self._members = world, members
+
+    @property
+    def phase(self) -> str:
+        """Where in the step the rank is, in words."""
+        return self._parent.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._parent.phase = phase
 
 
 class _StrictPending:

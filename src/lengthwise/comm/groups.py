@@ -1,4 +1,4 @@
-"""The groups of torch.distributed, each over all ranks, and what NCCL is asked for beyond its defaults.
+"""The groups of torch.distributed, over all ranks or the replicas of a pipeline's stage, and what NCCL is asked for beyond its defaults.
 
 A ring transfer runs beside attention, whose grid fills the device: its kernel would come to run when attention is over.
 So the transfers' group works on streams of high priority, and with few thread blocks (CTAs), which leave the device to
@@ -16,9 +16,9 @@ well. `Watch`, which counts from when a call could begin, is the judge; NCCL's t
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,19 +29,28 @@ TRANSFER_CTAS, COLLECTIVE_CTAS = 8, 16
 MOST_OPERATIONS = 64  # of one grouped call: NCCL cuts larger ones, and not at the same place on every rank
 DEFAULTS = {"NCCL_NCHANNELS_PER_NET_PEER": "4", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
 WATCHDOG_GRACE = timedelta(days=1)
+Groups: TypeAlias = Sequence[Sequence[int] | None]
+ALL_RANKS: Groups = (None,)
 
 
-def gloo_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Make a group for host memory."""
-    return _made(dist.new_group(timeout=timeout, backend="gloo"))
+def gloo_group(timeout: timedelta, groups: Groups = ALL_RANKS) -> dist.ProcessGroup:
+    """Make groups for host memory, and return the one that this rank is in. Collective."""
+    return _own([dist.new_group(ranks=ranks, timeout=timeout, backend="gloo") for ranks in groups])
 
 
-def nccl_group(timeout: timedelta, device: torch.device, *, for_transfers: bool) -> dist.ProcessGroup:
-    """Make and connect a group for GPUs; `timeout` is that of `Watch`."""
+def nccl_group(
+    timeout: timedelta, device: torch.device, *, for_transfers: bool, groups: Groups = ALL_RANKS
+) -> dist.ProcessGroup:
+    """Make and connect groups for GPUs, as `gloo_group` does; `timeout` is that of `Watch`."""
     set_defaults(os.environ)
     longer = timeout + WATCHDOG_GRACE
     options = nccl_options(longer, dist.ProcessGroupNCCL.Options, os.environ, for_transfers=for_transfers)
-    return _made(dist.new_group(timeout=longer, backend="nccl", pg_options=options, device_id=device))
+    return _own(
+        [
+            dist.new_group(ranks=ranks, timeout=longer, backend="nccl", pg_options=options, device_id=device)
+            for ranks in groups
+        ]
+    )
 
 
 def set_defaults(environment: MutableMapping[str, str]) -> None:
@@ -72,6 +81,7 @@ def refuse_large(operations: int, *, where: str) -> None:
         )
 
 
-def _made(group: object) -> dist.ProcessGroup:
-    assert isinstance(group, dist.ProcessGroup), f"every rank is a member of a group of all ranks, got {group}"
-    return group
+def _own(made: Sequence[object]) -> dist.ProcessGroup:
+    own = [group for group in made if isinstance(group, dist.ProcessGroup)]
+    assert len(own) == 1, f"every rank is a member of one group, got {own}"
+    return own[0]

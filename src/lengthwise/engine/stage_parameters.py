@@ -1,0 +1,137 @@
+"""The parameters of one stage of a pipeline: flat ZeRO-1 over the replicas of the stage (`engine.replicated`).
+
+A tied head belongs to the embedding, on the first stage, which alone updates it. The last stage has a copy: before the
+sum over the replicas it sends its gradient there, and after each update it takes the values. So both are equal to the
+bit, the norm counts it once, and it has one state of the optimizer. Costs two messages of the embedding's size a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.comm import Mesh
+from lengthwise.engine.flat_layout import BUCKET_ENTRIES
+from lengthwise.engine.replicated import FlatParameters
+from lengthwise.models import ModelStage, wrapped_layers
+
+
+class StageParameters(FlatParameters):
+    """`Parameters` of a stage; what rank 0 of the stage's replicas has of them counts, as for `FlatParameters`.
+
+    The sums of the last backward are not begun early: it may be one of several chunks.
+    """
+
+    def __init__(
+        self,
+        stage: ModelStage,
+        mesh: Mesh,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        bucket_entries: int = BUCKET_ENTRIES,
+        overlaps: bool = False,
+    ) -> None:
+        self._stage, self._mesh = stage, mesh
+        self._tied_gradient: Tensor | None = None
+        tied = stage.tied_weight()
+        is_tied, is_copy = tied is not None and tied.requires_grad, mesh.is_last
+        if tied is not None and is_copy:
+            tied.requires_grad_(False)  # it is in no flat buffer here
+        layers: Sequence[nn.Module] = wrapped_layers(stage.model)
+        super().__init__(
+            stage.model,
+            mesh.replicas,
+            dtype=dtype,
+            device=device,
+            layers=layers,
+            bucket_entries=bucket_entries,
+            overlaps=overlaps,
+        )
+        self._tied = stage.tied_weight() if is_tied else None
+        if is_tied:
+            self._tied_gradient = self._begin_copy() if is_copy else self._embedding_gradient()
+            self._give_values()
+
+    def _begin_copy(self) -> Tensor:
+        """Let the head's gradients add up beside the flat buffer."""
+        copy = self._tied
+        assert copy is not None
+        copy.requires_grad_(True)
+        gradient = torch.zeros_like(copy, dtype=self.grads.dtype)
+        if self._is_exact:
+            copy.grad = gradient  # autograd adds in place
+        else:
+            copy.register_post_accumulate_grad_hook(partial(_take_gradient, gradient))
+        return gradient
+
+    def _embedding_gradient(self) -> Tensor:
+        place = next(i for i, each in enumerate(self._of(self._model)) if each is self._tied)
+        return self.views(self.grads)[place]
+
+    def begin_reducing(self) -> None:
+        """Add the gradient of a tied head to that of the embedding, then begin the sums, where `overlaps`."""
+        gradient = self._tied_gradient
+        if gradient is not None and self._mesh.is_last:
+            self._mesh.world.exchange([(gradient, self._mesh.rank_of_stage(0))], []).wait()
+        elif gradient is not None:
+            arriving = torch.empty_like(gradient)
+            self._mesh.world.exchange([], [(arriving, self._mesh.rank_of_stage(self._mesh.stages - 1))]).wait()
+            gradient.add_(arriving)
+        super().begin_reducing()
+
+    def publish(self) -> None:
+        """Give every rank of the stage its parameters, and the last stage those of a tied head."""
+        super().publish()
+        if self._tied is not None:
+            self.published()
+            self._give_values()
+
+    def _give_values(self) -> None:
+        assert self._tied is not None
+        values, world = self._tied.detach(), self._mesh.world
+        if self._mesh.is_last:
+            world.exchange([], [(values, self._mesh.rank_of_stage(0))]).wait()
+        else:
+            world.exchange([(values, self._mesh.rank_of_stage(self._mesh.stages - 1))], []).wait()
+
+    def clear_gradients(self) -> None:
+        """Set the gradients of this rank to zero."""
+        super().clear_gradients()
+        if self._tied_gradient is not None and self._mesh.is_last:
+            self._tied_gradient.zero_()
+
+    def gather_gradients(self) -> dict[str, Tensor]:
+        """Return the reduced gradient of every parameter of the model on rank 0, of the stage elsewhere. Collective."""
+        own = super().gather_gradients()
+        return collect_stages(self._mesh, self._stage.trained, own)
+
+
+def collect_stages(
+    mesh: Mesh, shapes: Sequence[dict[str, tuple[int, ...]]], own: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return on rank 0 the tensors of all stages, by name; those of this rank elsewhere.
+
+    shapes: of the tensors of each stage. They have one dtype, and come one by one.
+    """
+    if mesh.replica:
+        return own
+    found, like = dict(own), next(iter(own.values()))
+    if mesh.stage:
+        for name in shapes[mesh.stage]:
+            mesh.world.exchange([(own[name].contiguous(), 0)], []).wait()
+        return found
+    for stage in range(1, mesh.stages):
+        for name, shape in shapes[stage].items():
+            found[name] = like.new_empty(shape)
+            mesh.world.exchange([], [(found[name], mesh.rank_of_stage(stage))]).wait()
+    return found
+
+
+def _take_gradient(gradient: Tensor, parameter: nn.Parameter) -> None:
+    if parameter.grad is not None:
+        gradient.add_(parameter.grad)
+        parameter.grad = None

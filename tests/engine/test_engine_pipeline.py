@@ -1,0 +1,47 @@
+"""Stages of a pipeline on strict ranks: gradients of one process, whatever rings, packs and counts of microbatches."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from testing.families import build_pair
+from testing.pipelines import as_pipeline, pipeline_difference
+from testing.plans import draw_lengths, make_plan, random_plan
+from testing.tiny import tiny_family_config
+
+from lengthwise.core.plan import Piece
+
+TOLERANCE = 1e-12
+SIZES = {"num_hidden_layers": 4}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+CONFIGS = {
+    "llama": ("llama", SIZES),
+    "llama, tied": ("llama", {**SIZES, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {**SIZES, "layer_types": None}),
+    "gemma3, windows": ("gemma3_text", {**SIZES, **WINDOWS}),
+    "gpt-oss, sinks": ("gpt_oss", {**SIZES, **WINDOWS}),
+}
+PAIRS: dict[str, dict] = {}
+
+
+def pair_of(name: str):
+    if name not in PAIRS:
+        family, changes = CONFIGS[name]
+        PAIRS[name] = build_pair(family, tiny_family_config(family, changes))
+    return PAIRS[name]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rings_and_packs_of_three_replicas_give_the_gradients_of_one_process(name):
+    lengths = (17, 5, 3, 9, 1, 12)
+    rows = [
+        [Piece(ranks=(0, 2, 1), sequences=(0,)), Piece(ranks=(1,), sequences=(4,))],
+        Piece(ranks=(0,), sequences=(1, 2)),
+        Piece(ranks=(1, 2), sequences=(3,)),
+        Piece(ranks=(2,), sequences=(5,)),
+    ]
+    plan = as_pipeline(make_plan(3, lengths, rows, layers=4), 2)
+    found = pipeline_difference(pair_of(name), plan, lengths)
+    assert found.gradient < TOLERANCE
+    assert found.loss < TOLERANCE
