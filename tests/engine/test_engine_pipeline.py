@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from properties import costliest
 from testing.families import build_pair
 from testing.pipelines import as_pipeline, pipeline_difference
 from testing.plans import draw_lengths, make_plan, random_plan
@@ -43,5 +44,26 @@ def test_rings_and_packs_of_three_replicas_give_the_gradients_of_one_process(nam
     ]
     plan = as_pipeline(make_plan(3, lengths, rows, layers=4), 2)
     found = pipeline_difference(pair_of(name), plan, lengths)
+    assert found.gradient < TOLERANCE
+    assert found.loss < TOLERANCE
+
+
+@costliest
+@given(
+    seed=st.integers(0, 2**32),
+    name=st.sampled_from(sorted(CONFIGS)),
+    replicas=st.integers(1, 3),
+    cut=st.sampled_from([(2, 1), (2, 2), (3, 1), (4, 1)]),
+    count=st.integers(1, 7),
+)
+def test_any_plan_on_any_stages_gives_the_gradients_of_one_process(seed, name, replicas, cut, count):
+    choose = random.Random(seed)
+    lengths = draw_lengths(choose, replicas, count)
+    lengths[0] = max(9, lengths[0])  # of which some token has a loss
+    plan = random_plan(choose, replicas, lengths, layers=4, num_heads=4)
+    kinds = choose.choice([("none",), ("layer",), ("none", "all_but_attention", "layer")])
+    plan = as_pipeline(plan, *cut, recompute=kinds)
+    options = {"logits_at_once": choose.choice([None, 48, 480])}
+    found = pipeline_difference(pair_of(name), plan, lengths, **options)
     assert found.gradient < TOLERANCE
     assert found.loss < TOLERANCE

@@ -63,7 +63,9 @@ class _Replicas(Around):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post one grouped call of the world (see `Transport.exchange`)."""
-        return self._inner.exchange(*([(tensor, self._ranks[peer]) for tensor, peer in each] for each in (sends, receives)))
+        return self._inner.exchange(
+            *([(tensor, self._ranks[peer]) for tensor, peer in each] for each in (sends, receives))
+        )
 
     def close(self) -> None:
         """Leave it to the world."""

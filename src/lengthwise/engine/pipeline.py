@@ -31,6 +31,21 @@ from lengthwise.models import ModelStage, apply_policy, run_chunk
 from lengthwise.program import MicrobatchProgram, head_peers, lower_plan
 from lengthwise.program.stage_program import StageAction, StageMessage, StageTurn, stage_turns
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """Of which a rank is a stage: its part of the model, and its place."""
+
+    stage: ModelStage
+    mesh: Mesh
+    virtual: int
+
+    @property
+    def stages(self) -> int:
+        """The stages of each replica."""
+        return self.mesh.stages
+
+
 _Key = tuple[int, int, bool]  # of an action: microbatch, chunk, whether it is forward
 
 

@@ -7,7 +7,8 @@ bit, the norm counts it once, and it has one state of the optimizer. Costs two m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -35,7 +36,7 @@ class StageParameters(FlatParameters):
         bucket_entries: int = BUCKET_ENTRIES,
         overlaps: bool = False,
     ) -> None:
-        self._stage, self._mesh = stage, mesh
+        self.stage, self.mesh = stage, mesh
         self._tied_gradient: Tensor | None = None
         tied = stage.tied_weight()
         is_tied, is_copy = tied is not None and tied.requires_grad, mesh.is_last
@@ -75,11 +76,11 @@ class StageParameters(FlatParameters):
     def begin_reducing(self) -> None:
         """Add the gradient of a tied head to that of the embedding, then begin the sums, where `overlaps`."""
         gradient = self._tied_gradient
-        if gradient is not None and self._mesh.is_last:
-            self._mesh.world.exchange([(gradient, self._mesh.rank_of_stage(0))], []).wait()
+        if gradient is not None and self.mesh.is_last:
+            self.mesh.world.exchange([(gradient, self.mesh.rank_of_stage(0))], []).wait()
         elif gradient is not None:
             arriving = torch.empty_like(gradient)
-            self._mesh.world.exchange([], [(arriving, self._mesh.rank_of_stage(self._mesh.stages - 1))]).wait()
+            self.mesh.world.exchange([], [(arriving, self.mesh.rank_of_stage(self.mesh.stages - 1))]).wait()
             gradient.add_(arriving)
         super().begin_reducing()
 
@@ -92,41 +93,59 @@ class StageParameters(FlatParameters):
 
     def _give_values(self) -> None:
         assert self._tied is not None
-        values, world = self._tied.detach(), self._mesh.world
-        if self._mesh.is_last:
-            world.exchange([], [(values, self._mesh.rank_of_stage(0))]).wait()
+        values, world = self._tied.detach(), self.mesh.world
+        if self.mesh.is_last:
+            world.exchange([], [(values, self.mesh.rank_of_stage(0))]).wait()
         else:
-            world.exchange([(values, self._mesh.rank_of_stage(self._mesh.stages - 1))], []).wait()
+            world.exchange([(values, self.mesh.rank_of_stage(self.mesh.stages - 1))], []).wait()
 
     def clear_gradients(self) -> None:
         """Set the gradients of this rank to zero."""
         super().clear_gradients()
-        if self._tied_gradient is not None and self._mesh.is_last:
+        if self._tied_gradient is not None and self.mesh.is_last:
             self._tied_gradient.zero_()
 
     def gather_gradients(self) -> dict[str, Tensor]:
         """Return the reduced gradient of every parameter of the model on rank 0, of the stage elsewhere. Collective."""
         own = super().gather_gradients()
-        return collect_stages(self._mesh, self._stage.trained, own)
+        dtype = self.grads.dtype
+        of_stages = [{name: (shape, dtype) for name, shape in trained.items()} for trained in self.stage.trained]
+        return collect_stages(self.mesh, of_stages, own)
+
+    @contextmanager
+    def whole_on_first(self, *, trained_only: bool) -> Iterator[None]:
+        """Let the model of rank 0 be whole inside the block; the other stages send it theirs. Collective."""
+        del trained_only  # adapters are not cut yet
+        self.published()
+        state = self.stage.model.state_dict()
+        of_stages = [
+            {name: (shape, dtype or self.values.dtype) for name, (shape, dtype) in entries.items()}
+            for entries in self.stage.entries
+        ]
+        own = {name: state[name] for name in of_stages[self.mesh.stage]}
+        found = collect_stages(self.mesh, of_stages, own)
+        others = {name: each.cpu() for name, each in found.items() if name not in own}
+        with self.stage.whole(others) if self.mesh.world.rank == 0 else nullcontext():
+            yield
 
 
 def collect_stages(
-    mesh: Mesh, shapes: Sequence[dict[str, tuple[int, ...]]], own: dict[str, Tensor]
+    mesh: Mesh, of_stages: Sequence[Mapping[str, tuple[tuple[int, ...], torch.dtype]]], own: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return on rank 0 the tensors of all stages, by name; those of this rank elsewhere.
+    """Return on rank 0 the tensors of all stages, by name, from the ranks of replica 0; those of this rank elsewhere.
 
-    shapes: of the tensors of each stage. They have one dtype, and come one by one.
+    of_stages: shapes and dtypes of the tensors of each stage. They come one by one.
     """
     if mesh.replica:
         return own
     found, like = dict(own), next(iter(own.values()))
     if mesh.stage:
-        for name in shapes[mesh.stage]:
-            mesh.world.exchange([(own[name].contiguous(), 0)], []).wait()
+        for name in of_stages[mesh.stage]:
+            mesh.world.exchange([(own[name].detach().contiguous(), 0)], []).wait()
         return found
     for stage in range(1, mesh.stages):
-        for name, shape in shapes[stage].items():
-            found[name] = like.new_empty(shape)
+        for name, (shape, dtype) in of_stages[stage].items():
+            found[name] = torch.empty(shape, dtype=dtype, device=like.device)
             mesh.world.exchange([], [(found[name], mesh.rank_of_stage(stage))]).wait()
     return found
 

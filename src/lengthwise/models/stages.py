@@ -8,7 +8,7 @@ the decoder must give back to the bit what it was given. Costs nothing in a step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,9 @@ class PassedThrough(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        kept = {name: value for name, value in vars(layer).items() if isinstance(value, str | int | float | bool | None)}
+        kept = {
+            name: value for name, value in vars(layer).items() if isinstance(value, str | int | float | bool | None)
+        }
         self.__dict__.update({name: value for name, value in kept.items() if not name.startswith("_")})
 
     def forward(self, hidden_states: Tensor, *_args: object, **_kwargs: object) -> Tensor:
@@ -60,10 +62,7 @@ class _Place:
 
     def __init__(self, model: nn.Module, module: nn.Module) -> None:
         found = [
-            (parent, name)
-            for parent in model.modules()
-            for name, child in parent._modules.items()
-            if child is module
+            (parent, name) for parent in model.modules() for name, child in parent._modules.items() if child is module
         ]
         assert len(found) == 1, f"{type(module).__name__} stands in {len(found)} places"
         self._parent, self._name = found[0]
@@ -91,7 +90,9 @@ class _Parts:
         children = list(self.decoder.children())
         lists = [each for each in children if isinstance(each, nn.ModuleList) and len(each) == number]
         others = [
-            each for each in children if not any(each is list_ for list_ in lists) and any(True for _ in each.parameters())
+            each
+            for each in children
+            if not any(each is list_ for list_ in lists) and any(True for _ in each.parameters())
         ]
         norms = [each for each in others if each is not self.embedding]
         beside = [name for name, each in model.named_children() if each not in (self.decoder, self.head)]
@@ -165,11 +166,13 @@ class ModelStage:
         for number, layer in enumerate(parts.layers):
             modules.setdefault(stage_of_layer[number], []).append(layer)
         place = {id(each): s for s in reversed(range(stages)) for m in modules[s] for each in m.parameters()}
+        self.num_parameters = sum(each.numel() for each in model.parameters())
         trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
         self.trained: list[dict[str, tuple[int, ...]]] = [
             {name: tuple(each.shape) for name, each in trained if place[id(each)] == s} for s in range(stages)
         ]
         self._is_tied = getattr(parts.head, "weight", None) is getattr(parts.embedding, "weight", ())
+        self.entries = [self._entries_of(modules[s]) for s in range(stages)]
         self._passed = [PassedThrough(layer) for layer in parts.layers]
         self._removed: dict[int, nn.Module] = {}
         for number, layer in enumerate(list(parts.layers)):
@@ -180,8 +183,41 @@ class ModelStage:
         if stage > 0:
             self._embedding.put(self._received)
         if stage < stages - 1:
-            self._norm.put(_Without())
-            self._head.put(_Without())
+            self._removed_ends = [(place, place.put(_Without()).to("meta")) for place in (self._norm, self._head)]
+
+    def _entries_of(self, modules: Sequence[nn.Module]) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        """Return (shape, dtype) of what these modules save, by name; dtype None: that of the model's parameters."""
+        names = {id(module): name for name, module in self.model.named_modules()}
+        found: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {}
+        for module in modules:
+            parameters = {name for name, _ in module.named_parameters()}
+            for name, value in module.state_dict().items():
+                if not (self._is_tied and module is self._parts.head):
+                    dtype = None if name in parameters else value.dtype
+                    found[f"{names[id(module)]}.{name}"] = (tuple(value.shape), dtype)
+        return found
+
+    @contextmanager
+    def whole(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the model of the first stage be whole inside the block, with these values of the other stages."""
+        layers = self._parts.layers
+        for number, layer in self._removed.items():
+            layers[number] = layer
+        taken = [(place, module, place.put(module)) for place, module in self._removed_ends]
+        try:
+            self.model.load_state_dict(values, assign=True, strict=False)
+            if self._is_tied:
+                self._parts.head.weight = self._parts.embedding.weight
+            yield
+        finally:
+            if self._is_tied:
+                self._parts.head.weight = nn.Parameter(torch.empty_like(self._parts.embedding.weight, device="meta"))
+            for number, layer in self._removed.items():
+                layers[number] = self._passed[number]
+                layer.to("meta")
+            for place, module, instead in taken:
+                place.put(instead)
+                module.to("meta")
 
     def tied_weight(self) -> nn.Parameter | None:
         """Return the embedding on the first stage and the head on the last, where they are one; else None."""
@@ -210,7 +246,9 @@ class ModelStage:
     def running(self, chunk: int, hidden: Tensor | None) -> Iterator[None]:
         """Let the model be one chunk inside the block, on `hidden` (1, rows, width); None: on ids."""
         assert chunk in self._own, f"chunk {chunk} is not of stage {self.stage} of {self.stages}"
-        assert (hidden is None) == self.is_first(chunk), f"chunk {chunk} on {'ids' if hidden is None else 'hidden states'}"
+        assert (hidden is None) == self.is_first(chunk), (
+            f"chunk {chunk} on {'ids' if hidden is None else 'hidden states'}"
+        )
         swapped: list[tuple[Callable[[nn.Module], nn.Module], nn.Module]] = []
 
         def swap(put: Callable[[nn.Module], nn.Module], module: nn.Module) -> None:

@@ -83,9 +83,7 @@ def stage_turns(plan: Plan, replica: int, stage: int, *, forward_only: bool = Fa
             )
             (sends if is_sender else receives).setdefault(tick, []).append(message)
     return [
-        StageTurn(
-            action=actions.get(tick), sends=tuple(sends.get(tick, ())), receives=tuple(receives.get(tick, ()))
-        )
+        StageTurn(action=actions.get(tick), sends=tuple(sends.get(tick, ())), receives=tuple(receives.get(tick, ())))
         for tick in sorted({*actions, *sends, *receives})
     ]
 

@@ -26,7 +26,7 @@ def settle_shard(job: Job) -> Job:
         ConfigError: rank 0 cannot read it whole.
     """
     config, model = job.config, job.model
-    if config.parallel.shard != "auto":
+    if config.parallel.shard != "auto" or config.stages > 1:  # stages have zero1 alone
         return job
     parameters = count_parameters(model.config)
     memory = StepMemory(
