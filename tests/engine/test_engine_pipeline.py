@@ -5,13 +5,13 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from properties import costliest
 from testing.families import build_pair
 from testing.pipelines import as_pipeline, pipeline_difference
 from testing.plans import draw_lengths, make_plan, random_plan
 from testing.tiny import tiny_family_config
 
 from lengthwise.core.plan import Piece
+from properties import costliest
 
 TOLERANCE = 1e-12
 SIZES = {"num_hidden_layers": 4}

@@ -1,4 +1,6 @@
-"""The groups of torch.distributed, over all ranks or the replicas of a pipeline's stage, and what NCCL is asked for beyond its defaults.
+"""The groups of torch.distributed, and what NCCL is asked for beyond its defaults.
+
+They are over all ranks, those of collectives also over the replicas of a pipeline's stage.
 
 A ring transfer runs beside attention, whose grid fills the device: its kernel would come to run when attention is over.
 So the transfers' group works on streams of high priority, and with few thread blocks (CTAs), which leave the device to

@@ -222,7 +222,7 @@ class _StageStep:
         """Post the messages of a turn in one grouped call."""
         if not turn.sends and not turn.receives:
             return
-        self.mesh.world.phase = f"{self.name}, stage {self.mesh.stage}, messages after {_named(turn)}"
+        self.mesh.world.phase = f"{self.name}, hidden states between stages at tick {turn.tick}"
         sends = [
             (self._leaving.pop(_key(each)).contiguous(), self.mesh.rank_of_stage(each.stage)) for each in turn.sends
         ]
@@ -245,8 +245,3 @@ class _StageStep:
 
 def _key(message: StageMessage) -> _Key:
     return message.microbatch, message.chunk, message.is_forward
-
-
-def _named(turn: StageTurn) -> str:
-    message = (*turn.sends, *turn.receives)[0]
-    return f"microbatch {message.microbatch + 1} of the plan"

@@ -148,7 +148,10 @@ def _run(
     runs: nn.Module | None = None,
     **options: Any,
 ) -> Any:
-    """Return the output of the model, or of `runs`, a part of it; rows past `planned.num_tokens` are padding, kept from attention, loss and counts."""
+    """Return the output of the model, or of `runs`, a part of it.
+
+    Rows past `planned.num_tokens` are padding, kept from attention, loss and counts.
+    """
     # Up to a multiple that suits the device, and at least one token: a ring of more ranks than tokens leaves some
     # without any, which still pass keys on, and Hugging Face cannot run on nothing.
     padding = planned.num_rows - planned.num_tokens

@@ -150,8 +150,10 @@ class ModelStage:
     """The chunks of a model that a stage has; what the others have is taken out of the model.
 
     chunks: the layers of each chunk of the whole model, of which stage s of p has s, s + p, ..
-    width: of the hidden states. trained: shapes of the parameters that train on each stage, by their names in the model; a tied head is the
+    width: of the hidden states.
+    trained: shapes of the parameters that train on each stage, by their names in the model; a tied head is the
         embedding's.
+    entries: (shape, dtype) of what each stage has of the model's state dict; dtype None: that of its parameters.
     """
 
     def __init__(self, model: Any, chunks: Sequence[range], *, stages: int, stage: int) -> None:
@@ -186,7 +188,7 @@ class ModelStage:
             self._removed_ends = [(place, place.put(_Without()).to("meta")) for place in (self._norm, self._head)]
 
     def _entries_of(self, modules: Sequence[nn.Module]) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-        """Return (shape, dtype) of what these modules save, by name; dtype None: that of the model's parameters."""
+        """Return `entries` of a stage with these modules."""
         names = {id(module): name for name, module in self.model.named_modules()}
         found: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {}
         for module in modules:
@@ -211,7 +213,7 @@ class ModelStage:
             yield
         finally:
             if self._is_tied:
-                self._parts.head.weight = nn.Parameter(torch.empty_like(self._parts.embedding.weight, device="meta"))
+                self._parts.head.weight = nn.Parameter(torch.empty(0, device="meta"))
             for number, layer in self._removed.items():
                 layers[number] = self._passed[number]
                 layer.to("meta")

@@ -48,6 +48,7 @@ class StageMessage:
 class StageTurn:
     """What a stage does at one tick: its action, if it has one, then one grouped call of these messages."""
 
+    tick: int
     action: StageAction | None
     sends: tuple[StageMessage, ...]
     receives: tuple[StageMessage, ...]
@@ -83,7 +84,12 @@ def stage_turns(plan: Plan, replica: int, stage: int, *, forward_only: bool = Fa
             )
             (sends if is_sender else receives).setdefault(tick, []).append(message)
     return [
-        StageTurn(action=actions.get(tick), sends=tuple(sends.get(tick, ())), receives=tuple(receives.get(tick, ())))
+        StageTurn(
+            tick=tick,
+            action=actions.get(tick),
+            sends=tuple(sends.get(tick, ())),
+            receives=tuple(receives.get(tick, ())),
+        )
         for tick in sorted({*actions, *sends, *receives})
     ]
 

@@ -94,11 +94,11 @@ def _build_stage(
     model = build(stored=mesh.replica == 0)
     compute_so(model, job.computing, world.device, dtype=dtype, say=say)
     shape = shape_from_config(job.model.config.to_dict())
-    layer, head = layer_flops(shape, job.dataset.lengths[job.dataset.ids])
+    layer, head = layer_flops(shape, job.dataset.lengths[job.dataset.ids].tolist())
     chunks = cut_layers([layer] * job.model.config.num_hidden_layers, config.stages * config.virtual, last_seconds=head)
     stage = ModelStage(model, chunks, stages=config.stages, stage=mesh.stage)
     if say is not None:
-        of_stage = [[chunk for chunk in chunks[each :: config.stages]] for each in range(config.stages)]
+        of_stage = [chunks[each :: config.stages] for each in range(config.stages)]
         cut = "; ".join(", ".join(f"{chunk.start} to {chunk.stop - 1}" for chunk in each) for each in of_stage)
         say(f"stages: {config.stages} of {mesh.num_replicas} replicas, with layers {cut}")
     overlaps = world.device.type == "cuda" if config.overlap is None else config.overlap

@@ -285,9 +285,9 @@ def prepare_job(
     positions = position_limit(model.config) if model else None
     capacity, cuts = config.capacity_tokens, config.planner != PACKED_DP
     attempt(lambda: _check_ranks(config, ranks))
+    replicas = max(1, ranks // config.stages)
     for each in filter(None, (dataset, eval_dataset)):
         if capacity != "auto" and config.offload is None:
-            replicas = max(1, ranks // config.stages)
             attempt(lambda each=each: check_fits(each, ranks=replicas, capacity_tokens=capacity, cuts=cuts))
         if positions is not None:
             attempt(lambda each=each: check_positions(each, positions=positions))
