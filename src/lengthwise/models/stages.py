@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lengthwise.core.errors import ModelRefused
 from lengthwise.models.dropout import has_dropout
 from lengthwise.models.load import ModelSource, build_model
+from lengthwise.models.own_rows import OwnRows
 from lengthwise.models.router import has_balance_loss
 
 _CHECKED_ROWS = 3
@@ -168,6 +169,9 @@ class ModelStage:
         for number, layer in enumerate(parts.layers):
             modules.setdefault(stage_of_layer[number], []).append(layer)
         place = {id(each): s for s in reversed(range(stages)) for m in modules[s] for each in m.parameters()}
+        self._embedding_name = next(
+            name for name, each in model.named_parameters() if each is getattr(parts.embedding, "weight", None)
+        )
         self.num_parameters = sum(each.numel() for each in model.parameters())
         trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
         self.trained: list[dict[str, tuple[int, ...]]] = [
@@ -198,6 +202,23 @@ class ModelStage:
                     dtype = None if name in parameters else value.dtype
                     found[f"{names[id(module)]}.{name}"] = (tuple(value.shape), dtype)
         return found
+
+    def read_weights(self, rows: OwnRows) -> None:
+        """Give the parameters of this stage, which have no storage, the values of the model's files."""
+        tied = self.tied_weight()
+        names = {id(each): name for name, each in self.model.named_parameters()}
+        if tied is not None and self.stage:
+            names[id(tied)] = self._embedding_name
+        made = {
+            id(each): nn.Parameter(
+                rows.read(names[id(each)], 0, each.numel()).view(each.shape), requires_grad=each.requires_grad
+            )
+            for each in self.model.parameters()
+        }
+        for module in self.model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = made[id(parameter)]
 
     @contextmanager
     def whole(self, values: Mapping[str, Tensor]) -> Iterator[None]:

@@ -88,15 +88,23 @@ def build_trained(
 def _build_stage(
     job: Job, world: World, transport: Transport, build: Callable[..., Any], say: Callable[[str], None] | None
 ) -> tuple[Any, StageParameters]:
-    """Build a stage of the job's model. The ranks of replica 0 read the model whole, and keep theirs of it."""
+    """Build a stage of the job's model; the ranks of replica 0 read its weights.
+
+    Where the files do not have the model's parameters one by one, they read or draw the whole model.
+    """
     config, dtype = job.config, DTYPES[job.config.precision]
     mesh = Mesh(transport, config.stages)
-    model = build(stored=mesh.replica == 0)
+    model = build(stored=False)
+    rows = _own_rows(job, model, transport)
+    if rows is None and mesh.replica == 0:
+        model = build(stored=True)
     compute_so(model, job.computing, world.device, dtype=dtype, say=say)
     shape = shape_from_config(job.model.config.to_dict())
     layer, head = layer_flops(shape, job.dataset.lengths[job.dataset.ids].tolist())
     chunks = cut_layers([layer] * job.model.config.num_hidden_layers, config.stages * config.virtual, last_seconds=head)
     stage = ModelStage(model, chunks, stages=config.stages, stage=mesh.stage)
+    if rows is not None and mesh.replica == 0:
+        stage.read_weights(rows)
     if say is not None:
         of_stage = [chunks[each :: config.stages] for each in range(config.stages)]
         cut = "; ".join(", ".join(f"{chunk.start} to {chunk.stop - 1}" for chunk in each) for each in of_stage)

@@ -285,10 +285,10 @@ def prepare_job(
     positions = position_limit(model.config) if model else None
     capacity, cuts = config.capacity_tokens, config.planner != PACKED_DP
     attempt(lambda: _check_ranks(config, ranks))
-    replicas = max(1, ranks // config.stages)
+    sizes = {"ranks": max(1, ranks // config.stages), "stages": config.stages}
     for each in filter(None, (dataset, eval_dataset)):
         if capacity != "auto" and config.offload is None:
-            attempt(lambda each=each: check_fits(each, ranks=replicas, capacity_tokens=capacity, cuts=cuts))
+            attempt(lambda each=each: check_fits(each, **sizes, capacity_tokens=capacity, cuts=cuts))
         if positions is not None:
             attempt(lambda each=each: check_positions(each, positions=positions))
     if dataset is not None:
