@@ -10,7 +10,9 @@ from testing.pipelines import as_pipeline, pipeline_difference
 from testing.plans import draw_lengths, make_plan, random_plan
 from testing.tiny import tiny_family_config
 
+from lengthwise.core.errors import TransferError
 from lengthwise.core.plan import Piece
+from lengthwise.engine.pipeline import _StageStep
 from properties import costliest
 
 TOLERANCE = 1e-12
@@ -67,3 +69,42 @@ def test_any_plan_on_any_stages_gives_the_gradients_of_one_process(seed, name, r
     found = pipeline_difference(pair_of(name), plan, lengths, **options)
     assert found.gradient < TOLERANCE
     assert found.loss < TOLERANCE
+
+
+def test_an_evaluation_in_stages_has_the_loss_of_one_process():
+    lengths = (17, 5, 3, 9)
+    plan = as_pipeline(
+        make_plan(2, lengths, [Piece(ranks=(0, 1), sequences=(0, 1)), Piece(ranks=(1,), sequences=(2, 3))]), 3
+    )
+    found = pipeline_difference(pair_of("llama, tied"), plan, lengths, train=False)
+    assert found.loss < TOLERANCE
+    assert found.gradient == 1.0  # no backward ran
+
+
+def test_a_stage_that_fails_ends_all_ranks_and_they_say_where_they_wait(monkeypatch):
+    lengths = (17, 5, 3, 9)
+    plan = as_pipeline(
+        make_plan(2, lengths, [Piece(ranks=(0, 1), sequences=(0, 1)), Piece(ranks=(1,), sequences=(2, 3))]), 2
+    )
+    backward = _StageStep._backward
+
+    def failing(step, action):
+        if (step.mesh.world.rank, action.microbatch) == (3, 1):
+            raise OSError("a stage that fails")
+        backward(step, action)
+
+    monkeypatch.setattr(_StageStep, "_backward", failing)
+    said = []
+    monkeypatch.setattr(TransferError, "__init__", _noting(TransferError.__init__, said))
+    with pytest.raises(OSError, match="a stage that fails"):
+        pipeline_difference(pair_of("llama"), plan, lengths)
+    assert {each.split(",")[0] for each in said} == {"rank 0", "rank 1", "rank 2"}
+    assert all(", step, " in each for each in said)
+
+
+def _noting(inner, said):
+    def init(self, where, **keys):
+        said.append(where)
+        inner(self, where, **keys)
+
+    return init
