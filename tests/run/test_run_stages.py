@@ -1,11 +1,13 @@
 """`stages` of the run file: the numbers and the model of one rank, refusals, and a stage that dies."""
 
 import json
+import shutil
 
 import pytest
+from safetensors.torch import load_file
 
 from lengthwise.core.faults import VARIABLE
-from run.small_runs import call, make_rows, write_model, write_run
+from run.small_runs import call, make_rows, read_lines, write_model, write_run
 from run.test_run_sharded import LENGTHS, largest_difference, trained, words
 from tiers import more
 
@@ -65,3 +67,34 @@ def test_a_stage_that_dies_ends_all_ranks_with_its_rank_and_phase(tmp_path, monk
     monkeypatch.setenv(VARIABLE, f"microbatches:{rank}:2:{action}")
     assert call("train", path, "--ranks", 4, "--set", "stages=2", "--timeout-seconds", 20) != 0
     assert f"rank {rank}" in words(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("before", "after"), [
+    ((4, 2, 1), (1, 1, 1)),
+    ((1, 1, 1), (4, 2, 1)),
+    more((4, 2, 1), (6, 2, 2)),
+    more((3, 3, 1), (4, 2, 1)),
+])  # fmt: skip
+@pytest.mark.parametrize("tied", [True, more(False)])
+def test_a_run_goes_on_in_other_stages_on_other_ranks(tmp_path, before, after, tied):
+    path = run_file(tmp_path, layers=4, tied=tied, checkpoint={"every_steps": 2, "background": False})
+    losses, whole = trained(path, "one", ranks=1)
+
+    def cut(ranks, stages, virtual):
+        return ("--ranks", ranks, "--set", f"stages={stages}", f"virtual={virtual}", "output=staged")
+
+    assert call("train", path, *cut(*before)) == 0
+    shutil.rmtree(tmp_path / "staged/checkpoints/step-000003")
+    assert call("train", path, *cut(*after), "--resume") == 0
+    found = [[row["loss"], row["grad_norm"]] for row in read_lines(tmp_path / "staged/metrics.jsonl")]
+    assert [number for row in found for number in row] == pytest.approx(losses, rel=1e-11)
+    (saved,) = (tmp_path / "staged/model").glob("*.safetensors")
+    assert largest_difference(load_file(saved), whole) < 1e-12
+
+
+def test_the_model_of_a_checkpoint_in_stages_is_exported(tmp_path):
+    path = run_file(tmp_path, tied=True, checkpoint={"every_steps": 3})
+    _, model = trained(path, "staged", "--set", "stages=2", ranks=4)
+    assert call("checkpoint", "export", tmp_path / "staged", "--to", tmp_path / "exported") == 0
+    (saved,) = (tmp_path / "exported").glob("*.safetensors")
+    assert largest_difference(load_file(saved), model) == 0.0

@@ -57,7 +57,8 @@ class Parameter:
 class Manifest:
     """A checkpoint after `step` steps, `skipped` of them without an update.
 
-    dtype: of master weights and moments. ranks: that wrote a file each. borders: of the buckets (`FlatLayout`).
+    dtype: of master weights and moments. ranks: that wrote a file each. borders: of the buckets (`FlatLayout`), and how
+    many each stage has, where ranks were stages of pipelines.
     run: the settings that decide what is trained. data: SHA-256 of the tokens. first_loss, loss: of step 1 and of
     `step`.
     """
@@ -75,6 +76,7 @@ class Manifest:
     run: Mapping[str, object]
     data: _Hex
     borders: tuple[_FromZero, ...]
+    stage_buckets: tuple[_Count, ...] = ()
     parameters: tuple[Parameter, ...]
     files: Mapping[str, File]
 
@@ -86,7 +88,8 @@ class Manifest:
             starts=tuple(each.start for each in self.parameters),
             borders=self.borders,
             bucket_of=tuple(each.bucket for each in self.parameters),
-            world_size=self.ranks,
+            world_size=self.ranks // max(1, len(self.stage_buckets)),
+            stage_buckets=self.stage_buckets,
         )
 
     def to_json(self) -> str:
@@ -148,12 +151,16 @@ def _contradictions(found: Manifest) -> Iterator[str]:
         yield f"skipped: {found.skipped} of {found.step} steps"
     if len(found.files) != found.ranks or list(found.files) != [file_name(rank) for rank in range(found.ranks)]:
         yield "other files than one of each rank"
-    borders = found.borders
-    if len(borders) < 2 or borders[0] != 0 or any(a > b or b % found.ranks for a, b in pairwise(borders)):
+    borders, stages = found.borders, found.stage_buckets
+    if stages and (found.ranks % len(stages) or sum(stages) != len(borders) - 1):
+        yield "stages that no pipeline has"
+        return
+    sharing = found.ranks // max(1, len(stages))
+    if len(borders) < 2 or borders[0] != 0 or any(a > b or b % sharing for a, b in pairwise(borders)):
         yield "borders that no layout has"
         return
-    shard_bytes = borders[-1] // found.ranks * _ENTRY_BYTES[found.dtype]
-    if any(file.num_bytes < shard_bytes for file in found.files.values()):
+    layout, entry_bytes = found.layout, _ENTRY_BYTES[found.dtype]
+    if any(file.num_bytes < layout.entries_of(rank) * entry_bytes for rank, file in enumerate(found.files.values())):
         yield "borders of more entries than the files have bytes for"
         return
     end = 0

@@ -7,15 +7,18 @@ bit, the norm counts it once, and it has one state of the optimizer. Costs two m
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from lengthwise.comm import Mesh
-from lengthwise.engine.flat_layout import BUCKET_ENTRIES
+from lengthwise.comm import Mesh, broadcast_bytes
+from lengthwise.engine.flat_layout import BUCKET_ENTRIES, FlatLayout, join_stages
+from lengthwise.engine.parameters import SavedParameters
 from lengthwise.engine.replicated import FlatParameters
 from lengthwise.models import ModelStage, wrapped_layers
 
@@ -56,6 +59,27 @@ class StageParameters(FlatParameters):
         if is_tied:
             self._tied_gradient = self._begin_copy() if is_copy else self._embedding_gradient()
             self._give_values()
+
+        self.saved = self._join_saved()
+
+    def _join_saved(self) -> SavedParameters:
+        """Return where the parameters of all stages lie. Collective."""
+        own = {"layout": asdict(self.layout), "names": self.names, "shapes": self.shapes}
+        world = self.mesh.world
+        told = [
+            json.loads(broadcast_bytes(world, json.dumps(own).encode() if world.rank == stage else None, source=stage))
+            for stage in range(self.mesh.stages)  # these ranks are the stages of replica 0
+        ]
+        layouts = [
+            FlatLayout(**{key: tuple(each) if isinstance(each, list) else each for key, each in one["layout"].items()})
+            for one in told
+        ]
+        return SavedParameters(
+            layout=join_stages(layouts),
+            names=[name for one in told for name in one["names"]],
+            shapes=[tuple(shape) for one in told for shape in one["shapes"]],
+            rank=self.mesh.replica,
+        )
 
     def _begin_copy(self) -> Tensor:
         """Let the head's gradients add up beside the flat buffer."""

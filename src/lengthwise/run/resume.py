@@ -26,7 +26,17 @@ MODEL = "model"  # of a run that has ended, in its output
 # Settings that may differ when a run goes on: they change where, when and how fast, not what is trained.
 FREE_SETTINGS = frozenset(
     (
-        *("capacity_tokens", "planner", "parallel", "recompute", "offload", "heads", "measurements"),
+        *(
+            "capacity_tokens",
+            "planner",
+            "parallel",
+            "recompute",
+            "offload",
+            "heads",
+            "measurements",
+            "stages",
+            "virtual",
+        ),
         *("attention", "compile", "fused_layers", "experts", "loss", "overlap", "device", "memory_check"),
         *("eval", "checkpoint", "save", "output", "not_finite", "most_log_mb", "report_to"),
     )
