@@ -92,6 +92,15 @@ def test_a_run_goes_on_in_other_stages_on_other_ranks(tmp_path, before, after, t
     assert largest_difference(load_file(saved), whole) < 1e-12
 
 
+def test_adapters_in_stages_are_those_of_one_rank(tmp_path):
+    lora = {"r": 2, "target_modules": ["q_proj", "down_proj"]}
+    path = run_file(tmp_path, tied=True, lora=lora)
+    one, whole = trained(path, "one", ranks=1)
+    found, model = trained(path, "staged", "--set", "stages=2", ranks=4)
+    assert found == pytest.approx(one, rel=1e-12)
+    assert largest_difference(model, whole) < 1e-12
+
+
 def test_the_model_of_a_checkpoint_in_stages_is_exported(tmp_path):
     path = run_file(tmp_path, tied=True, checkpoint={"every_steps": 3})
     _, model = trained(path, "staged", "--set", "stages=2", ranks=4)

@@ -313,7 +313,7 @@ def _not_with_stages(values: Mapping[str, object]) -> list[ConfigError]:
         refuse("parallel.shard", why, shard, "Take parallel out, or stages.")
     if values.get("capacity_tokens", "auto") == "auto":
         refuse("capacity_tokens", "a number", "auto", "Give the tokens of a microbatch on a rank: capacity_tokens: 8K")
-    for key, only in (("offload", None), ("lora", None), ("compile", False)):
+    for key, only in (("offload", None), ("compile", False)):
         if values.get(key, only) not in (only, None):
             refuse(key, "nothing", "it", f"Take {key} out: stages do not run with it yet.")
     if values.get("memory_check"):

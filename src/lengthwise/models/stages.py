@@ -113,8 +113,7 @@ def check_stages(config: Any) -> None:
         ModelRefused: with what it is.
     """
     model: Any = build_model(ModelSource(name="", config=config, weights=False), seed=0, stored=False)
-    if has_dropout(model):
-        raise _refused(model, "a model without dropout", "dropout, whose draws are not cut over stages yet")
+    check_no_dropout(model)
     if has_balance_loss(model.config):
         raise _refused(model, "no balance loss of routers", "output_router_logits, which stages do not sum yet")
     if getattr(model.config, "num_kv_shared_layers", None):
@@ -136,6 +135,12 @@ def check_stages(config: Any) -> None:
         same, got = False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if not same:
         raise _refused(model, "a decoder that gives back what it is given once its layers are passed through", got)
+
+
+def check_no_dropout(model: Any) -> None:
+    """Refuse a model, or its adapters, with dropout; raises ModelRefused."""
+    if has_dropout(model):
+        raise _refused(model, "a model without dropout", "dropout, whose draws are not cut over stages yet")
 
 
 def _width(model: Any) -> int:
