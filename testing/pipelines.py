@@ -48,8 +48,9 @@ def pipeline_difference(
     dtype, stages = DTYPES[precision], plan.schedule["stages"]
 
     def work(transport: Transport) -> tuple[float, dict[str, torch.Tensor]]:
-        mesh, model = Mesh(transport, stages), copy.deepcopy(pair["planned"])
-        chunks = cut_layers([1.0] * model.config.num_hidden_layers, stages * plan.schedule["virtual"])
+        model: Any = copy.deepcopy(pair["planned"])
+        mesh, layers = Mesh(transport, stages), [1.0] * model.config.num_hidden_layers
+        chunks = cut_layers(layers, stages * plan.schedule["virtual"])
         stage = ModelStage(model, chunks, stages=stages, stage=mesh.stage)
         parameters = StageParameters(stage, mesh, dtype=dtype)
         with keep_double(dtype):

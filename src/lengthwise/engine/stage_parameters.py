@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,10 +71,7 @@ class StageParameters(FlatParameters):
             json.loads(broadcast_bytes(world, json.dumps(own).encode() if world.rank == stage else None, source=stage))
             for stage in range(self.mesh.stages)  # these ranks are the stages of replica 0
         ]
-        layouts = [
-            FlatLayout(**{key: tuple(each) if isinstance(each, list) else each for key, each in one["layout"].items()})
-            for one in told
-        ]
+        layouts = [_layout_of(one["layout"]) for one in told]
         return SavedParameters(
             layout=join_stages(layouts),
             names=[name for one in told for name in one["names"]],
@@ -151,6 +149,11 @@ class StageParameters(FlatParameters):
         others = {name: each.cpu() for name, each in found.items() if name not in own}
         with self.stage.whole(others) if self.mesh.world.rank == 0 else nullcontext():
             yield
+
+
+def _layout_of(values: Mapping[str, Any]) -> FlatLayout:
+    tuples = {name: tuple(values[name]) for name in ("sizes", "starts", "borders", "bucket_of")}
+    return FlatLayout(**tuples, world_size=values["world_size"])
 
 
 def collect_stages(

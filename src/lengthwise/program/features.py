@@ -31,7 +31,7 @@ class Feature(StrEnum):
 
 REQUIRED = frozenset(map(Feature, KNOWN_FEATURES))  # must stand in `requires` of a plan that uses them
 ENGINE = frozenset(Feature) - {Feature.PIPELINE}  # which it runs where ranks are stages
-ENGINE_DEVICES = 1  # of a rank: no tensor parallelism and no stages yet
+ENGINE_DEVICES = 1  # of a rank that `simulate` calls trained: no tensor parallelism, and stages are ranks
 ENGINE_LOADERS = frozenset({"none", "local"})  # no loader service yet
 SIMULATOR = frozenset(Feature) - {Feature.SPEEDS}
 FIVE_COEFFICIENTS = frozenset(Feature) - {Feature.HEADS, Feature.OFFLOAD, Feature.SHARES}

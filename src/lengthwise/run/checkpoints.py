@@ -33,6 +33,7 @@ from lengthwise.core.errors import LengthwiseError, OutputError
 from lengthwise.core.faults import fault
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters, SavedParameters
+from lengthwise.engine.stage_parameters import StageParameters
 from lengthwise.run.resume import FOLDER, Resume, run_settings
 
 IDLE, WRITTEN, WRITING, FAILED = 0.0, 1.0, 2.0, 3.0
@@ -53,8 +54,12 @@ class Checkpoints:
         note: Callable[[str], None],
     ) -> None:
         self._config, self._transport, self._parameters, self._optimizer = config, transport, parameters, optimizer
-        self._saved = getattr(parameters, "saved", None) or SavedParameters(
-            layout=parameters.layout, names=parameters.names, shapes=parameters.shapes, rank=transport.rank
+        self._saved = (
+            parameters.saved
+            if isinstance(parameters, StageParameters)
+            else SavedParameters(
+                layout=parameters.layout, names=parameters.names, shapes=parameters.shapes, rank=transport.rank
+            )
         )
         self._asked, self._note, self._data = config.checkpoint, note, data
         self._folder = CheckpointFolder(config.output / FOLDER)
