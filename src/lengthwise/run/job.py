@@ -30,7 +30,6 @@ from lengthwise.models import (
     check_lora,
     check_model_config,
     check_recompute,
-    check_stages,
     check_weights,
     find_model,
     position_limit,
@@ -44,6 +43,7 @@ from lengthwise.run.caching import data_cache
 from lengthwise.run.defaults import settle
 from lengthwise.run.launch import threads_of_each
 from lengthwise.run.resume import Resume
+from lengthwise.run.stages import check_cut, check_ranks
 
 _UNMEASURED_TOKENS = 4096
 MEASURING_SECONDS = 8.0  # that measuring before the first step takes, about
@@ -284,7 +284,7 @@ def prepare_job(
     eval_dataset = read(config.eval.data, "eval.data") if config.eval and config.eval.data else None
     positions = position_limit(model.config) if model else None
     capacity, cuts = config.capacity_tokens, config.planner != PACKED_DP
-    attempt(lambda: _check_ranks(config, ranks))
+    attempt(lambda: check_ranks(config, ranks))
     sizes = {"ranks": max(1, ranks // config.stages), "stages": config.stages}
     for each in filter(None, (dataset, eval_dataset)):
         if capacity != "auto" and config.offload is None:
@@ -344,8 +344,7 @@ def _check_model(config: RunConfig, model: ModelSource, collector: Collector, *,
     attempt(lambda: check_computing(model.config, _computing(config), dtype=dtype, on_gpus=gpus > 0))
     attempt(lambda: _check_heads(config, model))
     if config.stages > 1:
-        attempt(lambda: _check_cut(config, model))
-        attempt(lambda: check_stages(model.config))
+        attempt(lambda: check_cut(config, model))
     attempt(lambda: check_offload(config.offload, model.config.num_hidden_layers, on_gpus=gpus > 0))
     return attempt(lambda: check_lora(model, config.lora))
 
@@ -396,21 +395,6 @@ def _check_heads(config: RunConfig, model: ModelSource) -> None:
     if isinstance(config.heads, int) and heads % config.heads:
         expected = f"auto, off, or a number that divides the model's {heads} heads"
         raise ConfigError("heads", expected=expected, got=f"{config.heads}", remedy="Set heads: auto.")
-
-
-def _check_ranks(config: RunConfig, ranks: int) -> None:
-    """Refuse ranks that are no whole number of replicas."""
-    if ranks % config.stages:
-        expected, got = f"a multiple of the {config.stages} stages", str(ranks)
-        raise ConfigError("ranks", expected=expected, got=got, remedy="Start {ranks} of them, or change stages.")
-
-
-def _check_cut(config: RunConfig, model: ModelSource) -> None:
-    """Refuse more chunks than layers."""
-    layers, chunks = model.config.num_hidden_layers, config.stages * config.virtual
-    if chunks > layers:
-        expected, got = f"stages x virtual of at most the {layers} layers", f"{config.stages} x {config.virtual}"
-        raise ConfigError("stages", expected=expected, got=got, remedy="Use fewer of them.")
 
 
 def _check_losses(job: Job) -> None:
