@@ -69,7 +69,7 @@ def family_difference(
 
     ranks_per_node: parameters lie over the ranks of each node; None: whole on every rank.
     """
-    batch, expected = _reference(pair["plain"], tuple(lengths), precision)
+    batch, expected = reference(pair["plain"], tuple(lengths), precision)
     dtype = DTYPES[precision]
 
     def work(transport: Transport) -> tuple[float, float, dict[str, torch.Tensor]]:
@@ -97,6 +97,7 @@ def family_difference(
 
 
 @lru_cache(maxsize=1)  # a pair is asked with one plan after another
-def _reference(plain: torch.nn.Module, lengths: tuple[int, ...], precision: str) -> tuple[StepBatch, Reference]:
+def reference(plain: torch.nn.Module, lengths: tuple[int, ...], precision: str) -> tuple[StepBatch, Reference]:
+    """Return the batch of these lengths, and what one process gives of it."""
     batch = make_batch(lengths, vocab=VOCAB, seed=1, masked=0.2)
     return batch, plain_gradients(copy.deepcopy(plain), batch.dataset, batch.ids, DTYPES[precision])

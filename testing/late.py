@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from lengthwise.comm.transport import Around, Key, Message, Pending, Ranks
+from lengthwise.comm.transport import Around, Key, Message, Pending, Transport
 
 
 class LateTransport(Around):
@@ -15,17 +15,17 @@ class LateTransport(Around):
     For calls that all ranks wait for in one order, as those of sharded parameters are; transfers go on as they are.
     """
 
-    def reduce_scatter_async(
-        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
-    ) -> Pending:
+    def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Sum, once it is waited for."""
-        return _Late(output, lambda: self._inner.reduce_scatter_async(output, source, key=key, among=among).wait())
+        return _Late(output, lambda: self._inner.reduce_scatter_async(output, source, key=key).wait())
 
-    def all_gather_async(
-        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
-    ) -> Pending:
+    def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Gather, once it is waited for."""
-        return _Late(output, lambda: self._inner.all_gather_async(output, source, key=key, among=among).wait())
+        return _Late(output, lambda: self._inner.all_gather_async(output, source, key=key).wait())
+
+    def among(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return the collectives of this rank's group, as late."""
+        return LateTransport(self._inner.among(groups))
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post, with NaN where messages will be."""

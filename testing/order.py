@@ -25,14 +25,14 @@ class Operation:
     """One side of a message ("send", "receive"), or a rank's part in a "collective".
 
     `size` (of a collective: which one, and its sizes) and `peer` must agree with the other side; `payload` is carried
-    through untouched. `among`: the ranks of a collective; None: all.
+    through untouched. members: the ranks of a collective; empty: all.
     """
 
     kind: str
     peer: int = -1
+    members: tuple[int, ...] = ()
     size: object = 0
     payload: Any = None
-    among: range | None = None
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -77,8 +77,8 @@ class StrictMatcher:
                 for pair in self._match_from(source):
                     moved = True
                     yield pair
-            for rank in range(len(self._queues)):
-                collective = self._match_collective(rank)
+            for members in dict.fromkeys(self._collectives_ahead()):
+                collective = self._match_collective(members)
                 if collective is not None:
                     moved = True
                     yield collective, collective
@@ -113,25 +113,25 @@ class StrictMatcher:
             receiving.unmatched.discard(j)
             yield [send], [receive]
 
-    def _match_collective(self, first: int) -> list[Operation] | None:
-        """Return the collective that `first` is the first rank of, if all its ranks are there."""
-        head = self._queues[first][0] if self._queues[first] else None
-        if head is None or head.done or head.operations[0].kind != "collective":
-            return None
-        among = head.operations[0].among
-        ranks = range(len(self._queues)) if among is None else among
-        if ranks[0] != first:
-            return None
-        heads, operations = [self._queues[rank][0] if self._queues[rank] else None for rank in ranks], []
+    def _collectives_ahead(self) -> Iterator[tuple[int, ...]]:
+        """Yield the members of the collectives that ranks have come to."""
+        for queue in self._queues:
+            if queue and queue[0].operations and queue[0].operations[0].kind == "collective" and not queue[0].done:
+                yield queue[0].operations[0].members
+
+    def _match_collective(self, members: tuple[int, ...]) -> list[Operation] | None:
+        ranks = members or range(len(self._queues))
+        heads = [self._queues[rank][0] if self._queues[rank] else None for rank in ranks]
+        operations = []
         for head in heads:
             if head is None or head.done or head.operations[0].kind != "collective":
                 return None
-            if head.operations[0].among != among:
+            if head.operations[0].members != members:  # in another communicator: it waits there
                 return None
             operations.append(head.operations[0])
         for rank, operation in zip(ranks, operations, strict=True):
             if operation.size != operations[0].size:
-                expected = f"{operations[0].size}, as on rank {first}"
+                expected = f"{operations[0].size}, as on rank {ranks[0]}"
                 remedy = "All ranks must make the same collective calls in the same order."
                 raise PlanError(f"rank {rank}, collective", expected=expected, got=str(operation.size), remedy=remedy)
         for head in heads:
@@ -237,7 +237,7 @@ def _pass_groups(
     for entered, calls in entries:
         for call in calls:
             label = f"microbatch {program.index}, {name}, {call.kind} of unit {call.unit}"
-            yield label, [Operation(kind="collective", size=label, among=node)]
+            yield label, [Operation(kind="collective", size=label, members=tuple(node))]
         yield from rounds.get(entered - 1, ()) if entered != END else ()
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lengthwise.comm.transport import Around, Key, Message, Pending, Ranks, Transport
+from lengthwise.comm.transport import Around, Key, Message, Pending, Transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +24,9 @@ class Call:
 class RecordingTransport(Around):
     """A transport around another; `calls` is what went through it."""
 
-    def __init__(self, inner: Transport) -> None:
+    def __init__(self, inner: Transport, calls: list[Call] | None = None) -> None:
         super().__init__(inner)
-        self.calls: list[Call] = []
+        self.calls: list[Call] = [] if calls is None else calls
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Record and post one grouped call."""
@@ -44,28 +44,28 @@ class RecordingTransport(Around):
         """Record, sum and keep a slice."""
         self.reduce_scatter_async(output, source).wait()
 
-    def reduce_scatter_async(
-        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
-    ) -> Pending:
+    def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Record and begin to sum."""
         self._collective("reduce_scatter", key)
-        return self._inner.reduce_scatter_async(output, source, key=key, among=among)
+        return self._inner.reduce_scatter_async(output, source, key=key)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Record and concatenate."""
         self.all_gather_async(output, source).wait()
 
-    def all_gather_async(
-        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
-    ) -> Pending:
+    def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Record and begin to concatenate."""
         self._collective("all_gather", key)
-        return self._inner.all_gather_async(output, source, key=key, among=among)
+        return self._inner.all_gather_async(output, source, key=key)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Record and overwrite."""
         self._collective("broadcast")
         self._inner.broadcast(tensor, source)
+
+    def among(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return the collectives of this rank's group, recorded with the others."""
+        return RecordingTransport(self._inner.among(groups), self.calls)
 
     def _collective(self, name: str, key: Key | None = None) -> None:
         self.calls.append(Call(name=name, phase=self.phase, key=key))

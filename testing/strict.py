@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.comm.clock import Clock
-from lengthwise.comm.transport import Done, Key, Message, Pending, Ranks
+from lengthwise.comm.transport import Done, Key, Message, Pending, Transport
 from lengthwise.core.errors import TransferError
 from testing.order import Group, Operation, StrictMatcher
 
@@ -113,14 +113,13 @@ class StrictTransport:
         self._world = world
         self._last_key: Key | None = None
         self._under_way: dict[str, list[_StrictPending]] = {"transfer": [], "collective": []}
+        self._members: tuple[int, ...] = ()
+        self._place = rank  # in the world
 
     def connect(self, peers: Sequence[int]) -> None:
         """Exchange one number with each of these ranks."""
         if peers:
             self.exchange(*([(torch.zeros(1), peer) for peer in peers] for _ in range(2))).wait()
-
-    def meet(self, among: Ranks) -> None:
-        """Do nothing: any ranks may call collectives among themselves."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post one grouped call (see `Transport.exchange`)."""
@@ -136,28 +135,28 @@ class StrictTransport:
         """Sum over all ranks and keep this rank's slice."""
         self.reduce_scatter_async(output, source).wait()
 
-    def reduce_scatter_async(
-        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
-    ) -> Pending:
+    def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Begin a `reduce_scatter` (see `Transport.reduce_scatter_async`)."""
-        return self._collective("reduce_scatter", output, source, lambda each: _sum(each).chunk(len(each)), key, among)
+        return self._collective("reduce_scatter", output, source, lambda each: _sum(each).chunk(self.world_size), key)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Concatenate the tensors of all ranks."""
         self.all_gather_async(output, source).wait()
 
-    def all_gather_async(
-        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
-    ) -> Pending:
+    def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Begin an `all_gather` (see `Transport.reduce_scatter_async`)."""
-        cat: Callable[[list[Tensor]], list[Tensor]] = lambda tensors: [torch.cat(tensors)] * len(tensors)  # noqa: E731
-        return self._collective("all_gather", output, source, cat, key, among)
+        return self._collective("all_gather", output, source, lambda tensors: [torch.cat(tensors)] * len(tensors), key)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite with the tensor of rank `source`."""
         self._collective(
             f"broadcast from {source}", tensor, tensor, lambda tensors: [tensors[source].clone()] * len(tensors)
         ).wait()
+
+    def among(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return the collectives of this rank's group (see `Transport.among`)."""
+        members = next(tuple(ranks) for ranks in groups if self._place in ranks)
+        return _Among(self, members)
 
     def close(self) -> None:
         """Nothing to leave: the thread ends."""
@@ -169,11 +168,10 @@ class StrictTransport:
         source: Tensor,
         combine: Callable[[list[Tensor]], Sequence[Tensor]],
         key: Key | None = None,
-        among: Ranks | None = None,
     ) -> Pending:
-        assert among is None or self.rank in among, f"rank {self.rank} among {among}"
         size = (name, key, _size(output), _size(source))
-        operation = Operation(kind="collective", size=size, payload=(output, source, combine), among=among)
+        payload = (output, source, combine)
+        operation = Operation(kind="collective", size=size, payload=payload, members=self._members)
         if key is not None:
             if self._last_key is not None and key <= self._last_key:
                 self._refuse(f"a call after {self._last_key}", str(key), "Post calls in the order of their keys.")
@@ -191,14 +189,33 @@ class StrictTransport:
             got = f"{len(unfinished)} not waited for, the first of them posted in {unfinished[0].group.label}"
             self._refuse(f"no {other} under way when a {kind} is posted", got, f"Wait for every {other} first.")
         label = self.phase if key is None else f"{self.phase}, {key}"
-        pending = _StrictPending(self, self._world.post(self.rank, label, operations), self._under_way[kind], key)
+        pending = _StrictPending(self, self._world.post(self._place, label, operations), self._under_way[kind], key)
         self._under_way[kind].append(pending)
         return pending
 
     def _refuse(self, expected: str, got: str, remedy: str) -> NoReturn:
-        error = TransferError(f"rank {self.rank}, {self.phase}", expected=expected, got=got, remedy=remedy)
+        error = TransferError(f"rank {self._place}, {self.phase}", expected=expected, got=got, remedy=remedy)
         self._world.fail(str(error))
         raise error
+
+
+class _Among(StrictTransport):
+    """The collectives of some ranks, under the same rules beside transfers and other collectives."""
+
+    def __init__(self, world: StrictTransport, members: tuple[int, ...]) -> None:
+        self._place, self.rank, self.world_size = world._place, members.index(world._place), len(members)
+        self.device_ranks = world.device_ranks
+        self.clock, self._world, self._last_key, self._under_way = world.clock, world._world, None, world._under_way
+        self._parent, self._members = world, members
+
+    @property
+    def phase(self) -> str:
+        """Where in the step the rank is, in words."""
+        return self._parent.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._parent.phase = phase
 
 
 class _StrictPending:
@@ -213,7 +230,7 @@ class _StrictPending:
             self._under_way.remove(self)
         is_collective = self.group.operations[0].kind == "collective"
         with self._transport.clock.waiting(in_collective=is_collective):
-            self._transport._world.wait(self._transport.rank, self.group)
+            self._transport._world.wait(self._transport._place, self.group)
 
 
 def _size(tensor: Tensor) -> tuple[object, ...]:

@@ -115,7 +115,7 @@ def gpus_replaced(monkeypatch):
     """Take the path of NCCL with gloo in its place: groups, watch, waits of the stream, all but the device itself."""
     groups, new_group = [], dist.new_group
 
-    def gloo_group(*, timeout, backend, device_id=None, pg_options=None):
+    def gloo_group(*, timeout, ranks=None, backend, device_id=None, pg_options=None):
         groups.append((backend, str(device_id), timeout.total_seconds(), pg_options))
         return new_group(timeout=timeout, backend="gloo")
 

@@ -100,7 +100,7 @@ def test_routers_are_balanced_over_the_whole_batch(tmp_path):
 
 
 def test_a_loop_goes_on_over_layouts_and_ranks(tmp_path):
-    """From zero1 on 2 ranks to zero3 on 3, whose tied parameters lie in another order, to hybrid on 4, to zero1 on 1."""
+    """From zero1 to zero3, whose tied parameters lie in another order, to hybrid, to zero1, on other ranks each time."""
     steps = steps_of()
 
     def part(rank, layout, ranks, steps, state=None):
@@ -250,7 +250,10 @@ def test_a_whole_model_is_saved_and_what_needs_one_is_refused_at_once(tmp_path):
 
 def test_another_planner_and_an_unknown_layout_are_refused_by_name():
     model = small_model()
-    for shard, planner, said in (("zero3", "packed_dp", "lock-step"), ("zero2", "lengthwise", "zero1 or zero3 or hybrid")):
+    for shard, planner, said in (
+        ("zero3", "packed_dp", "lock-step"),
+        ("zero2", "lengthwise", "zero1 or zero3 or hybrid"),
+    ):
         with pytest.raises(LengthwiseError, match=said):
             Session(model, MOMENTUM(model.parameters()), shard=shard, planner=planner)
 

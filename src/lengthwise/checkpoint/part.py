@@ -79,8 +79,9 @@ def unfit(
     folder: Path, manifest: Manifest, state: Mapping[str, Tensor], *, every: int = 1, first: int = 0
 ) -> str | None:
     """Return which file `read_state` cannot take such a state from, and why; None: none. Looks at files as `broken`."""
-    number = manifest.layout.shard_entries
+    layout = manifest.layout
     for rank in range(first, manifest.ranks, every):
+        number = layout.entries_of(rank)
         path = folder / file_name(rank)
         try:
             with safe_open(path, "pt") as file:
@@ -145,7 +146,7 @@ def moves(old: FlatLayout, new: FlatLayout, rank: int) -> Iterator[CopiedSlice]:
 def read_state(
     folder: Path, manifest: Manifest, layout: FlatLayout, names: Sequence[str], rank: int, state: Mapping[str, Tensor]
 ) -> None:
-    """Fill the state of `rank`, (entries,) each, in a model whose parameters `names` lie as in `layout`.
+    """Fill the state of `rank` of `layout`, (entries,) each, in which the parameters `names` lie so.
 
     Only what this rank needs is read. The files must have been checked (`broken`, `differences`).
     """

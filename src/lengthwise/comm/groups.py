@@ -1,4 +1,6 @@
-"""The groups of torch.distributed, over all ranks or some, and what NCCL is asked for beyond its defaults.
+"""The groups of torch.distributed, and what NCCL is asked for beyond its defaults.
+
+They are over all ranks, those of collectives also over the ranks of a node, or of one place in all nodes.
 
 A ring transfer runs beside attention, whose grid fills the device: its kernel would come to run when attention is over.
 So the transfers' group works on streams of high priority, and with few thread blocks (CTAs), which leave the device to
@@ -31,8 +33,8 @@ DEFAULTS = {"NCCL_NCHANNELS_PER_NET_PEER": "4", "NCCL_LAUNCH_ORDER_IMPLICIT": "1
 WATCHDOG_GRACE = timedelta(days=1)
 
 
-def gloo_group(timeout: timedelta, *, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
-    """Make a group of `ranks` for host memory, all by default; they alone need to call it."""
+def gloo_group(timeout: timedelta, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """Make a group of `ranks` for host memory, by default of all; they alone call it."""
     some = None if ranks is None else list(ranks)
     return _made(dist.new_group(some, timeout=timeout, backend="gloo", use_local_synchronization=some is not None))
 
@@ -40,7 +42,7 @@ def gloo_group(timeout: timedelta, *, ranks: Sequence[int] | None = None) -> dis
 def nccl_group(
     timeout: timedelta, device: torch.device, *, for_transfers: bool, ranks: Sequence[int] | None = None
 ) -> dist.ProcessGroup:
-    """Make and connect a group of `ranks` for GPUs, all by default; `timeout` is that of `Watch`."""
+    """Make and connect a group of `ranks` for GPUs, by default of all; `timeout` is that of `Watch`."""
     set_defaults(os.environ)
     longer = timeout + WATCHDOG_GRACE
     options = nccl_options(longer, dist.ProcessGroupNCCL.Options, os.environ, for_transfers=for_transfers)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lengthwise.comm.clock import Clock
-from lengthwise.comm.transport import Done, Key, Message, Pending, Ranks
+from lengthwise.comm.transport import Done, Key, Message, Pending, Transport
 
 
 class SoloTransport:
@@ -22,10 +22,6 @@ class SoloTransport:
         """Do nothing: there is no one to meet."""
         assert not peers, f"a world of one cannot meet ranks {peers}"
 
-    def meet(self, among: Ranks) -> None:
-        """Do nothing, as above."""
-        assert list(among) == [0], f"a world of one, got ranks {list(among)}"
-
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Do nothing: a world of one has no one to talk to."""
         messages = [*sends, *receives]
@@ -39,11 +35,9 @@ class SoloTransport:
         """Copy the only summand."""
         output.copy_(source)
 
-    def reduce_scatter_async(
-        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
-    ) -> Pending:
+    def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Copy the only summand, at once."""
-        del key, among
+        del key
         self.reduce_scatter(output, source)
         return Done()
 
@@ -51,16 +45,19 @@ class SoloTransport:
         """Copy the only part."""
         output.copy_(source)
 
-    def all_gather_async(
-        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
-    ) -> Pending:
+    def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Copy the only part, at once."""
-        del key, among
+        del key
         self.all_gather(output, source)
         return Done()
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Leave the tensor as it is."""
+
+    def among(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return itself: the only group is the world."""
+        assert [list(each) for each in groups] == [[0]], f"a world of one has no groups {groups}"
+        return self
 
     def close(self) -> None:
         """Nothing to leave."""

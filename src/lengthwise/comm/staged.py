@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from lengthwise.comm.slabs import Round, Slabs, cut_into_rounds
-from lengthwise.comm.transport import Around, Done, Key, Message, Pending, Ranks, Transport, lies_on_a_device
+from lengthwise.comm.transport import Around, Done, Key, Message, Pending, Transport, lies_on_a_device
 
 _ROUNDS_UNDER_WAY = 2
 
@@ -58,45 +58,47 @@ class StagedTransport(Around):
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Sum over all ranks and keep this rank's slice."""
-        self.reduce_scatter_async(output, source)
-
-    def reduce_scatter_async(
-        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
-    ) -> Pending:
-        """Sum over the ranks and keep this rank's slice, at once."""
-        ranks = self._ranks(among, whole=source, part=output)
+        self._refuse_sizes(whole=source, part=output)
         if not self._stages(output):
-            self._inner.reduce_scatter_async(output, source, key=key, among=among).wait()
-            return Done()
-        whole, part = source.detach().view(ranks, -1), output.detach().view(-1)
-        for start, stop in self._slabs.chunks(part, parts=ranks):
+            self._inner.reduce_scatter(output, source)
+            return
+        whole, part = source.detach().view(self.world_size, -1), output.detach().view(-1)
+        for start, stop in self._slabs.chunks(part, parts=self.world_size):
             host_whole, host_part = self._copied_out(whole[:, start:stop]), self._slabs.take(part[start:stop])
             with self.clock.waiting(on_stream=output.is_cuda, in_collective=True):
-                self._inner.reduce_scatter_async(host_part, host_whole, among=among).wait()
+                self._inner.reduce_scatter(host_part, host_whole)
             self._copy_in(part[start:stop], host_part)
             self._slabs.give(host_whole)
+
+    def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
+        """Sum over all ranks and keep this rank's slice, at once."""
+        del key
+        self.reduce_scatter(output, source)
         return Done()
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Concatenate the tensors of all ranks."""
-        self.all_gather_async(output, source)
-
-    def all_gather_async(
-        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
-    ) -> Pending:
-        """Concatenate the tensors of the ranks, at once."""
-        ranks = self._ranks(among, whole=output, part=source)
+        self._refuse_sizes(whole=output, part=source)
         if not self._stages(output):
-            self._inner.all_gather_async(output, source, key=key, among=among).wait()
-            return Done()
-        whole, part = output.detach().view(ranks, -1), source.detach().view(-1)
-        for start, stop in self._slabs.chunks(part, parts=ranks):
+            self._inner.all_gather(output, source)
+            return
+        whole, part = output.detach().view(self.world_size, -1), source.detach().view(-1)
+        for start, stop in self._slabs.chunks(part, parts=self.world_size):
             host_part, host_whole = self._copied_out(part[start:stop]), self._slabs.take(whole[:, start:stop])
             with self.clock.waiting(on_stream=output.is_cuda, in_collective=True):
-                self._inner.all_gather_async(host_whole, host_part, among=among).wait()
+                self._inner.all_gather(host_whole, host_part)
             self._copy_in(whole[:, start:stop], host_whole)
             self._slabs.give(host_part)
+
+    def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
+        """Concatenate the tensors of all ranks, at once."""
+        del key
+        self.all_gather(output, source)
         return Done()
+
+    def among(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return the collectives of this rank's group, through host memory, too."""
+        return StagedTransport(self._inner.among(groups), stages=self._stages, slabs=self._slabs)
 
     def _in_place(self, tensor: Tensor, call: Callable[[Tensor], None]) -> None:
         if not self._stages(tensor):
@@ -109,12 +111,9 @@ class StagedTransport(Around):
                 call(host)
             self._copy_in(flat[start:stop], host)
 
-    def _ranks(self, among: Ranks | None, *, whole: Tensor, part: Tensor) -> int:
-        """Count the ranks of a collective; the tensors must be of so many."""
-        ranks = self.world_size if among is None else len(among)
-        expected, got = ranks * part.numel(), whole.numel()
-        assert got == expected, f"{ranks} ranks of {part.numel()} elements: {expected}, got {got}"
-        return ranks
+    def _refuse_sizes(self, *, whole: Tensor, part: Tensor) -> None:
+        expected, got = self.world_size * part.numel(), whole.numel()
+        assert got == expected, f"{self.world_size} ranks of {part.numel()} elements: {expected}, got {got}"
 
     def _copied_out(self, tensor: Tensor) -> Tensor:
         """Return the elements of a tensor in host memory, in one dimension."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +27,7 @@ from lengthwise.comm.clock import Clock
 from lengthwise.comm.groups import gloo_group, nccl_group, refuse_large
 from lengthwise.comm.solo import SoloTransport
 from lengthwise.comm.staged import StagedTransport
-from lengthwise.comm.transport import Done, Key, Message, Pending, Ranks, Transport, lies_on_a_device
+from lengthwise.comm.transport import Done, Key, Message, Pending, Transport, lies_on_a_device
 from lengthwise.comm.watch import Posted, Watch
 from lengthwise.comm.world import World
 from lengthwise.core.errors import TransferError
@@ -87,7 +87,7 @@ class TorchTransport:
         timeout = timedelta(seconds=timeout_seconds)
         met = self._guard(lambda: world.connect(timeout))
         self.shares_gpus, self.device_ranks = met.shares_gpus, met.device_ranks
-        self._groups, self._owned = {_HOST: met.host}, met.owned
+        self._groups, self._owned, self._everyone = {_HOST: met.host}, met.owned, "all ranks"
         self._device = torch.device("cpu") if self.shares_gpus else world.device
         self._watch = None
         if self._device.type == "cpu":
@@ -122,14 +122,6 @@ class TorchTransport:
         self._connected.update(new)
         self.exchange(*([(_zero(self._device), peer) for peer in new] for _ in range(2))).wait()
 
-    def meet(self, among: Ranks) -> None:
-        """Make groups of these ranks, for host memory and for GPUs."""
-        timeout = timedelta(seconds=self._timeout_seconds)
-        for on_gpus in (False, True)[: 1 + (_GPUS in self._groups)]:
-            make = partial(nccl_group, timeout, self._device, for_transfers=False, ranks=among)
-            made = self._guard(make if on_gpus else partial(gloo_group, timeout, ranks=among), among)
-            self._groups[_name(among, on_gpus=on_gpus)] = made
-
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post one grouped call (see `Transport.exchange`)."""
         return self._exchange(_TRANSFERS, sends, receives)
@@ -161,33 +153,37 @@ class TorchTransport:
         """Sum over all ranks and keep this rank's slice."""
         self.reduce_scatter_async(output, source).wait()
 
-    def reduce_scatter_async(
-        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
-    ) -> Pending:
+    def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Begin a `reduce_scatter` (see `Transport.reduce_scatter_async`)."""
         return self._collective(
-            lambda group: _reduce_scatter(output, source, group=group, async_op=True),
-            output,
-            source,
-            key=key,
-            among=among,
+            lambda group: _reduce_scatter(output, source, group=group, async_op=True), output, source, key=key
         )
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Concatenate the tensors of all ranks."""
         self.all_gather_async(output, source).wait()
 
-    def all_gather_async(
-        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
-    ) -> Pending:
+    def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Begin an `all_gather` (see `Transport.reduce_scatter_async`)."""
         return self._collective(
-            lambda group: _all_gather(output, source, group=group, async_op=True), output, source, key=key, among=among
+            lambda group: _all_gather(output, source, group=group, async_op=True), output, source, key=key
         )
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite with the tensor of rank `source`."""
-        self._collective(lambda group: dist.broadcast(tensor, source, group=group, async_op=True), tensor).wait()
+        self._collective(
+            lambda group: dist.broadcast(tensor, group=group, group_src=source, async_op=True), tensor
+        ).wait()
+
+    def among(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return the collectives of this rank's group (see `Transport.among`)."""
+        own, timeout = next(ranks for ranks in groups if self.rank in ranks), timedelta(seconds=self._timeout_seconds)
+        made = {_HOST: self._guard(lambda: gloo_group(timeout, own), own)}
+        if _GPUS in self._groups:
+            made[_GPUS] = self._guard(lambda: nccl_group(timeout, self._device, for_transfers=False, ranks=own), own)
+        for name, group in made.items():
+            self._groups[f"{name} among {own}"] = group  # which ends them
+        return _Among(self, own, made)
 
     def close(self) -> None:
         """Leave the world, without which torch warns at exit, or our groups in one that is not ours."""
@@ -207,17 +203,15 @@ class TorchTransport:
         tensor: Tensor,
         *others: Tensor,
         key: Key | None = None,
-        among: Ranks | None = None,
     ) -> Pending:
-        on_gpus = _GPUS in self._groups and lies_on_a_device(tensor)
-        group = self._groups[(_GPUS if on_gpus else _HOST) if among is None else _name(among, on_gpus=on_gpus)]
+        group = self._groups[_GPUS if _GPUS in self._groups and lies_on_a_device(tensor) else _HOST]
 
         def works() -> list[dist.Work]:
             work = call(group)
             assert work is not None, "every rank is a member of a group of all ranks"
             return [work]
 
-        return self._post(works, among, [tensor, *others], key, in_collective=True)
+        return self._post(works, None, [tensor, *others], key)
 
     def _post(
         self,
@@ -225,27 +219,17 @@ class TorchTransport:
         peers: Sequence[int] | None,
         alive: Sequence[Tensor],
         key: Key | None = None,
-        *,
-        in_collective: bool = False,
     ) -> Pending:
         phase = self.phase if key is None else f"{self.phase}, {key}"
         on_stream = self._watch is not None and any(map(lies_on_a_device, alive))
         # Posting to a GPU takes the host's time, in which the GPU works on; gloo sends some bytes while it posts.
-        with nullcontext() if on_stream else self.clock.waiting(in_collective=in_collective):
+        with nullcontext() if on_stream else self.clock.waiting(in_collective=peers is None):
             works = self._guard(call, peers, phase=phase)
         if self._watch is not None and on_stream:
             reached = torch.cuda.Event()
             reached.record()
-            self._watch.add(works, reached=reached, phase=phase, others=_named(peers))
-        return _TorchPending(
-            transport=self,
-            works=works,
-            peers=peers,
-            phase=phase,
-            alive=alive,
-            on_stream=on_stream,
-            in_collective=in_collective,
-        )
+            self._watch.add(works, reached=reached, phase=phase, others=self._named(peers))
+        return _TorchPending(transport=self, works=works, peers=peers, phase=phase, alive=alive, on_stream=on_stream)
 
     def _guard(
         self, call: Callable[[], Result], peers: Sequence[int] | None = None, *, phase: str | None = None
@@ -254,18 +238,43 @@ class TorchTransport:
             return call()
         except (RuntimeError, ValueError) as error:  # DistBackendError is a RuntimeError
             got = _without_place(str(error))
-            raise self._transfer_error(phase or self.phase, _named(peers), got) from error
+            raise self._transfer_error(phase or self.phase, self._named(peers), got) from error
 
     def _transfer_error(self, phase: str, others: str, got: str) -> TransferError:
         expected = f"{others} to answer within {self._timeout_seconds:g} s"
         remedy = "Look at the first rank that reported another error, or died; then start again."
         return TransferError(f"rank {self.rank}, {phase}", expected=expected, got=got, remedy=remedy)
 
+    def _named(self, peers: Sequence[int] | None) -> str:
+        return self._everyone if peers is None else "ranks " + ", ".join(map(str, peers))
+
     def _give_up(self, posted: Posted) -> None:
         """End this process: the main thread waits for a GPU that waits for a peer, and cannot be called back."""
         self.phase = f"{posted.phase}, waiting for {posted.others}"
         print(self._transfer_error(posted.phase, posted.others, "no answer"), file=sys.stderr, flush=True)
         os._exit(TransferError.exit_status)
+
+
+class _Among(TorchTransport):
+    """The collectives of some ranks of a world, with its clock, watch and place in the step; it has no transfers."""
+
+    def __init__(self, world: TorchTransport, ranks: Sequence[int], groups: Mapping[str, dist.ProcessGroup]) -> None:
+        self._world = world
+        self.rank, self.world_size, self.device_ranks = ranks.index(world.rank), len(ranks), world.device_ranks
+        self.clock, self._watch, self._timeout_seconds = world.clock, world._watch, world._timeout_seconds
+        self._groups, self._everyone = dict(groups), self._named(ranks)
+
+    @property
+    def phase(self) -> str:
+        """Where in the step the rank is, in words."""
+        return self._world.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._world.phase = phase
+
+    def close(self) -> None:
+        """Leave it to the world."""
 
 
 @dataclass(kw_only=True)
@@ -278,27 +287,18 @@ class _TorchPending:
     phase: str  # it was posted in; the host may be much further when it waits
     alive: Sequence[Tensor]  # gloo and NCCL read and write them in the background
     on_stream: bool
-    in_collective: bool
 
     def wait(self) -> None:
         if not self.works:
             return
-        with self.transport.clock.waiting(on_stream=self.on_stream, in_collective=self.in_collective):
+        with self.transport.clock.waiting(on_stream=self.on_stream, in_collective=self.peers is None):
             for work in self.works:
                 self.transport._guard(work.wait, self.peers, phase=self.phase)
         self.works = self.alive = ()
 
 
-def _name(among: Ranks, *, on_gpus: bool) -> str:
-    return f"{_GPUS if on_gpus else _HOST} of {_named(among)}"
-
-
 def _zero(device: torch.device) -> Tensor:
     return torch.zeros(1, device=device)
-
-
-def _named(peers: Sequence[int] | None) -> str:
-    return "all ranks" if peers is None else "ranks " + ", ".join(map(str, peers))
 
 
 def _without_place(message: str) -> str:

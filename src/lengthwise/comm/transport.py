@@ -13,8 +13,6 @@ Message = tuple[Tensor, int]
 """A contiguous tensor and the rank it goes to or comes from."""
 Key: TypeAlias = tuple[object, ...]
 """Which collective of a run a call is (`engine.wave_order.CallKey`): the same on all ranks."""
-Ranks: TypeAlias = range
-"""Some ranks that make collectives among themselves, evenly apart."""
 
 
 def lies_on_a_device(tensor: Tensor) -> bool:
@@ -60,10 +58,6 @@ class Transport(Protocol):
         """Meet these ranks, in one grouped call of all that are new; each of them calls it for this rank, too."""
         ...
 
-    def meet(self, among: Ranks) -> None:
-        """Make ready for collectives among these ranks, this one among them, each of which calls it. No other need."""
-        ...
-
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post one grouped call. Messages between two ranks match in the order posted; there are no tags."""
         ...
@@ -74,31 +68,32 @@ class Transport(Protocol):
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Sum `source` over all ranks and put this rank's slice, one world_size-th, into `output`."""
 
-    def reduce_scatter_async(
-        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
-    ) -> Pending:
+    def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Begin a `reduce_scatter`.
 
         Several collectives may be under way, posted in one order on all ranks. None may be posted while this rank has a
         transfer under way, nor a transfer beside one: a rank that waits in one might wait for a rank that waits for it.
         Transfers may be posted beside collectives with a `key`: it says which call of all ranks this is, so that all
         post it in the same place of one order, transfers included. Keys increase.
-        among: this rank and those that it sums with, as it has met them; None: all. Some may post more calls than
-        others, as long as one order of all keys holds the order of each.
         """
         ...
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Put the `source` of every rank one after the other into `output`."""
 
-    def all_gather_async(
-        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
-    ) -> Pending:
+    def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Begin an `all_gather`, under the rules of `reduce_scatter_async`."""
         ...
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite `tensor` with that of rank `source`."""
+
+    def among(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return the collectives of this rank's group, whose ranks count from 0. Collective.
+
+        groups: each rank of the world is in one of them, the same on all ranks. For transfers, see `comm.mesh`.
+        """
+        ...
 
     def close(self) -> None:
         """Leave the world."""
@@ -130,10 +125,6 @@ class Around:
         """Meet these ranks."""
         self._inner.connect(peers)
 
-    def meet(self, among: Ranks) -> None:
-        """Make ready for collectives among these ranks."""
-        self._inner.meet(among)
-
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post one grouped call (see `Transport.exchange`)."""
         return self._inner.exchange(sends, receives)
@@ -146,25 +137,25 @@ class Around:
         """Sum over all ranks and keep this rank's slice."""
         self._inner.reduce_scatter(output, source)
 
-    def reduce_scatter_async(
-        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
-    ) -> Pending:
+    def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Begin a `reduce_scatter`."""
-        return self._inner.reduce_scatter_async(output, source, key=key, among=among)
+        return self._inner.reduce_scatter_async(output, source, key=key)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Concatenate the tensors of all ranks."""
         self._inner.all_gather(output, source)
 
-    def all_gather_async(
-        self, output: Tensor, source: Tensor, *, key: Key | None = None, among: Ranks | None = None
-    ) -> Pending:
+    def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
         """Begin an `all_gather`."""
-        return self._inner.all_gather_async(output, source, key=key, among=among)
+        return self._inner.all_gather_async(output, source, key=key)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite with the tensor of rank `source`."""
         self._inner.broadcast(tensor, source)
+
+    def among(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """Return the collectives of this rank's group (see `Transport.among`)."""
+        return self._inner.among(groups)
 
     def close(self) -> None:
         """Leave the world."""

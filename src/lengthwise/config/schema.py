@@ -123,6 +123,17 @@ class RunConfig(Settings):
         description="how many neighbouring ranks shard the parameters under hybrid; it must divide the ranks; default "
         "null: as many as the launcher starts on a machine",
     )
+    stages: int = Field(
+        default=1,
+        ge=1,
+        description="the pipeline stages that the decoder layers are cut into; a sequence is cut over ranks / stages "
+        "replicas, and each rank has the layers of one stage; default 1",
+    )
+    virtual: int = Field(
+        default=1,
+        ge=1,
+        description="the chunks of layers that each stage takes in turn (interleaved 1F1B); default 1",
+    )
     heads: Literal["auto", "off"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
         description="whether ranks that share a sequence split attention heads (all-to-all) instead of passing keys "
@@ -241,6 +252,7 @@ class RunConfig(Settings):
             got, remedy = ", ".join(map(str, trackers)), "Leave out what is there before."
             found.append(ConfigError("report_to", expected="each tracker once", got=got, remedy=remedy))
         found += _not_where_sharded(values)
+        found += _not_with_stages(values)
         if (scheme := scheme_of(output := values.get("output"))) is not None:
             expected, got = "a folder of this machine", f"{output}: {scheme}:// is not written yet"
             found.append(ConfigError("output", expected=expected, got=got, remedy="Mount it, and name that folder."))
@@ -292,6 +304,35 @@ def _not_where_sharded(values: Mapping[str, object]) -> list[ConfigError]:
     if values.get("compile"):
         remedy = "Take compile out."
         found.append(ConfigError("compile", expected=f"false {under}", got="true", remedy=remedy))
+    return found
+
+
+def _not_with_stages(values: Mapping[str, object]) -> list[ConfigError]:
+    """Refuse what stages of a pipeline do not run beside them."""
+    stages = values.get("stages", 1)
+    if stages == 1:
+        more = values.get("virtual", 1)
+        found = [] if more == 1 else ["virtual"]
+        remedy = "Add `stages`, or take virtual out."
+        return [ConfigError(each, expected="1 without `stages`", got=str(more), remedy=remedy) for each in found]
+    shard = values.get("shard", "auto")
+    beside, found = f"beside `stages: {stages}`", list[ConfigError]()
+
+    def refuse(key: str, expected: str, got: object, remedy: str) -> None:
+        found.append(ConfigError(key, expected=f"{expected} {beside}", got=str(got), remedy=remedy))
+
+    if shard not in ("auto", "zero1"):
+        why = "auto or zero1 (each microbatch would gather the layers of a stage again)"
+        refuse("shard", why, shard, "Take shard out, or stages.")
+    if values.get("capacity_tokens", "auto") == "auto":
+        refuse("capacity_tokens", "a number", "auto", "Give the tokens of a microbatch on a rank: capacity_tokens: 8K")
+    for key, only in (("offload", None), ("compile", False)):
+        if values.get(key, only) not in (only, None):
+            refuse(key, "nothing", "it", f"Take {key} out: stages do not run with it yet.")
+    if values.get("memory_check"):
+        refuse("memory_check", "false", "true", "Take memory_check out.")
+    if values.get("measurements") not in (None, MEASURE_NOTHING):
+        refuse("measurements", MEASURE_NOTHING, values.get("measurements"), "Take measurements out.")
     return found
 
 

@@ -64,19 +64,25 @@ def measured_model(shape: ModelShape) -> MeasuredModel:
 
 
 def base_cost(
-    shape: ModelShape, hardware: str, *, precision: str, ranks_per_node: int | None = None, adapters: int | None = None
+    shape: ModelShape,
+    hardware: str,
+    *,
+    precision: str,
+    ranks_per_node: int | None = None,
+    adapters: int | None = None,
+    stages: int = 1,
 ) -> Cost:
     """Make the costs whose terms stand where none was measured: of a named hardware, computing in this precision.
 
     `ranks_per_node`: its nodes are as large as the measured ones, their uplinks by as much wider; None: its own.
-    `adapters`: as in `all_terms_cost`.
+    `adapters`, `stages`: as in `all_terms_cost`.
     """
     named = named_hardware(hardware)
     ranks_per_node = ranks_per_node or named.ranks_per_node
     uplink = named.node_uplink_bytes_per_second / named.ranks_per_node * ranks_per_node
     changed = {"ranks_per_node": ranks_per_node, "node_uplink_bytes_per_second": uplink}
     computing = replace(named, compute_dtype_bytes=DTYPE_BYTES[precision], **changed)
-    return all_terms_cost(shape, computing, adapters=adapters)
+    return all_terms_cost(shape, computing, adapters=adapters, stages=stages)
 
 
 def measured_cost(measurements: Measurements) -> Cost:

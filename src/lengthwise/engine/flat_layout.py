@@ -7,9 +7,11 @@ ranks, so that each can be gathered or reduced by itself. Costs up to 126 bytes 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import lcm
 from typing import NamedTuple
 
@@ -35,6 +37,8 @@ class FlatLayout:
     entries that nobody uses; a multiple of `world_size`. bucket_of: the bucket of each parameter.
     ranks_per_node: the slices of a rank and its replicas, the ranks of its place in other nodes, lie side by side; so
     they are what each node has of a bucket at that place. 1, or all: slices lie in the order of the ranks.
+    stage_buckets: of each stage of a pipeline, one after the other; `world_size` is then the replicas that share a
+    bucket, and a stage's are every so many ranks. Empty: no stages.
     """
 
     sizes: tuple[int, ...]
@@ -43,6 +47,7 @@ class FlatLayout:
     bucket_of: tuple[int, ...]
     world_size: int
     ranks_per_node: int = 1
+    stage_buckets: tuple[int, ...] = ()
 
     @property
     def entries(self) -> int:
@@ -103,8 +108,37 @@ class FlatLayout:
         shard = self.in_shard(bucket)
         slice_number, place = divmod(self.starts[parameter] + entry - self.borders[bucket], shard.stop - shard.start)
         within, node = divmod(slice_number, self.world_size // self.ranks_per_node)
-        rank = node * self.ranks_per_node + within
-        return rank, shard.start + place, shard.stop - shard.start - place
+        rank, follow = node * self.ranks_per_node + within, shard.stop - shard.start - place
+        stages = list(accumulate(self.stage_buckets, initial=0))
+        stage = bisect_right(stages, bucket) - 1  # 0 without stages
+        start = shard.start - self.borders[stages[stage]] // self.world_size
+        return rank * max(1, len(self.stage_buckets)) + stage, start + place, follow
+
+    def entries_of(self, rank: int) -> int:
+        """Return the entries of the shard of a rank, which differ between stages."""
+        if not self.stage_buckets:
+            return self.shard_entries
+        stages, stage = list(accumulate(self.stage_buckets, initial=0)), rank % len(self.stage_buckets)
+        return (self.borders[stages[stage + 1]] - self.borders[stages[stage]]) // self.world_size
+
+
+def join_stages(layouts: Sequence[FlatLayout]) -> FlatLayout:
+    """Return the layout of all stages of a pipeline, their parameters one after the other."""
+    sizes, starts, borders, bucket_of = list[int](), list[int](), [0], list[int]()
+    for each in layouts:
+        first, start = len(borders) - 1, borders[-1]
+        sizes += each.sizes
+        starts += [start + own for own in each.starts]
+        bucket_of += [first + own for own in each.bucket_of]
+        borders += [start + own for own in each.borders[1:]]
+    return FlatLayout(
+        sizes=tuple(sizes),
+        starts=tuple(starts),
+        borders=tuple(borders),
+        bucket_of=tuple(bucket_of),
+        world_size=layouts[0].world_size,
+        stage_buckets=tuple(each.num_buckets for each in layouts),
+    )
 
 
 class BucketOrder:

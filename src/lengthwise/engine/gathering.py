@@ -9,23 +9,17 @@ import torch
 from torch import Tensor
 
 from lengthwise.comm import Transport
-from lengthwise.comm.transport import Ranks
 from lengthwise.engine.flat_layout import FlatLayout
 from lengthwise.engine.parameters import Parameters
 
 
 def gathered(
-    layout: FlatLayout,
-    shard: Tensor,
-    transport: Transport,
-    *,
-    dtype: torch.dtype | None = None,
-    among: Ranks | None = None,
+    layout: FlatLayout, shard: Tensor, transport: Transport, *, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield each parameter's place and what all ranks have of it in their shards, (entries,) each. Collective.
 
-    dtype: to gather them in; None: that of the shard. among: the ranks of the layout; None: all. Those
-    of a bucket are views of one tensor, which the next bucket does not touch.
+    transport: of the layout's ranks. dtype: to gather them in; None: that of the shard. Those of a bucket are views of
+    one tensor, which the next bucket does not touch.
     """
     members: dict[int, list[int]] = {}
     for index, number in enumerate(layout.bucket_of):
@@ -36,7 +30,7 @@ def gathered(
         place = layout.bucket(bucket)
         own = shard[layout.in_shard(bucket)].to(dtype or shard.dtype)
         whole = torch.empty(place.stop - place.start, dtype=own.dtype, device=own.device)
-        transport.all_gather_async(whole, own, among=among).wait()
+        transport.all_gather(whole, own)
         if order is not None:
             whole = whole.view(layout.world_size, -1)[order].view(-1)
         for index in members.get(bucket, ()):

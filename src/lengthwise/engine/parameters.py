@@ -33,6 +33,19 @@ class Shard:
     decayed: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedParameters:
+    """Where the parameters that all ranks train lie in the `state` of all ranks, as checkpoints know them.
+
+    rank: of this one in the layout of its own parameters.
+    """
+
+    layout: FlatLayout
+    names: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
+    rank: int
+
+
 class Parameters(Protocol):
     """The trainable parameters of a model on one rank.
 

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.comm import Pending, Transport
-from lengthwise.comm.transport import Ranks
 from lengthwise.core.errors import ModelRefused
 from lengthwise.engine.flat_layout import FlatLayout, lay_out
 from lengthwise.engine.gathering import gathered
@@ -67,14 +66,14 @@ class ShardedParameters:
         ranks_per_node: int | None = None,
     ) -> None:
         self.ranks_in_step = ranks_per_node or transport.world_size
-        self._replicas = _meet(transport, self.ranks_in_step)
+        node_of_rank, self._replicas = _axes(transport, self.ranks_in_step)
         self._transport, self._model, self._is_whole = transport, model, False
         learns = {name for name, _ in trainable(model)} if trains else set[str]()
         wide = torch.promote_types(dtype, torch.float32)
         share_values(model, transport, (), dtype=dtype, device=device)
         given = dict(model.named_parameters())
         units = units_of(model, layers)
-        node: dict[str, Any] = {"transport": transport, "ranks_per_node": self.ranks_in_step, "device": device}
+        node: dict[str, Any] = {"transport": transport, "node_of_rank": node_of_rank, "device": device}
         trained = _Slices(units, given, learns, dtype=dtype, kept=wide, trains=True, **node)
         frozen = dict[torch.dtype, set[str]]()
         for name, each in given.items():
@@ -99,7 +98,7 @@ class ShardedParameters:
             made.update((id(given[name]), own) for name, own in slices.made.items())
         self._share_updates()
         replace_parameters(model, made)
-        self._waves = Waves(model, units, parts, transport)
+        self._waves = Waves(model, units, parts, node_of_rank)
         model.register_state_dict_pre_hook(lambda *_: self._refuse_part("state_dict"))
         model.register_load_state_dict_pre_hook(lambda *_: self._refuse_part("load_state_dict"))
 
@@ -126,10 +125,12 @@ class ShardedParameters:
     def _share_updates(self) -> None:
         """Give the replicas of this rank's place in a node what it updates, and take theirs. Collective."""
         layout, own = self.layout, self._trained
-        for bucket in range(layout.num_buckets) if self._replicas is not None and self.names else ():
+        if self._replicas is None or not self.names:
+            return
+        for bucket in range(layout.num_buckets):
             updated = own.values[layout.in_shard(bucket)].to(own.dtype)
             whole = own.of_node[own.node.in_shard(bucket)]
-            self._transport.all_gather_async(whole, updated, among=self._replicas).wait()
+            self._replicas.all_gather(whole, updated)
 
     def shards(self) -> list[Shard]:
         """Cut this rank's slices where weight decay changes (see `Parameters.shards`)."""
@@ -146,9 +147,10 @@ class ShardedParameters:
     def reduce_gradients(self) -> Tensor:
         """Return this rank's slices of the sum, which every backward added to; of hybrid, that of all nodes."""
         layout, node, pending = self.layout, self._trained.node, list[Pending]()
-        for bucket in range(layout.num_buckets) if self._replicas is not None else ():
-            own, of_node = self.grad_shard[layout.in_shard(bucket)], self._sums[node.in_shard(bucket)]
-            pending.append(self._transport.reduce_scatter_async(own, of_node, among=self._replicas))
+        if self._replicas is not None:
+            for bucket in range(layout.num_buckets):
+                own, of_node = self.grad_shard[layout.in_shard(bucket)], self._sums[node.in_shard(bucket)]
+                pending.append(self._replicas.reduce_scatter_async(own, of_node))
         for each in pending:
             each.wait()
         return self.grad_shard
@@ -203,7 +205,7 @@ class ShardedParameters:
         self._waves.let_go()
         before, made = dict(self._model.named_parameters()), dict[int, nn.Parameter]()
         for slices in (self._trained, *([] if trained_only else self._frozen)):
-            found = gathered(slices.node, slices.of_node, self._transport, dtype=slices.dtype, among=slices.among)
+            found = gathered(slices.node, slices.of_node, slices.among, dtype=slices.dtype)
             for index, each in found:
                 if not self._transport.rank:
                     own, whole = before[slices.names[index]], each.view(slices.shapes[index]).to("cpu", copy=True)
@@ -233,21 +235,14 @@ class ShardedParameters:
         return {MASTER_WEIGHTS: self.master_weights}
 
 
-def _meet(transport: Transport, ranks_per_node: int) -> Ranks | None:
-    """Meet the ranks of this node and the replicas of this rank's place in the others; return these. None: one node."""
-    rank, world_size = transport.rank, transport.world_size
-    assert world_size % ranks_per_node == 0, f"{ranks_per_node} ranks in each node, of {world_size}"
-    if ranks_per_node == world_size:
-        return None
-    replicas = range(rank % ranks_per_node, world_size, ranks_per_node)
-    transport.meet(_node_of(rank, ranks_per_node))
-    transport.meet(replicas)
-    return replicas
-
-
-def _node_of(rank: int, ranks_per_node: int) -> Ranks:
-    first = rank - rank % ranks_per_node
-    return range(first, first + ranks_per_node)
+def _axes(world: Transport, ranks_per_node: int) -> tuple[Transport, Transport | None]:
+    """Return the collectives of a rank's node, and of its replicas, in its place in all nodes; None: one node."""
+    assert world.world_size % ranks_per_node == 0, f"{ranks_per_node} ranks in each node, of {world.world_size}"
+    if ranks_per_node == world.world_size:
+        return world, None
+    ranks = range(world.world_size)
+    nodes = [ranks[first : first + ranks_per_node] for first in ranks[::ranks_per_node]]
+    return world.among(nodes), world.among([ranks[place::ranks_per_node] for place in range(ranks_per_node)])
 
 
 class _Slices:
@@ -265,15 +260,13 @@ class _Slices:
         members: Collection[str],
         *,
         transport: Transport,
-        ranks_per_node: int,
+        node_of_rank: Transport,
         dtype: torch.dtype,
         kept: torch.dtype,
         device: torch.device,
         trains: bool,
     ) -> None:
-        self.members, self.dtype, self._rank = members, dtype, transport.rank
-        is_one_node = transport.world_size == ranks_per_node
-        self.among = None if is_one_node else _node_of(transport.rank, ranks_per_node)
+        self.members, self.dtype, self._rank, self.among = members, dtype, transport.rank, node_of_rank
         self.made = dict[str, nn.Parameter]()
         named = [(name, number) for number, unit in enumerate(units) for name in unit.names if name in members]
         self.names, self._unit_of = [name for name, _ in named], [number for _, number in named]
@@ -284,11 +277,11 @@ class _Slices:
             self._unit_of,
             world_size=transport.world_size,
             bucket_entries=1,
-            ranks_per_node=ranks_per_node,
+            ranks_per_node=node_of_rank.world_size,
         )
         self.node = self.layout.of_node()
         if not trains:
-            self.layout, self._rank = self.node, transport.rank % ranks_per_node
+            self.layout, self._rank = self.node, node_of_rank.rank
         self.values = self.of_node = torch.zeros(self.layout.shard_entries, dtype=kept, device=device)
         if self.layout != self.node:
             self.of_node = torch.zeros(self.node.shard_entries, dtype=dtype, device=device)
@@ -306,7 +299,6 @@ class _Slices:
                 dtype=self.dtype,
                 own=self.of_node[own],
                 gradient=None if gradient is None else gradient[own],
-                among=self.among,
             )
             self.made.update(zip((self.names[index] for index in members), part.parameters, strict=True))
             yield part

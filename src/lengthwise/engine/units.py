@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.comm import Pending, Transport
-from lengthwise.comm.transport import Ranks
 from lengthwise.engine.wave_order import CallKey, UnitKind
 
 
@@ -74,7 +73,7 @@ class UnitPart:
 
     views: of the buffer, by parameter; autograd may save them: the storage is the same whenever it is filled. own: what
     this rank has of them, (entries / ranks,), in any dtype. gradient: of the same entries, the sum so far; None: they
-    do not train. among: the ranks that have all of them together; None: all ranks.
+    do not train.
     """
 
     def __init__(
@@ -86,9 +85,7 @@ class UnitPart:
         dtype: torch.dtype,
         own: Tensor,
         gradient: Tensor | None,
-        among: Ranks | None = None,
     ) -> None:
-        self._among = among
         self._whole = torch.empty(entries, dtype=dtype, device=own.device)
         self._own, self._gradient, self._starts = own, gradient, starts
         # Of `.data`: what is written to the buffer is no change of a parameter, as autograd counts changes.
@@ -113,7 +110,7 @@ class UnitPart:
         storage = self._whole.untyped_storage()
         storage.resize_(self._whole.numel() * self._whole.element_size())
         own = self._own.to(self._whole.dtype)
-        self._arriving = transport.all_gather_async(self._whole, own, key=key, among=self._among)
+        self._arriving = transport.all_gather_async(self._whole, own, key=key)
 
     def wait(self) -> None:
         """Wait for the values."""
@@ -136,7 +133,7 @@ class UnitPart:
                 room.copy_(parameter.grad)
                 parameter.grad = None
         own = torch.empty_like(self._gradient)
-        self._sum = own, transport.reduce_scatter_async(own, wide, key=key, among=self._among)
+        self._sum = own, transport.reduce_scatter_async(own, wide, key=key)
 
     def add_sum(self) -> None:
         """Wait for the sum, and add it to those of the waves before."""

@@ -26,7 +26,18 @@ MODEL = "model"  # of a run that has ended, in its output
 # Settings that may differ when a run goes on: they change where, when and how fast, not what is trained.
 FREE_SETTINGS = frozenset(
     (
-        *("capacity_tokens", "planner", "shard", "ranks_per_node", "recompute", "offload", "heads", "measurements"),
+        *(
+            "capacity_tokens",
+            "planner",
+            "shard",
+            "ranks_per_node",
+            "stages",
+            "virtual",
+            "recompute",
+            "offload",
+            "heads",
+        ),
+        "measurements",
         *("attention", "compile", "fused_layers", "experts", "loss", "overlap", "device", "memory_check"),
         *("eval", "checkpoint", "save", "output", "not_finite", "report_to"),
     )

@@ -31,7 +31,7 @@ def settle_shard(job: Job) -> Job:
             note = "shard hybrid: all ranks are on one node, where it is zero3"
             job = replace(job, chosen={**job.chosen, "shard": note})
         return replace(job, config=config.model_copy(update={"ranks_per_node": node}))
-    if config.shard != "auto":
+    if config.shard != "auto" or config.stages > 1:  # stages have zero1 alone
         return job
     parameters = count_parameters(model.config)
     memory = StepMemory(
