@@ -100,7 +100,7 @@ def test_routers_are_balanced_over_the_whole_batch(tmp_path):
 
 
 def test_a_loop_goes_on_over_layouts_and_ranks(tmp_path):
-    """From zero1 to zero3, whose tied parameters lie in another order, to hybrid, to zero1, on other ranks each time."""
+    """From zero1 to zero3, whose tied parameters lie in another order, to hybrid, to zero1; other ranks each time."""
     steps = steps_of()
 
     def part(rank, layout, ranks, steps, state=None):
