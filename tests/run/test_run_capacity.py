@@ -155,7 +155,7 @@ def test_a_step_holds_what_the_start_said(tmp_path, monkeypatch, free_bytes, key
                     model, plan, few if sum(plan.tokens) < 100 else batch, transport, kernel, name="test",
                     logits_at_once=at_once, offloading=offloading,
                 )  # fmt: skip
-                optimizer.update(1e-3, optimizer.reduce())
+                optimizer.end_step(1e-3)
         mine = [(each, held_by_rank(plan, each)[0][transport.rank]) for each in plan.microbatches]
         said = max(found.memory.peak_bytes(each.recompute, held, each.offload) for each, held in mine)
         return (

@@ -51,14 +51,16 @@ class SessionSettings:
     """Checked settings.
 
     dtype: of the parameters. autocast: of mixed precision. capacity_tokens: None: to be measured. recompute: a kind, or
-    auto. offload: as in a run file. shard: how parameters lie over the ranks, as it was asked for. device: where steps
-    run.
+    auto. heads, planner, offload: as in a run file. shard: how parameters lie over the ranks, as it was asked for.
+    device: where steps run.
     """
 
     dtype: torch.dtype
     autocast: torch.dtype | None
     capacity_tokens: int | None
     recompute: str
+    heads: int | str
+    planner: str
     offload: OffloadConfig | None
     shard: str
     device: torch.device
@@ -122,6 +124,8 @@ def check_settings(
         autocast=torch.bfloat16 if precision == "bf16" else None,
         capacity_tokens=None if is_measured else int(capacity_tokens),
         recompute=kind,
+        heads=heads,
+        planner=planner,
         offload=section,
         shard=shard,
         device=where,
@@ -211,26 +215,18 @@ def cost_of(config: Any, device: torch.device, dtype: torch.dtype, measurements:
     return base_cost(shape, name, precision=precision)
 
 
-def planning_of(
-    engine: Engine,
-    sharded: ShardedInPlace | None,
-    cost: Cost,
-    settings: SessionSettings,
-    *,
-    planner: str,
-    heads: int | str,
-) -> StepPlanning:
+def planning_of(engine: Engine, sharded: ShardedInPlace | None, cost: Cost, settings: SessionSettings) -> StepPlanning:
     """Return what plans the steps of a session; what memory holds is measured where it is asked for. Collective."""
     ratio = settings.offload.ratio if settings.offload else "off"
     measured = None
     if settings.capacity_tokens is not None:
         capacities = {settings.recompute: settings.capacity_tokens}
     elif sharded is None:
-        found = _measured(engine, settings, heads, kept_bytes=0, end_bytes=0, trains=False)
+        found = _measured(engine, settings, kept_bytes=0, end_bytes=0, trains=False)
         capacities = {"none": max(found.plain.values())}
     else:
         kept, end = _optimizer_bytes(sharded)
-        measured = _measured(engine, settings, heads, kept_bytes=kept, end_bytes=end, trains=True)
+        measured = _measured(engine, settings, kept_bytes=kept, end_bytes=end, trains=True)
         sharded.parameters.clear_gradients()
         capacities = dict(measured.plain)
     return StepPlanning(
@@ -239,10 +235,10 @@ def planning_of(
         capacities=capacities,
         measured=measured,
         options=PlanOptions(
-            planner=planner,
+            planner=settings.planner,
             mode="waves" if engine.parameters is not None and engine.parameters.in_lock_step else "free",
             layers=engine.config.num_hidden_layers,
-            heads=heads,
+            heads=settings.heads,
             offload=ratio if isinstance(ratio, str) else "off",
         ),
         offload_ratio=ratio if isinstance(ratio, float) else None,
@@ -250,7 +246,7 @@ def planning_of(
 
 
 def _measured(
-    engine: Engine, settings: SessionSettings, heads: int | str, *, kept_bytes: float, end_bytes: float, trains: bool
+    engine: Engine, settings: SessionSettings, *, kept_bytes: float, end_bytes: float, trains: bool
 ) -> Capacities:
     """Measure what a rank holds. Collective.
 
@@ -272,7 +268,7 @@ def _measured(
             end_bytes=end_bytes,
         ),
         kinds=kinds if trains else ["layer" if "layer" in kinds else kinds[0]],
-        heads=heads,
+        heads=settings.heads,
         most_tokens=_MOST_TOKENS,
         offloads=ratio != "off",
         leaving_bytes=0 if offload is None else LEAVING_BYTES[offload.store],
