@@ -1,0 +1,163 @@
+"""A planned step to its end, in whoever's loop: microbatches, numbers of all ranks, reduced gradients, their norm.
+
+Every rank enters a step's end after its last ring transfer, and it alone has collectives: one gather of numbers, the
+sums of the gradients, and that of their norm. Then the loop clips and lets its optimizer update and publish.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from typing import TypeVar
+
+from lengthwise.comm import share_numbers
+from lengthwise.core.errors import NumericError
+from lengthwise.engine.memory import reporting_update
+from lengthwise.engine.norm import clip_factor, reduce_gradients
+from lengthwise.engine.objective import Objective
+from lengthwise.engine.step import RankResult
+from lengthwise.models import has_balance_loss
+from lengthwise.session.engine import Engine
+from lengthwise.session.result import StepResult
+from lengthwise.session.source import PlannedStep
+
+Numbers = TypeVar("Numbers", bound=RankResult)
+
+
+class StepEnd:
+    """What a loop decides at a step's end, the same on all ranks; this one refuses values that are not finite."""
+
+    def numbers(self, step: int, own: RankResult) -> RankResult:
+        """Return what this rank shares of a step: a subclass may add numbers of its own."""
+        del step
+        return own
+
+    def takes(self, step: int, ranks: Sequence[RankResult]) -> bool:
+        """Take in what all ranks share; return whether the step goes on to its update."""
+        del step, ranks
+        return True
+
+    def holds(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
+        """Return whether a value of the step is finite, and the step goes on to its update.
+
+        Raises:
+            NumericError: it is not.
+        """
+        del sequences
+        refuse_not_finite(f"step {step}, {what}", value)
+        return True
+
+
+@dataclass(kw_only=True)
+class StepRunner:
+    """Runs the steps of a loop.
+
+    end: what the loop decides at the end of one. scale_gradients: multiplies the reduced gradients; None: at once.
+    steps: made so far. grad_norm: of the last one, before clipping.
+    """
+
+    engine: Engine
+    end: StepEnd = field(default_factory=StepEnd)
+    scale_gradients: Callable[[float], object] | None = None
+    steps: int = 0
+    grad_norm: float | None = None
+
+    def backward(
+        self,
+        planned: PlannedStep,
+        objective: Objective | None = None,
+        *,
+        name: str | None = None,
+        before: RankResult | None = None,
+        loss: float | None = None,
+    ) -> StepResult:
+        """Run a step forward and backward, and reduce its gradients. Collective.
+
+        objective: None: the next token's loss. name: of the step, in messages. before: what this rank ran for the step
+        before. loss: of the step, where the objective is another number.
+
+        Returns:
+            The step, without `grad_norm` where `end` leaves its update out.
+        """
+        self.steps, self.grad_norm, start = self.steps + 1, None, time.perf_counter()
+        engine, step, name = self.engine, self.steps, name or f"step {self.steps}"
+        objective = objective or engine.next_token(planned.batch)
+        own = engine.run(planned, name, step=step, train=True, objective=objective)
+        if before is not None:
+            busy, waited = before.busy_seconds, before.ring_wait_seconds
+            seconds = {"busy_seconds": busy + own.busy_seconds, "ring_wait_seconds": waited + own.ring_wait_seconds}
+            own = replace(own, **seconds)
+        ranks = self._share(name, self.end.numbers(step, own))
+        result = self._result(planned, ranks, objective, start, loss=loss)
+        ids = planned.batch.ids
+        if (
+            self.end.takes(step, ranks)
+            and self.end.holds(step, "loss", result.loss, ids)
+            and self.end.holds(step, "router loss", result.router_loss or 0.0, ids)
+        ):
+            norm = self._reduce()
+            self.grad_norm = norm if self.end.holds(step, "norm of the gradient", norm, ids) else None
+        return replace(result, grad_norm=self.grad_norm, step_seconds=time.perf_counter() - start)
+
+    def evaluate(self, planned: PlannedStep, objective: Objective | None = None) -> StepResult:
+        """Return the loss of sequences, without gradients and dropout. Collective."""
+        name, start = f"evaluation after step {self.steps}", time.perf_counter()
+        objective = objective or self.engine.next_token(planned.batch)
+        own = self.engine.run(planned, name, step=self.steps, train=False, objective=objective)
+        return replace(self._result(planned, self._share(name, own), objective, start), router_loss=None)
+
+    def clip_grad_norm_(self, limit: float) -> float:
+        """Scale the gradients as torch.nn.utils.clip_grad_norm_ does; return their norm before."""
+        assert self.grad_norm is not None, "backward comes before it"
+        assert self.engine.parameters is not None, "of what trains"
+        scale = self.scale_gradients or self.engine.parameters.grad_shard.mul_
+        scale(clip_factor(limit, self.grad_norm))
+        return self.grad_norm
+
+    def _share(self, name: str, own: Numbers) -> list[Numbers]:
+        """Return the numbers of all ranks, in fp64, in the order of the ranks. Collective."""
+        self.engine.transport.phase = f"{name}, step end"
+        names = own.__dataclass_fields__
+        rows = share_numbers(self.engine.transport, [float(value) for value in astuple(own)]).tolist()
+        return [type(own)(**dict(zip(names, row, strict=True))) for row in rows]
+
+    def _reduce(self) -> float:
+        assert self.engine.parameters is not None, "of what trains"
+        with reporting_update(self.engine.transport):
+            return reduce_gradients(self.engine.parameters, self.engine.transport)
+
+    def _result(
+        self,
+        planned: PlannedStep,
+        ranks: Sequence[RankResult],
+        objective: Objective,
+        start: float,
+        *,
+        loss: float | None = None,
+    ) -> StepResult:
+        batch, balances = planned.batch, has_balance_loss(self.engine.config)
+        return StepResult(
+            loss=sum(each.loss_sum for each in ranks) / objective.divisor if loss is None else loss,
+            plan=planned.plan,
+            num_sequences=len(batch.ids),
+            num_tokens=sum(batch.lengths),
+            num_loss_tokens=batch.loss_tokens,
+            busy_seconds=tuple(each.busy_seconds for each in ranks),
+            wait_seconds=tuple(each.ring_wait_seconds for each in ranks),
+            step_seconds=time.perf_counter() - start,
+            plan_seconds=planned.plan_seconds,
+            router_loss=sum(each.router_loss for each in ranks) if balances else None,
+        )
+
+
+def refuse_not_finite(where: str, value: float) -> None:
+    """Refuse a value that is NaN or infinite.
+
+    Raises:
+        NumericError: it is.
+    """
+    if not math.isfinite(value):
+        remedy = "Look at the step's sequences and the learning rate; no update was made."
+        raise NumericError(where, expected="a finite number", got=f"{value}", remedy=remedy)
