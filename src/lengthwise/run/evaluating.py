@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from lengthwise.run.best import BestModel
 from lengthwise.run.callbacks import call_back
 from lengthwise.run.metrics import EvalMetrics
@@ -30,21 +28,19 @@ class Evaluation:
             return
         name = f"evaluation after step {number}"
         self._rank.engine.transport.phase = f"{name}, start"
-        self._rank.hold_parameters(number)
+        self._rank.hold_parameters()
         metrics = self._evaluate(number, name)
         call_back(self._rank.callbacks, "on_eval", metrics)
         if self._rank.job.config.save is not None:
             self._keep_if_best(metrics, name)
 
     def _evaluate(self, number: int, name: str) -> EvalMetrics:
-        engine, job = self._rank.engine, self._rank.job
+        engine, runner = self._rank.engine, self._rank.runner
         loss, loss_weight, loss_tokens, tokens, sequences = 0.0, 0.0, 0, 0, 0
-        steps = engine.steps(job.eval_batches())
+        steps = engine.steps(self._rank.job.eval_batches())
         while (planned := steps.next(name)) is not None:
             batch = planned.batch
-            work = engine.run(planned, name, step=0, train=False)
-            engine.transport.phase = f"{name}, sum"
-            loss += sum(engine.each_rank(work.loss_sum))
+            loss += runner.evaluate(planned, engine.next_token(batch, divisor=1.0)).loss
             loss_tokens += batch.loss_tokens
             loss_weight += batch.loss_weight
             tokens, sequences = tokens + sum(batch.lengths), sequences + len(batch.ids)
@@ -62,5 +58,4 @@ class Evaluation:
         if any(self._rank.engine.each_rank(self._best is not None and self._best.takes(metrics.loss))):
             with self._rank.whole_on_first():
                 if self._best is not None:
-                    write = partial(self._rank.write_model, metrics.step)
-                    self._best.offer(metrics.step, metrics.loss, write)
+                    self._best.offer(metrics.step, metrics.loss, self._rank.write_model)
