@@ -22,9 +22,9 @@ from lengthwise.core.plan_file import read_plan_text
 from lengthwise.core.sizes import read_whole
 from lengthwise.core.tracker_packages import check_trackers
 from lengthwise.program import check_plan, refuse_unsupported
-from lengthwise.run.best import read_best
 from lengthwise.run.callbacks import Callback, call_back
 from lengthwise.run.check import Check, part_of_batch, whole_batch
+from lengthwise.run.evaluation import read_best
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import Job
 from lengthwise.run.loop import train_rank

@@ -21,7 +21,7 @@ from lengthwise.engine.schedule import learning_rates
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.run.building import connect
 from lengthwise.run.callbacks import Callback, call_back
-from lengthwise.run.evaluating import Evaluation
+from lengthwise.run.evaluation import Evaluation
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import Job
 from lengthwise.run.launch import StopRequest

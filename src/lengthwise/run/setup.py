@@ -178,12 +178,9 @@ def _restore(rank: RankRun) -> None:
 
 def _measure_capacities(rank: RankRun) -> None:
     """Plan by what ranks hold, by what fits beside all that is in memory now. Collective."""
-    engine, job = rank.engine, rank.job
-    transport, kernel = engine.transport, engine.kernel(engine.dtype)
-    transport.phase = "measuring what fits into memory"
-    found = measure_capacities(
-        job, engine.model, rank.parameters, kernel, transport, local_ranks=transport.device_ranks
-    )
+    job = rank.job
+    rank.engine.transport.phase = "measuring what fits into memory"
+    found = measure_capacities(job, rank.engine, rank.parameters)
     rank.job = job.with_capacities(found)
     rank.pricing.plan_for(rank.job)
     rank.say(f"capacity of a rank: {told(found, job.most_tokens)}")

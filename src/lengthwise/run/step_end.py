@@ -16,8 +16,7 @@ from lengthwise.run.checkpoints import Checkpoints
 from lengthwise.run.launch import StopRequest
 from lengthwise.run.metrics import StepMetrics
 from lengthwise.run.not_finite import FinitePolicy
-from lengthwise.session.result import StepResult
-from lengthwise.session.runner import StepEnd
+from lengthwise.session.runner import StepEnd, StepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

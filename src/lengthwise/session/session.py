@@ -37,9 +37,8 @@ from lengthwise.session.losses import (
 )
 from lengthwise.session.model import hugging_face_model
 from lengthwise.session.parameters import take_over
-from lengthwise.session.result import StepResult
 from lengthwise.session.rows import Row, RowBatch
-from lengthwise.session.runner import StepRunner, refuse_not_finite
+from lengthwise.session.runner import StepResult, StepRunner, refuse_not_finite
 from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write_model
 from lengthwise.session.settings import check_settings, cost_of, planning_of, shard_of, told_step
 from lengthwise.session.sharded import ShardedInPlace, check_optimizer

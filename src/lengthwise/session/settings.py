@@ -30,14 +30,13 @@ from lengthwise.cost import (
 from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.engine.activations import check_offload
 from lengthwise.engine.memory import free_bytes
-from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner import PlanOptions
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.planner.service.step_planning import StepPlanning
-from lengthwise.session.capacity import Measuring, budget_bytes, kinds_of, least
+from lengthwise.session.capacity import kinds_of, least, measuring_of
 from lengthwise.session.engine import Engine
 from lengthwise.session.model import PRECISIONS, check_session_model
-from lengthwise.session.result import StepResult
+from lengthwise.session.runner import StepResult
 from lengthwise.session.sharded import ShardedInPlace
 
 SHARDS = ("auto", "zero1", "zero3")
@@ -85,30 +84,27 @@ def check_settings(
         ConfigError, ModelRefused, Problems: all that cannot be kept.
     """
     problems, is_measured = Collector(), capacity_tokens == "auto"
+
+    def refuse(key: str, expected: str, got: object, remedy: str = "Take one of them.") -> None:
+        problems.add(ConfigError(key, expected=expected, got=f"{got!r}", remedy=remedy))
+
     if not is_measured and (isinstance(capacity_tokens, bool | str) or capacity_tokens < 1):
         remedy = "Give the tokens that a rank holds in a microbatch, or auto."
-        problems.add(
-            ConfigError("capacity_tokens", expected="1 or more, or auto", got=f"{capacity_tokens!r}", remedy=remedy)
-        )
+        refuse("capacity_tokens", "1 or more, or auto", capacity_tokens, remedy)
     if precision not in (None, "bf16"):
-        remedy = "Convert the model for others; fp16 needs a loss scale."
-        problems.add(ConfigError("precision", expected="None or bf16", got=f"{precision!r}", remedy=remedy))
+        refuse("precision", "None or bf16", precision, "Convert the model for others; fp16 needs a loss scale.")
     if recompute not in ("auto", *RECOMPUTE_KINDS):
-        expected = " or ".join(("auto", *RECOMPUTE_KINDS))
-        problems.add(ConfigError("recompute", expected=expected, got=f"{recompute!r}", remedy="Take one of them."))
+        refuse("recompute", " or ".join(("auto", *RECOMPUTE_KINDS)), recompute)
     if heads not in ("auto", "off") and (isinstance(heads, str | bool) or heads < 1):
-        remedy = "Take one of them."
-        problems.add(ConfigError("heads", expected="auto, off, or ranks of a group", got=f"{heads!r}", remedy=remedy))
+        refuse("heads", "auto, off, or ranks of a group", heads)
     if offload is not None and not isinstance(offload, Mapping):
-        remedy = 'Write for example {"store": "host"}.'
-        problems.add(ConfigError("offload", expected="a mapping, as in a run file", got=f"{offload!r}", remedy=remedy))
+        refuse("offload", "a mapping, as in a run file", offload, 'Write for example {"store": "host"}.')
         offload = None
     if shard not in SHARDS:
-        remedy = "Take one of them."
-        problems.add(ConfigError("shard", expected=" or ".join(SHARDS), got=f"{shard!r}", remedy=remedy))
+        refuse("shard", " or ".join(SHARDS), shard)
     if shard == "zero3" and planner != LOCK_STEP_PLANNER:
         expected = f"{LOCK_STEP_PLANNER} under shard zero3, the only one that plans in lock-step"
-        problems.add(ConfigError("planner", expected=expected, got=f"{planner!r}", remedy="Take planner out."))
+        refuse("planner", expected, planner, "Take planner out.")
     where = next(model.parameters()).device if device is None else torch.device(device)
     if where.type == "meta":
         remedy = "Give device, for example cuda:0."
@@ -252,27 +248,17 @@ def _measured(
 
     A model that does not train holds less than with all layers computed again, and is measured so.
     """
-    transport, offload = engine.transport, settings.offload if trains else None
-    kinds = kinds_of(engine.config, settings.recompute)
+    offload, kinds = settings.offload if trains else None, kinds_of(engine.config, settings.recompute)
     ratio = offload.ratio if offload else "off"
-    transport.phase = "start, measuring what fits into memory"
-    measuring = Measuring(
-        model=engine.model,
-        kernel=engine.kernel(engine.cast_dtype() or engine.dtype),
-        transport=transport,
-        budget=budget_bytes(
-            transport,
-            engine.device,
-            local_ranks=transport.device_ranks,
-            kept_bytes=kept_bytes,
-            end_bytes=end_bytes,
-        ),
+    engine.transport.phase = "start, measuring what fits into memory"
+    measuring = measuring_of(
+        engine,
         kinds=kinds if trains else ["layer" if "layer" in kinds else kinds[0]],
         heads=settings.heads,
         most_tokens=_MOST_TOKENS,
-        offloads=ratio != "off",
-        leaving_bytes=0 if offload is None else LEAVING_BYTES[offload.store],
-        casting=engine.casting(),
+        offload=offload,
+        kept_bytes=kept_bytes,
+        end_bytes=end_bytes,
     )
     with (
         engine.attending(),
