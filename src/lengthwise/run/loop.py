@@ -113,12 +113,12 @@ class _Loop:
                 done.add(ran)
             self._evaluation.after(runner.steps)
             is_last = planned is None or done.stopped_by is not None
-            if rank.checkpoints.is_due(runner.steps, asked=is_last or rank.end.asks_for_checkpoint):
+            if rank.end.checkpoints.is_due(runner.steps, asked=is_last or rank.end.asks_for_checkpoint):
                 rank.hold_parameters()
                 losses = {"first_loss": done.first_loss or 0.0, "loss": done.loss}
-                rank.checkpoints.save(runner.steps, **losses, skipped=rank.finite.skipped)
+                rank.end.checkpoints.save(runner.steps, **losses, skipped=rank.end.finite.skipped)
         self._save()
-        rank.checkpoints.finish()
+        rank.end.checkpoints.finish()
         return TrainResult(
             steps=runner.steps,
             num_tokens=done.tokens,
@@ -129,7 +129,7 @@ class _Loop:
             parameters=sum(parameter.numel() for parameter in rank.engine.model.parameters()),
             stopped_by=done.stopped_by,
             folder=rank.folder.path,
-            skipped=rank.finite.skipped,
+            skipped=rank.end.finite.skipped,
         )
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class _Loop:
         result, lr = self._runner.backward(planned), self._learning_rate(number)
         if result.grad_norm is not None:
             self._update(lr)
-            rank.finite.updated(planned.batch.ids)
+            rank.end.finite.updated(planned.batch.ids)
         following = self._steps.next(f"step {number + 1}")
         if result.grad_norm is None:
             return None, following
@@ -178,10 +178,8 @@ class _Loop:
         ran = RanStep(plan=result.plan, busy_seconds=result.busy_seconds, step_seconds=metrics.step_seconds)
         if said := rank.pricing.observe(ran):
             rank.say(said)
-        finished = FinishedStep(
-            metrics=metrics, num_steps=self._num_steps, sequences=planned.batch.ids, plan=result.plan
-        )
-        call_back(rank.callbacks, "on_step", finished)
+        names = {"num_steps": self._num_steps, "sequences": planned.batch.ids, "plan": result.plan}
+        call_back(rank.callbacks, "on_step", FinishedStep(metrics=metrics, **names))
         return metrics, following
 
     def _update(self, lr: float) -> None:

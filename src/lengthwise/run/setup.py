@@ -51,16 +51,6 @@ class RankRun:
         return self.runner.engine
 
     @property
-    def checkpoints(self) -> Checkpoints:
-        """The run's checkpoints."""
-        return self.end.checkpoints
-
-    @property
-    def finite(self) -> FinitePolicy:
-        """What follows a value that is not finite."""
-        return self.end.finite
-
-    @property
     def rank(self) -> int:
         """This rank."""
         return self.engine.transport.rank
@@ -77,7 +67,7 @@ class RankRun:
 
     def hold_parameters(self) -> None:
         """Check that parameters are finite before they are used or kept. Collective."""
-        self.finite.holds_parameters(self.runner.steps, self.engine.each_rank(self.finite.largest))
+        self.end.finite.holds_parameters(self.runner.steps, self.engine.each_rank(self.end.finite.largest))
 
     def whole_on_first(self) -> AbstractContextManager[None]:
         """Let rank 0's model be written inside the block. Collective."""
@@ -90,7 +80,7 @@ class RankRun:
 
     def close(self) -> None:
         """End what writes in the background, and the store of offloaded activations."""
-        self.checkpoints.close()
+        self.end.checkpoints.close()
         self.engine.close()
 
 
@@ -168,8 +158,8 @@ def _restore(rank: RankRun) -> None:
     resume = rank.job.resume
     if resume is None:
         return
-    rank.finite.skipped = resume.manifest.skipped
-    rank.checkpoints.restore(resume)
+    rank.end.finite.skipped = resume.manifest.skipped
+    rank.end.checkpoints.restore(resume)
     rank.runner.steps = resume.step
     for each in resume.passed_over:
         rank.say(f"skipped and removed: {each}")

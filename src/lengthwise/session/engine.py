@@ -26,7 +26,7 @@ from lengthwise.engine.step import RankResult, run_plan
 from lengthwise.models import Computing, DropoutKey, choose_model_kernel
 from lengthwise.models.adapter import attending_by_plan
 from lengthwise.session.losses import Autocasting
-from lengthwise.session.source import PlanAhead, PlannedStep, StepPlanner, StepSource
+from lengthwise.session.source import PlanAhead, PlannedStep, StepPlanner
 
 
 @dataclass(kw_only=True)
@@ -60,7 +60,7 @@ class Engine:
         """The model's config."""
         return self.model.config
 
-    def steps(self, batches: Iterator[StepBatch]) -> StepSource:
+    def steps(self, batches: Iterator[StepBatch]) -> PlanAhead:
         """Return the steps of these batches, planned ahead; the same ones on all ranks."""
         return PlanAhead(
             batches,

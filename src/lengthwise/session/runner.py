@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lengthwise.comm import share_numbers
 from lengthwise.core.errors import NumericError
@@ -75,7 +75,7 @@ class StepEnd:
         del step
         return own
 
-    def takes(self, step: int, ranks: Sequence[RankResult]) -> bool:
+    def takes(self, step: int, ranks: Sequence[Any]) -> bool:
         """Take in what all ranks share; return whether the step goes on to its update."""
         del step, ranks
         return True
@@ -131,8 +131,8 @@ class StepRunner:
             seconds = {"busy_seconds": busy + own.busy_seconds, "ring_wait_seconds": waited + own.ring_wait_seconds}
             own = replace(own, **seconds)
         ranks = self._share(name, self.end.numbers(step, own))
-        result = self._result(planned, ranks, objective, start, loss=loss)
-        ids = planned.batch.ids
+        loss = sum(each.loss_sum for each in ranks) / objective.divisor if loss is None else loss
+        result, ids = self._result(planned, ranks, loss, start), planned.batch.ids
         if (
             self.end.takes(step, ranks)
             and self.end.holds(step, "loss", result.loss, ids)
@@ -147,7 +147,9 @@ class StepRunner:
         name, start = f"evaluation after step {self.steps}", time.perf_counter()
         objective = objective or self.engine.next_token(planned.batch)
         own = self.engine.run(planned, name, step=self.steps, train=False, objective=objective)
-        return replace(self._result(planned, self._share(name, own), objective, start), router_loss=None)
+        ranks = self._share(name, own)
+        loss = sum(each.loss_sum for each in ranks) / objective.divisor
+        return replace(self._result(planned, ranks, loss, start), router_loss=None)
 
     def clip_grad_norm_(self, limit: float) -> float:
         """Scale the gradients as torch.nn.utils.clip_grad_norm_ does; return their norm before."""
@@ -169,18 +171,10 @@ class StepRunner:
         with reporting_update(self.engine.transport):
             return reduce_gradients(self.engine.parameters, self.engine.transport)
 
-    def _result(
-        self,
-        planned: PlannedStep,
-        ranks: Sequence[RankResult],
-        objective: Objective,
-        start: float,
-        *,
-        loss: float | None = None,
-    ) -> StepResult:
+    def _result(self, planned: PlannedStep, ranks: Sequence[RankResult], loss: float, start: float) -> StepResult:
         batch, balances = planned.batch, has_balance_loss(self.engine.config)
         return StepResult(
-            loss=sum(each.loss_sum for each in ranks) / objective.divisor if loss is None else loss,
+            loss=loss,
             plan=planned.plan,
             num_sequences=len(batch.ids),
             num_tokens=sum(batch.lengths),

@@ -228,9 +228,8 @@ class Session:
         trained.attach()
         start, step = time.perf_counter(), self.steps + 1
         planned = self._planned(sequences, f"step {step}")
-        gathered, first = gather(self._engine, planned, values, per, f"step {step}", step=step)
-        assert gathered.sums is not None, "they were summed"
-        loss, weights = combined(gathered, gathered.sums, combine)
+        gathered, sums, first = gather(self._engine, planned, values, per, f"step {step}", step=step)
+        loss, weights = combined(gathered, sums, combine)
         objective = ValuesOfTokens(gathered=gathered, values=values, weights=weights)
         return self._made(self._runner.backward(planned, objective, before=first, loss=loss), start)
 
@@ -239,10 +238,8 @@ class Session:
     ) -> list[Tensor]:
         """Return what `values` gives of every token, (length, ...) a sequence, on every rank. Collective."""
         name = f"values after step {self.steps}"
-        gathered, _ = gather(self._engine, self._planned(sequences, name), values, "token", name, step=self.steps)
-        assert gathered.sums is not None, "they were summed"
-        found = gathered.handed_on(gathered.sums)
-        return list(found)
+        gathered, sums, _ = gather(self._engine, self._planned(sequences, name), values, "token", name, step=self.steps)
+        return list(gathered.handed_on(sums))
 
     def evaluate(
         self,
