@@ -64,8 +64,7 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
         trackers = stack.enter_context(Trackers(job, say))
         hearing = () if world.rank else (*hearing, trackers)
         job = replace(job, resume=told_resume(job.resume, job.config, transport))
-        rank = set_up(job, world, transport, planner, hearing, stop, pricing, folder)
-        loop = _Loop(rank)
+        loop = _Loop(set_up(job, world, transport, planner, hearing, stop, pricing, folder))
         try:
             result = loop.run()
         finally:
@@ -152,8 +151,7 @@ class _Loop:
                 rank.folder.keep_measurements(rank.pricing.measurements)
         if job.config.memory_check if job.config.memory_check is not None else job.gpus > 0:
             self._transport.phase = "memory check before the first step"
-            engine = rank.engine
-            said = check_memory(engine.model, rank.parameters, job, engine.kernel(engine.dtype))
+            said = check_memory(rank.engine.model, rank.parameters, job, rank.engine.kernel(rank.engine.dtype))
             check_step_end(rank.optimizer, self._transport)
             rank.say(said)
 
