@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, TypeVar
 
-from lengthwise.comm import share_numbers
+from lengthwise.comm import Transport, share_numbers
 from lengthwise.core.errors import NumericError
 from lengthwise.core.plan import Plan
 from lengthwise.engine.memory import reporting_update
@@ -122,34 +122,23 @@ class StepRunner:
         Returns:
             The step, without `grad_norm` where `end` leaves its update out.
         """
-        self.steps, self.grad_norm, start = self.steps + 1, None, time.perf_counter()
-        engine, step, name = self.engine, self.steps, name or f"step {self.steps}"
-        objective = objective or engine.next_token(planned.batch)
-        own = engine.run(planned, name, step=step, train=True, objective=objective)
-        if before is not None:
-            busy, waited = before.busy_seconds, before.ring_wait_seconds
-            seconds = {"busy_seconds": busy + own.busy_seconds, "ring_wait_seconds": waited + own.ring_wait_seconds}
-            own = replace(own, **seconds)
-        ranks = self._share(name, self.end.numbers(step, own))
-        loss = sum(each.loss_sum for each in ranks) / objective.divisor if loss is None else loss
-        result, ids = self._result(planned, ranks, loss, start), planned.batch.ids
+        self.steps, self.grad_norm, ids = self.steps + 1, None, planned.batch.ids
+        step, parameters, transport = self.steps, self.engine.parameters, self.engine.transport
+        assert parameters is not None, "of what trains"
+        ranks, result = self._run(planned, objective, name or f"step {step}", train=True, before=before, loss=loss)
         if (
             self.end.takes(step, ranks)
             and self.end.holds(step, "loss", result.loss, ids)
             and self.end.holds(step, "router loss", result.router_loss or 0.0, ids)
         ):
-            norm = self._reduce()
+            with reporting_update(transport):
+                norm = reduce_gradients(parameters, transport)
             self.grad_norm = norm if self.end.holds(step, "norm of the gradient", norm, ids) else None
-        return replace(result, grad_norm=self.grad_norm, step_seconds=time.perf_counter() - start)
+        return replace(result, grad_norm=self.grad_norm)
 
     def evaluate(self, planned: PlannedStep, objective: Objective | None = None) -> StepResult:
         """Return the loss of sequences, without gradients and dropout. Collective."""
-        name, start = f"evaluation after step {self.steps}", time.perf_counter()
-        objective = objective or self.engine.next_token(planned.batch)
-        own = self.engine.run(planned, name, step=self.steps, train=False, objective=objective)
-        ranks = self._share(name, own)
-        loss = sum(each.loss_sum for each in ranks) / objective.divisor
-        return replace(self._result(planned, ranks, loss, start), router_loss=None)
+        return self._run(planned, objective, f"evaluation after step {self.steps}", train=False)[1]
 
     def clip_grad_norm_(self, limit: float) -> float:
         """Scale the gradients as torch.nn.utils.clip_grad_norm_ does; return their norm before."""
@@ -159,22 +148,28 @@ class StepRunner:
         scale(clip_factor(limit, self.grad_norm))
         return self.grad_norm
 
-    def _share(self, name: str, own: Numbers) -> list[Numbers]:
-        """Return the numbers of all ranks, in fp64, in the order of the ranks. Collective."""
-        self.engine.transport.phase = f"{name}, step end"
-        names = own.__dataclass_fields__
-        rows = share_numbers(self.engine.transport, [float(value) for value in astuple(own)]).tolist()
-        return [type(own)(**dict(zip(names, row, strict=True))) for row in rows]
-
-    def _reduce(self) -> float:
-        assert self.engine.parameters is not None, "of what trains"
-        with reporting_update(self.engine.transport):
-            return reduce_gradients(self.engine.parameters, self.engine.transport)
-
-    def _result(self, planned: PlannedStep, ranks: Sequence[RankResult], loss: float, start: float) -> StepResult:
-        batch, balances = planned.batch, has_balance_loss(self.engine.config)
-        return StepResult(
-            loss=loss,
+    def _run(
+        self,
+        planned: PlannedStep,
+        objective: Objective | None,
+        name: str,
+        *,
+        train: bool,
+        before: RankResult | None = None,
+        loss: float | None = None,
+    ) -> tuple[list[RankResult], StepResult]:
+        """Run the microbatches and share the numbers of all ranks, in fp64. Collective."""
+        engine, batch, start = self.engine, planned.batch, time.perf_counter()
+        objective = objective or engine.next_token(batch)
+        own = engine.run(planned, name, step=self.steps, train=train, objective=objective)
+        if before is not None:
+            busy, waited = before.busy_seconds, before.ring_wait_seconds
+            seconds = {"busy_seconds": busy + own.busy_seconds, "ring_wait_seconds": waited + own.ring_wait_seconds}
+            own = replace(own, **seconds)
+        engine.transport.phase = f"{name}, step end"
+        ranks = share_record(engine.transport, self.end.numbers(self.steps, own) if train else own)
+        return ranks, StepResult(
+            loss=sum(each.loss_sum for each in ranks) / objective.divisor if loss is None else loss,
             plan=planned.plan,
             num_sequences=len(batch.ids),
             num_tokens=sum(batch.lengths),
@@ -183,8 +178,14 @@ class StepRunner:
             wait_seconds=tuple(each.ring_wait_seconds for each in ranks),
             step_seconds=time.perf_counter() - start,
             plan_seconds=planned.plan_seconds,
-            router_loss=sum(each.router_loss for each in ranks) if balances else None,
+            router_loss=sum(each.router_loss for each in ranks) if train and has_balance_loss(engine.config) else None,
         )
+
+
+def share_record(transport: Transport, own: Numbers) -> list[Numbers]:
+    """Return a record of numbers of each rank, in the order of the ranks. Collective."""
+    rows = share_numbers(transport, [float(value) for value in astuple(own)]).tolist()
+    return [type(own)(**dict(zip(own.__dataclass_fields__, row, strict=True))) for row in rows]
 
 
 def refuse_not_finite(where: str, value: float) -> None:
