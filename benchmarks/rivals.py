@@ -319,7 +319,7 @@ class _Trainee:
             result = run_plan(self._model, plan, batch, self._transport, self._kernel, name="benchmark")
             loss_sum, waited, busy = result.loss_sum, result.ring_wait_seconds, result.busy_seconds
         work_seconds = time.perf_counter() - start
-        self._optimizer.update(FRESH_RATE, self._optimizer.reduce())
+        self._optimizer.end_step(FRESH_RATE)
         return [time.perf_counter() - start, loss_sum, waited, busy, work_seconds]
 
     def _one_by_one(self, batch: StepBatch) -> float:

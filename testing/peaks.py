@@ -114,7 +114,7 @@ class Rank:
             logits_at_once=cell.logits_at_once,
             offloading=self.offloading,
         )
-        self.optimizer.update(1e-3, self.optimizer.reduce())
+        self.optimizer.end_step(1e-3)
 
 
 def measured_peak(cell: Cell) -> int:

@@ -57,7 +57,7 @@ class OurLoop:
     def step(self, plan: Plan, batch: StepBatch) -> float:
         """Run a whole step; return its loss."""
         loss = self.work(plan, batch)
-        self.optimizer.update(1e-5, self.optimizer.reduce())
+        self.optimizer.end_step(1e-5)
         return loss / batch.loss_tokens
 
 

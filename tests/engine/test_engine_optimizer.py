@@ -31,7 +31,7 @@ def train(model, flat, optimizer, steps=3):
     for step in range(steps):
         x = torch.randn(9, 300, generator=torch.Generator().manual_seed(step)).to(dtype)
         model(x).square().mean().backward()
-        optimizer.update(1e-2, optimizer.reduce())
+        optimizer.end_step(1e-2)
     return flat.master_weights.clone()
 
 
@@ -59,7 +59,7 @@ def test_shards_of_several_ranks_make_the_update_of_one(fused):
             if transport.rank == step % transport.world_size:
                 x = torch.randn(9, 300, generator=torch.Generator().manual_seed(step)).double()
                 model(x).square().mean().backward()
-            own.update(1e-2, own.reduce())
+            own.end_step(1e-2)
         return [each.detach().clone() for each in model.parameters()]
 
     for found in StrictWorld(3).run(work):
@@ -108,8 +108,7 @@ def test_an_8b_model_starts_and_ends_a_step_within_6_and_16_by_w_bytes_a_paramet
     with LiveBytes() as live:
         flat = FlatParameters(model, transport, dtype=torch.bfloat16, device=torch.device("meta"), layers=layers)
         optimizer = ShardedOptimizer(flat, OptimizerConfig(), transport, fused=True)
-        optimizer.step(1e-3, 1.0)
-        flat.publish()
+        optimizer.step(1e-3)
     kept = parameters * (6 + 16 / world_size)
     assert kept <= live.now_bytes < kept * 1.001
     assert live.peak_bytes <= kept + 2 * layer

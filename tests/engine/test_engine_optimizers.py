@@ -45,7 +45,7 @@ def train(model, optimizer, steps):
     for step in steps:
         for objective in objectives(model, step):
             objective.backward()
-        optimizer.update(LR / (step + 1), optimizer.reduce())
+        optimizer.end_step(LR / (step + 1))
 
 
 def plain(case, max_grad_norm):
@@ -80,7 +80,7 @@ def test_slices_make_the_update_of_whole_parameters(case, ranks, max_grad_norm):
             for number, objective in enumerate(objectives(model, step)):
                 if transport.rank == (step + number) % transport.world_size:
                     objective.backward()
-            own.update(LR / (step + 1), own.reduce())
+            own.end_step(LR / (step + 1))
         return [each.detach().clone() for each in model.parameters()]
 
     wanted, start = plain(case, max_grad_norm), make_model(70).double()
@@ -145,7 +145,7 @@ def test_all_that_is_kept_is_there_before_the_first_step_and_its_end_needs_what_
         live.peak_bytes = before = live.now_bytes
         for step in range(STEPS):
             live.peak_bytes = live.now_bytes
-            optimizer.update(LR, optimizer.reduce())
+            optimizer.end_step(LR)
             assert live.peak_bytes - before <= step_end_bytes(flat, config) + (1 << 14), step
             assert live.now_bytes - before < 1 << 12
     assert abs(before - kept_bytes(model, flat, config)) < 1 << 14  # counters of steps

@@ -87,8 +87,7 @@ def train(inner, family, dtype, recompute, *, overlaps, compiles=False):
             batch = make_batch(LENGTHS, vocab=48, seed=number)
             run_plan(model, plan, batch, transport, choose_kernel(CPU), name=f"step {number}", parameters=flat)
             names.append([(call.name, call.phase) for call in transport.calls])
-            norms.append(optimizer.reduce())
-            optimizer.update(1e-2, norms[-1])
+            norms.append(optimizer.end_step(1e-2))
         flat.published()
     values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return names, norms, values
@@ -168,7 +167,7 @@ def test_values_are_waited_for_layer_by_layer(monkeypatch):
             layer.register_forward_pre_hook(lambda *_: in_order.append(order[4 - counts[-1] :] == list(flat._arriving)))
         plan, batch = plans_of("none")[2], make_batch(LENGTHS, vocab=48)
         run_plan(model, plan, batch, inner, choose_kernel(CPU), name="step", parameters=flat)
-        optimizer.reduce()
+        flat.reduce_gradients()
         seen.append((inner.rank, counts))
 
     StrictWorld(3).run(work)

@@ -59,7 +59,7 @@ def telling_waits(device, told):
 def test_gpu_host_waits_once_for_the_microbatches_of_a_step(device, dtype):
     model, flat, optimizer = make(device, dtype)
     run(model, flat, device, dtype, name="warm-up")
-    optimizer.update(1e-3, optimizer.reduce())
+    optimizer.end_step(1e-3)
     told = []
     with telling_waits(device, told):
         run(model, flat, device, dtype)
@@ -90,7 +90,7 @@ def test_gpu_updates_are_those_of_the_cpu(device, fused):
         model, flat, optimizer = make(where, torch.float32, fused=own)
         for step in range(3):
             run(model, flat, where, torch.float32, name=f"step {step}")
-            optimizer.update(1e-2, optimizer.reduce())
+            optimizer.end_step(1e-2)
         found.append(flat.master_weights.cpu())
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=2e-5)
 

@@ -338,8 +338,7 @@ def test_order_d_training_steps_make_no_collective_before_the_last_ring_transfer
         for plan, batch in zip(plans, batches, strict=True):
             transport.calls.clear()
             run_plan(model, plan, batch, transport, choose_kernel(torch.device("cpu")), name="step")
-            norms.append(optimizer.reduce())
-            optimizer.update(1e-3, norms[-1])
+            norms.append(optimizer.end_step(1e-3))
             steps.append([call.name for call in transport.calls])
         return steps, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
 

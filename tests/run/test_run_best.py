@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import lengthwise
-from lengthwise.run.best import BestModel, read_best
+from lengthwise.run.evaluation import BestModel, read_best
 from run.small_runs import (
     Command,
     call,

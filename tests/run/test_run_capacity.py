@@ -7,6 +7,7 @@ import torch
 from testing import LiveBytes, make_batch, run_ranks
 
 from lengthwise.attention import choose_kernel
+from lengthwise.comm import World
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.held import held_by_rank
 from lengthwise.core.plan import Plan
@@ -19,6 +20,7 @@ from lengthwise.engine.step import run_plan
 from lengthwise.models import build_adapted
 from lengthwise.run import capacity
 from lengthwise.run import job as jobs
+from lengthwise.run.building import engine_of
 from lengthwise.run.start import prepare
 from lengthwise.session import capacity as session_capacity
 from run.small_runs import VOCAB, call, losses, make_rows, read_lines, train, write_model, write_run
@@ -144,7 +146,10 @@ def test_a_step_holds_what_the_start_said(tmp_path, monkeypatch, free_bytes, key
             model = build_adapted(job.model, None, seed=0)
             parameters = FlatParameters(model, transport, dtype=torch.float32)
             optimizer, kernel = ShardedOptimizer(parameters, job.config.optimizer, transport), choose_kernel(CPU)
-            found = capacity.measure_capacities(job, model, parameters, kernel, transport, local_ranks=2)
+            world = World(rank=transport.rank, world_size=2)
+            found = capacity.measure_capacities(
+                job, engine_of(job, world, transport, None, model, parameters), parameters
+            )
             offloading = start_offloading(job.config.offload, model, kernel, where="test")
             batch, planning = make_batch(lengths, vocab=VOCAB), job.with_capacities(found).planning
             for plan in (planning.plan((9,) * len(lengths)), planning.plan(lengths)):
@@ -155,7 +160,7 @@ def test_a_step_holds_what_the_start_said(tmp_path, monkeypatch, free_bytes, key
                     model, plan, few if sum(plan.tokens) < 100 else batch, transport, kernel, name="test",
                     logits_at_once=at_once, offloading=offloading,
                 )  # fmt: skip
-                optimizer.update(1e-3, optimizer.reduce())
+                optimizer.end_step(1e-3)
         mine = [(each, held_by_rank(plan, each)[0][transport.rank]) for each in plan.microbatches]
         said = max(found.memory.peak_bytes(each.recompute, held, each.offload) for each, held in mine)
         return (

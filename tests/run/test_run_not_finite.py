@@ -32,7 +32,7 @@ KEYS = {"optimizer": {"lr": LR}, "capacity_tokens": 48}
 
 def poison(monkeypatch, what, *steps, rank):
     """Make a value of one rank NaN or infinite in some steps: its loss, its gradients, or what its update leaves."""
-    run_plan, update = engine.run_plan, ShardedOptimizer.step
+    run_plan, update = engine.run_plan, ShardedOptimizer.update
     updates = []
 
     def poisoned_run(model, plan, batch, transport, kernel, *, name, parameters, **settings):
@@ -44,14 +44,14 @@ def poison(monkeypatch, what, *steps, rank):
                 parameters.grads[3] = math.inf
         return work
 
-    def poisoned_update(self, lr, norm):
-        update(self, lr, norm)
+    def poisoned_update(self, lr):
+        update(self, lr)
         updates.append(lr)
         if what == "parameter" and self._transport.rank == rank and len(updates) in steps:
             self._parameters.master_weights[0] = math.nan
 
     monkeypatch.setattr(engine, "run_plan", poisoned_run)
-    monkeypatch.setattr(ShardedOptimizer, "step", poisoned_update)
+    monkeypatch.setattr(ShardedOptimizer, "update", poisoned_update)
 
 
 def run_of(folder, **keys):

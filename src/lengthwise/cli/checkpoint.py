@@ -88,7 +88,7 @@ class Checkpoint:
     def _print_best(self, *, alone: bool = False) -> bool:
         """Name the model of the best evaluation, if one was kept; `alone`: only where there is no checkpoint."""
         from lengthwise.checkpoint import CheckpointFolder
-        from lengthwise.run.best import read_best
+        from lengthwise.run.evaluation import read_best
         from lengthwise.run.resume import FOLDER
 
         found = read_best(self.output)

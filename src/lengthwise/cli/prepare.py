@@ -15,7 +15,7 @@ from lengthwise.cli.sources import NamedSources, asked_sources, is_run_file
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.sizes import parse_tokens, read_whole
 from lengthwise.report.figures import count, percent
-from lengthwise.report.progress import LiveLine
+from lengthwise.report.progress import LiveLine, progress_line
 
 if TYPE_CHECKING:
     from lengthwise.data.manifest import Manifest
@@ -121,7 +121,6 @@ class Prepare:
     def _prepare(self, asked: NamedSources, out: Path) -> int:
         from lengthwise.data import load_tokenizer
         from lengthwise.data.prepare import prepare_store
-        from lengthwise.run.preparing import progress_line
         from lengthwise.run.workers import usable_cores, worker_processes
 
         line = LiveLine(sys.stdout)

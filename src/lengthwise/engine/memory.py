@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from lengthwise.comm import Transport
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.report.figures import count
 
@@ -28,6 +29,15 @@ def reporting_shortage(where: Callable[[], str], *, needs: Callable[[], str], re
         first = (str(error).strip().splitlines() or ["out of memory"])[0].rstrip(".")
         got = f"{first}{memory_in_use()}"
         raise MemoryShortage(where(), expected=f"{needs()} to fit", got=got, remedy=remedy) from error
+
+
+def reporting_update(transport: Transport) -> contextlib.AbstractContextManager[None]:
+    """Raise MemoryShortage where the end of a step inside the block runs out of device memory."""
+    return reporting_shortage(
+        lambda: f"rank {transport.rank}, {transport.phase}",
+        needs=lambda: "the sum of gradients and the update",
+        remedy=SMALLER_STATE,
+    )
 
 
 class PeakMemory:

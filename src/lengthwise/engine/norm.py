@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.comm import Transport
+from lengthwise.engine.parameters import Parameters
 
 _PARTS = 64  # of a rank's parameters
 _LEAST_PART = 1 << 16  # entries; shorter parts cost more in launches than they save
@@ -26,6 +27,11 @@ def gradient_norm(gradients: Tensor, transport: Transport) -> float:
     squares = torch.stack(norms).square().sum().reshape(1)
     transport.all_reduce(squares)
     return squares.sqrt().item()
+
+
+def reduce_gradients(parameters: Parameters, transport: Transport) -> float:
+    """Sum gradients over all ranks; return their global norm. Collective."""
+    return gradient_norm(parameters.reduce_gradients(), transport)
 
 
 def clip_factor(limit: float, norm: float) -> float:

@@ -1,9 +1,9 @@
-"""The optimizer on this rank's shards of the master weights, with the gradient clipped by its norm.
+"""The optimizer of a run on this rank's shards of the master weights.
 
 Those of torch that compute each entry by itself, and Lion: how parameters are cut into shards changes no result.
 
-The norm goes over the shards in parts, a 64th of them at a time, so that what it needs beside them is small. So does
-the update, or it is fused: one kernel for all of a shard, which clips, too, and needs nothing beside it.
+The update goes over the shards in parts, a 64th of them at a time, so that what it needs beside them is small. Or it is
+fused: one kernel for all of a shard, which clips, too, and needs nothing beside it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lengthwise.comm import Transport
 from lengthwise.config import OptimizerConfig
 from lengthwise.engine.lion import Lion
-from lengthwise.engine.norm import clip_factor, gradient_norm, part_of
+from lengthwise.engine.norm import clip_factor, part_of, reduce_gradients
 from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters
 
 _KINDS: Mapping[str, Callable[..., Any]] = {
@@ -104,40 +104,35 @@ class ShardedOptimizer:
             if "step" in state:
                 state["step"].fill_(step)
 
-    def reduce(self) -> float:
-        """Sum gradients over all ranks; return their global norm, before clipping. Collective."""
-        return self.norm(self._parameters.reduce_gradients())
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply this rank's gradients, or have the kernel of the next update do it."""
+        if self.fused and self._weights and self._weights[0].dtype == torch.float32:
+            # The kernel's divisor is fp32, and fp64 is wider.
+            self._optimizer.grad_scale = torch.full((), 1 / factor, device=self._weights[0].device)
+        else:
+            self._parameters.grad_shard.mul_(factor)
 
-    def norm(self, gradients: Tensor) -> float:
-        """Return the global norm of gradients of which each rank has its (entries,). Collective."""
-        return gradient_norm(gradients, self._transport)
-
-    def update(self, lr: float, norm: float) -> None:
-        """Clip the gradients of global norm `norm`, update this rank's shards, publish. Collective."""
-        self.step(lr, norm)
-        self._parameters.publish()
-
-    def step(self, lr: float, norm: float) -> None:
-        """Clip the gradients of global norm `norm` and update this rank's shards."""
+    def update(self, lr: float) -> None:
+        """Update this rank's shards."""
         self._updates += 1
         if self._optimizer is not None:
-            self._clip(norm)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
+            self._optimizer.grad_scale = None
 
-    def _clip(self, norm: float) -> None:
-        """Scale gradients of global norm `norm` as torch.nn.utils.clip_grad_norm_ does, or have the kernel do it."""
-        limit = self._config.max_grad_norm
-        if limit is None:
-            return
-        factor = clip_factor(limit, norm)
-        if self.fused and self._weights[0].dtype == torch.float32:  # the kernel's divisor is fp32, and fp64 is wider
-            self._optimizer.grad_scale = torch.full((), 1 / factor, device=self._weights[0].device)
-            return
-        for weights in self._weights:
-            assert weights.grad is not None, "gradients are views, which nothing sets to None"
-            weights.grad.mul_(factor)
+    def step(self, lr: float) -> None:
+        """Update this rank's shards and publish them, as the optimizer of a session does. Collective."""
+        self.update(lr)
+        self._parameters.publish()
+
+    def end_step(self, lr: float) -> float:
+        """Reduce, clip as the config says, and step, outside of any loop; return the norm before. Collective."""
+        norm, limit = reduce_gradients(self._parameters, self._transport), self._config.max_grad_norm
+        if limit is not None:
+            self.scale_gradients(clip_factor(limit, norm))
+        self.step(lr)
+        return norm
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -155,7 +150,7 @@ class ShardedOptimizer:
     def rehearse(self) -> None:
         """Run the end of a step that changes nothing; gradients must be zero. Collective."""
         with self.rehearsing():
-            self.update(0.0, self.reduce())
+            self.end_step(0.0)
 
 
 def kept_bytes(model: nn.Module, parameters: Parameters, config: OptimizerConfig) -> int:

@@ -32,6 +32,7 @@ from lengthwise.cost import shape_from_config
 from lengthwise.cost.fit import fit_samples
 from lengthwise.cost.measured import base_cost, measured_model
 from lengthwise.engine.batch import random_batch
+from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.replicated import FlatParameters
@@ -314,10 +315,14 @@ class RankProfiler:
             parameters.publish()
             parameters.published()
 
+        def update_clipped() -> None:
+            optimizer.scale_gradients(clip_factor(1.0, gradient_norm(parameters.grad_shard, self._plain)))
+            optimizer.update(0.0)
+
         with optimizer.rehearsing():
-            collectives, shard = watch.timed(parameters.reduce_gradients)
+            collectives = watch.seconds(parameters.reduce_gradients)
             waited = watch.waited
-            update = watch.seconds(lambda: optimizer.step(0.0, optimizer.norm(shard)))
+            update = watch.seconds(update_clipped)
             waited = watch.waited - waited
             collectives += waited + watch.seconds(publish)
         clear = watch.seconds(parameters.clear_gradients)

@@ -22,9 +22,9 @@ from lengthwise.core.packages import check_trackers
 from lengthwise.core.plan import Plan
 from lengthwise.core.sizes import read_whole
 from lengthwise.program import check_plan
-from lengthwise.run.best import read_best
 from lengthwise.run.callbacks import Callback, call_back
 from lengthwise.run.check import Check, part_of_batch, whole_batch
+from lengthwise.run.evaluation import read_best
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import Job
 from lengthwise.run.loop import train_rank

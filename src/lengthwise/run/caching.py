@@ -28,8 +28,7 @@ from lengthwise.data.prepare import prepare_store
 from lengthwise.data.shards import Runner
 from lengthwise.data.sources import list_source
 from lengthwise.data.store import ENCODING, UNFINISHED, check_store
-from lengthwise.report.progress import LiveLine
-from lengthwise.run.preparing import progress_line
+from lengthwise.report.progress import LiveLine, progress_line
 from lengthwise.run.workers import usable_cores, worker_processes
 
 VARIABLE = "LENGTHWISE_CACHE"

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import nn
-
-from lengthwise.attention import BlockKernel
-from lengthwise.comm import Transport
 from lengthwise.core.errors import DataError
 from lengthwise.engine.optimizer import step_end_bytes
 from lengthwise.engine.parameters import Parameters
@@ -15,33 +11,26 @@ from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner import PACKED_DP
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.run.job import Job
-from lengthwise.session.capacity import Measuring, budget_bytes, kinds_of
+from lengthwise.session.capacity import Measuring, kinds_of, measuring_of
+from lengthwise.session.engine import Engine
 
 
-def measure_capacities(
-    job: Job, model: nn.Module, parameters: Parameters, kernel: BlockKernel, transport: Transport, *, local_ranks: int
-) -> Capacities:
+def measure_capacities(job: Job, engine: Engine, parameters: Parameters) -> Capacities:
     """Return the tokens that a rank holds by kind of recomputation, the same on all ranks. Collective.
 
     Raises:
         MemoryShortage: not even 128, of any kind.
         DataError: the longest sequence does not fit all ranks together.
     """
-    planning, offload = job.planning, job.config.offload
-    end_bytes, device = step_end_bytes(parameters, job.config.optimizer), next(model.parameters()).device
-    measuring = Measuring(
-        model=model,
-        kernel=kernel,
-        transport=transport,
-        budget=budget_bytes(transport, device, local_ranks=local_ranks, kept_bytes=0, end_bytes=end_bytes),
+    measuring = measuring_of(
+        engine,
         kinds=kinds_of(job.model.config, job.config.recompute),
-        heads=planning.options.heads,
+        heads=job.config.heads,
         most_tokens=job.most_tokens,
-        logits_at_once=job.logits_at_once,
-        offloads=planning.options.offload == "auto" or bool(planning.offload_ratio),
-        leaving_bytes=0 if offload is None else LEAVING_BYTES[offload.store],
+        offload=job.config.offload,
+        end_bytes=step_end_bytes(parameters, job.config.optimizer),
     )
-    capacities = measuring.capacities(ratio=planning.offload_ratio)
+    capacities = measuring.capacities(ratio=job.planning.offload_ratio)
     parameters.clear_gradients()
     _check_longest(job, measuring, capacities)
     return capacities

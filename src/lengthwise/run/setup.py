@@ -25,26 +25,30 @@ from lengthwise.run.job import MEASURING_SECONDS, Job
 from lengthwise.run.launch import StopRequest
 from lengthwise.run.not_finite import FinitePolicy
 from lengthwise.run.pricing import Pricing
+from lengthwise.run.step_end import RunStepEnd
 from lengthwise.session.capacity import told
 from lengthwise.session.engine import Engine
+from lengthwise.session.runner import StepRunner
 from lengthwise.session.source import StepPlanner
 
 
 @dataclass(slots=True, kw_only=True)
 class RankRun:
-    """What a rank's loop works with. callbacks: of rank 0. done: steps that were made before this process."""
+    """What a rank's loop works with. callbacks: of rank 0."""
 
     job: Job
-    engine: Engine
+    runner: StepRunner
+    end: RunStepEnd
     parameters: Parameters
     optimizer: ShardedOptimizer
-    checkpoints: Checkpoints
-    finite: FinitePolicy
     pricing: Pricing
     folder: RunFolder
-    stop: StopRequest
     callbacks: Sequence[Callback]
-    done: int = 0
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the microbatches."""
+        return self.runner.engine
 
     @property
     def rank(self) -> int:
@@ -58,25 +62,25 @@ class RankRun:
     def leave_if_asked(self, before: str) -> None:
         """End all ranks where one was asked to stop and nothing was trained yet. Collective."""
         self.engine.transport.phase = f"start, before {before}"
-        if any(self.engine.each_rank(self.stop.signal or 0)):
+        if any(self.engine.each_rank(self.end.stop.signal or 0)):
             raise KeyboardInterrupt
 
-    def hold_parameters(self, number: int) -> None:
-        """Check, after step `number`, that parameters are finite before they are used or kept. Collective."""
-        self.finite.holds_parameters(number, self.engine.each_rank(self.finite.largest))
+    def hold_parameters(self) -> None:
+        """Check that parameters are finite before they are used or kept. Collective."""
+        self.end.finite.holds_parameters(self.runner.steps, self.engine.each_rank(self.end.finite.largest))
 
     def whole_on_first(self) -> AbstractContextManager[None]:
         """Let rank 0's model be written inside the block. Collective."""
         return self.parameters.whole_on_first(trained_only=self.job.config.lora is not None)
 
-    def write_model(self, number: int, folder: Path) -> None:
-        """Write the model after step `number`, and the tokenizer beside it."""
+    def write_model(self, folder: Path) -> None:
+        """Write the model, and the tokenizer beside it."""
         write_model(self.engine.model, self.job.config, self.job.tokenizer, folder)
-        fault("model-save", self.rank, number)
+        fault("model-save", self.rank, self.runner.steps)
 
     def close(self) -> None:
         """End what writes in the background, and the store of offloaded activations."""
-        self.checkpoints.close()
+        self.end.checkpoints.close()
         self.engine.close()
 
 
@@ -114,16 +118,15 @@ def set_up(
         callbacks=callbacks,
         largest_allowed=torch.finfo(engine.dtype).max,
     )
+    end = RunStepEnd(rank=transport.rank, stop=stop, finite=finite, checkpoints=checkpoints)
     rank = RankRun(
         job=job,
-        engine=engine,
+        runner=StepRunner(engine=engine, end=end, scale_gradients=optimizer.scale_gradients),
+        end=end,
         parameters=parameters,
         optimizer=optimizer,
-        checkpoints=checkpoints,
-        finite=finite,
         pricing=pricing,
         folder=folder,
-        stop=stop,
         callbacks=callbacks,
     )
     _restore(rank)
@@ -155,22 +158,19 @@ def _restore(rank: RankRun) -> None:
     resume = rank.job.resume
     if resume is None:
         return
-    rank.finite.skipped = resume.manifest.skipped
-    rank.checkpoints.restore(resume)
-    rank.done = resume.step
+    rank.end.finite.skipped = resume.manifest.skipped
+    rank.end.checkpoints.restore(resume)
+    rank.runner.steps = resume.step
     for each in resume.passed_over:
         rank.say(f"skipped and removed: {each}")
-    rank.say(f"resuming from {resume.folder}, after step {rank.done}")
+    rank.say(f"resuming from {resume.folder}, after step {resume.step}")
 
 
 def _measure_capacities(rank: RankRun) -> None:
     """Plan by what ranks hold, by what fits beside all that is in memory now. Collective."""
-    engine, job = rank.engine, rank.job
-    transport, kernel = engine.transport, engine.kernel(engine.dtype)
-    transport.phase = "measuring what fits into memory"
-    found = measure_capacities(
-        job, engine.model, rank.parameters, kernel, transport, local_ranks=transport.device_ranks
-    )
+    job = rank.job
+    rank.engine.transport.phase = "measuring what fits into memory"
+    found = measure_capacities(job, rank.engine, rank.parameters)
     rank.job = job.with_capacities(found)
     rank.pricing.plan_for(rank.job)
     rank.say(f"capacity of a rank: {told(found, job.most_tokens)}")

@@ -8,7 +8,7 @@ is smaller than rounding shows in two checks more: the same plan in fp32, and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,6 +46,7 @@ from lengthwise.run.rounding import (
     plain_kernels,
     rounding_of,
 )
+from lengthwise.session.runner import StepEnd, StepRunner
 from lengthwise.session.source import PlannedStep
 
 _FLOOR = 1e-3
@@ -184,6 +185,14 @@ class _Planned:
     sums: Mapping[str, float]
 
 
+class _Comparison(StepEnd):
+    """The end of a step whose values are compared, finite or not."""
+
+    def holds(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
+        del step, what, value, sequences
+        return True
+
+
 def _run_plan(
     job: Job,
     plan: Plan,
@@ -194,7 +203,7 @@ def _run_plan(
     *,
     rounds_to: torch.dtype | None = None,
 ) -> _Planned:
-    """Run the batch under its plan, up to the reduced gradient. rounds_to: what parameters are rounded to before."""
+    """Run the batch as a step of a session. rounds_to: what parameters are rounded to before."""
     dtype = DTYPES[job.config.precision]
     model, parameters = build_trained(job, world, transport, say=say, draws_both=True)
     engine = engine_of(job, world, transport, None, model, parameters)
@@ -206,18 +215,15 @@ def _run_plan(
             values.copy_(values.to(rounds_to))
     planned = PlannedStep(batch=batch, plan=plan, plan_seconds=0.0)
     is_whole = job.shard == "zero1" and job.config.stages == 1
+    runner = StepRunner(engine=engine, end=_Comparison(), steps=ANY_KEY.step - 1)
     with keep_double(dtype), _summing(model, asked=dtype == torch.bfloat16 and is_whole) as own:
-        work = engine.run(planned, "verify", step=ANY_KEY.step, train=True)
+        result = runner.backward(planned, name="verify")
     engine.close()
     transport.phase = "verify, gathering gradients"
-    losses = torch.tensor([work.loss_sum, work.router_loss], dtype=torch.float64)
-    transport.all_reduce(losses)
-    parameters.reduce_gradients()
     gradients = parameters.gather_gradients()
     for sum_of_rank in own.values():
         transport.all_reduce(sum_of_rank)
-    loss, router_loss = losses.tolist()
-    found = Reference(loss=loss / batch.loss_weight, router_loss=router_loss, gradients=gradients)
+    found = Reference(loss=result.loss, router_loss=result.router_loss or 0.0, gradients=gradients)
     on_host = {name: gradient.cpu() for name, gradient in gradients.items()} if own else {}
     return _Planned(found=found, sums=gradient_differences(on_host, own) if own else {})
 

@@ -8,7 +8,6 @@ the layer under way, and fragmentation comes with time: this finds what cannot w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 
 import numpy as np
 from torch import nn
@@ -17,7 +16,7 @@ from lengthwise.attention import BlockKernel
 from lengthwise.comm import SoloTransport, Transport
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.engine.batch import random_batch
-from lengthwise.engine.memory import SMALLER_STATE, memory_in_use, reporting_shortage
+from lengthwise.engine.memory import memory_in_use, reporting_update
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.step import run_plan
@@ -63,15 +62,6 @@ def check_step_end(optimizer: ShardedOptimizer, transport: Transport) -> None:
     transport.phase = "memory check before the first step, step end"
     with reporting_update(transport):
         optimizer.rehearse()
-
-
-def reporting_update(transport: Transport) -> AbstractContextManager[None]:
-    """Raise MemoryShortage where the end of a step inside the block runs out of device memory."""
-    return reporting_shortage(
-        lambda: f"rank {transport.rank}, {transport.phase}",
-        needs=lambda: "the sum of gradients and the update",
-        remedy=SMALLER_STATE,
-    )
 
 
 def largest_pack(job: Job) -> tuple[int, ...]:

@@ -12,11 +12,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from lengthwise.attention import BlockKernel
 from lengthwise.comm import Transport, share_numbers
+from lengthwise.config import OffloadConfig
 from lengthwise.core.errors import MemoryShortage, ModelRefused
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import RESERVED, STEP_TOKENS, MicrobatchBytes, shape_from_config
@@ -24,8 +24,10 @@ from lengthwise.engine.activations import measure_microbatch
 from lengthwise.engine.memory import SMALLER_STATE, free_bytes, reporting_shortage
 from lengthwise.engine.small_pass import ALONE, Casting, Layout, Seen
 from lengthwise.models import check_recompute
+from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner.service.rank_memory import Capacities, RankMemory
 from lengthwise.report.figures import count
+from lengthwise.session.engine import Engine
 
 _RING_RANKS = 3  # from which on a rank of a ring holds no more: its own keys, those it has, those that arrive
 _AMPLE = 2.0  # times what is needed: rings and split heads need less than that more
@@ -130,15 +132,36 @@ class Measuring:
             )
 
 
-def budget_bytes(
-    transport: Transport, device: torch.device, *, local_ranks: int, kept_bytes: float, end_bytes: float
-) -> float:
-    """Return the bytes for a microbatch, the least of all ranks; 0 where a step's end does not fit. Collective.
+def measuring_of(
+    engine: Engine,
+    *,
+    kinds: Sequence[str],
+    heads: int | str,
+    most_tokens: int,
+    offload: OffloadConfig | None,
+    kept_bytes: float = 0.0,
+    end_bytes: float,
+) -> Measuring:
+    """Return what measures an engine's microbatches, in what is free on all ranks beside the rest. Collective.
 
-    kept_bytes: that the optimizer has yet to take. end_bytes: that the end of a step needs while no microbatch runs.
+    kept_bytes: that the optimizer has yet to take. end_bytes: that the end of a step needs while no microbatch runs;
+    where they do not fit, nothing is left.
     """
-    budget = free_bytes(device, local_ranks) * (1 - RESERVED) - kept_bytes
-    return least(transport, [budget if end_bytes <= budget else 0.0])[0]
+    transport = engine.transport
+    budget = free_bytes(engine.device, transport.device_ranks) * (1 - RESERVED) - kept_bytes
+    return Measuring(
+        model=engine.model,
+        kernel=engine.kernel(engine.cast_dtype() or engine.dtype),
+        transport=transport,
+        budget=least(transport, [budget if end_bytes <= budget else 0.0])[0],
+        kinds=kinds,
+        heads=heads,
+        most_tokens=most_tokens,
+        logits_at_once=engine.logits_at_once,
+        offloads=offload is not None and offload.ratio not in ("off", 0.0),
+        leaving_bytes=0 if offload is None else LEAVING_BYTES[offload.store],
+        casting=engine.casting(),
+    )
 
 
 def kinds_of(config: Any, asked: str) -> list[str]:

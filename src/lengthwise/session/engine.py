@@ -27,8 +27,7 @@ from lengthwise.engine.step import RankResult, run_plan
 from lengthwise.models import Computing, DropoutKey, choose_model_kernel
 from lengthwise.models.adapter import attending_by_plan
 from lengthwise.session.losses import Autocasting
-from lengthwise.session.numbers import Numbers, share_record
-from lengthwise.session.source import PlanAhead, PlannedStep, StepPlanner, StepSource
+from lengthwise.session.source import PlanAhead, PlannedStep, StepPlanner
 
 
 @dataclass(kw_only=True)
@@ -64,7 +63,7 @@ class Engine:
         """The model's config."""
         return self.model.config
 
-    def steps(self, batches: Iterator[StepBatch]) -> StepSource:
+    def steps(self, batches: Iterator[StepBatch]) -> PlanAhead:
         """Return the steps of these batches, planned ahead; the same ones on all ranks."""
         return PlanAhead(
             batches,
@@ -83,6 +82,11 @@ class Engine:
             return self.pipeline.stage.num_parameters
         return sum(parameter.numel() for parameter in self.model.parameters())
 
+    def next_token(self, batch: StepBatch, divisor: float | None = None) -> Objective:
+        """Return the next token's loss: its sum over a batch by `divisor`; None: by what the batch weighs."""
+        weight = batch.loss_weight if divisor is None else divisor
+        return NextToken(batch=batch, divisor=weight, logits_at_once=self.logits_at_once)
+
     def run(
         self,
         planned: PlannedStep,
@@ -90,16 +94,10 @@ class Engine:
         *,
         step: int,
         train: bool,
-        objective: Objective | None = None,
+        objective: Objective,
     ) -> RankResult:
-        """Run this rank's microbatches forward, and backward to `train`. Collective.
-
-        objective: what is summed; None: the next token's loss.
-        """
-        batch, kind = planned.batch, self.device.type
-        if objective is None:
-            objective = NextToken(batch=batch, divisor=batch.loss_weight, logits_at_once=self.logits_at_once)
-        dtype = self.cast_dtype()
+        """Run this rank's microbatches forward, and backward to `train`. Collective."""
+        kind, dtype = self.device.type, self.cast_dtype()
         if dtype is not None:
             objective = Autocasting(inner=objective, device=self.device, dtype=dtype)
         kernel = self.kernel(dtype or self.dtype)
@@ -110,7 +108,7 @@ class Engine:
                 return run_stage(
                     self.pipeline.stage,
                     planned.plan,
-                    batch,
+                    planned.batch,
                     self.pipeline.mesh,
                     kernel,
                     name=name,
@@ -121,7 +119,7 @@ class Engine:
             return run_plan(
                 self.model,
                 planned.plan,
-                batch,
+                planned.batch,
                 self.transport,
                 kernel,
                 name=name,
@@ -131,10 +129,6 @@ class Engine:
                 parameters=self.parameters,
                 dropout=DropoutKey(seed=self.seed, step=step),
             )
-
-    def share(self, own: Numbers) -> list[Numbers]:
-        """Return what each rank gives, in the order of the ranks. Collective."""
-        return share_record(self.transport, own)
 
     def each_rank(self, number: float) -> list[float]:
         """Return the number of each rank. Collective."""

@@ -7,11 +7,11 @@ are given the same sequences, and call the same methods in the same order.
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.comm import join, session_world
-from lengthwise.core.errors import ConfigError, ModelRefused, NumericError
+from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.cost import Cost, shape_from_config
 from lengthwise.engine.gathering import gather_to_first
-from lengthwise.engine.norm import clip_factor, gradient_norm
-from lengthwise.engine.step import RankResult
-from lengthwise.models import Computing, compute_so, has_balance_loss, has_dropout
+from lengthwise.engine.objective import Objective
+from lengthwise.models import Computing, compute_so, has_dropout
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.session.engine import Engine
 from lengthwise.session.losses import (
@@ -37,10 +36,9 @@ from lengthwise.session.losses import (
     objective_of,
 )
 from lengthwise.session.model import hugging_face_model
-from lengthwise.session.numbers import StepNumbers
 from lengthwise.session.parameters import take_over
-from lengthwise.session.result import StepResult
 from lengthwise.session.rows import Row, RowBatch
+from lengthwise.session.runner import StepResult, StepRunner, refuse_not_finite
 from lengthwise.session.saving import on_first_rank, saves_adapters_alone, write_model
 from lengthwise.session.settings import check_settings, cost_of, planning_of, shard_of, told_step
 from lengthwise.session.sharded import ShardedInPlace, check_optimizer
@@ -118,8 +116,7 @@ class Session:
         self._num_words: int = self._inner.get_input_embeddings().num_embeddings
         inner = None if optimizer is None else check_optimizer(optimizer, self._inner)
         cost = cost_of(config, where, settings.dtype, measurements)
-        self._closing, self.steps, self.grad_norm, self._has_said = ExitStack(), 0, None, False
-        self._loss_is_checked = False
+        self._closing, self._has_said, self._loss_is_checked = ExitStack(), False, False
         world = session_world(where)
         transport = self._transport = join(world, timeout_seconds=timeout_seconds)
         self._closing.callback(transport.close)
@@ -143,9 +140,8 @@ class Session:
                 offload=settings.offload,
             )
             self._closing.callback(self._engine.close)
-            self.shard, in_step = shard_of(
-                self._inner, inner, transport, settings, planner, local_ranks=world.local_size
-            )
+            self._runner = StepRunner(engine=self._engine)
+            self.shard, in_step = shard_of(self._inner, inner, transport, settings, local_ranks=world.local_size)
             self._engine.parameters, self._sharded = take_over(
                 model,
                 inner,
@@ -156,13 +152,23 @@ class Session:
                 device=where,
                 closing=self._closing,
             )
-            self._planning = planning_of(self._engine, self._sharded, cost, settings, planner=planner, heads=heads)
+            self._planning = planning_of(self._engine, self._sharded, cost, settings)
             self._engine.start_offloading()
         except BaseException:
             self._closing.close()
             raise
         if self._planner is not None:
             self._engine.planner = partial(self._planner.plan, self._planning)
+
+    @property
+    def steps(self) -> int:
+        """The steps that were made so far."""
+        return self._runner.steps
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of the gradient of the last step, before clipping."""
+        return self._runner.grad_norm
 
     @property
     def capacity_tokens(self) -> int:
@@ -192,8 +198,11 @@ class Session:
             NumericError: loss or gradients are not finite; no update was made.
         """
         self._trained("backward").attach()
-        self.steps += 1
-        return self._run(sequences, loss, compute_loss, normalizer, train=True)
+        start, planned = time.perf_counter(), self._planned(sequences, f"step {self.steps + 1}")
+        objective, check = self._objective(planned, loss, compute_loss, normalizer)
+        result = self._runner.backward(planned, objective)
+        self._refuse_means(check, f"step {self.steps}")
+        return self._made(result, start)
 
     def backward_by_sequence(
         self,
@@ -217,29 +226,25 @@ class Session:
         Raises:
             ModelRefused: a model with dropout: the two passes would differ.
         """
-        self._trained("backward_by_sequence").attach()
+        trained = self._trained("backward_by_sequence")
         if has_dropout(self._inner) and self._inner.training:
             remedy = "Set the model's dropout to 0."
             raise ModelRefused("dropout", expected="none: the model runs twice", got="some", remedy=remedy)
-        self.steps += 1
-        start, name = time.perf_counter(), f"step {self.steps}"
-        planned = self._planned(sequences, name)
-        gathered, first = gather(self._engine, planned, values, per, name, step=self.steps)
-        assert gathered.sums is not None, "they were summed"
-        loss, weights = combined(gathered, gathered.sums, combine)
+        trained.attach()
+        start, step = time.perf_counter(), self.steps + 1
+        planned = self._planned(sequences, f"step {step}")
+        gathered, sums, first = gather(self._engine, planned, values, per, f"step {step}", step=step)
+        loss, weights = combined(gathered, sums, combine)
         objective = ValuesOfTokens(gathered=gathered, values=values, weights=weights)
-        works = [first, self._engine.run(planned, name, step=self.steps, train=True, objective=objective)]
-        return self._result(planned, works, name, start, loss=loss, train=True)
+        return self._made(self._runner.backward(planned, objective, before=first, loss=loss), start)
 
     def token_values(
         self, sequences: Sequence[Row] | PlannedStep, values: TokenValues = log_probabilities
     ) -> list[Tensor]:
         """Return what `values` gives of every token, (length, ...) a sequence, on every rank. Collective."""
         name = f"values after step {self.steps}"
-        gathered, _ = gather(self._engine, self._planned(sequences, name), values, "token", name, step=self.steps)
-        assert gathered.sums is not None, "they were summed"
-        found = gathered.handed_on(gathered.sums)
-        return list(found)
+        gathered, sums, _ = gather(self._engine, self._planned(sequences, name), values, "token", name, step=self.steps)
+        return list(gathered.handed_on(sums))
 
     def evaluate(
         self,
@@ -250,7 +255,13 @@ class Session:
         normalizer: float | None = None,
     ) -> StepResult:
         """Return the loss of sequences, as `backward` has it, without gradients and dropout. Collective."""
-        return self._run(sequences, loss, compute_loss, normalizer, train=False)
+        start, name = time.perf_counter(), f"evaluation after step {self.steps}"
+        planned = self._planned(sequences, name)
+        objective, check = self._objective(planned, loss, compute_loss, normalizer)
+        result = self._runner.evaluate(planned, objective)
+        self._refuse_means(check, name)
+        refuse_not_finite(f"{name}, loss", result.loss)
+        return replace(result, step_seconds=time.perf_counter() - start)
 
     def batches(self, batches: Iterable[Sequence[Row]]) -> Generator[PlannedStep, None, None]:
         """Yield a planned step for each list of sequences, planned while those before it run. Collective."""
@@ -264,9 +275,8 @@ class Session:
 
     def clip_grad_norm_(self, limit: float) -> float:
         """Scale the gradients as torch.nn.utils.clip_grad_norm_ does; return their norm before. Collective."""
-        assert self.grad_norm is not None, "backward comes before it"
-        self._trained("clip_grad_norm_").parameters.grad_shard.mul_(clip_factor(limit, self.grad_norm))
-        return self.grad_norm
+        self._trained("clip_grad_norm_")
+        return self._runner.clip_grad_norm_(limit)
 
     def state_dict(self) -> dict[str, Any]:
         """Return, on rank 0, what a session on any number of ranks goes on from; {} on others. Collective.
@@ -292,7 +302,7 @@ class Session:
         take_state(trained, self._transport, given.get("optimizer"), weights)
         numbers = torch.tensor([given.get("steps", 0) if not self.rank else 0])
         self._transport.broadcast(numbers, 0)
-        self.steps = int(numbers)
+        self._runner.steps = int(numbers)
         trained.parameters.publish()
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -346,17 +356,10 @@ class Session:
         assert planned is not None, "it has one batch"
         return planned
 
-    def _run(
-        self,
-        sequences: Sequence[Row] | PlannedStep,
-        loss: TokenLoss | None,
-        compute_loss: ComputeLoss | None,
-        normalizer: float | None,
-        *,
-        train: bool,
-    ) -> StepResult:
-        start, name = time.perf_counter(), f"step {self.steps}" if train else f"evaluation after step {self.steps}"
-        planned = self._planned(sequences, name)
+    def _objective(
+        self, planned: PlannedStep, loss: TokenLoss | None, compute_loss: ComputeLoss | None, normalizer: float | None
+    ) -> tuple[Objective, SumCheck | None]:
+        """Return what a step computes, and what checks a loss the first time that one is given."""
         check = SumCheck() if loss is not None and not self._loss_is_checked else None
         objective = objective_of(
             self.model,
@@ -367,63 +370,18 @@ class Session:
             normalizer=normalizer,
             check=check,
         )
-        work = self._engine.run(planned, name, step=self.steps, train=train, objective=objective)
+        return objective, check
+
+    def _refuse_means(self, check: SumCheck | None, name: str) -> None:
         if check is not None:
             self._transport.phase, self._loss_is_checked = f"{name}, check of the loss", True
             check.refuse(found=any(self._engine.each_rank(check.is_wrong)))
-        return self._result(planned, [work], name, start, divisor=objective.divisor, train=train)
 
-    def _result(
-        self,
-        planned: PlannedStep,
-        works: Sequence[RankResult],
-        name: str,
-        start: float,
-        *,
-        divisor: float = 1.0,
-        loss: float | None = None,
-        train: bool,
-    ) -> StepResult:
-        """End a step: share what the ranks found, and reduce the gradients. Collective."""
-        self._transport.phase = f"{name}, step end"
-        ranks = self._engine.share(
-            StepNumbers(
-                loss_sum=works[-1].loss_sum,
-                router_loss=works[-1].router_loss,
-                busy_seconds=sum(each.busy_seconds for each in works),
-                ring_wait_seconds=sum(each.ring_wait_seconds for each in works),
-            )
-        )
-        total = sum(each.loss_sum for each in ranks) / divisor if loss is None else loss
-        self._refuse_not_finite(name, "loss", total)
-        if train:
-            self._transport.phase = f"{name}, sum of the gradients"
-            trained = self._trained("backward")
-            self.grad_norm = gradient_norm(trained.parameters.reduce_gradients(), self._transport)
-            trained.withhold_gradients()
-            self._refuse_not_finite(name, "norm of the gradient", self.grad_norm)
-        batch = planned.batch
-        result = StepResult(
-            loss=total,
-            plan=planned.plan,
-            num_sequences=len(batch.ids),
-            num_tokens=sum(batch.lengths),
-            num_loss_tokens=batch.loss_tokens,
-            busy_seconds=tuple(each.busy_seconds for each in ranks),
-            wait_seconds=tuple(each.ring_wait_seconds for each in ranks),
-            step_seconds=time.perf_counter() - start,
-            plan_seconds=planned.plan_seconds,
-            grad_norm=self.grad_norm if train else None,
-            router_loss=sum(each.router_loss for each in ranks)
-            if train and has_balance_loss(self._inner.config)
-            else None,
-        )
-        if train and not self._has_said and not self.rank:
+    def _made(self, result: StepResult, start: float) -> StepResult:
+        """Finish a step that trains; say, once, what its plan was."""
+        self._trained("backward").withhold_gradients()
+        result = replace(result, step_seconds=time.perf_counter() - start)
+        if not self._has_said and not self.rank:
             self._has_said = True
             print(told_step(result, self._planning), flush=True)
         return result
-
-    def _refuse_not_finite(self, name: str, what: str, value: float) -> None:
-        if not math.isfinite(value):
-            remedy = "Look at the step's sequences and the learning rate; no update was made."
-            raise NumericError(f"{name}, {what}", expected="a finite number", got=f"{value}", remedy=remedy)

@@ -31,14 +31,13 @@ from lengthwise.cost import (
 from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.engine.activations import check_offload
 from lengthwise.engine.memory import free_bytes
-from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner import PlanOptions
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.planner.service.step_planning import StepPlanning
-from lengthwise.session.capacity import Measuring, budget_bytes, kinds_of, least
+from lengthwise.session.capacity import kinds_of, least, measuring_of
 from lengthwise.session.engine import Engine
 from lengthwise.session.model import PRECISIONS, check_session_model
-from lengthwise.session.result import StepResult
+from lengthwise.session.runner import StepResult
 from lengthwise.session.sharded import ShardedInPlace
 
 SHARDS = ("auto", "zero1", "zero3", "hybrid")
@@ -52,7 +51,8 @@ class SessionSettings:
     """Checked settings.
 
     dtype: of the parameters. autocast: of mixed precision. capacity_tokens: None: to be measured. recompute: a kind, or
-    auto. offload: as in a run file. shard, ranks_per_node: how parameters lie over the ranks, as it was asked for.
+    auto. heads, planner, offload: as in a run file. shard, ranks_per_node: how parameters lie over the ranks, as it was
+    asked for.
     device: where steps run.
     """
 
@@ -60,6 +60,8 @@ class SessionSettings:
     autocast: torch.dtype | None
     capacity_tokens: int | None
     recompute: str
+    heads: int | str
+    planner: str
     offload: OffloadConfig | None
     shard: str
     ranks_per_node: int | None
@@ -86,34 +88,30 @@ def check_settings(
         ConfigError, ModelRefused, Problems: all that cannot be kept.
     """
     problems, is_measured = Collector(), capacity_tokens == "auto"
+
+    def refuse(key: str, expected: str, got: object, remedy: str = "Take one of them.") -> None:
+        problems.add(ConfigError(key, expected=expected, got=f"{got!r}", remedy=remedy))
+
     if not is_measured and (isinstance(capacity_tokens, bool | str) or capacity_tokens < 1):
         remedy = "Give the tokens that a rank holds in a microbatch, or auto."
-        problems.add(
-            ConfigError("capacity_tokens", expected="1 or more, or auto", got=f"{capacity_tokens!r}", remedy=remedy)
-        )
+        refuse("capacity_tokens", "1 or more, or auto", capacity_tokens, remedy)
     if precision not in (None, "bf16"):
-        remedy = "Convert the model for others; fp16 needs a loss scale."
-        problems.add(ConfigError("precision", expected="None or bf16", got=f"{precision!r}", remedy=remedy))
+        refuse("precision", "None or bf16", precision, "Convert the model for others; fp16 needs a loss scale.")
     if recompute not in ("auto", *RECOMPUTE_KINDS):
-        expected = " or ".join(("auto", *RECOMPUTE_KINDS))
-        problems.add(ConfigError("recompute", expected=expected, got=f"{recompute!r}", remedy="Take one of them."))
+        refuse("recompute", " or ".join(("auto", *RECOMPUTE_KINDS)), recompute)
     if heads not in ("auto", "off") and (isinstance(heads, str | bool) or heads < 1):
-        remedy = "Take one of them."
-        problems.add(ConfigError("heads", expected="auto, off, or ranks of a group", got=f"{heads!r}", remedy=remedy))
+        refuse("heads", "auto, off, or ranks of a group", heads)
     if offload is not None and not isinstance(offload, Mapping):
-        remedy = 'Write for example {"store": "host"}.'
-        problems.add(ConfigError("offload", expected="a mapping, as in a run file", got=f"{offload!r}", remedy=remedy))
+        refuse("offload", "a mapping, as in a run file", offload, 'Write for example {"store": "host"}.')
         offload = None
     if shard not in SHARDS:
-        remedy = "Take one of them."
-        problems.add(ConfigError("shard", expected=" or ".join(SHARDS), got=f"{shard!r}", remedy=remedy))
+        refuse("shard", " or ".join(SHARDS), shard)
     if ranks_per_node is not None and (shard in ("zero1", "zero3") or ranks_per_node < 1):
-        expected, remedy = "1 or more, and shard hybrid or auto", "Take it out, or give shard='hybrid'."
-        got = f"{ranks_per_node} under shard {shard}"
-        problems.add(ConfigError("ranks_per_node", expected=expected, got=got, remedy=remedy))
+        remedy = "Take it out, or give shard='hybrid'."
+        refuse("ranks_per_node", f"1 or more, beside shard hybrid or auto, not {shard}", ranks_per_node, remedy)
     if shard in ("zero3", "hybrid") and planner != LOCK_STEP_PLANNER:
         expected = f"{LOCK_STEP_PLANNER} under shard {shard}, the only one that plans in lock-step"
-        problems.add(ConfigError("planner", expected=expected, got=f"{planner!r}", remedy="Take planner out."))
+        refuse("planner", expected, planner, "Take planner out.")
     where = next(model.parameters()).device if device is None else torch.device(device)
     if where.type == "meta":
         remedy = "Give device, for example cuda:0."
@@ -129,6 +127,8 @@ def check_settings(
         autocast=torch.bfloat16 if precision == "bf16" else None,
         capacity_tokens=None if is_measured else int(capacity_tokens),
         recompute=kind,
+        heads=heads,
+        planner=planner,
         offload=section,
         shard=shard,
         ranks_per_node=ranks_per_node,
@@ -141,7 +141,6 @@ def shard_of(
     optimizer: Optimizer | None,
     transport: Transport,
     settings: SessionSettings,
-    planner: str,
     *,
     local_ranks: int,
 ) -> tuple[str, int]:
@@ -161,7 +160,7 @@ def shard_of(
     within = {"zero1": 1, "zero3": ranks, "hybrid": node or ranks}
     shard = settings.shard
     if shard == "auto" and ranks > 1:
-        shard = _chosen(model, optimizer, transport, settings, planner, node)
+        shard = _chosen(model, optimizer, transport, settings, node)
     if ranks == 1 or shard == "auto":
         return "zero1", 1
     if shard == "hybrid" and node == ranks:
@@ -176,7 +175,6 @@ def _chosen(
     optimizer: Optimizer | None,
     transport: Transport,
     settings: SessionSettings,
-    planner: str,
     node: int | None,
 ) -> str:
     """Return the layout that what is free allows, and say why. Collective."""
@@ -206,7 +204,7 @@ def _chosen(
         tokens=settings.capacity_tokens or wanted_tokens(transport.world_size),
         kinds=kinds_of(config, settings.recompute),
         offload=0.0 if settings.offload is None else 1.0,
-        keeps_whole=None if planner == LOCK_STEP_PLANNER else f"planner {planner}",
+        keeps_whole=None if settings.planner == LOCK_STEP_PLANNER else f"planner {settings.planner}",
     )
     if choice.shard != "zero1" and not transport.rank:
         print(f"lengthwise: shard {choice.shard}: {choice.why}", flush=True)
@@ -250,26 +248,18 @@ def cost_of(config: Any, device: torch.device, dtype: torch.dtype, measurements:
     return base_cost(shape, name, precision=precision)
 
 
-def planning_of(
-    engine: Engine,
-    sharded: ShardedInPlace | None,
-    cost: Cost,
-    settings: SessionSettings,
-    *,
-    planner: str,
-    heads: int | str,
-) -> StepPlanning:
+def planning_of(engine: Engine, sharded: ShardedInPlace | None, cost: Cost, settings: SessionSettings) -> StepPlanning:
     """Return what plans the steps of a session; what memory holds is measured where it is asked for. Collective."""
     ratio = settings.offload.ratio if settings.offload else "off"
     measured = None
     if settings.capacity_tokens is not None:
         capacities = {settings.recompute: settings.capacity_tokens}
     elif sharded is None:
-        found = _measured(engine, settings, heads, kept_bytes=0, end_bytes=0, trains=False)
+        found = _measured(engine, settings, kept_bytes=0, end_bytes=0, trains=False)
         capacities = {"none": max(found.plain.values())}
     else:
         kept, end = _optimizer_bytes(sharded)
-        measured = _measured(engine, settings, heads, kept_bytes=kept, end_bytes=end, trains=True)
+        measured = _measured(engine, settings, kept_bytes=kept, end_bytes=end, trains=True)
         sharded.parameters.clear_gradients()
         capacities = dict(measured.plain)
     return StepPlanning(
@@ -278,10 +268,10 @@ def planning_of(
         capacities=capacities,
         measured=measured,
         options=PlanOptions(
-            planner=planner,
+            planner=settings.planner,
             mode="waves" if engine.parameters is not None and engine.parameters.ranks_in_step > 1 else "free",
             layers=engine.config.num_hidden_layers,
-            heads=heads,
+            heads=settings.heads,
             offload=ratio if isinstance(ratio, str) else "off",
         ),
         offload_ratio=ratio if isinstance(ratio, float) else None,
@@ -289,33 +279,23 @@ def planning_of(
 
 
 def _measured(
-    engine: Engine, settings: SessionSettings, heads: int | str, *, kept_bytes: float, end_bytes: float, trains: bool
+    engine: Engine, settings: SessionSettings, *, kept_bytes: float, end_bytes: float, trains: bool
 ) -> Capacities:
     """Measure what a rank holds. Collective.
 
     A model that does not train holds less than with all layers computed again, and is measured so.
     """
-    transport, offload = engine.transport, settings.offload if trains else None
-    kinds = kinds_of(engine.config, settings.recompute)
+    offload, kinds = settings.offload if trains else None, kinds_of(engine.config, settings.recompute)
     ratio = offload.ratio if offload else "off"
-    transport.phase = "start, measuring what fits into memory"
-    measuring = Measuring(
-        model=engine.model,
-        kernel=engine.kernel(engine.cast_dtype() or engine.dtype),
-        transport=transport,
-        budget=budget_bytes(
-            transport,
-            engine.device,
-            local_ranks=transport.device_ranks,
-            kept_bytes=kept_bytes,
-            end_bytes=end_bytes,
-        ),
+    engine.transport.phase = "start, measuring what fits into memory"
+    measuring = measuring_of(
+        engine,
         kinds=kinds if trains else ["layer" if "layer" in kinds else kinds[0]],
-        heads=heads,
+        heads=settings.heads,
         most_tokens=_MOST_TOKENS,
-        offloads=ratio != "off",
-        leaving_bytes=0 if offload is None else LEAVING_BYTES[offload.store],
-        casting=engine.casting(),
+        offload=offload,
+        kept_bytes=kept_bytes,
+        end_bytes=end_bytes,
     )
     with (
         engine.attending(),

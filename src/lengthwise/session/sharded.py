@@ -3,20 +3,23 @@
 An optimizer that computes each entry by itself gives the same on a slice as on the whole. The others are refused by
 name. What its user keeps is the object: schedulers change its groups, `step` updates the slices, and a hook then
 publishes them to all ranks.
+
+After a backward a parameter's own gradient would be this rank's share, or nothing: torch's clipping of it would change
+no slice, and its norm would differ by rank, without an error. So any use of one raises until the next backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.engine.flat_layout import Run
 from lengthwise.engine.parameters import Parameters
-from lengthwise.session.withheld import WithheldGradients
 
 BY_ENTRY: Mapping[str, tuple[str, ...]] = {  # classes by the package that has them
     "torch": (
@@ -172,3 +175,35 @@ def _sliced(value: Any, shape: tuple[int, ...], entries: slice) -> Any:
 
 def _refuse(expected: str, got: str, remedy: str = "Take another optimizer.") -> ConfigError:
     return ConfigError("optimizer", expected=expected, got=got, remedy=remedy)
+
+
+class _Withheld(Tensor):
+    """A tensor that any use of raises."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        del types, args, kwargs
+        remedy = "Use session.clip_grad_norm_, or the result's grad_norm; optimizer.zero_grad clears gradients."
+        expected, got = "no use of it between backward and the next: it lies over the ranks", f"{func.__name__} of it"
+        raise ConfigError("gradient of a parameter", expected=expected, got=got, remedy=remedy)
+
+
+class WithheldGradients:
+    """The gradients of parameters that were taken out of reach."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[nn.Parameter, Tensor | None]] = []
+
+    def withhold(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Put what raises in the place of gradients."""
+        for each in parameters:
+            self._kept.append((each, each.grad))
+            stands = torch.zeros((), dtype=each.dtype, device=each.device).expand(each.shape)
+            each.grad = stands.as_subclass(_Withheld)  # expanded: one number, whatever the shape
+
+    def give_back(self) -> None:
+        """Put the gradients back where nobody has cleared or replaced them."""
+        for parameter, gradient in self._kept:
+            if isinstance(parameter.grad, _Withheld):
+                parameter.grad = gradient
+        self._kept.clear()

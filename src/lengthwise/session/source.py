@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 from lengthwise.comm import Transport, agree, broadcast_bytes
 from lengthwise.core.errors import LengthwiseError, PlanError, Problems, RankError, raise_problems
@@ -33,26 +32,8 @@ class PlannedStep:
     plan_seconds: float
 
 
-class StepSource(Protocol):
-    """Where a rank's steps come from, one after the other."""
-
-    def next(self, name: str) -> PlannedStep | None:
-        """Return the next step, the same on all ranks, or None at the end; `name` is the step, in words.
-
-        Collective: called by all ranks at a step's end, before the first transfer of the next step.
-
-        Raises:
-            LengthwiseError: there is none that this version runs, or ranks differ.
-        """
-        ...
-
-    def close(self) -> None:
-        """End what prepares steps ahead."""
-        ...
-
-
 class PlanAhead:
-    """A `StepSource` that plans consecutive batches ahead, and begins to read what this rank will take of them.
+    """Plans consecutive batches ahead, and begins to read what this rank will take of them.
 
     `planner` is there on rank 0 alone. A plan depends on lengths, ranks and costs only, so the plan of a step is the
     same whenever it is made and sent. A plan that takes longer than `timeout_seconds` ends the run; the first may take
@@ -83,7 +64,14 @@ class PlanAhead:
         self._go_on()
 
     def next(self, name: str) -> PlannedStep | None:
-        """Return the next step (see `StepSource.next`); all ranks agree on the digest of plans and batches."""
+        """Return the next step, the same on all ranks, or None at the end; `name` is the step, in words.
+
+        Collective: at a step's end, before the first transfer of the next step. Ranks agree on the digest of plans and
+        batches.
+
+        Raises:
+            LengthwiseError: there is none that this version runs, or ranks differ.
+        """
         if not self._ended:
             self._transport.phase = f"{name}, agreeing on the plan"
             plans = self._exchanged(name)

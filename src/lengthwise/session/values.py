@@ -110,7 +110,7 @@ class ValuesOfTokens:
 
 def gather(
     engine: Engine, planned: PlannedStep, values: TokenValues, per: Per, name: str, *, step: int
-) -> tuple[Gathered, RankResult]:
+) -> tuple[Gathered, Tensor, RankResult]:
     """Run the microbatches forward, and sum over the ranks what `values` gives of their tokens. Collective."""
     refuse_balance(engine.model, "values")
     wide = torch.promote_types(engine.dtype, torch.float32)
@@ -122,7 +122,7 @@ def gather(
         shape = (int(max(widths)),) if max(widths) > 1 else ()
         gathered.sums = torch.zeros(gathered.num_slots, *shape, dtype=wide, device=engine.device)
     engine.transport.all_reduce(gathered.sums)
-    return gathered, work
+    return gathered, gathered.sums, work
 
 
 def rows_of(planned: PlannedStep) -> RowBatch:

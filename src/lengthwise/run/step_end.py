@@ -1,0 +1,98 @@
+"""What a run decides at a step's end, by numbers that its ranks share: whether to update, to save, to stop.
+
+Loss and gradient are refused before an update when they are not finite, the parameters that an update left with the
+numbers of the next step (`run/not_finite.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+from lengthwise.core.faults import fault
+from lengthwise.engine.memory import PeakMemory
+from lengthwise.engine.step import RankResult
+from lengthwise.run.checkpoints import Checkpoints
+from lengthwise.run.launch import StopRequest
+from lengthwise.run.metrics import StepMetrics
+from lengthwise.run.not_finite import FinitePolicy
+from lengthwise.session.runner import StepEnd, StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunNumbers(RankResult):
+    """What a rank shares of a step and of what goes on beside it; see `StopRequest`, `FinitePolicy`, `Checkpoints`."""
+
+    peak_bytes: float
+    stop_signal: float
+    largest: float
+    checkpoint_progress: float
+    asks_for_checkpoint: float
+
+
+@dataclass(kw_only=True)
+class RunStepEnd(StepEnd):
+    """The end of a run's steps on one rank. ranks: the numbers of the last step."""
+
+    rank: int
+    stop: StopRequest
+    finite: FinitePolicy
+    checkpoints: Checkpoints
+    memory: PeakMemory = field(default_factory=PeakMemory)
+    ranks: Sequence[RunNumbers] = ()
+
+    def numbers(self, step: int, own: RankResult) -> RunNumbers:
+        """Return the numbers of this rank."""
+        fault("step-end", self.rank, step)
+        return RunNumbers(
+            **asdict(own),
+            peak_bytes=self.memory.peak_bytes(),
+            stop_signal=self.stop.signal or 0,
+            largest=self.finite.largest,
+            checkpoint_progress=self.checkpoints.progress,
+            asks_for_checkpoint=self.checkpoints.asks,
+        )
+
+    def takes(self, step: int, ranks: Sequence[RunNumbers]) -> bool:
+        """Commit a checkpoint that is written, and check what the step before left of the parameters."""
+        self.ranks = ranks
+        self.memory.start()
+        self.checkpoints.settle([each.checkpoint_progress for each in ranks])
+        return self.finite.holds_parameters(step - 1, [each.largest for each in ranks], within=step)
+
+    def holds(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
+        """Do as the run's policy says where a value is not finite."""
+        return self.finite.holds(step, what, value, sequences)
+
+    @property
+    def stopped_by(self) -> int | None:
+        """The signal that asks the run to stop, if any rank got one."""
+        return int(max(each.stop_signal for each in self.ranks)) or None
+
+    @property
+    def asks_for_checkpoint(self) -> bool:
+        """Whether the time since the last checkpoint asks for one."""
+        return bool(self.ranks[0].asks_for_checkpoint)
+
+    def metrics(
+        self, result: StepResult, *, step: int, lr: float, step_seconds: float, predicted_seconds: float
+    ) -> StepMetrics:
+        """Return what is reported of a step that made its update."""
+        assert result.grad_norm is not None, "of a step that made one"
+        return StepMetrics(
+            plan=result.plan,
+            step=step,
+            loss=result.loss,
+            router_loss=result.router_loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            num_loss_tokens=result.num_loss_tokens,
+            busy_seconds=result.busy_seconds,
+            step_seconds=step_seconds,
+            plan_seconds=result.plan_seconds,
+            predicted_step_seconds=predicted_seconds,
+            exposed_ring_seconds=max(result.wait_seconds),
+            offload_wait_seconds=max(each.offload_wait_seconds for each in self.ranks),
+            offloaded_bytes=int(sum(each.offloaded_bytes for each in self.ranks)),
+            peak_memory_bytes=int(max(each.peak_bytes for each in self.ranks)),
+        )

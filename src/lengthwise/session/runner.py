@@ -1,0 +1,199 @@
+"""A planned step to its end, in whoever's loop: microbatches, numbers of all ranks, reduced gradients, their norm.
+
+Every rank enters a step's end after its last ring transfer, and it alone has collectives: one gather of numbers, the
+sums of the gradients, and that of their norm. Then the loop clips and lets its optimizer update and publish.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any, TypeVar
+
+from lengthwise.comm import Transport, share_numbers
+from lengthwise.core.errors import NumericError
+from lengthwise.core.plan import Plan
+from lengthwise.engine.memory import reporting_update
+from lengthwise.engine.norm import clip_factor, reduce_gradients
+from lengthwise.engine.objective import Objective
+from lengthwise.engine.step import RankResult
+from lengthwise.models import has_balance_loss
+from lengthwise.session.engine import Engine
+from lengthwise.session.source import PlannedStep
+
+Numbers = TypeVar("Numbers", bound=RankResult)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step gave, the same on all ranks.
+
+    Attributes:
+        loss: of the global batch.
+        plan: that of this step.
+        num_sequences: sequences of the global batch.
+        num_tokens: their tokens.
+        num_loss_tokens: tokens with a loss.
+        busy_seconds: of each rank, without waiting for other ranks.
+        wait_seconds: of each rank, waiting for transfers of rings.
+        step_seconds: from start to end of the step.
+        plan_seconds: planning, which runs beside other work.
+        grad_norm: before clipping; None after `evaluate`.
+        router_loss: the routers' balance loss, which is not part of `loss`; None: the model has none.
+    """
+
+    loss: float
+    plan: Plan
+    num_sequences: int
+    num_tokens: int
+    num_loss_tokens: int
+    busy_seconds: tuple[float, ...]
+    wait_seconds: tuple[float, ...]
+    step_seconds: float
+    plan_seconds: float
+    grad_norm: float | None = None
+    router_loss: float | None = None
+
+    @property
+    def ring_token_ratio(self) -> float:
+        """Share of the tokens in sequences that several ranks share."""
+        return self.plan.ring_tokens / self.num_tokens
+
+    @property
+    def idle_ratio(self) -> float:
+        """Share of the step in which ranks waited, over all ranks."""
+        return max(0.0, 1.0 - sum(self.busy_seconds) / (len(self.busy_seconds) * self.step_seconds))
+
+
+class StepEnd:
+    """What a loop decides at a step's end, the same on all ranks; this one refuses values that are not finite."""
+
+    def numbers(self, step: int, own: RankResult) -> RankResult:
+        """Return what this rank shares of a step: a subclass may add numbers of its own."""
+        del step
+        return own
+
+    def takes(self, step: int, ranks: Sequence[Any]) -> bool:
+        """Take in what all ranks share; return whether the step goes on to its update."""
+        del step, ranks
+        return True
+
+    def holds(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
+        """Return whether a value of the step is finite, and the step goes on to its update.
+
+        Raises:
+            NumericError: it is not.
+        """
+        del sequences
+        refuse_not_finite(f"step {step}, {what}", value)
+        return True
+
+
+@dataclass(kw_only=True)
+class StepRunner:
+    """Runs the steps of a loop.
+
+    end: what the loop decides at the end of one. scale_gradients: multiplies the reduced gradients; None: at once.
+    steps: made so far. grad_norm: of the last one, before clipping.
+    """
+
+    engine: Engine
+    end: StepEnd = field(default_factory=StepEnd)
+    scale_gradients: Callable[[float], object] | None = None
+    steps: int = 0
+    grad_norm: float | None = None
+
+    def backward(
+        self,
+        planned: PlannedStep,
+        objective: Objective | None = None,
+        *,
+        name: str | None = None,
+        before: RankResult | None = None,
+        loss: float | None = None,
+    ) -> StepResult:
+        """Run a step forward and backward, and reduce its gradients. Collective.
+
+        objective: None: the next token's loss. name: of the step, in messages. before: what this rank ran for the step
+        before. loss: of the step, where the objective is another number.
+
+        Returns:
+            The step, without `grad_norm` where `end` leaves its update out.
+        """
+        self.steps, self.grad_norm, ids = self.steps + 1, None, planned.batch.ids
+        step, parameters, transport = self.steps, self.engine.parameters, self.engine.transport
+        assert parameters is not None, "of what trains"
+        ranks, result = self._run(planned, objective, name or f"step {step}", train=True, before=before, loss=loss)
+        if (
+            self.end.takes(step, ranks)
+            and self.end.holds(step, "loss", result.loss, ids)
+            and self.end.holds(step, "router loss", result.router_loss or 0.0, ids)
+        ):
+            with reporting_update(transport):
+                norm = reduce_gradients(parameters, transport)
+            self.grad_norm = norm if self.end.holds(step, "norm of the gradient", norm, ids) else None
+        return replace(result, grad_norm=self.grad_norm)
+
+    def evaluate(self, planned: PlannedStep, objective: Objective | None = None) -> StepResult:
+        """Return the loss of sequences, without gradients and dropout. Collective."""
+        return self._run(planned, objective, f"evaluation after step {self.steps}", train=False)[1]
+
+    def clip_grad_norm_(self, limit: float) -> float:
+        """Scale the gradients as torch.nn.utils.clip_grad_norm_ does; return their norm before."""
+        assert self.grad_norm is not None, "backward comes before it"
+        assert self.engine.parameters is not None, "of what trains"
+        scale = self.scale_gradients or self.engine.parameters.grad_shard.mul_
+        scale(clip_factor(limit, self.grad_norm))
+        return self.grad_norm
+
+    def _run(
+        self,
+        planned: PlannedStep,
+        objective: Objective | None,
+        name: str,
+        *,
+        train: bool,
+        before: RankResult | None = None,
+        loss: float | None = None,
+    ) -> tuple[list[RankResult], StepResult]:
+        """Run the microbatches and share the numbers of all ranks, in fp64. Collective."""
+        engine, batch, start = self.engine, planned.batch, time.perf_counter()
+        objective = objective or engine.next_token(batch)
+        own = engine.run(planned, name, step=self.steps, train=train, objective=objective)
+        if before is not None:
+            busy, waited = before.busy_seconds, before.ring_wait_seconds
+            seconds = {"busy_seconds": busy + own.busy_seconds, "ring_wait_seconds": waited + own.ring_wait_seconds}
+            own = replace(own, **seconds)
+        engine.transport.phase = f"{name}, step end"
+        ranks = share_record(engine.transport, self.end.numbers(self.steps, own) if train else own)
+        return ranks, StepResult(
+            loss=sum(each.loss_sum for each in ranks) / objective.divisor if loss is None else loss,
+            plan=planned.plan,
+            num_sequences=len(batch.ids),
+            num_tokens=sum(batch.lengths),
+            num_loss_tokens=batch.loss_tokens,
+            busy_seconds=tuple(each.busy_seconds for each in ranks),
+            wait_seconds=tuple(each.ring_wait_seconds for each in ranks),
+            step_seconds=time.perf_counter() - start,
+            plan_seconds=planned.plan_seconds,
+            router_loss=sum(each.router_loss for each in ranks) if train and has_balance_loss(engine.config) else None,
+        )
+
+
+def share_record(transport: Transport, own: Numbers) -> list[Numbers]:
+    """Return a record of numbers of each rank, in the order of the ranks. Collective."""
+    rows = share_numbers(transport, [float(value) for value in astuple(own)]).tolist()
+    return [type(own)(**dict(zip(own.__dataclass_fields__, row, strict=True))) for row in rows]
+
+
+def refuse_not_finite(where: str, value: float) -> None:
+    """Refuse a value that is NaN or infinite.
+
+    Raises:
+        NumericError: it is.
+    """
+    if not math.isfinite(value):
+        remedy = "Look at the step's sequences and the learning rate; no update was made."
+        raise NumericError(where, expected="a finite number", got=f"{value}", remedy=remedy)
