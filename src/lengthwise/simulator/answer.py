@@ -24,7 +24,7 @@ from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.timeline import Timeline
 from lengthwise.cost import STEP_TOKENS, Cost, Hardware, StepMemory, all_terms_cost, recompute_capacities, step_memory
 from lengthwise.planner import PLANNING_SHARE, PlanOptions, plan_step
-from lengthwise.simulator.rivals import LockStep, lock_step, packed, padded, recomputing, sharded_traffic
+from lengthwise.simulator.rivals import LockStep, lock_step, packed, padded, recomputing
 from lengthwise.simulator.step import simulate_plan
 
 PADDED, PACKED, ONE_RING, OURS = "FSDP2, padded", "FSDP2, packed", "FSDP2, one ring size", "Lengthwise"

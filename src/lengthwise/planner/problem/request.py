@@ -10,6 +10,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from lengthwise.core.held import ROUNDING_TOKENS
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
@@ -164,6 +165,15 @@ class PlanRequest:
         if self.cost.fixed_seconds == 0:
             return self.bound_seconds
         return max(self.least_seconds(shared_launches=True), self._launches_seconds)
+
+    def in_waves(self, seconds: float) -> float:
+        """Return the least that waves take whose slowest ranks compute `seconds` in all, with what each gathers.
+
+        As few waves as hold all tokens; what each takes is convex in what it computes, so even ones take least.
+        """
+        held = self.most_held_tokens + ROUNDING_TOKENS
+        waves = -(-int(self.lengths.sum()) // (self.cluster.ranks * held))
+        return waves * float(self.cost.wave_seconds(seconds / waves, self.cost.choices.recompute))
 
     @cached_property
     def packed_bound_seconds(self) -> float:
