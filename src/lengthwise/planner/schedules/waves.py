@@ -37,6 +37,7 @@ QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the tokens left, shortest sequence
 _PATIENCE = (0.01, 0.003, 0.03)  # of the ranks' time; a longer wave may lose so much more than the best
 _LEVEL = 0.995  # of the ranks' time in a wave, launches left out, that is enough
 _SLACKS = (1.003, 1.02, 1.06, 1.12, 1.25, 1.4)  # over an even share, that a wave may take
+_LONGER = (1.0, 1.005, 1.01, 1.025, 1.06)  # than the longest sequence takes at its quickest degree
 _AT_ONCE = 64  # sequences, at least, whose degrees are looked up together
 _FEW = 1000  # sequences x ranks, up to which a step begins with a wave of each duration
 _SHORTEST = 0.2  # of an even wave, that a wave is tried to take
@@ -169,14 +170,16 @@ class _Builder:
         return float(self.cost.wave_seconds(seconds, self.cost.choices.recompute))
 
     def beginnings(self) -> list[float]:
-        """List how long the first wave could be: where the longest sequence sets a wave, at its two quickest degrees.
+        """List how long the first wave could be: where the longest sequence sets a wave, little more than it takes.
 
-        Where a wave costs, also an even share of one wave more than the fewest.
+        It then leaves room for others on ranks that at its quickest degree would gain it nothing. Where a wave costs,
+        also an even share of one wave more than the fewest.
         """
         longest = len(self.order) - 1
-        degrees = {max(int(self.least[longest]), self.ranks // part) for part in PARTS if part <= self.ranks}
-        seconds = sorted({self._ring_seconds(longest, degree) for degree in degrees})
-        setting = seconds[:2] if seconds[0] > self.even_seconds else []
+        degrees = np.arange(int(self.least[longest]), self.ranks + 1)
+        seconds = self.cost.ring_piece_seconds(np.full_like(degrees, self.lengths[longest]), degrees).min()
+        setting = [self.launch + more * float(seconds) for more in _LONGER]
+        setting = setting if self.launch + seconds > self.even_seconds else []
         evenly = self.launch + _SLACKS[0] * float(self.alone.sum()) / (self.ranks * (self.fewest + 1))
         return [*setting, evenly] if self.overhead else setting
 
