@@ -1,4 +1,4 @@
-"""Costs of ranks that have only a part of the parameters: what a wave gathers and sums, and what is left for its end."""
+"""Costs of ranks that have a part of the parameters: what a wave gathers and sums, and what the step's end does."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ def sharded_traffic(memory: StepMemory, cost: Cost, *, head_apart: bool = False)
     trains = 1.0 if memory.trained is None else memory.trained / (layer * memory.shape.layers)
     trains_rest = memory.trained is None
 
+    ending = Ending(reduced_bytes_per_second=cost.ending.reduced_bytes_per_second)  # where that was measured
+
     def seconds(moved_bytes: float) -> float:
-        return replace(cost, reduced_bytes=moved_bytes, ending=Ending()).step_end_seconds(memory.ranks)
+        return replace(cost, reduced_bytes=moved_bytes, ending=ending).step_end_seconds(memory.ranks)
 
     return Traffic(
         layers=memory.shape.layers,

@@ -1,7 +1,8 @@
 """What steps take with what most people use today: FSDP2 in lock-step, with padding, packing, or one size of ring.
 
 Parameters lie over all devices, gathered and summed as `cost.ending.Traffic` has it; embedding and head are gathered
-and reduced before and after, hidden by nothing. All devices run microbatch k side by side, and so wait for the slowest. Memory is that of `cost.memory` for sharded parameters. Costs: milliseconds a setting.
+and reduced before and after, hidden by nothing. All devices run microbatch k side by side, and so wait for the slowest
+of them. Memory is that of `cost.memory` for sharded parameters. Costs: milliseconds a setting.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ _LEVEL = 0.995  # of the ranks' time in a wave, launches left out, that is enoug
 _SLACKS = (1.003, 1.02, 1.06, 1.12, 1.25, 1.4)  # over an even share, that a wave may take
 _LONGER = (1.0, 1.005, 1.01, 1.025, 1.06)  # than the longest sequence takes at its quickest degree
 _AT_ONCE = 64  # sequences, at least, whose degrees are looked up together
-_FEW = 1000  # sequences x ranks, up to which a step begins with a wave of each duration
+_FEW = 400  # sequences x ranks, up to which a step begins with a wave of each duration
 _SHORTEST = 0.2  # of an even wave, that a wave is tried to take
 
 
