@@ -20,11 +20,13 @@ from lengthwise.config.problems import find_problems
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import (
+    DTYPE_BYTES,
     Cost,
     StepMemory,
     choose_shard,
     hardware_of_gpu,
     shape_from_config,
+    sharded_cost,
     wanted_tokens,
 )
 from lengthwise.cost.measured import base_cost, cost_from_measurements
@@ -233,6 +235,10 @@ def planning_of(
         measured = _measured(engine, settings, heads, kept_bytes=kept, end_bytes=end, trains=True)
         sharded.parameters.clear_gradients()
         capacities = dict(measured.plain)
+    in_lock_step = engine.parameters is not None and engine.parameters.in_lock_step
+    if in_lock_step:
+        shape, narrow = shape_from_config(engine.config.to_dict()), DTYPE_BYTES[PRECISIONS[settings.dtype]]
+        cost = sharded_cost(cost, StepMemory(shape=shape, dtype_bytes=narrow, ranks=engine.transport.world_size))
     return StepPlanning(
         ranks=engine.transport.world_size,
         cost=cost,
@@ -240,7 +246,7 @@ def planning_of(
         measured=measured,
         options=PlanOptions(
             planner=planner,
-            mode="waves" if engine.parameters is not None and engine.parameters.in_lock_step else "free",
+            mode="waves" if in_lock_step else "free",
             layers=engine.config.num_hidden_layers,
             heads=heads,
             offload=ratio if isinstance(ratio, str) else "off",
