@@ -195,16 +195,11 @@ class Question:
 
 def answer(batches: Sequence[Sequence[int]], question: Question) -> Answer:
     """Compare the four ways on the same batches, entry i of each the length of sequence i in tokens."""
-    heaviest = max(batches, key=lambda tokens: float(question.costs.compute_seconds(np.array(tokens)).sum()))
-    longest = max(map(max, batches))
+    heaviest, longest = _heaviest(batches, question), max(map(max, batches))
     names = RIVALS if question.devices > 1 else RIVALS[:-1]
     rows = [_rival(name, batches, heaviest, longest, question) for name in names]
     in_order = [_rival(name, batches, heaviest, longest, question, in_order=True) for name in names if name != PADDED]
-    ours: list[Row] = []
-    for layout in question.layouts():
-        like = ours[-1].settings if layout == "hybrid" else None  # which gathers in the same waves as zero3
-        asked = question if like is None else replace(question, kinds=[like.recompute])
-        ours.append(_ours(layout, batches, heaviest, longest, asked))
+    ours = compare_layouts(batches, question)
     fitting = [row for row in ours if row.step_seconds]
     return Answer(
         rows=(*rows, min(fitting, key=lambda row: row.mean_seconds, default=ours[-1])),
@@ -216,6 +211,21 @@ def answer(batches: Sequence[Sequence[int]], question: Question) -> Answer:
         kernel="" if question.cost else question.hardware.kernel,
         batch_tokens=round(sum(map(sum, batches)) / len(batches)),
     )
+
+
+def compare_layouts(batches: Sequence[Sequence[int]], question: Question) -> list[Row]:
+    """Run Lengthwise with each layout that exists here, in the order of `LAYOUTS`."""
+    heaviest, longest = _heaviest(batches, question), max(map(max, batches))
+    rows: list[Row] = []
+    for layout in question.layouts():
+        like = rows[-1].settings if layout == "hybrid" else None  # which gathers in the same waves as zero3
+        asked = question if like is None else replace(question, kinds=[like.recompute])
+        rows.append(_ours(layout, batches, heaviest, longest, asked))
+    return rows
+
+
+def _heaviest(batches: Sequence[Sequence[int]], question: Question) -> Sequence[int]:
+    return max(batches, key=lambda tokens: float(question.costs.compute_seconds(np.array(tokens)).sum()))
 
 
 def _rival(
