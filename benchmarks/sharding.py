@@ -29,7 +29,7 @@ from transformers import LlamaConfig
 
 from batches import STDLIB, tokens_batch
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import SoloTransport, TorchTransport
+from lengthwise.comm import SoloTransport, Transport
 from lengthwise.config import FRESH_RATE, OptimizerConfig
 from lengthwise.core.names import counted
 from lengthwise.core.plan import Microbatch, Piece, Plan
@@ -79,7 +79,7 @@ def main() -> None:
         findings.add(layouts_table([int(each) for each in asked.gpus.split(",")]))
         findings.sign("Simulated", "lengths of github up to 32K, 16K tokens a GPU, seed 0", asked.out)
         return
-    findings = Findings(f"sharding-{asked.ranks}")
+    findings = Findings("sharding")
     cluster = Cluster(ranks=asked.ranks, capacity_tokens=asked.capacity)
     batches = [documents(asked.batch_tokens, seed, asked.capacity) for seed in range(asked.batches)]
     found = run_ranks(lambda transport: _Rank(transport, cluster, batches).run(asked.repeats), asked.ranks)
@@ -119,7 +119,7 @@ class Step:
 class _Rank:
     """All ways on one rank."""
 
-    def __init__(self, transport: TorchTransport, cluster: Cluster, batches: Sequence[list[int]]) -> None:
+    def __init__(self, transport: Transport, cluster: Cluster, batches: Sequence[list[int]]) -> None:
         torch.set_num_threads(1)
         self._transport, self._cluster = transport, cluster
         self._batches = [random_batch(lengths, vocab=WORDS) for lengths in batches]
@@ -151,7 +151,7 @@ class _Rank:
 class _Ours:
     """Lengthwise, with whole or sharded parameters."""
 
-    def __init__(self, transport: TorchTransport, cluster: Cluster, way: str) -> None:
+    def __init__(self, transport: Transport, cluster: Cluster, way: str) -> None:
         self._transport, self._cluster = transport, cluster
         self._model = build_model(SOURCE, seed=0, attention=ATTENTION_NAME)
         self._sharded = way == ZERO3
@@ -210,7 +210,7 @@ class _Ours:
 class _Fsdp:
     """FSDP2 in lock-step: as many microbatches on every rank."""
 
-    def __init__(self, transport: TorchTransport, cluster: Cluster, way: str) -> None:
+    def __init__(self, transport: Transport, cluster: Cluster, way: str) -> None:
         self._rank, self._cluster, self._packs = transport.rank, cluster, "packed" in way
         self._model: Any = build_model(SOURCE, seed=0, attention=ATTENTION_NAME if self._packs else "sdpa")
         mesh = dist.device_mesh.init_device_mesh("cpu", (cluster.ranks,))
@@ -319,9 +319,16 @@ def times_table(steps: Sequence[Step]) -> Iterator[str]:
     def row(way: str) -> list[str]:
         ratios = [took[way][repeat] / ours[repeat] for repeat in ours]
         spread = f"{min(ratios):.2f}, {max(ratios):.2f}"
-        return [way, f"{statistics.median(took[way].values()):.2f} s", f"**{statistics.median(ratios):.2f}**", spread]
+        return [
+            way,
+            f"{statistics.median(took[way].values()):.2f} s",
+            f"**{statistics.median(ratios):.2f}**",
+            spread,
+            last[way],
+        ]
 
-    yield from markdown("way | all batches, median | over zero3: median | least, most", map(row, WAYS))
+    last = {step.way: f"{step.loss:.6f}" for step in steps}
+    yield from markdown("way | all batches, median | over zero3: median | least, most | last loss", map(row, WAYS))
     yield ""
     yield f"Losses agree to {worst:.0e}."
     if worst > TOLERANCE:
