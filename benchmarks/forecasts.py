@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lengthwise.cost import all_terms_cost, named_hardware, named_shape, step_memory
+from lengthwise.cost import all_terms_cost, named_hardware, named_shape, sharded_traffic, step_memory
 from lengthwise.report.figures import percent
-from lengthwise.simulator.rivals import lock_step, recomputing, sharded_traffic
+from lengthwise.simulator.rivals import lock_step, recomputing
 from pages import Findings, parse_options
 
 PR = "[trl#6845](https://github.com/huggingface/trl/pull/6845)"

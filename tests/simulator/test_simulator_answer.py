@@ -2,9 +2,10 @@
 
 import pytest
 
-from lengthwise.cost import named_hardware, named_shape
+from lengthwise.cost import LOGITS_AT_ONCE, logits_at_once, named_hardware, named_shape
+from lengthwise.report.answer import answer_notes
 from lengthwise.simulator import Question, Row, answer
-from lengthwise.simulator.answer import ONE_RING, OURS, PACKED, PADDED, Settings, run_ours, run_rival
+from lengthwise.simulator.answer import LAYOUTS, ONE_RING, OURS, PACKED, PADDED, Settings, run_ours, run_rival
 
 SHAPE, H100 = named_shape("qwen3-8b"), named_hardware("h100")
 BATCHES = [[30_000, *[2000] * 60, 700], [20_000, *[4000] * 30]]
@@ -52,6 +53,23 @@ def test_sharded_ranks_of_ours_wait_for_gathers_too() -> None:
         for hardware in (H100, replace(slow, name="slow"))
     }
     assert seconds["slow"] > 10 * seconds["h100"]
+
+
+def test_answer_compares_the_layouts_and_names_the_one_that_runs_take() -> None:
+    """Two nodes have three layouts; the best is our row. On one node a hybrid would be zero3."""
+    found = answer([[30_000, *[2000] * 40]], Question(shape=SHAPE, hardware=H100, devices=16, kinds=["layer"]))
+    assert [row.settings.layout for row in found.layouts if row.settings] == list(LAYOUTS)
+    assert found.ours in found.layouts
+    assert found.ours.mean_seconds == min(row.mean_seconds for row in found.layouts)
+    assert found.auto == "zero1"
+    assert any("zero1 " in note and "`shard: auto` takes zero1" in note for note in answer_notes(found))
+    assert Question(shape=SHAPE, hardware=H100, devices=8).layouts() == ("zero1", "zero3")
+
+
+def test_simulated_ranks_hold_what_runs_hold() -> None:
+    """The loss of a run on GPUs makes 2,048 tokens at once, of large vocabularies more logits than on CPUs."""
+    memory = Question(shape=SHAPE, hardware=H100, devices=8).memory("zero3")
+    assert memory.logits_at_once == logits_at_once(SHAPE.vocab, on_gpus=True) > LOGITS_AT_ONCE
 
 
 def test_answer_says_what_a_gpu_holds_where_a_sequence_is_too_long() -> None:

@@ -2,30 +2,14 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, step_memory
-from lengthwise.simulator.rivals import Traffic, lock_step, packed, padded, recomputing, sharded_traffic
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, sharded_traffic, step_memory
+from lengthwise.cost.ending import Traffic
+from lengthwise.simulator.rivals import lock_step, packed, padded, recomputing
 
 FREE = Traffic(layers=2, gather_seconds=0.0, reduce_seconds=0.0)
 LINEAR = Cost(linear_seconds=1.0, fixed_seconds=0.5)
-
-
-def test_microbatch_hides_transfers_behind_the_layer_before() -> None:
-    """Of four layers, the first gather, and in backward the last reduction, are all that shows."""
-    traffic = Traffic(layers=4, gather_seconds=1.0, reduce_seconds=2.0)
-    forward, backward = np.array([8.0]), np.array([16.0])  # 2 and 4 a layer, more than 1 and 1 + 2
-    assert traffic.microbatch_seconds(forward, backward) == pytest.approx([(1 + 8) + (1 + 16 + 2)])
-
-
-def test_microbatch_waits_for_transfers_that_take_longer() -> None:
-    traffic = Traffic(
-        layers=4, gather_seconds=3.0, reduce_seconds=2.0, rest_gather_seconds=10.0, rest_reduce_seconds=20.0
-    )
-    there = 3 + 3 * 3 + 2  # gather, three layers behind gathers, the last layer
-    back = 3 + 3 * 5 + 4 + 2  # gather, three behind gather and reduction, the last layer, its reduction
-    assert traffic.microbatch_seconds(np.array([8.0]), np.array([16.0])) == pytest.approx([10 + there + back + 20])
 
 
 def test_traffic_is_bytes_over_links() -> None:

@@ -55,7 +55,7 @@ def test_a_pipeline_keeps_no_more_microbatches_than_it_has(sequences: int, kept:
     memory = step_memory(SHAPE, HARDWARE, 16, stages=4)
     (step,) = result.steps
     assert step.memory_bytes == memory.state_bytes() + memory.microbatch_bytes(8192, kept=kept)
-    assert step.memory_bytes == pytest.approx(memory.state_bytes() + kept * 8192 * memory.saved_bytes("none"), rel=0.05)
+    assert step.memory_bytes == pytest.approx(memory.state_bytes() + kept * 8192 * memory.saved_bytes("none"), rel=0.08)
 
 
 def test_study_compares_on_the_same_batches() -> None:

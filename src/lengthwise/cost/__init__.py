@@ -26,6 +26,7 @@ from lengthwise.cost.passes import Pass
 from lengthwise.cost.shapes import SHAPE_NAMES, named_shape, shape_from_config
 from lengthwise.cost.sharding import ShardChoice, choose_shard, ranks_of_node, wanted_tokens
 from lengthwise.cost.terms import Cost
+from lengthwise.cost.traffic import sharded_cost, sharded_traffic
 
 __all__ = [
     "DTYPE_BYTES",
@@ -60,6 +61,8 @@ __all__ = [
     "ranks_of_node",
     "recompute_capacities",
     "shape_from_config",
+    "sharded_cost",
+    "sharded_traffic",
     "state_bytes",
     "step_flops",
     "step_memory",

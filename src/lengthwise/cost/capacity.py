@@ -14,7 +14,7 @@ from lengthwise.core.names import counted
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.hardware import Hardware
-from lengthwise.cost.memory import StepMemory
+from lengthwise.cost.memory import StepMemory, logits_at_once
 
 RESERVED = 0.1  # of device memory: transfers, workspace, fragments
 STEP_TOKENS = 128  # of which capacities are multiples
@@ -23,7 +23,10 @@ STEP_TOKENS = 128  # of which capacities are multiples
 def step_memory(
     shape: ModelShape, hardware: Hardware, ranks: int, *, tensor: int = 1, stages: int = 1, virtual: int = 1
 ) -> StepMemory:
-    """Return what steps hold on a kind of device, for ranks of `tensor` x `stages` devices each, the loss in chunks."""
+    """Return what steps hold on a kind of device, for ranks of `tensor` x `stages` devices each, the loss in chunks.
+
+    Chunks are as runs make them there.
+    """
     return StepMemory(
         shape=shape,
         dtype_bytes=hardware.compute_dtype_bytes,
@@ -32,6 +35,7 @@ def step_memory(
         stages=stages,
         virtual=virtual,
         fused_norms=hardware.fused_norms,
+        logits_at_once=logits_at_once(shape.vocab, on_gpus=hardware.name != "cpu"),
     )
 
 

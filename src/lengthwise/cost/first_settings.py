@@ -13,7 +13,7 @@ from lengthwise.core.names import counted
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.capacity import recompute_capacities, step_memory
 from lengthwise.cost.hardware import Hardware
-from lengthwise.cost.memory import StepMemory, logits_at_once
+from lengthwise.cost.memory import StepMemory
 from lengthwise.cost.sharding import choose_shard, more_ranks, wanted_tokens, with_adapters
 
 _LORA_RATE = 2e-4
@@ -44,7 +44,7 @@ def first_settings(shape: ModelShape, hardware: Hardware, ranks: int, longest_to
     Raises:
         ConfigError: not even adapters fit; names the fewest ranks that do, by powers of two.
     """
-    whole = _whole(shape, hardware, ranks)
+    whole = step_memory(shape, hardware, ranks)
     for memory in (whole, with_adapters(whole)):
         if (found := _fitting(memory, hardware, longest_tokens)) is not None:
             laid, capacities = found
@@ -69,14 +69,8 @@ def first_settings(shape: ModelShape, hardware: Hardware, ranks: int, longest_to
 
 
 def _fits(shape: ModelShape, hardware: Hardware, ranks: int, longest_tokens: int) -> bool:
-    whole = _whole(shape, hardware, ranks)
+    whole = step_memory(shape, hardware, ranks)
     return any(_fitting(each, hardware, longest_tokens) is not None for each in (whole, with_adapters(whole)))
-
-
-def _whole(shape: ModelShape, hardware: Hardware, ranks: int) -> StepMemory:
-    """Return what steps of the whole model hold, the loss in chunks as a run makes them on these devices."""
-    at_once = logits_at_once(shape.vocab, on_gpus=hardware.name != "cpu")
-    return replace(step_memory(shape, hardware, ranks), logits_at_once=at_once)
 
 
 def _fitting(

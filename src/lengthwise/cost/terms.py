@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.sizes import is_number
 from lengthwise.cost.choices import Choice, Choices
-from lengthwise.cost.ending import Ending
+from lengthwise.cost.ending import Ending, Traffic
 from lengthwise.cost.links import Floats, Link, Numbers, Reach, Whole, least_reach, reach_of
 from lengthwise.cost.passes import BACKWARD, FORWARD, Pass, Work, parts_by_shares, passes, passes_seconds
 
@@ -65,6 +65,7 @@ class Cost:
     copy_bytes_per_second: to or from the host, one direction, with the node's other ranks copying too.
     host_bytes: a device's part of the host's memory, for what is offloaded.
     reduced_bytes: gradients and parameters that the step's end moves, a rank; ending: what else it costs.
+    traffic: what every wave gathers and sums where parameters are sharded; None: they are not.
     stages: pipeline stages of a rank; coefficients are those of one stage.
     stage_bytes: of a token's activations, sent on from a stage to the next, between nodes.
     choices: what pieces may choose whose `Choice` is not given.
@@ -99,6 +100,7 @@ class Cost:
     host_bytes: float = inf
     reduced_bytes: float = 0.0
     ending: Ending = _NO_ENDING
+    traffic: Traffic | None = None
     stages: int = 1
     stage_bytes: float = 0.0
     choices: Choices = _NOTHING
@@ -305,6 +307,13 @@ class Cost:
         if ranks > self.ranks_per_node:
             rate = min(rate, self.far.bytes_per_second * self.ranks_per_node, self.uplink_bytes_per_second)
         return self.ending.seconds(self.reduced_bytes, ranks, rate)
+
+    def wave_seconds(self, seconds: Numbers, recompute: str) -> Numbers:
+        """Return how long waves take whose slowest ranks compute so long: with the gathers that nothing hides."""
+        if self.traffic is None:
+            return seconds
+        share = self.forward_share(recompute)
+        return self.traffic.wave_seconds(share * seconds, (1 - share) * seconds)
 
     def stage_send_seconds(self, held: Floats) -> Floats:
         """Return the seconds from one stage to the next of the activations of `held` tokens, an entry a rank."""

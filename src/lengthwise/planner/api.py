@@ -61,6 +61,7 @@ def plan_step(tokens: Sequence[int], cluster: Cluster, cost: Cost, options: Plan
     if asked.heads not in CHOICES:  # a group of a number may be quicker than none; no split is quicker than the best
         request = replace(request, cost=replace(widest, choices=replace(widest.choices, splits_heads=True)))
     bound = _bound_of(chosen.plan, request)
+    bound = request.in_waves(bound) if asked.mode == "waves" else bound
     notes = {"planner": asked.planner, "predicted_seconds": chosen.seconds, "bound_seconds": bound}
     unequal = {} if paces is None else {"speeds": speed_runs(paces)}
     return replace(chosen.plan, notes={**notes, "cost": cost.version, **unequal})

@@ -7,7 +7,7 @@ from typing import Any
 
 from lengthwise.report.figures import count, seconds
 from lengthwise.simulator import MODEL_ERROR, gain_over
-from lengthwise.simulator.answer import OURS, Answer, Row, Settings
+from lengthwise.simulator.answer import LAYOUTS, OURS, Answer, Row, Settings
 
 _NAME, _STEP, _RATIO, _MEMORY = 21, 9, 7, 7  # columns of the table; settings take the rest
 _MOST = 80
@@ -102,6 +102,13 @@ def answer_notes(answer: Answer) -> list[str]:
     if answer.sorted_seconds and other and ours.step_seconds and answer.sorted_seconds < 0.97 * other.mean_seconds:
         took = seconds(answer.sorted_seconds)
         notes.append(f"FSDP2 with packs sorted by work, which needs your own sampler: {took}.")
+    took = [
+        f"{name} {seconds(row.mean_seconds)}"
+        for name, row in zip(LAYOUTS, answer.layouts, strict=False)
+        if row.step_seconds
+    ]
+    if len(answer.layouts) > 1 and took:
+        notes.append(f"Layouts of Lengthwise: {', '.join(took)}; `shard: auto` takes {answer.auto or 'none'}.")
     return notes
 
 
@@ -111,6 +118,10 @@ def answer_json(answer: Answer, sentence: str) -> dict[str, Any]:
         "sentence": sentence,
         "kernel": answer.kernel,
         "sorted_seconds": answer.sorted_seconds,
+        "layouts": {
+            name: list(row.step_seconds) or row.refusal for name, row in zip(LAYOUTS, answer.layouts, strict=False)
+        },
+        "auto": answer.auto,
         "rows": [
             {
                 "name": row.name,

@@ -14,7 +14,15 @@ from lengthwise.config import MEASURE_AT_START, MEASURE_NOTHING, DataSource, Run
 from lengthwise.core.errors import Collector, ConfigError, DataError
 from lengthwise.core.measurements import Precision
 from lengthwise.core.plan import Plan
-from lengthwise.cost import Cost, hardware_of_gpu, logits_at_once, shape_from_config
+from lengthwise.cost import (
+    DTYPE_BYTES,
+    Cost,
+    StepMemory,
+    hardware_of_gpu,
+    logits_at_once,
+    shape_from_config,
+    sharded_cost,
+)
 from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
 from lengthwise.engine.activations import check_offload
@@ -216,11 +224,18 @@ class Job:
         """What plans the steps of this run."""
         config, shape = self.config, shape_from_config(self.model.config.to_dict())
         ratio = config.offload.ratio if config.offload else "off"
-        stages = config.stages
+        stages, in_step = config.stages, config.ranks_in_step(self.ranks)
+        cost = self.measured_cost
+        if cost is None:
+            cost = base_cost(shape, self.hardware, precision=config.precision, adapters=self.adapters, stages=stages)
+        if in_step > 1:
+            memory = StepMemory(
+                shape=shape, dtype_bytes=DTYPE_BYTES[self.precision], ranks=self.ranks, trained=self.adapters
+            )
+            cost = sharded_cost(cost, memory, group=in_step)
         return StepPlanning(
             ranks=self.replicas,
-            cost=self.measured_cost
-            or base_cost(shape, self.hardware, precision=config.precision, adapters=self.adapters, stages=stages),
+            cost=cost,
             capacities=self.capacities,
             measured=self.measured_capacities,
             options=PlanOptions(

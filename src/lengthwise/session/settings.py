@@ -20,12 +20,14 @@ from lengthwise.config.problems import find_problems
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import (
+    DTYPE_BYTES,
     Cost,
     StepMemory,
     choose_shard,
     hardware_of_gpu,
     ranks_of_node,
     shape_from_config,
+    sharded_cost,
     wanted_tokens,
 )
 from lengthwise.cost.measured import base_cost, cost_from_measurements
@@ -262,6 +264,11 @@ def planning_of(engine: Engine, sharded: ShardedInPlace | None, cost: Cost, sett
         measured = _measured(engine, settings, kept_bytes=kept, end_bytes=end, trains=True)
         sharded.parameters.clear_gradients()
         capacities = dict(measured.plain)
+    in_step = 1 if engine.parameters is None else engine.parameters.ranks_in_step
+    if in_step > 1:
+        shape, narrow = shape_from_config(engine.config.to_dict()), DTYPE_BYTES[PRECISIONS[settings.dtype]]
+        memory = StepMemory(shape=shape, dtype_bytes=narrow, ranks=engine.transport.world_size)
+        cost = sharded_cost(cost, memory, group=in_step)
     return StepPlanning(
         ranks=engine.transport.world_size,
         cost=cost,
@@ -269,7 +276,7 @@ def planning_of(engine: Engine, sharded: ShardedInPlace | None, cost: Cost, sett
         measured=measured,
         options=PlanOptions(
             planner=settings.planner,
-            mode="waves" if engine.parameters is not None and engine.parameters.ranks_in_step > 1 else "free",
+            mode="waves" if in_step > 1 else "free",
             layers=engine.config.num_hidden_layers,
             heads=settings.heads,
             offload=ratio if isinstance(ratio, str) else "off",

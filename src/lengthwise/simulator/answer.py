@@ -2,10 +2,11 @@
 
 Four ways to train on the same devices, none with tensor parallelism or stages: FSDP2 with padding, with packing, and
 with one size of ring for all packs (context parallelism as trainers have it), in lock-step (`rivals`); and Lengthwise
-with whole parameters on each rank (zero1) or sharded ones in lock-step (zero3), the better of the two.
+with whole parameters on each rank (zero1), or sharded ones in lock-step, over all ranks (zero3) or those of a node
+(hybrid), the best of these. Waves of hybrid are priced as if all nodes ran in lock-step, which is the most they take.
 
 Settings are tried on the batch of most work: recomputation, what a device holds in a microbatch, sequences of a padded
-one, size of the rings; the best of them then runs all batches. Cost: under two seconds for 8 devices.
+one, size of the rings; the best of them then runs all batches. Cost: a few seconds for 8 devices.
 """
 
 from __future__ import annotations
@@ -16,15 +17,26 @@ from functools import cached_property
 from itertools import product
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lengthwise.core.errors import ConfigError, PlanError
+from lengthwise.core.errors import ConfigError, MemoryShortage, PlanError
 from lengthwise.core.plan import RECOMPUTE_KINDS, Plan
 from lengthwise.core.shape import Cluster, ModelShape
 from lengthwise.core.timeline import Timeline
-from lengthwise.cost import STEP_TOKENS, Cost, Hardware, StepMemory, all_terms_cost, recompute_capacities, step_memory
+from lengthwise.cost import (
+    STEP_TOKENS,
+    Cost,
+    Hardware,
+    StepMemory,
+    all_terms_cost,
+    choose_shard,
+    recompute_capacities,
+    sharded_cost,
+    sharded_traffic,
+    step_memory,
+    wanted_tokens,
+)
 from lengthwise.planner import PLANNING_SHARE, PlanOptions, plan_step
-from lengthwise.simulator.rivals import LockStep, lock_step, packed, padded, recomputing, sharded_traffic
+from lengthwise.simulator.rivals import LockStep, lock_step, packed, padded, recomputing
 from lengthwise.simulator.step import simulate_plan
 
 PADDED, PACKED, ONE_RING, OURS = "FSDP2, padded", "FSDP2, packed", "FSDP2, one ring size", "Lengthwise"
@@ -33,7 +45,7 @@ _RIVAL_KINDS = RECOMPUTE_KINDS  # torchtitan's selective checkpointing keeps att
 _SHARES = (1.0, 0.5, 0.25)  # of the tokens that fit, that a device may hold in a microbatch
 _MORE_MICROBATCHES = (0, 1, 2, 4, 8)  # of packs, than the fewest that hold a batch
 _FILLED = 0.98  # of a pack, as packing whole sequences leaves it
-_MODES = {"zero1": "free", "zero3": "waves"}  # how parameters lie over the ranks, and what plans it then runs
+LAYOUTS = ("zero1", "zero3", "hybrid")  # of parameters over the ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +102,10 @@ class Row:
 class Answer:
     """The rows of ways that exist on these devices, ours last.
 
-    sorted_seconds: what the quickest FSDP2 row with packs would take, mean of batches, if packs of like work ran side
-    by side, which is no trainer's habit; None: none fits. kernel: whose speed of attention was taken.
+    layouts: the rows of Lengthwise at each layout that exists here, in the order of `LAYOUTS`. auto: the one that
+    `shard: auto` takes; "": none fits. sorted_seconds: what the quickest FSDP2 row with packs would take, mean of
+    batches, if packs of like work ran side by side, which is no trainer's habit; None: none fits. kernel: whose speed
+    of attention was taken.
     """
 
     rows: tuple[Row, ...]
@@ -99,6 +113,8 @@ class Answer:
     hardware: str
     kernel: str
     batch_tokens: int
+    layouts: tuple[Row, ...] = ()
+    auto: str = ""
     sorted_seconds: float | None = None
 
     @property
@@ -134,10 +150,31 @@ class Question:
         """Of one device a rank."""
         return self.cost or all_terms_cost(self.shape, self.hardware, adapters=self.adapters)
 
+    def costs_of(self, layout: str) -> Cost:
+        """Return the costs of ranks whose parameters lie so."""
+        if layout == "zero1":
+            return self.costs
+        group = self.costs.ranks_per_node if layout == "hybrid" else None
+        return sharded_cost(self.costs, replace(self.memory("zero3"), ranks=self.devices), group=group)
+
     def memory(self, layout: str) -> StepMemory:
-        """Return what a device holds with parameters that lie so."""
-        whole = step_memory(self.shape, self.hardware, self.devices)
-        return replace(whole, shard=layout, trained=self.adapters)
+        """Return what a device holds with parameters that lie so; hybrid: at most, as zero3 on one node."""
+        ranks = min(self.devices, self.costs.ranks_per_node) if layout == "hybrid" else self.devices
+        whole = step_memory(self.shape, self.hardware, ranks)
+        return replace(whole, shard="zero1" if layout == "zero1" else "zero3", trained=self.adapters)
+
+    def layouts(self) -> tuple[str, ...]:
+        """Return the layouts that differ here."""
+        is_node = self.devices <= self.costs.ranks_per_node
+        return LAYOUTS[:1] if self.devices == 1 else LAYOUTS[:2] if is_node else LAYOUTS
+
+    def auto(self, longest: int) -> str:
+        """Return the layout that a run takes by itself, by memory; "": it fits in none."""
+        tokens = self.capacity_tokens or wanted_tokens(self.devices, longest=longest)
+        try:
+            return choose_shard(self.memory("zero1"), self.hardware.device_bytes, tokens=tokens).shard
+        except MemoryShortage:
+            return ""
 
     def capacities(self, layout: str, kinds: Sequence[str]) -> Mapping[str, int]:
         """Return the tokens that a device holds for each kind that leaves room; none: an empty mapping."""
@@ -158,19 +195,37 @@ class Question:
 
 def answer(batches: Sequence[Sequence[int]], question: Question) -> Answer:
     """Compare the four ways on the same batches, entry i of each the length of sequence i in tokens."""
-    heaviest = max(batches, key=lambda tokens: float(question.costs.compute_seconds(np.array(tokens)).sum()))
-    longest = max(map(max, batches))
+    heaviest, longest = _heaviest(batches, question), max(map(max, batches))
     names = RIVALS if question.devices > 1 else RIVALS[:-1]
     rows = [_rival(name, batches, heaviest, longest, question) for name in names]
     in_order = [_rival(name, batches, heaviest, longest, question, in_order=True) for name in names if name != PADDED]
+    ours = compare_layouts(batches, question)
+    fitting = [row for row in ours if row.step_seconds]
     return Answer(
-        rows=(*rows, _ours(batches, heaviest, longest, question)),
+        rows=(*rows, min(fitting, key=lambda row: row.mean_seconds, default=ours[-1])),
+        layouts=tuple(ours),
+        auto=question.auto(longest),
         sorted_seconds=min((row.mean_seconds for row in in_order if row.step_seconds), default=None),
         devices=question.devices,
         hardware=question.hardware.name,
         kernel="" if question.cost else question.hardware.kernel,
         batch_tokens=round(sum(map(sum, batches)) / len(batches)),
     )
+
+
+def compare_layouts(batches: Sequence[Sequence[int]], question: Question) -> list[Row]:
+    """Run Lengthwise with each layout that exists here, in the order of `LAYOUTS`."""
+    heaviest, longest = _heaviest(batches, question), max(map(max, batches))
+    rows: list[Row] = []
+    for layout in question.layouts():
+        like = rows[-1].settings if layout == "hybrid" else None  # which gathers in the same waves as zero3
+        asked = question if like is None else replace(question, kinds=[like.recompute])
+        rows.append(_ours(layout, batches, heaviest, longest, asked))
+    return rows
+
+
+def _heaviest(batches: Sequence[Sequence[int]], question: Question) -> Sequence[int]:
+    return max(batches, key=lambda tokens: float(question.costs.compute_seconds(np.array(tokens)).sum()))
 
 
 def _rival(
@@ -240,9 +295,9 @@ def run_rival(tokens: Sequence[int], settings: Settings, question: Question) -> 
     return lock_step(microbatches, question.devices, degree, cost, traffic)
 
 
-def _too_long(name: str, longest: int, capacities: Mapping[str, int], question: Question) -> str:
+def _too_long(name: str, longest: int, capacities: Mapping[str, int], question: Question, layout: str = "zero3") -> str:
     if not capacities:
-        states = question.memory("zero3").state_bytes() / 1e9
+        states = question.memory(layout).state_bytes() / 1e9
         return f"no room beside {states:.0f} GB of parameters and states on each GPU"
     most = max(capacities.values())
     if name == ONE_RING:
@@ -262,9 +317,11 @@ def _stretches_in_lock_step(run: LockStep, degree: int) -> tuple[Stretch, ...]:
     )
 
 
-def _ours(batches: Sequence[Sequence[int]], heaviest: Sequence[int], longest: int, question: Question) -> Row:
-    """Run Lengthwise at its best settings: offloading only where nothing holds the sequences without."""
-    ways = list(_our_settings(question))
+def _ours(
+    layout: str, batches: Sequence[Sequence[int]], heaviest: Sequence[int], longest: int, question: Question
+) -> Row:
+    """Run Lengthwise with a layout at its best settings: offloading only where nothing holds the sequences without."""
+    ways = list(_our_settings(layout, question))
     for offload in ("off", "auto"):
         tried = []
         for number, way in enumerate(ways):
@@ -286,21 +343,15 @@ def _ours(batches: Sequence[Sequence[int]], heaviest: Sequence[int], longest: in
                 stretches=_stretches(runs[0]),
                 degrees=_degrees(runs[0].plan),
             )
-    return Row(name=OURS, refusal=_too_long(ONE_RING, longest, _most(question), question))
+    held = question.capacities(layout, RECOMPUTE_KINDS)
+    return Row(name=OURS, refusal=_too_long(ONE_RING, longest, held, question, layout))
 
 
-def _our_settings(question: Question) -> Iterator[Settings]:
-    layouts = _MODES if question.devices > 1 else ("zero1",)
-    for layout in layouts:
-        for (kind, whole), share in product(question.capacities(layout, RECOMPUTE_KINDS).items(), question.shares()):
-            held = whole if share == 1.0 else int(whole * share) // STEP_TOKENS * STEP_TOKENS
-            if held:
-                yield Settings(recompute=kind, capacity_tokens=held, layout=layout)
-
-
-def _most(question: Question) -> Mapping[str, int]:
-    zero1, zero3 = (question.capacities(layout, RECOMPUTE_KINDS) for layout in _MODES)
-    return max(zero1, zero3, key=lambda each: max(each.values(), default=0))
+def _our_settings(layout: str, question: Question) -> Iterator[Settings]:
+    for (kind, whole), share in product(question.capacities(layout, RECOMPUTE_KINDS).items(), question.shares()):
+        held = whole if share == 1.0 else int(whole * share) // STEP_TOKENS * STEP_TOKENS
+        if held:
+            yield Settings(recompute=kind, capacity_tokens=held, layout=layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,7 +361,6 @@ class OurStep:
     plan: Plan
     timeline: Timeline
     seconds: float
-    starts: NDArray[np.float64]
     memory_bytes: float
 
 
@@ -322,12 +372,15 @@ def run_ours(tokens: Sequence[int], settings: Settings, question: Question, *, o
     """
     layout = settings.layout or "zero1"
     options = PlanOptions(
-        mode=_MODES[layout], recompute=settings.recompute, layers=question.shape.layers, heads="auto",
-        offload=offload, planning_share=PLANNING_SHARE,
+        mode="free" if layout == "zero1" else "waves", recompute=settings.recompute, layers=question.shape.layers,
+        heads="auto", offload=offload, planning_share=PLANNING_SHARE,
     )  # fmt: skip
-    cluster = Cluster(ranks=question.devices, capacity_tokens=settings.capacity_tokens)
-    plan = plan_step(tokens, cluster, question.costs, options)
-    timeline = simulate_plan(plan, question.costs)
+    cluster, costs = (
+        Cluster(ranks=question.devices, capacity_tokens=settings.capacity_tokens),
+        question.costs_of(layout),
+    )
+    plan = plan_step(tokens, cluster, costs, options)
+    timeline = simulate_plan(plan, costs)
     memory = question.memory(layout)
     kept = np.array([each.offload for each in plan.microbatches])[timeline.microbatch]
     largest = memory.microbatch_bytes(timeline.held_tokens, settings.recompute, kept)
@@ -336,20 +389,7 @@ def run_ours(tokens: Sequence[int], settings: Settings, question: Question, *, o
         remedy = "Use more devices, or hardware with more memory."
         expected, got = f"at most {question.hardware.device_bytes / 1e9:.1f} GB", f"{needed / 1e9:.1f} GB"
         raise PlanError("memory of a device", expected=expected, got=got, remedy=remedy)
-    starts, _ = timeline.microbatch_spans(len(plan.microbatches))
-    seconds = timeline.step_seconds
-    if layout == "zero3":  # plans of waves know no gathers
-        took = _waves_seconds(timeline, len(plan.microbatches), question)
-        starts, seconds = np.concatenate(([0.0], np.cumsum(took)[:-1])), float(took.sum())
-    return OurStep(plan=plan, timeline=timeline, seconds=seconds, starts=starts, memory_bytes=needed)
-
-
-def _waves_seconds(timeline: Timeline, waves: int, question: Question) -> NDArray[np.float64]:
-    """Return how long each wave takes with the gathers and sums of sharded parameters; entry k of wave k."""
-    forward, backward = np.zeros(waves), np.zeros(waves)
-    np.maximum.at(forward, timeline.microbatch, timeline.forward - timeline.start)
-    np.maximum.at(backward, timeline.microbatch, timeline.end - timeline.backward)
-    return sharded_traffic(question.memory("zero3"), question.costs).microbatch_seconds(forward, backward)
+    return OurStep(plan=plan, timeline=timeline, seconds=timeline.step_seconds, memory_bytes=needed)
 
 
 def _degrees(plan: Plan) -> tuple[tuple[int, int], ...]:
@@ -359,11 +399,10 @@ def _degrees(plan: Plan) -> tuple[tuple[int, int], ...]:
 
 def _stretches(run: OurStep) -> tuple[Stretch, ...]:
     timeline = run.timeline
-    begins, _ = timeline.microbatch_spans(len(run.plan.microbatches))
     found = []
     for row, number in enumerate(timeline.microbatch.tolist()):
         rank = int(timeline.rank[row])
-        start = float(run.starts[number] + timeline.start[row] - begins[number])
+        start = float(timeline.start[row])
         pieces = [piece for piece in run.plan.microbatches[number].pieces if rank in piece.ranks]
         kind = "ring" if any(piece.degree > 1 for piece in pieces) else "local"
         found.append(Stretch(rank=rank, start=start, end=start + float(timeline.busy_seconds[row]), kind=kind))

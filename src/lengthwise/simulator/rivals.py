@@ -1,72 +1,25 @@
 """What steps take with what most people use today: FSDP2 in lock-step, with padding, packing, or one size of ring.
 
-Parameters lie over all devices. In each microbatch a layer is gathered before its forward and again before its
-backward, and its gradients are reduced and scattered after it, all beside the computation of the layer before it:
-
-    forward   g + (L - 1) max(f, g) + f
-    backward  g + (L - 1) max(b, g + r) + b + r
-
-of L layers, f and b seconds of one layer's passes on the slowest device, g of a gather, r of a reduction; embedding and
-head are gathered and reduced before and after, hidden by nothing. All devices run microbatch k side by side, and so
-wait for the slowest of them. Memory is that of `cost.memory` for sharded parameters. Costs: milliseconds a setting.
+Parameters lie over all devices, gathered and summed as `cost.ending.Traffic` has it; embedding and head are gathered
+and reduced before and after, hidden by nothing. All devices run microbatch k side by side, and so wait for the slowest
+of them. Memory is that of `cost.memory` for sharded parameters. Costs: milliseconds a setting.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.cost import Cost, StepMemory
-from lengthwise.cost.analytic import GRADIENT_BYTES
+from lengthwise.cost import Cost
 from lengthwise.cost.choices import Choices
-from lengthwise.cost.ending import Ending
+from lengthwise.cost.ending import Traffic
 
 Floats = NDArray[np.float64]
 _SEED = 0  # of the order in which a trainer comes to its packs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """Seconds in which sharded parameters and gradients travel; `rest`: embedding and head, in no layer."""
-
-    layers: int
-    gather_seconds: float
-    reduce_seconds: float
-    rest_gather_seconds: float = 0.0
-    rest_reduce_seconds: float = 0.0
-
-    def microbatch_seconds(self, forward: Floats, backward: Floats) -> Floats:
-        """Return how long microbatches take; entry i computes `forward[i]` and `backward[i]` seconds in all layers."""
-        layers, gather, reduce = self.layers, self.gather_seconds, self.reduce_seconds
-        f, b = forward / layers, backward / layers
-        there = gather + (layers - 1) * np.maximum(f, gather) + f
-        back = gather + (layers - 1) * np.maximum(b, gather + reduce) + b + reduce
-        return self.rest_gather_seconds + there + back + self.rest_reduce_seconds
-
-
-def sharded_traffic(memory: StepMemory, cost: Cost) -> Traffic:
-    """Return what travels in a microbatch of a model of these states, over the links of `cost`.
-
-    Parameters travel in the model's numbers, gradients in fp32; of what does not train there are no gradients.
-    """
-    layer, rest = memory.layer_params()
-    trains = 1.0 if memory.trained is None else memory.trained / (layer * memory.shape.layers)
-    trains_rest = memory.trained is None
-
-    def seconds(moved_bytes: float) -> float:
-        return replace(cost, reduced_bytes=moved_bytes, ending=Ending()).step_end_seconds(memory.ranks)
-
-    return Traffic(
-        layers=memory.shape.layers,
-        gather_seconds=seconds(layer * memory.dtype_bytes),
-        reduce_seconds=seconds(layer * trains * GRADIENT_BYTES),
-        rest_gather_seconds=seconds(rest * memory.dtype_bytes),
-        rest_reduce_seconds=seconds(rest * trains_rest * GRADIENT_BYTES),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +59,7 @@ def lock_step(microbatches: Sequence[Sequence[int]], ranks: int, degree: int, co
     slowest, share = busy.max(axis=1), cost.forward_share(cost.choices.recompute)
     return LockStep(
         busy_seconds=busy,
-        seconds=traffic.microbatch_seconds(share * slowest, (1 - share) * slowest),
+        seconds=traffic.wave_seconds(share * slowest, (1 - share) * slowest),
         held_tokens=max(-(-sum(each) // degree) for each in microbatches),
     )
 

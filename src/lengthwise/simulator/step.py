@@ -61,7 +61,11 @@ def _run_flat(plan: Plan, cost: Cost, clocks: list[MicrobatchClocks]) -> Timelin
     starts = []
     for each in clocks:
         where = np.array(each.ranks)
-        starts.append(float(free.max() if plan.schedule["kind"] == "waves" else free[where].max()))
+        start = float(free.max() if plan.schedule["kind"] == "waves" else free[where].max())
+        if cost.traffic is not None and plan.schedule["kind"] == "waves":  # gathers that nothing hides come first
+            passes = (float(seconds.max()) for seconds in (each.forward, each.total - each.forward))
+            start += float(cost.traffic.wave_seconds(*passes)) - float(each.total.max())
+        starts.append(start)
         free[where] = starts[-1] + each.total
     start = np.repeat(starts, [len(each.ranks) for each in clocks])
     forward = start + np.concatenate([each.forward for each in clocks])

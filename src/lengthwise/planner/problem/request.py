@@ -10,6 +10,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from lengthwise.core.held import ROUNDING_TOKENS
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
@@ -23,6 +24,7 @@ from lengthwise.planner.problem.degrees import (
     most_degrees,
     useful_degrees,
 )
+from lengthwise.planner.problem.lengths import ROUNDING
 from lengthwise.planner.problem.topology import Extras, Topology
 
 
@@ -164,6 +166,32 @@ class PlanRequest:
         if self.cost.fixed_seconds == 0:
             return self.bound_seconds
         return max(self.least_seconds(shared_launches=True), self._launches_seconds)
+
+    def in_waves(self, seconds: float) -> float:
+        """Return the least that waves take of a step that without lock-step takes `seconds`, with what they gather.
+
+        What a wave takes is convex in what its slowest rank computes, so as few as hold all tokens, and even ones, take
+        least. They cannot be even where one sequence sets a wave.
+        """
+        held = self.cluster.ranks * (self.most_held_tokens + ROUNDING_TOKENS)
+        waves = -(-int(self.lengths.sum()) // held)
+        if self.speeds is None:
+            seconds = max(seconds, self._with_longest_seconds(held) + waves * self.cost.fixed_seconds)
+        return waves * float(self.cost.wave_seconds(seconds / waves, self.cost.choices.recompute))
+
+    def _with_longest_seconds(self, held_tokens: int) -> float:
+        """Bound what waves compute by the one that the longest sequence sets; launches left out.
+
+        That one lasts as long as this sequence at its quickest degree. In the meantime ranks do other work, but no more
+        than the tokens hold that are together on all of them, of most work each.
+        """
+        longest, alone = int(self.lengths.argmax()), self.cost.compute_seconds(self.lengths)
+        degrees = np.arange(int(self.fewest_degrees[longest]), self.cluster.ranks + 1)
+        seconds = self.cost.ring_piece_seconds(np.full_like(degrees, self.lengths[longest]), degrees).min()
+        densest = np.argsort(-alone / self.lengths)
+        tokens, work = (np.concatenate(([0], np.cumsum(each[densest]))) for each in (self.lengths, alone))
+        beside = min(self.cluster.ranks * seconds, np.interp(held_tokens, tokens, work))
+        return float(seconds + (work[-1] - beside) / self.cluster.ranks * (1 - ROUNDING))
 
     @cached_property
     def packed_bound_seconds(self) -> float:

@@ -51,10 +51,10 @@ def score(plan: Plan, cost: Cost, *, speeds: Sequence[float] | None = None) -> S
     `speeds` has one entry a rank (default: those that the plan's notes tell, else 1): a piece takes as long as its
     slowest rank needs for its share, and its launch as long as on that rank.
 
-    In a plan of kind `waves` it starts when every rank of the cluster is free. Where a rank is a pipeline of p stages
-    (of the costs, or of a plan of kind `pipeline`), these seconds are those of each stage, and all stages run
-    interleaved 1F1B (`stage_order`, `stage_clocks`) with messages that take no time. For m microbatches of equal t on
-    each rank that ends after t m + t (p - 1) / v; busy_seconds are those of one stage.
+    In a plan of kind `waves` it starts when every rank of the cluster is free, and takes what its gathers do, too.
+    Where a rank is a pipeline of p stages (of the costs, or of a plan of kind `pipeline`), these seconds are those of
+    each stage, and all stages run interleaved 1F1B (`stage_order`, `stage_clocks`) with messages that take no time. For
+    m microbatches of equal t on each rank that ends after t m + t (p - 1) / v; busy_seconds are those of one stage.
 
     Raises:
         PlanError: a feature whose time these costs do not tell: without links they know no offload, heads and
@@ -66,8 +66,11 @@ def score(plan: Plan, cost: Cost, *, speeds: Sequence[float] | None = None) -> S
     lock_step = plan.schedule["kind"] == "waves"
     free, busy = [0.0] * plan.ranks, [0.0] * plan.ranks  # lists: single entries are read and written faster
     totals: list[dict[int, float]] = []
-    for total in _rank_seconds(plan, cost, speeds):
+    for microbatch, total in zip(plan.microbatches, _rank_seconds(plan, cost, speeds), strict=True):
         start = max(free) if lock_step else max(map(free.__getitem__, total))
+        if lock_step and cost.traffic is not None:
+            slowest = max(total.values())
+            start += float(cost.wave_seconds(slowest, _recompute(microbatch, cost))) - slowest
         for rank, seconds in total.items():
             free[rank] = start + seconds
             busy[rank] += seconds

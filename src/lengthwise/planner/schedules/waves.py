@@ -1,12 +1,14 @@
 """Plans in lock-step: every rank in every microbatch, for parameters that all ranks gather at once (FSDP, ZeRO-3).
 
-A wave is one microbatch of many pieces and lasts as long as its slowest rank; the step is the sum of its waves.
+A wave is one microbatch of many pieces and lasts as long as its slowest rank, or as what it gathers takes
+(`cost.ending.Traffic`); the step is the sum of its waves.
 
 1. For a time t the longest sequences are cut so that none takes longer, and put side by side; then every rank is filled
    up with the longest local sequences that fit.
 2. Several t are tried, longest first; kept is the first wave that is level and makes none more needed, or else the
    longest of those that lose about least.
-3. Where one sequence sets a wave at any degree, waves that begin with it are tried, too.
+3. Where one sequence sets a wave at any degree, waves that begin with it are tried, too; in small steps all that a
+   first wave may take.
 
 Costs waves x tries x (N + n); docs/decisions/waves-one-by-one.md.
 """
@@ -34,8 +36,10 @@ PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # the longest sequence is tr
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the tokens left, shortest sequences first
 _PATIENCE = (0.01, 0.003, 0.03)  # of the ranks' time; a longer wave may lose so much more than the best
 _LEVEL = 0.995  # of the ranks' time in a wave, launches left out, that is enough
-_SLACKS = (1.003, 1.02, 1.06)  # over an even share, that a wave may take
+_SLACKS = (1.003, 1.02, 1.06, 1.12, 1.25, 1.4)  # over an even share, that a wave may take
+_LONGER = (1.0, 1.005, 1.01, 1.025, 1.06)  # than the longest sequence takes at its quickest degree
 _AT_ONCE = 64  # sequences, at least, whose degrees are looked up together
+_FEW = 400  # sequences x ranks, up to which a step begins with a wave of each duration
 _SHORTEST = 0.2  # of an even wave, that a wave is tried to take
 
 
@@ -43,8 +47,8 @@ _SHORTEST = 0.2  # of an even wave, that a wave is tried to take
 class Wave:
     """One wave: pieces as (first rank, degree, indices), what it leaves, and shares of the ranks' time.
 
-    useful: spent on work, counting launches of waves that it makes needed besides. level: without any launch, 0 where
-    it makes more waves needed.
+    seconds: gathers included. useful: spent on work, counting what waves cost that it makes needed besides. level:
+    without launch and gathers, 0 where it makes more waves needed.
     """
 
     pieces: list[tuple[int, int, list[int]]]
@@ -67,7 +71,7 @@ def plan_waves(request: PlanRequest) -> list[Microbatch]:
         waves = _waves(builder, patience, beginning)
         if not best or _total(waves) < _total(best):
             best = waves
-        if _total(best) <= request.shared_bound_seconds * FAR:
+        if _total(best) <= request.in_waves(request.shared_bound_seconds) * FAR:
             break
     return [Microbatch(pieces=tuple(wave.written())) for wave in best]
 
@@ -81,8 +85,10 @@ def _ways(builder: _Builder) -> Iterator[tuple[float, float | None]]:
     yield _PATIENCE[0], None
     beginnings = builder.beginnings()
     yield from ((_PATIENCE[0], seconds) for seconds in beginnings)
-    if builder.launch and len(beginnings) == 1:  # no sequence sets a wave
+    if builder.overhead and len(beginnings) == 1:  # no sequence sets a wave
         yield from ((patience, None) for patience in _PATIENCE[1:])
+    if builder.ranks * len(builder.order) <= _FEW:
+        yield from ((_PATIENCE[0], seconds) for seconds in builder.times())
 
 
 def _waves(builder: _Builder, patience: float, beginning: float | None) -> list[Wave]:
@@ -123,7 +129,9 @@ class _Builder:
         self.alone = cost.compute_seconds(lengths)
         self.launch = cost.fixed_seconds
         self.tokens = int(lengths.sum())
-        self.fewest = -(-self.tokens // (self.ranks * self.capacity))
+        self.fewest = max(1, -(-self.tokens // (self.ranks * self.capacity)))
+        even = self.even_seconds
+        self.overhead = self.launch + (self._with_gathers(even) - even)  # of one wave more
         self._pool = ShortSequences(order.tolist(), lengths.tolist(), self.alone.tolist())
 
     @classmethod
@@ -158,17 +166,22 @@ class _Builder:
         """How long each of the fewest waves would be if all ranks were equally busy in all of them."""
         return self.launch + float(self.alone.sum()) / (self.ranks * self.fewest)
 
-    def beginnings(self) -> list[float]:
-        """List how long the first wave could be: where the longest sequence sets a wave, at its two quickest degrees.
+    def _with_gathers(self, seconds: float) -> float:
+        return float(self.cost.wave_seconds(seconds, self.cost.choices.recompute))
 
-        Where launches cost, also an even share of one wave more than the fewest.
+    def beginnings(self) -> list[float]:
+        """List how long the first wave could be: where the longest sequence sets a wave, little more than it takes.
+
+        It then leaves room for others on ranks that at its quickest degree would gain it nothing. Where a wave costs,
+        also an even share of one wave more than the fewest.
         """
         longest = len(self.order) - 1
-        degrees = {max(int(self.least[longest]), self.ranks // part) for part in PARTS if part <= self.ranks}
-        seconds = sorted({self._ring_seconds(longest, degree) for degree in degrees})
-        setting = seconds[:2] if seconds[0] > self.even_seconds else []
+        degrees = np.arange(int(self.least[longest]), self.ranks + 1)
+        seconds = self.cost.ring_piece_seconds(np.full_like(degrees, self.lengths[longest]), degrees).min()
+        setting = [self.launch + more * float(seconds) for more in _LONGER]
+        setting = setting if self.launch + seconds > self.even_seconds else []
         evenly = self.launch + _SLACKS[0] * float(self.alone.sum()) / (self.ranks * (self.fewest + 1))
-        return [*setting, evenly] if self.launch else setting
+        return [*setting, evenly] if self.overhead else setting
 
     def _times(self) -> Iterator[float]:
         longest = len(self.order) - 1
@@ -206,15 +219,16 @@ class _Builder:
         took = seconds - min(free)
         held += sum(rooms)
         more = max(0, 1 + -(-held // (self.ranks * self.capacity)) - self.fewest)  # waves beyond the fewest
-        spent = self.ranks * (took + more * self.launch)
+        whole = self._with_gathers(took)
+        spent = self.ranks * (whole + more * self.overhead)
         level = done / max(self.ranks * (took - self.launch), 1e-300)
         useful = done / spent if spent > 0 else 1.0  # a wave that costs nothing loses nothing
         return Wave(
             pieces=pieces,
             left=pool,
-            seconds=took,
+            seconds=whole,
             useful=useful if pieces else -1.0,
-            level=level if pieces and not (more and self.launch) else 0.0,
+            level=level if pieces and not (more and self.overhead) else 0.0,
         )
 
     def _put_rings(

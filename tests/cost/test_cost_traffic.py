@@ -1,0 +1,81 @@
+"""What a wave takes with its gathers and sums: by hand, and against the order in which the engine posts them."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from lengthwise.cost import all_terms_cost, named_hardware, named_shape, sharded_cost, sharded_traffic, step_memory
+from lengthwise.cost.ending import Traffic
+from lengthwise.engine.wave_order import END, GATHER, UnitCall, UnitKind, backward_calls, forward_calls
+
+SHAPE, H100 = named_shape("llama-3.1-8b"), named_hardware("h100")
+
+
+def test_a_wave_hides_transfers_behind_the_layer_before() -> None:
+    """Of four layers, the first gather of each pass and the last sum are all that shows."""
+    traffic = Traffic(layers=4, gather_seconds=1.0, reduce_seconds=2.0)
+    forward, backward = np.array([8.0]), np.array([16.0])  # 2 and 4 a layer, more than 1 and 1 + 2
+    assert traffic.wave_seconds(forward, backward) == pytest.approx([(1 + 8) + (1 + 16 + 2)])
+
+
+def test_a_wave_waits_for_transfers_that_take_longer() -> None:
+    """Without work it takes what all its gathers and sums do, two gathers and a sum a layer."""
+    traffic = Traffic(
+        layers=4, gather_seconds=3.0, reduce_seconds=2.0, rest_gather_seconds=10.0, rest_reduce_seconds=20.0,
+        head_gather_seconds=5.0, head_reduce_seconds=7.0,
+    )  # fmt: skip
+    assert traffic.wave_seconds(0.0, 0.0) == pytest.approx(4 * (3 + 3 + 2) + 10 + 20 + 5 + 7)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_a_wave_takes_what_the_posted_calls_take_one_after_the_other(ties: bool) -> None:
+    """One queue of calls beside the layers, posted where `wave_order` says."""
+    times = product((1, 2, 5), (0.0, 1.0, 3.0), (0.5, 2.0), (1.0, 4.0), (0.0, 2.5), (0.7, 3.5))
+    for layers, work, gather, reduce, rest, head in times:
+        head = 0.0 if ties else head
+        seconds = {GATHER: [rest, *[gather] * layers], "reduce": [2 * rest, *[reduce] * layers]}
+        units = [UnitKind(name="rest", stays=ties), *[UnitKind(name="layer", again=True)] * layers]
+        if not ties:
+            units.append(UnitKind(name="head", stays=True))
+            seconds[GATHER].append(head)
+            seconds["reduce"].append(1.5 * head)
+        traffic = Traffic(
+            layers=layers, gather_seconds=gather, reduce_seconds=reduce, rest_gather_seconds=rest,
+            rest_reduce_seconds=2 * rest, head_gather_seconds=head, head_reduce_seconds=1.5 * head,
+        )  # fmt: skip
+        assert traffic.wave_seconds(work * layers, 2 * work * layers) == pytest.approx(_run(units, seconds, work))
+
+
+def _run(units: list[UnitKind], seconds: dict[str, list[float]], work: float) -> float:
+    """Run a wave whose layers take `work` forward and twice that backward, all other units nothing."""
+    now, link = 0.0, 0.0
+    done: dict[UnitCall, float] = {}
+
+    def enter(calls: list[UnitCall], unit: int, takes: float) -> None:
+        nonlocal now, link
+        for call in calls:
+            link = max(link, now) + seconds[call.kind][call.unit]
+            done[call] = link
+        now = max(now, done.get(UnitCall(GATHER, unit), 0.0)) + takes
+
+    for number, calls in enumerate(forward_calls(units)):
+        enter(calls, number, work if units[number].again else 0.0)
+    for number, calls in backward_calls(units):
+        enter(calls, number, 0.0 if number == END else 2 * work)
+    return max(now, link)
+
+
+def test_costs_of_sharded_ranks_have_no_sum_at_the_end_but_that_of_copies() -> None:
+    """Over a node of eight parameters travel inside it; what nodes have to sum is what whole parameters would be."""
+    memory = replace(step_memory(SHAPE, H100, 64), shard="zero3")
+    plain = all_terms_cost(SHAPE, H100)
+    zero3, hybrid = sharded_cost(plain, memory), sharded_cost(plain, memory, group=8)
+    assert zero3.step_end_seconds(64) == 0.0
+    assert hybrid.step_end_seconds(64) == plain.step_end_seconds(64) > 0
+    assert zero3.traffic is not None
+    assert hybrid.traffic == sharded_traffic(replace(memory, ranks=8), plain, head_apart=True)
+    assert hybrid.traffic.gather_seconds != zero3.traffic.gather_seconds
+    assert sharded_cost(plain, replace(memory, ranks=1)) == plain
+    assert plain.wave_seconds(3.0, "none") == 3.0
