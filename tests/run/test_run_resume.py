@@ -18,6 +18,7 @@ from lengthwise.checkpoint.manifest import signed
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import OutputError
 from lengthwise.run import checkpoints
+from lengthwise.run.callbacks import Callback
 from lengthwise.run.resume import FREE_SETTINGS
 from run.small_runs import (
     Command,
@@ -177,6 +178,18 @@ def test_a_stopped_run_is_saved_where_it_stopped(tmp_path):
     with pytest.raises(lengthwise.LengthwiseError, match="Fault"):
         lengthwise.train(path, ranks=1, resume=True, callbacks=[FailsAfter(done + 3)])
     assert count_lines(tmp_path / "out/metrics.jsonl") >= done + 2
+
+
+def test_a_run_that_is_asked_to_stop_at_a_steps_end_begins_no_other(tmp_path):
+    """Asked after the ranks have shared the step's numbers, that is, while its metrics are written."""
+
+    class Stops(Callback):
+        def on_step(self, step):
+            if step.metrics.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    result = lengthwise.train(run_of(tmp_path, steps=9), callbacks=[Stops()])
+    assert (result.steps, result.stopped_by) == (2, signal.SIGTERM)
 
 
 def break_bit(path: Path) -> None:

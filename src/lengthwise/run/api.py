@@ -6,6 +6,7 @@ nothing: who wants to hear of a run gives a `Callback`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -29,7 +30,7 @@ from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import Job
 from lengthwise.run.loop import train_rank
 from lengthwise.run.metrics import TrainResult
-from lengthwise.run.resume import Resume, find_resume, has_checkpoint, has_model, torchrun_agent
+from lengthwise.run.resume import Resume, find_resume, has_checkpoint, has_model, is_finished, torchrun_agent
 from lengthwise.run.stacks import FOLDER as STACKS
 from lengthwise.run.start import Run, Start, prepare, run_ranks
 from lengthwise.run.verify import VerifyReport, verify_rank
@@ -102,10 +103,33 @@ def train(
         )
         hearing = callbacks if start.is_first else ()
         _check_restarts(max_restarts, start)
+        if (finished := _finished(start)) is not None:
+            call_back(hearing, "on_end", finished)
+            return finished
         call_back(hearing, "on_start", start.job)
         result = _run_restarting(start, callbacks, hearing, max_restarts, accept_changes=accept_changes)
         call_back(hearing, "on_end", result)
         return result
+
+
+def _finished(start: Start) -> TrainResult | None:
+    """Return the result of a run that resumes after its last step; None: it has steps, or its model, to make."""
+    job, resume = start.job, start.job.resume
+    if start.world is not None or resume is None or not is_finished(job.config, resume, job.num_steps):
+        return None
+    first_loss, last_loss = resume.losses
+    return TrainResult(
+        steps=resume.step,
+        num_tokens=0,
+        seconds=0.0,
+        first_loss=first_loss,
+        last_loss=last_loss,
+        metrics=None,
+        parameters=sum(math.prod(each.shape) for each in resume.manifest.parameters),
+        stopped_by=None,
+        folder=job.config.output,
+        skipped=resume.manifest.skipped,
+    )
 
 
 def _check_restarts(max_restarts: int, start: Start) -> None:

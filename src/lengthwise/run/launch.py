@@ -129,7 +129,10 @@ def _ending_at_the_second() -> Iterator[None]:
             if not told:
                 return
         if not ended.wait(_GRACE_SECONDS):
-            os.write(2, b"interrupted: within a step, nothing more was saved\n")
+            os.write(
+                2,
+                b"interrupted: within a step, nothing more was saved; --resume goes on from the newest checkpoint, if any\n",
+            )
             os._exit(128 + signal.SIGINT)
 
     thread = threading.Thread(target=watch, name="second signal", daemon=True)

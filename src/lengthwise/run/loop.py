@@ -111,11 +111,13 @@ class _Loop:
         planned = self._steps.next(f"step {rank.done + 1}")
         while planned is not None and done.stopped_by is None:
             done.number += 1
-            ran, planned, done.stopped_by = self._step(done.number, planned)
+            ran, planned = self._step(done.number, planned)
             if ran is not None:
                 done.metrics, done.tokens, done.loss = ran, done.tokens + ran.num_tokens, ran.loss
                 done.first_loss = ran.loss if done.first_loss is None else done.first_loss
             self._evaluation.after(done.number)
+            self._transport.phase = f"step {done.number}, whether to stop"
+            done.stopped_by = int(max(self._engine.each_rank(rank.stop.signal or 0))) or None
             is_last = planned is None or done.stopped_by is not None
             if checkpoints.is_due(done.number, asked=is_last or self._asks_for_checkpoint):
                 rank.hold_parameters(done.number)
@@ -161,8 +163,8 @@ class _Loop:
             check_step_end(rank.optimizer, self._transport)
             rank.say(said)
 
-    def _step(self, number: int, planned: PlannedStep) -> tuple[StepMetrics | None, PlannedStep | None, int | None]:
-        """Run a step; return its metrics, None if it made no update, the next one, and the signal to stop, if any."""
+    def _step(self, number: int, planned: PlannedStep) -> tuple[StepMetrics | None, PlannedStep | None]:
+        """Run a step; return its metrics, None if it made no update, and the next one."""
         rank, batch, plan = self._rank, planned.batch, planned.plan
         start, name = time.perf_counter(), f"step {number}"
         fault("microbatches", self._transport.rank, number)
@@ -183,9 +185,8 @@ class _Loop:
         )
         grad_norm = self._update(number, lr, batch) if is_finite else None
         following = self._steps.next(f"step {number + 1}")
-        stopped_by = int(max(each.stop_signal for each in ranks)) or None
         if grad_norm is None:
-            return None, following, stopped_by
+            return None, following
         metrics = metrics_of(
             planned,
             ranks,
@@ -201,7 +202,7 @@ class _Loop:
             rank.say(said)
         finished = FinishedStep(metrics=metrics, num_steps=self._num_steps, sequences=batch.ids, plan=plan)
         call_back(rank.callbacks, "on_step", finished)
-        return metrics, following, stopped_by
+        return metrics, following
 
     def _update(self, number: int, lr: float, batch: StepBatch) -> float | None:
         """Reduce, clip, update, publish; return the norm of the gradient, None where that is not finite. Collective."""

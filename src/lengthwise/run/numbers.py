@@ -15,12 +15,11 @@ from lengthwise.session.source import PlannedStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunNumbers(StepNumbers):
-    """What a rank shares of a step and of what goes on beside it; see `StopRequest`, `FinitePolicy`, `Checkpoints`."""
+    """What a rank shares of a step and of what goes on beside it; see `FinitePolicy`, `Checkpoints`."""
 
     offload_wait_seconds: float
     offloaded_bytes: float
     peak_bytes: float
-    stop_signal: float
     largest: float
     checkpoint_progress: float
     asks_for_checkpoint: float
@@ -36,7 +35,6 @@ def numbers_of(rank: RankRun, work: RankResult, memory: PeakMemory) -> RunNumber
         offload_wait_seconds=work.offload_wait_seconds,
         offloaded_bytes=work.offloaded_bytes,
         peak_bytes=memory.peak_bytes(),
-        stop_signal=rank.stop.signal or 0,
         largest=rank.finite.largest,
         checkpoint_progress=rank.checkpoints.progress,
         asks_for_checkpoint=rank.checkpoints.asks,

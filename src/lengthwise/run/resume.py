@@ -22,6 +22,7 @@ from lengthwise.engine.optimizer import states_of
 
 FOLDER = "checkpoints"  # within the output of a run
 MODEL = "model"  # of a run that has ended, in its output
+EARLIER = "model.earlier"  # a file beside it: the run went on from a checkpoint, and has not ended since
 
 # Settings that may differ when a run goes on: they change where, when and how fast, not what is trained.
 FREE_SETTINGS = frozenset(
@@ -87,6 +88,11 @@ def has_checkpoint(config: RunConfig) -> bool:
 def has_model(config: RunConfig) -> bool:
     """Whether a run has ended in the run's output folder: a model is there."""
     return (config.output / MODEL).exists()
+
+
+def is_finished(config: RunConfig, resume: Resume, num_steps: int) -> bool:
+    """Whether the run has made all its steps and saved their model."""
+    return resume.step == num_steps and has_model(config) and not (config.output / EARLIER).exists()
 
 
 def find_resume(config: RunConfig, *, accept_changes: bool = False) -> Resume:
