@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,8 @@ import tyro
 
 from lengthwise.cli.options import named_alike
 from lengthwise.cli.simulate_lengths import KnownLengths, lengths_of_data, refuse_data
-from lengthwise.core.errors import Collector, ConfigError, LengthwiseError
+from lengthwise.core.errors import Collector, ConfigError, DataError, LengthwiseError, Problems
+from lengthwise.core.names import NO_TEMPLATE, counted
 from lengthwise.core.sizes import read_whole
 from lengthwise.report.figures import count
 
@@ -63,7 +65,7 @@ class Init:
         assert hardware is not None, "it has no problem"
         known, unknown = self._lengths()
         longest = max(known.lengths) if known else 1
-        chosen = first_settings(shape, hardware, self.gpus, longest)
+        chosen = first_settings(shape, hardware, self.gpus, longest, batch_tokens=_batch_tokens(known))
         self.out.write_text(self._text(shape, hardware, known, unknown, chosen), encoding="utf-8")
         what = "adapters (LoRA)" if chosen.adapters else "the whole model"
         print(f"{self.out}: {what} on {self.gpus} of {hardware.name}")
@@ -77,12 +79,19 @@ class Init:
         return named_alike("gpus model hardware")
 
     def _lengths(self) -> tuple[KnownLengths | None, str]:
-        """Return the lengths of the rows, in the model's tokens or else in bytes; None: with the reason."""
+        """Return the lengths of the rows, in the model's tokens or else in bytes; None: with the reason.
+
+        Raises:
+            DataError: the first row that no tokenizer can read.
+        """
         reasons = []
         for tokenizer in (self.model, "bytes"):
             try:
                 return lengths_of_data(self.data, tokenizer, "skip"), ""
             except LengthwiseError as error:
+                for each in error.problems if isinstance(error, Problems) else (error,):
+                    if isinstance(each, DataError) and not (tokenizer == "bytes" and NO_TEMPLATE in each.got):
+                        raise each from None
                 reasons.append(" ".join(str(error).split()))
         return None, reasons[0]
 
@@ -91,8 +100,8 @@ class Init:
     ) -> str:
         here = self.out.absolute().parent
         sources = ", ".join(f"{{path: {json.dumps(os.path.relpath(path.absolute(), here))}}}" for path in self.data)
-        longest, total, rows = _of(known)
-        batch = max(longest, min(_BATCH_TOKENS, total // _LEAST_STEPS or _BATCH_TOKENS))
+        longest, _, rows = _of(known)
+        batch = _batch_tokens(known)
         state, device = chosen.state_bytes / 1e9, hardware.device_bytes / 1e9
         held = ", ".join(f"{tokens:,} ({kind})" for kind, tokens in chosen.capacities.items())
         precision = "bf16" if hardware.compute_dtype_bytes == 2 else "fp32"
@@ -100,9 +109,9 @@ class Init:
         cuts = f"#   needs {-(-longest // max(chosen.capacities.values()))} at least." if known else "#   is not known."
         lines = [
             "# Written by lengthwise init: a start, not a result. Every key is in docs/run-file.md.",
-            f"model: {json.dumps(self.model)}  # {shape.total_params / 1e9:.3g} billion parameters",
+            f"model: {json.dumps(self.model)}  # {count(shape.total_params)} parameters",
             f"data: [{sources}]  # {rows}",
-            *([] if known else [f"# They were not counted: {unknown}"[:_WIDTH]]),
+            *([] if known else textwrap.wrap(f"# Not counted: {unknown}", _WIDTH, subsequent_indent="#   ")),
             f"output: {json.dumps('runs/' + self.out.stem)}",
             "",
             "epochs: 1  # or steps",
@@ -139,12 +148,18 @@ class Init:
         return "\n".join(lines) + "\n"
 
 
+def _batch_tokens(known: KnownLengths | None) -> int:
+    """Return the tokens of an optimizer step: a part of few data, at least the longest row."""
+    longest, total, _ = _of(known)
+    return max(longest, min(_BATCH_TOKENS, total // _LEAST_STEPS or _BATCH_TOKENS))
+
+
 def _of(known: KnownLengths | None) -> tuple[int, int, str]:
     """Return the longest row, all tokens, and a sentence about them."""
     if known is None:
         return 1, 0, "rows that were not counted"
     longest, total = max(known.lengths), sum(known.lengths)
-    return longest, total, f"{count(len(known.lengths))} rows, {count(total)} {known.unit}, the longest {longest}"
+    return longest, total, f"{counted(len(known.lengths), 'row')}, {count(total)} {known.unit}, the longest {longest}"
 
 
 def _shape(model: str) -> ModelShape:

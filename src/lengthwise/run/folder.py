@@ -34,8 +34,8 @@ from lengthwise.core.plan_file import compress_plan
 from lengthwise.core.strict_json import parse_json
 from lengthwise.run.callbacks import Callback
 from lengthwise.run.metrics import EvalMetrics, FinishedStep, NotFinite
-from lengthwise.run.resume import FOLDER as CHECKPOINTS
 from lengthwise.run.resume import EARLIER, MODEL
+from lengthwise.run.resume import FOLDER as CHECKPOINTS
 from lengthwise.run.stacks import FOLDER as STACKS
 from lengthwise.run.trackers import TENSORBOARD
 from lengthwise.run.writes import Writes, insist

@@ -131,7 +131,7 @@ def _ending_at_the_second() -> Iterator[None]:
         if not ended.wait(_GRACE_SECONDS):
             os.write(
                 2,
-                b"interrupted: within a step, nothing more was saved; --resume goes on from the newest checkpoint, if any\n",
+                b"interrupted: within a step, nothing more was saved; --resume goes on from the newest checkpoint\n",
             )
             os._exit(128 + signal.SIGINT)
 
