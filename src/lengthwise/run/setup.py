@@ -12,6 +12,8 @@ import torch
 
 from lengthwise.comm import Transport, World
 from lengthwise.core.faults import fault
+from lengthwise.core.names import counted
+from lengthwise.cost import ZERO3_ALONE
 from lengthwise.engine.memory import SMALLER_STATE, reporting_shortage
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.parameters import Parameters
@@ -100,8 +102,10 @@ def set_up(
         say(job.hardware_note)
     if "shard" in job.chosen and (job.gpus or job.shard != "zero1"):
         say(job.chosen["shard"])
+    if config.parallel.shard == "zero3" and job.ranks == 1:
+        say(ZERO3_ALONE)
     if isinstance(config.heads, int) and config.heads > job.ranks:
-        say(f"heads: {config.heads} has no effect on {job.ranks} ranks")
+        say(f"heads: {config.heads} has no effect on {counted(job.ranks, 'rank')}")
     engine, parameters, optimizer = _build(job, world, transport, planner, say)
     checkpoints = Checkpoints(
         config, transport, parameters, optimizer, data=lambda: job.dataset.digest().hex(), note=say

@@ -36,6 +36,10 @@ class RowBatch(StepBatch):
     """
 
     def __init__(self, rows: Sequence[Row], num_words: int = 1 << 31) -> None:
+        if isinstance(rows, Mapping):
+            got = f"a mapping of {', '.join(map(str, rows))}: a collated batch"
+            remedy = "Leave rows as they are: DataLoader(..., collate_fn=list)."
+            raise DataError("sequences", expected="a list of rows, one per sequence", got=got, remedy=remedy)
         problems: list[LengthwiseError] = []
         builder, columns = DatasetBuilder(), list[dict[str, Tensor]]()
         builder.start_source("sequences", "sequence", None)

@@ -19,7 +19,9 @@ from lengthwise.config import OffloadConfig
 from lengthwise.config.problems import find_problems
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.plan import RECOMPUTE_KINDS
+from lengthwise.core.sizes import parse_tokens, read_whole
 from lengthwise.cost import (
+    ZERO3_ALONE,
     Cost,
     StepMemory,
     choose_shard,
@@ -83,11 +85,7 @@ def check_settings(
         ConfigError, ModelRefused, Problems: all that cannot be kept.
     """
     problems, is_measured = Collector(), capacity_tokens == "auto"
-    if not is_measured and (isinstance(capacity_tokens, bool | str) or capacity_tokens < 1):
-        remedy = "Give the tokens that a rank holds in a microbatch, or auto."
-        problems.add(
-            ConfigError("capacity_tokens", expected="1 or more, or auto", got=f"{capacity_tokens!r}", remedy=remedy)
-        )
+    tokens = None if is_measured else problems.attempt(partial(_tokens, capacity_tokens))
     if precision not in (None, "bf16"):
         remedy = "Convert the model for others; fp16 needs a loss scale."
         problems.add(ConfigError("precision", expected="None or bf16", got=f"{precision!r}", remedy=remedy))
@@ -120,12 +118,18 @@ def check_settings(
     return SessionSettings(
         dtype=dtype,
         autocast=torch.bfloat16 if precision == "bf16" else None,
-        capacity_tokens=None if is_measured else int(capacity_tokens),
+        capacity_tokens=tokens,
         recompute=kind,
         offload=section,
         shard=shard,
         device=where,
     )
+
+
+def _tokens(given: int | str) -> int:
+    """Read capacity_tokens as run files have it: a number, or a text as 16K."""
+    where = "capacity_tokens"
+    return parse_tokens(given, where) if isinstance(given, str) else read_whole(where, given)
 
 
 def shard_of(
@@ -139,6 +143,8 @@ def shard_of(
         MemoryShortage: the model fits in no way.
     """
     if transport.world_size == 1:
+        if settings.shard == "zero3":
+            print(f"lengthwise: {ZERO3_ALONE}", flush=True)
         return "zero1"
     if settings.shard != "auto":
         return settings.shard
