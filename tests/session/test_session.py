@@ -599,7 +599,7 @@ def test_a_collated_batch_is_refused_with_what_to_change():
     model = small_model()
     with (
         Session(model, SGD(model.parameters()), capacity_tokens=128) as session,
-        pytest.raises(LengthwiseError, match="a list of rows, one per sequence; got .*collate_fn=list"),
+        pytest.raises(LengthwiseError, match=r"a list of rows, one per sequence; got .*collate_fn=list"),
     ):
         session.backward({"input_ids": torch.ones(2, 5, dtype=torch.long)})
 

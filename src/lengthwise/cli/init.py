@@ -41,7 +41,7 @@ class Init:
     gpus: Annotated[int, tyro.conf.arg(metavar="N")] = 1
     """The number of GPUs on all machines together."""
     hardware: Annotated[str, tyro.conf.arg(metavar="NAME")] = "h100"
-    """The kind of GPU: h100, h200, cpu, or a JSON file, as for `simulate`."""
+    """The kind of GPU: h100, h200, a100, cpu, or a JSON file, as for `simulate`."""
     out: Annotated[Path, tyro.conf.arg(metavar="RUN.yaml")] = Path("run.yaml")
     """The run file to write."""
     force: tyro.conf.FlagCreatePairsOff[bool] = False

@@ -49,8 +49,8 @@ class Profile:
     """The clock: wall, or cpu, which counts the seconds in which a rank computes or waits for messages, for machines
     that do other work at the same time (CPU ranks of one thread)."""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
-    """The hardware whose costs replace those that cannot be measured here: h100, h200, bytescale-gpu or cpu; default:
-    cpu, on GPUs the one of the same name, else h100."""
+    """The hardware whose costs replace those that cannot be measured here: h100, h200, a100, bytescale-gpu or cpu;
+    default: cpu, on GPUs the one of the same name, else h100."""
     disk: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
     """Also measure copies to and from a file in this folder, as with offload: {store: disk, path: DIR}; without, on
     GPUs those to the host's memory."""

@@ -133,7 +133,10 @@ class Simulate:
             write_simulation(self.out, figures, page, details.traces)
             console.print(f"written to {self.out}: simulation.json, report.html{', trace-*.json' * bool(planners)}")
         elif not planners:
-            console.print("More: --details (planners, in long tables), --out FOLDER (a page, and JSON).")
+            console.print(
+                "More: --details compares planners on one engine, where fixed groups of ranks attend as ours do, too;\n"
+                "--out FOLDER writes a page, and JSON."
+            )
         return 0
 
     @property

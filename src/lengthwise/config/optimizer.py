@@ -12,6 +12,7 @@ from lengthwise.core.errors import ConfigError
 
 Curve = Literal["linear", "cosine", "1-sqrt"]
 FRESH_RATE, LOADED_RATE, LOADED_WARMUP = 3e-4, 2e-5, 0.03  # of AdamW; where fine-tuning begins, as in TRL
+LORA_RATE = 2e-4  # of adapters: ten times the rate of the whole model, as LoRA recipes have it
 
 _ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
 # The arguments of each optimizer, with its defaults: torch's, of Lion its paper's, of AdamW ours. None: it depends on
@@ -110,7 +111,7 @@ class OptimizerConfig(Settings):
         default=None,
         ge=0,
         description=f"peak learning rate, per step; default of adamw {LOADED_RATE:g} where weights are loaded, "
-        f"{FRESH_RATE:g} where they are drawn",
+        f"{LORA_RATE:g} under `lora`, {FRESH_RATE:g} where they are drawn",
     )
     betas: tuple[Fraction, Fraction] | None = Field(
         default=(0.9, 0.95),
