@@ -11,6 +11,7 @@ import tyro
 from lengthwise.cli.options import named_alike
 from lengthwise.cli.output import plain_console, refuse_unwritable_file, write_atomically
 from lengthwise.core.errors import Collector, ConfigError, OutputError
+from lengthwise.core.names import counted
 from lengthwise.core.sizes import MOST_RANKS, parse_tokens, read_whole
 from lengthwise.report.figures import count, percent
 
@@ -166,9 +167,9 @@ def print_measurements(found: Measurements) -> None:
 
     place, fit, console = found.place, found.fit, plain_console()
     console.print(
-        f"model {found.model.name} in {found.precision}: {place.ranks} ranks of {place.threads} "
-        f"thread{'s' * (place.threads > 1)} on {place.device} ({place.processor}), {len(found.samples)} samples, "
-        f"{place.clock} clock"
+        f"model {found.model.name} in {found.precision}: {counted(place.ranks, 'rank')} of "
+        f"{counted(place.threads, 'thread')} on {place.device} ({place.processor}), "
+        f"{counted(len(found.samples), 'sample')}, {place.clock} clock"
     )
     rows = [("term", "value", "error")]
     for name, term in fit.terms.items():

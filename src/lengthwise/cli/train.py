@@ -19,6 +19,7 @@ from lengthwise.core.names import counted
 from lengthwise.core.sizes import MOST_RANKS, read_whole
 from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.progress import LiveLine, PhaseLine
+from lengthwise.report.tables import wrapped
 
 if TYPE_CHECKING:
     from lengthwise.config import RunConfig
@@ -134,7 +135,8 @@ class PrintedProgress:
     def on_start(self, job: Job) -> None:
         """Show what is about to run."""
         self._config, self._measures = job.config, job.measures
-        self._line.write(describe_job(job))
+        width = self._line.width
+        self._line.write(wrapped(describe_job(job), width and width - 1, " " * 8))
 
     def on_phase(self, phase: str) -> None:
         """Show what goes on where nothing else is shown."""
@@ -175,19 +177,22 @@ def describe_job(job: Job) -> str:
     skipped = "".join(f", {number} left out ({reason})" for reason, number in data.skipped.items())
     start = "its weights" if job.model.weights else f"fresh weights from seed {config.seed}"
     most = getattr(job.model.config, "max_position_embeddings", None)
-    beyond = f" (beyond the model's max_position_embeddings of {most})" if most and data.lengths.max() > most else ""
-    processes = "1 process" if job.ranks == 1 else f"{job.ranks} processes"
+    longest, beyond = int(data.lengths.max()), ""
+    if most and longest > most:
+        beyond = f"note    {longest} tokens are beyond the model's max_position_embeddings of {most}: "
+        beyond += "it never saw such positions; shorten the rows, or scale RoPE in its config\n"
+    processes = counted(job.ranks, "process")
     gpus = min(job.ranks, job.gpus)
 
     def by_default(key: str) -> str:
         return f" ({job.chosen[key]})" if key in job.chosen else " (default)" * (key not in config.model_fields_set)
 
-    device = f"{gpus} GPU{'s' * (gpus > 1)} here" if gpus else f"CPU{_why_not_on_gpus(config)}"
+    device = f"{counted(gpus, 'GPU')} here" if gpus else f"CPU{_why_not_on_gpus(config)}"
     return (
         f"model   {job.model.name} ({job.model.config.model_type}), {start}, {config.precision}"
         f"{by_default('precision')}\n{_lora_line(config)}"
-        f"data    {len(data.ids)} sequences, {count(int(data.lengths.sum()))} tokens, "
-        f"longest {data.lengths.max()}{beyond}{skipped}\n"
+        f"data    {counted(len(data.ids), 'sequence')}, {count(int(data.lengths.sum()))} tokens, "
+        f"longest {longest}{skipped}\n{beyond}"
         f"batch   {_batch(config)}{by_default('global_batch')}\n"
         f"update  {_update(job)}\n"
         f"ranks   {processes} on {device}, planner {config.planner}{by_default('planner')}\n"
@@ -201,7 +206,9 @@ def describe_job(job: Job) -> str:
 def _batch(config: RunConfig) -> str:
     asked = config.global_batch
     return (
-        f"{asked.sequences} sequences a step" if asked.sequences else f"up to {count(asked.tokens or 0)} tokens a step"
+        f"{counted(asked.sequences, 'sequence')} a step"
+        if asked.sequences
+        else f"up to {count(asked.tokens or 0)} tokens a step"
     )
 
 

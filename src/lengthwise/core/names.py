@@ -38,8 +38,8 @@ def unknown_name(where: str, got: object, known: Iterable[str], *, others: str =
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number of things: 1 rank, 2 ranks, 2 batches."""
-    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    """Return a number of things: 1 rank, 2 ranks, 2 batches, 3 processes."""
+    plural = "" if number == 1 else "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{number} {noun}{plural}"
 
 

@@ -95,8 +95,9 @@ class RowParser:
         try:
             return self._decoder.decode(text)
         except json.JSONDecodeError as error:
+            column = min(error.pos, len(text.rstrip())) + 1  # at the line's end, not at the start of the next
             cut = "; the file ends inside this line, is it cut off?" if last else ""
-            raise _refuse(where, "JSON", f"broken JSON: {error.msg} at column {error.colno}{cut}") from None
+            raise _refuse(where, "JSON", f"broken JSON: {error.msg} at column {column}{cut}") from None
         except ValueError as error:  # a key twice, or a number of thousands of digits
             raise _refuse(where, "JSON", str(error)) from None
         except RecursionError:

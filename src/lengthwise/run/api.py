@@ -18,6 +18,7 @@ from lengthwise.comm import World
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import ConfigError, PlanError, RankError, TransferError
 from lengthwise.core.faults import only_of_first_start
+from lengthwise.core.names import counted
 from lengthwise.core.plan import Plan
 from lengthwise.core.plan_file import read_plan_text
 from lengthwise.core.sizes import read_whole
@@ -229,8 +230,8 @@ def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
         raise PlanError(str(path), expected="a plan without offload, or a place for it", got="none", remedy=remedy)
     if plan.ranks != job.ranks or plan.tokens != lengths:
         where = str(path)
-        expected = f"a plan for {job.ranks} ranks and the first batch's lengths {list(lengths[:8])}..."
-        got = f"{plan.ranks} ranks and {list(plan.tokens[:8])}..."
+        expected = f"a plan for {counted(job.ranks, 'rank')} and the first batch's lengths {list(lengths[:8])}..."
+        got = f"{counted(plan.ranks, 'rank')} and {list(plan.tokens[:8])}..."
         raise PlanError(where, expected=expected, got=got, remedy="Make it from the lengths of the first global batch.")
     return plan
 

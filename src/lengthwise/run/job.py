@@ -47,6 +47,7 @@ from lengthwise.run.resume import Resume
 _UNMEASURED_TOKENS = 4096
 MEASURING_SECONDS = 8.0  # that measuring before the first step takes, about
 _ANY_GPU = "h100"
+_PRICED_ROWS = 10_000  # of which a step is estimated
 _MEASURED_RUN = 20.0  # times that, from which a run is measured unasked
 
 
@@ -177,12 +178,21 @@ class Job:
 
     def _seconds_of_a_step(self, device: str) -> float:
         """What a step computes, by estimates for a device, evenly over all ranks."""
-        lengths, asked = self.dataset.lengths[self.dataset.ids], self.config.global_batch
+        lengths, asked = self._drawn_lengths(), self.config.global_batch
         sequences = asked.sequences or asked.tokens / lengths.mean()
         shape = shape_from_config(self.model.config.to_dict())
         cost = base_cost(shape, device, precision=self.config.precision, adapters=self.adapters)
         once = float(cost.compute_seconds(lengths).sum()) / len(lengths)
         return once * sequences / self.ranks
+
+    def _drawn_lengths(self) -> np.ndarray:
+        """Return the lengths of rows that the run draws, of many a sample: the first ones, in their shuffled order."""
+        most, drawn = min(len(self.dataset.ids), _PRICED_ROWS), list[int]()
+        for batch in Batches(self.dataset, self.config):
+            drawn.extend(batch.ids)
+            if len(drawn) >= most:
+                break
+        return self.dataset.lengths[np.sort(drawn[:most])]
 
     @property
     def shard(self) -> str:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from lengthwise.core.names import counted
 from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.progress import LiveLine
 
@@ -25,10 +26,10 @@ def progress_line(line: LiveLine) -> Callable[[Progress], None]:
         found, spent = before[0], time.monotonic() - start
         share = now.bytes_done / max(1, now.num_bytes)
         bar = "#" * round(_BAR * share)
-        shards = f"{now.shards_done} of {now.num_shards} shards"
+        shards = f"{now.shards_done} of {counted(now.num_shards, 'shard')}"
         text = f"[{bar:.<{_BAR}}] {percent(share)}, {shards}, {count(now.tokens)} tokens"
         if now is found and found.shards_found:
-            text += f" of an earlier try ({found.shards_found} shards)"
+            text += f" of an earlier try ({counted(found.shards_found, 'shard')})"
         new_bytes = now.bytes_done - found.bytes_done
         if new_bytes and spent:
             left = spent * (now.num_bytes - now.bytes_done) / new_bytes

@@ -18,6 +18,7 @@ from lengthwise.checkpoint import CheckpointFolder, Manifest, changed, read_mani
 from lengthwise.comm import Transport, share_numbers
 from lengthwise.config import OptimizerConfig, RunConfig
 from lengthwise.core.errors import LengthwiseError, OutputError
+from lengthwise.core.names import counted
 from lengthwise.engine.optimizer import states_of
 
 FOLDER = "checkpoints"  # within the output of a run
@@ -61,7 +62,7 @@ class Resume:
     def check_within(self, num_steps: int) -> None:
         """Raise OutputError where more steps are done than the run has."""
         if self.step > num_steps:
-            expected, got = f"a checkpoint of the run's {num_steps} steps", f"one after {self.step}"
+            expected, got = f"a checkpoint of the run's {counted(num_steps, 'step')}", f"one after {self.step}"
             remedy = "Set the steps or epochs back, or train into another output."
             raise OutputError(str(self.folder), expected=expected, got=got, remedy=remedy)
 
