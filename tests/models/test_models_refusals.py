@@ -65,12 +65,12 @@ def refusal(config):
 @pytest.mark.parametrize(
     ("model_type", "layer", "needed"),
     [
-        ("qwen3_next", "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet), one of 36", "state passed on between"),
-        ("kimi_linear", "model.layers.0.self_attn (KimiLinearDeltaAttention)", "state passed on between"),
-        ("minimax", "model.layers.1.self_attn (MiniMaxLightningAttention)", "state passed on between"),
-        ("mamba2", "backbone.layers.0.mixer (Mamba2Mixer), one of 64", "state passed on between"),
-        ("jamba", "model.layers.0.mamba (JambaMambaMixer), one of 28", "state passed on between"),
-        ("recurrent_gemma", "model.layers.0.temporal_block (RecurrentGemmaRecurrentBlock)", "state passed on between"),
+        ("qwen3_next", "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet), one of 36", "state passed between"),
+        ("kimi_linear", "model.layers.0.self_attn (KimiLinearDeltaAttention)", "state passed between"),
+        ("minimax", "model.layers.1.self_attn (MiniMaxLightningAttention)", "state passed between"),
+        ("mamba2", "backbone.layers.0.mixer (Mamba2Mixer), one of 64", "state passed between"),
+        ("jamba", "model.layers.0.mamba (JambaMambaMixer), one of 28", "state passed between"),
+        ("recurrent_gemma", "model.layers.0.temporal_block (RecurrentGemmaRecurrentBlock)", "state passed between"),
         ("zaya", "self_attn.qkv_proj (ZayaCCAProjection)", "tokens just before a shard"),
         ("gemma2", "model.layers.0.self_attn (Gemma2Attention), one of 26", "a block kernel with the cap"),
         ("bloom", "transformer.h.0.self_attention (BloomAttention)", "a block kernel that adds the bias"),
@@ -80,7 +80,7 @@ def refusal(config):
         ("bert", "bert.encoder.layer.0.attention.self (BertSelfAttention)", "is_decoder"),
         ("bart", "model config: is_encoder_decoder", "cross-attention"),
         ("t5", "model config: is_encoder_decoder", "cross-attention"),
-        ("gemma3", "model config: vision_config", "placed with the tokens of its sequence"),
+        ("gemma3", "model config: vision_config", "placed at its tokens"),
         ("stablelm", "model.layers.0.self_attn (StableLmAttention)", "another way for the plan"),
         ("gptj", "transformer.h.0.attn (GPTJAttention)", "AttentionInterface can replace"),
         ("vit", "model config: model_type", "a decoder-only language model"),
@@ -175,7 +175,7 @@ def test_rope_kinds_of_layers_are_all_seen():
 def test_layers_of_another_kind_are_refused():
     config = LlamaConfig(**SIZES)
     config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(ModelRefused, match=r"layer_types\[1\].*got linear_attention.*state passed on"):
+    with pytest.raises(ModelRefused, match=r"layer_types\[1\].*got linear_attention.*state passed between"):
         check_model_config(config)
 
 

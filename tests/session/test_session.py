@@ -580,10 +580,10 @@ def test_a_model_that_was_moved_is_named():
         ({"input_ids": [1, 10**6]}, "input_ids: expected ids below the model's [0-9]+; got 1000000"),
         ({"input_ids": [1, 2], "labels": [-100, 10**6]}, "labels: expected ids below the model's"),
         ({"input_ids": [[1, 2]]}, "whole numbers"),
-        ({"input_ids": [1, 2], "labels": [1]}, "one value a token, 2"),
+        ({"input_ids": [1, 2], "labels": [1]}, "one value per token, 2"),
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "one run of tokens"),
-        ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}, "one sequence a row"),
-        ({"input_ids": "abc"}, "numbers, one a token"),
+        ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}, "one sequence per row"),
+        ({"input_ids": "abc"}, "one number per token"),
     ],
 )
 def test_a_row_that_is_none_is_named(row, said):

@@ -106,7 +106,7 @@ class Init:
         held = ", ".join(f"{tokens:,} ({kind})" for kind, tokens in chosen.capacities.items())
         precision = "bf16" if hardware.compute_dtype_bytes == 2 else "fp32"
         kind = "adapters" if chosen.adapters else "models of this size"
-        cuts = f"#   needs {-(-longest // max(chosen.capacities.values()))} at least." if known else "#   is not known."
+        fewest = f"the longest over at least {-(-longest // max(chosen.capacities.values()))}"
         lines = [
             "# Written by lengthwise init: a start, not a result. Every key is in docs/run-file.md.",
             f"model: {json.dumps(self.model)}  # {count(shape.total_params)} parameters",
@@ -115,29 +115,28 @@ class Init:
             f"output: {json.dumps('runs/' + self.out.stem)}",
             "",
             "epochs: 1  # or steps",
-            f"global_batch: {{tokens: {batch}}}  # of an optimizer step: 512K, a part of few data, or the longest row",
+            f"global_batch: {{tokens: {batch}}}  # per optimizer step: 512K, fewer for few data, at least the longest row",
             f"# precision: auto  # {precision} on {hardware.name}; masters, sums and merges are fp32",
-            "# capacity_tokens: auto  # of a microbatch of a rank: measured at the start. By estimate, by recompute:",
+            "# capacity_tokens: auto  # of one rank in one microbatch, measured at the start. Estimates, by recompute:",
             f"#   {held},",
-            f"#   beside {state:.0f} GB of weights, gradients and optimizer of {device:.0f} GB. Longer rows are",
-            "#   cut over several ranks; how many the longest",
-            cuts,
-            "# recompute: auto  # activation checkpointing where it pays, step by step",
+            f"#   beside {state:.0f} GB of weights, gradients and optimizer states (a device has {device:.0f} GB).",
+            f"#   Longer rows are cut over several ranks: {fewest if known else 'the longest row is not known'}.",
+            "# recompute: auto  # activation checkpointing where it saves time, chosen for each step",
         ]
         if chosen.shard != "zero1":
             lines += [
-                f"# parallel: {{shard: auto}}  # by estimate {chosen.shard}: each rank has its part of the parameters,",
-                "#   too, and gathers a layer when it runs; docs/sharding.md",
+                f"# parallel: {{shard: auto}}  # by estimate {chosen.shard}: every rank holds a part of the parameters,",
+                "#   and gathers each layer when it runs; docs/sharding.md",
             ]
         if chosen.adapters:
             whole = chosen.whole_bytes / 1e9
             lines += [
-                f"# Of the whole model a rank would keep {whole:.0f} GB of {device:.0f}; with adapters {state:.0f}.",
+                f"# The whole model would take {whole:.0f} GB of a device's {device:.0f}; adapters take {state:.0f} GB.",
                 "lora: {r: 16, lora_alpha: 32}  # pip install 'peft>=0.21'",
             ]
         lines += [
             "optimizer:",
-            f"  lr: {chosen.learning_rate:g}  # where recipes begin for {kind}; try three times as much, and a third",
+            f"  lr: {chosen.learning_rate:g}  # the usual start for {kind}; also try a third and three times of it",
             "  schedule: cosine",
             "  warmup_steps: 0.03  # of all steps",
             f"  weight_decay: {0.0 if chosen.adapters else 0.1}",

@@ -87,7 +87,7 @@ def check_settings(
     problems, is_measured = Collector(), capacity_tokens == "auto"
     tokens = None if is_measured else problems.attempt(partial(_tokens, capacity_tokens))
     if precision not in (None, "bf16"):
-        remedy = "Convert the model for others; fp16 needs a loss scale."
+        remedy = "For another dtype, convert the model; fp16 is not supported, because it needs a loss scale."
         problems.add(ConfigError("precision", expected="None or bf16", got=f"{precision!r}", remedy=remedy))
     if recompute not in ("auto", *RECOMPUTE_KINDS):
         expected = " or ".join(("auto", *RECOMPUTE_KINDS))
@@ -108,7 +108,14 @@ def check_settings(
     where = next(model.parameters()).device if device is None else torch.device(device)
     if where.type == "meta":
         remedy = "Give device, for example cuda:0."
-        problems.add(ConfigError("device", expected="where steps run", got="a model without storage", remedy=remedy))
+        problems.add(
+            ConfigError(
+                "device",
+                expected="the device where steps run",
+                got="a model on the meta device, without storage",
+                remedy=remedy,
+            )
+        )
     kind = recompute if recompute != "auto" or is_measured else "none"
     wrapped = kind if kind in RECOMPUTE_KINDS else "none"
     dtype = problems.attempt(partial(check_session_model, model, wrapped, trains=trains))

@@ -159,7 +159,7 @@ class ShardedInPlace:
 
 
 def _refuse_slices(name: str) -> None:
-    got, remedy = f"optimizer.{name}, which knows this rank's slices alone", f"Call session.{name}."
+    got, remedy = f"optimizer.{name}, which has this rank's slices only", f"Call session.{name}."
     raise ConfigError(f"optimizer.{name}", expected=f"session.{name}", got=got, remedy=remedy)
 
 
