@@ -109,13 +109,13 @@ class Init:
         fewest = f"the longest over at least {-(-longest // max(chosen.capacities.values()))}"
         lines = [
             "# Written by lengthwise init: a start, not a result. Every key is in docs/run-file.md.",
-            f"model: {json.dumps(self.model)}  # {count(shape.total_params)} parameters",
+            f"model: {json.dumps(self.model)}  # {count(shape.total_params).replace('G', 'B')} parameters",
             f"data: [{sources}]  # {rows}",
             *([] if known else textwrap.wrap(f"# Not counted: {unknown}", _WIDTH, subsequent_indent="#   ")),
             f"output: {json.dumps('runs/' + self.out.stem)}",
             "",
             "epochs: 1  # or steps",
-            f"global_batch: {{tokens: {batch}}}  # per optimizer step: 512K, fewer for few data, at least the longest row",
+            f"global_batch: {{tokens: {batch}}}  # per optimizer step: 512K, fewer for few data",
             f"# precision: auto  # {precision} on {hardware.name}; masters, sums and merges are fp32",
             "# capacity_tokens: auto  # of one rank in one microbatch, measured at the start. Estimates, by recompute:",
             f"#   {held},",
@@ -125,13 +125,13 @@ class Init:
         ]
         if chosen.shard != "zero1":
             lines += [
-                f"# parallel: {{shard: auto}}  # by estimate {chosen.shard}: every rank holds a part of the parameters,",
+                f"# parallel: {{shard: auto}}  # by estimate {chosen.shard}: every rank holds a part of them,",
                 "#   and gathers each layer when it runs; docs/sharding.md",
             ]
         if chosen.adapters:
             whole = chosen.whole_bytes / 1e9
             lines += [
-                f"# The whole model would take {whole:.0f} GB of a device's {device:.0f}; adapters take {state:.0f} GB.",
+                f"# The whole model would take {whole:.0f} of {device:.0f} GB; adapters take {state:.0f} GB.",
                 "lora: {r: 16, lora_alpha: 32}  # pip install 'peft>=0.21'",
             ]
         lines += [
