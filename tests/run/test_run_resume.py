@@ -303,7 +303,7 @@ def test_an_ended_run_has_nothing_left_to_do(tmp_path, capsys):
     wanted = whole(path)
     lengthwise.train(path)
     assert call("train", path, "--resume") == 0
-    assert "all 7 steps" in capsys.readouterr().out
+    assert "already finished: 7 steps, model in " in capsys.readouterr().out
     assert_equal_runs(tmp_path / "out", wanted)
 
 

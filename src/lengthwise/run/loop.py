@@ -167,6 +167,7 @@ class _Loop:
         """Run a step; return its metrics, None if it made no update, and the next one."""
         rank, batch, plan = self._rank, planned.batch, planned.plan
         start, name = time.perf_counter(), f"step {number}"
+        self._transport.phase = f"{name}, start"
         fault("microbatches", self._transport.rank, number)
         work = self._engine.run(planned, name, step=number, train=True)
         self._transport.phase = f"{name}, step end"
