@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -187,12 +187,9 @@ class Job:
 
     def _drawn_lengths(self) -> np.ndarray:
         """Return the lengths of rows that the run draws, of many a sample: the first ones, in their shuffled order."""
-        most, drawn = min(len(self.dataset.ids), _PRICED_ROWS), list[int]()
-        for batch in Batches(self.dataset, self.config):
-            drawn.extend(batch.ids)
-            if len(drawn) >= most:
-                break
-        return self.dataset.lengths[np.sort(drawn[:most])]
+        drawn = chain.from_iterable(batch.ids for batch in Batches(self.dataset, self.config))
+        most = min(len(self.dataset.ids), _PRICED_ROWS)
+        return self.dataset.lengths[np.sort(list(islice(drawn, most)))]
 
     @property
     def shard(self) -> str:
