@@ -126,7 +126,7 @@ def test_profile_describes_the_device_for_other_models(tmp_path, capfd):
 
 def test_what_stands_for_a_gpu_that_is_not_described_is_said(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("lengthwise.comm.count_gpus", lambda: 1)
-    monkeypatch.setattr("lengthwise.profiler.place.first_gpu_name", lambda: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr("lengthwise.profiler.place.first_gpu_name", lambda: "NVIDIA B200")
     asked = Profile(out=tmp_path / "m.json")
     assert asked._same_hardware() == "h100"
     assert "what cannot be measured here is that of h100" in capfd.readouterr().out

@@ -54,6 +54,7 @@ def test_verify_passes_alone_and_leaves_no_output(run_file, capsys):
     out = capsys.readouterr().out
     assert "PASS" in out
     assert "exercised: packs on one rank, no ring\n" in out
+    assert ": PASS (no ring: " in out.splitlines()[-1]
     assert "warning: no sequence was cut, so rings were not compared. Give --ranks 2 or more." in out
     assert not (run_file.parent / "out").exists()
 

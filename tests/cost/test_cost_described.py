@@ -78,7 +78,7 @@ def test_a_description_can_be_read_again(found):
         ("NVIDIA H200", "h200"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H100 PCIe", "h100"),
-        ("NVIDIA A100-SXM4-80GB", None),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA B200", None),
     ],
 )

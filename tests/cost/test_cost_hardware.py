@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lengthwise.core.errors import ConfigError
-from lengthwise.cost import HARDWARE_NAMES, named_hardware
+from lengthwise.cost import HARDWARE_NAMES, hardware_of_gpu, named_hardware
 
 
 @pytest.mark.parametrize("name", HARDWARE_NAMES)
@@ -47,6 +47,14 @@ def test_attention_kernels_reach_what_their_sources_say(kernel: str, reached: fl
     assert hardware.attention_efficiency * hardware.peak_flops_per_second / 1e12 == pytest.approx(reached, rel=0.002)
     passes = {"flash2": (335, 322), "cudnn": (539, 516), "flash3": (616, 561)}[kernel]
     assert 3.5 / (1 / passes[0] + 2.5 / passes[1]) == pytest.approx(reached, rel=0.001)
+
+
+def test_an_a100_reaches_what_flash_attention_2_reports() -> None:
+    hardware = named_hardware("a100")
+    both_passes = 3.5 / (1 / 230 + 2.5 / (0.63 * 312))
+    assert hardware.kernel == "flash2"
+    assert hardware.attention_efficiency * 312 == pytest.approx(both_passes, rel=0.002)
+    assert hardware_of_gpu("NVIDIA A100-SXM4-80GB") == ("a100", None)
 
 
 def test_the_default_kernel_runs_packs_as_flash2_and_long_blocks_faster() -> None:

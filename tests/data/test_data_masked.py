@@ -189,7 +189,8 @@ def test_pair_with_a_token_across_its_border_is_refused_by_row(tmp_path):
         ({"prompt": "a", "completion": None}, '"completion"'),
         ({"prompt": messages(("user", "a")), "completion": "b"}, '"prompt"'),
         ({"prompt": "", "completion": ""}, '"prompt" and "completion"'),
-        ({"conversations": []}, '"messages"'),
+        ({"conversations": [{"from": "alien", "value": "a"}]}, '"alien" of messages'),
+        ({"instruction": "a", "output": ["b"]}, '"instruction", "input", "output"'),
     ],
     ids=str,
 )

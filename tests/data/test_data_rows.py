@@ -368,6 +368,34 @@ def test_dataset_arrays_are_compact_and_read_only(load):
         dataset.name(-1)
 
 
+@pytest.mark.parametrize(
+    ("row", "chat"),
+    [
+        ({"instruction": "a", "input": "b", "output": "c"}, [("user", "a\n\nb"), ("assistant", "c")]),
+        (
+            {"system": "s", "instruction": "a", "input": "", "output": "c"},
+            [("system", "s"), ("user", "a"), ("assistant", "c")],
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "id": "1"},
+            [("user", "a"), ("assistant", "b")],
+        ),
+        ({"conversations": [{"role": "user", "content": "a"}]}, [("user", "a")]),
+    ],
+    ids=["alpaca", "alpaca with system", "sharegpt", "messages by another name"],
+)
+def test_rows_of_alpaca_and_sharegpt_are_chats(row, chat):
+    wanted = tuple({"role": role, "content": content} for role, content in chat)
+    nulls = {"text": None, "messages": None, "prompt": None}
+    assert RowParser(None).parse(json.dumps(row).encode(), where="r:1", offset=0, last=False).chat == wanted
+    assert RowParser(None).take({**nulls, **row}, where="t:1").chat == wanted
+
+
+def test_a_row_broken_at_its_end_names_that_column():
+    with pytest.raises(DataError, match="at column 13"):
+        RowParser(None).parse(b'{"text": "b"\n', where="r:1", offset=0, last=False)
+
+
 def test_nulls_that_a_table_has_for_entries_of_other_rows_do_not_reach_a_template():
     call = {"name": "f", "arguments": {"a": 1, "b": None}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call], "name": None}]

@@ -135,7 +135,7 @@ def test_going_on_without_the_optimizers_state_is_refused(tmp_path):
     ("batch", "said"),
     [
         ({"labels": [[1, 2]]}, "a column input_ids"),
-        ({"input_ids": [[1, 2]], "score": [0.5]}, "one value a token in score"),
+        ({"input_ids": [[1, 2]], "score": [0.5]}, "one value per token in score"),
         ({"input_ids": [[1, 2]], "text": ["ab"]}, "numbers in text"),
         ({"input_ids": [[1, 2, 3]], "position_ids": [[5, 6, 7]]}, "0, 1, 2, ... of each document"),
     ],

@@ -54,7 +54,7 @@ def test_elsewhere_a_line_of_progress_comes_every_ten_seconds_at_most(clock):
         if second == 12:
             line.write("stays")
     line.close()
-    assert screen.text == "10 s\nstays\n22 s\n"
+    assert screen.text == "0 s\n10 s\nstays\n22 s\n"
 
 
 def test_control_characters_are_shown_as_text():

@@ -29,6 +29,12 @@ def test_loaded_weights_are_fine_tuned_and_fresh_ones_trained(tmp_path):
     assert settle(config, gpus=1) == (config, {})
 
 
+def test_adapters_begin_at_ten_times_the_rate_and_the_reason_says_so(tmp_path):
+    config, why = settled(tmp_path, lora={"r": 2})
+    assert (config.optimizer.lr, config.optimizer.schedule) == (2e-4, "cosine")
+    assert why["lr"] == "the default for LoRA"
+
+
 @pytest.mark.parametrize(("given", "warmup"), [({"schedule": "constant"}, 0), ({"schedule": "linear"}, 0.03)])
 def test_what_the_run_file_says_stays_and_constant_has_no_warm_up(tmp_path, given, warmup):
     path = write_run(tmp_path, make_rows([4]), precision=None)

@@ -122,7 +122,7 @@ def test_a_disk_that_fails_costs_one_checkpoint_and_no_step(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("point", "phase"),
     [
-        ("microbatches", "step 4, agreeing on the plan"),
+        ("microbatches", "step 4, start"),
         more("update", "step 4, step end"),
         more("checkpoint-copy", "step 4, checkpoint"),
     ],

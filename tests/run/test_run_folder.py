@@ -166,10 +166,11 @@ def test_an_interrupt_says_whether_the_model_was_saved(tmp_path, monkeypatch, ca
     with monkeypatch.context() as patch:
         patch.setattr(export, "save_model", interrupted)
         assert call("train", path) == 130
-    assert capfd.readouterr().err == "interrupted: nothing was saved\n"
+    why = "no checkpoint: the run file has no `checkpoint: {every_steps: ...}`"
+    assert capfd.readouterr().err == f"interrupted: nothing was saved; {why}\n"
     monkeypatch.setattr(loop._Loop, "close", interrupted)
     assert call("train", path, "--overwrite") == 130
-    assert capfd.readouterr().err == f"interrupted: the model is saved in {tmp_path / 'out/model'}\n"
+    assert capfd.readouterr().err == f"interrupted: the model is saved in {tmp_path / 'out/model'}; {why}\n"
     assert (tmp_path / "out/model/model.safetensors").exists()
 
 
@@ -316,7 +317,35 @@ def test_an_interrupt_names_the_newest_checkpoint_where_there_is_no_model(tmp_pa
     path = write_run(tmp_path, make_rows([30, 12]), checkpoint={"every_steps": 1, "background": False})
     monkeypatch.setattr(setup, "write_model", interrupted)
     assert call("train", path) == 130
-    assert capfd.readouterr().err == f"interrupted: the newest checkpoint is {tmp_path}/out/checkpoints/step-000003\n"
+    saved = f"the newest checkpoint is {tmp_path}/out/checkpoints/step-000003"
+    command = f"go on from the newest checkpoint: lengthwise train {path} --resume"
+    assert capfd.readouterr().err == f"interrupted: {saved}; {command}\n"
+
+
+def test_the_earlier_model_stays_until_the_resumed_run_has_its_own(tmp_path, monkeypatch, capfd):
+    path = write_run(tmp_path, make_rows([30, 12]), steps=2, checkpoint={"every_steps": 2})
+    assert call("train", path) == 0
+    weights = tmp_path / "out/model/model.safetensors"
+    before = weights.read_bytes()
+    write = setup.write_model
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    longer = ("train", path, "--resume", "--set", "steps=4", "--accept-changes")
+    monkeypatch.setattr(setup, "write_model", interrupted)
+    assert call(*longer) == 130
+    assert weights.read_bytes() == before
+    monkeypatch.setattr(setup, "write_model", write)
+    capfd.readouterr()
+    assert call(*longer) == 0
+    assert "already finished" not in capfd.readouterr().out, "its last checkpoint is there, its model is not"
+    assert weights.read_bytes() != before
+    assert call(*longer) == 0
+    assert capfd.readouterr().out == (
+        f"already finished: 4 steps, model in {tmp_path / 'out/model'}; "
+        "to train on, raise steps or epochs and add --accept-changes\n"
+    )
 
 
 def test_all_files_of_a_run_have_the_mode_of_any_new_file(tmp_path):

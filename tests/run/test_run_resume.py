@@ -18,6 +18,7 @@ from lengthwise.checkpoint.manifest import signed
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import OutputError
 from lengthwise.run import checkpoints
+from lengthwise.run.callbacks import Callback
 from lengthwise.run.resume import FREE_SETTINGS
 from run.small_runs import (
     Command,
@@ -179,6 +180,18 @@ def test_a_stopped_run_is_saved_where_it_stopped(tmp_path):
     assert count_lines(tmp_path / "out/metrics.jsonl") >= done + 2
 
 
+def test_a_run_that_is_asked_to_stop_at_a_steps_end_begins_no_other(tmp_path):
+    """Asked after the ranks have shared the step's numbers, that is, while its metrics are written."""
+
+    class Stops(Callback):
+        def on_step(self, step):
+            if step.metrics.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    result = lengthwise.train(run_of(tmp_path, steps=9), callbacks=[Stops()])
+    assert (result.steps, result.stopped_by) == (2, signal.SIGTERM)
+
+
 def break_bit(path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
@@ -290,7 +303,7 @@ def test_an_ended_run_has_nothing_left_to_do(tmp_path, capsys):
     wanted = whole(path)
     lengthwise.train(path)
     assert call("train", path, "--resume") == 0
-    assert "all 7 steps" in capsys.readouterr().out
+    assert "already finished: 7 steps, model in " in capsys.readouterr().out
     assert_equal_runs(tmp_path / "out", wanted)
 
 

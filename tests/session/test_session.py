@@ -580,10 +580,10 @@ def test_a_model_that_was_moved_is_named():
         ({"input_ids": [1, 10**6]}, "input_ids: expected ids below the model's [0-9]+; got 1000000"),
         ({"input_ids": [1, 2], "labels": [-100, 10**6]}, "labels: expected ids below the model's"),
         ({"input_ids": [[1, 2]]}, "whole numbers"),
-        ({"input_ids": [1, 2], "labels": [1]}, "one value a token, 2"),
+        ({"input_ids": [1, 2], "labels": [1]}, "one value per token, 2"),
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "one run of tokens"),
-        ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}, "one sequence a row"),
-        ({"input_ids": "abc"}, "numbers, one a token"),
+        ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}, "one sequence per row"),
+        ({"input_ids": "abc"}, "one number per token"),
     ],
 )
 def test_a_row_that_is_none_is_named(row, said):
@@ -593,6 +593,22 @@ def test_a_row_that_is_none_is_named(row, said):
         pytest.raises(LengthwiseError, match=rf"sequence 1.*{said}"),
     ):
         session.backward([[1, 2], row])
+
+
+def test_a_collated_batch_is_refused_with_what_to_change():
+    model = small_model()
+    with (
+        Session(model, SGD(model.parameters()), capacity_tokens=128) as session,
+        pytest.raises(LengthwiseError, match=r"a list of rows, one per sequence; got .*collate_fn=list"),
+    ):
+        session.backward({"input_ids": torch.ones(2, 5, dtype=torch.long)})
+
+
+def test_a_capacity_as_in_a_run_file_and_zero3_on_one_rank(capsys):
+    model = small_model()
+    with Session(model, SGD(model.parameters()), capacity_tokens="16K", shard="zero3") as session:
+        assert (session.capacity_tokens, session.shard) == (16384, "zero1")
+    assert "lengthwise: shard zero3 has no effect on one rank" in capsys.readouterr().out
 
 
 def test_padding_that_a_mask_names_is_left_out():
@@ -617,6 +633,7 @@ def test_every_rank_hears_why_there_is_no_plan_and_who_has_other_rows(tmp_path):
     for long, other in in_ranks(work, 2, tmp_path):
         assert "expected at most 128 tokens" in long
         assert "another digest on rank 1" in other
+        assert "no DistributedSampler" in other
 
 
 def test_a_loss_that_is_not_finite_makes_no_update():

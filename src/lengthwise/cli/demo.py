@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.console import Console
 
-from lengthwise.cli.demo_compare import comparison_lines, read_metrics, simulated_lines, train_static
+from lengthwise.cli.demo_compare import comparison_line, read_metrics, simulated_lines, train_static
 from lengthwise.cli.machine import machine_lines
 from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.lengths import length_histogram, summarize_lengths
@@ -171,9 +171,9 @@ def _train(run_file: Path) -> TrainResult:
 
 
 def _compare(run_file: Path, ours: Path, show: Show) -> None:
-    show(f"\n[bold]The first {_COMPARED} of these steps again, with an untuned static mesh[/bold]")
+    show(f"\n[bold]The first {_COMPARED} of these steps again, with a static mesh[/bold]")
     static = train_static(run_file, _COMPARED, ranks=_RANKS)
-    show("\n".join(comparison_lines(read_metrics(ours), read_metrics(static))), markup=False)
+    show(comparison_line(read_metrics(ours), read_metrics(static)), markup=False)
 
 
 def _check(run_file: Path, show: Show) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,8 @@ import tyro
 
 from lengthwise.cli.options import named_alike
 from lengthwise.cli.simulate_lengths import KnownLengths, lengths_of_data, refuse_data
-from lengthwise.core.errors import Collector, ConfigError, LengthwiseError
+from lengthwise.core.errors import Collector, ConfigError, DataError, LengthwiseError, Problems
+from lengthwise.core.names import NO_TEMPLATE, counted
 from lengthwise.core.sizes import read_whole
 from lengthwise.report.figures import count
 
@@ -39,7 +41,7 @@ class Init:
     gpus: Annotated[int, tyro.conf.arg(metavar="N")] = 1
     """The number of GPUs on all machines together."""
     hardware: Annotated[str, tyro.conf.arg(metavar="NAME")] = "h100"
-    """The kind of GPU: h100, h200, cpu, or a JSON file, as for `simulate`."""
+    """The kind of GPU: h100, h200, a100, cpu, or a JSON file, as for `simulate`."""
     out: Annotated[Path, tyro.conf.arg(metavar="RUN.yaml")] = Path("run.yaml")
     """The run file to write."""
     force: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -63,7 +65,7 @@ class Init:
         assert hardware is not None, "it has no problem"
         known, unknown = self._lengths()
         longest = max(known.lengths) if known else 1
-        chosen = first_settings(shape, hardware, self.gpus, longest)
+        chosen = first_settings(shape, hardware, self.gpus, longest, batch_tokens=_batch_tokens(known))
         self.out.write_text(self._text(shape, hardware, known, unknown, chosen), encoding="utf-8")
         what = "adapters (LoRA)" if chosen.adapters else "the whole model"
         print(f"{self.out}: {what} on {self.gpus} of {hardware.name}")
@@ -77,12 +79,19 @@ class Init:
         return named_alike("gpus model hardware")
 
     def _lengths(self) -> tuple[KnownLengths | None, str]:
-        """Return the lengths of the rows, in the model's tokens or else in bytes; None: with the reason."""
+        """Return the lengths of the rows, in the model's tokens or else in bytes; None: with the reason.
+
+        Raises:
+            DataError: the first row that no tokenizer can read.
+        """
         reasons = []
         for tokenizer in (self.model, "bytes"):
             try:
                 return lengths_of_data(self.data, tokenizer, "skip"), ""
             except LengthwiseError as error:
+                for each in error.problems if isinstance(error, Problems) else (error,):
+                    if isinstance(each, DataError) and not (tokenizer == "bytes" and NO_TEMPLATE in each.got):
+                        raise each from None
                 reasons.append(" ".join(str(error).split()))
         return None, reasons[0]
 
@@ -91,44 +100,43 @@ class Init:
     ) -> str:
         here = self.out.absolute().parent
         sources = ", ".join(f"{{path: {json.dumps(os.path.relpath(path.absolute(), here))}}}" for path in self.data)
-        longest, total, rows = _of(known)
-        batch = max(longest, min(_BATCH_TOKENS, total // _LEAST_STEPS or _BATCH_TOKENS))
+        longest, _, rows = _of(known)
+        batch = _batch_tokens(known)
         state, device = chosen.state_bytes / 1e9, hardware.device_bytes / 1e9
         held = ", ".join(f"{tokens:,} ({kind})" for kind, tokens in chosen.capacities.items())
         precision = "bf16" if hardware.compute_dtype_bytes == 2 else "fp32"
         kind = "adapters" if chosen.adapters else "models of this size"
-        cuts = f"#   needs {-(-longest // max(chosen.capacities.values()))} at least." if known else "#   is not known."
+        fewest = f"the longest over at least {-(-longest // max(chosen.capacities.values()))}"
         lines = [
             "# Written by lengthwise init: a start, not a result. Every key is in docs/run-file.md.",
-            f"model: {json.dumps(self.model)}  # {shape.total_params / 1e9:.3g} billion parameters",
+            f"model: {json.dumps(self.model)}  # {count(shape.total_params).replace('G', 'B')} parameters",
             f"data: [{sources}]  # {rows}",
-            *([] if known else [f"# They were not counted: {unknown}"[:_WIDTH]]),
+            *([] if known else textwrap.wrap(f"# Not counted: {unknown}", _WIDTH, subsequent_indent="#   ")),
             f"output: {json.dumps('runs/' + self.out.stem)}",
             "",
             "epochs: 1  # or steps",
-            f"global_batch: {{tokens: {batch}}}  # of an optimizer step: 512K, a part of few data, or the longest row",
+            f"global_batch: {{tokens: {batch}}}  # per optimizer step: 512K, fewer for few data",
             f"# precision: auto  # {precision} on {hardware.name}; masters, sums and merges are fp32",
-            "# capacity_tokens: auto  # of a microbatch of a rank: measured at the start. By estimate, by recompute:",
+            "# capacity_tokens: auto  # of one rank in one microbatch, measured at the start. Estimates, by recompute:",
             f"#   {held},",
-            f"#   beside {state:.0f} GB of weights, gradients and optimizer of {device:.0f} GB. Longer rows are",
-            "#   cut over several ranks; how many the longest",
-            cuts,
-            "# recompute: auto  # activation checkpointing where it pays, step by step",
+            f"#   beside {state:.0f} GB of weights, gradients and optimizer states (a device has {device:.0f} GB).",
+            f"#   Longer rows are cut over several ranks: {fewest if known else 'the longest row is not known'}.",
+            "# recompute: auto  # activation checkpointing where it saves time, chosen for each step",
         ]
         if chosen.shard != "zero1":
             lines += [
-                f"# shard: auto  # by estimate {chosen.shard}: each rank has its part of the parameters,",
-                "#   too, and gathers a layer when it runs; docs/sharding.md",
+                f"# shard: auto  # by estimate {chosen.shard}: every rank holds a part of them,",
+                "#   and gathers each layer when it runs; docs/sharding.md",
             ]
         if chosen.adapters:
             whole = chosen.whole_bytes / 1e9
             lines += [
-                f"# Of the whole model a rank would keep {whole:.0f} GB of {device:.0f}; with adapters {state:.0f}.",
+                f"# The whole model would take {whole:.0f} of {device:.0f} GB; adapters take {state:.0f} GB.",
                 "lora: {r: 16, lora_alpha: 32}  # pip install 'peft>=0.21'",
             ]
         lines += [
             "optimizer:",
-            f"  lr: {chosen.learning_rate:g}  # where recipes begin for {kind}; try three times as much, and a third",
+            f"  lr: {chosen.learning_rate:g}  # the usual start for {kind}; also try a third and three times of it",
             "  schedule: cosine",
             "  warmup_steps: 0.03  # of all steps",
             f"  weight_decay: {0.0 if chosen.adapters else 0.1}",
@@ -139,12 +147,18 @@ class Init:
         return "\n".join(lines) + "\n"
 
 
+def _batch_tokens(known: KnownLengths | None) -> int:
+    """Return the tokens of an optimizer step: a part of few data, at least the longest row."""
+    longest, total, _ = _of(known)
+    return max(longest, min(_BATCH_TOKENS, total // _LEAST_STEPS or _BATCH_TOKENS))
+
+
 def _of(known: KnownLengths | None) -> tuple[int, int, str]:
     """Return the longest row, all tokens, and a sentence about them."""
     if known is None:
         return 1, 0, "rows that were not counted"
     longest, total = max(known.lengths), sum(known.lengths)
-    return longest, total, f"{count(len(known.lengths))} rows, {count(total)} {known.unit}, the longest {longest}"
+    return longest, total, f"{counted(len(known.lengths), 'row')}, {count(total)} {known.unit}, the longest {longest}"
 
 
 def _shape(model: str) -> ModelShape:

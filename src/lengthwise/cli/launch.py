@@ -14,7 +14,7 @@ import tyro
 
 from lengthwise.cli.options import named_alike
 from lengthwise.core.errors import Collector, ConfigError, printable
-from lengthwise.core.names import unknown_name
+from lengthwise.core.names import counted, unknown_name
 from lengthwise.core.sizes import MOST_RANKS, read_whole
 
 if TYPE_CHECKING:
@@ -181,8 +181,8 @@ class Launch:
             else "The run has no `checkpoint`, so nothing restarts it; add one, then print this file again."
         )
         return {
-            "what": f"# Trains {run} on {self.nodes} x {self.gpus_per_node} GPUs. Printed by lengthwise launch.\n"
-            f"# {again}",
+            "what": f"# Trains {run} on {self.nodes} x {counted(self.gpus_per_node, 'GPU')}. "
+            f"Printed by lengthwise launch.\n# {again}",
             "needs": "# All nodes need the run file, its model and its data at the same paths, and one shared folder\n"
             f"# for its output: {printable(str(config.output))}",
             "store": "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or nodes do not meet after a restart",

@@ -78,7 +78,7 @@ class PlanCommand:
     """The model whose costs the planner uses: a named shape, for example llama-7b, or a Hugging Face folder or its
     config.json; default: the run file's model, else llama-7b. With --config it needs --hardware."""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE.json", help_behavior_hint="")] = None
-    """The device of a rank: h100, h200, bytescale-gpu or cpu, or a JSON file with the keys of
+    """The device of a rank: h100, h200, a100, bytescale-gpu or cpu, or a JSON file with the keys of
     lengthwise/cost/hardware.json; default: cpu with --config (planned as training does), h100 with --lengths."""
     ranks_per_node: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """The number of neighbouring ranks in a node, which share its faster link; default: the hardware's."""

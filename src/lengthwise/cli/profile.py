@@ -11,6 +11,7 @@ import tyro
 from lengthwise.cli.options import named_alike
 from lengthwise.cli.output import plain_console, refuse_unwritable_file, write_atomically
 from lengthwise.core.errors import Collector, ConfigError, OutputError
+from lengthwise.core.names import counted
 from lengthwise.core.sizes import MOST_RANKS, parse_tokens, read_whole
 from lengthwise.report.figures import count, percent
 
@@ -49,8 +50,8 @@ class Profile:
     """The clock: wall, or cpu, which counts the seconds in which a rank computes or waits for messages, for machines
     that do other work at the same time (CPU ranks of one thread)."""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
-    """The hardware whose costs replace those that cannot be measured here: h100, h200, bytescale-gpu or cpu; default:
-    cpu, on GPUs the one of the same name, else h100."""
+    """The hardware whose costs replace those that cannot be measured here: h100, h200, a100, bytescale-gpu or cpu;
+    default: cpu, on GPUs the one of the same name, else h100."""
     disk: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
     """Also measure copies to and from a file in this folder, as with offload: {store: disk, path: DIR}; without, on
     GPUs those to the host's memory."""
@@ -166,9 +167,9 @@ def print_measurements(found: Measurements) -> None:
 
     place, fit, console = found.place, found.fit, plain_console()
     console.print(
-        f"model {found.model.name} in {found.precision}: {place.ranks} ranks of {place.threads} "
-        f"thread{'s' * (place.threads > 1)} on {place.device} ({place.processor}), {len(found.samples)} samples, "
-        f"{place.clock} clock"
+        f"model {found.model.name} in {found.precision}: {counted(place.ranks, 'rank')} of "
+        f"{counted(place.threads, 'thread')} on {place.device} ({place.processor}), "
+        f"{counted(len(found.samples), 'sample')}, {place.clock} clock"
     )
     rows = [("term", "value", "error")]
     for name, term in fit.terms.items():

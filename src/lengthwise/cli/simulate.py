@@ -106,6 +106,7 @@ class Simulate:
         from lengthwise.report.answer import answer_json, answer_notes, answer_sentence, answer_table
         from lengthwise.report.page import simulation_page
         from lengthwise.report.simulation import simulation_json
+        from lengthwise.report.tables import wrapped
 
         asked = self._read()
         known = asked.known or lengths_of_data(self.data, self.tokenizer, self.empty)
@@ -115,7 +116,14 @@ class Simulate:
         found, console = self._answer(meshes, batches), plain_console()
         sentence, notes = answer_sentence(found, known.unit), answer_notes(found)
         about = self._about(meshes, batches, known)
-        for part in (sentence, "", answer_table(found), "", about, *notes):
+        width = console.width if console.is_terminal else None
+        for part in (
+            wrapped(sentence, width),
+            "",
+            answer_table(found),
+            "",
+            *(wrapped(each, width) for each in (about, *notes)),
+        ):
             console.print(part)
         details = Details()
         if planners:
@@ -133,7 +141,10 @@ class Simulate:
             write_simulation(self.out, figures, page, details.traces)
             console.print(f"written to {self.out}: simulation.json, report.html{', trace-*.json' * bool(planners)}")
         elif not planners:
-            console.print("More: --details (planners, in long tables), --out FOLDER (a page, and JSON).")
+            console.print(
+                "More: --details compares planners on one engine, where fixed groups of ranks attend as ours do, too;\n"
+                "--out FOLDER writes a page, and JSON."
+            )
         return 0
 
     @property

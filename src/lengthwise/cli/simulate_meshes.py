@@ -76,7 +76,7 @@ class MeshChoices:
     hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE.json", help_behavior_hint="(default: h100)")] = (
         None
     )
-    """h100, h200, bytescale-gpu or cpu, or a JSON file with the keys of lengthwise/cost/hardware.json."""
+    """h100, h200, a100, bytescale-gpu or cpu, or a JSON file with the keys of lengthwise/cost/hardware.json."""
     kernel: Annotated[str | None, tyro.conf.arg(metavar="flash2|flash3|cudnn", help_behavior_hint="")] = None
     """The attention kernel whose speed is used; default: the kernels that training uses on this hardware (h100, h200:
     cudnn for long blocks and flash2 for packs; flash3 where you install it)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from lengthwise.core.names import counted
 from lengthwise.core.sizes import MOST_RANKS, read_whole
 from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.progress import LiveLine, PhaseLine
+from lengthwise.report.tables import wrapped
 
 if TYPE_CHECKING:
     from lengthwise.config import RunConfig
@@ -71,16 +73,22 @@ class Train(RunOptions):
 
         from lengthwise.run.api import train
 
-        result = train(
-            config,
-            ranks=self.ranks,
-            overwrite=self.overwrite,
-            resume="if_any" if self.resume_if_any and not self.resume else self.resume,
-            accept_changes=self.accept_changes,
-            max_restarts=self.max_restarts,
-            timeout_seconds=self.timeout_seconds,
-            callbacks=[PrintedProgress(LiveLine(sys.stdout))],
-        )
+        changes = [f"--set {shlex.join(each for group in self.set for each in group)}"] * bool(self.set)
+        command = " ".join(["lengthwise train", shlex.quote(str(self.config)), *changes, "--resume"])
+        try:
+            result = train(
+                config,
+                ranks=self.ranks,
+                overwrite=self.overwrite,
+                resume="if_any" if self.resume_if_any and not self.resume else self.resume,
+                accept_changes=self.accept_changes,
+                max_restarts=self.max_restarts,
+                timeout_seconds=self.timeout_seconds,
+                callbacks=[PrintedProgress(LiveLine(sys.stdout), command)],
+            )
+        except KeyboardInterrupt as interrupt:
+            saved = str(interrupt.args[0]) if interrupt.args else "nothing was saved"
+            raise KeyboardInterrupt(f"{saved}; {how_to_resume(config, command)}") from None
         return 128 + result.stopped_by if result.stopped_by == signal.SIGINT else 0
 
 
@@ -101,6 +109,17 @@ def read_settings(path: Path, overrides: Sequence[Sequence[str]], ranks: int | N
     raise AssertionError("a run file that was not read has a problem")
 
 
+def how_to_resume(config: RunConfig, command: str) -> str:
+    """Say how a run that was stopped goes on from its newest checkpoint, or why it has none."""
+    from lengthwise.run.resume import has_checkpoint
+
+    if has_checkpoint(config):
+        return f"go on from the newest checkpoint: {command}"
+    if config.checkpoint is None:
+        return "no checkpoint: the run file has no `checkpoint: {every_steps: ...}`"
+    return "no checkpoint: the run ended before the first one"
+
+
 _SILENT_SECONDS = 60.0  # of a step, in a log
 _LEARNING_STEPS = 10  # of a run, after which what its steps take should be known
 
@@ -108,15 +127,16 @@ _LEARNING_STEPS = 10  # of a run, after which what its steps take should be know
 class PrintedProgress:
     """A `Callback` that prints what will run, its steps and the summary."""
 
-    def __init__(self, line: LiveLine) -> None:
+    def __init__(self, line: LiveLine, command: str = "") -> None:
         self._line, self._steps, self._phases = line, StepLines(), PhaseLine(line)
-        self._lora = self._measures = False
+        self._command, self._config, self._measures = command, None, False
         self._errors: list[float] = []
 
     def on_start(self, job: Job) -> None:
         """Show what is about to run."""
-        self._lora, self._measures = job.config.lora is not None, job.measures
-        self._line.write(describe_job(job))
+        self._config, self._measures = job.config, job.measures
+        width = self._line.width
+        self._line.write(wrapped(describe_job(job), width and width - 1, " " * 8))
 
     def on_phase(self, phase: str) -> None:
         """Show what goes on where nothing else is shown."""
@@ -148,7 +168,7 @@ class PrintedProgress:
 
     def on_end(self, result: TrainResult) -> None:
         """Show how the run ended and where its files are."""
-        self._line.write(summary(result, lora=self._lora))
+        self._line.write(summary(result, self._config, self._command))
 
 
 def describe_job(job: Job) -> str:
@@ -157,19 +177,22 @@ def describe_job(job: Job) -> str:
     skipped = "".join(f", {number} left out ({reason})" for reason, number in data.skipped.items())
     start = "its weights" if job.model.weights else f"fresh weights from seed {config.seed}"
     most = getattr(job.model.config, "max_position_embeddings", None)
-    beyond = f" (beyond the model's max_position_embeddings of {most})" if most and data.lengths.max() > most else ""
-    processes = "1 process" if job.ranks == 1 else f"{job.ranks} processes"
+    longest, beyond = int(data.lengths.max()), ""
+    if most and longest > most:
+        beyond = f"note    {longest} tokens are beyond the model's max_position_embeddings of {most}: "
+        beyond += "it never saw such positions; shorten the rows, or scale RoPE in its config\n"
+    processes = counted(job.ranks, "process")
     gpus = min(job.ranks, job.gpus)
 
     def by_default(key: str) -> str:
         return f" ({job.chosen[key]})" if key in job.chosen else " (default)" * (key not in config.model_fields_set)
 
-    device = f"{gpus} GPU{'s' * (gpus > 1)} here" if gpus else f"CPU{_why_not_on_gpus(config)}"
+    device = f"{counted(gpus, 'GPU')} here" if gpus else f"CPU{_why_not_on_gpus(config)}"
     return (
         f"model   {job.model.name} ({job.model.config.model_type}), {start}, {config.precision}"
         f"{by_default('precision')}\n{_lora_line(config)}"
-        f"data    {len(data.ids)} sequences, {count(int(data.lengths.sum()))} tokens, "
-        f"longest {data.lengths.max()}{beyond}{skipped}\n"
+        f"data    {counted(len(data.ids), 'sequence')}, {count(int(data.lengths.sum()))} tokens, "
+        f"longest {longest}{skipped}\n{beyond}"
         f"batch   {_batch(config)}{by_default('global_batch')}\n"
         f"update  {_update(job)}\n"
         f"ranks   {processes} on {device}, planner {config.planner}{by_default('planner')}\n"
@@ -183,7 +206,9 @@ def describe_job(job: Job) -> str:
 def _batch(config: RunConfig) -> str:
     asked = config.global_batch
     return (
-        f"{asked.sequences} sequences a step" if asked.sequences else f"up to {count(asked.tokens or 0)} tokens a step"
+        f"{counted(asked.sequences, 'sequence')} a step"
+        if asked.sequences
+        else f"up to {count(asked.tokens or 0)} tokens a step"
     )
 
 
@@ -235,23 +260,26 @@ def _lora_line(config: RunConfig) -> str:
     return f"lora    r {lora.r}, lora_alpha {lora.lora_alpha}, on {', '.join(lora.target_modules or ())}\n"
 
 
-def summary(result: TrainResult, *, lora: bool) -> str:
-    """Say how the run ended and where its files are."""
+def summary(result: TrainResult, config: RunConfig | None, command: str) -> str:
+    """Say how the run ended and where its files are; `config` is None where it never started."""
+    if config is None or (result.num_tokens == 0 and not result.skipped):
+        model = result.folder / "model"
+        ended = f"already finished: {counted(result.steps, 'step')}, model in {model}"
+        return f"{ended}; to train on, raise steps or epochs and add --accept-changes"
     lines = []
     if result.stopped_by is not None:
         name = signal.Signals(result.stopped_by).name
         lines.append(f"\nstopped by {name} after step {result.steps}; the model is saved")
+        lines.append(how_to_resume(config, command))
     if result.skipped:
         them = f"the values that were not finite: {result.folder / 'not_finite.jsonl'}"
-        lines.append(f"{result.skipped} steps made no update, or their update was undone; {them}")
-    if result.num_tokens == 0 and not result.skipped:
-        lines.append(f"an earlier process finished all {result.steps} steps of this run; the model is saved")
+        lines.append(f"{counted(result.skipped, 'step')} made no update, or the update was undone; {them}")
     rate = count(result.num_tokens / result.seconds)
-    opened = "peft's PeftModel.from_pretrained on the base model" if lora else "from_pretrained"
+    opened = "peft's PeftModel.from_pretrained on the base model" if config.lora is not None else "from_pretrained"
     return "\n".join(
         [
             *lines,
-            f"done    {result.steps} steps, {count(result.num_tokens)} tokens in {seconds(result.seconds)} "
+            f"done    {counted(result.steps, 'step')}, {count(result.num_tokens)} tokens in {seconds(result.seconds)} "
             f"({rate} tokens/s), loss {result.first_loss:.4f} -> {result.last_loss:.4f}",
             f"model   {result.folder / 'model'} (open it with {opened})",
             f"steps   {result.folder / 'metrics.jsonl'}, ledger.jsonl, plans/",

@@ -48,7 +48,10 @@ def share_first(transport: Transport, found: Mapping[str, str]) -> dict[str, str
     return json.loads(broadcast_bytes(transport, json.dumps(named).encode(), ranks[0]))
 
 
-def agree(transport: Transport, data: bytes, what: str) -> None:
+_SAME_RUN = "All ranks must run the same version of lengthwise with the same run file and data."
+
+
+def agree(transport: Transport, data: bytes, what: str, remedy: str = _SAME_RUN) -> None:
     """Raise RankError, on every rank, where some hold other `data` than rank 0; they are named."""
     if transport.world_size == 1:
         return
@@ -60,5 +63,4 @@ def agree(transport: Transport, data: bytes, what: str) -> None:
     if different:
         where = f"rank {transport.rank}, {transport.phase}"
         got = f"another digest on {'rank' if len(different) == 1 else 'ranks'} {', '.join(map(str, different[:10]))}"
-        remedy = "All ranks must run the same version of lengthwise with the same run file and data."
         raise RankError(where, expected=f"the same {what} on all ranks", got=got, remedy=remedy)

@@ -242,7 +242,7 @@ class TorchTransport:
 
     def _transfer_error(self, phase: str, others: str, got: str) -> TransferError:
         expected = f"{others} to answer within {self._timeout_seconds:g} s"
-        remedy = "Look at the first rank that reported another error, or died; then start again."
+        remedy = "Find the first rank that reported another error or died, correct that, then start again."
         return TransferError(f"rank {self.rank}, {phase}", expected=expected, got=got, remedy=remedy)
 
     def _named(self, peers: Sequence[int] | None) -> str:

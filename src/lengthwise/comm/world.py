@@ -177,7 +177,7 @@ def _take_from_mpi() -> None:
         if len(meeting) < 2:
             got = f"{size} processes of {launcher} on several machines, and no MASTER_ADDR or MASTER_PORT"
             remedy = "Give mpirun the name of the first machine and a free port of it: -x MASTER_ADDR=... in Open MPI."
-            raise ConfigError("environment", expected="where ranks meet", got=got, remedy=remedy)
+            raise ConfigError("environment", expected="the address where ranks meet", got=got, remedy=remedy)
         own = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
         os.environ.update(own | meeting)
         return

@@ -11,6 +11,7 @@ from lengthwise.config.settings import Fraction, Settings
 from lengthwise.core.errors import ConfigError
 
 FRESH_RATE, LOADED_RATE, LOADED_WARMUP = 3e-4, 2e-5, 0.03  # of AdamW; where fine-tuning begins, as in TRL
+LORA_RATE = 2e-4  # of adapters: ten times the rate of the whole model, as LoRA recipes have it
 
 # The arguments of each optimizer, with its defaults: torch's, of Lion its paper's, of AdamW ours. None: it depends on
 # the model, see `run.defaults`.
@@ -74,7 +75,7 @@ class OptimizerConfig(Settings):
         default=None,
         ge=0,
         description=f"peak learning rate, per step; default of adamw {LOADED_RATE:g} where weights are loaded, "
-        f"{FRESH_RATE:g} where they are drawn",
+        f"{LORA_RATE:g} under `lora`, {FRESH_RATE:g} where they are drawn",
     )
     betas: tuple[Fraction, Fraction] | None = Field(
         default=(0.9, 0.95),

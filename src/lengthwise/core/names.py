@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from lengthwise.core.errors import ConfigError
 
 BYTES_TOKENIZER = "bytes"  # one token a byte
+NO_TEMPLATE = "which has no chat template"  # of a tokenizer, in the error of a row that is a chat
 PLANNER_GROUP = "lengthwise.planners"  # of entry points, in which packages name planners of theirs
 _OTHER_WORDS = {"fp16": "bf16", "float16": "bf16", "bfloat16": "bf16", "float32": "fp32", "fsdp": "zero3"}
 _CLOSE = 0.5  # of difflib's similarity, 0 to 1; `trian` and `train` have 0.8
@@ -37,8 +38,8 @@ def unknown_name(where: str, got: object, known: Iterable[str], *, others: str =
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number of things: 1 rank, 2 ranks, 2 batches."""
-    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    """Return a number of things: 1 rank, 2 ranks, 2 batches, 3 processes."""
+    plural = "" if number == 1 else "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{number} {noun}{plural}"
 
 

@@ -24,7 +24,7 @@ from lengthwise.cost.memory import (
 from lengthwise.cost.microbatch import WINDOW_LAYERS, MicrobatchBytes, Moments, largest_peak
 from lengthwise.cost.passes import Pass
 from lengthwise.cost.shapes import SHAPE_NAMES, named_shape, shape_from_config
-from lengthwise.cost.sharding import ShardChoice, choose_shard, ranks_of_node, wanted_tokens
+from lengthwise.cost.sharding import ZERO3_ALONE, ShardChoice, choose_shard, ranks_of_node, wanted_tokens
 from lengthwise.cost.terms import Cost
 from lengthwise.cost.traffic import sharded_cost, sharded_traffic
 
@@ -36,6 +36,7 @@ __all__ = [
     "SHAPE_NAMES",
     "STEP_TOKENS",
     "WINDOW_LAYERS",
+    "ZERO3_ALONE",
     "Choice",
     "Choices",
     "Cost",

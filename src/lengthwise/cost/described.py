@@ -13,6 +13,7 @@ from typing import Any
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.measurements import Measurements
+from lengthwise.core.names import counted
 from lengthwise.cost.analytic import flops_coefficients
 from lengthwise.cost.hardware import Hardware, named_hardware
 from lengthwise.cost.measured import measured_shape
@@ -109,7 +110,8 @@ def _source(found: Measurements, base: Hardware, measured: tuple[str, ...]) -> s
     versions = ", ".join(f"{name} {version}" for name, version in place.versions.items())
     return (
         f"Measured by `lengthwise profile` on {found.date} with {found.model.name} in {found.precision}, "
-        f"{place.ranks} ranks of {place.threads} threads on {place.device} ({place.processor}), {versions}: "
+        f"{counted(place.ranks, 'rank')} of {counted(place.threads, 'thread')} on {place.device} ({place.processor}), "
+        f"{versions}: "
         f"{', '.join(measured)}. Not measured, as of {base.name}: all other keys, the peak that efficiencies are "
         "shares of among them if it is not named before."
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import inf
 
 from lengthwise.core.errors import ConfigError, MemoryShortage
 from lengthwise.core.names import counted
@@ -25,7 +26,7 @@ class FirstSettings:
     """What fits on each rank.
 
     shard: how parameters lie over the ranks. capacities: tokens by kinds of recomputation. state_bytes: beside them,
-    kept for a run. whole_bytes: the states of the whole model, where adapters are trained.
+    kept for a run. whole_bytes: the least of it for the whole model, where adapters are trained.
     """
 
     adapters: bool
@@ -36,17 +37,19 @@ class FirstSettings:
     whole_bytes: float
 
 
-def first_settings(shape: ModelShape, hardware: Hardware, ranks: int, longest_tokens: int) -> FirstSettings:
+def first_settings(
+    shape: ModelShape, hardware: Hardware, ranks: int, longest_tokens: int, *, batch_tokens: float = inf
+) -> FirstSettings:
     """Choose to train the whole model where it and the longest row fit on so many ranks, else adapters.
 
-    Parameters lie over the ranks where they fit no other way: whole on each they cost less communication.
+    Parameters lie over the ranks as `shard: auto` of a run of such batches has them.
 
     Raises:
         ConfigError: not even adapters fit; names the fewest ranks that do, by powers of two.
     """
     whole = step_memory(shape, hardware, ranks)
     for memory in (whole, with_adapters(whole)):
-        if (found := _fitting(memory, hardware, longest_tokens)) is not None:
+        if (found := _fitting(memory, hardware, longest_tokens, batch_tokens)) is not None:
             laid, capacities = found
             adapters = memory.trained is not None
             rates = (rate for most, rate in _RATES if shape.total_params < most)
@@ -55,11 +58,11 @@ def first_settings(shape: ModelShape, hardware: Hardware, ranks: int, longest_to
                 shard=laid.shard,
                 learning_rate=_LORA_RATE if adapters else next(rates),
                 capacities=capacities,
-                state_bytes=laid.state_bytes() + laid.gathered_bytes(),
-                whole_bytes=whole.state_bytes(),
+                state_bytes=_kept(laid),
+                whole_bytes=min(_kept(whole), _kept(replace(whole, shard="zero3"))),
             )
     cut = [replace(each, shard="zero3") for each in (whole, with_adapters(whole))]
-    held = [(each.state_bytes() + each.gathered_bytes()) / 1e9 for each in cut]
+    held = [_kept(each) / 1e9 for each in cut]
     expected = f"room for a row of {longest_tokens} tokens on {counted(ranks, 'rank')} of {hardware.name}, "
     expected += f"{hardware.device_bytes / 1e9:.0f} GB each"
     got = f"{held[0]:.0f} GB on each for the whole model under shard: zero3, {held[1]:.0f} GB with adapters"
@@ -68,17 +71,21 @@ def first_settings(shape: ModelShape, hardware: Hardware, ranks: int, longest_to
     raise ConfigError("--gpus", expected=expected, got=got, remedy=f"{remedy} Or take a smaller model.")
 
 
+def _kept(memory: StepMemory) -> float:
+    return memory.state_bytes() + memory.gathered_bytes()
+
+
 def _fits(shape: ModelShape, hardware: Hardware, ranks: int, longest_tokens: int) -> bool:
     whole = step_memory(shape, hardware, ranks)
     return any(_fitting(each, hardware, longest_tokens) is not None for each in (whole, with_adapters(whole)))
 
 
 def _fitting(
-    memory: StepMemory, hardware: Hardware, longest_tokens: int
+    memory: StepMemory, hardware: Hardware, longest_tokens: int, batch_tokens: float = inf
 ) -> tuple[StepMemory, Mapping[str, int]] | None:
     """Return what a run takes by itself, and its capacities; None: it cannot hold the longest row."""
     try:
-        tokens = wanted_tokens(memory.ranks, longest=longest_tokens)
+        tokens = wanted_tokens(memory.ranks, longest=longest_tokens, batch=batch_tokens)
         laid = replace(memory, shard=choose_shard(memory, hardware.device_bytes, tokens=tokens).shard)
         capacities = recompute_capacities(laid, hardware)
     except (ConfigError, MemoryShortage):

@@ -19,7 +19,7 @@ from lengthwise.core.names import unknown_name
 
 _DESCRIPTIONS = read_package_json("lengthwise.cost", "hardware.json")
 HARDWARE_NAMES = tuple(_DESCRIPTIONS)
-_GPUS = ("h200", "h100")  # of these names are the devices that they describe
+_GPUS = ("h200", "h100", "a100")  # of these names are the devices that they describe
 _OTHER_GPUS = "h100"
 _MAY_BE_ZERO = ("hop_latency_seconds", "node_hop_latency_seconds", "layer_launch_seconds")
 _MOST = 1e30  # of any number here, and its inverse the least: products of a few stay finite

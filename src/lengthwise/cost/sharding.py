@@ -19,6 +19,7 @@ from lengthwise.cost.memory import StepMemory
 
 LEAST_TOKENS = 2048  # of a rank, below which GEMMs are small and whole parameters are not worth their room
 LORA_RANK = 16
+ZERO3_ALONE = "shard zero3 has no effect on one rank, which has all parameters"
 _MOST_RANKS = 12_288
 
 

@@ -19,9 +19,11 @@ _LARGEST_ID = 2**31 - 1
 LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6  # of a token: beyond them sums of single precision lose the other tokens
 _ROWS = '{"text": ...}, {"input_ids": [...]} or {"input_ids": [...], "labels": [...]}'
 _OTHER_ROWS = '{"messages": [...]} or {"prompt": ..., "completion": ...}'
+_SHARE_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}  # of ShareGPT; others have our names
 _MAIN = ("text", "input_ids", "messages", "prompt")  # what makes a row; the first that is there
-_CHATS = ("messages", "prompt", "completion")  # that hold messages
-_OTHER_CHATS = ("conversations", "conversation", "chat")
+_CHATS = ("messages", "prompt", "completion", "conversations")  # that hold messages
+_CONVERTED = ("instruction", "conversations")  # Alpaca's and ShareGPT's, taken where no column of `_MAIN` is there
+_OTHER_CHATS = ("conversation", "chat")
 _PAIRS = ("chosen", "rejected")
 _ROLES = ("assistant", "user", "system", "developer", "tool", "function", "ipython", "environment", "observation")
 _TRAINED = ("train", "training", "train_detail")  # what other trainers read in a message as what has a loss
@@ -81,9 +83,10 @@ class RowParser:
         """
         there = {name: value for name, value in values.items() if value is not None or name not in _MAIN}
         there |= {name: _without_nulls(there[name]) for name in ("tools", *_CHATS) if isinstance(there.get(name), list)}
-        return self._row(there if any(name in there for name in _MAIN) else dict(values), where)
+        return self._row(there if any(name in there for name in (*_MAIN, *_CONVERTED)) else dict(values), where)
 
     def _row(self, values: dict[str, Any], where: str) -> Row:
+        values = _in_our_columns(values, where)
         _check_columns(values, where)
         make = {"text": self._text_row, "input_ids": self._ids_row, "messages": _chat_row, "prompt": _pair_row}
         return next(make[name] for name in _MAIN if name in values)(values, where)
@@ -95,8 +98,9 @@ class RowParser:
         try:
             return self._decoder.decode(text)
         except json.JSONDecodeError as error:
+            column = min(error.pos, len(text.rstrip())) + 1  # at the line's end, not at the start of the next
             cut = "; the file ends inside this line, is it cut off?" if last else ""
-            raise _refuse(where, "JSON", f"broken JSON: {error.msg} at column {error.colno}{cut}") from None
+            raise _refuse(where, "JSON", f"broken JSON: {error.msg} at column {column}{cut}") from None
         except ValueError as error:  # a key twice, or a number of thousands of digits
             raise _refuse(where, "JSON", str(error)) from None
         except RecursionError:
@@ -180,6 +184,36 @@ def decode_utf8(raw: bytes, *, where: str, offset: int = 0) -> str:
         raise _refuse(where, "UTF-8", got, "Save the file as UTF-8.") from None
 
 
+def _in_our_columns(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return rows of Alpaca (instruction, input, output) and ShareGPT (conversations) with their chat as messages."""
+    if any(name in values for name in _MAIN):
+        return values
+    if "instruction" in values and "output" in values:
+        names = ("system", "instruction", "input", "output")
+        system, instruction, more, output = (values.get(name) or "" for name in names)
+        if not all(isinstance(each, str) for each in (system, instruction, more, output)):
+            kinds = ", ".join(f'"{name}": {_shown(values[name])}' for name in names if name in values)
+            raise _refuse(where, '"instruction", "input", "output" and "system" to be text', kinds)
+        asked = f"{instruction}\n\n{more}" if more else instruction
+        turns = [("system", system)] * bool(system) + [("user", asked), ("assistant", output)]
+        chat: list[Any] = [{"role": role, "content": content} for role, content in turns]
+        return {**{name: value for name, value in values.items() if name not in names}, "messages": chat}
+    if isinstance(values.get("conversations"), list):
+        chat = [_as_message(each) for each in values["conversations"]]
+        return {**{name: value for name, value in values.items() if name != "conversations"}, "messages": chat}
+    return values
+
+
+def _as_message(turn: Any) -> Any:
+    """Return a turn of ShareGPT as a message; anything else as it is, to be checked as one."""
+    if not isinstance(turn, dict) or "from" not in turn or "role" in turn:
+        return turn
+    role = turn["from"]
+    others = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    role = _SHARE_ROLES.get(role, role) if isinstance(role, str) else role
+    return {"role": role, "content": turn.get("value"), **others}
+
+
 def _check_columns(values: dict[str, Any], where: str) -> None:
     """Ask for text, or input_ids and perhaps labels; other columns are the user's own, unless they look like labels."""
     if "text" in values and ("input_ids" in values or "labels" in values):
@@ -191,8 +225,6 @@ def _check_columns(values: dict[str, Any], where: str) -> None:
         remedy = 'Name the column "text" or "input_ids".'
         if any(name in values for name in _OTHER_CHATS):
             remedy = 'Name the column "messages", a list of {"role": ..., "content": ...}.'
-        if "instruction" in values and "output" in values:
-            remedy = 'Write "prompt", of the instruction and its input, and "completion", the output.'
         raise _refuse(where, f"a column of {_ROWS}, {_OTHER_ROWS}", names, remedy)
     if "text" not in values and "input_ids" not in values and "messages" in values and "completion" in values:
         raise _refuse(where, _OTHER_ROWS, '"messages" and "completion" in one row', "Keep one of them.")

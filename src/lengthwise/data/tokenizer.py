@@ -20,7 +20,7 @@ import numpy as np
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.hub import only_cached, why_only_cached
-from lengthwise.core.names import BYTES_TOKENIZER
+from lengthwise.core.names import BYTES_TOKENIZER, NO_TEMPLATE
 from lengthwise.data.dataset import NO_LOSS
 from lengthwise.data.digests import file_digest
 from lengthwise.data.masked import Message, encode_chat, encode_pair
@@ -108,7 +108,7 @@ class ByteTokenizer:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Refuse: bytes have no chat template."""
         del messages, tools, context
-        raise ValueError("tokenizer bytes, which has no chat template")
+        raise ValueError(f"tokenizer bytes, {NO_TEMPLATE}")
 
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of bytes; what is no UTF-8 is escaped."""

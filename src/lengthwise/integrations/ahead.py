@@ -55,5 +55,5 @@ def checked(batches: Iterator[Any]) -> Iterator[Examples]:
         if not isinstance(batch, Examples):
             remedy = "Override data_collator or the samplers in place of get_train_dataloader."
             got = f"a {type(batch).__name__}"
-            raise ConfigError("get_train_dataloader", expected="a loader of Trainer's", got=got, remedy=remedy)
+            raise ConfigError("get_train_dataloader", expected="a DataLoader that Trainer made", got=got, remedy=remedy)
         yield batch

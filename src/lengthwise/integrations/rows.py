@@ -60,7 +60,7 @@ def rows_of(batch: Mapping[str, Any]) -> Iterator[dict[str, np.ndarray]]:
     shape = columns[_IDS].shape
     for name, values in columns.items():
         if values.shape[: len(shape)] != shape:
-            raise _wrong(f"one value a token in {name}, {shape}", f"{values.shape}")
+            raise _wrong(f"one value per token in {name}, {shape}", f"{values.shape}")
     for number in range(shape[0]):
         row = {name: values[number] for name, values in columns.items()}
         mask, positions = row.pop(_MASK, None), row.pop(_POSITIONS, None)
@@ -87,5 +87,5 @@ def _array(name: str, values: Any) -> np.ndarray:
 
 
 def _wrong(expected: str, got: str) -> DataError:
-    remedy = "Give columns of one value a token, and take others out of the data set or the collator."
+    remedy = "Give columns of one value per token, and take others out of the data set or the collator."
     return DataError("data_collator", expected=expected, got=got, remedy=remedy)

@@ -314,7 +314,7 @@ class PlannedTrainerMixin(_Base):
             ConfigError: predictions are asked for, or no token has a label.
         """
         if metric_key_prefix == "test":
-            remedy = "Use the plain model, which it is between steps."
+            remedy = "Call the model itself: between steps it is a plain model."
             raise ConfigError("predict", expected="evaluate or train", got="predict", remedy=remedy)
         session = self.session
         if session is None or session.model is not self.model:
@@ -367,7 +367,9 @@ class PlannedTrainerMixin(_Base):
             return
         lacking = [name for name in (OPTIMIZER, SCHEDULER) if not os.path.isfile(os.path.join(checkpoint, name))]
         if lacking:
-            remedy = "Take a checkpoint that save_only_model did not cut short, or load its model and start anew."
+            remedy = (
+                "Take a checkpoint that save_only_model did not cut short, or load its model and start a new training."
+            )
             got = f"no {' and no '.join(lacking)}"
             raise ConfigError(f"{checkpoint}", expected="a checkpoint of this trainer", got=got, remedy=remedy)
         state: dict[str, Any] | None = None

@@ -110,7 +110,7 @@ class PreferenceCollator:
         inputs = self.collate(list(examples))
         others = sorted(inputs.keys() - {_IDS, _MASK, _COMPLETION})
         if others:
-            got, remedy = ", ".join(others), "Images and given reference log-probabilities are not planned."
+            got, remedy = ", ".join(others), "Images and precomputed reference log-probabilities are not supported."
             expected = f"{_IDS}, {_MASK} and {_COMPLETION}"
             raise DataError("data_collator", expected=expected, got=got, remedy=remedy)
         labels = inputs[_IDS].masked_fill(inputs[_COMPLETION] == 0, NO_LOSS)

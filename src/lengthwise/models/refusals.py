@@ -17,18 +17,20 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.models.load import build_skeleton
 
-_STATE = "the layer's state passed on between the ranks of a ring, and cleared where a document of a pack begins"
-_HALO = "the tokens just before a shard fetched from the rank that holds them, and none across documents of a pack"
-_TOWER = "what the tower says of an image or sound placed with the tokens of its sequence, on the ranks that hold them"
+_STATE = "the layer's state passed between the ranks of a ring, and cleared at the start of each document of a pack"
+_HALO = (
+    "the tokens just before a shard, fetched from the rank that holds them, but none from another document of a pack"
+)
+_TOWER = "the tower's output for each image or sound, placed at its tokens on the ranks that hold them"
 _TOWER_CONFIGS = "vision|image|audio|speech|vq_config"
 _ENCODER = "cross-attention over an encoder's states on every rank of a ring, and positions from outside"
 _INTERFACE = "an attention that transformers' AttentionInterface can replace, with positions from outside"
-_CHUNKS = "blocks that stop at the border of a chunk"
-_SPARSE = "those scores of all keys, wherever they are, before attention, and blocks that follow the choice"
-_BIAS = "a block kernel that adds the bias, by the tokens' places in their sequence"
+_CHUNKS = "blocks that end at the border of a chunk"
+_SPARSE = "the scores of all keys, on whichever rank they are, before attention, and blocks that follow the selection"
+_BIAS = "a block kernel that adds the bias, by the tokens' positions in their sequence"
 _PROOF = (
     "a proof: `python benchmarks/families.py {model_type}` compares it with plain Hugging Face; "
-    "where that holds, add the name to lengthwise/models/families.json"
+    "if it passes, add the name to lengthwise/models/families.json"
 )
 
 NEEDED_BY_SOFTCAP = "a block kernel with the cap and its gradient"
@@ -62,14 +64,14 @@ KINDS = {
     ),
     r"(Bert\w*|Electra|Ernie|Roberta\w*|Data2VecText|Camembert|RoFormer|Xmod)SelfAttention$|BlockSparse": (
         "attention of a bidirectional encoder, with positions counted in the row",
-        "causal attention (is_decoder), and positions of each sequence handed to the embedding",
+        "causal attention (is_decoder), and positions of each sequence passed to the embedding",
     ),
     r"^PhimoeTopKRouter$": (
         "a router that draws random numbers in training",
-        "numbers keyed by the token's sequence and place, the same under every plan",
+        "random numbers keyed by the token's sequence and position, the same under every plan",
     ),
     r"^(StableLm|Nemotron)Attention$": (
-        "a layer that does not hand forward's keywords on to its attention",
+        "a layer that does not pass forward's keyword arguments to its attention",
         "another way for the plan to reach the layer",
     ),
     r"^Llama4TextAttention$": ("attention inside chunks", _CHUNKS),
@@ -78,8 +80,8 @@ KINDS = {
         "that mask for every block, and its gradient",
     ),
     r"^DiffLlamaAttention$": (
-        "two attentions a layer, one taken from the other",
-        "a count of attentions a layer that is not one, and its proof",
+        "two attentions per layer, one subtracted from the other",
+        "support for two attentions in one layer, and a proof",
     ),
 }
 """Class names of a kind of layer (a regular expression): what it is, what it would need. The first that fits counts."""
@@ -150,7 +152,7 @@ def _unproved(model: nn.Module) -> _Reason:
     place = _place(path or "model", module, len(attentions))
     if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(type(module)):
         return place, "a family without a proof", _PROOF
-    return place, "attention that is computed in a way of its own", _INTERFACE
+    return place, "attention that does not use transformers' attention interface", _INTERFACE
 
 
 def _place(path: str, module: nn.Module, count: int) -> str:

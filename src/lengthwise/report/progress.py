@@ -37,7 +37,7 @@ class LiveLine:
         self._live = stream.isatty()
         self._open = False
         self._lock = threading.Lock()
-        self._updated_at, self.written_at = -math.inf, time.monotonic()  # the last live line, the last that stays
+        self._updated_at, self.written_at = -math.inf, -math.inf  # the last live line, the last that stays
 
     @property
     def width(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,16 @@ from rich.table import Table
 from rich.text import Text
 
 _GAP = 2  # columns of characters between two of the table
+
+
+def wrapped(text: str, width: int | None, indent: str = "") -> str:
+    """Break lines longer than `width` at words, the rest behind `indent`; None, as for a file: keep them whole."""
+    if width is None:
+        return text
+    return "\n".join(
+        textwrap.fill(line, max(width, 40), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        for line in text.split("\n")
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ nothing: who wants to hear of a run gives a `Callback`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,6 +19,7 @@ from lengthwise.config import RunConfig
 from lengthwise.core.errors import ConfigError, PlanError, RankError, TransferError
 from lengthwise.core.faults import only_of_first_start
 from lengthwise.core.files import read_plan_text
+from lengthwise.core.names import counted
 from lengthwise.core.packages import check_trackers
 from lengthwise.core.plan import Plan
 from lengthwise.core.sizes import read_whole
@@ -29,7 +31,7 @@ from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import Job
 from lengthwise.run.loop import train_rank
 from lengthwise.run.metrics import TrainResult
-from lengthwise.run.resume import Resume, find_resume, has_checkpoint, has_model, torchrun_agent
+from lengthwise.run.resume import Resume, find_resume, has_checkpoint, has_model, is_finished, torchrun_agent
 from lengthwise.run.stacks import FOLDER as STACKS
 from lengthwise.run.start import Run, Start, prepare, run_ranks
 from lengthwise.run.verify import VerifyReport, verify_rank
@@ -102,10 +104,33 @@ def train(
         )
         hearing = callbacks if start.is_first else ()
         _check_restarts(max_restarts, start)
+        if (finished := _finished(start)) is not None:
+            call_back(hearing, "on_end", finished)
+            return finished
         call_back(hearing, "on_start", start.job)
         result = _run_restarting(start, callbacks, hearing, max_restarts, accept_changes=accept_changes)
         call_back(hearing, "on_end", result)
         return result
+
+
+def _finished(start: Start) -> TrainResult | None:
+    """Return the result of a run that resumes after its last step; None: it has steps, or its model, to make."""
+    job, resume = start.job, start.job.resume
+    if start.world is not None or resume is None or not is_finished(job.config, resume, job.num_steps):
+        return None
+    first_loss, last_loss = resume.losses
+    return TrainResult(
+        steps=resume.step,
+        num_tokens=0,
+        seconds=0.0,
+        first_loss=first_loss,
+        last_loss=last_loss,
+        metrics=None,
+        parameters=sum(math.prod(each.shape) for each in resume.manifest.parameters),
+        stopped_by=None,
+        folder=job.config.output,
+        skipped=resume.manifest.skipped,
+    )
 
 
 def _check_restarts(max_restarts: int, start: Start) -> None:
@@ -205,8 +230,8 @@ def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
         raise PlanError(str(path), expected="a plan without offload, or a place for it", got="none", remedy=remedy)
     if plan.ranks != job.replicas or plan.tokens != lengths:
         where = str(path)
-        expected = f"a plan for {job.replicas} ranks and the first batch's lengths {list(lengths[:8])}..."
-        got = f"{plan.ranks} ranks and {list(plan.tokens[:8])}..."
+        expected = f"a plan for {counted(job.replicas, 'rank')} and the first batch's lengths {list(lengths[:8])}..."
+        got = f"{counted(plan.ranks, 'rank')} and {list(plan.tokens[:8])}..."
         raise PlanError(where, expected=expected, got=got, remedy="Make it from the lengths of the first global batch.")
     return plan
 

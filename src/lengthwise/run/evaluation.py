@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from lengthwise.config.problems import shown
 from lengthwise.core.errors import LengthwiseError, OutputError
 from lengthwise.core.files import parse_json, read_plain
 from lengthwise.run.callbacks import call_back
-from lengthwise.run.folder import BEST, previous_of, unfinished_of, whole_folder, writing
+from lengthwise.run.folder import BEST, previous_of, put_back, whole_folder, writing
 from lengthwise.run.metrics import EvalMetrics
 
 if TYPE_CHECKING:
@@ -130,7 +129,7 @@ class BestModel:
     def __init__(self, output: Path, data: str, note: Callable[[str], None]) -> None:
         self._folder, self._data, self._note, self._failures = output / BEST, data, note, 0
         with writing(output):
-            _mend(self._folder)
+            put_back(self._folder)
         found = read_best(output)
         self._best: BestEvaluation | None = None if found is None else found[1]
         if self._best is not None and self._best.data != data:
@@ -165,12 +164,3 @@ class BestModel:
         if self._failures >= _MOST_FAILURES:
             raise error
         self._note(f"the best model is not saved: {error}")
-
-
-def _mend(folder: Path) -> None:
-    """Put the model of before back where a fault came between two renames, and remove what is not whole."""
-    shutil.rmtree(unfinished_of(folder), ignore_errors=True)
-    if folder.exists():
-        shutil.rmtree(previous_of(folder), ignore_errors=True)
-    elif previous_of(folder).exists():
-        previous_of(folder).rename(folder)

@@ -1,7 +1,8 @@
 """The output folder of a run: one run at a time, what is written where, and when an earlier run is in the way.
 
 A run claims the folder with a lock on `run.lock`, which its end frees, however it ends. Lines are written one by one.
-The model is written into `model.unfinished`, synced and renamed, so that `model` is whole or not there.
+The model is written into `model.unfinished`, synced and renamed, so that `model` is whole or not there. A run that goes
+on keeps the earlier model until its own is whole; `model.earlier` then says that it is not the run's last.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from lengthwise.core.files import compress_plan, make_readable, owner_name, pars
 from lengthwise.core.measurements import Measurements
 from lengthwise.run.callbacks import Callback
 from lengthwise.run.metrics import EvalMetrics, FinishedStep, NotFinite
+from lengthwise.run.resume import EARLIER, MODEL
 from lengthwise.run.resume import FOLDER as CHECKPOINTS
-from lengthwise.run.resume import MODEL
 from lengthwise.run.stacks import FOLDER as STACKS
 from lengthwise.run.trackers import TENSORBOARD
 from lengthwise.run.writes import Writes, insist
@@ -40,9 +41,9 @@ _AGENT = "torchrun.txt"
 _LEDGER, _OLD_LEDGER = "ledger.jsonl", "ledger.old.jsonl"  # the second: lines before the first's, where it grew long
 BEST = "model-best"  # of the best evaluation, see `run.best`
 _BESTS = (BEST, f"{BEST}.unfinished", f"{BEST}.previous")
-_FOLDERS = ("plans", MODEL, f"{MODEL}.unfinished", *_BESTS, CHECKPOINTS, STACKS, TENSORBOARD)
+_FOLDERS = ("plans", MODEL, f"{MODEL}.unfinished", f"{MODEL}.previous", *_BESTS, CHECKPOINTS, STACKS, TENSORBOARD)
 _LINES = ("metrics.jsonl", _LEDGER, _OLD_LEDGER, "eval.jsonl", "not_finite.jsonl")  # a step a line
-_FILES = (CONFIG, _AGENT, "measurements.json", *_LINES)
+_FILES = (CONFIG, _AGENT, EARLIER, "measurements.json", *_LINES)
 _LOCK = "run.lock"
 _PLAN = re.compile(r"step-([0-9]{6,18})\.json\.gz")
 _MOST_LOG_BYTES = 400e6
@@ -90,10 +91,7 @@ class RunFolder(Callback):
                 self.check_free(overwrite=overwrite, inputs=inputs)
             yield
         except KeyboardInterrupt:
-            saved = self._saved_since(before)
-            if saved is None:
-                raise
-            raise KeyboardInterrupt(saved) from None
+            raise KeyboardInterrupt(self._saved_since(before)) from None
         finally:
             if lock is not None:
                 (self.path / _LOCK).unlink(missing_ok=True)
@@ -146,7 +144,7 @@ class RunFolder(Callback):
         Raises:
             OutputError: a file is damaged, or no folder is where a model goes; names it.
         """
-        for path in (self.path / name for name in (MODEL, f"{MODEL}.unfinished", *_BESTS)):
+        for path in (self.path / name for name in (MODEL, f"{MODEL}.unfinished", f"{MODEL}.previous", *_BESTS)):
             if path.is_symlink() or (path.exists() and not path.is_dir()):
                 got = "a link" if path.is_symlink() else "a file"
                 raise OutputError(str(path), expected="a folder, or none", got=got, remedy="Move it elsewhere.")
@@ -161,16 +159,16 @@ class RunFolder(Callback):
         return {path: _lines_up_to(path, step) for path in paths if os.path.lexists(path)}, plans
 
     def go_on(self, config: RunConfig, step: int) -> None:
-        """Take back what was written after `step`, and the model: the run does these steps again.
+        """Take back what was written after `step`, which the run does again; the model stays until the next is whole.
 
         Raises:
             OutputError: see `kept`; nothing was changed.
         """
         lines, plans = self.kept(step)
         with self.writing():
-            for folder in (self.model, unfinished_of(self.model)):
-                if folder.exists():
-                    shutil.rmtree(folder)
+            put_back(self.model)
+            if self.model.exists():
+                (self.path / EARLIER).touch()
             for path, text in lines.items():
                 _replace(path, text)
             (self.path / "plans").mkdir(exist_ok=True)
@@ -197,8 +195,10 @@ class RunFolder(Callback):
         Raises:
             OutputError: it cannot be written.
         """
-        with self.writing(), whole_folder(self.model) as unfinished:
-            yield unfinished
+        with self.writing():
+            with whole_folder(self.model, replaces=True) as unfinished:
+                yield unfinished
+            (self.path / EARLIER).unlink(missing_ok=True)
 
     def on_step(self, step: FinishedStep) -> None:
         """Write one step: its plan, its sequences, its metrics."""
@@ -277,12 +277,16 @@ class RunFolder(Callback):
         there = [self.model, *map(checkpoints.at, checkpoints.steps())]
         return {path: path.stat().st_ctime_ns for path in there if path.exists()}
 
-    def _saved_since(self, before: Mapping[Path, int]) -> str | None:
-        """Say what was saved since: the model, else the newest checkpoint; None: nothing."""
-        new = [path for path, changed in self._saved().items() if before.get(path) != changed]
+    def _saved_since(self, before: Mapping[Path, int]) -> str:
+        """Say what was saved since: the model, else the newest checkpoint, else nothing."""
+        there = self._saved()
+        new = [path for path, changed in there.items() if before.get(path) != changed]
         if self.model in new:
             return f"the model is saved in {self.model}"
-        return f"the newest checkpoint is {new[-1]}" if new else None
+        checkpoints = [path for path in there if path != self.model]
+        if not checkpoints:
+            return "nothing was saved"
+        return f"{'' if new else 'nothing new was saved; '}the newest checkpoint is {checkpoints[-1]}"
 
 
 def _is_dead(owner: str) -> bool:
@@ -361,6 +365,15 @@ def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
         shutil.rmtree(previous, ignore_errors=True)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def put_back(folder: Path) -> None:
+    """Restore the earlier content where a fault came between two renames of `whole_folder`; remove unfinished ones."""
+    shutil.rmtree(unfinished_of(folder), ignore_errors=True)
+    if folder.exists():
+        shutil.rmtree(previous_of(folder), ignore_errors=True)
+    elif previous_of(folder).exists():
+        previous_of(folder).rename(folder)
 
 
 def unfinished_of(path: Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -56,6 +56,7 @@ from lengthwise.run.stages import check_cut, check_ranks
 _UNMEASURED_TOKENS = 4096
 MEASURING_SECONDS = 8.0  # that measuring before the first step takes, about
 _ANY_GPU = "h100"
+_PRICED_ROWS = 10_000  # of which a step is estimated
 _MEASURED_RUN = 20.0  # times that, from which a run is measured unasked
 
 
@@ -192,12 +193,18 @@ class Job:
 
     def _seconds_of_a_step(self, device: str) -> float:
         """What a step computes, by estimates for a device, evenly over all ranks."""
-        lengths, asked = self.dataset.lengths[self.dataset.ids], self.config.global_batch
+        lengths, asked = self._drawn_lengths(), self.config.global_batch
         sequences = asked.sequences or asked.tokens / lengths.mean()
         shape = shape_from_config(self.model.config.to_dict())
         cost = base_cost(shape, device, precision=self.config.precision, adapters=self.adapters)
         once = float(cost.compute_seconds(lengths).sum()) / len(lengths)
         return once * sequences / self.ranks
+
+    def _drawn_lengths(self) -> np.ndarray:
+        """Return the lengths of rows that the run draws, of many a sample: the first ones, in their shuffled order."""
+        drawn = chain.from_iterable(batch.ids for batch in Batches(self.dataset, self.config))
+        most = min(len(self.dataset.ids), _PRICED_ROWS)
+        return self.dataset.lengths[np.sort(list(islice(drawn, most)))]
 
     @property
     def shard(self) -> str:

@@ -129,7 +129,10 @@ def _ending_at_the_second() -> Iterator[None]:
             if not told:
                 return
         if not ended.wait(_GRACE_SECONDS):
-            os.write(2, b"interrupted: within a step, nothing more was saved\n")
+            os.write(
+                2,
+                b"interrupted: within a step, nothing more was saved; --resume goes on from the newest checkpoint\n",
+            )
             os._exit(128 + signal.SIGINT)
 
     thread = threading.Thread(target=watch, name="second signal", daemon=True)
@@ -263,7 +266,7 @@ class _Children:
             return type(error)(error.where, expected=error.expected, got=error.got, remedy=remedy)
         got = f"{error.got}; no report from {'; '.join(f'rank {rank}, {seen[rank]}' for rank in silent)}"
         them = "this rank is" if len(silent) == 1 else "these ranks are"
-        remedy = f"See what {them} waiting for; then start again.{told}"
+        remedy = f"Find what {them} waiting for, then start again.{told}"
         return type(error)(error.where, expected=error.expected, got=got, remedy=remedy)
 
     def _watch(self, stop: StopRequest, *, asks: bool) -> None:

@@ -103,10 +103,11 @@ class _Loop:
         planned = self._steps.next(f"step {runner.steps + 1}")
         while planned is not None and done.stopped_by is None:
             ran, planned = self._step(planned)
-            done.stopped_by = rank.end.stopped_by
             if ran is not None:
                 done.add(ran)
             self._evaluation.after(runner.steps)
+            self._transport.phase = f"step {runner.steps}, whether to stop"
+            done.stopped_by = int(max(rank.engine.each_rank(rank.stop.signal or 0))) or None
             is_last = planned is None or done.stopped_by is not None
             if rank.end.checkpoints.is_due(runner.steps, asked=is_last or rank.end.asks_for_checkpoint):
                 rank.hold_parameters()
@@ -155,6 +156,7 @@ class _Loop:
     def _step(self, planned: PlannedStep) -> tuple[StepMetrics | None, PlannedStep | None]:
         """Run a step; return its metrics, None if it made no update, and the next one."""
         rank, number, start = self._rank, self._runner.steps + 1, time.perf_counter()
+        self._transport.phase = f"step {number}, start"
         fault("microbatches", rank.rank, number)
         result, lr = self._runner.backward(planned), self._learning_rate(number)
         if result.grad_norm is not None:

@@ -100,7 +100,8 @@ class TrainResult:
 
     steps: from the first one, those before a checkpoint too; `num_tokens`, `seconds`: of this process alone. metrics:
     of the last step; None: the run was at its end. stopped_by: the signal that ended it early, or None. skipped: of the
-    steps, those whose sequences changed nothing, because something in them was not finite.
+    steps, those whose sequences changed nothing, because something in them was not finite. parameters: of the model; of
+    a run that was already finished, those that train.
     """
 
     steps: int

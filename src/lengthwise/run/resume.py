@@ -18,10 +18,12 @@ from lengthwise.checkpoint import CheckpointFolder, Manifest, changed, read_mani
 from lengthwise.comm import Transport, share_numbers
 from lengthwise.config import OptimizerConfig, RunConfig
 from lengthwise.core.errors import LengthwiseError, OutputError
+from lengthwise.core.names import counted
 from lengthwise.engine.optimizer import states_of
 
 FOLDER = "checkpoints"  # within the output of a run
 MODEL = "model"  # of a run that has ended, in its output
+EARLIER = "model.earlier"  # a file beside it: the run went on from a checkpoint, and has not ended since
 
 # Settings that may differ when a run goes on: they change where, when and how fast, not what is trained.
 FREE_SETTINGS = frozenset(
@@ -71,7 +73,7 @@ class Resume:
     def check_within(self, num_steps: int) -> None:
         """Raise OutputError where more steps are done than the run has."""
         if self.step > num_steps:
-            expected, got = f"a checkpoint of the run's {num_steps} steps", f"one after {self.step}"
+            expected, got = f"a checkpoint of the run's {counted(num_steps, 'step')}", f"one after {self.step}"
             remedy = "Set the steps or epochs back, or train into another output."
             raise OutputError(str(self.folder), expected=expected, got=got, remedy=remedy)
 
@@ -98,6 +100,11 @@ def has_checkpoint(config: RunConfig) -> bool:
 def has_model(config: RunConfig) -> bool:
     """Whether a run has ended in the run's output folder: a model is there."""
     return (config.output / MODEL).exists()
+
+
+def is_finished(config: RunConfig, resume: Resume, num_steps: int) -> bool:
+    """Whether the run has made all its steps and saved their model."""
+    return resume.step == num_steps and has_model(config) and not (config.output / EARLIER).exists()
 
 
 def find_resume(config: RunConfig, *, accept_changes: bool = False) -> Resume:

@@ -12,6 +12,8 @@ import torch
 
 from lengthwise.comm import Transport, World
 from lengthwise.core.faults import fault
+from lengthwise.core.names import counted
+from lengthwise.cost import ZERO3_ALONE
 from lengthwise.engine.memory import SMALLER_STATE, reporting_shortage
 from lengthwise.engine.optimizer import ShardedOptimizer
 from lengthwise.engine.parameters import Parameters
@@ -43,6 +45,7 @@ class RankRun:
     optimizer: ShardedOptimizer
     pricing: Pricing
     folder: RunFolder
+    stop: StopRequest
     callbacks: Sequence[Callback]
 
     @property
@@ -62,7 +65,7 @@ class RankRun:
     def leave_if_asked(self, before: str) -> None:
         """End all ranks where one was asked to stop and nothing was trained yet. Collective."""
         self.engine.transport.phase = f"start, before {before}"
-        if any(self.engine.each_rank(self.end.stop.signal or 0)):
+        if any(self.engine.each_rank(self.stop.signal or 0)):
             raise KeyboardInterrupt
 
     def hold_parameters(self) -> None:
@@ -104,8 +107,10 @@ def set_up(
         say(job.hardware_note)
     if "shard" in job.chosen and (job.gpus or job.shard != "zero1"):
         say(job.chosen["shard"])
+    if config.shard == "zero3" and job.ranks == 1:
+        say(ZERO3_ALONE)
     if isinstance(config.heads, int) and config.heads > job.replicas:
-        say(f"heads: {config.heads} has no effect on {job.replicas} ranks")
+        say(f"heads: {config.heads} has no effect on {counted(job.replicas, 'rank')}")
     engine, parameters, optimizer = _build(job, world, transport, planner, say)
     checkpoints = Checkpoints(
         config, transport, parameters, optimizer, data=lambda: job.dataset.digest().hex(), note=say
@@ -118,7 +123,7 @@ def set_up(
         callbacks=callbacks,
         largest_allowed=torch.finfo(engine.dtype).max,
     )
-    end = RunStepEnd(rank=transport.rank, stop=stop, finite=finite, checkpoints=checkpoints)
+    end = RunStepEnd(rank=transport.rank, finite=finite, checkpoints=checkpoints)
     rank = RankRun(
         job=job,
         runner=StepRunner(engine=engine, end=end, scale_gradients=optimizer.scale_gradients),
@@ -127,6 +132,7 @@ def set_up(
         optimizer=optimizer,
         pricing=pricing,
         folder=folder,
+        stop=stop,
         callbacks=callbacks,
     )
     _restore(rank)

@@ -1,4 +1,4 @@
-"""What a run decides at a step's end, by numbers that its ranks share: whether to update, to save, to stop.
+"""What a run decides at a step's end, by numbers that its ranks share: whether to update, and to save.
 
 Loss and gradient are refused before an update when they are not finite, the parameters that an update left with the
 numbers of the next step (`run/not_finite.py`).
@@ -13,7 +13,6 @@ from lengthwise.core.faults import fault
 from lengthwise.engine.memory import PeakMemory
 from lengthwise.engine.step import RankResult
 from lengthwise.run.checkpoints import Checkpoints
-from lengthwise.run.launch import StopRequest
 from lengthwise.run.metrics import StepMetrics
 from lengthwise.run.not_finite import FinitePolicy
 from lengthwise.session.runner import StepEnd, StepResult
@@ -21,10 +20,9 @@ from lengthwise.session.runner import StepEnd, StepResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunNumbers(RankResult):
-    """What a rank shares of a step and of what goes on beside it; see `StopRequest`, `FinitePolicy`, `Checkpoints`."""
+    """What a rank shares of a step and of what goes on beside it; see `FinitePolicy`, `Checkpoints`."""
 
     peak_bytes: float
-    stop_signal: float
     largest: float
     checkpoint_progress: float
     asks_for_checkpoint: float
@@ -35,7 +33,6 @@ class RunStepEnd(StepEnd):
     """The end of a run's steps on one rank. ranks: the numbers of the last step."""
 
     rank: int
-    stop: StopRequest
     finite: FinitePolicy
     checkpoints: Checkpoints
     memory: PeakMemory = field(default_factory=PeakMemory)
@@ -47,7 +44,6 @@ class RunStepEnd(StepEnd):
         return RunNumbers(
             **asdict(own),
             peak_bytes=self.memory.peak_bytes(),
-            stop_signal=self.stop.signal or 0,
             largest=self.finite.largest,
             checkpoint_progress=self.checkpoints.progress,
             asks_for_checkpoint=self.checkpoints.asks,
@@ -63,11 +59,6 @@ class RunStepEnd(StepEnd):
     def holds(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
         """Do as the run's policy says where a value is not finite."""
         return self.finite.holds(step, what, value, sequences)
-
-    @property
-    def stopped_by(self) -> int | None:
-        """The signal that asks the run to stop, if any rank got one."""
-        return int(max(each.stop_signal for each in self.ranks)) or None
 
     @property
     def asks_for_checkpoint(self) -> bool:

@@ -58,7 +58,7 @@ TokenLoss: TypeAlias = Callable[[Any, Tokens], Tensor]
 ComputeLoss: TypeAlias = Callable[[nn.Module, dict[str, Any]], Tensor]
 """Takes a model and what it is called with, as Trainer's `compute_loss` does; returns its share of the step's loss."""
 TokenValues: TypeAlias = Callable[[Any, Tokens], Tensor]
-"""Takes outputs and tokens as `TokenLoss` does; returns one value a token, (tokens,), or several, (tokens, k)."""
+"""Takes outputs and tokens as `TokenLoss` does; returns one value per token, (tokens,), or several, (tokens, k)."""
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> t
         problems.append(ModelRefused(where, expected=expected, got=got, remedy=remedy))
 
     if not hasattr(model, "config") or not hasattr(model, "get_decoder"):
-        remedy = "Give the model itself, not what DDP or a compiler put around it."
+        remedy = "Give the model itself, not a wrapper of DDP or torch.compile."
         raise ModelRefused(where, expected="a Hugging Face causal language model", got="none", remedy=remedy)
     for check in (lambda: check_model_config(model.config), lambda: check_recompute(model.config, recompute)):
         try:

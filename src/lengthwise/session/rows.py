@@ -1,6 +1,6 @@
 """The sequences of a step as a loop has them: mappings with `input_ids`, or ids alone, of any length each.
 
-`weights` of its tokens, as labels lie, weigh the next token's loss. Every other column has one value a token; a loss
+`weights` of its tokens, as labels lie, weigh the next token's loss. Every other column has one value per token; a loss
 sees it cut and packed as the tokens are.
 """
 
@@ -36,6 +36,10 @@ class RowBatch(StepBatch):
     """
 
     def __init__(self, rows: Sequence[Row], num_words: int = 1 << 31) -> None:
+        if isinstance(rows, Mapping):
+            got = f"a mapping of {', '.join(map(str, rows))}: a collated batch"
+            remedy = "Leave rows as they are: DataLoader(..., collate_fn=list)."
+            raise DataError("sequences", expected="a list of rows, one per sequence", got=got, remedy=remedy)
         problems: list[LengthwiseError] = []
         builder, columns = DatasetBuilder(), list[dict[str, Tensor]]()
         builder.start_source("sequences", "sequence", None)
@@ -87,12 +91,15 @@ def _read(row: Row, where: str) -> tuple[np.ndarray, np.ndarray | None, dict[str
     ids = _whole(tensors.pop(_IDS), f"{where}, {_IDS}")
     for name, values in tensors.items():
         if len(values) != len(ids):
-            raise _wrong(f"{where}, {name}", f"one value a token, {len(ids)}", f"{len(values)}")
+            raise _wrong(f"{where}, {name}", f"one value per token, {len(ids)}", f"{len(values)}")
     kept = _kept(tensors.pop(_MASK, None), len(ids), where)
     positions = tensors.pop(_POSITIONS, None)
     if positions is not None and not torch.equal(positions[kept].long(), torch.arange(kept.stop - kept.start)):
         raise _wrong(
-            f"{where}, {_POSITIONS}", "0, 1, 2, ...: one sequence a row", "others", "Make every sequence a row."
+            f"{where}, {_POSITIONS}",
+            "0, 1, 2, ...: one sequence per row",
+            "others",
+            "Give every sequence a row of its own.",
         )
     labels = tensors.pop(_LABELS, None)
     given = None if labels is None else _whole(labels, f"{where}, {_LABELS}", least=NO_LOSS)[kept]
@@ -103,16 +110,16 @@ def _tensor(values: Any, where: str) -> Tensor:
     try:
         tensor = torch.as_tensor(values).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise _wrong(where, "numbers, one a token", str(error).splitlines()[0]) from None
+        raise _wrong(where, "one number per token", str(error).splitlines()[0]) from None
     if tensor.dim() == 0:
-        raise _wrong(where, "one value a token", "a single number")
+        raise _wrong(where, "one value per token", "a single number")
     return tensor
 
 
 def _whole(values: Tensor, where: str, least: int = 0) -> np.ndarray:
     if values.dim() != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
         got = f"{str(values.dtype).removeprefix('torch.')} of {tuple(values.shape)}"
-        raise _wrong(where, "whole numbers (length,), one sequence a row", got)
+        raise _wrong(where, "whole numbers (length,), one sequence per row", got)
     low, high = int(values.min()), int(values.max())
     if (low < 0 and low != least) or low < least or high >= 1 << 31:
         raise _wrong(where, f"numbers from 0{f', or {least}' * (least < 0)}", f"{low if low < 0 else high}")
@@ -139,7 +146,9 @@ def _kept(mask: Tensor | None, length: int, where: str) -> slice:
         return slice(0, length)
     kept = torch.nonzero(mask.reshape(-1)).flatten()
     if not len(kept) or int(kept[-1]) - int(kept[0]) + 1 != len(kept):
-        raise _wrong(f"{where}, {_MASK}", "one run of tokens that are no padding", f"{len(kept)} of {length}, apart")
+        raise _wrong(
+            f"{where}, {_MASK}", "one run of tokens without padding between them", f"{len(kept)} of {length}, apart"
+        )
     return slice(int(kept[0]), int(kept[-1]) + 1)
 
 

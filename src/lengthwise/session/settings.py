@@ -19,8 +19,10 @@ from lengthwise.config import OffloadConfig
 from lengthwise.config.problems import find_problems
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.plan import RECOMPUTE_KINDS
+from lengthwise.core.sizes import parse_tokens, read_whole
 from lengthwise.cost import (
     DTYPE_BYTES,
+    ZERO3_ALONE,
     Cost,
     StepMemory,
     choose_shard,
@@ -94,11 +96,10 @@ def check_settings(
     def refuse(key: str, expected: str, got: object, remedy: str = "Take one of them.") -> None:
         problems.add(ConfigError(key, expected=expected, got=f"{got!r}", remedy=remedy))
 
-    if not is_measured and (isinstance(capacity_tokens, bool | str) or capacity_tokens < 1):
-        remedy = "Give the tokens that a rank holds in a microbatch, or auto."
-        refuse("capacity_tokens", "1 or more, or auto", capacity_tokens, remedy)
+    tokens = None if is_measured else problems.attempt(partial(_tokens, capacity_tokens))
     if precision not in (None, "bf16"):
-        refuse("precision", "None or bf16", precision, "Convert the model for others; fp16 needs a loss scale.")
+        remedy = "For another dtype, convert the model; fp16 is not supported, because it needs a loss scale."
+        refuse("precision", "None or bf16", precision, remedy)
     if recompute not in ("auto", *RECOMPUTE_KINDS):
         refuse("recompute", " or ".join(("auto", *RECOMPUTE_KINDS)), recompute)
     if heads not in ("auto", "off") and (isinstance(heads, str | bool) or heads < 1):
@@ -117,7 +118,14 @@ def check_settings(
     where = next(model.parameters()).device if device is None else torch.device(device)
     if where.type == "meta":
         remedy = "Give device, for example cuda:0."
-        problems.add(ConfigError("device", expected="where steps run", got="a model without storage", remedy=remedy))
+        problems.add(
+            ConfigError(
+                "device",
+                expected="the device where steps run",
+                got="a model on the meta device, without storage",
+                remedy=remedy,
+            )
+        )
     kind = recompute if recompute != "auto" or is_measured else "none"
     wrapped = kind if kind in RECOMPUTE_KINDS else "none"
     dtype = problems.attempt(partial(check_session_model, model, wrapped, trains=trains))
@@ -127,7 +135,7 @@ def check_settings(
     return SessionSettings(
         dtype=dtype,
         autocast=torch.bfloat16 if precision == "bf16" else None,
-        capacity_tokens=None if is_measured else int(capacity_tokens),
+        capacity_tokens=tokens,
         recompute=kind,
         heads=heads,
         planner=planner,
@@ -136,6 +144,12 @@ def check_settings(
         ranks_per_node=ranks_per_node,
         device=where,
     )
+
+
+def _tokens(given: int | str) -> int:
+    """Read capacity_tokens as run files have it: a number, or a text as 16K."""
+    where = "capacity_tokens"
+    return parse_tokens(given, where) if isinstance(given, str) else read_whole(where, given)
 
 
 def shard_of(
@@ -163,7 +177,9 @@ def shard_of(
     shard = settings.shard
     if shard == "auto" and ranks > 1:
         shard = _chosen(model, optimizer, transport, settings, node)
-    if ranks == 1 or shard == "auto":
+    if ranks == 1:
+        if shard == "zero3":
+            print(f"lengthwise: {ZERO3_ALONE}", flush=True)
         return "zero1", 1
     if shard == "hybrid" and node == ranks:
         if not transport.rank:

@@ -162,7 +162,7 @@ class ShardedInPlace:
 
 
 def _refuse_slices(name: str) -> None:
-    got, remedy = f"optimizer.{name}, which knows this rank's slices alone", f"Call session.{name}."
+    got, remedy = f"optimizer.{name}, which has this rank's slices only", f"Call session.{name}."
     raise ConfigError(f"optimizer.{name}", expected=f"session.{name}", got=got, remedy=remedy)
 
 
@@ -184,7 +184,7 @@ class _Withheld(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         del types, args, kwargs
         remedy = "Use session.clip_grad_norm_, or the result's grad_norm; optimizer.zero_grad clears gradients."
-        expected, got = "no use of it between backward and the next: it lies over the ranks", f"{func.__name__} of it"
+        expected, got = "no use of it between two backward passes: each rank has only a part", f"{func.__name__} of it"
         raise ConfigError("gradient of a parameter", expected=expected, got=got, remedy=remedy)
 
 

@@ -17,6 +17,11 @@ from lengthwise.program import lower_plan, refuse_unsupported
 STEPS_AHEAD = 2  # that are planned and read while one runs; a plan's costs are that much older
 _START_SECONDS = 60.0  # more for the first plan: a planner that is a new process imports first
 
+_SAME_ROWS = (
+    "Give every rank the rows of the whole global batch, in the same order: no DistributedSampler, the same seed for "
+    "shuffling on all ranks, and the same version of lengthwise."
+)
+
 StepPlanner = Callable[[Sequence[int]], tuple[str, float]]
 """Makes (plan file, seconds that it took) from the lengths of a step."""
 
@@ -77,7 +82,9 @@ class PlanAhead:
             plans = self._exchanged(name)
             batches = [self._wait_for(self._making.popleft(), name)[0] for _ in plans]
             found = [None if batch is None else batch.identity for batch in batches]
-            agree(self._transport, json.dumps([plans, found]).encode(), f"plans and sequences from {name} on")
+            agree(
+                self._transport, json.dumps([plans, found]).encode(), f"plans and sequences from {name} on", _SAME_ROWS
+            )
             for plan, batch in zip(plans, batches, strict=True):
                 if plan is None or batch is None:
                     self._ended = True

@@ -123,7 +123,7 @@ def _sent(value: Tensor | None, parameters: Parameters, place: int, transport: T
 
 
 def _problems(given: Mapping[str, Any] | None, optimizer: ShardedInPlace) -> list[LengthwiseError]:
-    remedy = "Give rank 0 what state_dict returned of this model and optimizer."
+    remedy = "Give rank 0 the result of state_dict for this model and optimizer."
     if given is None or not {_STATE, _GROUPS} <= given.keys():
         got = "nothing" if given is None else ", ".join(map(str, given)) or "an empty one"
         return [ConfigError("state", expected=f"{_STATE} and {_GROUPS}, on rank 0", got=got, remedy=remedy)]
@@ -148,7 +148,7 @@ def _other_weights(weights: Mapping[str, Tensor] | None, parameters: Parameters)
     wanted = {name: tuple(shape) for name, shape in zip(parameters.names, parameters.shapes, strict=True)}
     found = {name: tuple(each.shape) for name, each in weights.items()}
     wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-    remedy = "Give what state_dict returned of this model."
+    remedy = "Give the result of state_dict for this model."
     return [
         ConfigError(
             f"state, master_weights, {name}",

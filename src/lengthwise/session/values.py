@@ -98,8 +98,8 @@ class ValuesOfTokens:
         tokens = tokens_of(self.gathered.batch, segments, input_ids, position_ids, shift_labels)
         values = self.values(output, tokens)
         if not values.dim() or len(values) != len(input_ids):
-            expected = f"one value a token, ({len(input_ids)},) or ({len(input_ids)}, k)"
-            remedy = "Return what has not been summed; `combine` sums."
+            expected = f"one value per token, ({len(input_ids)},) or ({len(input_ids)}, k)"
+            remedy = "Return values that are not summed; `combine` sums them."
             raise ConfigError("values", expected=expected, got=f"{tuple(values.shape)}", remedy=remedy)
         if self.weights is None:
             self.gathered.add(tokens, values)
