@@ -87,7 +87,7 @@ def test_gloo_order_c_connects_all_edges_at_distance_1_and_2_at_start(monkeypatc
     for rank, (made, num_groups, ranks) in enumerate(run_ranks(work, 5)):
         peers = [peer for peer in (rank - 2, rank - 1, rank + 1, rank + 2) if 0 <= peer < 5]
         assert [sorted(call) for call in made] == [sorted([(op, p) for p in peers for op in ("isend", "irecv")])]
-        assert (num_groups, ranks) == (1, [()]), "one group for transfers, over all ranks, and no other"
+        assert (num_groups, ranks) == (1, [(None,)]), "one group for transfers, over all ranks, and no other"
 
 
 class _Event:
@@ -115,9 +115,9 @@ def gpus_replaced(monkeypatch):
     """Take the path of NCCL with gloo in its place: groups, watch, waits of the stream, all but the device itself."""
     groups, new_group = [], dist.new_group
 
-    def gloo_group(*, timeout, ranks=None, backend, device_id=None, pg_options=None):
+    def gloo_group(ranks, *, timeout, backend, device_id=None, pg_options=None, use_local_synchronization):
         groups.append((backend, str(device_id), timeout.total_seconds(), pg_options))
-        return new_group(timeout=timeout, backend="gloo")
+        return new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=use_local_synchronization)
 
     monkeypatch.setattr(World, "claim_device", lambda world: None)
     monkeypatch.setattr(comm_world, "gpu_of", str)

@@ -265,7 +265,7 @@ def test_parameters_lie_over_the_ranks(tmp_path):
 def test_what_needs_whole_parameters_is_refused_at_construction(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
-    with pytest.raises(LengthwiseError, match="under shard zero3 it would load weights"):
+    with pytest.raises(LengthwiseError, match="under shard zero3 or hybrid it would load weights"):
         PLANNED(model=small_model(), args=arguments(tmp_path, **best), shard="zero3")
 
 
